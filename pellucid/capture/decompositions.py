@@ -1,0 +1,54 @@
+"""Which composite operators PyTorch breaks into smaller ones before Pellucid sees them.
+
+The list is explicit: what is not named here arrives whole, and is either lowered by a rule of `pellucid.lower` or
+calls ATen. Operators that the lowering writes as one kernel (softmax, layer norm, GELU) must not stand here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from pellucid.capture.torch_compat import decomposition_table
+
+_POINTWISE = """
+    addcdiv addcmul celu clamp_max clamp_min elu_backward fill frac gelu_backward glu glu_backward hardshrink
+    hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh_backward heaviside isneginf isposinf leaky_relu_backward lerp log_sigmoid_backward log_sigmoid_forward logaddexp logaddexp2 logit
+    logit_backward masked_fill mish mish_backward nan_to_num rsub selu sgn sigmoid_backward silu_backward sinc
+    softplus softplus_backward softshrink tanh_backward threshold threshold_backward xlogy deg2rad rad2deg
+    special_entr special_xlog1py special_log_ndtr native_dropout_backward
+"""
+
+_LOSSES = """
+    binary_cross_entropy binary_cross_entropy_backward huber_loss huber_loss_backward mse_loss
+    mse_loss_backward nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward smooth_l1_loss
+    smooth_l1_loss_backward soft_margin_loss soft_margin_loss_backward _softmax_backward_data
+    _log_softmax_backward_data
+"""
+
+_REDUCTIONS = "aminmax all count_nonzero logsumexp norm std std_mean nansum linalg_vector_norm trace"
+
+_NORMS = """
+    native_layer_norm_backward native_group_norm_backward native_batch_norm_backward native_group_norm
+    native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
+    _native_batch_norm_legit_functional
+"""
+
+_SHAPES = """
+    diag_embed diagonal_backward eye new_empty new_full new_ones new_zeros ones ones_like
+    pixel_shuffle pixel_unshuffle select_backward select_scatter slice_backward stack tril triu unfold_backward zeros
+    zeros_like _unsafe_index linspace roll diagonal_copy
+"""
+
+_LINEAR_ALGEBRA = "addr dot mv vdot addmv"
+
+NAMES: tuple[str, ...] = tuple(
+    name for group in (_POINTWISE, _LOSSES, _REDUCTIONS, _NORMS, _SHAPES, _LINEAR_ALGEBRA) for name in group.split()
+)
+
+
+@lru_cache(maxsize=1)
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The table in the form that AOTAutograd takes."""
+    return decomposition_table(NAMES)

@@ -1,0 +1,91 @@
+"""Passes on the captured FX graph, before lowering."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from pellucid.capture.graph import merge_origin
+from pellucid.ir.decision import Decision
+
+
+def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
+    """A copy of the graph in which equal pure calls are made once and dead ones not at all.
+
+    Before: `%a = exp(%x); %b = exp(%x)`. After: `%a = exp(%x)`, used for both, with both origins.
+    """
+    graph = torch.fx.Graph()
+    mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+    seen: dict[Any, torch.fx.Node] = {}
+    decisions: list[Decision] = []
+    returned = _returned(graph_module.graph)
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and not _is_pure(node):
+            seen.clear()  # what it mutates may be read again
+        key = _key(node, mapping) if _is_pure(node) else None
+        if key is not None and key in seen and node not in returned:
+            mapping[node] = seen[key]
+            merge_origin(seen[key], node)
+            decisions.append(
+                Decision("transform.common-subexpression", (node.name, seen[key].name), True, "the calls are equal")
+            )
+            continue
+        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+        if key is not None:
+            seen.setdefault(key, mapping[node])
+    graph.eliminate_dead_code(is_impure_node=lambda node: not _is_pure(node) and node.op != "get_attr")
+    return torch.fx.GraphModule(graph_module, graph), tuple(decisions)
+
+
+def _returned(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Nodes whose memory the caller may receive: two results must not become one tensor."""
+    found: set[torch.fx.Node] = set()
+    pending = list(graph.output_node().all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            if _aliases(node) and isinstance(node.args[0], torch.fx.Node):
+                pending.append(node.args[0])
+    return found
+
+
+def _aliases(node: torch.fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and (
+        any(result.alias_info is not None for result in schema.returns) or schema.name == "aten::_unsafe_view"
+    )
+
+
+def _is_pure(node: torch.fx.Node) -> bool:
+    """True if the call has no effect and draws no random numbers."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _key(node: torch.fx.Node, mapping: dict[torch.fx.Node, torch.fx.Node]) -> Any:
+    """Equal for calls that give equal results; None if an argument cannot be compared."""
+
+    def freeze(value: Any) -> Any:
+        match value:
+            case torch.fx.Node():
+                return mapping[value]
+            case list() | tuple():
+                return tuple(freeze(item) for item in value)
+            case dict():
+                return tuple((key, freeze(item)) for key, item in value.items())
+            case _:
+                # 1, 1.0 and True are equal and hash alike, yet give different results; so do 0.0 and -0.0.
+                return (type(value), repr(value))
+
+    return (node.target, freeze(node.args), freeze(node.kwargs))

@@ -1,0 +1,1 @@
+"""The loop IR: frozen data, its algebra, its text form and its meaning."""

@@ -1,0 +1,51 @@
+"""Every legality or cost rule of the compiler answers with a `Decision`, never with a bare bool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Fact: TypeAlias = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The answer of one rule about one subject.
+
+    rule: name of the rule, `stage.rule` (for example `fuse.same-space`).
+    subject: what was asked about: names of kernels, buffers or values.
+    ok: what was decided.
+    why: one plain sentence; a refusal without it is a bug.
+    facts: the numbers behind the sentence.
+    """
+
+    rule: str
+    subject: tuple[str, ...]
+    ok: bool
+    why: str
+    facts: tuple[tuple[str, Fact], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        assert self.why, f"decision {self.rule} about {self.subject} gives no reason"
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class DecisionLog:
+    """Decisions in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._decisions: list[Decision] = []
+
+    def add(self, decision: Decision) -> Decision:
+        """Record `decision` and give it back, so that a rule can be asked and logged in one expression."""
+        self._decisions.append(decision)
+        return decision
+
+    def __iter__(self) -> Iterator[Decision]:
+        return iter(self._decisions)
+
+    def __len__(self) -> int:
+        return len(self._decisions)

@@ -1,0 +1,288 @@
+"""The loop IR: a closed set of frozen nodes.
+
+A `Program` is a list of `Kernel`s and `Extern`s over named buffers. A kernel says *what* is computed, for every
+point of its iteration space, with no loop order: its body is a flat list of SSA lines, and the loops around a line
+follow from the axes that the line depends on (see `axes_of`). The grammar:
+
+    Program = Buffer*  (Kernel | Extern)*  View*                 -- inputs, nodes, outputs
+    Kernel  = Param* Axis* Line*                                  -- buffers used, iteration space, body
+    Line    = out: dtype = Rhs
+    Rhs     = Const value | IndexValue index | CheckIndex val, size
+            | Load buffer[index] mask? | Compute op(val*) | Reduce op(val) over axes | Store buffer[index], val
+
+Meaning of a kernel: each line is a function from the axes it depends on to a scalar. `Reduce` folds its argument
+over all points of the named axes; a line that depends on those axes as well as on the result runs in a second sweep
+over them, which is how softmax and layer norm are one kernel. Stores happen after all loads of the same point; no
+kernel may load an element that another point of the same kernel stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pellucid.ir.index import Expr
+from pellucid.ir.origin import GLUE, Origin
+from pellucid.ir.types import DType
+
+Scalar: TypeAlias = bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of an iteration space: a counter `name` from 0 to `extent` (an expression over symbols)."""
+
+    name: str
+    extent: Expr
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Const:
+    """The same scalar at every point; NaN and infinities are values like any other.
+
+    Equality is that of the written form, so that NaN equals NaN, and 0.0, -0.0, 0 and False all differ.
+    """
+
+    value: Scalar
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Const) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+@dataclass(frozen=True, slots=True)
+class IndexValue:
+    """The value of an index expression, as `i64`: iota, positions, masks made from them."""
+
+    index: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class CheckIndex:
+    """The `i64` value `arg`, with `size` added where it is negative; the program fails with IndexError at that
+    line unless `-size <= arg < size`. With `wrap` false, a negative value fails as well.
+    """
+
+    arg: str
+    size: Expr
+    wrap: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Element `index` (counted in elements from the start of the buffer) of `buffer`, widened to `DType.compute`.
+
+    mask: a bool value; where it is false the memory is not touched and the result is `other`.
+    """
+
+    buffer: str
+    index: Expr
+    mask: str | None = None
+    other: Scalar = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A scalar operator of `ops.OPS` on earlier values."""
+
+    op: str
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """A reduction of `ops.REDUCTIONS` of `arg` over `axes`. All reductions of a kernel name the same axes."""
+
+    op: str
+    arg: str
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Write `arg`, narrowed to the buffer's type, to element `index`. Two points never store the same element."""
+
+    buffer: str
+    index: Expr
+    arg: str
+
+
+Rhs: TypeAlias = Const | IndexValue | CheckIndex | Load | Compute | Reduce | Store
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One SSA line. `out` is unique in the kernel; for a `Store` it names the line only.
+
+    dtype: type of the value; for a `Store` the type of the argument. Never `bf16` or `f16`.
+    """
+
+    out: str
+    rhs: Rhs
+    dtype: DType
+    origin: Origin = field(default=GLUE, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A buffer as a kernel sees it: `numel` elements of `dtype` from its data pointer on."""
+
+    name: str
+    dtype: DType
+    numel: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """`body` for every point of `space`. `params` lists each buffer that the body loads or stores, once."""
+
+    name: str
+    params: tuple[Param, ...]
+    space: tuple[Axis, ...]
+    body: tuple[Line, ...]
+
+    @property
+    def ranges(self) -> dict[str, Expr]:
+        """Extent of each axis by name, as the index algebra wants it."""
+        return {axis.name: axis.extent for axis in self.space}
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The axes over which the kernel reduces, in space order; empty for a pointwise kernel."""
+        names = {name for line in self.body if isinstance(line.rhs, Reduce) for name in line.rhs.axes}
+        return tuple(axis.name for axis in self.space if axis.name in names)
+
+    def loads(self) -> Iterator[tuple[Line, Load]]:
+        for line in self.body:
+            if isinstance(line.rhs, Load):
+                yield line, line.rhs
+
+    def stores(self) -> Iterator[tuple[Line, Store]]:
+        for line in self.body:
+            if isinstance(line.rhs, Store):
+                yield line, line.rhs
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided view of a buffer; sizes, strides and offset in elements, relative to the buffer's data pointer."""
+
+    buffer: str
+    shape: tuple[Expr, ...]
+    strides: tuple[Expr, ...]
+    offset: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Enum:
+    """An argument that names a torch constant: `Enum("dtype", "float32")`, `Enum("layout", "strided")`."""
+
+    kind: str
+    name: str
+
+
+Arg: TypeAlias = "View | Expr | Scalar | str | None | Enum | tuple[Arg, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Extern:
+    """A call of an ATen (or custom) operator.
+
+    op: the overload that is called, `namespace::name.overload`: `aten::addmm.out`, `aten::sort.default`.
+    args, kwargs: in the operator's schema order.
+    outputs: one view per tensor that the operator returns, None where the schema returns None or nobody uses it;
+        each view's buffer is written whole. When `out` is true, `op` is an out= variant that writes into these
+        views, which are not repeated in `kwargs`; otherwise it allocates its results.
+    reason: why this is not compiled; it is shown to the user.
+    mutates: buffers that the call writes besides its outputs.
+    ordered: draws random numbers or has another effect; such calls keep their order and are never removed.
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[View | None, ...]
+    out: bool
+    reason: str
+    mutates: tuple[str, ...] = ()
+    ordered: bool = False
+    origin: Origin = field(default=GLUE, compare=False)
+
+
+Node: TypeAlias = Kernel | Extern
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory of `numel` elements.
+
+    role: `input` (owned by the caller), `temp` (in the arena) or `output` (from the pool, handed to the caller).
+    """
+
+    name: str
+    dtype: DType
+    numel: Expr
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A whole graph.
+
+    symbols: size symbols, bound at each call by the integer inputs of these names.
+    inputs: in the order of the graph's arguments: the name of an input buffer, or of a symbol, or None (unused).
+    outputs: views, integers (`Expr`) or None, in the order of the graph's results.
+    """
+
+    symbols: tuple[str, ...]
+    buffers: tuple[Buffer, ...]
+    inputs: tuple[str | None, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[View | Expr | None, ...]
+
+    def buffer(self, name: str) -> Buffer:
+        return next(buffer for buffer in self.buffers if buffer.name == name)
+
+
+def operands(rhs: Rhs) -> tuple[str, ...]:
+    """Names of the values that `rhs` reads, those inside index expressions included."""
+    match rhs:
+        case Const():
+            return ()
+        case IndexValue(index):
+            return tuple(sorted(index.vals()))
+        case CheckIndex(arg, _):
+            return (arg,)
+        case Load(_, index, mask, _):
+            return (*sorted(index.vals()), *(() if mask is None else (mask,)))
+        case Compute(_, args):
+            return args
+        case Reduce(_, arg, _):
+            return (arg,)
+        case Store(_, index, arg):
+            return (*sorted(index.vals()), arg)
+
+
+def axes_of(kernel: Kernel) -> dict[str, frozenset[str]]:
+    """For each line, the axes its value depends on: the loops it must stand in.
+
+    A store stands in the loops of its value and of its index.
+    """
+    result: dict[str, frozenset[str]] = {}
+    for line in kernel.body:
+        axes: frozenset[str] = frozenset()
+        for name in operands(line.rhs):
+            axes |= result[name]
+        match line.rhs:
+            case IndexValue(index) | Load(_, index) | Store(_, index):
+                axes |= index.vars()
+            case Reduce(_, _, reduced):
+                axes -= frozenset(reduced)
+            case _:
+                pass
+        result[line.out] = axes
+    return result

@@ -1,0 +1,56 @@
+"""Where a line of IR comes from: user code, FX nodes and the compiler's own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class UserLine(NamedTuple):
+    """One line of the user's program."""
+
+    file: str
+    line: int
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Provenance of a value. It stands beside the value and is never part of its identity.
+
+    nodes: names of the FX nodes, in graph order of first use.
+    users: lines of the user's program, innermost frame of each node.
+    steps: what the compiler did to make this line (`lower`, `fuse`, ...); an origin with only steps is glue.
+    """
+
+    nodes: tuple[str, ...] = ()
+    users: tuple[UserLine, ...] = ()
+    steps: tuple[str, ...] = ()
+
+    @property
+    def is_glue(self) -> bool:
+        """True when no line of the user's program asked for this value."""
+        return not self.nodes
+
+    def step(self, name: str) -> Origin:
+        """This origin with one more compiler step, unless it is there already."""
+        return self if name in self.steps else Origin(self.nodes, self.users, (*self.steps, name))
+
+
+GLUE = Origin()
+
+
+def merge(origins: Iterable[Origin]) -> Origin:
+    """The union of several origins; nothing is dropped, order of first appearance is kept."""
+    nodes: dict[str, None] = {}
+    users: dict[UserLine, None] = {}
+    steps: dict[str, None] = {}
+    for origin in origins:
+        nodes.update(dict.fromkeys(origin.nodes))
+        users.update(dict.fromkeys(origin.users))
+        steps.update(dict.fromkeys(origin.steps))
+    return Origin(tuple(nodes), tuple(users), tuple(steps))

@@ -1,0 +1,302 @@
+"""Pointwise operators: one row each, the formula and how its arguments are promoted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+
+from pellucid.capture.graph import DTYPES
+from pellucid.ir.index import Expr
+from pellucid.ir.types import DType
+from pellucid.lower.builder import KernelBuilder, Value, broadcast_index
+from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
+from pellucid.lower.registry import NotLowered, rule
+
+
+class Promote(Enum):
+    """In which type the formula runs. Narrow floats are computed in f32 and rounded once, when stored."""
+
+    RESULT = "the type of the result"
+    ARGUMENTS = "the type that eager promotes the arguments to (comparisons)"
+    NONE = "every argument keeps its own type"
+
+
+Formula = Callable[..., Value]
+
+
+def pointwise(*names: str, promote: Promote = Promote.RESULT) -> Callable[[Formula], Formula]:
+    """Register a formula: it gets tensor and number arguments as `Value`s, everything else as it is."""
+
+    def register(formula: Formula) -> Formula:
+        rule(*names)(lambda graph, node: lower_pointwise(graph, node, formula, promote))
+        return formula
+
+    return register
+
+
+def lower_pointwise(graph: GraphBuilder, node: torch.fx.Node, formula: Formula, promote: Promote) -> Result:
+    """One kernel over the shape of the result."""
+    given = arguments(node, graph)
+    meta = node.meta["val"]
+    result = graph.new(meta, op_name(node))
+    kernel = graph.kernel(node, result.shape)
+    dtype = _promoted(node, promote, result)
+    kinds = {argument.name: str(argument.type) for argument in node.target._schema.arguments}  # type: ignore[union-attr]
+    operands = {name: _operand(kernel, value, kinds[name], dtype) for name, value in given.items()}
+    value = formula(*operands.values())
+    kernel.store(result.view, result.dtype, kernel.index, value)
+    graph.emit(kernel)
+    return result
+
+
+def load_broadcast(kernel: KernelBuilder, tensor: TensorRef) -> Value:
+    """The element of `tensor`, broadcast to the kernel's shape, at the current point."""
+    return kernel.load(tensor.view, tensor.dtype, broadcast_index(tensor.shape, kernel.index))
+
+
+def _promoted(node: torch.fx.Node, promote: Promote, result: TensorRef) -> DType | None:
+    match promote:
+        case Promote.RESULT:
+            return result.dtype.compute
+        case Promote.ARGUMENTS:
+            metas = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args[:2]]
+            return DTYPES[torch.result_type(*metas)].compute
+        case Promote.NONE:
+            return None
+
+
+def _operand(kernel: KernelBuilder, value: Any, kind: str, dtype: DType | None) -> Any:
+    """A tensor or number argument as a `Value` of type `dtype`; other arguments unchanged."""
+    if isinstance(value, TensorRef):
+        if value.dtype.is_complex:
+            raise NotLowered("complex numbers are left to ATen")
+        loaded = load_broadcast(kernel, value)
+        return loaded if dtype is None else loaded.to(dtype)
+    if isinstance(value, Expr):
+        return kernel.size_value(value, dtype or DType.I64)
+    if isinstance(value, bool | int | float) and ("number" in kind or "Scalar" in kind):
+        return kernel.const(value, dtype or _natural(value))
+    return value
+
+
+def _natural(value: bool | int | float) -> DType:
+    return DType.BOOL if isinstance(value, bool) else DType.I64 if isinstance(value, int) else DType.F32
+
+
+def _same(name: str, *overloads: str, promote: Promote = Promote.RESULT) -> None:
+    """Operators that are one scalar operator of the IR."""
+    pointwise(*overloads, promote=promote)(lambda x, *rest: x.op(name, *rest))
+
+
+for _name in (
+    "neg ceil floor trunc sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh "
+    "asinh acosh atanh sigmoid erf erfc reciprocal abs sign lgamma bitwise_not"
+).split():
+    _same(_name, f"{_name}.default")
+for _name in "atan2 hypot maximum minimum bitwise_and bitwise_or bitwise_xor".split():
+    _overload = "Tensor" if _name.startswith("bitwise") else "default"
+    _same(_name, f"{_name}.{_overload}")
+for _name in "bitwise_and bitwise_or bitwise_xor".split():
+    _same(_name, f"{_name}.Scalar")
+for _name in "eq ne lt le gt ge".split():
+    _same(_name, f"{_name}.Tensor", f"{_name}.Scalar", promote=Promote.ARGUMENTS)
+_same("round", "round.default")
+_same("remainder", "remainder.Tensor", "remainder.Scalar")
+_same("fmod", "fmod.Tensor", "fmod.Scalar")
+_same("shl", "bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar")
+_same("shr", "bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar")
+
+
+def _is_one(value: Value) -> bool:
+    return value.const == 1
+
+
+def _scaled(value: Value, alpha: Value) -> Value:
+    """`alpha * value`; for bool, PyTorch's alpha is a bool as well."""
+    if _is_one(alpha):
+        return value
+    return value & alpha if value.dtype is DType.BOOL else value * alpha
+
+
+@pointwise("add.Tensor", "add.Scalar")
+def add(x: Value, y: Value, alpha: Value) -> Value:
+    return x | _scaled(y, alpha) if x.dtype is DType.BOOL else x + _scaled(y, alpha)
+
+
+@pointwise("mul.Tensor", "mul.Scalar")
+def mul(x: Value, y: Value) -> Value:
+    return x & y if x.dtype is DType.BOOL else x * y
+
+
+@pointwise("sub.Tensor", "sub.Scalar")
+def sub(x: Value, y: Value, alpha: Value) -> Value:
+    return x - _scaled(y, alpha)
+
+
+@pointwise("div.Tensor", "div.Scalar")
+def div(x: Value, y: Value) -> Value:
+    return x / y
+
+
+@pointwise("div.Tensor_mode", "div.Scalar_mode")
+def div_mode(x: Value, y: Value, rounding_mode: str | None) -> Value:
+    return x / y if rounding_mode is None else x.op({"floor": "floordiv", "trunc": "truncdiv"}[rounding_mode], y)
+
+
+@pointwise("pow.Tensor_Scalar")
+def pow_scalar(x: Value, exponent: Value) -> Value:
+    """The exponents that eager treats apart, by the same formulas."""
+    if not x.dtype.is_float:
+        return x.op("pow", exponent)
+    match exponent.const:
+        case 0.5:
+            return x.op("sqrt")
+        case 1:
+            return x
+        case 2:
+            return x * x
+        case 3:
+            return x * x * x
+        case -0.5:
+            return x.op("rsqrt")
+        case -1:
+            return x.op("reciprocal")
+        case -2:
+            return (x * x).op("reciprocal")
+        case _:
+            return x.op("pow", exponent)
+
+
+@pointwise("pow.Tensor_Tensor", "pow.Scalar")
+def pow_tensor(x: Value, exponent: Value) -> Value:
+    return x.op("pow", exponent)
+
+
+@pointwise("isnan.default", promote=Promote.NONE)
+def isnan(x: Value) -> Value:
+    return x.op("isnan") if x.dtype.is_float else x.builder.const(False, DType.BOOL)
+
+
+@pointwise("isinf.default", promote=Promote.NONE)
+def isinf(x: Value) -> Value:
+    return x.op("isinf") if x.dtype.is_float else x.builder.const(False, DType.BOOL)
+
+
+@pointwise("signbit.default", promote=Promote.NONE)
+def signbit(x: Value) -> Value:
+    if x.dtype.is_float:
+        raise NotLowered("the sign of a zero or NaN is not visible to the IR's comparisons")
+    return x < 0 if x.dtype is not DType.BOOL else x.builder.const(False, DType.BOOL)
+
+
+def _logical(name: str) -> None:
+    def formula(x: Value, y: Value) -> Value:
+        return x.to(DType.BOOL).op(f"bitwise_{name}", y.to(DType.BOOL))
+
+    pointwise(f"logical_{name}.default", promote=Promote.NONE)(formula)
+
+
+for _name in ("and", "or", "xor"):
+    _logical(_name)
+
+
+@pointwise("logical_not.default", promote=Promote.NONE)
+def logical_not(x: Value) -> Value:
+    return ~x.to(DType.BOOL)
+
+
+@pointwise("relu.default")
+def relu(x: Value) -> Value:
+    return x.op("maximum", 0)
+
+
+@pointwise("leaky_relu.default")
+def leaky_relu(x: Value, slope: Value) -> Value:
+    return x.builder.where(x > 0, x, x * slope)
+
+
+@pointwise("elu.default")
+def elu(x: Value, alpha: Value, scale: Value, input_scale: Value) -> Value:
+    return x.builder.where(x > 0, x * scale, (x * input_scale).op("expm1") * (alpha * scale))
+
+
+@pointwise("gelu.default")
+def gelu(x: Value, approximate: str) -> Value:
+    if approximate == "tanh":
+        inner = (x + x * x * x * 0.044715) * math.sqrt(2 / math.pi)
+        return x * 0.5 * (inner.op("tanh") + 1)
+    return x * 0.5 * ((x * math.sqrt(0.5)).op("erf") + 1)
+
+
+@pointwise("silu.default")
+def silu(x: Value) -> Value:
+    return x / ((-x).op("exp") + 1)
+
+
+@pointwise("hardtanh.default", "clamp.default", "clamp.Tensor")
+def clamp(x: Value, low: Value | None, high: Value | None) -> Value:
+    x = x if low is None else x.op("maximum", low)
+    return x if high is None else x.op("minimum", high)
+
+
+@pointwise("where.self", promote=Promote.NONE)
+def _where_raw(condition: Value, a: Value, b: Value) -> Value:
+    """Both branches in their common type."""
+    common = a.dtype if a.dtype is b.dtype else _wider(a.dtype, b.dtype)
+    return a.builder.where(condition.to(DType.BOOL), a.to(common), b.to(common))
+
+
+def _wider(a: DType, b: DType) -> DType:
+    theirs = {ours: torch_dtype for torch_dtype, ours in DTYPES.items()}
+    return DTYPES[torch.promote_types(theirs[a], theirs[b])]
+
+
+@rule("where.ScalarSelf", "where.ScalarOther", "where.Scalar")
+def where_scalar(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    dtype = DTYPES[node.meta["val"].dtype]
+
+    def formula(condition: Value, a: Value, b: Value) -> Value:
+        return a.builder.where(condition.to(DType.BOOL), a.to(dtype), b.to(dtype))
+
+    return lower_pointwise(graph, node, formula, Promote.NONE)
+
+
+@pointwise("clone.default", "lift_fresh_copy.default", "alias_copy.default", "contiguous.default")
+def clone(x: Value, *_: object) -> Value:
+    return x
+
+
+@rule("_to_copy.default", "convert_element_type.default")
+def to_copy(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """A conversion that the user asked for: unlike a result that happens to be narrow, it rounds at once."""
+    device = node.kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":  # type: ignore[arg-type]
+        raise NotLowered(f"conversion to the device {device}")
+    target = DTYPES[node.meta["val"].dtype]
+    rounding = {DType.BF16: "round_bf16", DType.F16: "round_f16"}.get(target)
+
+    def formula(x: Value, *_: object) -> Value:
+        x = x.to(target)
+        return x.op(rounding) if rounding else x
+
+    return lower_pointwise(graph, node, formula, Promote.NONE)
+
+
+@pointwise("copy.default", promote=Promote.NONE)
+def copy(x: Value, source: Value, *_: object) -> Value:
+    """The functional copy: `source`, broadcast to the shape of `x` and converted to its type."""
+    return source
+
+
+@rule("copy_.default")
+def copy_(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """The write-back of a mutated input."""
+    target, source = graph.value(node.args[0]), graph.value(node.args[1])
+    kernel = graph.kernel(node, target.shape)
+    kernel.store(target.view, target.dtype, kernel.index, load_broadcast(kernel, source))
+    graph.emit(kernel)
+    return target

@@ -1,0 +1,189 @@
+"""Reductions, and the operators built around them: softmax, layer norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pellucid.capture.graph import DTYPES
+from pellucid.ir.index import ZERO, Expr
+from pellucid.ir.types import DType
+from pellucid.lower.builder import KernelBuilder, Value
+from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
+from pellucid.lower.registry import NotLowered, rule
+
+# Combines the loaded element's reduction: (kernel, value, dims) -> result.
+Body = Callable[[KernelBuilder, Value, tuple[int, ...]], Value]
+
+
+def normalized(dims: Any, rank: int) -> tuple[int, ...]:
+    """Dimensions as non-negative integers in order; None or () means all of them."""
+    dims = (dims,) if isinstance(dims, int) else dims
+    if not dims:
+        return tuple(range(rank))
+    return tuple(sorted(dim % rank if rank else 0 for dim in dims)) if rank else ()
+
+
+def reduced_view_index(index: Sequence[Expr], dims: Sequence[int], keepdim: bool) -> tuple[Expr, ...]:
+    """Coordinates of the result: the reduced dimensions are 0, or absent."""
+    if keepdim:
+        return tuple(ZERO if d in dims else i for d, i in enumerate(index))
+    return tuple(i for d, i in enumerate(index) if d not in dims)
+
+
+def _nonempty(x: TensorRef, dims: Sequence[int], what: str) -> None:
+    if any(x.shape[d] == ZERO for d in dims):
+        raise NotLowered(f"{what} over an empty dimension: ATen reports the error")
+
+
+def lower_reduction(
+    graph: GraphBuilder, node: torch.fx.Node, dims: Any, keepdim: bool, bodies: Sequence[Body], accumulate: DType
+) -> Result:
+    """One kernel over the input's shape; `bodies` make the results, in the order of the operator's returns."""
+    x: TensorRef = graph.value(node.args[0])
+    if x.dtype.is_complex:
+        raise NotLowered("complex numbers are left to ATen")
+    dims = normalized(dims, len(x.shape))
+    metas = node.meta["val"]
+    several = isinstance(metas, list | tuple)
+    results = tuple(graph.new(meta, op_name(node)) for meta in (metas if several else [metas]))
+    kernel = graph.kernel(node, x.shape)
+    value = kernel.load(x.view, x.dtype, kernel.index).to(accumulate)
+    index = reduced_view_index(kernel.index, dims, keepdim)
+    for result, body in zip(results, bodies, strict=True):
+        kernel.store(result.view, result.dtype, index, body(kernel, value, dims))
+    graph.emit(kernel)
+    return results if several else results[0]
+
+
+def _simple(name: str) -> Body:
+    return lambda kernel, value, dims: kernel.reduce(name, value, dims)
+
+
+@rule("sum.default", "sum.dim_IntList", "prod.default", "prod.dim_int")
+def sum_or_prod(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+    dtype = DTYPES[node.meta["val"].dtype]
+    return lower_reduction(graph, node, given.get("dim"), given.get("keepdim", False), [_simple(op_name(node))], dtype)
+
+
+@rule("mean.default", "mean.dim")
+def mean(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+
+    def body(kernel: KernelBuilder, value: Value, dims: tuple[int, ...]) -> Value:
+        return kernel.reduce("sum", value, dims) / kernel.size_value(kernel.count(dims), value.dtype)
+
+    dtype = DTYPES[node.meta["val"].dtype]
+    return lower_reduction(graph, node, given.get("dim"), given.get("keepdim", False), [body], dtype)
+
+
+@rule("amax.default", "amin.default")
+def amax(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+    x: TensorRef = given["self"]
+    _nonempty(x, normalized(given["dim"], len(x.shape)), op_name(node))
+    return lower_reduction(graph, node, given["dim"], given["keepdim"], [_simple(op_name(node)[1:])], x.dtype)
+
+
+@rule("max.default", "min.default")
+def max_all(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    x: TensorRef = graph.value(node.args[0])
+    _nonempty(x, range(len(x.shape)), op_name(node))
+    return lower_reduction(graph, node, None, False, [_simple(op_name(node))], x.dtype)
+
+
+@rule("max.dim", "min.dim")
+def max_dim(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+    x: TensorRef = given["self"]
+    _nonempty(x, normalized(given["dim"], len(x.shape)), op_name(node))
+    name = op_name(node)
+    bodies = [_simple(name), _simple(f"arg{name}")]
+    return lower_reduction(graph, node, given["dim"], given["keepdim"], bodies, x.dtype)
+
+
+@rule("argmax.default", "argmin.default")
+def argmax(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+    x: TensorRef = given["self"]
+    _nonempty(x, normalized(given["dim"], len(x.shape)), op_name(node))
+    return lower_reduction(graph, node, given["dim"], given["keepdim"], [_simple(op_name(node))], x.dtype)
+
+
+@rule("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims")
+def any_all(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+    bodies = [_simple(op_name(node))]
+    return lower_reduction(graph, node, given.get("dim"), given.get("keepdim", False), bodies, DType.BOOL)
+
+
+def _variance(kernel: KernelBuilder, value: Value, dims: tuple[int, ...]) -> tuple[Value, Value]:
+    """(mean, sum of squared distances from it): two sweeps, as accurate as Welford's method."""
+    mean = kernel.reduce("sum", value, dims) / kernel.size_value(kernel.count(dims), value.dtype)
+    distance = value - mean
+    return mean, kernel.reduce("sum", distance * distance, dims)
+
+
+@rule("var.correction", "var_mean.correction")
+def var(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+    correction = 1 if given["correction"] is None else given["correction"]
+    x: TensorRef = given["self"]
+
+    def variance(kernel: KernelBuilder, value: Value, dims: tuple[int, ...]) -> Value:
+        count = kernel.size_value(kernel.count(dims), value.dtype)
+        degrees = (count - kernel.const(correction, value.dtype)).op("maximum", 0)
+        return _variance(kernel, value, dims)[1] / degrees
+
+    def average(kernel: KernelBuilder, value: Value, dims: tuple[int, ...]) -> Value:
+        return _variance(kernel, value, dims)[0]
+
+    bodies = [variance] if op_name(node) == "var" else [variance, average]
+    return lower_reduction(graph, node, given["dim"], given["keepdim"], bodies, x.dtype)
+
+
+@rule("_softmax.default", "_log_softmax.default")
+def softmax(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """exp(x - max) / sum, or x - max - log(sum): one kernel with two reductions over the same axis."""
+    given = arguments(node, graph)
+    x: TensorRef = given["self"]
+    result = graph.new(node.meta["val"], op_name(node))
+    kernel = graph.kernel(node, x.shape)
+    dims = normalized(given["dim"], len(x.shape))
+    value = kernel.load(x.view, x.dtype, kernel.index)
+    shifted = value - kernel.reduce("max", value, dims)
+    exponential = shifted.op("exp")
+    denominator = kernel.reduce("sum", exponential, dims)
+    answer = shifted - denominator.op("log") if op_name(node) == "log_softmax" else exponential / denominator
+    kernel.store(result.view, result.dtype, kernel.index, answer)
+    graph.emit(kernel)
+    return result
+
+
+@rule("native_layer_norm.default")
+def layer_norm(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """(normalised, mean, reciprocal standard deviation) in one kernel."""
+    given = arguments(node, graph)
+    x: TensorRef = given["input"]
+    rank, normal = len(x.shape), len(given["normalized_shape"])
+    dims = tuple(range(rank - normal, rank))
+    _nonempty(x, dims, "layer norm")
+    results = tuple(graph.new(meta, op_name(node)) for meta in node.meta["val"])
+    kernel = graph.kernel(node, x.shape)
+    value = kernel.load(x.view, x.dtype, kernel.index)
+    mean, squares = _variance(kernel, value, dims)
+    variance = squares / kernel.size_value(kernel.count(dims), value.dtype)
+    scale = (variance + given["eps"]).op("rsqrt")
+    answer = (value - mean) * scale
+    for parameter, operator in ((given["weight"], "mul"), (given["bias"], "add")):
+        if parameter is not None:
+            loaded = kernel.load(parameter.view, parameter.dtype, kernel.index[rank - normal :])
+            answer = answer.op(operator, loaded.to(answer.dtype))
+    small = tuple(ZERO if d in dims else i for d, i in enumerate(kernel.index))
+    for stored, result, index in zip((answer, mean, scale), results, (kernel.index, small, small), strict=True):
+        kernel.store(result.view, result.dtype, index, stored)
+    graph.emit(kernel)
+    return results

@@ -1,0 +1,38 @@
+"""The table of lowering rules: one row per ATen overload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from pellucid.lower.graph import GraphBuilder, Result
+
+Rule: TypeAlias = Callable[[GraphBuilder, torch.fx.Node], Result]
+
+RULES: dict[str, Rule] = {}
+
+
+class NotLowered(Exception):
+    """Raised by a rule for arguments that it does not cover; the operator then calls ATen, for this reason."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a lowering for ATen overloads, named `add.Tensor`."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            assert name not in RULES, f"two lowerings for {name}"
+            RULES[name] = function
+        return function
+
+    return register
+
+
+def overload_name(node: torch.fx.Node) -> str | None:
+    """`add.Tensor` for an ATen (or prims) call, else None."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims"):
+        return f"{target._opname}.{target._overloadname}"
+    return None

@@ -1,0 +1,289 @@
+"""Operators that move elements: views, concatenation, padding, indexing; and those that make them: full, arange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from pellucid.capture.graph import DTYPES
+from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, of_atom, val
+from pellucid.ir.types import DType
+from pellucid.lower.builder import KernelBuilder, Value, broadcast_index
+from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
+from pellucid.lower.registry import NotLowered, rule
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """True if the operator's results are declared to be views of its first argument, with the same elements."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if str(target) == "aten._unsafe_view.default":
+        return True
+    returns = target._schema.returns
+    return (
+        bool(returns)
+        and all(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+        and _keeps_dtype(node)
+    )
+
+
+def _keeps_dtype(node: torch.fx.Node) -> bool:
+    source, result = node.args[0], node.meta.get("val")
+    results = result if isinstance(result, list | tuple) else [result]
+    return (
+        isinstance(source, torch.fx.Node)
+        and isinstance(source.meta.get("val"), torch.Tensor)
+        and all(isinstance(r, torch.Tensor) and r.dtype == source.meta["val"].dtype for r in results)
+    )
+
+
+def lower_view(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """Every view operator at once: the same buffer with the sizes and strides that eager gives the result."""
+    base: TensorRef = graph.value(node.args[0])
+    meta = node.meta["val"]
+    if isinstance(meta, list | tuple):
+        return tuple(graph.alias(base, item) for item in meta)
+    return graph.alias(base, meta)
+
+
+@rule("full.default", "scalar_tensor.default", "full_like.default", "empty.memory_format", "empty_strided.default",
+      "empty_like.default", "empty_permuted.default")  # fmt: skip
+def full(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """A constant. What eager leaves uninitialised is 0 here, so that runs can be compared."""
+    given = arguments(node, graph)
+    result = graph.new(node.meta["val"], op_name(node))
+    kernel = graph.kernel(node, result.shape)
+    fill = given.get("fill_value", given.get("s", 0))
+    value = kernel.size_value(fill, result.dtype) if isinstance(fill, Expr) else kernel.const(fill, result.dtype)
+    kernel.store(result.view, result.dtype, kernel.index, value)
+    graph.emit(kernel)
+    return result
+
+
+@rule("arange.default", "arange.start", "arange.start_step", "iota.default")
+def arange(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """start + i * step; for floats in the type in which eager accumulates."""
+    given = arguments(node, graph)
+    start, step = given.get("start", 0), given.get("step", 1)
+    result = graph.new(node.meta["val"], op_name(node))
+    kernel = graph.kernel(node, result.shape)
+    position = kernel.index[0]
+    if result.dtype.is_float:
+        accumulate = DType.F64
+        value = kernel.position(position).to(accumulate) * _number(kernel, step, accumulate)
+        value = value + _number(kernel, start, accumulate)
+    else:
+        value = kernel.position(as_expr(start) + position * as_expr(step))
+    kernel.store(result.view, result.dtype, kernel.index, value)
+    graph.emit(kernel)
+    return result
+
+
+def _number(kernel: KernelBuilder, value: Any, dtype: DType) -> Value:
+    return kernel.size_value(value, dtype) if isinstance(value, Expr) else kernel.const(value, dtype)
+
+
+def _inside(kernel: KernelBuilder, position: Expr, low: Expr, high: Expr, extent: Expr) -> Value | None:
+    """The condition `low <= position < high`, where `0 <= position < extent` is known; None if it always holds."""
+    conditions: list[Value] = []
+    if low != ZERO:
+        conditions.append(kernel.position(position) >= kernel.size_value(low, DType.I64))
+    if high != extent:
+        conditions.append(kernel.position(position) < kernel.size_value(high, DType.I64))
+    return reduce(lambda a, b: a & b, conditions) if conditions else None
+
+
+@rule("cat.default")
+def cat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """One kernel that loads from the tensor whose part of the dimension the point lies in."""
+    given = arguments(node, graph)
+    # A tensor of shape (0,) is skipped by eager whatever the others' rank is.
+    tensors = [t for t in given["tensors"] if len(t.shape) != 1 or t.shape[0] != ZERO]
+    result = graph.new(node.meta["val"], "cat")
+    if len(tensors) > 16:
+        raise NotLowered(f"cat of {len(tensors)} tensors: one masked load each would cost more than it saves")
+    kernel = graph.kernel(node, result.shape)
+    dim = given["dim"] % len(result.shape)
+    pieces: list[tuple[Value | None, Value]] = []
+    start = ZERO
+    for tensor in tensors:
+        end = start + tensor.shape[dim]
+        mask = _inside(kernel, kernel.index[dim], start, end, result.shape[dim])
+        index = tuple(i - start if d == dim else i for d, i in enumerate(kernel.index))
+        pieces.append((mask, kernel.load(tensor.view, tensor.dtype, index, mask).to(result.dtype)))
+        start = end
+    value = pieces[-1][1] if pieces else kernel.const(0, result.dtype)
+    for mask, piece in reversed(pieces[:-1]):
+        value = piece if mask is None else kernel.where(mask, piece, value)
+    kernel.store(result.view, result.dtype, kernel.index, value)
+    graph.emit(kernel)
+    return result
+
+
+@rule("constant_pad_nd.default")
+def constant_pad(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+    x: TensorRef = given["self"]
+    result = graph.new(node.meta["val"], "pad")
+    kernel = graph.kernel(node, result.shape)
+    padding = [as_expr(p) for p in given["pad"]]
+    before = {len(x.shape) - 1 - k: padding[2 * k] for k in range(len(padding) // 2)}
+    masks: list[Value] = []
+    index = list(kernel.index)
+    for dim, low in before.items():
+        mask = _inside(kernel, index[dim], low, low + x.shape[dim], result.shape[dim])
+        masks += [] if mask is None else [mask]
+        index[dim] = index[dim] - low
+    mask = reduce(lambda a, b: a & b, masks) if masks else None
+    value = kernel.load(x.view, x.dtype, index, mask, given["value"])
+    kernel.store(result.view, result.dtype, kernel.index, value)
+    graph.emit(kernel)
+    return result
+
+
+@rule("slice_scatter.default")
+def slice_scatter(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+    x, source = given["self"], given["src"]
+    if given["step"] != 1:
+        raise NotLowered("slice_scatter with a step")
+    dim = given["dim"] % len(x.shape)
+    start = _clamped(given["start"], x.shape[dim], ZERO)
+    result = graph.new(node.meta["val"], "slice_scatter")
+    kernel = graph.kernel(node, result.shape)
+    mask = _inside(kernel, kernel.index[dim], start, start + source.shape[dim], x.shape[dim])
+    index = tuple(i - start if d == dim else i for d, i in enumerate(kernel.index))
+    value = kernel.load(source.view, source.dtype, index, mask).to(result.dtype)
+    if mask is not None:
+        value = kernel.where(mask, value, kernel.load(x.view, x.dtype, kernel.index))
+    kernel.store(result.view, result.dtype, kernel.index, value)
+    graph.emit(kernel)
+    return result
+
+
+def _clamped(bound: Any, size: Expr, default: Expr) -> Expr:
+    """A slice bound as eager normalises it: negative ones count from the end, all are cut to the dimension."""
+    if bound is None:
+        return default
+    bound = as_expr(bound)
+    if bound.value is None or size.value is None:
+        return bound
+    position = bound.value + size.value if bound.value < 0 else bound.value
+    return as_expr(min(max(position, 0), size.value))
+
+
+@rule("flip.default")
+def flip(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+    x: TensorRef = given["self"]
+    dims = {d % len(x.shape) for d in given["dims"]} if x.shape else set()
+    result = graph.new(node.meta["val"], "flip")
+    kernel = graph.kernel(node, result.shape)
+    index = tuple(
+        x.shape[d] - 1 - i if d in dims and x.shape[d] != ONE else i for d, i in enumerate(kernel.index)
+    )
+    kernel.store(result.view, result.dtype, kernel.index, kernel.load(x.view, x.dtype, index))
+    graph.emit(kernel)
+    return result
+
+
+@rule("repeat.default")
+def repeat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """Coordinates modulo the size of the repeated tensor."""
+    x: TensorRef = graph.value(node.args[0])
+    result = graph.new(node.meta["val"], "repeat")
+    kernel = graph.kernel(node, result.shape)
+    lead = len(result.shape) - len(x.shape)
+    index = tuple(
+        i if extent == whole else ZERO if extent == ONE else of_atom(Mod(i, extent))
+        for i, extent, whole in zip(kernel.index[lead:], x.shape, result.shape[lead:], strict=True)
+    )
+    kernel.store(result.view, result.dtype, kernel.index, kernel.load(x.view, x.dtype, index))
+    graph.emit(kernel)
+    return result
+
+
+# Indexing by tensors.
+
+
+def _position(kernel: KernelBuilder, index: TensorRef, at: Sequence[Expr], size: Expr, *, wrap: bool) -> Expr:
+    """The checked element of an index tensor, usable in an index expression."""
+    loaded = kernel.load(index.view, index.dtype, at)
+    return val(kernel.check_index(loaded, size, wrap=wrap).name)
+
+
+@rule("embedding.default")
+def embedding(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    weight, indices = graph.value(node.args[0]), graph.value(node.args[1])
+    result = graph.new(node.meta["val"], "embedding")
+    kernel = graph.kernel(node, result.shape)
+    row = _position(kernel, indices, kernel.index[:-1], weight.shape[0], wrap=False)
+    value = kernel.load(weight.view, weight.dtype, (row, kernel.index[-1]))
+    kernel.store(result.view, result.dtype, kernel.index, value)
+    graph.emit(kernel)
+    return result
+
+
+@rule("index_select.default")
+def index_select(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+    x, indices = given["self"], given["index"]
+    if not x.shape:
+        raise NotLowered("index_select of a zero-dimensional tensor")
+    dim = given["dim"] % len(x.shape)
+    result = graph.new(node.meta["val"], "index_select")
+    kernel = graph.kernel(node, result.shape)
+    at = (kernel.index[dim],) if indices.shape else ()
+    position = _position(kernel, indices, at, x.shape[dim], wrap=False)
+    index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
+    kernel.store(result.view, result.dtype, kernel.index, kernel.load(x.view, x.dtype, index))
+    graph.emit(kernel)
+    return result
+
+
+@rule("gather.default")
+def gather(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    given = arguments(node, graph)
+    x, indices = given["self"], given["index"]
+    if not x.shape or not indices.shape:
+        raise NotLowered("gather of a zero-dimensional tensor")
+    dim = given["dim"] % len(x.shape)
+    result = graph.new(node.meta["val"], "gather")
+    kernel = graph.kernel(node, result.shape)
+    position = _position(kernel, indices, kernel.index, x.shape[dim], wrap=False)
+    index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
+    kernel.store(result.view, result.dtype, kernel.index, kernel.load(x.view, x.dtype, index))
+    graph.emit(kernel)
+    return result
+
+
+@rule("index.Tensor")
+def index_tensor(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """`x[i, j, :, k]`: the index tensors are broadcast together; where they stand apart, their dimensions lead."""
+    x: TensorRef = graph.value(node.args[0])
+    given: list[TensorRef | None] = list(graph.value(node.args[1]))
+    given += [None] * (len(x.shape) - len(given))
+    if any(index is not None and index.dtype in (DType.BOOL, DType.U8) for index in given):
+        raise NotLowered("indexing by a mask: the size of the result depends on the data")
+    result = graph.new(node.meta["val"], "index")
+    kernel = graph.kernel(node, result.shape)
+    indexed = [d for d, index in enumerate(given) if index is not None]
+    rank = max((len(given[d].shape) for d in indexed), default=0)  # type: ignore[union-attr]
+    adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed))) if indexed else True
+    first = indexed[0] if indexed and adjacent else 0
+    shared = kernel.index[first : first + rank]
+    others = iter([*kernel.index[:first], *kernel.index[first + rank :]])
+    coordinates: list[Expr] = []
+    for d, index in enumerate(given):
+        if index is None:
+            coordinates.append(next(others))
+        else:
+            at = broadcast_index(index.shape, shared)
+            coordinates.append(_position(kernel, index, at, x.shape[d], wrap=True))
+    kernel.store(result.view, result.dtype, kernel.index, kernel.load(x.view, x.dtype, coordinates))
+    graph.emit(kernel)
+    return result

@@ -1,0 +1,72 @@
+"""Everything a user can set: `torch.compile(..., options={...})`, or `PELLUCID_<NAME>` in the environment."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from pellucid.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of one compilation. An option given to `torch.compile` wins over the environment.
+
+    trace: folder in which a run folder is written for every compiled graph; empty for no trace.
+    verify: check every invariant of the IR after every stage (slow; on in the project's own tests).
+    fusion: fuse kernels; without it each operator is one kernel.
+    vectorize: write vector code; without it every kernel is scalar.
+    max_fused_lines: largest body, in IR lines, that fusion may make.
+    max_fused_buffers: largest number of buffers of a fused kernel.
+    min_work_per_thread: estimated nanoseconds of work that justify one more thread.
+    kernel_profile: show every kernel and ATen call to `torch.profiler` under its name.
+    """
+
+    trace: str = ""
+    verify: bool = False
+    fusion: bool = True
+    vectorize: bool = True
+    max_fused_lines: int = 256
+    max_fused_buffers: int = 48
+    min_work_per_thread: int = 20_000
+    kernel_profile: bool = False
+
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+def make_options(given: Mapping[str, object] | None = None) -> Options:
+    """Options from the environment and from `given`; raises `UserError` for an unknown name or a bad value."""
+    known = {field.name: field.default for field in fields(Options)}
+    values: dict[str, object] = {}
+    for name in known:
+        text = os.environ.get(f"PELLUCID_{name.upper()}")
+        if text is not None:
+            values[name] = _convert(name, text, known[name], source=f"PELLUCID_{name.upper()}")
+    for name, value in (given or {}).items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            guess = f"did you mean {near[0]!r}? " if near else ""
+            raise UserError(f"unknown option {name!r}", hint=f"{guess}known options: {', '.join(known)}")
+        values[name] = _convert(name, value, known[name], source="options")
+    return Options(**values)  # type: ignore[arg-type]
+
+
+def _convert(name: str, value: object, default: object, *, source: str) -> object:
+    """`value` as the type of `default`; text comes from the environment."""
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in (*_TRUE, *_FALSE):
+            return value.lower() in _TRUE
+    elif isinstance(default, int):
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        if isinstance(value, str) and value.isdigit() and int(value) > 0:
+            return int(value)
+    elif isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    wanted = {bool: "true or false", int: "a positive integer", str: "text"}[type(default)]
+    raise UserError(f"option {name!r} ({source}) cannot be {value!r}", hint=f"give {wanted}")

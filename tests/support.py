@@ -1,0 +1,100 @@
+"""What several tests share: running functions through parts of the compiler, and judging results by float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pellucid.capture.decompositions import decompositions
+from pellucid.capture.torch_compat import capture_with_aot
+from pellucid.capture.transform import transform
+from pellucid.ir.interp import run_program
+from pellucid.ir.nodes import Program
+from pellucid.ir.verify import verify_program
+from pellucid.lower import lower
+
+
+def interpreted(function: Callable[..., Any], programs: list[Program], *, dynamic: bool = False) -> Callable[..., Any]:
+    """`function` captured and lowered like any compiled one, and executed by the interpreter. Programs are appended."""
+
+    def compile_graph(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        lowered = lower(transform(graph)[0])
+        verify_program(lowered.program)
+        programs.append(lowered.program)
+
+        def run(args: list[Any]) -> list[Any]:
+            return run_program(lowered.program, [*args, *lowered.constants])
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return capture_with_aot(
+            graph,
+            inputs,
+            forward=compile_graph,
+            backward=compile_graph,
+            inference=compile_graph,
+            decompositions=decompositions(),
+        )
+
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a result, in order."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def widened(tree: Any) -> Any:
+    """The same arguments with every float tensor, and the parameters of every module, in float64."""
+
+    def widen(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return torch.utils._pytree.tree_map(widen, tree)
+
+
+def error(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest distance from the float64 reference where both are finite, relative to the reference's largest value.
+
+    Infinite when NaN or infinity stand in different places.
+    """
+    actual, reference = actual.double(), reference.double()
+    finite = reference.isfinite()
+    same_special = torch.equal(torch.nan_to_num(actual[~finite], 0, 1, -1), torch.nan_to_num(reference[~finite], 0, 1, -1))
+    if not same_special or not torch.equal(actual.isnan(), reference.isnan()):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    distance = (actual[finite] - reference[finite]).abs().max().item()
+    return distance / max(reference[finite].abs().max().item(), 1e-30)
+
+
+# Below this relative error nobody can tell rounding from a better algorithm.
+FLOORS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 5e-4}
+
+
+def assert_matches(compiled: Any, eager: Any, reference: Any) -> None:
+    """Same structure, dtypes and strides as eager; floats at most twice as far from float64 as eager, plus a floor."""
+    ours, theirs, exact = tensors(compiled), tensors(eager), tensors(reference)
+    assert len(ours) == len(theirs) == len(exact)
+    for position, (a, b, r) in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape, f"output {position}: {a.dtype} {a.shape}, eager {b.dtype} {b.shape}"
+        if a.numel() and b._is_view() == a._is_view():
+            assert a.stride() == b.stride(), f"output {position}: strides {a.stride()}, eager {b.stride()}"
+        if not a.is_floating_point():
+            assert torch.equal(a, b), f"output {position} differs from eager: {a} instead of {b}"
+            continue
+        ours_error, eager_error = error(a, r.to(torch.float64)), error(b, r.to(torch.float64))
+        limit = 2 * eager_error + FLOORS[a.dtype]
+        assert ours_error <= limit or _equal(a, b), (
+            f"output {position}: error {ours_error:.3g} against float64, eager has {eager_error:.3g}"
+        )
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())

@@ -1,0 +1,221 @@
+"""Small functions, one or more for every lowering rule, with the inputs on which they are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
+
+
+def _floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def _ints(*shape: int, low: int = -5, high: int = 6, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.randint(low, high, shape).to(dtype)
+
+
+def special(dtype: torch.dtype) -> torch.Tensor:
+    """NaN, infinities, signed zeros and ordinary numbers."""
+    inf, nan = float("inf"), float("nan")
+    return torch.tensor([nan, inf, -inf, 0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.5, 3.5, -2.5, 100.0, 1e-3, -7.0, 0.99, 3.0], dtype=dtype)
+
+
+UNARY = """
+    neg ceil floor trunc sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
+    asinh acosh atanh sigmoid erf erfc reciprocal abs sign round relu isnan isinf isfinite square frac logit sgn
+    logical_not lgamma
+""".split()
+BINARY = "add sub mul div maximum minimum atan2 hypot remainder fmod pow eq ne lt le gt ge logical_and logical_or logical_xor".split()
+
+
+def pointwise_cases() -> Iterator[Case]:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        short = str(dtype).removeprefix("torch.")
+        for name in UNARY:
+            yield f"{name}-{short}", getattr(torch, name), (special(dtype),)
+        x = special(dtype)
+        for name in BINARY:
+            yield f"{name}-{short}", getattr(torch, name), (x[:, None], x[None, :].contiguous())
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        short = str(dtype).removeprefix("torch.")
+        x, y = _ints(7, 5, low=0, high=120, dtype=dtype), _ints(5, low=1, high=9, dtype=dtype)
+        for name in ("add", "sub", "mul", "div", "maximum", "minimum", "remainder", "fmod", "eq", "lt", "ge",
+                     "bitwise_and", "bitwise_or", "bitwise_xor"):  # fmt: skip
+            yield f"{name}-{short}", getattr(torch, name), (x, y)
+        for name in ("neg", "abs", "sign", "bitwise_not", "logical_not", "exp", "sigmoid", "isnan", "square"):
+            yield f"{name}-{short}", getattr(torch, name), (x,)
+        yield f"floor_divide-{short}", torch.floor_divide, (x, y)
+        yield f"shift-{short}", lambda a: (a << 2) + (a >> 1), (x,)
+    flags = torch.tensor([True, False, True])
+    for name in ("logical_and", "logical_or", "logical_xor", "maximum", "eq", "bitwise_and", "add", "mul"):
+        yield f"{name}-bool", getattr(torch, name), (flags, torch.tensor([False, False, True]))
+
+
+def mixed_cases() -> Iterator[Case]:
+    x, i = _floats(4, 6), _ints(4, 6)
+    yield "promote-int-float", lambda a, b: a + b, (x, i)
+    yield "promote-half-float", lambda a, b: a * b, (x.half(), x)
+    yield "promote-bf16-half", lambda a, b: a * b, (x.half(), x.bfloat16())
+    yield "promote-scalar", lambda a: a * 2.5 + 1, (i,)
+    yield "promote-zero-dim", lambda a, b: a + b, (x.bfloat16(), torch.tensor(3.0))
+    yield "bool-plus-int", lambda a: a.gt(0) + 1, (x,)
+    yield "compare-int-float", lambda a: a < 2.5, (i,)
+    yield "uint8-wrap", lambda a: a + 200, (torch.tensor([100, 3], dtype=torch.uint8),)
+    yield "alpha", lambda a, b: torch.add(a, b, alpha=3) - torch.sub(a, b, alpha=2), (x, x)
+    yield "alpha-int", lambda a: torch.add(a, a, alpha=3), (i,)
+    yield "rounding-modes", lambda a, b: (torch.div(a, b, rounding_mode="floor"), torch.div(a, b, rounding_mode="trunc")), (x, _floats(4, 6))
+    yield "rounding-modes-int", lambda a: (torch.div(a, 3, rounding_mode="floor"), torch.div(a, 3, rounding_mode="trunc")), (i,)
+    for exponent in (0.5, 1, 2, 3, -0.5, -1, -2, 2.7, 0):
+        yield f"pow-{exponent}", lambda a, e=exponent: a**e, (x,)
+    yield "pow-int", lambda a: a**3, (i,)
+    yield "pow-scalar-base", lambda a: 2.0**a, (x,)
+    yield "gelu", F.gelu, (x,)
+    yield "gelu-tanh", lambda a: F.gelu(a, approximate="tanh"), (x,)
+    for function in (F.silu, F.elu, F.leaky_relu, F.hardtanh, F.hardswish, F.hardsigmoid, F.softplus, F.mish, F.selu, F.relu6, F.logsigmoid):
+        yield function.__name__, function, (x,)
+    yield "clamp", lambda a: torch.clamp(a, -0.5, 0.5), (x,)
+    yield "clamp-one-side", lambda a: torch.clamp(a, min=0.1), (x,)
+    yield "clamp-tensor", lambda a, b: torch.clamp(a, min=b), (x, _floats(6))
+    yield "clamp-nan", lambda a: torch.clamp(a, -0.5, 0.5), (special(torch.float32),)
+    yield "where", torch.where, (x > 0, x, i)
+    yield "where-scalar", lambda c, a: torch.where(c, a, 0.0), (x > 0, x)
+    yield "masked-fill", lambda a, m: a.masked_fill(m, float("-inf")), (x, x > 0)
+    for target in (torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.uint8, torch.bool):
+        yield f"cast-{target}", lambda a, t=target: a.to(t), (_floats(3, 5).abs() * 10,)
+    yield "split-bf16", lambda a: a - a.bfloat16().float(), (x,)
+    yield "addcmul", lambda a: torch.addcmul(a, a, a, value=0.5) + torch.addcdiv(a, a, a + 10), (x,)
+    yield "lerp", lambda a, b: torch.lerp(a, b, 0.3), (x, _floats(4, 6))
+    yield "nan-to-num", torch.nan_to_num, (special(torch.float32),)
+
+
+def reduction_cases() -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        x = _floats(3, 5, 7, dtype=dtype)
+        short = str(dtype).removeprefix("torch.")
+        for name in ("sum", "mean", "prod", "amax", "amin", "var", "std", "argmax", "argmin", "logsumexp"):
+            for dim in (0, 1, -1):
+                for keepdim in (False, True):
+                    function = lambda a, n=name, d=dim, k=keepdim: getattr(torch, n)(a, dim=d, keepdim=k)  # noqa: E731
+                    yield f"{name}-{dim}-{keepdim}-{short}", function, (x,)
+        yield f"sum-all-{short}", torch.sum, (x,)
+        yield f"mean-dims-{short}", lambda a: a.mean((0, 2)), (x,)
+        yield f"var-mean-{short}", lambda a: torch.var_mean(a, dim=1, correction=0), (x,)
+        yield f"max-dim-{short}", lambda a: torch.max(a, dim=1), (x,)
+        yield f"softmax-{short}", lambda a: torch.softmax(a, 1), (x,)
+        yield f"log-softmax-{short}", lambda a: torch.log_softmax(a, -1), (x,)
+        yield f"layer-norm-{short}", lambda a: F.layer_norm(a, (5, 7)), (x,)
+        weight, bias = _floats(7, dtype=dtype), _floats(7, dtype=dtype)
+        yield f"layer-norm-affine-{short}", lambda a, w, b: F.layer_norm(a, (7,), w, b), (x, weight, bias)
+        yield f"norm-{short}", lambda a: torch.linalg.vector_norm(a, dim=-1), (x,)
+    i = _ints(4, 5)
+    yield "sum-int", lambda a: a.sum(0), (i,)
+    yield "sum-bool", lambda a: (a > 0).sum(), (i,)
+    yield "sum-int32", lambda a: a.to(torch.int32).sum(1), (i,)
+    yield "any-all", lambda a: (a.gt(0).any(0), a.gt(-9).all(), a.any(1)), (i,)
+    yield "amax-int", lambda a: (a.amax(0), a.amin(1)), (i,)
+    yield "amax-nan", lambda a: (a.amax(), a.amin(), a.argmax(), a.argmin()), (special(torch.float32),)
+    yield "sum-empty", lambda a: (a.sum(0), a.prod(0), a.any(0), a.all(0), a.mean(0)), (torch.zeros(0, 3),)
+    yield "sum-to-empty", lambda a: a.sum(1), (torch.zeros(0, 3),)
+    yield "sum-zero-dim", lambda a: (a.sum(), a.amax(), torch.softmax(a, 0)), (torch.tensor(2.5),)
+    yield "softmax-infinite", lambda a: torch.softmax(a, -1), (torch.tensor([[float("-inf"), 0.0], [float("-inf")] * 2]),)
+    yield "strided-sum", lambda a: a.t().sum(0), (_floats(6, 9),)
+
+
+def shape_cases() -> Iterator[Case]:
+    x = _floats(4, 6, 5)
+    yield "views", lambda a: a.permute(2, 0, 1).unsqueeze(1)[:, :, 1:3, ::2] + 1, (x,)
+    yield "view-flatten", lambda a: (a + 1).view(24, 5).t(), (x,)
+    yield "reshape-copy", lambda a: a.permute(1, 0, 2).reshape(6, 20) * 2, (x,)
+    yield "expand", lambda a: a[:, :1].expand(4, 3, 5) + 1, (x,)
+    yield "select-diagonal", lambda a: a[0] + a.diagonal(0, 0, 1)[0, 0], (x,)
+    yield "split-chunk", lambda a: [p * i for i, p in enumerate(a.split([1, 3, 2], 1))], (x,)
+    yield "unfold", lambda a: a.unfold(1, 3, 2) * 2, (x,)
+    yield "return-views", lambda a: (a[1:], a.t() if a.dim() == 2 else a.transpose(0, 1), a), (x,)
+    yield "return-intermediate-views", lambda a: ((a + 1)[1:], (a + 1).transpose(0, 1)), (x,)
+    yield "cat", lambda a, b: torch.cat([a, b * 2, a], 1), (x, _floats(4, 2, 5))
+    yield "cat-promote", lambda a, b: torch.cat([a, b], 0), (x, _ints(2, 6, 5))
+    yield "cat-empty", lambda a: torch.cat([torch.zeros(0), a, a]), (_floats(3),)
+    yield "cat-last", lambda a: torch.cat([-a[..., 2:], a[..., :2]], -1), (x,)
+    yield "stack", lambda a: torch.stack([a, a + 1], 1), (x,)
+    yield "pad", lambda a: F.pad(a, (1, 2, 0, 3), value=7.0), (x,)
+    yield "pad-negative", lambda a: F.pad(a, (-1, 2)), (x,)
+    yield "slice-scatter", lambda a, b: torch.slice_scatter(a, b, 1, 2, 4), (x, _floats(4, 2, 5))
+    yield "select-scatter", lambda a, b: torch.select_scatter(a, b, 1, 2), (x, _floats(4, 5))
+    yield "flip-roll", lambda a: (a.flip(0, 2), a.roll(2, 1), a.roll((1, 2), (0, 2))), (x,)
+    yield "repeat", lambda a: a.repeat(2, 1, 3), (x,)
+    yield "tril-triu", lambda a: (torch.tril(a), torch.triu(a, 1)), (_floats(5, 7),)
+    yield "full", lambda a: torch.full_like(a, 3) + torch.zeros(5) + torch.ones(6, 1) + a.new_full((5,), 2.0), (x,)
+    yield "arange", lambda a: (torch.arange(5) + a, torch.arange(2, 12, 3), torch.arange(0, 1, 0.25), torch.arange(5, 0, -1)), (x,)
+    yield "linspace", lambda a: torch.linspace(0, 1, 5) + a, (x,)
+    yield "one-hot", lambda i: F.one_hot(i, 5), (_ints(3, low=0, high=5),)
+    yield "eye", lambda a: a + torch.eye(5), (_floats(5, 5),)
+    yield "copy-strided", lambda a: a.t().contiguous() + a.t().clone(), (_floats(4, 3),)
+    yield "channels-last", lambda a: (a * 2).contiguous(memory_format=torch.channels_last), (_floats(2, 3, 4, 5),)
+    yield "zero-dim", lambda a, b: a * b + 1, (torch.tensor(2.0), torch.tensor(3.0))
+    yield "empty", lambda a: (a + 1, a.exp(), torch.cat([a, a])), (torch.zeros(0, 4),)
+    yield "size-one", lambda a: a.sum(1, keepdim=True) + a.expand(3, 1, 4), (_floats(1, 1, 4),)
+
+
+def index_cases() -> Iterator[Case]:
+    table, x = _floats(10, 4), _floats(4, 6, 5)
+    i = _ints(3, 2, low=0, high=4)
+    yield "embedding", F.embedding, (_ints(2, 3, low=0, high=10), table)
+    yield "index-one", lambda a, k: a[k], (x, i)
+    yield "index-negative", lambda a, k: a[k], (x, torch.tensor([-1, 0, -4]))
+    yield "index-two", lambda a, k, m: a[k, m], (x, i, _ints(2, low=0, high=6))
+    yield "index-apart", lambda a, k, m: a[k, :, m], (x, i, _ints(2, low=0, high=5))
+    yield "index-middle", lambda a, k: a[:, k], (x, i)
+    yield "index-int32", lambda a, k: a[k.to(torch.int32)], (x, i)
+    yield "index-select", lambda a, k: torch.index_select(a, 1, k), (x, torch.tensor([5, 0, 2]))
+    yield "gather", lambda a, k: torch.gather(a, 1, k), (x, _ints(4, 3, 5, low=0, high=6))
+    yield "gather-smaller", lambda a, k: torch.gather(a, 0, k), (x, _ints(2, 3, 4, low=0, high=4))
+    yield "take-along", lambda a, k: torch.take_along_dim(a, k, 2), (x, _ints(4, 6, 2, low=0, high=5))
+
+
+def mutation_cases() -> Iterator[Case]:
+    def add_in_place(a: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return a * 2
+
+    def write_slice(a: torch.Tensor) -> torch.Tensor:
+        a[:, 1:3] = 7.0
+        return a.sum(1)
+
+    def shift(a: torch.Tensor) -> torch.Tensor:
+        b = a.flip(0)
+        a.copy_(b)
+        return a + b
+
+    def two(a: torch.Tensor, b: torch.Tensor) -> None:
+        a.mul_(b)
+        b.sub_(a)
+
+    yield "in-place", add_in_place, (_floats(4, 6),)
+    yield "in-place-slice", write_slice, (_floats(4, 6),)
+    yield "in-place-flip", shift, (_floats(4, 6),)
+    yield "in-place-two", two, (_floats(4, 6), _floats(4, 6))
+    yield "in-place-strided", add_in_place, (_floats(6, 4).t(),)
+
+
+def extern_cases() -> Iterator[Case]:
+    a, b = _floats(6, 8), _floats(8, 5)
+    yield "mm", lambda a, b: (a @ b).relu(), (a, b)
+    yield "linear", F.linear, (a, b.t().contiguous(), _floats(5))
+    yield "bmm", lambda a, b: torch.bmm(a, b) + 1, (_floats(3, 4, 5), _floats(3, 5, 2))
+    yield "conv", lambda x, w: F.conv2d(x, w, padding=1).relu(), (_floats(2, 3, 8, 8), _floats(4, 3, 3, 3))
+    yield "sort", lambda x: torch.sort(x, dim=1), (a,)
+    yield "cumsum", lambda x: torch.cumsum(x, 1) * 2, (a,)
+    yield "topk", lambda x: torch.topk(x, 3, dim=1), (a,)
+    yield "complex", lambda x: torch.view_as_real(torch.complex(x, x) * 2), (a,)
+    yield "attention", F.scaled_dot_product_attention, (_floats(2, 2, 5, 8), _floats(2, 2, 5, 8), _floats(2, 2, 5, 8))
+
+
+def all_cases() -> list[Case]:
+    torch.manual_seed(0)
+    groups = (pointwise_cases, mixed_cases, reduction_cases, shape_cases, index_cases, mutation_cases, extern_cases)
+    return [case for group in groups for case in group()]
