@@ -65,7 +65,9 @@ def error(actual: torch.Tensor, reference: torch.Tensor) -> float:
     """
     actual, reference = actual.double(), reference.double()
     finite = reference.isfinite()
-    same_special = torch.equal(torch.nan_to_num(actual[~finite], 0, 1, -1), torch.nan_to_num(reference[~finite], 0, 1, -1))
+    same_special = torch.equal(
+        torch.nan_to_num(actual[~finite], 0, 1, -1), torch.nan_to_num(reference[~finite], 0, 1, -1)
+    )
     if not same_special or not torch.equal(actual.isnan(), reference.isnan()):
         return float("inf")
     if not finite.any():
@@ -83,7 +85,9 @@ def assert_matches(compiled: Any, eager: Any, reference: Any) -> None:
     ours, theirs, exact = tensors(compiled), tensors(eager), tensors(reference)
     assert len(ours) == len(theirs) == len(exact)
     for position, (a, b, r) in enumerate(zip(ours, theirs, exact, strict=True)):
-        assert a.dtype == b.dtype and a.shape == b.shape, f"output {position}: {a.dtype} {a.shape}, eager {b.dtype} {b.shape}"
+        assert a.dtype == b.dtype and a.shape == b.shape, (
+            f"output {position}: {a.dtype} {a.shape}, eager {b.dtype} {b.shape}"
+        )
         if a.numel() and b._is_view() == a._is_view():
             assert a.stride() == b.stride(), f"output {position}: strides {a.stride()}, eager {b.stride()}"
         if not a.is_floating_point():

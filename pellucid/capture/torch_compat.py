@@ -133,4 +133,3 @@ def current_graph_name() -> str:
     """Dynamo's identifier of the frame being compiled (`0/1`: frame and recompilation), or empty."""
     compile_id = CompileContext.current_compile_id()
     return str(compile_id) if compile_id is not None else ""
-

@@ -192,7 +192,8 @@ def _loaded(frame: _Frame, line: Line, load: Load) -> Tensor:
     index = _index(frame, load.index)
     if load.mask is None:
         _check_inside(frame, line, index, memory)
-        return memory[index].to(dtype)
+        # Flattened, because indexing with a tensor of no dimensions gives a view, which a store would change.
+        return memory[index.flatten()].reshape(index.shape).to(dtype)
     index, mask = _broadcast(index, frame.values[load.mask])
     touched = index[mask]
     _check_inside(frame, line, touched, memory)

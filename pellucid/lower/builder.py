@@ -144,7 +144,9 @@ class KernelBuilder:
         """The element of `view` at the coordinates `index`, widened to `dtype.compute`."""
         self._use(view, dtype)
         position = offset_of(view, index)
-        rhs = Load(view.buffer, position, mask.name, wrap(other, dtype.compute)) if mask else Load(view.buffer, position)
+        rhs = (
+            Load(view.buffer, position, mask.name, wrap(other, dtype.compute)) if mask else Load(view.buffer, position)
+        )
         return self._line(rhs, dtype.compute)
 
     def store(self, view: View, dtype: DType, index: Sequence[Expr], value: Value) -> None:

@@ -32,7 +32,9 @@ CHOSEN: dict[str, str] = {
 }
 
 # These write their result into memory that the program gives them, instead of allocating at each call.
-_OUT_VARIANTS = {name: f"{name.split('.')[0]}.out" for name in ("mm.default", "addmm.default", "bmm.default", "baddbmm.default")}
+_OUT_VARIANTS = {
+    name: f"{name.split('.')[0]}.out" for name in ("mm.default", "addmm.default", "bmm.default", "baddbmm.default")
+}
 
 
 def fallback_reason(node: torch.fx.Node) -> str:

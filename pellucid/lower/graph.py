@@ -31,7 +31,7 @@ class TensorRef:
         return self.view.shape
 
 
-Result: TypeAlias = "TensorRef | Expr | bool | float | None | tuple[Result, ...]"
+Result: TypeAlias = "TensorRef | Expr | bool | float | tuple[Result, ...] | None"
 
 
 class GraphBuilder:

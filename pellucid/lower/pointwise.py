@@ -92,17 +92,48 @@ def _same(name: str, *overloads: str, promote: Promote = Promote.RESULT) -> None
     pointwise(*overloads, promote=promote)(lambda x, *rest: x.op(name, *rest))
 
 
-for _name in (
-    "neg ceil floor trunc sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh "
-    "asinh acosh atanh sigmoid erf erfc reciprocal abs sign lgamma bitwise_not"
-).split():
+for _name in [
+    "neg",
+    "ceil",
+    "floor",
+    "trunc",
+    "sqrt",
+    "rsqrt",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "sigmoid",
+    "erf",
+    "erfc",
+    "reciprocal",
+    "abs",
+    "sign",
+    "lgamma",
+    "bitwise_not",
+]:
     _same(_name, f"{_name}.default")
-for _name in "atan2 hypot maximum minimum bitwise_and bitwise_or bitwise_xor".split():
+for _name in ["atan2", "hypot", "maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_xor"]:
     _overload = "Tensor" if _name.startswith("bitwise") else "default"
     _same(_name, f"{_name}.{_overload}")
-for _name in "bitwise_and bitwise_or bitwise_xor".split():
+for _name in ["bitwise_and", "bitwise_or", "bitwise_xor"]:
     _same(_name, f"{_name}.Scalar")
-for _name in "eq ne lt le gt ge".split():
+for _name in ["eq", "ne", "lt", "le", "gt", "ge"]:
     _same(_name, f"{_name}.Tensor", f"{_name}.Scalar", promote=Promote.ARGUMENTS)
 _same("round", "round.default")
 _same("remainder", "remainder.Tensor", "remainder.Scalar")

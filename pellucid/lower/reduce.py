@@ -39,7 +39,12 @@ def _nonempty(x: TensorRef, dims: Sequence[int], what: str) -> None:
 
 
 def lower_reduction(
-    graph: GraphBuilder, node: torch.fx.Node, dims: Any, keepdim: bool, bodies: Sequence[Body], accumulate: DType
+    graph: GraphBuilder,
+    node: torch.fx.Node,
+    dims: Any,
+    keepdim: bool,
+    bodies: Sequence[Body],
+    accumulate: DType,
 ) -> Result:
     """One kernel over the input's shape; `bodies` make the results, in the order of the operator's returns."""
     x: TensorRef = graph.value(node.args[0])

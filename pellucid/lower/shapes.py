@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.graph import DTYPES
 from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, of_atom, val
 from pellucid.ir.types import DType
 from pellucid.lower.builder import KernelBuilder, Value, broadcast_index
@@ -183,9 +182,7 @@ def flip(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     dims = {d % len(x.shape) for d in given["dims"]} if x.shape else set()
     result = graph.new(node.meta["val"], "flip")
     kernel = graph.kernel(node, result.shape)
-    index = tuple(
-        x.shape[d] - 1 - i if d in dims and x.shape[d] != ONE else i for d, i in enumerate(kernel.index)
-    )
+    index = tuple(x.shape[d] - 1 - i if d in dims and x.shape[d] != ONE else i for d, i in enumerate(kernel.index))
     kernel.store(result.view, result.dtype, kernel.index, kernel.load(x.view, x.dtype, index))
     graph.emit(kernel)
     return result

@@ -22,15 +22,78 @@ def _ints(*shape: int, low: int = -5, high: int = 6, dtype: torch.dtype = torch.
 def special(dtype: torch.dtype) -> torch.Tensor:
     """NaN, infinities, signed zeros and ordinary numbers."""
     inf, nan = float("inf"), float("nan")
-    return torch.tensor([nan, inf, -inf, 0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.5, 3.5, -2.5, 100.0, 1e-3, -7.0, 0.99, 3.0], dtype=dtype)
+    return torch.tensor(
+        [nan, inf, -inf, 0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.5, 3.5, -2.5, 100.0, 1e-3, -7.0, 0.99, 3.0],
+        dtype=dtype,
+    )
 
 
-UNARY = """
-    neg ceil floor trunc sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
-    asinh acosh atanh sigmoid erf erfc reciprocal abs sign round relu isnan isinf isfinite square frac logit sgn
-    logical_not lgamma
-""".split()
-BINARY = "add sub mul div maximum minimum atan2 hypot remainder fmod pow eq ne lt le gt ge logical_and logical_or logical_xor".split()
+UNARY = [
+    "neg",
+    "ceil",
+    "floor",
+    "trunc",
+    "sqrt",
+    "rsqrt",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "sigmoid",
+    "erf",
+    "erfc",
+    "reciprocal",
+    "abs",
+    "sign",
+    "round",
+    "relu",
+    "isnan",
+    "isinf",
+    "isfinite",
+    "square",
+    "frac",
+    "logit",
+    "sgn",
+    "logical_not",
+    "lgamma",
+]
+BINARY = [
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "maximum",
+    "minimum",
+    "atan2",
+    "hypot",
+    "remainder",
+    "fmod",
+    "pow",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+]
 
 
 def pointwise_cases() -> Iterator[Case]:
@@ -68,15 +131,35 @@ def mixed_cases() -> Iterator[Case]:
     yield "uint8-wrap", lambda a: a + 200, (torch.tensor([100, 3], dtype=torch.uint8),)
     yield "alpha", lambda a, b: torch.add(a, b, alpha=3) - torch.sub(a, b, alpha=2), (x, x)
     yield "alpha-int", lambda a: torch.add(a, a, alpha=3), (i,)
-    yield "rounding-modes", lambda a, b: (torch.div(a, b, rounding_mode="floor"), torch.div(a, b, rounding_mode="trunc")), (x, _floats(4, 6))
-    yield "rounding-modes-int", lambda a: (torch.div(a, 3, rounding_mode="floor"), torch.div(a, 3, rounding_mode="trunc")), (i,)
+    yield (
+        "rounding-modes",
+        lambda a, b: (torch.div(a, b, rounding_mode="floor"), torch.div(a, b, rounding_mode="trunc")),
+        (x, _floats(4, 6)),
+    )
+    yield (
+        "rounding-modes-int",
+        lambda a: (torch.div(a, 3, rounding_mode="floor"), torch.div(a, 3, rounding_mode="trunc")),
+        (i,),
+    )
     for exponent in (0.5, 1, 2, 3, -0.5, -1, -2, 2.7, 0):
         yield f"pow-{exponent}", lambda a, e=exponent: a**e, (x,)
     yield "pow-int", lambda a: a**3, (i,)
     yield "pow-scalar-base", lambda a: 2.0**a, (x,)
     yield "gelu", F.gelu, (x,)
     yield "gelu-tanh", lambda a: F.gelu(a, approximate="tanh"), (x,)
-    for function in (F.silu, F.elu, F.leaky_relu, F.hardtanh, F.hardswish, F.hardsigmoid, F.softplus, F.mish, F.selu, F.relu6, F.logsigmoid):
+    for function in (
+        F.silu,
+        F.elu,
+        F.leaky_relu,
+        F.hardtanh,
+        F.hardswish,
+        F.hardsigmoid,
+        F.softplus,
+        F.mish,
+        F.selu,
+        F.relu6,
+        F.logsigmoid,
+    ):
         yield function.__name__, function, (x,)
     yield "clamp", lambda a: torch.clamp(a, -0.5, 0.5), (x,)
     yield "clamp-one-side", lambda a: torch.clamp(a, min=0.1), (x,)
@@ -122,7 +205,11 @@ def reduction_cases() -> Iterator[Case]:
     yield "sum-empty", lambda a: (a.sum(0), a.prod(0), a.any(0), a.all(0), a.mean(0)), (torch.zeros(0, 3),)
     yield "sum-to-empty", lambda a: a.sum(1), (torch.zeros(0, 3),)
     yield "sum-zero-dim", lambda a: (a.sum(), a.amax(), torch.softmax(a, 0)), (torch.tensor(2.5),)
-    yield "softmax-infinite", lambda a: torch.softmax(a, -1), (torch.tensor([[float("-inf"), 0.0], [float("-inf")] * 2]),)
+    yield (
+        "softmax-infinite",
+        lambda a: torch.softmax(a, -1),
+        (torch.tensor([[float("-inf"), 0.0], [float("-inf")] * 2]),),
+    )
     yield "strided-sum", lambda a: a.t().sum(0), (_floats(6, 9),)
 
 
@@ -149,13 +236,30 @@ def shape_cases() -> Iterator[Case]:
     yield "flip-roll", lambda a: (a.flip(0, 2), a.roll(2, 1), a.roll((1, 2), (0, 2))), (x,)
     yield "repeat", lambda a: a.repeat(2, 1, 3), (x,)
     yield "tril-triu", lambda a: (torch.tril(a), torch.triu(a, 1)), (_floats(5, 7),)
-    yield "full", lambda a: torch.full_like(a, 3) + torch.zeros(5) + torch.ones(6, 1) + a.new_full((5,), 2.0), (x,)
-    yield "arange", lambda a: (torch.arange(5) + a, torch.arange(2, 12, 3), torch.arange(0, 1, 0.25), torch.arange(5, 0, -1)), (x,)
+    yield (
+        "full",
+        lambda a: torch.full_like(a, 3) + torch.zeros(5) + torch.ones(6, 1) + a.new_full((5,), 2.0),
+        (x,),
+    )
+    yield (
+        "arange",
+        lambda a: (
+            torch.arange(5) + a,
+            torch.arange(2, 12, 3),
+            torch.arange(0, 1, 0.25),
+            torch.arange(5, 0, -1),
+        ),
+        (x,),
+    )
     yield "linspace", lambda a: torch.linspace(0, 1, 5) + a, (x,)
     yield "one-hot", lambda i: F.one_hot(i, 5), (_ints(3, low=0, high=5),)
     yield "eye", lambda a: a + torch.eye(5), (_floats(5, 5),)
     yield "copy-strided", lambda a: a.t().contiguous() + a.t().clone(), (_floats(4, 3),)
-    yield "channels-last", lambda a: (a * 2).contiguous(memory_format=torch.channels_last), (_floats(2, 3, 4, 5),)
+    yield (
+        "channels-last",
+        lambda a: (a * 2).contiguous(memory_format=torch.channels_last),
+        (_floats(2, 3, 4, 5),),
+    )
     yield "zero-dim", lambda a, b: a * b + 1, (torch.tensor(2.0), torch.tensor(3.0))
     yield "empty", lambda a: (a + 1, a.exp(), torch.cat([a, a])), (torch.zeros(0, 4),)
     yield "size-one", lambda a: a.sum(1, keepdim=True) + a.expand(3, 1, 4), (_floats(1, 1, 4),)
@@ -212,10 +316,22 @@ def extern_cases() -> Iterator[Case]:
     yield "cumsum", lambda x: torch.cumsum(x, 1) * 2, (a,)
     yield "topk", lambda x: torch.topk(x, 3, dim=1), (a,)
     yield "complex", lambda x: torch.view_as_real(torch.complex(x, x) * 2), (a,)
-    yield "attention", F.scaled_dot_product_attention, (_floats(2, 2, 5, 8), _floats(2, 2, 5, 8), _floats(2, 2, 5, 8))
+    yield (
+        "attention",
+        F.scaled_dot_product_attention,
+        (_floats(2, 2, 5, 8), _floats(2, 2, 5, 8), _floats(2, 2, 5, 8)),
+    )
 
 
 def all_cases() -> list[Case]:
     torch.manual_seed(0)
-    groups = (pointwise_cases, mixed_cases, reduction_cases, shape_cases, index_cases, mutation_cases, extern_cases)
+    groups = (
+        pointwise_cases,
+        mixed_cases,
+        reduction_cases,
+        shape_cases,
+        index_cases,
+        mutation_cases,
+        extern_cases,
+    )
     return [case for group in groups for case in group()]

@@ -19,7 +19,11 @@ CASES = all_cases()
 @pytest.mark.parametrize(("function", "args"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_matches_eager(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     programs: list[Program] = []
-    compiled_args, eager_args, wide_args = copy.deepcopy(args), copy.deepcopy(args), widened(copy.deepcopy(args))
+    compiled_args, eager_args, wide_args = (
+        copy.deepcopy(args),
+        copy.deepcopy(args),
+        widened(copy.deepcopy(args)),
+    )
     with torch.no_grad():
         compiled = interpreted(function, programs)(*compiled_args)
         eager = function(*eager_args)

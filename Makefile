@@ -1,0 +1,78 @@
+# Pellucid's everyday commands. Each of them sets up .venv first when it is missing.
+#
+#   make demo     compile and run MobileBERT with eager, Inductor and Pellucid, side by side
+#   make test     everything that CI runs
+#   make check    the quick part, under a minute: style, types, layers, unit and golden tests
+#   make bench    pellucid bench; choose with ARGS="bert --batch 8"
+#   make format   rewrite the sources in the project's style
+#   make clean    remove .venv and everything that the commands above made
+#
+# PYTHON       the interpreter that makes .venv (3.10 or later, and one that your torch wheel was built for)
+# TORCH_INDEX  a package index to take torch from, for example https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+CXX ?= g++
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+SOURCES := $(wildcard pellucid tests examples benchmarks)
+QUICK_TESTS := $(wildcard tests/unit tests/golden)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint bench format clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(READY)
+
+# torch goes in first and alone, so that a CPU build that pip is pointed at is taken as it is; resolved together
+# with the rest, pip may prefer a build that brings several gigabytes of CUDA along.
+$(READY): pyproject.toml
+	@command -v $(CXX) >/dev/null || { \
+	  echo "error: no C++ compiler ($(CXX)): Pellucid builds its kernels with it." >&2; \
+	  echo "hint:  apt-get install g++" >&2; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: $(PYTHON) not found." >&2; \
+	  echo "hint:  apt-get install python3 python3-venv, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1), Pellucid needs Python 3.10 or later." >&2; \
+	  echo "hint:  name another one: make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: $(PYTHON) cannot make virtual environments." >&2; \
+	  echo "hint:  apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(BIN)/pip install --quiet -e '.[dev,bench]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/pellucid demo $(ARGS)
+
+bench: $(READY)
+	$(BIN)/pellucid bench $(ARGS)
+
+# pytest exits with 5 when it ran no test, which fails these targets, as it should.
+test: lint
+	$(BIN)/python -m pytest tests $(ARGS)
+
+check: lint
+	$(BIN)/python -m pytest $(QUICK_TESTS) $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-logo
+
+format: $(READY)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf .venv build dist pellucid.egg-info pellucid_runs
+	rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,165 @@
+"""The programs that the benchmarks run, each built from its configuration with random weights.
+
+Nothing is downloaded. A workload is made twice alike: weights and inputs come from one fixed seed, so two
+processes, or two machines, run the same numbers.
+
+>>> workload = build("pointwise_small")
+>>> [tuple(x.shape) for x in workload.inputs.values()]
+[(8,), (8,)]
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+SEED = 20
+DTYPES: Mapping[str, torch.dtype] = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+class UnknownName(ValueError):
+    """A model, backend or dtype that nobody knows; `known` lists those there are."""
+
+    def __init__(self, kind: str, name: str, known: list[str]) -> None:
+        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(known)}")
+        self.kind, self.name, self.known = kind, name, known
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One program and its inputs: `fn(**inputs)` is what a benchmark times.
+
+    `fn` is a module in evaluation mode or a plain function; it leaves its inputs as they are. `floating` is
+    the dtype of its parameters and floating-point inputs.
+    """
+
+    name: str
+    fn: Callable[..., object]
+    inputs: Mapping[str, Tensor]
+    floating: torch.dtype = torch.float32
+
+    def as_float64(self) -> Workload:
+        """The same numbers in float64: parameters, buffers and inputs that are floating point are widened."""
+        fn = copy.deepcopy(self.fn).double() if isinstance(self.fn, nn.Module) else self.fn
+        inputs = {k: v.double() if v.is_floating_point() else v for k, v in self.inputs.items()}
+        return replace(self, fn=fn, inputs=inputs, floating=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a model is built for: `batch` sequences of `seq` tokens. Plain functions have fixed shapes."""
+
+    batch: int = 1
+    seq: int = 128
+    dtype: torch.dtype = torch.float32
+
+
+Built = tuple[Callable[..., object], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A row of the registry. `sized` says whether batch and sequence length change anything."""
+
+    summary: str
+    make: Callable[[Size], Built]
+    sized: bool = True
+
+
+def build(name: str, size: Size | None = None) -> Workload:
+    """Build the workload `name`, in evaluation mode, without touching the global random state.
+
+    Raises `UnknownName`, or `ImportError` where a model needs transformers and it is not installed.
+    """
+    if name not in MODELS:
+        raise UnknownName("model", name, sorted(MODELS))
+    size = size or Size()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        fn, inputs = MODELS[name].make(size)
+    if isinstance(fn, nn.Module):
+        fn = fn.eval().to(size.dtype)
+    return Workload(name, fn, inputs, size.dtype)
+
+
+# ------------------------------------------------------------------------------- Hugging Face transformers
+
+
+def _tokens(size: Size, vocabulary: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(vocabulary, (size.batch, size.seq))}
+
+
+def _mobilebert(size: Size) -> Built:
+    from transformers import MobileBertConfig, MobileBertForQuestionAnswering
+
+    config = MobileBertConfig()
+    return MobileBertForQuestionAnswering(config), _tokens(size, config.vocab_size)
+
+
+def _bert(size: Size) -> Built:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig()
+    return BertModel(config), _tokens(size, config.vocab_size)
+
+
+def _gpt2(size: Size) -> Built:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(use_cache=False)  # one forward pass over a prompt; the cache would only be an output
+    return GPT2LMHeadModel(config), _tokens(size, config.vocab_size)
+
+
+# ------------------------------------------------------------------------------------------ plain functions
+
+
+def _neg_maximum_cat(x1: Tensor, x2: Tensor) -> Tensor:
+    a = torch.neg(x1)
+    b = torch.maximum(x2, a)
+    return torch.cat([b], dim=0)
+
+
+def _foo1(size: Size) -> Built:
+    x1 = torch.randint(256, (1, 8), dtype=torch.uint8)
+    x2 = torch.randint(256, (8390, 8), dtype=torch.uint8)
+    return _neg_maximum_cat, {"x1": x1, "x2": x2}
+
+
+def _foo2(size: Size) -> Built:
+    x1, x2 = torch.randn(1, 8), torch.randn(8390, 8)
+    return _neg_maximum_cat, {"x1": x1.to(size.dtype), "x2": x2.to(size.dtype)}
+
+
+def _add_add_mul_add(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> Tensor:
+    return ((a + b) + c) * d + e
+
+
+def _addaddmuladd(size: Size) -> Built:
+    shapes = {"a": (16384, 512), "b": (1, 512), "c": (16384, 512), "d": (1, 512), "e": (1, 512)}
+    return _add_add_mul_add, {k: torch.rand(s).to(size.dtype) for k, s in shapes.items()}
+
+
+def _softmax(size: Size) -> Built:
+    x = torch.randn(8, 12, 512, 512).to(size.dtype)
+    return lambda x: torch.softmax(x, dim=-1), {"x": x}
+
+
+def _pointwise_small(size: Size) -> Built:
+    x, y = torch.randn(2, 8).to(size.dtype)
+    return lambda x, y: x + y, {"x": x, "y": y}
+
+
+MODELS: Mapping[str, Model] = {
+    "mobilebert": Model("MobileBERT, question answering (24 layers)", _mobilebert),
+    "bert": Model("BERT base (12 layers of 768)", _bert),
+    "gpt2": Model("GPT-2, language-model head (12 layers of 768)", _gpt2),
+    "foo1": Model("neg, maximum, cat on 8390x8 uint8", _foo1, sized=False),
+    "foo2": Model("neg, maximum, cat on 8390x8", _foo2, sized=False),
+    "addaddmuladd": Model("add, add, mul, add on 16384x512: memory-bound", _addaddmuladd, sized=False),
+    "softmax": Model("softmax over the last axis of 8x12x512x512", _softmax, sized=False),
+    "pointwise_small": Model("one add of 8 numbers: the cost of a call", _pointwise_small, sized=False),
+}

@@ -1,0 +1,72 @@
+"""The backends under test, by name, and what can be learnt from one after it compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pellucid.bench.models import UnknownName, Workload
+
+EAGER = "eager"
+PELLUCID = "pellucid"
+DEFAULT_SUBJECTS = (EAGER, "inductor", PELLUCID)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Kernels that a backend generated for a program, and operators that it left to ATen."""
+
+    kernels: int
+    fallbacks: int
+
+
+def known_subjects(debug: bool = False) -> list[str]:
+    """`eager`, which compiles nothing, and the torch.compile backends that are installed.
+
+    PyTorch keeps a dozen backends for debugging its own parts; `debug` lists those too.
+    """
+    from torch._dynamo import list_backends
+
+    return sorted({EAGER, "aot_eager", *list_backends(**({"exclude_tags": ()} if debug else {}))})
+
+
+def check_subject(name: str) -> None:
+    """Raises `UnknownName` unless `name` is `eager` or an installed backend, be it for debugging."""
+    if name not in known_subjects(debug=True):
+        raise UnknownName("backend", name, known_subjects())
+
+
+def compiled(workload: Workload, subject: str) -> Callable[[], object]:
+    """A call of the workload under `subject`; what there is to compile compiles when it is first called."""
+    fn = workload.fn if subject == EAGER else torch.compile(workload.fn, backend=subject)
+    inputs = dict(workload.inputs)
+
+    def call() -> object:
+        return fn(**inputs)
+
+    return call
+
+
+class Counter:
+    """Counts what Pellucid compiles between its making and `counts()`."""
+
+    def __init__(self, subject: str) -> None:
+        self._subject = subject
+        self._before = self._compilations()
+
+    def counts(self) -> Counts | None:
+        """The sums over all graphs compiled since; None for a subject that does not tell."""
+        if self._subject != PELLUCID:
+            return None
+        seen = {id(c) for c in self._before}
+        new = [c for c in self._compilations() if id(c) not in seen]
+        return Counts(sum(int(c.kernels) for c in new), sum(int(c.fallbacks) for c in new))
+
+    def _compilations(self) -> list:
+        if self._subject != PELLUCID:
+            return []
+        from pellucid.backend import last_compilations
+
+        return list(last_compilations())

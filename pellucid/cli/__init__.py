@@ -1,0 +1,49 @@
+"""The `pellucid` command. One file per command, with no logic in it.
+
+Exit codes, the same for every command, so that `git bisect run pellucid ...` works: 0 good, 1 bad (a wrong
+result, a failing backend), 2 the tool failed (also: it was called wrongly), 125 skip (it cannot tell here).
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib import metadata
+from typing import Any
+
+import click
+
+from pellucid.cli.bench import bench
+from pellucid.cli.demo import demo
+from pellucid.cli.exits import Exit
+
+
+class _Group(click.Group):
+    """A group whose commands never say "bad" (1, Python's habit) when it was the tool that broke."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception:
+            traceback.print_exc()
+            click.echo("error: pellucid itself failed, see above", err=True)
+            sys.exit(Exit.FAILED)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("pellucid")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(_version(), prog_name="pellucid")
+def main() -> None:
+    """Pellucid: a torch.compile backend for CPUs that people can see through, and its kit."""
+
+
+main.add_command(bench)
+main.add_command(demo)

@@ -1,0 +1,38 @@
+"""What commands share in how they speak: tables on stdout, progress and complaints on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+out = Console(highlight=False)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr that goes away when done; yields what to call with a text and the fraction done.
+
+    Where stderr is no terminal, the texts are printed one per line instead.
+    """
+    err = Console(stderr=True, highlight=False)
+    if not err.is_terminal:
+        yield _printer(err)
+        return
+    columns = (BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda doing, done: bar.update(task, description=doing, completed=done)
+
+
+def _printer(err: Console) -> Callable[[str, float], None]:
+    said = [""]
+
+    def tell(doing: str, done: float) -> None:
+        if doing != said[0]:
+            said[0] = doing
+            err.print(f"[{done:4.0%}] {doing}", markup=False)
+
+    return tell

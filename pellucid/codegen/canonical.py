@@ -1,0 +1,119 @@
+"""Canonical names: structurally equal kernels become equal objects, so that they share one compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pellucid.ir.index import Atom, Expr, Sym, Val, Var, sym, val, var
+from pellucid.ir.nodes import (
+    Axis,
+    CheckIndex,
+    Compute,
+    Const,
+    IndexValue,
+    Kernel,
+    Line,
+    Load,
+    Reduce,
+    Rhs,
+    Store,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """A kernel under canonical names, and what they stand for.
+
+    buffers, symbols: the original name of `p0`, `p1`, ... and of `s0`, `s1`, ...
+    """
+
+    kernel: Kernel
+    buffers: tuple[str, ...]
+    symbols: tuple[str, ...]
+
+
+def map_indices(rhs: Rhs, change: Callable[[Expr], Expr]) -> Rhs:
+    """`rhs` with `change` applied to its index expressions."""
+    match rhs:
+        case IndexValue(index):
+            return IndexValue(change(index))
+        case Load(buffer, index, mask, other):
+            return Load(buffer, change(index), mask, other)
+        case Store(buffer, index, arg):
+            return Store(buffer, change(index), arg)
+        case CheckIndex(arg, size, wrap):
+            return CheckIndex(arg, change(size), wrap)
+        case Const() | Compute() | Reduce():
+            return rhs
+
+
+def indices(kernel: Kernel) -> list[Expr]:
+    """The index expressions of all lines, in order."""
+    found: list[Expr] = []
+    for line in kernel.body:
+        match line.rhs:
+            case IndexValue(index) | Load(_, index) | Store(_, index):
+                found.append(index)
+            case _:
+                pass
+    return found
+
+
+def canonicalise(kernel: Kernel) -> Canonical:
+    """Number axes, values, buffers and symbols in order of appearance.
+
+    before: `for x: a = load w[8*x + n]; store y[x], a`
+    after:  `for i0: v0 = load p0[8*i0 + s0]; v1 = store p1[i0], v0`
+    """
+    axes = {axis.name: f"i{k}" for k, axis in enumerate(kernel.space)}
+    values = {line.out: f"v{k}" for k, line in enumerate(kernel.body)}
+    buffers: dict[str, str] = {}
+    for line in kernel.body:
+        if isinstance(line.rhs, Load | Store):
+            buffers.setdefault(line.rhs.buffer, f"p{len(buffers)}")
+    symbols = {name: f"s{k}" for k, name in enumerate(_symbols(kernel))}
+    mapping: dict[Atom, Expr] = {Var(old): var(new) for old, new in axes.items()}
+    mapping |= {Val(old): val(new) for old, new in values.items()}
+    mapping |= {Sym(old): sym(new) for old, new in symbols.items()}
+    space = tuple(Axis(axes[axis.name], axis.extent.substitute(mapping)) for axis in kernel.space)
+    ranges = {axis.name: axis.extent for axis in space}
+
+    def change(index: Expr) -> Expr:
+        return index.substitute(mapping, ranges)
+
+    def rename(rhs: Rhs) -> Rhs:
+        rhs = map_indices(rhs, change)
+        match rhs:
+            case Load(buffer, index, mask, other):
+                return Load(buffers[buffer], index, None if mask is None else values[mask], other)
+            case Store(buffer, index, arg):
+                return Store(buffers[buffer], index, values[arg])
+            case Compute(op, args):
+                return Compute(op, tuple(values[arg] for arg in args))
+            case Reduce(op, arg, over):
+                return Reduce(op, values[arg], tuple(axes[name] for name in over))
+            case CheckIndex(arg, size, wrap):
+                return CheckIndex(values[arg], size, wrap)
+            case Const() | IndexValue():
+                return rhs
+
+    body = tuple(Line(values[line.out], rename(line.rhs), line.dtype, line.origin) for line in kernel.body)
+    by_name = {param.name: param for param in kernel.params}
+    params = tuple(
+        replace(by_name[old], name=new, numel=by_name[old].numel.substitute(mapping)) for old, new in buffers.items()
+    )
+    return Canonical(Kernel("kernel", params, space, body), tuple(buffers), tuple(symbols))
+
+
+def _symbols(kernel: Kernel) -> dict[str, None]:
+    found: dict[str, None] = {}
+    for axis in kernel.space:
+        found.update(dict.fromkeys(sorted(axis.extent.syms())))
+    for line in kernel.body:
+        match line.rhs:
+            case IndexValue(index) | Load(_, index) | Store(_, index) | CheckIndex(_, index):
+                found.update(dict.fromkeys(sorted(index.syms())))
+            case _:
+                pass
+    return found

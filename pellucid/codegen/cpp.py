@@ -1,0 +1,455 @@
+"""Print a loop nest as C++. Nothing is decided here: the plan has chosen, and `native/prelude.h` knows the operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from typing_extensions import assert_never
+
+from pellucid.codegen.linemap import Writer
+from pellucid.codegen.loops import (
+    Accumulate,
+    CloseBlock,
+    Define,
+    Finish,
+    Item,
+    Keep,
+    Kind,
+    Loop,
+    Put,
+    Recall,
+    Scratch,
+    Start,
+)
+from pellucid.codegen.plan import Plan
+from pellucid.codegen.vector import Access, access
+from pellucid.ir.index import Expr, FloorDiv, Mod, Sym, Val, Var, bounds, const, nonnegative, var
+from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Scalar, Store, axes_of
+from pellucid.ir.origin import GLUE, Origin, merge
+from pellucid.ir.types import DType
+
+CPP_TYPE = {
+    DType.F64: "double",
+    DType.F32: "float",
+    DType.BF16: "pv::bf16",
+    DType.F16: "pv::f16",
+    DType.I64: "int64_t",
+    DType.I32: "int32_t",
+    DType.I16: "int16_t",
+    DType.I8: "int8_t",
+    DType.U8: "uint8_t",
+    DType.BOOL: "bool",
+}
+
+REDUCTION = {"sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "any": "Any", "all": "Every"}
+
+
+def print_kernel(plan: Plan, items: Iterable[Item], name: str) -> Writer:
+    """The function `name`, with the origin of each of its lines."""
+    return _Printer(plan).function(list(items), name)
+
+
+def index_text(index: Expr, ranges: dict[str, Expr], atom: Callable[[Sym | Var | Val], str]) -> str:
+    """An index expression as C++ on `int64_t`, with `atom` naming its variables."""
+
+    def factor(each: object) -> str:
+        match each:
+            case FloorDiv(num, den):
+                return division("/", "floordiv", num, den)
+            case Mod(num, den):
+                return division("%", "remainder", num, den)
+            case Sym() | Var() | Val():
+                return atom(each)
+            case _:
+                raise AssertionError(each)
+
+    def division(operator: str, function: str, num: Expr, den: Expr) -> str:
+        left, right = index_text(num, ranges, atom), index_text(den, ranges, atom)
+        span = bounds(num, ranges)
+        if span is not None and nonnegative(span[0]):
+            return f"(({left}) {operator} ({right}))"
+        return f"pv::{function}<int64_t>({left}, {right})"
+
+    text = ""
+    for monomial, coefficient in index.terms:
+        factors = [factor(each) for each in monomial]
+        if abs(coefficient) != 1 or not factors:
+            factors.insert(0, str(abs(coefficient)))
+        sign = ("-" if coefficient < 0 else "") if not text else (" - " if coefficient < 0 else " + ")
+        text += sign + " * ".join(factors)
+    return text or "0"
+
+
+def scalar_text(value: Scalar, dtype: DType) -> str:
+    """A constant of a value's type; floats are written so that the same number is read back."""
+    kind = CPP_TYPE[dtype]
+    if dtype is DType.BOOL:
+        return "true" if value else "false"
+    if dtype.is_float:
+        number = float(value)
+        if math.isnan(number):
+            return f"pv::nan<{kind}>"
+        if math.isinf(number):
+            return f"{'-' if number < 0 else ''}pv::inf<{kind}>"
+        return f"{kind}({number!r})"
+    bits = 8 * dtype.itemsize
+    wrapped = int(value) % (1 << bits)
+    if dtype is not DType.U8 and wrapped >= 1 << (bits - 1):
+        wrapped -= 1 << bits
+    return "INT64_MIN" if wrapped == -(1 << 63) else f"{kind}({wrapped})"
+
+
+class _Printer:
+    """Prints one kernel. In a vector loop `n` says which lanes are in use, and its counter is that of lane 0."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.out = Writer()
+        self.depends = axes_of(plan.kernel)
+        self.lines = {line.out: line for line in plan.kernel.body}
+        self.dtypes = {param.name: param.dtype for param in plan.kernel.params}
+        self.checks = [line.out for line in plan.kernel.body if isinstance(line.rhs, CheckIndex)]
+        self.needs_lanes = self._values_in_indices()
+        self.counters: set[str] = set()
+
+    def _values_in_indices(self) -> set[str]:
+        """Vector values that some index uses: their lanes are needed one by one."""
+        found: set[str] = set()
+        for line in self.plan.kernel.body:
+            if isinstance(line.rhs, Load | Store | IndexValue):
+                found |= line.rhs.index.vals() & self.plan.wide
+        return found
+
+    # ------------------------------------------------------------------------------------------ function
+
+    def function(self, items: list[Item], name: str) -> Writer:
+        out = self.out
+        out.line(f'extern "C" int64_t {name}(void* const* p, const int64_t* s, int64_t begin, int64_t end) {{')
+        out.depth += 1
+        stored = {store.buffer for _, store in self.plan.kernel.stores()}
+        for k, param in enumerate(self.plan.kernel.params):
+            qualifier = "" if param.name in stored else "const "
+            users = (line.origin for line in self.plan.kernel.body if _touches(line, param.name))
+            kind = f"{qualifier}{CPP_TYPE[param.dtype]}*"
+            out.line(f"{kind} {param.name} = static_cast<{kind}>(p[{k}]);", merge(users))
+        for k in range(self._symbols()):
+            out.line(f"const int64_t s{k} = s[{k}];")
+        if self.checks:
+            out.line("int64_t status = 0;")
+        self.items(items)
+        out.line("return status;" if self.checks else "return 0;")
+        out.depth -= 1
+        out.line("}")
+        return out
+
+    def _symbols(self) -> int:
+        names: set[str] = set()
+        for axis in self.plan.kernel.space:
+            names |= axis.extent.syms()
+        for line in self.plan.kernel.body:
+            match line.rhs:
+                case IndexValue(index) | Load(_, index) | Store(_, index) | CheckIndex(_, index):
+                    names |= index.syms()
+                case _:
+                    pass
+        return max((int(name[1:]) + 1 for name in names), default=0)
+
+    def items(self, items: Iterable[Item]) -> None:
+        for item in items:
+            self.item(item)
+
+    def item(self, item: Item) -> None:
+        match item:
+            case Loop():
+                self.loop(item)
+            case Define(line):
+                self.out.line(f"const auto {line.out} = {self.value(line)};", line.origin)
+                self.lanes(line)
+            case Put(line, once):
+                self.put(line, once)
+            case Start(line):
+                self.start(line)
+            case Accumulate(line):
+                self.accumulate(line)
+            case CloseBlock(line):
+                self.out.line(f"b{line.out[1:]}.close(a{line.out[1:]});", line.origin)
+            case Finish(line):
+                self.finish(line)
+            case Scratch(line):
+                size = f"{self.scratch_size(line)}"
+                self.out.line(f"alignas(64) {CPP_TYPE[line.dtype]} k{line.out[1:]}[{size}];", line.origin)
+            case Keep(line):
+                self.keep(line)
+            case Recall(line):
+                self.recall(line)
+                self.lanes(line)
+            case _:
+                assert_never(item)
+
+    # ------------------------------------------------------------------------------------------ loops
+
+    def loop(self, loop: Loop) -> None:
+        origin = merge(_origins(loop.body))
+        match loop.kind:
+            case Kind.PARALLEL:
+                self.open("for (int64_t t = begin; t < end; t++) {", origin)
+                self.decode()
+                self.items(loop.body)
+                self.close("}")
+            case Kind.SERIAL:
+                lo, hi = self.range(loop)
+                i = loop.axis
+                self.open(f"for (int64_t {i} = {lo}; {i} < {hi}; {i}++) {{", origin)
+                self.inside(loop)
+                self.close("}")
+            case Kind.VECTOR:
+                lo, hi = self.range(loop)
+                steps = "whole_steps" if self.exact(loop) else "steps"
+                head = f"pv::{steps}<{self.plan.width}>({lo}, {hi}, [&](auto n, int64_t {loop.axis}) PV_INLINE {{"
+                self.open(head, origin)
+                self.inside(loop)
+                self.close("});")
+            case Kind.BLOCKS:
+                extent = self.text(self.plan.extent_of(loop.axis))
+                self.open(f"for (int64_t lo = 0; lo < {extent}; lo += {loop.block}) {{", origin)
+                self.out.line(f"const int64_t hi = pv::least(lo + {loop.block}, {extent});", origin)
+                self.items(loop.body)
+                self.close("}")
+            case _:
+                assert_never(loop.kind)
+
+    def open(self, text: str, origin: Origin) -> None:
+        self.out.line(text, origin)
+        self.out.depth += 1
+
+    def close(self, text: str) -> None:
+        self.out.depth -= 1
+        self.out.line(text)
+
+    def inside(self, loop: Loop) -> None:
+        self.counters.add(loop.axis)
+        self.items(loop.body)
+        self.counters.discard(loop.axis)
+
+    def range(self, loop: Loop) -> tuple[str, str]:
+        return ("lo", "hi") if loop.blocked else ("0", self.text(self.plan.extent_of(loop.axis)))
+
+    def exact(self, loop: Loop) -> bool:
+        """True if every step of a vector loop has all its lanes."""
+        extent = self.plan.extent_of(loop.axis).value
+        return extent is not None and extent % self.plan.width == 0
+
+    def decode(self) -> None:
+        """The counters of the flattened axes from the parallel loop's: the last axis runs fastest."""
+        plan = self.plan
+        counters: list[tuple[str, str, Expr]] = [(axis, axis, plan.extent_of(axis)) for axis in plan.outer]
+        if plan.chunk and plan.inner is not None:
+            extent = plan.extent_of(plan.inner)
+            counters.append(("lo", plan.inner, (extent + (plan.chunk - 1)).substitute({})))
+        rest = "t"
+        for position in range(len(counters) - 1, -1, -1):
+            name, _, extent = counters[position]
+            count = self.text(extent) if name != "lo" else f"(({self.text(extent)}) / {plan.chunk})"
+            mine = rest if position == 0 else f"{rest} % ({count})"
+            if name == "lo":
+                mine = f"({mine}) * {plan.chunk}" if position else f"{mine} * {plan.chunk}"
+            self.out.line(f"const int64_t {name} = {mine};", GLUE)
+            if position:
+                self.out.line(f"const int64_t t{position} = {rest} / ({count});", GLUE)
+                rest = f"t{position}"
+        if plan.chunk and plan.inner is not None:
+            self.out.line(
+                f"const int64_t hi = pv::least(lo + {plan.chunk}, {self.text(plan.extent_of(plan.inner))});", GLUE
+            )
+
+    # ------------------------------------------------------------------------------------------ values
+
+    def text(self, index: Expr) -> str:
+        return index_text(index, self.plan.kernel.ranges, lambda atom: atom.name)
+
+    def lane_text(self, index: Expr) -> str:
+        """The index of lane k."""
+
+        def atom(each: Sym | Var | Val) -> str:
+            match each:
+                case Var(name):
+                    return f"({name} + k)" if name == self.plan.vector else name
+                case Val(name):
+                    return f"l{name[1:]}[k]" if name in self.plan.wide else name
+                case Sym(name):
+                    return name
+
+        return index_text(index, self.plan.kernel.ranges, atom)
+
+    def at(self, index: Expr) -> str:
+        return f"[&](int k) PV_INLINE {{ return {self.lane_text(index)}; }}"
+
+    def is_wide(self, name: str) -> bool:
+        return name in self.plan.wide
+
+    def arg(self, name: str, wide: bool) -> str:
+        """A value as an operand; scalars are spread over the lanes where the other operands are vectors."""
+        return f"pv::splat<{self.plan.width}>({name})" if wide and not self.is_wide(name) else name
+
+    def value(self, line: Line) -> str:
+        wide = self.is_wide(line.out)
+        match line.rhs:
+            case Const(value):
+                return scalar_text(value, line.dtype)
+            case IndexValue(index):
+                return self.index_value(index) if wide else f"int64_t({self.text(index)})"
+            case CheckIndex(arg, size, wrap):
+                lanes = ", n" if wide else ""
+                check = self.checks.index(line.out)
+                flag = "true" if wrap else "false"
+                return f"pv::check_index({arg}, {self.text(size)}, {flag}, status, {check}{lanes})"
+            case Load():
+                return self.load(line, line.rhs)
+            case Compute("cast", (arg,)):
+                return f"pv::cast<{CPP_TYPE[line.dtype]}>({self.arg(arg, wide)})"
+            case Compute(op, args):
+                return f"pv::{op}({', '.join(self.arg(arg, wide) for arg in args)})"
+            case Reduce() | Store():
+                raise AssertionError(line)
+            case _:
+                assert_never(line.rhs)
+
+    def index_value(self, index: Expr) -> str:
+        vector, width = str(self.plan.vector), self.plan.width
+        step = None if index.vals() & self.plan.wide else index.coefficient(vector)
+        if step is None:
+            return f"pv::indices<{width}>({self.at(index)})"
+        return f"pv::iota<{width}>({self.text(index)}, {self.text(step)})"
+
+    def load(self, line: Line, load: Load) -> str:
+        wide = self.is_wide(line.out)
+        other = "" if load.mask is None else f", {scalar_text(load.other, line.dtype)}"
+        if not wide:
+            mask = "" if load.mask is None else f", {load.mask}{other}"
+            return f"pv::load({self.pointer(load.buffer, load.index)}{mask})"
+        mask = "" if load.mask is None else f", {self.arg(load.mask, True)}{other}"
+        if access(load.index, str(self.plan.vector), self.plan.wide) is Access.UNIT:
+            return f"pv::load<{CPP_TYPE[self.dtypes[load.buffer]]}>({self.pointer(load.buffer, load.index)}, n{mask})"
+        return f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)}{mask})"
+
+    def pointer(self, buffer: str, index: Expr) -> str:
+        return buffer if index == const(0) else f"{buffer} + {self.text(index)}"
+
+    def lanes(self, line: Line) -> None:
+        if line.out in self.needs_lanes:
+            self.out.line(f"const auto l{line.out[1:]} = pv::lanes({line.out});", line.origin)
+
+    def put(self, line: Line, once: tuple[str, ...]) -> None:
+        assert isinstance(line.rhs, Store)
+        store, wide = line.rhs, self.is_wide(line.out)
+        value = self.arg(store.arg, wide)
+        kind = CPP_TYPE[self.dtypes[store.buffer]]
+        if not wide:
+            text = f"pv::store({self.pointer(store.buffer, store.index)}, {value});"
+        elif access(store.index, str(self.plan.vector), self.plan.wide) is Access.UNIT:
+            text = f"pv::store<{kind}>({self.pointer(store.buffer, store.index)}, {value}, n);"
+        else:
+            text = f"pv::scatter<{kind}>({store.buffer}, {value}, n, {self.at(store.index)});"
+        inner = self.plan.inner
+        first = [f"{'lo' if axis == inner and axis not in self.counters else axis} == 0" for axis in once]
+        self.out.line(f"if ({' && '.join(first)}) {text}" if first else text, line.origin)
+
+    # ------------------------------------------------------------------------------------------ reductions
+
+    def reduce_type(self, line: Line) -> str:
+        kind = CPP_TYPE[line.dtype]
+        wide = self.plan.vector_is_reduced or self.is_wide(line.out)
+        return f"pv::Vec<{kind}, {self.plan.width}>" if wide else kind
+
+    def start(self, line: Line) -> None:
+        assert isinstance(line.rhs, Reduce)
+        number, kind = line.out[1:], self.reduce_type(line)
+        if line.rhs.op in ("argmax", "argmin"):
+            arg = CPP_TYPE[self.lines[line.rhs.arg].dtype]
+            self.out.line(f"pv::{line.rhs.op.capitalize()}<{arg}> a{number};", line.origin)
+            return
+        self.out.line(f"pv::Acc<pv::{REDUCTION[line.rhs.op]}, {kind}> a{number};", line.origin)
+        if line.out in self.plan.pairwise:
+            self.out.line(f"pv::Blocks<{kind}> b{number};", line.origin)
+
+    def accumulate(self, line: Line) -> None:
+        assert isinstance(line.rhs, Reduce)
+        number = line.out[1:]
+        if line.rhs.op in ("argmax", "argmin"):
+            self.out.line(f"a{number}.add({line.rhs.arg}, {self.text(self.position())});", line.origin)
+            return
+        wide = self.plan.vector_is_reduced or self.is_wide(line.out)
+        lanes = ", n" if self.plan.vector_is_reduced else ""
+        self.out.line(f"a{number}.add({self.arg(line.rhs.arg, wide)}{lanes});", line.origin)
+
+    def position(self) -> Expr:
+        """The position in the reduced axes seen as one, in space order."""
+        place = const(0)
+        for axis in self.plan.kernel.space:
+            if axis.name in self.plan.reduced:
+                place = place * axis.extent + var(axis.name)
+        return place
+
+    def finish(self, line: Line) -> None:
+        assert isinstance(line.rhs, Reduce)
+        number = line.out[1:]
+        if line.out in self.plan.pairwise:
+            self.out.line(f"b{number}.close(a{number});", line.origin)
+        value = f"{'b' if line.out in self.plan.pairwise else 'a'}{number}.value()"
+        if self.plan.vector_is_reduced:
+            value = f"pv::total<pv::{REDUCTION[line.rhs.op]}>({value})"
+        self.out.line(f"const auto {line.out} = {value};", line.origin)
+        self.lanes(line)
+
+    # ------------------------------------------------------------------------------------------ scratch
+
+    def scratch_axes(self, line: Line) -> list[str]:
+        return [axis for axis in self.plan.reduced if axis in self.depends[line.out]]
+
+    def scratch_size(self, line: Line) -> int:
+        size = self.scratch_lanes(line)
+        for axis in self.scratch_axes(line):
+            extent = self.plan.extent_of(axis).value
+            assert extent is not None
+            size *= extent
+        return size
+
+    def scratch_lanes(self, line: Line) -> int:
+        return self.plan.width if self.is_wide(line.out) and not self.plan.vector_is_reduced else 1
+
+    def scratch_place(self, line: Line) -> str:
+        place = const(0)
+        for axis in self.scratch_axes(line):
+            place = place * self.plan.extent_of(axis) + var(axis)
+        return f"k{line.out[1:]} + {self.text(place * self.scratch_lanes(line))}"
+
+    def scratch_use(self, line: Line) -> str:
+        """Which lanes of the scratch row are in use: its own row has room for all of them."""
+        if not self.is_wide(line.out):
+            return ""
+        return ", n" if self.plan.vector_is_reduced else f", pv::All<{self.plan.width}>()"
+
+    def keep(self, line: Line) -> None:
+        use = self.scratch_use(line)
+        self.out.line(
+            f"pv::store<{CPP_TYPE[line.dtype]}>({self.scratch_place(line)}, {line.out}{use});", line.origin
+        )
+
+    def recall(self, line: Line) -> None:
+        kind = f"<{CPP_TYPE[line.dtype]}>"
+        self.out.line(
+            f"const auto {line.out} = pv::load{kind}({self.scratch_place(line)}{self.scratch_use(line)});",
+            line.origin,
+        )
+
+
+def _touches(line: Line, buffer: str) -> bool:
+    return isinstance(line.rhs, Load | Store) and line.rhs.buffer == buffer
+
+
+def _origins(items: Iterable[Item]) -> list[Origin]:
+    found: list[Origin] = []
+    for item in items:
+        found += _origins(item.body) if isinstance(item, Loop) else [item.line.origin]
+    return found

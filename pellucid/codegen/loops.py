@@ -1,0 +1,250 @@
+"""Turn a kernel and its plan into an explicit loop nest: which line stands in which loop, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from pellucid.codegen.plan import PAIRWISE_BLOCK, Plan
+from pellucid.codegen.stages import Sweep
+from pellucid.ir.nodes import Line, Reduce, Store, axes_of, operands
+
+
+@dataclass(frozen=True, slots=True)
+class Define:
+    """Compute a value."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Store a value, at the first point only of each axis in `once`: loops around the store that it does not depend on."""
+
+    line: Line
+    once: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Declare the accumulator of a reduction."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Add one point (or one vector of points) to the accumulator."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class CloseBlock:
+    """End a block of a pairwise sum."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Take the value of a reduction out of its accumulator."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Declare the scratch row of a value that a later sweep needs again."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Write a value to its scratch row."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Read a value back from its scratch row."""
+
+    line: Line
+
+
+class Kind(Enum):
+    """What a loop iterates over."""
+
+    PARALLEL = "the flattened outer axes and chunks of the inner axis: the iterations that threads share"
+    SERIAL = "one axis, point by point"
+    VECTOR = "one axis, by steps of a vector"
+    BLOCKS = "one axis, by blocks; the loop inside walks over one block"
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop. `axis` is empty for the parallel one; `block` is the number of points of a block."""
+
+    kind: Kind
+    axis: str
+    body: tuple[Item, ...]
+    block: int = 0
+    blocked: bool = field(default=False)
+
+
+Item: TypeAlias = "Define | Put | Start | Accumulate | CloseBlock | Finish | Scratch | Keep | Recall | Loop"
+
+
+def nest(plan: Plan) -> tuple[Item, ...]:
+    """The function's body: what is the same for every point, then the parallel loop.
+
+    Kept lines stand at the outermost loop where all they depend on is known; lines that depend on a reduction stand
+    after its sweep. Stores come last in their loop, so that no load of the same point follows them.
+    """
+    return _Builder(plan).function()
+
+
+class _Builder:
+    """Builds the nest of one plan. Levels: 0 the function, 1 the parallel loop, 2 the inner loop if there is one."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.depends = axes_of(plan.kernel)
+        self.lines = {line.out: line for line in plan.kernel.body}
+        self.reduced = frozenset(plan.reduced)
+        self.innermost = 1 if plan.inner is None else 2
+        self.level = self._levels()
+
+    def _levels(self) -> dict[str, int]:
+        """The level of each line that does not run in a sweep."""
+        level: dict[str, int] = {}
+        for line in self.plan.kernel.body:
+            axes = self.depends[line.out]
+            if axes & self.reduced:
+                continue
+            own = 2 if self.plan.inner in axes else 1 if axes else 0
+            if isinstance(line.rhs, Reduce):
+                own = self.innermost
+            elif isinstance(line.rhs, Store):
+                own = max(own, 1)
+            below = (level.get(name, 0) for name in operands(line.rhs) if not self.depends[name] & self.reduced)
+            level[line.out] = max([own, *below])
+        return level
+
+    def function(self) -> tuple[Item, ...]:
+        inside: tuple[Item, ...]
+        if self.plan.inner is None:
+            inside = self._kept_point(1)
+        else:
+            kind = Kind.VECTOR if self.plan.vector == self.plan.inner else Kind.SERIAL
+            inner = Loop(kind, self.plan.inner, self._kept_point(2), blocked=self.plan.chunk > 0)
+            inside = (*self._defines(1, 0), inner, *self._puts(1))
+        return (*self._defines(0, 0), Loop(Kind.PARALLEL, "", inside))
+
+    def _kept_point(self, level: int) -> tuple[Item, ...]:
+        """What happens at one point (or vector) of all kept axes: the sweeps, and the kept lines between them."""
+        items: list[Item] = [Scratch(self.lines[name]) for sweep in self.plan.stages.sweeps for name in sweep.keep]
+        items += self._defines(level, 0)
+        for number, sweep in enumerate(self.plan.stages.sweeps):
+            reductions = [self.lines[name] for name in sweep.lines if isinstance(self.lines[name].rhs, Reduce)]
+            items += [Start(line) for line in reductions]
+            items += self._sweep(sweep, 0)
+            items += [Finish(line) for line in reductions]
+            items += self._defines(level, number + 1)
+        return (*items, *self._puts(level))
+
+    def _defines(self, level: int, stage: int) -> list[Item]:
+        return [
+            Define(line)
+            for line in self.plan.kernel.body
+            if self.level.get(line.out) == level
+            and self.plan.stages.stage[line.out] == stage
+            and not isinstance(line.rhs, Reduce | Store)
+        ]
+
+    def _puts(self, level: int) -> list[Item]:
+        around = (*self.plan.outer, *((self.plan.inner,) if self.plan.inner and (level == 2 or self.plan.chunk) else ()))
+        return [
+            self._put(line, around)
+            for line, _ in self.plan.kernel.stores()
+            if self.level.get(line.out) == level
+        ]
+
+    def _put(self, line: Line, around: Iterable[str]) -> Put:
+        return Put(line, tuple(axis for axis in around if axis not in self.depends[line.out]))
+
+    # ------------------------------------------------------------------------------------------ sweeps
+
+    def _sweep(self, sweep: Sweep, depth: int) -> list[Item]:
+        """Loops over the reduced axes from `depth` on; each line stands in the outermost that knows all it needs."""
+        axes = self.plan.reduced
+        axis = axes[depth]
+        last = depth == len(axes) - 1
+        body: list[Item] = []
+        puts: list[Item] = []
+        around = (*self.plan.outer, *((self.plan.inner,) if self.plan.inner else ()), *axes[: depth + 1])
+        for name in sorted((*sweep.recall, *sweep.lines), key=list(self.lines).index):
+            line = self.lines[name]
+            if isinstance(line.rhs, Reduce):
+                body += [Accumulate(line)] if last else []
+            elif self._depth(sweep, name) != depth:
+                continue
+            elif isinstance(line.rhs, Store):
+                puts.append(self._put(line, around))
+            elif name in sweep.recall:
+                body.append(Recall(line))
+            else:
+                body.append(Define(line))
+                body += [Keep(line)] if name in sweep.keep else []
+        if not last:
+            body += self._sweep(sweep, depth + 1)
+        return self._loop(sweep, depth, [*body, *puts])
+
+    def _depth(self, sweep: Sweep, name: str) -> int:
+        """The loop of a line: that of its own axes, or deeper if an operand is only known there."""
+        axes = self.plan.reduced
+        own = max((axes.index(axis) for axis in self.depends[name] & self.reduced), default=0)
+        if name in sweep.recall:
+            return own
+        inside = [each for each in operands(self.lines[name].rhs) if self.depends[each] & self.reduced]
+        return max([own, *(self._depth(sweep, each) for each in inside)])
+
+    def _loop(self, sweep: Sweep, depth: int, body: list[Item]) -> list[Item]:
+        """The loop over one reduced axis, with the ends of the blocks of pairwise sums."""
+        axis = self.plan.reduced[depth]
+        vector = axis == self.plan.vector
+        kind = Kind.VECTOR if vector else Kind.SERIAL
+        sums = [self.lines[name] for name in sweep.lines if name in self.plan.pairwise]
+        closing: list[Item] = [CloseBlock(line) for line in sums]
+        if not sums or depth != self._block_depth():
+            return [Loop(kind, axis, tuple(body))]
+        block = self._block(depth) * (self.plan.width if vector else 1)
+        return [Loop(Kind.BLOCKS, axis, (Loop(kind, axis, tuple(body), blocked=True), *closing), block=block)]
+
+    def _block_depth(self) -> int:
+        """The innermost loop that, with those inside it, makes too many steps for one accumulator."""
+        total: int | None = 1
+        for depth in range(len(self.plan.reduced) - 1, -1, -1):
+            steps = self._steps(depth)
+            total = None if steps is None else total * steps
+            if total is None or total > 2 * PAIRWISE_BLOCK:
+                return depth
+        return 0
+
+    def _block(self, depth: int) -> int:
+        """Steps of the loop at `depth` that make one block."""
+        inside = 1
+        for deeper in range(depth + 1, len(self.plan.reduced)):
+            inside *= self._steps(deeper) or 1
+        return max(1, PAIRWISE_BLOCK // inside)
+
+    def _steps(self, depth: int) -> int | None:
+        axis = self.plan.reduced[depth]
+        extent = self.plan.extent_of(axis).value
+        if extent is None:
+            return None
+        return -(-extent // self.plan.width) if axis == self.plan.vector else extent

@@ -1,0 +1,152 @@
+"""The plan of a kernel: how its loops run. Every choice is made here or in what this calls, and none while printing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pellucid.codegen.space import hint
+from pellucid.codegen.stages import Stages, plan_stages
+from pellucid.codegen.target import Target
+from pellucid.codegen.vector import base_lanes, choose, cost
+from pellucid.errors import InternalError
+from pellucid.ir.decision import Decision
+from pellucid.ir.index import Expr, floordiv, product
+from pellucid.ir.nodes import Kernel, Reduce, axes_of
+from pellucid.options import Options
+
+# Terms that one accumulator adds up before it starts afresh; blocks are then added pairwise.
+PAIRWISE_BLOCK = 64
+# Work of one parallel iteration that makes the loop around it negligible, in instructions.
+CHUNK_WORK = 4096
+# What one core does in a nanosecond, roughly: vector instructions, and bytes moved from and to memory.
+INSTRUCTIONS_PER_NS = 4.0
+BYTES_PER_NS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the loops of a kernel run. The nest, from the outside in:
+
+    - one parallel loop over `outer`, flattened, and over chunks of `inner` if `chunk` is not 0;
+    - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
+    - for each sweep, loops over `reduced`; the last one by vectors if it is the vector axis.
+
+    kernel: the kernel under canonical names, its space simplified.
+    vector: the vector axis; None for scalar code. width: lanes per step.
+    wide: the values (and stores) that have one value per lane.
+    pairwise: sums that are collected in blocks and then added pairwise.
+    extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.
+    """
+
+    kernel: Kernel
+    outer: tuple[str, ...]
+    inner: str | None
+    chunk: int
+    reduced: tuple[str, ...]
+    vector: str | None
+    width: int
+    wide: frozenset[str]
+    stages: Stages
+    pairwise: frozenset[str]
+    extent: Expr
+    grain: int
+    decisions: tuple[Decision, ...]
+
+    @property
+    def vector_is_reduced(self) -> bool:
+        return self.vector is not None and self.vector in self.reduced
+
+    def extent_of(self, axis: str) -> Expr:
+        return self.kernel.ranges[axis]
+
+
+def make_plan(kernel: Kernel, target: Target, options: Options) -> Plan:
+    """Choose the plan of a kernel whose space is simplified already."""
+    _check_in_place(kernel)
+    choice = choose(kernel, target, options.vectorize)
+    vector, width = choice.axis, choice.width
+    reduced = tuple(name for name in kernel.reduced if name != vector)
+    kept = tuple(axis.name for axis in kernel.space if axis.name not in kernel.reduced and axis.name != vector)
+    if vector in kernel.reduced:
+        inner, reduced = None, (*reduced, str(vector))
+    elif vector is not None:
+        inner = vector
+    else:
+        inner = kept[-1] if kept and not kernel.reduced else None
+    outer = tuple(name for name in kept if name != inner)
+    wide = frozenset(name for name, axes in axes_of(kernel).items() if vector in axes)
+    stages = plan_stages(kernel, width if inner is not None and inner == vector else 1)
+    work = cost(kernel, vector, base_lanes(kernel, target) if vector else 1)
+    points = max(1, hint(product(kernel.ranges[name] for name in (*outer, *([inner] if inner else [])))))
+    chunk = 0 if inner is None else _chunk(kernel.ranges[inner], width, work / points)
+    extent = product(kernel.ranges[name] for name in outer)
+    if chunk and inner is not None:
+        extent = extent * floordiv(kernel.ranges[inner] + (chunk - 1), chunk)
+    grain, parallel = _grain(kernel, extent, work, options)
+    pairwise, told = _pairwise(kernel, reduced, vector, width)
+    decisions = (*choice.decisions, *stages.decisions, parallel, *told)
+    return Plan(
+        kernel, outer, inner, chunk, reduced, vector, width, wide, stages, pairwise, extent, grain, decisions
+    )
+
+
+def _check_in_place(kernel: Kernel) -> None:
+    """A buffer that is loaded and stored must be stored at every kept point: else a point would load it afterwards."""
+    loaded = {load.buffer for _, load in kernel.loads()}
+    kept = {axis.name for axis in kernel.space} - set(kernel.reduced)
+    depends = axes_of(kernel)
+    for line, store in kernel.stores():
+        if store.buffer in loaded and not kept <= depends[line.out]:
+            missing = ", ".join(sorted(kept - depends[line.out]))
+            raise InternalError(
+                f"a kernel stores in place into {store.buffer} for all of {missing} at once",
+                hint="the scheduler must not fuse such a store into this space",
+                context={"kernel": kernel.name, "line": line.out},
+            )
+
+
+def _chunk(extent: Expr, width: int, work_per_point: float) -> int:
+    """Points of the inner axis per parallel iteration, a multiple of `width`; 0 to take the whole axis.
+
+    The axis is cut only when at least two pieces of reasonable work come out of it.
+    """
+    steps = max(1, round(CHUNK_WORK / (width * max(work_per_point, 1 / width))))
+    power = 1 << (steps - 1).bit_length()
+    chunk = power * width
+    return chunk if extent.value is None or extent.value >= 2 * chunk else 0
+
+
+def _grain(kernel: Kernel, extent: Expr, work: float, options: Options) -> tuple[int, Decision]:
+    """Parallel iterations that are worth a thread of their own."""
+    moved = sum(max(1, hint(param.numel)) * param.dtype.itemsize for param in kernel.params)
+    nanoseconds = max(work / INSTRUCTIONS_PER_NS, moved / BYTES_PER_NS)
+    iterations = max(1, hint(extent))
+    each = max(nanoseconds / iterations, 0.001)
+    grain = max(1, round(options.min_work_per_thread / each))
+    ok = iterations >= 2 * grain
+    why = (
+        f"an iteration takes about {each:.3g} ns, so {grain} of {iterations} are worth a thread"
+        if ok
+        else f"the whole kernel takes about {nanoseconds:.3g} ns in {iterations} iterations: one thread is enough"
+    )
+    facts = (("iterations", iterations), ("grain", grain), ("estimated_ns", round(nanoseconds)))
+    return grain, Decision("codegen.parallel", (kernel.name,), ok, why, facts)
+
+
+def _pairwise(
+    kernel: Kernel, reduced: tuple[str, ...], vector: str | None, width: int
+) -> tuple[frozenset[str], tuple[Decision, ...]]:
+    """The floating point sums that are long enough to need pairwise addition."""
+    terms = product(kernel.ranges[name] for name in reduced)
+    if vector in reduced:
+        terms = floordiv(terms + (width - 1), width)
+    if terms.value is not None and terms.value <= 2 * PAIRWISE_BLOCK:
+        return frozenset(), ()
+    sums = [
+        line.out
+        for line in kernel.body
+        if isinstance(line.rhs, Reduce) and line.rhs.op == "sum" and line.dtype.is_float
+    ]
+    count = str(terms) if terms.value is None else terms.value
+    why = f"each accumulator adds {count} terms: they are added in blocks, and blocks pairwise, for accuracy"
+    return frozenset(sums), tuple(Decision("codegen.pairwise", (kernel.name, name), True, why) for name in sums)

@@ -1,0 +1,172 @@
+"""Simplify the iteration space of a kernel: fewer, longer axes, and no division in an index where one can be avoided.
+
+None of this changes what the kernel computes; it makes the space as plain as the memory that it walks over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pellucid.codegen.canonical import indices, map_indices
+from pellucid.ir.index import ZERO, Atom, Expr, FloorDiv, Mod, Var, const, exact_div, var
+from pellucid.ir.nodes import Axis, Compute, Const, Kernel, Line, Reduce, Rhs
+
+
+def simplify(kernel: Kernel, lanes: int) -> Kernel:
+    """Drop axes of extent 1, split axes under a division, merge axes that are one in memory, sort the kept ones.
+
+    before: `for i0 < 16384, i1 < 512: load x[512*i0 + i1]`
+    after:  `for i0 < 8388608: load x[i0]`
+    """
+    return sort(merge(split(drop_unit(kernel), lanes)))
+
+
+def drop_unit(kernel: Kernel) -> Kernel:
+    """Without axes that have a single point."""
+    unit = [axis.name for axis in kernel.space if axis.extent == const(1)]
+    space = tuple(axis for axis in kernel.space if axis.name not in unit)
+    return _substitute(kernel, space, {Var(name): ZERO for name in unit}, {name: () for name in unit})
+
+
+def split(kernel: Kernel, lanes: int) -> Kernel:
+    """Split each axis i of which `i // c` or `i % c` is needed into `c*outer + inner`, when c divides its extent.
+
+    Pieces shorter than a vector would gain nothing and are left alone.
+
+    before: `for i0 < 512: load x[(i0 // 64)]`
+    after:  `for i0o < 8, i0i < 64: load x[i0o]`
+    """
+    for _ in range(8):
+        for name, size in _split_candidates(kernel, lanes):
+            tried = _split_axis(kernel, name, size)
+            if _divisions(tried) < _divisions(kernel):
+                kernel = tried
+                break
+        else:
+            return kernel
+    return kernel
+
+
+def merge(kernel: Kernel) -> Kernel:
+    """Merge pairs of axes that every index treats as one: outer step = inner step * inner extent.
+
+    Pairs of a reduced and a kept axis stay apart. The order of reduced axes is part of the meaning of argmax, so
+    there only neighbours are merged.
+    """
+    while True:
+        for outer in kernel.space:
+            for inner in kernel.space:
+                if outer is not inner and _mergeable(kernel, outer, inner):
+                    kernel = _merge_pair(kernel, outer, inner)
+                    break
+            else:
+                continue
+            break
+        else:
+            return kernel
+
+
+def sort(kernel: Kernel) -> Kernel:
+    """Kept axes first, in the order of the memory of the largest access; then the reduced ones, likewise."""
+    if any(isinstance(line.rhs, Reduce) and line.rhs.op in ("argmax", "argmin") for line in kernel.body):
+        return kernel
+    steps = {axis.name: _step(kernel, axis.name) for axis in kernel.space}
+    reduced = kernel.reduced
+    space = sorted(kernel.space, key=lambda axis: (axis.name in reduced, -steps[axis.name]))
+    return Kernel(kernel.name, kernel.params, tuple(space), kernel.body)
+
+
+def _step(kernel: Kernel, name: str) -> int:
+    """The longest step through memory that one step along the axis makes, stores counting before loads."""
+    stores = [store.index for _, store in kernel.stores() if name in store.index.vars()]
+    loads = [load.index for _, load in kernel.loads() if name in load.index.vars()]
+    longest = 0
+    for index in stores or loads:
+        step = index.coefficient(name)
+        size = 1 << 40 if step is None else hint(step)
+        longest = max(longest, abs(size))
+    return longest
+
+
+SYMBOL_HINT = 128
+
+
+def hint(expr: Expr) -> int:
+    """A guess at the value of an expression over sizes; symbols count as a middling size."""
+    return int(expr.evaluate(lambda atom: 0 if isinstance(atom, Var) else SYMBOL_HINT))
+
+
+def _mergeable(kernel: Kernel, outer: Axis, inner: Axis) -> bool:
+    reduced = kernel.reduced
+    if (outer.name in reduced) != (inner.name in reduced):
+        return False
+    names = [axis.name for axis in kernel.space]
+    ordered = any(isinstance(line.rhs, Reduce) and line.rhs.op in ("argmax", "argmin") for line in kernel.body)
+    if ordered and outer.name in reduced and names.index(outer.name) + 1 != names.index(inner.name):
+        return False
+    for index in indices(kernel):
+        long, short = index.coefficient(outer.name), index.coefficient(inner.name)
+        if long is None or short is None or long != short * inner.extent:
+            return False
+    return True
+
+
+def _merge_pair(kernel: Kernel, outer: Axis, inner: Axis) -> Kernel:
+    merged = Axis(inner.name, outer.extent * inner.extent)
+    space = tuple(merged if axis is inner else axis for axis in kernel.space if axis is not outer)
+    return _substitute(kernel, space, {Var(outer.name): ZERO}, {outer.name: ()})
+
+
+def _split_candidates(kernel: Kernel, lanes: int) -> list[tuple[str, Expr]]:
+    """(axis, size of the inner piece) for each division of an axis."""
+    found: list[tuple[str, Expr]] = []
+    ranges = kernel.ranges
+    for index in indices(kernel):
+        for atom in sorted(index.atoms(), key=repr):
+            if not isinstance(atom, FloorDiv | Mod):
+                continue
+            for name in sorted(atom.num.vars()):
+                step = atom.num.coefficient(name)
+                size = None if step is None else exact_div(atom.den, step)
+                fits = size is not None and size != ranges[name] and exact_div(ranges[name], size) is not None
+                if size is not None and fits and (size.value is None or size.value >= lanes):
+                    found.append((name, size))
+    return found
+
+
+def _split_axis(kernel: Kernel, name: str, size: Expr) -> Kernel:
+    outer, inner = f"{name}o", f"{name}i"
+    space: list[Axis] = []
+    for axis in kernel.space:
+        if axis.name == name:
+            pieces = exact_div(axis.extent, size)
+            assert pieces is not None
+            space += [Axis(outer, pieces), Axis(inner, size)]
+        else:
+            space.append(axis)
+    return _substitute(kernel, tuple(space), {Var(name): var(outer) * size + var(inner)}, {name: (outer, inner)})
+
+
+def _divisions(kernel: Kernel) -> int:
+    return sum(isinstance(atom, FloorDiv | Mod) for index in indices(kernel) for atom in index.atoms())
+
+
+def _substitute(
+    kernel: Kernel, space: tuple[Axis, ...], mapping: Mapping[Atom, Expr], renamed: Mapping[str, tuple[str, ...]]
+) -> Kernel:
+    """The kernel over `space`; `renamed` says which axes stand for an old one in reductions."""
+    ranges = {axis.name: axis.extent for axis in space}
+
+    def change(rhs: Rhs) -> Rhs:
+        if isinstance(rhs, Reduce):
+            axes = tuple(new for old in rhs.axes for new in renamed.get(old, (old,)))
+            return Reduce(rhs.op, rhs.arg, axes) if axes else _of_one(rhs)
+        return map_indices(rhs, lambda index: index.substitute(mapping, ranges))
+
+    body = tuple(Line(line.out, change(line.rhs), line.dtype, line.origin) for line in kernel.body)
+    return Kernel(kernel.name, kernel.params, space, body)
+
+
+def _of_one(reduction: Reduce) -> Rhs:
+    """A reduction over a single element: the element itself, or its position."""
+    return Const(0) if reduction.op in ("argmax", "argmin") else Compute("cast", (reduction.arg,))

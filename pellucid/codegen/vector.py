@@ -1,0 +1,213 @@
+"""Choose the vector axis: which axis's neighbouring points share a register, and why.
+
+Every candidate, no vectors at all included, is priced with the same simple model: instructions issued per kernel
+call. The cheapest wins, and the decision tells what stood in the way of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from pellucid.codegen.space import hint
+from pellucid.codegen.target import Target
+from pellucid.ir.decision import Decision
+from pellucid.ir.index import Expr
+from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
+from pellucid.ir.ops import OPS
+from pellucid.ir.types import DType
+
+
+class Access(Enum):
+    """How one load or store walks along the vector axis."""
+
+    UNIFORM = "the same element for every lane"
+    UNIT = "neighbouring elements"
+    GATHER = "elements apart"
+
+
+# Operators that the prelude computes one lane at a time, for integers or for every type.
+LANEWISE_INT = frozenset({"floordiv", "truncdiv", "remainder", "fmod", "pow"})
+LANEWISE = frozenset({"floordiv", "shl", "shr"})
+
+GATHER_COST = 3.0
+LANEWISE_COST = 2.0
+TOTAL_COST = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class VectorChoice:
+    """The vector axis (None: scalar code), lanes per step, and the reasons."""
+
+    axis: str | None
+    width: int
+    decisions: tuple[Decision, ...]
+
+
+def access(index: Expr, axis: str, wide_values: frozenset[str]) -> Access:
+    """How `index` moves along `axis`, where `wide_values` are the values that differ between lanes."""
+    if index.vals() & wide_values:
+        return Access.GATHER
+    step = index.coefficient(axis)
+    if step is None:
+        return Access.GATHER
+    if step.value == 0:
+        return Access.UNIFORM
+    return Access.UNIT if step.value == 1 else Access.GATHER
+
+
+def is_lanewise(line: Line) -> bool:
+    """True if the prelude has no vector form of this operator for this type."""
+    if not isinstance(line.rhs, Compute):
+        return False
+    return line.rhs.op in LANEWISE or (line.rhs.op in LANEWISE_INT and not line.dtype.is_float)
+
+
+def base_lanes(kernel: Kernel, target: Target) -> int:
+    """Lanes of one step: as many as fit a register of the widest common type, at most 4 bytes wide.
+
+    Wider types take two registers, narrower ones a part of one.
+    """
+    sizes = [line.dtype.itemsize for line in kernel.body if not isinstance(line.rhs, Store)]
+    return target.register_bytes // min(4, max(sizes, default=4))
+
+
+def choose(kernel: Kernel, target: Target, enabled: bool) -> VectorChoice:
+    """The cheapest vector axis of a simplified kernel, with the decision that explains it."""
+    refusal = _refusal(kernel, enabled)
+    if refusal:
+        return VectorChoice(None, 1, (Decision("codegen.vectorize", (kernel.name,), False, refusal),))
+    lanes = base_lanes(kernel, target)
+    scalar = cost(kernel, None, 1)
+    prices = {axis.name: cost(kernel, axis.name, lanes) for axis in kernel.space}
+    best = min(prices, key=lambda name: prices[name])
+    facts = (("axis", best), ("cost", round(prices[best])), ("scalar_cost", round(scalar)), ("lanes", lanes))
+    if prices[best] >= scalar:
+        why = f"vectors along {best}, the best axis, would cost more than scalar code: {_obstacle(kernel, best)}"
+        return VectorChoice(None, 1, (Decision("codegen.vectorize", (kernel.name,), False, why, facts),))
+    width = lanes * _unroll(kernel, best, lanes, target)
+    why = f"{best} has the cheapest access of {len(prices)} axes"
+    chosen = Decision("codegen.vectorize", (kernel.name,), True, why, (*facts, ("width", width)))
+    return VectorChoice(best, width, (chosen, *_lane_by_lane(kernel, best)))
+
+
+def _refusal(kernel: Kernel, enabled: bool) -> str:
+    """Why this kernel cannot have vectors at all; empty if it can."""
+    if not enabled:
+        return "vectorisation is switched off"
+    if not kernel.space:
+        return "the kernel has a single point"
+    for line in kernel.body:
+        if isinstance(line.rhs, Reduce) and line.rhs.op in ("argmax", "argmin"):
+            return f"{line.rhs.op} is written for scalars only"
+    return ""
+
+
+def cost(kernel: Kernel, axis: str | None, lanes: int) -> float:
+    """Estimated instructions of one call with vectors of `lanes` along `axis`."""
+    extents = {each.name: max(1, hint(each.extent)) for each in kernel.space}
+    depends = axes_of(kernel)
+    wide_values = frozenset(out for out, axes in depends.items() if axis in axes)
+    inner = frozenset(kernel.reduced)
+    spent = 0.0
+    for line in kernel.body:
+        axes = depends[line.out] | (inner if isinstance(line.rhs, Reduce) else frozenset())
+        points = prod(extents[name] for name in axes)
+        steps = points * -(-extents[axis] // lanes) / extents[axis] if axis in axes and axis is not None else points
+        spent += _line_cost(line, axis, axes, points, steps, wide_values)
+        if isinstance(line.rhs, Reduce) and axis in inner:
+            spent += TOTAL_COST * prod(extents[name] for name in depends[line.out])
+    return spent
+
+
+def _line_cost(
+    line: Line, axis: str | None, axes: frozenset[str], points: float, steps: float, wide_values: frozenset[str]
+) -> float:
+    if axis is None or axis not in axes:
+        return points * (_operator_cost(line) if isinstance(line.rhs, Compute) else 1)
+    match line.rhs:
+        case Load(_, index) | Store(_, index):
+            return points * GATHER_COST if access(index, axis, wide_values) is Access.GATHER else steps
+        case Compute():
+            return points * (_operator_cost(line) + LANEWISE_COST) if is_lanewise(line) else steps * _operator_cost(line)
+        case _:
+            return steps
+
+
+def _operator_cost(line: Line) -> int:
+    assert isinstance(line.rhs, Compute)
+    return OPS[line.rhs.op].cost
+
+
+def _obstacle(kernel: Kernel, axis: str) -> str:
+    """What makes vectors along `axis` expensive, in words."""
+    lines = _lane_by_lane(kernel, axis)
+    if lines:
+        return lines[0].why
+    extent = next(each.extent for each in kernel.space if each.name == axis)
+    return f"its extent is {extent}"
+
+
+def _lane_by_lane(kernel: Kernel, axis: str) -> tuple[Decision, ...]:
+    """One decision for each line that is vectorised one lane at a time."""
+    depends = axes_of(kernel)
+    wide_values = frozenset(out for out, axes in depends.items() if axis in axes)
+    found: list[Decision] = []
+    for line in kernel.body:
+        if line.out not in wide_values:
+            continue
+        match line.rhs:
+            case Load(buffer, index) | Store(buffer, index) if access(index, axis, wide_values) is Access.GATHER:
+                found.append(Decision("codegen.lanes", (kernel.name, buffer), False, _why_gather(index, axis)))
+            case Compute(op) if is_lanewise(line):
+                why = f"{op} of {line.dtype.value} has no vector instructions"
+                found.append(Decision("codegen.lanes", (kernel.name, line.out), False, why))
+            case _:
+                pass
+    return tuple(found)
+
+
+def _why_gather(index: Expr, axis: str) -> str:
+    if index.vals():
+        return f"the index {index} depends on values"
+    step = index.coefficient(axis)
+    if step is None:
+        return f"the index {index} divides {axis}"
+    return f"neighbours along {axis} lie {step} elements apart in {index}"
+
+
+# ---------------------------------------------------------------------------------------------- unrolling
+
+
+def _unroll(kernel: Kernel, axis: str, lanes: int, target: Target) -> int:
+    """How many registers of the common type one step processes.
+
+    Reductions want several independent accumulators to hide the latency of the joining operator, and column
+    reductions want to read whole cache lines; both want few enough values to stay in registers.
+    """
+    if not any(isinstance(line.rhs, Reduce) for line in kernel.body):
+        narrow = all(param.dtype.itemsize <= 2 for param in kernel.params if param.dtype is not DType.BOOL)
+        return 2 if narrow and 2 * lanes <= 64 and pressure(kernel, axis) <= target.registers // 4 else 1
+    extent = next(each.extent for each in kernel.space if each.name == axis).value
+    live = pressure(kernel, axis)
+    fitting = [k for k in (4, 2, 1) if k * lanes <= 64 and k * live <= (target.registers * 3) // 4] or [1]
+    if extent is None:
+        return fitting[0]
+    return min(fitting, key=lambda k: (-(-extent // (k * lanes)) * k, -k))
+
+
+def pressure(kernel: Kernel, axis: str) -> int:
+    """The largest number of vector values that are live at once in the body's order, index values counting double."""
+    depends = axes_of(kernel)
+    last: dict[str, int] = {}
+    for position, line in enumerate(kernel.body):
+        for name in operands(line.rhs):
+            last[name] = position
+    most, live = 1, dict[str, int]()
+    for position, line in enumerate(kernel.body):
+        if axis in depends[line.out] and not isinstance(line.rhs, Store):
+            live[line.out] = 2 if isinstance(line.rhs, IndexValue) or line.dtype.itemsize == 8 else 1
+        most = max(most, sum(live.values()))
+        live = {name: size for name, size in live.items() if last.get(name, -1) > position}
+    return most

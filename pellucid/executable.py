@@ -1,0 +1,228 @@
+"""A compiled program that can be called: sizes become numbers, buffers get places, nodes become calls."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pellucid.capture.graph import TORCH_DTYPES
+from pellucid.codegen import CppKernel
+from pellucid.ir.index import Expr, Sym, Val, Var
+from pellucid.ir.nodes import Arg, Enum, Extern, Kernel, Node, Program, View
+from pellucid.ir.origin import Origin
+from pellucid.native.plan import (
+    ArenaSlot,
+    Call,
+    ExternSlot,
+    FunctionalCall,
+    InputSlot,
+    KernelCall,
+    OutCall,
+    OutputSlot,
+    Result,
+    Slot,
+    TensorView,
+)
+from pellucid.native.runtime import Instance
+from pellucid.schedule.memory import plan_memory
+
+# Instances for as many different sizes are kept; beyond it the one unused for longest is made again when needed.
+_INSTANCES = 64
+
+
+class Executable:
+    """Runs a program; for dynamic shapes it keeps one `Instance` per set of sizes seen lately.
+
+    Called with the list of the graph's arguments (the boxed calling convention: the list is emptied).
+    """
+
+    _boxed_call = True
+
+    def __init__(
+        self,
+        program: Program,
+        kernels: Mapping[str, CppKernel],
+        addresses: Mapping[str, int],
+        constants: tuple[torch.Tensor, ...],
+    ) -> None:
+        self.program = program
+        self._kernels = kernels
+        self._addresses = addresses
+        self._constants = list(constants)
+        self._positions = [program.inputs.index(symbol) for symbol in program.symbols]
+        self._instances: OrderedDict[tuple[int, ...], Instance] = OrderedDict()
+        if not program.symbols:
+            self._static = self._make_instance(()).run
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        run = self._instance(args).run if self._positions else self._static
+        if self._constants:
+            args.extend(self._constants)
+        outputs = run(args)
+        args.clear()
+        return outputs
+
+    def _instance(self, args: list[Any]) -> Instance:
+        sizes = tuple([int(args[position]) for position in self._positions])
+        instance = self._instances.get(sizes)
+        if instance is None:
+            instance = self._make_instance(sizes)
+        else:
+            self._instances.move_to_end(sizes)
+        return instance
+
+    def _make_instance(self, sizes: tuple[int, ...]) -> Instance:
+        assembler = _Assembler(self.program, self._kernels, self._addresses, sizes)
+        instance = assembler.instance()
+        self._instances[sizes] = instance
+        if len(self._instances) > _INSTANCES:
+            self._instances.popitem(last=False)
+        return instance
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Evaluates size expressions for one binding of the symbols."""
+
+    values: Mapping[str, int]
+
+    def __call__(self, expr: Expr) -> int:
+        return expr.value if expr.value is not None else int(expr.evaluate(self._atom))
+
+    def _atom(self, atom: Sym | Var | Val) -> int:
+        return self.values[atom.name]
+
+
+class _Assembler:
+    """Turns a program into an `Instance` for one binding of its symbols."""
+
+    def __init__(
+        self,
+        program: Program,
+        kernels: Mapping[str, CppKernel],
+        addresses: Mapping[str, int],
+        sizes: tuple[int, ...],
+    ) -> None:
+        self.program = program
+        self.kernels = kernels
+        self.addresses = addresses
+        self.size = _Sizes(dict(zip(program.symbols, sizes, strict=True)))
+        self.slots = {buffer.name: number for number, buffer in enumerate(program.buffers)}
+        self.dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in program.buffers}
+
+    def instance(self) -> Instance:
+        allocated = allocated_by_calls(self.program)
+        memory = plan_memory(self.program, self.size, leave_out=allocated)
+        slots = [self._slot(buffer.name, allocated, memory.offsets) for buffer in self.program.buffers]
+        calls = [self._call(node) for node in self.program.nodes]
+        results = [self._result(output) for output in self.program.outputs]
+        return Instance(slots, calls, results, inputs=len(self.program.inputs), arena=memory.arena_bytes)
+
+    def _slot(self, name: str, allocated: frozenset[str], offsets: Mapping[str, int]) -> Slot:
+        buffer = self.program.buffers[self.slots[name]]
+        if buffer.role == "input":
+            return InputSlot(self.program.inputs.index(name))
+        if name in allocated:
+            return ExternSlot()
+        if buffer.role == "output":
+            return OutputSlot(self.size(buffer.numel) * buffer.dtype.itemsize)
+        return ArenaSlot(offsets[name])
+
+    def _call(self, node: Node) -> Call:
+        match node:
+            case Kernel():
+                return self._kernel_call(node)
+            case Extern(out=True):
+                kwargs = (*self._kwargs(node), ("out", self._view(node.outputs[0])))
+                return OutCall(operator_of(node.op), self._args(node), kwargs, node.name, where(node.origin))
+            case Extern():
+                outputs = tuple(None if view is None else self._view(view) for view in node.outputs)
+                return FunctionalCall(
+                    operator_of(node.op),
+                    self._args(node),
+                    self._kwargs(node),
+                    outputs,
+                    node.name,
+                    where(node.origin),
+                )
+
+    def _kernel_call(self, kernel: Kernel) -> KernelCall:
+        compiled = self.kernels[kernel.name]
+        return KernelCall(
+            address=self.addresses[compiled.name],
+            slots=tuple(self.slots[name] for name in compiled.params),
+            symbols=tuple(self.size.values[name] for name in compiled.symbols),
+            extent=self.size(compiled.extent),
+            grain=compiled.grain,
+            name=kernel.name,
+            checks=tuple(f"index out of range in {where(origin)}" for origin in compiled.checks),
+        )
+
+    def _args(self, extern: Extern) -> tuple[Any, ...]:
+        return tuple(self._arg(arg) for arg in extern.args)
+
+    def _kwargs(self, extern: Extern) -> tuple[tuple[str, Any], ...]:
+        return tuple((name, self._arg(arg)) for name, arg in extern.kwargs)
+
+    def _arg(self, arg: Arg) -> Any:
+        match arg:
+            case View():
+                return self._view(arg)
+            case Expr():
+                return self.size(arg)
+            case Enum("device", name):
+                return torch.device(name)
+            case Enum(_, name):
+                return getattr(torch, name)
+            case tuple():
+                return tuple(self._arg(item) for item in arg)
+            case _:
+                return arg
+
+    def _view(self, view: View | None) -> TensorView:
+        assert view is not None
+        return TensorView(
+            self.slots[view.buffer],
+            tuple(self.size(extent) for extent in view.shape),
+            tuple(self.size(stride) for stride in view.strides),
+            self.size(view.offset),
+            self.dtypes[view.buffer],
+        )
+
+    def _result(self, output: View | Expr | None) -> Result:
+        match output:
+            case View():
+                return self._view(output)
+            case Expr():
+                return self.size(output)
+            case None:
+                return None
+
+
+def allocated_by_calls(program: Program) -> frozenset[str]:
+    """Buffers whose memory comes from an ATen call that has no out= variant."""
+    return frozenset(
+        view.buffer
+        for node in program.nodes
+        if isinstance(node, Extern) and not node.out
+        for view in node.outputs
+        if view is not None
+    )
+
+
+def operator_of(name: str) -> torch._ops.OpOverload:
+    """The dispatcher's operator for `aten::addmm.out`."""
+    namespace, _, qualified = name.partition("::")
+    packet, _, overload = qualified.partition(".")
+    operator: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    return operator  # type: ignore[return-value]
+
+
+def where(origin: Origin) -> str:
+    """FX node and user line, for messages: `embedding at model.py:12`."""
+    nodes = ", ".join(origin.nodes) or "generated code"
+    return f"{nodes} at {origin.users[-1]}" if origin.users else nodes

@@ -1,0 +1,311 @@
+"""Build kernels: look them up in the store, compile what is missing, load, return addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shlex
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from pellucid.errors import InternalError, ToolchainError
+from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, prelude_hash, source_text
+from pellucid.native.cpu import cpu
+from pellucid.native.store import KernelStore, batch_id, default_root, text_hash
+from pellucid.native.toolchain import Toolchain, detect
+
+_SHARD_CHARS = 8_000
+"""Text that justifies a compiler process of its own: starting one costs as much as compiling about this much."""
+
+_SHARDS_PER_CORE = 4
+"""More shards than cores even out that compile time is not proportional to text."""
+
+
+class KernelCompileError(ToolchainError):
+    """The compiler refused a kernel.
+
+    kernel: its name. line: of the first error, from 1, in its text (0: unknown). detail: the compiler's message.
+    command: what was run.
+    """
+
+    code = "kernel-compile"
+
+    def __init__(self, fault: Blame, text: str, failed: CompilerFailed) -> None:
+        lines = text.splitlines()
+        context: dict[str, object] = {"message": fault.message}
+        if 0 < fault.line <= len(lines):
+            context["source"] = lines[fault.line - 1].strip()
+        context["command"] = shlex.join(failed.command)
+        where = f", line {fault.line}" if fault.line else ""
+        super().__init__(f"the compiler refused kernel {fault.kernel}{where}", context=context)
+        self.kernel = fault.kernel
+        self.line = fault.line
+        self.detail = fault.message
+        self.command = failed.command
+        self.output = failed.output
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """What one `build` did: names found in the store, names compiled, and seconds of each step.
+
+    compile_s, link_s: summed over the compiler processes, which run side by side. pch_s: spent waiting for the
+    precompiled header. total_s: wall time of the whole.
+    """
+
+    found: tuple[str, ...]
+    built: tuple[str, ...]
+    pch_s: float
+    compile_s: float
+    link_s: float
+    total_s: float
+
+
+def build(
+    sources: Mapping[str, str], toolchain: Toolchain | None = None, store: KernelStore | None = None
+) -> tuple[dict[str, int], BuildReport]:
+    """Address of each kernel, by name.
+
+    sources: from the kernel's name, which is its C symbol, to its C++ text: what follows `#include "prelude.h"`.
+    Raises KernelCompileError, or ToolchainError and StoreError when no kernel at all can be built.
+    """
+    started = time.perf_counter()
+    for name in sources:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise InternalError(f"{name!r} cannot be the name of a kernel: it is not a C identifier")
+    toolchain = toolchain or default_toolchain()
+    store = store or default_store(toolchain)
+    addresses = _loaded(sources, store)
+    wanted = {name: text for name, text in sources.items() if name not in addresses}
+    found = store.find(wanted)
+    addresses |= _load(found, wanted, store)
+    missing = {name: text for name, text in wanted.items() if name not in addresses}
+    times = _Times()
+    if missing:
+        with store.lock(batch_id(missing)):  # another process may be building, or may just have built, the same
+            addresses |= _load(store.find(missing), missing, store)
+            missing = {name: text for name, text in missing.items() if name not in addresses}
+            addresses |= _build_missing(missing, compiler_for(toolchain, store), times)
+    report = BuildReport(
+        found=tuple(name for name in sources if name not in missing),
+        built=tuple(missing),
+        pch_s=times.pch,
+        compile_s=times.compile,
+        link_s=times.link,
+        total_s=time.perf_counter() - started,
+    )
+    return addresses, report
+
+
+def default_toolchain() -> Toolchain:
+    """The toolchain of this process; what it takes to identify the compiler is remembered in the store's root."""
+    return detect(default_root() / "compilers.json")
+
+
+def default_store(toolchain: Toolchain | None = None) -> KernelStore:
+    """The store of this process for a toolchain and the present header."""
+    toolchain = toolchain or default_toolchain()
+    return _store(f"v1-{toolchain.key}-{prelude_hash()}", default_root())
+
+
+def compiler_for(toolchain: Toolchain, store: KernelStore) -> Compiler:
+    """The compiler of this process for a toolchain and a store; they share precompiled headers."""
+    with _lock:
+        known = _compilers.get(id(store))
+        if known is None or known.toolchain != toolchain:
+            known = _compilers[id(store)] = Compiler(toolchain, store)
+        return known
+
+
+def warm_up() -> None:
+    """Start making what every compilation needs (precompiled header, runtime) in the background; returns at once.
+
+    Errors are left to the first `build`, which meets them again.
+    """
+    for task in (_warm_headers, _warm_runtime):
+        threading.Thread(target=task, name="pellucid-warm-up", daemon=True).start()
+
+
+# ----------------------------------------------------------------------------------------------- private
+
+_lock = threading.Lock()
+_compilers: dict[int, Compiler] = {}
+_libraries: dict[Path, ctypes.CDLL] = {}
+_addresses: dict[tuple[str, str, str], int] = {}
+
+
+@lru_cache(maxsize=8)
+def _store(key: str, _root: Path) -> KernelStore:
+    return KernelStore(key)
+
+
+@dataclass(slots=True)
+class _Times:
+    pch: float = 0.0
+    compile: float = 0.0
+    link: float = 0.0
+
+
+def _warm_headers() -> None:
+    try:
+        compiler = compiler_for(default_toolchain(), default_store())
+        compiler.prepare_stub()
+        if not (compiler.store.directory / "files" / "prelude.h").exists():
+            compiler.prepare_headers()
+    except Exception:
+        return
+
+
+def _warm_runtime() -> None:
+    from pellucid.native import loader  # it builds on this module
+
+    try:
+        loader.library()
+    except Exception:
+        return
+
+
+def _identity(name: str, text: str, store: KernelStore) -> tuple[str, str, str]:
+    return store.key, name, text_hash(text)
+
+
+def _loaded(sources: Mapping[str, str], store: KernelStore) -> dict[str, int]:
+    """Addresses of the kernels that this process has loaded already."""
+    known = {name: _addresses.get(_identity(name, text, store)) for name, text in sources.items()}
+    return {name: address for name, address in known.items() if address is not None}
+
+
+def _load(paths: Mapping[str, Path], sources: Mapping[str, str], store: KernelStore) -> dict[str, int]:
+    """Load libraries from the store; a kernel whose library cannot be loaded is left out, to be built again."""
+    addresses: dict[str, int] = {}
+    for name, path in paths.items():
+        try:
+            addresses[name] = _address(path, name)
+        except (OSError, AttributeError):
+            store.forget(path)
+            continue
+        _addresses[_identity(name, sources[name], store)] = addresses[name]
+    return addresses
+
+
+def _address(path: Path, name: str) -> int:
+    """Address of a symbol. Raises OSError or AttributeError. Libraries stay loaded for the life of the process."""
+    library = _libraries.get(path)
+    if library is None:
+        library = _libraries[path] = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+
+
+def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times) -> dict[str, int]:
+    if not kernels:
+        return {}
+    before = compiler.pch_s
+    compiler.prepare_headers()
+    times.pch = compiler.pch_s - before
+    compiler.prepare_stub()
+    shards = _shards(kernels)
+    with ThreadPoolExecutor(max_workers=min(cpu().cores, len(shards))) as workers:
+        paths = list(workers.map(lambda shard: _build_shard(shard, compiler, times), shards))
+    addresses: dict[str, int] = {}
+    for path, shard in zip(paths, shards, strict=True):
+        for name, text in shard.items():
+            try:
+                address = _address(path, name)
+            except (OSError, AttributeError) as error:
+                raise _cannot_load(name, path, error) from error
+            addresses[name] = _addresses[_identity(name, text, compiler.store)] = address
+    return addresses
+
+
+def _shards(kernels: Mapping[str, str]) -> list[dict[str, str]]:
+    """Split into batches of about equal text, at most a few for each core: longest first, into the emptiest."""
+    total = sum(len(text) for text in kernels.values())
+    count = min(len(kernels), cpu().cores * _SHARDS_PER_CORE, -(-total // _SHARD_CHARS))
+    shards: list[dict[str, str]] = [{} for _ in range(max(1, count))]
+    sizes = [0] * len(shards)
+    for name, text in sorted(kernels.items(), key=lambda item: -len(item[1])):
+        smallest = sizes.index(min(sizes))
+        shards[smallest][name] = text
+        sizes[smallest] += len(text)
+    return shards
+
+
+def _build_shard(kernels: Mapping[str, str], compiler: Compiler, times: _Times) -> Path:
+    """Compile and link a batch into the store; once more in the temporary directory if the disk is full."""
+    directory = compiler.store.directory
+    try:
+        return _try_shard(kernels, compiler, times)
+    except CompilerFailed as failed:
+        if not failed.out_of_space:
+            raise _explain(failed, kernels, compiler) from None
+    compiler.store.out_of_space(directory)
+    try:
+        return _try_shard(kernels, compiler, times)
+    except CompilerFailed as failed:
+        raise _explain(failed, kernels, compiler) from None
+
+
+def _try_shard(kernels: Mapping[str, str], compiler: Compiler, times: _Times) -> Path:
+    text = source_text(kernels)
+    with compiler.store.workspace() as work:
+        source, made, library = work / "kernels.cpp", work / "kernels.o", work / "kernels.so"
+        try:
+            source.write_text(text)
+        except OSError as error:
+            raise CompilerFailed(("write", str(source)), str(error.strerror)) from error
+        started = time.perf_counter()
+        compiler.compile(source, made)
+        compiled = time.perf_counter()
+        compiler.link(made, library)
+        with _lock:
+            times.compile += compiled - started
+            times.link += time.perf_counter() - compiled
+        return compiler.store.add(kernels, library, text)
+
+
+def _explain(failed: CompilerFailed, kernels: Mapping[str, str], compiler: Compiler) -> ToolchainError:
+    """The error to raise for a failed batch: it names the kernel to blame."""
+    fault = blame(failed.output, kernels)
+    if fault is None:
+        fault, failed = _try_each(failed, kernels, compiler)
+    if fault is None:
+        return ToolchainError(
+            "the compiler failed on a batch of kernels, though on none of them alone",
+            hint="run the command again; the machine may be out of memory or disk space",
+            context={"command": shlex.join(failed.command), "output": failed.output[-2000:]},
+        )
+    return KernelCompileError(fault, kernels[fault.kernel], failed)
+
+
+def _try_each(
+    failed: CompilerFailed, kernels: Mapping[str, str], compiler: Compiler
+) -> tuple[Blame | None, CompilerFailed]:
+    """Compile the kernels of a failed batch one by one, when the compiler's messages name none of them."""
+    for name, text in kernels.items():
+        with compiler.store.workspace() as work:
+            source = work / "kernel.cpp"
+            source.write_text(source_text({name: text}))
+            try:
+                compiler.compile(source, work / "kernel.o")
+            except CompilerFailed as alone:
+                fault = blame(alone.output, {name: text}) or Blame(name, 0, _first_error(alone.output.splitlines()))
+                return fault, alone
+    return None, failed
+
+
+def _first_error(lines: Iterable[str]) -> str:
+    return next((line.strip() for line in lines if "error" in line), "no message")
+
+
+def _cannot_load(name: str, path: Path, error: Exception) -> ToolchainError:
+    return ToolchainError(
+        f"kernel {name} was built but cannot be loaded: {error}",
+        hint="if the store lies on a file system mounted noexec, set PELLUCID_CACHE_DIR to another place",
+        context={"library": path},
+    )

@@ -1,0 +1,207 @@
+// A compiled graph as the runtime sees it, and its decoding from the words that `encode.py` writes.
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "memory.h"
+#include "python_abi.h"
+#include "torch_abi.h"
+
+namespace pellucid {
+
+using Words = std::vector<int64_t>;
+using KernelFunction = int64_t (*)(void* const* p, const int64_t* s, int64_t begin, int64_t end);
+
+enum class Place : int64_t { kArena, kInput, kOutput, kExtern };
+
+struct Slot {
+  Place place;
+  int64_t value;          // arena: byte offset; input: argument number; output: bytes
+  int64_t only_view = -1; // output: the one view through which the graph returns it, -1 if there are several
+};
+
+struct View {
+  int64_t slot, dtype, offset, itemsize;  // offset in elements, itemsize in bytes
+  Words shape, strides;
+};
+
+// An argument of an operator, as the dispatcher's stack wants it.
+struct Arg {
+  enum Tag : int64_t { kView, kBits, kNone, kSome, kList, kText } tag = kNone;
+  int64_t value = 0;        // view number, or the 64 bits of an integer, double, bool or enumerator
+  std::string text;
+  std::vector<Arg> items;   // of a list; the one value of an optional
+};
+
+struct KernelCall {
+  KernelFunction function;
+  Words slots, symbols;
+  int64_t extent, grain;
+  std::vector<std::string> checks;
+};
+
+struct ShimCall {  // an out= operator with a C function of its own: its views are out, then the inputs
+  enum Which : int64_t { kMm, kBmm, kAddmm, kBaddbmm } which;
+  Words views;
+  double beta, alpha;
+};
+
+struct DispatcherCall {
+  enum Return : int64_t { kTensor, kTensorList, kOther };
+  std::string op, overload;
+  std::vector<Arg> args;
+  Words returns, outputs;   // outputs: a view for each tensor returned, -1 where it is not used
+};
+
+struct PythonCall {
+  PyObject* function;       // from a list of tensors to a list of tensors
+  Words views, outputs;
+};
+
+struct Call {
+  std::string name, where;
+  std::variant<KernelCall, ShimCall, DispatcherCall, PythonCall> what;
+  Words release;            // extern slots that nobody uses after this call
+};
+
+struct Result {
+  enum Kind : int64_t { kView, kInteger, kNothing } kind;
+  int64_t value;
+};
+
+// What one run works in. It belongs to an arena, and whoever holds the arena may use it.
+struct Frame {
+  Arena* arena = nullptr;
+  char* base = nullptr;                  // of the arena when `tensor` was filled
+  std::vector<void*> pointer;            // of each slot
+  std::vector<AtenTensorHandle> tensor;  // of each view that an operator or a result needs, or null
+  std::vector<AtenTensorHandle> owner;   // of each output and extern slot: the tensor that keeps its memory
+  std::vector<int64_t> borrowed;         // views whose `tensor` is deleted at the end of the run
+  std::vector<PyObject*> object;         // of each argument: the tensor, referenced during the run
+  std::vector<void*> impl;               // of each argument: its TensorImpl; the address of an entry is a handle
+  std::vector<void*> parameters;         // of the kernel being called
+};
+
+struct Plan {
+  int64_t inputs, arena_bytes;
+  bool release_gil, has_operators;
+  std::vector<Slot> slots;
+  std::vector<View> views;
+  std::vector<Call> calls;
+  std::vector<Result> results;
+  std::mutex mutex;  // of frames
+  std::vector<std::unique_ptr<Frame>> frames;
+
+  ~Plan() {
+    for (auto& frame : frames) drop_arena_tensors(*frame);
+    for (Call& call : calls)
+      if (auto* python = std::get_if<PythonCall>(&call.what)) Py_DecRef(python->function);
+  }
+
+  void drop_arena_tensors(Frame& frame) {
+    for (AtenTensorHandle& tensor : frame.tensor) {
+      if (tensor) aoti_torch_delete_tensor_object(tensor);
+      tensor = nullptr;
+    }
+  }
+};
+
+// Reads what `encode.py` wrote: 64-bit words; a list is its length and its items, a text its bytes padded to words.
+class Reader {
+ public:
+  Reader(const int64_t* words) : at_(words) {}
+
+  Plan* plan() {
+    auto plan = std::make_unique<Plan>();
+    plan->inputs = word();
+    plan->arena_bytes = word();
+    plan->release_gil = word();
+    plan->has_operators = word();
+    list(plan->slots, [&] { return Slot{static_cast<Place>(word()), word(), word()}; });
+    list(plan->views, [&] { return View{word(), word(), word(), word(), words(), words()}; });
+    list(plan->calls, [&] { return call(); });
+    list(plan->results, [&] { return Result{static_cast<Result::Kind>(word()), word()}; });
+    return plan.release();
+  }
+
+ private:
+  int64_t word() { return *at_++; }
+
+  double real() {
+    int64_t bits = word();
+    double value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+
+  template <class T, class Item>
+  void list(std::vector<T>& out, Item item) {
+    int64_t n = word();
+    out.reserve(n);
+    while (n-- > 0) out.push_back(item());
+  }
+
+  Words words() {
+    Words out;
+    list(out, [&] { return word(); });
+    return out;
+  }
+
+  std::string text() {
+    int64_t n = word();
+    std::string out(reinterpret_cast<const char*>(at_), n);
+    at_ += (n + 7) / 8;
+    return out;
+  }
+
+  Arg arg() {
+    Arg out;
+    out.tag = static_cast<Arg::Tag>(word());
+    switch (out.tag) {
+      case Arg::kView:
+      case Arg::kBits: out.value = word(); break;
+      case Arg::kNone: break;
+      case Arg::kSome: out.items.push_back(arg()); break;
+      case Arg::kList: list(out.items, [&] { return arg(); }); break;
+      case Arg::kText: out.text = text(); break;
+    }
+    return out;
+  }
+
+  Call call() {
+    Call out{text(), text(), {}, {}};
+    switch (word()) {  // braces, unlike parentheses, evaluate their members in order
+      case 0: {
+        KernelCall kernel{reinterpret_cast<KernelFunction>(word()), words(), words(), word(), word(), {}};
+        list(kernel.checks, [&] { return text(); });
+        out.what = std::move(kernel);
+        break;
+      }
+      case 1: out.what = ShimCall{static_cast<ShimCall::Which>(word()), words(), real(), real()}; break;
+      case 2: {
+        DispatcherCall dispatcher{text(), text(), {}, {}, {}};
+        list(dispatcher.args, [&] { return arg(); });
+        dispatcher.returns = words();
+        dispatcher.outputs = words();
+        out.what = std::move(dispatcher);
+        break;
+      }
+      case 3: {
+        out.what = PythonCall{reinterpret_cast<PyObject*>(word()), words(), words()};
+        Py_IncRef(std::get<PythonCall>(out.what).function);
+        break;
+      }
+    }
+    out.release = words();
+    return out;
+  }
+
+  const int64_t* at_;
+};
+
+}  // namespace pellucid

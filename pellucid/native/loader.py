@@ -1,0 +1,221 @@
+"""Build and load the native runtime, and check what it takes for granted.
+
+The runtime handles tensors without Python's or ATen's headers. What it assumes about this Python and this PyTorch
+instead is all in this file, and is checked once, before anything relies on it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.autograd.profiler
+
+from pellucid.errors import ToolchainError, UnsupportedError
+from pellucid.native.build import compiler_for, default_store, default_toolchain
+from pellucid.native.compiler import SOURCES, Compiler, CompilerFailed
+from pellucid.native.cpu import cpu
+from pellucid.native.toolchain import include_dir
+
+_FILES = ("runtime.cpp", "instance.h", "memory.h", "torch_abi.h", "python_abi.h")
+_WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # PyObject* THPVariable_Wrap(const at::TensorBase&)
+_TORCH_2_13 = "0x020d000000000000"
+_HINT = "Pellucid works with PyTorch 2.13; please report this with the output of `python -m torch.utils.collect_env`"
+_aoti: Any = getattr(torch._C, "_aoti")  # noqa: B009 (unknown to torch's type stubs)
+_lock = threading.Lock()
+
+
+class _Host(ctypes.Structure):
+    """`Host` in runtime.cpp."""
+
+    _fields_ = [
+        ("type_offset", ctypes.c_int64),
+        ("impl_offset", ctypes.c_int64),
+        ("tensor_type", ctypes.py_object),
+        ("parameter_type", ctypes.py_object),
+        ("wrap", ctypes.c_void_p),
+        ("steal", ctypes.py_object),
+        ("outside_inference", ctypes.py_object),
+        ("profiler_globals", ctypes.py_object),
+        ("profiler_flag", ctypes.py_object),
+    ]
+
+
+def library() -> ctypes.PyDLL:
+    """The runtime, ready to use; built and loaded at the first call. Raises ToolchainError or UnsupportedError."""
+    with _lock:
+        return _library()
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.PyDLL:
+    lib = _load(_build())
+    lib.pellucid_instance.restype = ctypes.py_object
+    lib.pellucid_instance.argtypes = [ctypes.c_void_p]
+    lib.pellucid_fill.restype = ctypes.c_char_p
+    lib.pellucid_fill.argtypes = [ctypes.c_void_p]
+    lib.pellucid_pool_stats.argtypes = [ctypes.c_void_p]
+    lib.pellucid_pool_stats.restype = None
+    lib.pellucid_pool_trim.argtypes = [ctypes.c_int64]
+    lib.pellucid_pool_trim.restype = ctypes.c_int64
+    lib.pellucid_pool_limit.argtypes = [ctypes.c_int64]
+    lib.pellucid_pool_limit.restype = None
+    lib.pellucid_init.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    lib.pellucid_init.restype = None
+    host = _host(lib)
+    _KEEP.append(host)  # the runtime borrows the objects in it
+    lib.pellucid_init(ctypes.byref(host), default_pool_limit())
+    return lib
+
+
+_KEEP: list[_Host] = []
+
+
+def default_pool_limit() -> int:
+    """Bytes that the output pool may cache: 1/8 of the memory this process may use, at least 256 MB."""
+    return max(256 << 20, cpu().memory // 8)
+
+
+# ----------------------------------------------------------------------------------------------- building
+
+
+def _build() -> Path:
+    compiler = compiler_for(default_toolchain(), default_store())
+    digest = hashlib.sha256()
+    for name in _FILES:
+        digest.update((SOURCES / name).read_bytes())
+    name = f"runtime-{digest.hexdigest()[:16]}.so"
+    found = compiler.store.file(name)
+    if found:
+        return found
+    with compiler.store.lock(name):  # another process may be building it too
+        return compiler.store.file(name) or _compile(compiler, name)
+
+
+def _compile(compiler: Compiler, name: str) -> Path:
+    flags = ("-std=c++20", "-O2", "-fPIC", "-w", f"-DTORCH_TARGET_VERSION={_TORCH_2_13}", "-I", str(include_dir()))
+    for _ in range(2):
+        directory = compiler.store.directory
+        with compiler.store.workspace() as work:
+            try:
+                compiler.link(SOURCES / "runtime.cpp", work / name, *flags)
+                return compiler.store.add_file(name, work / name)
+            except CompilerFailed as failed:
+                if failed.out_of_space:
+                    compiler.store.out_of_space(directory)
+                    continue
+                raise ToolchainError(
+                    "the native runtime does not compile",
+                    hint=_HINT,
+                    context={"command": shlex.join(failed.command), "output": failed.output[:2000]},
+                ) from failed
+    raise ToolchainError("the native runtime cannot be built: no space left on the device")
+
+
+def _load(path: Path) -> ctypes.PyDLL:
+    try:
+        return ctypes.PyDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    except OSError as error:
+        raise ToolchainError(
+            f"the native runtime cannot be loaded: {error}",
+            hint="if the store lies on a file system mounted noexec, set PELLUCID_CACHE_DIR to another place",
+            context={"library": path},
+        ) from error
+
+
+# ------------------------------------------------------------------------------------- facts about torch
+
+
+def _host(lib: ctypes.PyDLL) -> _Host:
+    _check_handle()
+    samples = [torch.ones(2), torch.nn.Parameter(torch.ones(1)), torch.zeros(0, dtype=torch.int64)]
+    return _Host(
+        type_offset=_offset("type", samples, lambda tensor: id(type(tensor))),
+        impl_offset=_offset("TensorImpl", samples, lambda tensor: tensor._cdata),
+        tensor_type=torch.Tensor,
+        parameter_type=torch.nn.Parameter,
+        wrap=_wrapper(),
+        steal=_aoti.alloc_tensor_by_stealing_from_void_ptr,
+        outside_inference=_fill_outside_inference(lib),
+        profiler_globals=vars(torch.autograd.profiler),
+        profiler_flag="_is_profiler_enabled",
+    )
+
+
+def _offset(what: str, samples: list[torch.Tensor], value: Callable[[torch.Tensor], int]) -> int:
+    """Where in a tensor object the pointer stands that `value` gives, in bytes."""
+    word = ctypes.sizeof(ctypes.c_void_p)
+    for offset in range(0, 8 * word, word):
+        if all(ctypes.c_uint64.from_address(id(tensor) + offset).value == value(tensor) for tensor in samples):
+            return offset
+    raise UnsupportedError(f"tensor objects of PyTorch {torch.__version__} have no {what} pointer", hint=_HINT)
+
+
+def _check_handle() -> None:
+    """A handle of PyTorch's C interface points to a pointer to the TensorImpl, so we can make handles ourselves."""
+    tensor = torch.ones(2)
+    capsule = _aoti.unsafe_alloc_void_ptr_from_tensor(tensor)
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    handle = pointer(capsule, None)
+    good = bool(handle) and ctypes.c_uint64.from_address(handle).value == tensor._cdata
+    _aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)  # frees the handle
+    if not good:
+        raise UnsupportedError(f"a tensor handle of PyTorch {torch.__version__} is not a pointer", hint=_HINT)
+
+
+def _wrapper() -> int | None:
+    """Address of the C++ function that makes a Python tensor, or None: then a slower public one is used."""
+    try:
+        lib = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"))
+        return ctypes.cast(getattr(lib, _WRAP), ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+def _fill_outside_inference(lib: ctypes.PyDLL) -> Callable[[object], None]:
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+
+    def fill(capsule: object) -> None:
+        with torch.inference_mode(False):
+            error = lib.pellucid_fill(pointer(capsule, None))
+        if error:
+            raise RuntimeError(error.decode(errors="replace"))
+
+    return fill
+
+
+@lru_cache(maxsize=64)
+def dtype_code(dtype: torch.dtype) -> int:
+    """The number by which PyTorch's C interface knows an element type."""
+    torch_cpu = _torch_cpu()
+    code = ctypes.c_int32()
+    impl = ctypes.c_void_p(torch.empty(0, dtype=dtype)._cdata)
+    if torch_cpu.aoti_torch_get_dtype(ctypes.byref(impl), ctypes.byref(code)):
+        raise UnsupportedError(f"element type {dtype} is unknown to PyTorch's C interface")
+    return code.value
+
+
+def layout_code(layout: torch.layout) -> int:
+    """The number of a layout; only strided tensors are supported."""
+    if layout is not torch.strided:
+        raise UnsupportedError(f"layout {layout} is not supported")
+    return int(_torch_cpu().aoti_torch_layout_strided())
+
+
+def memory_format_code(memory_format: torch.memory_format) -> int:
+    """The number of a memory format."""
+    return int(getattr(_torch_cpu(), f"aoti_torch_memory_format_{str(memory_format).removeprefix('torch.')}")())
+
+
+@lru_cache(maxsize=1)
+def _torch_cpu() -> ctypes.CDLL:
+    return ctypes.CDLL("libtorch_cpu.so")  # loaded long since: this only finds it

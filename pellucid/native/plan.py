@@ -1,0 +1,135 @@
+"""What the runtime executes: a graph with all sizes known, as frozen data.
+
+An `Instance` (see `runtime`) is made from these: `Slot`s (where each buffer lives), `Call`s in execution order, and
+`Result`s. Sizes, strides and offsets of views count elements; arena offsets and `nbytes` count bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+ALIGNMENT = 64
+"""Every arena offset is a multiple of this many bytes; arenas and output blocks start at such an address."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSlot:
+    """A buffer in the arena, `offset` bytes from its start. Its content lasts for one run."""
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputSlot:
+    """The memory of argument `index`, from its data pointer on: a dense CPU tensor, as the caller's guards promise."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSlot:
+    """A buffer of `nbytes` that each run takes from the output pool; it returns there when its last tensor dies."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExternSlot:
+    """A buffer that a `FunctionalCall` or `PythonCall` allocates; known from the return of that call on."""
+
+
+Slot: TypeAlias = ArenaSlot | InputSlot | OutputSlot | ExternSlot
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A strided view of a slot; `offset` is relative to the slot's data pointer. All in elements."""
+
+    slot: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+Constant: TypeAlias = torch.dtype | torch.layout | torch.device | torch.memory_format
+Arg: TypeAlias = "TensorView | int | float | bool | str | Constant | tuple[Arg, ...] | None"
+"""An argument of an operator; a tuple stands for any list of the schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A compiled kernel, `int64_t (*)(void* const* p, const int64_t* s, int64_t begin, int64_t end)`.
+
+    address: of that function.
+    slots: whose pointers make up `p`.
+    symbols: the values of `s`.
+    extent: number of parallel iterations; they are split evenly over
+        `max(1, min(torch.get_num_threads(), extent // grain))` threads. Nothing is called when it is 0.
+    checks: the message of IndexError for each index check of the kernel: status `1 + k` raises `checks[k]`.
+    """
+
+    address: int
+    slots: tuple[int, ...]
+    symbols: tuple[int, ...]
+    extent: int
+    grain: int
+    name: str
+    checks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OutCall:
+    """An operator that writes into memory it is given: an `out=` overload, its outputs among `kwargs`.
+
+    name: for profiles. where: the user's line, for error messages.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    name: str
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionalCall:
+    """An operator that returns fresh tensors (or none, for one that only mutates its arguments).
+
+    outputs: for each tensor that the operator returns, the view through which the graph knows it, which binds that
+        view's `ExternSlot`; None where nobody uses it. Sizes and dtype must be as returned, else the run fails; where
+        strides differ the result is copied into memory with the expected ones.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[TensorView | None, ...]
+    name: str
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCall:
+    """A Python function called in the middle of a run, with tensors in place of views; its exceptions pass through.
+
+    It returns what `outputs` says: a tensor, or a sequence of tensors (and Nones) when there are several, and must
+    not keep its arguments: their memory is reused.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[TensorView | None, ...]
+    name: str
+    where: str = ""
+
+
+Call: TypeAlias = KernelCall | OutCall | FunctionalCall | PythonCall
+
+Result: TypeAlias = TensorView | int | None
+"""What a graph returns. A view that is an input with its own sizes, strides and offset returns that very object."""

@@ -1,0 +1,400 @@
+"""The store of built kernels: on disk, shared by all models and processes of a user.
+
+    <root>/<key>/               one toolchain and header; the key is a hash of both
+        kernels/<name>          one line of JSON: which batch holds the kernel, the batch's checksum, the text's hash
+        batches/<id>.so .cpp    several kernels in one library, and their source for people to read
+        files/<name>            precompiled header, runtime and the like, each with <name>.sum, its checksum
+        locks/  tmp/            one lock per batch being built; work in progress
+
+Everything appears by `os.replace`, so a reader sees a file whole or not at all; what a crash or a full disk left
+half-written fails its checksum and is built again. The store holds code, so it uses only what this user owns and
+nobody else can write.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from pellucid.errors import StoreError
+
+_STALE_S = 24 * 3600
+_UNUSED_S = 30 * 24 * 3600
+_SPILL_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What the store holds, all keys together. Sizes in bytes."""
+
+    root: Path
+    keys: int
+    kernels: int
+    batches: int
+    nbytes: int
+
+
+def default_root() -> Path:
+    """`$PELLUCID_CACHE_DIR`, `$XDG_CACHE_HOME/pellucid` or `~/.cache/pellucid`."""
+    if named := os.environ.get("PELLUCID_CACHE_DIR"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "pellucid"
+    except RuntimeError:  # no home directory: a well-known name is safe, because its owner is checked
+        return Path(tempfile.gettempdir()) / f"pellucid-{os.geteuid()}"
+
+
+@lru_cache(maxsize=1)
+def _temporary_root() -> Path:
+    """A private directory, for the life of this process, when the real one cannot be used."""
+    root, owner = Path(tempfile.mkdtemp(prefix="pellucid-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked child must not take it from its parent
+            shutil.rmtree(root, ignore_errors=True)
+
+    atexit.register(remove)
+    return root
+
+
+def text_hash(text: str) -> str:
+    """Identity of a kernel's text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class KernelStore:
+    """The kernels built under one key.
+
+    root: directory of the store, default `default_root()`. When the default cannot be used, a private temporary
+    directory takes its place, with a warning; a `root` that was asked for, here or by `PELLUCID_CACHE_DIR`, and is
+    unsafe raises StoreError. A store that can be read but not written (read-only, full) is read, and what is built
+    goes to the temporary directory, with a warning.
+    """
+
+    def __init__(self, key: str, root: Path | None = None) -> None:
+        self.key = key
+        asked = root is not None or "PELLUCID_CACHE_DIR" in os.environ
+        self.root = root or default_root()
+        self._verified: dict[Path, str] = {}
+        self._spilled = False
+        try:
+            self._open(self.root)
+        except StoreError as error:
+            if asked:
+                raise
+            self._spill(error.message)
+        except OSError as error:
+            if not asked or error.errno in _SPILL_ERRORS:
+                self._spill(f"{self.root} cannot be written: {error.strerror}")
+            else:
+                raise StoreError(
+                    f"the kernel store {self.root} cannot be used: {error}",
+                    hint="set PELLUCID_CACHE_DIR to a directory of yours",
+                ) from error
+
+    @property
+    def directory(self) -> Path:
+        """Where new entries go."""
+        return (_temporary_root() if self._spilled else self.root) / self.key
+
+    def find(self, kernels: Mapping[str, str]) -> dict[str, Path]:
+        """The library of each kernel that the store has, whole and built from this very text.
+
+        kernels: from name to text. What is damaged counts as missing.
+        """
+        found = {}
+        for name, text in kernels.items():
+            for directory in self._directories():
+                path = self._lookup(directory, name, text_hash(text))
+                if path:
+                    found[name] = path
+                    break
+        return found
+
+    def add(self, kernels: Mapping[str, str], library: Path, source: str) -> Path:
+        """Take over a library that holds `kernels` (from name to text), built from `source`; returns where it lies.
+
+        library: a file in a directory that `workspace` gave; it is moved.
+        """
+        directory = self.directory
+        try:
+            checksum = _checksum(library)
+            # A file once loaded keeps its name and content: the dynamic linker knows libraries by their names.
+            target = directory / "batches" / f"{batch_id(kernels)}-{checksum[:8]}.so"
+            _write(target.with_suffix(".cpp"), source.encode())
+            _move(library, target)
+            for name, text in kernels.items():
+                entry = {"library": target.name, "sum": checksum, "text": text_hash(text)}
+                _write(directory / "kernels" / name, json.dumps(entry).encode())
+        except OSError as error:
+            self._fail(error, directory)
+            return self.add(kernels, library, source)
+        self._verified[target] = checksum
+        return target
+
+    def file(self, name: str) -> Path | None:
+        """The auxiliary file of that name, if it is there and whole."""
+        for directory in self._directories():
+            path = directory / "files" / name
+            expected = _read(path.with_name(f"{name}.sum")).decode(errors="replace")
+            if expected and self._whole(path, expected):
+                return path
+        return None
+
+    def add_file(self, name: str, made: Path) -> Path:
+        """Take over an auxiliary file, made in a directory that `workspace` gave."""
+        directory = self.directory
+        target = directory / "files" / name
+        try:
+            checksum = _checksum(made)
+            _move(made, target)
+            _write(target.with_name(f"{name}.sum"), checksum.encode())
+        except OSError as error:
+            self._fail(error, directory)
+            return self.add_file(name, made)
+        self._verified[target] = checksum
+        return target
+
+    def forget(self, path: Path) -> None:
+        """Treat a file as damaged from now on: it is whole but cannot be loaded."""
+        self._verified.pop(path, None)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    @contextlib.contextmanager
+    def workspace(self) -> Iterator[Path]:
+        """A temporary directory on the file system of the store, removed at the end with what is left in it."""
+        path = None
+        while path is None:
+            directory = self.directory
+            try:
+                path = Path(tempfile.mkdtemp(dir=directory / "tmp"))
+            except OSError as error:
+                self._fail(error, directory)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """Hold the lock of that name against other processes; does nothing where files cannot be locked.
+
+        Without it, two processes that build the same kernels do the work twice and both are right.
+        """
+        try:
+            handle = open(self.directory / "locks" / name, "w")  # noqa: SIM115 (closed below)
+        except OSError:
+            yield
+            return
+        with handle:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def out_of_space(self, directory: Path) -> None:
+        """Say that the disk of `directory` (as given by the property of that name) is full.
+
+        What follows goes to the temporary directory; raises StoreError when that is the full one.
+        """
+        self._fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), directory)
+
+    def stats(self) -> StoreStats:
+        """Count what is on disk, under every key of the root."""
+        keys = kernels = batches = nbytes = 0
+        for key in _subdirectories(self.root):
+            keys += 1
+            for path in key.rglob("*"):
+                with contextlib.suppress(OSError):
+                    nbytes += path.stat().st_size if path.is_file() else 0
+                kernels += path.parent.name == "kernels"
+                batches += path.suffix == ".so" and path.parent.name == "batches"
+        return StoreStats(self.root, keys, kernels, batches, nbytes)
+
+    def clear(self) -> None:
+        """Remove everything, under every key. Kernels that a process has loaded stay loaded."""
+        for key in _subdirectories(self.root):
+            shutil.rmtree(key, ignore_errors=True)
+        self._verified.clear()
+        with contextlib.suppress(OSError):
+            self._open(self.root)
+
+    # ------------------------------------------------------------------------------------------- private
+
+    def _open(self, root: Path) -> None:
+        """Make the directories, and refuse what others could have put code into."""
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_safe(root)
+        if not (root / self.key).exists():
+            _remove_unused(root)
+        (root / self.key).mkdir(mode=0o700, exist_ok=True)
+        _check_safe(root / self.key)
+        with contextlib.suppress(OSError):
+            os.utime(root / self.key)  # a key that is in use stays
+        for name in ("kernels", "batches", "files", "locks", "tmp"):
+            directory = root / self.key / name
+            directory.mkdir(mode=0o700, exist_ok=True)
+            _check_safe(directory)
+        _remove_stale(root / self.key / "tmp")
+
+    def _spill(self, why: str) -> None:
+        """From now on keep what is built in the temporary directory."""
+        try:
+            root = _temporary_root()
+            self._open(root)
+        except OSError as error:
+            raise StoreError(
+                f"there is no place to keep kernels: {why}; nor a temporary directory: {error.strerror}",
+                hint="free some space, or set PELLUCID_CACHE_DIR or TMPDIR to a directory that can be written",
+            ) from error
+        self._spilled = True
+        warnings.warn(
+            f"Pellucid keeps the kernels it builds in {root}, for this process only: {why}. "
+            "Set PELLUCID_CACHE_DIR to a directory of yours that can be written.",
+            stacklevel=4,
+        )
+
+    def _fail(self, error: OSError, directory: Path) -> None:
+        """After a failed write in `directory`: carry on in the temporary one, or raise if this was it."""
+        if directory != self.directory:  # another thread has dealt with it
+            return
+        if self._spilled:
+            raise StoreError(
+                f"cannot write to the kernel store {self.directory}: {error.strerror}",
+                hint="free some space, or set PELLUCID_CACHE_DIR or TMPDIR to a directory that can be written",
+            ) from error
+        if not self.directory.is_dir():  # somebody cleared the store
+            self._open(self.root)
+            return
+        self._spill(f"{self.directory} cannot be written: {error.strerror or error}")
+
+    def _directories(self) -> tuple[Path, ...]:
+        own = self.directory
+        return (own, self.root / self.key) if self._spilled and self._readable() else (own,)
+
+    def _readable(self) -> bool:
+        """Whether the real root, which could not be written, can be trusted for reading."""
+        try:
+            for directory in (self.root, self.root / self.key):
+                _check_safe(directory)
+        except (OSError, StoreError):
+            return False
+        return True
+
+    def _lookup(self, directory: Path, name: str, digest: str) -> Path | None:
+        try:
+            entry = json.loads(_read(directory / "kernels" / name))
+            library, checksum, text = str(entry["library"]), str(entry["sum"]), entry["text"]
+        except (ValueError, KeyError, TypeError):
+            return None
+        path = directory / "batches" / Path(library).name
+        return path if text == digest and self._whole(path, checksum) else None
+
+    def _whole(self, path: Path, checksum: str) -> bool:
+        if self._verified.get(path) == checksum:
+            return path.exists()
+        try:
+            good = _is_private(path.stat()) and _checksum(path) == checksum
+        except OSError:
+            return False
+        if good:
+            self._verified[path] = checksum
+        return good
+
+
+def batch_id(kernels: Mapping[str, str]) -> str:
+    """Name of the batch that holds exactly these kernels (from name to text)."""
+    parts = sorted(f"{name}:{text_hash(text)}" for name, text in kernels.items())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _check_safe(directory: Path) -> None:
+    status = directory.stat()
+    if _is_private(status):
+        return
+    if status.st_uid != os.geteuid():
+        why, hint = f"belongs to another user (uid {status.st_uid})", "set PELLUCID_CACHE_DIR to a directory of yours"
+    else:
+        why, hint = "can be written by other users", f"chmod go-w {directory}"
+    raise StoreError(f"the kernel store {directory} {why}, so code in it cannot be trusted", hint=hint)
+
+
+def _subdirectories(root: Path) -> list[Path]:
+    try:
+        return [path for path in root.iterdir() if (path / "kernels").is_dir()]
+    except OSError:
+        return []
+
+
+def _remove_stale(tmp: Path) -> None:
+    """Remove what builds that died have left."""
+    for path in tmp.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_unused(root: Path) -> None:
+    """Remove keys that nobody has opened for a month: compilers and releases come and go."""
+    for path in _subdirectories(root):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while chunk := handle.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move a file into the store in one step, as its readers see it, with permissions that the store trusts."""
+    source.chmod(0o700)
+    try:
+        os.replace(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _write(target, source.read_bytes())
+        target.chmod(0o700)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file in one step, as its readers see it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

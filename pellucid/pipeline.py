@@ -1,0 +1,163 @@
+"""The compiler: one list of stages, and the only code that runs, times, verifies and records one."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import TypeAlias
+
+import torch
+
+from pellucid.capture.torch_compat import artifact_logger
+from pellucid.capture.transform import transform
+from pellucid.codegen import CppKernel, generate
+from pellucid.executable import Executable
+from pellucid.ir.decision import Decision
+from pellucid.ir.nodes import Kernel, Program
+from pellucid.ir.printer import print_program
+from pellucid.ir.verify import verify_program
+from pellucid.lower import lower
+from pellucid.native.build import BuildReport, build
+from pellucid.options import Options
+from pellucid.schedule import schedule
+from pellucid.trace.output_code import output_code
+from pellucid.trace.record import GraphRecord, StageTime
+from pellucid.trace.store import write_run
+
+EMPTY = Program((), (), (), (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One graph on its way through the compiler; each stage fills in what it makes.
+
+    name: unique in the process, `inference_0`. kind: `inference`, `forward` or `backward`.
+    captured, graph: the FX graph before and after our own passes.
+    lowered, scheduled: the program before and after fusion.
+    kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`.
+    """
+
+    name: str
+    kind: str
+    captured: torch.fx.GraphModule
+    graph: torch.fx.GraphModule
+    lowered: Program = EMPTY
+    scheduled: Program = EMPTY
+    constants: tuple[torch.Tensor, ...] = ()
+    kernels: Mapping[str, CppKernel] = field(default_factory=dict)
+    addresses: Mapping[str, int] = field(default_factory=dict)
+    built: BuildReport | None = None
+    executable: Executable | None = None
+
+
+Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
+
+
+def _transform(unit: Unit, options: Options) -> Step:
+    graph, decisions = transform(unit.captured)
+    return replace(unit, graph=graph), decisions
+
+
+def _lower(unit: Unit, options: Options) -> Step:
+    lowered = lower(unit.graph)
+    return replace(unit, lowered=lowered.program, constants=lowered.constants), lowered.decisions
+
+
+def _schedule(unit: Unit, options: Options) -> Step:
+    program, decisions = schedule(unit.lowered, options)
+    return replace(unit, scheduled=program), tuple(decisions)
+
+
+def _codegen(unit: Unit, options: Options) -> Step:
+    kernels = {node.name: generate(node, options) for node in unit.scheduled.nodes if isinstance(node, Kernel)}
+    return replace(unit, kernels=kernels), tuple(d for kernel in kernels.values() for d in kernel.decisions)
+
+
+def _build(unit: Unit, options: Options) -> Step:
+    addresses, report = build({kernel.name: kernel.source for kernel in unit.kernels.values()})
+    return replace(unit, addresses=addresses, built=report), ()
+
+
+def _load(unit: Unit, options: Options) -> Step:
+    executable = Executable(unit.scheduled, unit.kernels, unit.addresses, unit.constants)
+    return replace(unit, executable=executable), ()
+
+
+STAGES: tuple[tuple[str, Callable[[Unit, Options], Step]], ...] = (
+    ("transform", _transform),
+    ("lower", _lower),
+    ("schedule", _schedule),
+    ("codegen", _codegen),
+    ("build", _build),
+    ("load", _load),
+)
+
+_numbers = itertools.count()
+
+
+def compile_graph(graph: torch.fx.GraphModule, kind: str, options: Options) -> tuple[Executable, GraphRecord]:
+    """Run every stage on `graph`. With `options.trace` the run folder is written even when a stage fails."""
+    unit = Unit(f"{kind}_{next(_numbers)}", kind, captured=graph, graph=graph)
+    decisions: list[Decision] = []
+    times: list[StageTime] = []
+    try:
+        for name, stage in STAGES:
+            start = perf_counter()
+            unit, made = stage(unit, options)
+            times.append(StageTime(name, perf_counter() - start))
+            decisions += made
+            if options.verify:
+                _verify(name, unit)
+    except Exception as error:
+        _record(unit, decisions, times, options, error)
+        raise
+    assert unit.executable is not None
+    return unit.executable, _record(unit, decisions, times, options, None)
+
+
+def _verify(stage: str, unit: Unit) -> None:
+    if stage == "lower":
+        verify_program(unit.lowered)
+    if stage == "schedule":
+        verify_program(unit.scheduled)
+
+
+def _record(
+    unit: Unit, decisions: list[Decision], times: list[StageTime], options: Options, error: Exception | None
+) -> GraphRecord:
+    record = GraphRecord(
+        name=unit.name,
+        kind=unit.kind,
+        captured=unit.captured,
+        graph=unit.graph,
+        lowered=unit.lowered,
+        scheduled=unit.scheduled,
+        kernels=dict(unit.kernels),
+        constants=unit.constants,
+        built=unit.built,
+        decisions=tuple(decisions),
+        stages=tuple(times),
+        error=error,
+    )
+    _log(record)
+    if options.trace:
+        write_run(record, options)
+    return record
+
+
+def _log(record: GraphRecord) -> None:
+    """Print the artifacts that `TORCH_LOGS` asks for, under the names that TorchInductor's have."""
+    artifacts: dict[str, Callable[[], str]] = {
+        "ir_pre_fusion": lambda: print_program(record.lowered),
+        "ir_post_fusion": lambda: print_program(record.scheduled),
+        "output_code": lambda: output_code(record),
+        "fusion": lambda: "\n".join(str(d) for d in record.decisions if d.rule.startswith("fuse")),
+        "schedule": lambda: "\n".join(f"{time.name}: {time.seconds:.3f} s" for time in record.stages),
+    }
+    for name, make in artifacts.items():
+        logger = artifact_logger(name)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s of %s:\n%s", name, record.name, make())

@@ -1,0 +1,28 @@
+"""The schedule stage: which operators share a kernel, in what order kernels run, and where temporaries lie."""
+
+from __future__ import annotations
+
+from pellucid.ir.decision import Decision
+from pellucid.ir.nodes import Program
+from pellucid.options import Options
+from pellucid.schedule.cleanup import clean_up
+from pellucid.schedule.dead import remove_dead
+from pellucid.schedule.fuse import fuse
+from pellucid.schedule.normalize import normalize
+from pellucid.schedule.order import order
+
+__all__ = ["schedule"]
+
+
+def schedule(program: Program, options: Options) -> tuple[Program, list[Decision]]:
+    """From one kernel per operator to few kernels in a good order, and why it came out like this."""
+    decisions: list[Decision] = []
+    program = remove_dead(program)
+    program = normalize(program)
+    if options.fusion:
+        program, fused = fuse(program, options)
+        decisions += fused
+        program = remove_dead(program)
+    program = clean_up(program)
+    program, ordered = order(program)
+    return program, decisions + ordered

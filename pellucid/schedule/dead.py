@@ -1,0 +1,42 @@
+"""Dead code: nodes, stores and lines whose results nobody reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pellucid.ir.nodes import Extern, Kernel, Node, Program, View
+from pellucid.schedule.deps import reads, writes
+from pellucid.schedule.rewrite import live_lines, make_kernel
+
+
+def remove_dead(program: Program) -> Program:
+    """Keep what reaches an output, the caller's memory, or has another effect; drop buffers that nobody touches.
+
+    Before: `b = x + 1` (kernel 1), `c = x * 2` (kernel 2), `return c`. After: kernel 2 alone, and no buffer `b`.
+    """
+    needed = {view.buffer for view in program.outputs if isinstance(view, View)}
+    needed |= {buffer.name for buffer in program.buffers if buffer.role != "temp"}
+    kept: list[Node] = []
+    for node in reversed(program.nodes):
+        live = _live_part(node, needed)
+        if live is not None:
+            needed.update(reads(live))
+            kept.append(live)
+    kept.reverse()
+    touched = needed | {buffer for node in kept for buffer in writes(node)}
+    buffers = tuple(buffer for buffer in program.buffers if buffer.name in touched)
+    return replace(program, nodes=tuple(kept), buffers=buffers)
+
+
+def _live_part(node: Node, needed: set[str]) -> Node | None:
+    """What is left of `node` when only the buffers `needed` matter."""
+    match node:
+        case Extern():
+            return node if node.ordered or node.mutates or needed.intersection(writes(node)) else None
+        case Kernel():
+            dead = frozenset(writes(node)) - needed
+            body = live_lines(node.body, dead)
+            if len(body) == len(node.body):
+                return node
+            params = {param.name: param for param in node.params}
+            return make_kernel(node.name, node.space, body, params) if body else None

@@ -1,0 +1,86 @@
+"""Horizontal fusion: kernels that do not feed each other share their loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pellucid.ir.decision import Decision, DecisionLog
+from pellucid.ir.index import Expr, product
+from pellucid.ir.nodes import Kernel
+from pellucid.options import Options
+from pellucid.schedule.cost import estimate
+from pellucid.schedule.graph import FusionGraph, Group, survivor
+from pellucid.schedule.pair import merge_groups, refusal
+
+# A pair is looked at only when few nodes stand between the two: results that wait for each other occupy memory.
+_WINDOW = 32
+_CANDIDATES = 3
+
+# With fewer points than this the start of a kernel costs more than its work, whatever it reads.
+_TINY = 1024
+
+# A shared buffer must be at least this part of what the smaller kernel touches.
+_SHARED_PART = 4
+
+
+def fuse_horizontally(graph: FusionGraph, options: Options, log: DecisionLog) -> None:
+    """Merge each kernel with the nearest earlier ones that load the same elements, or that are tiny like it.
+
+    Before: `a = x.sum(-1)`, `b = x.amax(-1)` in two kernels. After: one kernel that loads `x` once.
+    """
+    neighbours = _Neighbours()
+    for group in graph.groups():
+        if not isinstance(group.node, Kernel) or group.merged_into is not None:
+            continue
+        for other in list(neighbours.of(group)):
+            group, other = survivor(group), survivor(other)
+            if other is group or other in group.before or other in group.after:
+                continue
+            subject = (other.parts[-1], group.parts[-1])
+            shared = not set(other.read).isdisjoint(group.read)
+            merged = merge_groups(graph, other, group, options)
+            if isinstance(merged, Group):
+                why = "they load the same elements" if shared else "both are tiny"
+                log.add(Decision("fuse.horizontal", subject, True, why))
+            elif shared:
+                log.add(refusal(subject, merged, (("direction", "horizontal"),)))
+        neighbours.add(survivor(group))
+
+
+class _Neighbours:
+    """The kernels seen so far, by what they load and by how many points they have."""
+
+    def __init__(self) -> None:
+        self._readers: dict[str, list[Group]] = {}
+        self._tiny: dict[Expr, list[Group]] = {}
+
+    def add(self, group: Group) -> None:
+        for buffer in group.read:
+            self._readers.setdefault(buffer, []).append(group)
+        self._tiny.setdefault(_points(group.kernel), []).append(group)
+
+    def of(self, group: Group) -> Iterator[Group]:
+        """Kernels that might share the loops of `group`, each once."""
+        points = _points(group.kernel)
+        found: dict[Group, None] = {}
+        for buffer in group.read:
+            for other in reversed(self._readers.get(buffer, [])[-_CANDIDATES:]):
+                other = survivor(other)
+                if group.place - other.place <= _WINDOW and _worth_sharing(buffer, group.kernel, other.kernel):
+                    found[other] = None
+        if points.value is not None and points.value <= _TINY:
+            near = (survivor(other) for other in reversed(self._tiny.get(points, [])[-_CANDIDATES:]))
+            found.update(dict.fromkeys(other for other in near if group.place - other.place <= _WINDOW))
+        found.pop(group, None)
+        return iter(found)
+
+
+def _points(kernel: Kernel) -> Expr:
+    return product(axis.extent for axis in kernel.space)
+
+
+def _worth_sharing(buffer: str, one: Kernel, other: Kernel) -> bool:
+    """True if `buffer` is a good part of the memory that the smaller of two kernels touches."""
+    sizes = {param.name: estimate(param.numel) * param.dtype.itemsize for param in (*one.params, *other.params)}
+    smaller = min(sum(sizes[param.name] for param in kernel.params) for kernel in (one, other))
+    return sizes[buffer] * _SHARED_PART >= smaller

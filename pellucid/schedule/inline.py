@@ -1,0 +1,136 @@
+"""Inlining: a consumer computes again what a producer stores, instead of loading it.
+
+This is for producers that cannot share the consumer's points: constants, small tensors that are broadcast, parts of
+a tensor, and cheap values with several consumers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from pellucid.ir.index import Expr, FloorDiv, Mod
+from pellucid.ir.nodes import CheckIndex, Compute, Kernel, Line, Load, Reduce, Store, operands
+from pellucid.ir.types import DType
+from pellucid.schedule.graph import FusionGraph
+from pellucid.schedule.match_axes import Mismatch
+from pellucid.schedule.merge import forward
+from pellucid.schedule.normalize import split_axes
+from pellucid.schedule.rewrite import Rewrite, indices, make_kernel
+from pellucid.schedule.solve import solve
+
+_INTEGER_DIVISION = frozenset(("floordiv", "truncdiv", "remainder", "fmod"))
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a producer computes the elements of a buffer: the lines up to the stored value, and the store."""
+
+    kernel: Kernel
+    lines: tuple[Line, ...]
+    store: Store
+
+    @property
+    def is_constant(self) -> bool:
+        """True if it reads no memory."""
+        return not any(isinstance(line.rhs, Load) for line in self.lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Inlined:
+    """A consumer that computes for itself what it used to load, and the names of the lines that it got."""
+
+    kernel: Kernel
+    copied: frozenset[str]
+
+
+def recipe_of(producer: Kernel, buffer: str) -> Recipe | Mismatch:
+    """The recipe of `buffer`, if one point of the producer needs nothing from another."""
+    (store,) = (store for _, store in producer.stores() if store.buffer == buffer)
+    needed = {store.arg}
+    lines: list[Line] = []
+    for line in reversed(producer.body):
+        if line.out in needed and not isinstance(line.rhs, Store):
+            if isinstance(line.rhs, Reduce):
+                return Mismatch("reduction-axes", f"{buffer} is the result of a reduction")
+            needed.update(operands(line.rhs))
+            lines.append(line)
+    return Recipe(producer, tuple(reversed(lines)), store)
+
+
+def inline(graph: FusionGraph, recipe: Recipe, consumer: Kernel) -> Inlined | Mismatch:
+    """`consumer` with every load of the recipe's buffer replaced by a copy of its lines.
+
+    Before: `load B[n + i]` where `B[j] = neg(load A[j])`. After: `neg(load A[n + i])`.
+    """
+    buffer = recipe.store.buffer
+    if graph.is_mutated(buffer) or any(graph.is_mutated(load.buffer) for load in loads_of(recipe.lines)):
+        return Mismatch("mutation", "a buffer that it needs is overwritten later")
+    numel = graph.buffers[buffer].numel
+    copies: dict[str, list[Line]] = {}
+    values: dict[str, Line] = {}
+    known: dict[tuple[Expr, str | None], Line] = {}
+    for line, load in consumer.loads():
+        if load.buffer != buffer:
+            continue
+        if (load.index, load.mask) in known:
+            values[line.out] = known[load.index, load.mask]
+            continue
+        if load.mask is not None and _may_fail(recipe.lines):
+            return Mismatch("cost", "it may fail at points at which the consumer does not look")
+        point = solve(recipe.kernel, recipe.store.index, numel, consumer, load.index, load.mask)
+        if isinstance(point, Mismatch):
+            return point
+        copies[line.out] = _copy(recipe, point, consumer, load.mask, graph.fresh())
+        values[line.out] = known[load.index, load.mask] = copies[line.out][-1]
+    params = {param.name: param for param in (*recipe.kernel.params, *consumer.params)}
+    body = forward(consumer.body, values, copies)
+    kernel = split_axes(make_kernel(consumer.name, consumer.space, body, params))
+    if _divisions(kernel) > _divisions(consumer):
+        return Mismatch(
+            "different-loop-orders", f"finding the point that stores an element of {buffer} takes divisions"
+        )
+    return Inlined(kernel, frozenset(line.out for lines in copies.values() for line in lines))
+
+
+def loads_of(lines: Iterable[Line]) -> list[Load]:
+    """The loads among `lines`."""
+    return [line.rhs for line in lines if isinstance(line.rhs, Load)]
+
+
+def _divisions(kernel: Kernel) -> int:
+    """How many divisions the index expressions of `kernel` need."""
+    atoms = {atom for index in indices(kernel.body) for atom in index.atoms()}
+    return sum(isinstance(atom, FloorDiv | Mod) for atom in atoms)
+
+
+def _may_fail(lines: Iterable[Line]) -> bool:
+    """True if a line traps or raises for some arguments."""
+    for line in lines:
+        match line.rhs:
+            case CheckIndex():
+                return True
+            case Compute(op) if op in _INTEGER_DIVISION and not line.dtype.is_float:
+                return True
+            case _:
+                pass
+    return False
+
+
+def _copy(recipe: Recipe, point: Mapping[str, Expr], consumer: Kernel, mask: str | None, number: int) -> list[Line]:
+    """The lines of the recipe at another point, under new names; the stored value comes last.
+
+    Where the consumer's load is masked, the point may not exist: then no memory is touched for it.
+    """
+    names = {line.out: f"copy{number}:v{place}" for place, line in enumerate(recipe.lines)}
+    lines: list[Line] = []
+    for line in Rewrite(names, point, {}, consumer.ranges).lines(recipe.lines):
+        if mask is not None and isinstance(line.rhs, Load):
+            both = mask
+            if line.rhs.mask is not None:
+                both = f"{line.out}.mask"
+                rhs = Compute("bitwise_and", (mask, line.rhs.mask))
+                lines.append(replace(line, out=both, rhs=rhs, dtype=DType.BOOL))
+            line = replace(line, rhs=replace(line.rhs, mask=both))
+        lines.append(line)
+    return lines

@@ -1,0 +1,125 @@
+"""May two groups become one kernel? Each question has its rule; the first refusal is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pellucid.ir.decision import Decision, Fact
+from pellucid.ir.index import ZERO, Expr, product
+from pellucid.ir.nodes import Kernel, Load, Reduce, axes_of, operands
+from pellucid.options import Options
+from pellucid.schedule.cost import estimate
+from pellucid.schedule.graph import FusionGraph, Group
+from pellucid.schedule.match_axes import Anchor, Match, Mismatch, match_axes
+from pellucid.schedule.merge import merge_kernels
+
+_RULES = {
+    "extern": "fuse.extern",
+    "cycle": "fuse.cycle",
+    "search-limit": "fuse.cycle",
+    "size-limit": "fuse.size",
+    "mutation": "fuse.mutation",
+    "cost": "fuse.cost",
+}
+
+# A reduction is spread over threads along the axes that it keeps. With fewer rows than this, and rows longer than
+# this, a sweep that waits for the result would run on few threads, where a kernel of its own can use them all.
+_FEW_ROWS = 16
+_LONG_ROW = 32768
+
+
+def refusal(subject: tuple[str, str], mismatch: Mismatch, facts: tuple[tuple[str, Fact], ...] = ()) -> Decision:
+    """The decision not to fuse."""
+    rule = _RULES.get(mismatch.category, "fuse.axes")
+    return Decision(rule, subject, False, mismatch.why, (("category", mismatch.category), *facts))
+
+
+def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options) -> Group | Mismatch:
+    """Merge two groups of `graph` if every rule agrees; the earlier one becomes the first part of the kernel."""
+    first, second = (one.kernel, other.kernel) if one.place < other.place else (other.kernel, one.kernel)
+    refused = _check_size(first, second, options)
+    if refused is not None:
+        return refused
+    joint = graph.joint(one, other)
+    if isinstance(joint, Mismatch):
+        return joint
+    if any(axis.extent == ZERO for axis in (*first.space, *second.space)):
+        return Mismatch("different-numel", "one of them has no points")
+    match = _match(graph, first, second)
+    if isinstance(match, Mismatch):
+        return match
+    dead = [buffer for buffer in joint.first.written if not graph.needed_outside(buffer, joint.first, joint.second)]
+    kernel = merge_kernels(first, second, match, dead)
+    if isinstance(kernel, Mismatch):
+        return kernel
+    refused = check_limits(kernel, options) or _check_parallel(kernel)
+    return refused or graph.merge(joint, kernel)
+
+
+def check_limits(kernel: Kernel, options: Options) -> Mismatch | None:
+    """Refuse kernels beyond the limits that the user may set."""
+    if len(kernel.body) > options.max_fused_lines:
+        return Mismatch("size-limit", f"{len(kernel.body)} lines are more than {options.max_fused_lines}")
+    if len(kernel.params) > options.max_fused_buffers:
+        return Mismatch("size-limit", f"{len(kernel.params)} buffers are more than {options.max_fused_buffers}")
+    return None
+
+
+def _match(graph: FusionGraph, first: Kernel, second: Kernel) -> Match | Mismatch:
+    """The common space, from the elements that the first stores and the second loads, or that both load."""
+    stored = {store.buffer: store.index for _, store in first.stores()}
+    loads = [load for _, load in second.loads()]
+    anchors = [(stored[load.buffer], load.index) for load in loads if load.buffer in stored]
+    if anchors:
+        # The index with most axes says most about the space.
+        anchor = max(anchors, key=lambda anchor: len(anchor[0].vars()))
+        if len(anchor[0].vars()) == len(first.space) and len(anchor[1].vars()) == len(second.space):
+            return match_axes(first, second, [anchor])
+        return match_axes(first, second, [anchor], _shared_loads(graph, first, loads))
+    shared = _shared_loads(graph, first, loads)
+    return match_axes(first, second, shared[:1], shared[1:])
+
+
+def _shared_loads(graph: FusionGraph, first: Kernel, loads: Iterable[Load]) -> list[Anchor]:
+    """Where both kernels load the same buffers, for a few of the largest."""
+    loaded: dict[str, Expr] = {}
+    for _, load in first.loads():
+        loaded.setdefault(load.buffer, load.index)
+    shared = [load for load in loads if load.buffer in loaded]
+    shared.sort(key=lambda load: -estimate(graph.buffers[load.buffer].numel))
+    return [(loaded[load.buffer], load.index) for load in shared[:4]]
+
+
+def _check_size(first: Kernel, second: Kernel, options: Options) -> Mismatch | None:
+    """Refuse early what is too large even if every load and store between the two vanishes."""
+    vanishing = sum(1 for _ in first.stores()) + sum(1 for _ in second.loads())
+    least = len(first.body) + len(second.body) - vanishing
+    if least > options.max_fused_lines:
+        return Mismatch("size-limit", f"{least} lines or more are more than {options.max_fused_lines}")
+    return None
+
+
+def _check_parallel(kernel: Kernel) -> Mismatch | None:
+    """Refuse a second sweep over long rows when there are few rows to share among threads."""
+    reduced = kernel.reduced
+    if not reduced:
+        return None
+    ranges = kernel.ranges
+    length = estimate(product(ranges[name] for name in reduced))
+    rows = estimate(product(extent for name, extent in ranges.items() if name not in reduced))
+    if rows >= _FEW_ROWS or length < _LONG_ROW or not _has_second_sweep(kernel):
+        return None
+    return Mismatch("cost", f"{rows} rows of {length} elements leave too little for other threads to do")
+
+
+def _has_second_sweep(kernel: Kernel) -> bool:
+    """True if some line runs over the reduced axes and needs the result of a reduction."""
+    scopes, reduced = axes_of(kernel), frozenset(kernel.reduced)
+    after: set[str] = set()
+    for line in kernel.body:
+        waits = not after.isdisjoint(operands(line.rhs))
+        if waits and scopes[line.out] & reduced:
+            return True
+        if waits or isinstance(line.rhs, Reduce):
+            after.add(line.out)
+    return False

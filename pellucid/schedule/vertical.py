@@ -1,0 +1,112 @@
+"""Vertical fusion: a kernel joins the kernels that make its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pellucid.ir.decision import Decision, DecisionLog, Fact
+from pellucid.ir.nodes import Extern, Kernel
+from pellucid.options import Options
+from pellucid.schedule.deps import reads
+from pellucid.schedule.graph import FusionGraph, Group
+from pellucid.schedule.inline import inline, recipe_of
+from pellucid.schedule.match_axes import Mismatch
+from pellucid.schedule.pair import check_limits, merge_groups, refusal
+from pellucid.schedule.worth import inlining_costs, is_trivial
+
+
+def fuse_vertically(graph: FusionGraph, options: Options, log: DecisionLog) -> None:
+    """Merge each kernel, in program order, with the kernels that it reads from, the nearest one first.
+
+    Before: `b = x + 1`, `c = b * 2`, `m = c.sum(-1)`, `d = c / m` in four kernels.
+    After: one kernel.
+    """
+    for position, node in enumerate(graph.program.nodes):
+        if isinstance(node, Kernel):
+            _visit(graph, position, options, log)
+
+
+def _visit(graph: FusionGraph, position: int, options: Options, log: DecisionLog) -> None:
+    """Fuse the node at `position` with what makes its inputs; inlining may add inputs on the way."""
+    nodes = graph.program.nodes
+    tried: set[str] = set()
+    pending = _writers(graph, position, reads(nodes[position]))
+    while pending:
+        writer, buffer = pending.pop()
+        group, producer = graph.group(position), graph.group(writer)
+        tried.add(buffer)
+        if producer is group or buffer not in group.read:
+            continue
+        question = _Question(
+            graph, options, producer, group, position, buffer, (nodes[writer].name, nodes[position].name)
+        )
+        for decision in question.answer():
+            log.add(decision)
+            if decision.rule == "fuse.inline" and decision.ok:
+                new = [name for name in group.read if name not in tried]
+                pending = _writers(graph, position, new)
+
+
+def _writers(graph: FusionGraph, position: int, buffers: Iterable[str]) -> list[tuple[int, str]]:
+    """The buffers among `buffers` that the program makes, each with the position of its writer, the last one last."""
+    made = ((graph.last_writer(buffer, position), buffer) for buffer in buffers)
+    return sorted((writer, buffer) for writer, buffer in made if writer is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """May `group` have the value of `buffer` without memory, from its `producer`?"""
+
+    graph: FusionGraph
+    options: Options
+    producer: Group
+    group: Group
+    position: int
+    buffer: str
+    subject: tuple[str, str]
+
+    def answer(self) -> Iterator[Decision]:
+        """Try the ways one after the other: inline what costs nothing, merge, inline what is cheap."""
+        facts = (("buffer", self.buffer),)
+        if isinstance(self.producer.node, Extern):
+            yield refusal(self.subject, Mismatch("extern", f"{self.producer.node.op} is a library call"), facts)
+            return
+        if next(self.producer.kernel.loads(), None) is None:
+            inlined = self._inline()
+            yield inlined
+            if inlined.ok:
+                return
+        merged = merge_groups(self.graph, self.producer, self.group, self.options)
+        if isinstance(merged, Group):
+            why = f"{self.subject[1]} reads {self.buffer} at the points that store it"
+            yield Decision("fuse.vertical", self.subject, True, why, facts)
+            return
+        yield refusal(self.subject, merged, facts)
+        if next(self.producer.kernel.loads(), None) is not None:
+            yield self._inline()
+
+    def _inline(self) -> Decision:
+        facts: tuple[tuple[str, Fact], ...] = (("buffer", self.buffer),)
+        recipe = recipe_of(self.producer.kernel, self.buffer)
+        if isinstance(recipe, Mismatch):
+            return self._refused(recipe, facts)
+        inlined = inline(self.graph, recipe, self.group.kernel)
+        if isinstance(inlined, Mismatch):
+            return self._refused(inlined, facts)
+        if not is_trivial(recipe):
+            pays, numbers = inlining_costs(self.graph, recipe, self.producer, self.group, inlined)
+            facts += numbers
+            if not pays:
+                return self._refused(Mismatch("cost", "computing it again costs more than loading it"), facts)
+        refused = check_limits(inlined.kernel, self.options)
+        if refused is not None:
+            return self._refused(refused, facts)
+        self.graph.inline(self.group, inlined.kernel, self.producer, self.position)
+        return Decision(
+            "fuse.inline", self.subject, True, f"computing {self.buffer} again is cheaper than loading it", facts
+        )
+
+    def _refused(self, mismatch: Mismatch, facts: tuple[tuple[str, Fact], ...]) -> Decision:
+        facts = (("category", mismatch.category), *facts)
+        return Decision("fuse.inline", self.subject, False, mismatch.why, facts)

@@ -1,0 +1,170 @@
+"""The plan of a compiled graph as a Python program with its C++ kernels."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+
+from jinja2 import Template
+
+from pellucid.capture.graph import TORCH_DTYPES
+from pellucid.codegen import CppKernel
+from pellucid.executable import allocated_by_calls, operator_of, where
+from pellucid.ir.index import Expr, text
+from pellucid.ir.nodes import Arg, Buffer, Enum, Extern, Kernel, Node, Program, View
+from pellucid.schedule.memory import plan_memory
+from pellucid.trace.fx_programs import input_text
+from pellucid.trace.record import GraphRecord
+
+_PROGRAM = Template('''\
+"""Output code of {{ name }}: the calls that the native runtime makes, in order, and the C++ of its kernels.
+
+`call` takes the list of the graph's arguments and returns the list of its results. Edit at will: an edited kernel is
+compiled anew.
+"""
+
+import torch
+
+from pellucid.trace.replay import buffer, fit, load_kernels, make_input, view  # noqa: F401
+
+SOURCES = {}
+{% for kernel in kernels %}
+SOURCES["{{ kernel.name }}"] = r"""
+{{ kernel.source }}
+"""
+{% endfor %}
+KERNELS = load_kernels(SOURCES)
+
+
+def call(args):
+{%- for line in body %}
+    {{ line }}
+{%- endfor %}
+
+
+def make_inputs():
+    torch.manual_seed(0)
+    return [
+{%- for text in inputs %}
+        {{ text }},
+{%- endfor %}
+    ]
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        for position, result in enumerate(call(make_inputs())):
+            if isinstance(result, torch.Tensor):
+                print(f"output {position}: {tuple(result.shape)} {result.dtype}, sum {result.double().sum().item():.9g}")
+''', keep_trailing_newline=True)  # fmt: skip
+
+
+def output_code(record: GraphRecord) -> str:
+    """The program's text. Temporaries lie in one arena as in the native plan, if all sizes are static."""
+    distinct: dict[str, CppKernel] = {kernel.name: kernel for kernel in record.kernels.values()}
+    nodes = [node for node in record.graph.graph.nodes if node.op == "placeholder"]
+    return _PROGRAM.render(
+        name=record.name,
+        kernels=list(distinct.values()),
+        body=list(_body(record)),
+        inputs=[input_text(node.meta.get("val")) for node in nodes] + [input_text(t) for t in record.constants],
+    )
+
+
+def _body(record: GraphRecord) -> Iterator[str]:
+    program = record.scheduled
+    names = [name if name is not None else "_" for name in program.inputs]
+    if names:
+        yield "("
+        yield from textwrap.wrap(", ".join(names) + ",", width=108, initial_indent="    ", subsequent_indent="    ")
+        yield ") = args"
+    yield from _allocations(program)
+    for node in program.nodes:
+        yield from _call(record, program, node)
+    yield f"return [{', '.join(_result(output) for output in program.outputs)}]"
+
+
+def _allocations(program: Program) -> Iterator[str]:
+    skipped = allocated_by_calls(program)
+    temps = [b for b in program.buffers if b.role == "temp" and b.name not in skipped]
+    if not program.symbols and temps:
+        memory = plan_memory(program, lambda expr: expr.value or 0, leave_out=skipped)
+        yield f"arena = torch.empty({memory.arena_bytes}, dtype=torch.uint8)"
+        for temp in temps:
+            numel, dtype = text(temp.numel), TORCH_DTYPES[temp.dtype]
+            yield f"{temp.name} = buffer(arena, {memory.offsets[temp.name]}, {numel}, {dtype})"
+    else:
+        yield from (_fresh(temp) for temp in temps)
+    yield from (_fresh(b) for b in program.buffers if b.role == "output" and b.name not in skipped)
+
+
+def _fresh(buffer: Buffer) -> str:
+    return f"{buffer.name} = torch.empty({text(buffer.numel)}, dtype={TORCH_DTYPES[buffer.dtype]})"
+
+
+def _call(record: GraphRecord, program: Program, node: Node) -> Iterator[str]:
+    match node:
+        case Kernel():
+            compiled = record.kernels.get(node.name)
+            origin = node.body[-1].origin if node.body else None
+            yield f"# {node.name}: {where(origin)}" if origin else f"# {node.name}"
+            if compiled is not None:
+                symbols = ", ".join(compiled.symbols)
+                extent = text(compiled.extent)
+                yield f'KERNELS["{compiled.name}"]([{", ".join(compiled.params)}], [{symbols}], {extent})'
+        case Extern():
+            yield f"# {node.reason}: {where(node.origin)}"
+            yield from _extern(program, node)
+
+
+def _extern(program: Program, node: Extern) -> Iterator[str]:
+    arguments = [_arg(arg) for arg in node.args] + [f"{key}={_arg(value)}" for key, value in node.kwargs]
+    if node.out:
+        arguments.append(f"out={_arg(node.outputs[0])}")
+    call = f"torch.ops.{operator_of(node.op)!s}({', '.join(arguments)})"
+    if node.out or not node.outputs:
+        yield call
+        return
+    several = len(operator_of(node.op)._schema.returns) > 1
+    yield f"results = {call}" if several else f"results = [{call}]"
+    for position, view in enumerate(node.outputs):
+        if view is not None:
+            yield f"{view.buffer} = fit(results[{position}], {_tuple(view.shape)}, {_tuple(view.strides)})"
+
+
+def _arg(arg: Arg) -> str:
+    match arg:
+        case View():
+            return _view(arg)
+        case Expr():
+            return text(arg)
+        case Enum("device", name):
+            return f"torch.device({name!r})"
+        case Enum(_, name):
+            return f"torch.{name}"
+        case tuple():
+            return f"[{', '.join(_arg(item) for item in arg)}]"
+        case float() if arg != arg or abs(arg) > sys.float_info.max:
+            return f'float("{arg}")'
+        case _:
+            return repr(arg)
+
+
+def _view(view: View) -> str:
+    offset = f", {text(view.offset)}" if view.offset.value != 0 else ""
+    return f"view({view.buffer}, {_tuple(view.shape)}, {_tuple(view.strides)}{offset})"
+
+
+def _tuple(sizes: tuple[Expr, ...]) -> str:
+    return f"({', '.join(text(size) for size in sizes)}{',' if len(sizes) == 1 else ''})"
+
+
+def _result(output: View | Expr | None) -> str:
+    match output:
+        case View():
+            return _view(output)
+        case Expr():
+            return text(output)
+        case None:
+            return "None"

@@ -1,0 +1,159 @@
+"""Writing run folders."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pellucid.codegen import annotate
+from pellucid.errors import UserError
+from pellucid.ir.index import Expr, text
+from pellucid.ir.nodes import Extern, Kernel
+from pellucid.ir.origin import Origin, merge
+from pellucid.ir.printer import print_program
+from pellucid.options import Options
+from pellucid.schedule.cost import kernel_cost
+from pellucid.trace import schema
+from pellucid.trace.fx_programs import readable, runnable
+from pellucid.trace.output_code import output_code
+from pellucid.trace.provenance import provenance
+from pellucid.trace.record import GraphRecord
+
+
+def write_run(record: GraphRecord, options: Options) -> Path:
+    """Write everything known about one graph into a new folder below `options.trace`; returns the folder.
+
+    A stage that did not run leaves its files out.
+    """
+    folder = _new_folder(Path(options.trace), record.name)
+    texts: dict[str, Callable[[], str]] = {
+        "run.json": lambda: json.dumps(_run(record, options), indent=1),
+        "fx_graph_readable.py": lambda: readable(record.captured),
+        "fx_graph_runnable.py": lambda: runnable(record.captured, f"Captured FX graph of {record.name}."),
+        "fx_graph_transformed.py": lambda: runnable(record.graph, f"Transformed FX graph of {record.name}."),
+    }
+    if record.lowered.outputs or record.lowered.nodes:
+        texts["ir_pre_fusion.txt"] = lambda: print_program(record.lowered)
+    if record.scheduled.outputs or record.scheduled.nodes:
+        texts["ir_post_fusion.txt"] = lambda: print_program(record.scheduled)
+    if record.kernels or not record.error:
+        texts["output_code.py"] = lambda: output_code(record)
+        texts["provenance.json"] = lambda: json.dumps(provenance(record), indent=1)
+    for name, make in texts.items():
+        (folder / name).write_text(make(), encoding="utf-8")
+    _write_csv(folder / "decisions.csv", schema.DECISION_COLUMNS, _decisions(record))
+    _write_csv(folder / "kernels.csv", schema.KERNEL_COLUMNS, _kernels(record))
+    _write_sources(folder / "kernels", record)
+    return folder
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{name}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the trace to {parent}: {error}", hint="give a folder that is writable"
+        ) from error
+    return folder
+
+
+def _run(record: GraphRecord, options: Options) -> dict[str, Any]:
+    nodes = record.scheduled.nodes
+    return {
+        "schema_version": schema.VERSION,
+        "name": record.name,
+        "kind": record.kind,
+        "environment": {
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+            "platform": platform.platform(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+        "options": asdict(options),
+        "stages": [{"name": stage.name, "seconds": round(stage.seconds, 6)} for stage in record.stages],
+        "build": None if record.built is None else asdict(record.built),
+        "counts": {
+            "fx_calls": sum(node.op == "call_function" for node in record.captured.graph.nodes),
+            "kernels_before_fusion": sum(isinstance(node, Kernel) for node in record.lowered.nodes),
+            "kernels": sum(isinstance(node, Kernel) for node in nodes),
+            "distinct_kernels": len({kernel.name for kernel in record.kernels.values()}),
+            "fallbacks": sum(isinstance(node, Extern) for node in nodes),
+        },
+        "fallbacks": _fallbacks(record),
+        "error": None if record.error is None else {"type": type(record.error).__name__, "text": str(record.error)},
+    }
+
+
+def _fallbacks(record: GraphRecord) -> list[dict[str, Any]]:
+    """Calls of ATen by operator, with the reason."""
+    counts: dict[tuple[str, str], int] = {}
+    for node in record.scheduled.nodes:
+        if isinstance(node, Extern):
+            counts[node.op, node.reason] = counts.get((node.op, node.reason), 0) + 1
+    return [{"op": op, "reason": reason, "calls": calls} for (op, reason), calls in counts.items()]
+
+
+def _decisions(record: GraphRecord) -> Iterable[tuple[Any, ...]]:
+    for decision in record.decisions:
+        facts = "; ".join(f"{name}={value}" for name, value in decision.facts)
+        yield decision.rule, " ".join(decision.subject), int(decision.ok), decision.why, facts
+
+
+def _kernels(record: GraphRecord) -> Iterable[tuple[Any, ...]]:
+    for position, node in enumerate(record.scheduled.nodes):
+        compiled = record.kernels.get(node.name)
+        if not isinstance(node, Kernel) or compiled is None:
+            continue
+        origin = origin_of_kernel(node)
+        cost = kernel_cost(node)
+        yield (
+            node.name,
+            compiled.name,
+            position,
+            " ".join(origin.nodes),
+            " ".join(map(str, origin.users)),
+            " ".join(f"{axis.name}:{text(axis.extent)}" for axis in node.space),
+            " ".join(node.reduced),
+            sum(1 for _ in node.loads()),
+            sum(1 for _ in node.stores()),
+            _size(cost.loaded),
+            _size(cost.stored),
+            _size(cost.flops),
+            int(compiled.plan.vector is not None),
+            _size(compiled.extent),
+            compiled.grain,
+        )
+
+
+def origin_of_kernel(kernel: Kernel) -> Origin:
+    """All FX nodes and user lines that a kernel implements."""
+    return merge(line.origin for line in kernel.body)
+
+
+def _size(value: Expr | int) -> str | int:
+    return text(value) if isinstance(value, Expr) else value
+
+
+def _write_csv(path: Path, columns: Iterable[str], rows: Iterable[tuple[Any, ...]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def _write_sources(folder: Path, record: GraphRecord) -> None:
+    folder.mkdir()
+    for kernel in {kernel.name: kernel for kernel in record.kernels.values()}.values():
+        (folder / f"{kernel.name}.cpp").write_text(annotate(kernel), encoding="utf-8")

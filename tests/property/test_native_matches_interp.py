@@ -1,0 +1,82 @@
+"""The compiler's main test: a kernel run by the interpreter and as native code gives the same numbers.
+
+Kernels are drawn in batches that are compiled together, which is what makes two thousand of them affordable. A
+failure prints the kernel as text that the parser reads back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from pellucid.codegen import CppKernel, generate
+from pellucid.ir.nodes import Kernel
+from pellucid.ir.printer import print_kernel
+from pellucid.native.build import build
+from pellucid.options import Options
+from tests.strategies import Expected, assert_close, expect, inputs_for, kernels, symbols_for
+
+BATCH = 50
+BATCHES = 40
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    kernel: Kernel
+    native: CppKernel
+    symbols: dict[str, int]
+    inputs: Tensors
+    expected: Expected
+
+
+def draw_cases(number: int) -> list[Case]:
+    """The cases of one batch; every third batch has symbolic extents, every fourth is scalar code."""
+    cases: list[Case] = []
+    options = Options(vectorize=number % 4 != 3)
+
+    @seed(number)
+    @settings(
+        max_examples=BATCH, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @given(st.data())
+    def collect(data: st.DataObject) -> None:
+        kernel = data.draw(kernels(symbolic=number % 3 == 2))
+        symbols = data.draw(symbols_for(kernel))
+        inputs = data.draw(inputs_for(kernel, symbols))
+        cases.append(Case(kernel, generate(kernel, options), symbols, inputs, expect(kernel, inputs, symbols)))
+
+    collect()
+    return cases
+
+
+def run_native(case: Case, address: int) -> tuple[Tensors, int]:
+    """The buffers after the kernel ran on them, in two halves of its parallel range, and its status."""
+    buffers = {name: tensor.clone() for name, tensor in case.inputs.items()}
+    native = case.native
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(address)
+    pointers = (ctypes.c_void_p * len(native.params))(*(buffers[name].data_ptr() for name in native.params))
+    sizes = (ctypes.c_int64 * max(1, len(native.symbols)))(*(case.symbols[name] for name in native.symbols))
+    extent = native.extent.evaluate(lambda atom: case.symbols[atom.name])
+    middle = extent // 2
+    status = function(pointers, sizes, 0, middle) or function(pointers, sizes, middle, extent)
+    return buffers, status
+
+
+@pytest.mark.parametrize("number", range(BATCHES))
+def test_native_matches_interpreter(number: int) -> None:
+    cases = draw_cases(number)
+    addresses, _ = build({case.native.name: case.native.source for case in cases})
+    for case in cases:
+        actual, status = run_native(case, addresses[case.native.name])
+        try:
+            assert status == 0, f"status {status}\n{print_kernel(case.kernel)}"
+            assert_close(case.kernel, case.expected, actual)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nsymbols: {case.symbols}\n{case.native.source}") from None

@@ -1,0 +1,299 @@
+"""The benchmark harness, on backends and functions small enough for a unit test."""
+
+import doctest
+import importlib
+import json
+import math
+import mmap
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pellucid.bench import (
+    MODELS,
+    Settings,
+    Size,
+    UnknownName,
+    Workload,
+    bench,
+    build,
+    compare,
+    startup,
+)
+from pellucid.bench.accuracy import error, is_accurate, tensors
+from pellucid.bench.interleave import MIN_ROUNDS, interleave
+from pellucid.bench.results import Startup
+from pellucid.bench.startup import Request, cold_and_warm
+from pellucid.bench.stats import Summary, geometric_mean, pairwise_ratio, summarise
+
+TINY = Settings(subjects=("aot_eager",), cold=False, budget=0.05)
+
+
+@pytest.mark.parametrize("name", ["stats", "accuracy", "models", "harness"])
+def test_the_examples_in_the_docstrings_run(name):
+    result = doctest.testmod(importlib.import_module(f"pellucid.bench.{name}"))
+    assert result.attempted > 0 and result.failed == 0
+
+
+# ----------------------------------------------------------------------------------------------- statistics
+
+
+def test_quartiles_of_a_known_sample():
+    summary = summarise([30.0, 10.0, 50.0, 20.0, 40.0])
+    assert summary == Summary(median=30.0, q1=20.0, q3=40.0, count=5)
+    assert summary.spread == pytest.approx(1 / 3)
+    assert summarise([7.0]) == Summary(7.0, 7.0, 7.0, 1)
+    with pytest.raises(ValueError, match="no samples"):
+        summarise([])
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=50))
+def test_quartiles_are_ordered_and_within_the_sample(samples):
+    s = summarise(samples)
+    assert min(samples) <= s.q1 <= s.median <= s.q3 <= max(samples)
+
+
+def test_a_ratio_by_pairs_is_blind_to_a_slow_stretch_of_the_machine():
+    slowdown = [1.0, 1.0, 8.0, 8.0, 1.0, 3.0]
+    ratio = pairwise_ratio([2.0 * s for s in slowdown], [1.0 * s for s in slowdown])
+    assert ratio.median == 2.0 and ratio.spread == 0.0
+
+
+def test_more_samples_make_a_median_less_uncertain():
+    few, many = Summary(1.0, 0.9, 1.1, 4), Summary(1.0, 0.9, 1.1, 64)
+    assert few.uncertainty == pytest.approx(4 * many.uncertainty)
+
+
+def test_geometric_mean_of_a_doubling_and_a_halving_is_one():
+    assert geometric_mean([2.0, 0.5]) == pytest.approx(1.0)
+
+
+# ------------------------------------------------------------------------------------------------- accuracy
+
+
+def test_the_error_is_the_worst_over_all_outputs():
+    reference = [torch.tensor([3.0, -3.0]), torch.tensor([1.0, 1.0])]
+    outputs = [torch.tensor([3.0, -3.3]), torch.tensor([1.0, 1.5])]
+    assert error(outputs, reference) == pytest.approx(0.5)
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("output", "reference", "expected"),
+    [
+        ([1.0, NAN, INF], [1.0, NAN, INF], 0.0),
+        ([1.0, 0.0], [1.0, NAN], INF),
+        ([1.0, NAN], [1.0, 0.0], INF),
+        ([1.0, -INF], [1.0, INF], INF),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([0.25], [0.0], 0.25),
+        ([], [], 0.0),
+        ([1.0, 2.0], [1.0], INF),
+    ],
+)
+def test_what_is_not_finite_must_stand_at_the_same_places(output, reference, expected):
+    assert error([torch.tensor(output)], [torch.tensor(reference)]) == expected
+
+
+def test_a_missing_output_is_an_infinite_error():
+    assert error([], [torch.ones(2)]) == INF
+
+
+def test_integers_and_booleans_have_errors_too():
+    assert error([torch.tensor([250], dtype=torch.uint8)], [torch.tensor([250], dtype=torch.uint8)]) == 0.0
+    assert error([torch.tensor([True, False])], [torch.tensor([True, True])]) == 1.0
+
+
+def test_accurate_is_twice_eagers_error_and_a_few_roundings():
+    assert is_accurate(2e-5, 1e-5, torch.float32)
+    assert not is_accurate(2.2e-5, 1e-5, torch.float32)
+    assert is_accurate(2e-7, 0.0, torch.float32)
+    assert is_accurate(2e-2, 0.0, torch.bfloat16) and not is_accurate(2e-2, 0.0, torch.float32)
+
+
+def test_outputs_are_found_in_any_nesting():
+    a, b = torch.ones(1), torch.ones(2)
+    assert [t.numel() for t in tensors({"x": (a, None), "y": [b, 3]})] == [1, 2]
+
+
+# ------------------------------------------------------------------------------------------------- interleave
+
+
+def test_rounds_rotate_and_every_subject_gets_as_many_slots(monkeypatch):
+    monkeypatch.setattr("pellucid.bench.interleave._calls_per_slot", lambda call: 1)
+    heard: list[float] = []
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    slots = interleave(calls, budget=1e-6, on_round=heard.append)
+    assert {name: len(s) for name, s in slots.items()} == dict.fromkeys("abc", MIN_ROUNDS)
+    assert heard == sorted(heard) and heard[-1] == 1.0
+    assert order[::2] == order[1::2]  # one call to settle, one to time
+    assert "".join(order[::2]) == "abcbcacababcbca"
+
+
+def test_a_slower_call_has_a_smaller_speed_up():
+    def work(count):
+        return lambda: sum(range(count))
+
+    slots = interleave({"fast": work(2_000), "slow": work(40_000)}, budget=0.3)
+    ratio = pairwise_ratio([s.seconds for s in slots["fast"]], [s.seconds for s in slots["slow"]])
+    assert ratio.median < 0.5
+
+
+def test_page_faults_are_counted_per_call():
+    pages = 2000
+
+    def touch():
+        with mmap.mmap(-1, pages * mmap.PAGESIZE) as fresh:
+            for page in range(pages):
+                fresh[page * mmap.PAGESIZE] = 1
+
+    slots = interleave({"touch": touch, "idle": lambda: None}, budget=0.05)
+    assert summarise([s.faults for s in slots["idle"]]).median < 1
+    assert summarise([s.faults for s in slots["touch"]]).median > pages / 2
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+def test_every_small_workload_is_the_same_when_built_twice_and_leaves_the_random_state_alone():
+    for name in (n for n, m in MODELS.items() if not m.sized and n != "softmax"):
+        state = torch.random.get_rng_state()
+        first, second = build(name), build(name)
+        assert torch.equal(state, torch.random.get_rng_state())
+        for key in first.inputs:
+            assert torch.equal(first.inputs[key], second.inputs[key])
+
+
+def test_dtype_reaches_floating_inputs_only():
+    size = Size(dtype=torch.bfloat16)
+    assert {x.dtype for x in build("foo2", size).inputs.values()} == {torch.bfloat16}
+    assert {x.dtype for x in build("foo1", size).inputs.values()} == {torch.uint8}
+
+
+def test_float64_widens_a_copy_of_the_module():
+    workload = Workload("own", torch.nn.Linear(3, 2), {"input": torch.ones(1, 3)})
+    wide = workload.as_float64()
+    assert wide.fn(**wide.inputs).dtype == torch.float64  # type: ignore[union-attr]
+    assert workload.fn(**workload.inputs).dtype == torch.float32  # type: ignore[union-attr]
+
+
+def test_names_that_nobody_knows_are_refused_before_anything_runs():
+    with pytest.raises(UnknownName, match="unknown model 'bart'; known: addaddmuladd, bert"):
+        bench(["bart"], TINY)
+    with pytest.raises(UnknownName, match=r"unknown backend 'indictor'.*inductor"):
+        bench(["foo2"], Settings(subjects=("indictor",)))
+    with pytest.raises(UnknownName, match="unknown dtype"):
+        bench(["foo2"], Settings(dtype="f8"))
+
+
+# ------------------------------------------------------------------------------------------------- the whole
+
+
+def test_a_small_run_measures_everything():
+    progress = []
+    report = bench(["foo2"], TINY, lambda doing, done: progress.append((doing, done)))
+    (model,) = report.models
+    assert [s.name for s in model.subjects] == ["eager", "aot_eager"]
+    for s in model.subjects:
+        assert s.good and s.accurate and s.error is not None and s.error < 1e-6
+        assert s.seconds is not None and s.seconds.count == model.rounds >= MIN_ROUNDS
+        assert s.faults is not None and s.first_seconds is not None
+        assert s.cold is None and s.kernels is None
+    assert model.subjects[0].speedup == Summary(1.0, 1.0, 1.0, model.rounds)
+    fractions = [done for _, done in progress]
+    assert fractions == sorted(fractions) and 0 <= fractions[0] <= fractions[-1] <= 1
+
+
+def test_a_failing_backend_is_a_finding_and_the_others_go_on():
+    result = compare(
+        Workload("relu", lambda x: torch.relu(x), {"x": torch.ones(4)}),
+        Settings(subjects=("relu_compile_error_TESTING_ONLY", "aot_eager"), budget=0.05),
+    )
+    eager, failing, other = result.subjects
+    assert eager.good and other.good
+    assert not failing.good and failing.failure is not None and "ReluCompileError" in failing.failure
+
+
+def test_a_wrong_result_is_a_finding():
+    result = compare(
+        Workload("relu", lambda x: torch.relu(x), {"x": torch.ones(4)}),
+        Settings(subjects=("relu_accuracy_error_TESTING_ONLY",), budget=0.05),
+    )
+    wrong = result.subjects[1]
+    assert wrong.failure is None and wrong.accurate is False and not wrong.good
+
+
+def test_a_program_that_fails_in_eager_mode_is_the_callers_error():
+    def broken(x):
+        raise KeyError("no such thing")
+
+    with pytest.raises(KeyError, match="no such thing"):
+        compare(Workload("broken", broken, {"x": torch.ones(1)}), TINY)
+
+
+def test_counts_are_those_of_the_compilations_that_were_added(monkeypatch):
+    from types import ModuleType, SimpleNamespace
+
+    from pellucid.bench.subjects import Counter, Counts
+
+    done = [SimpleNamespace(kernels=100, fallbacks=100)]
+    backend = ModuleType("pellucid.backend")
+    backend.last_compilations = lambda: list(done)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pellucid.backend", backend)
+    counter = Counter("pellucid")
+    done += [SimpleNamespace(kernels=3, fallbacks=1), SimpleNamespace(kernels=2, fallbacks=0)]
+    assert counter.counts() == Counts(kernels=5, fallbacks=1)
+    assert Counter("inductor").counts() is None
+
+
+# ------------------------------------------------------------------------------------------------- start-up
+
+
+def test_fresh_processes_start_on_an_empty_cache_and_then_on_what_was_left():
+    cold, warm = cold_and_warm(Request("pointwise_small", "aot_eager", 1, 128, "f32", threads=1))
+    assert warm is not None
+    for start in (cold, warm):
+        assert start.failure is None and start.seconds is not None and start.seconds > 0
+        assert start.built_bytes is not None and start.peak_bytes is not None
+        assert 2**20 < start.built_bytes <= start.peak_bytes
+
+
+def test_each_child_gets_the_same_fresh_cache_folders(monkeypatch):
+    seen = []
+
+    def child(command, env, **rest):
+        seen.append([env[name] for name in startup.CACHE_VARIABLES])
+        with open(command[-1], "w") as answer:
+            json.dump({"seconds": 1.0, "built_bytes": 1, "peak_bytes": 2}, answer)
+        return startup.subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(startup.subprocess, "run", child)
+    request = Request("foo2", "aot_eager", 1, 128, "f32")
+    cold_and_warm(request), cold_and_warm(request)
+    assert seen[0] == seen[1] and seen[2] == seen[3] and not set(seen[0]) & set(seen[2])
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "expected"),
+    [
+        (-11, "", "killed by SIGSEGV"),
+        (1, "Traceback\nKeyError: 'x'\n", "KeyError: 'x'"),
+        (3, "", "exit status 3"),
+    ],
+)
+def test_a_child_that_dies_is_a_result(monkeypatch, status, stderr, expected):
+    died = startup.subprocess.CompletedProcess([], status, "", stderr)
+    monkeypatch.setattr(startup.subprocess, "run", lambda *a, **k: died)
+    cold, warm = cold_and_warm(Request("foo2", "aot_eager", 1, 128, "f32"))
+    assert cold == Startup(failure=expected) and warm is None
+
+
+def test_a_child_that_hangs_is_a_result():
+    cold, warm = cold_and_warm(Request("pointwise_small", "aot_eager", 1, 128, "f32"), timeout=0.05)
+    assert cold.failure == "no result within 0.05 s" and warm is None

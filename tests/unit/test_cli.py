@@ -1,0 +1,213 @@
+"""The command line: exit codes, what goes to which stream, and tables at 80 columns."""
+
+import dataclasses
+import json
+import math
+
+import click
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from pellucid.bench.demo import explained
+from pellucid.bench.results import SCHEMA, Environment, ModelResult, Report, Startup, SubjectResult
+from pellucid.bench.stats import Summary
+from pellucid.bench.table import LEGEND, model_list, model_table, report_table, seconds_text
+from pellucid.cli import main
+from pellucid.cli.exits import Exit
+
+SMALL = ["bench", "pointwise_small", "--backend", "aot_eager", "--no-cold", "--budget", "0.05"]
+
+
+def example_report() -> Report:
+    """A report in which every field has a value, and every kind of value occurs."""
+    summary = Summary(1.5e-3, 1.4e-3, 1.7e-3, 12)
+    faster, faults = Summary(2.35, 2.25, 2.46, 12), Summary(9876.0, 9000.0, 9999.0, 12)
+    start = Startup(12.5, 400 * 2**20, 512 * 2**20)
+    eager = SubjectResult(
+        "eager", None, summary, Summary(1.0, 1.0, 1.0, 12), summary, 0.1, start, None, 1e-7, True
+    )
+    fine = SubjectResult("aot_eager", None, summary, faster, faults, 0.1, start, start, 1e-7, True, 240, 96)
+    wrong = SubjectResult("wrong", None, summary, faster, faults, 0.1, start, start, math.inf, False)
+    broken = SubjectResult("broken", "KeyError: 'x'", cold=Startup(failure="killed by SIGSEGV"))
+    model = ModelResult("bert", 1, 128, "f32", 12, (eager, fine, wrong, broken))
+    return Report(SCHEMA, Environment("0.1.0", "2.13.0", "3.11.7", "A CPU", 2, 2, 0.25), (model,))
+
+
+def run(*args: str):
+    return CliRunner().invoke(main, list(args))
+
+
+def rendered(renderable, width: int = 80) -> str:
+    console = Console(width=width, highlight=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+# ----------------------------------------------------------------------------------------------- exit codes
+
+
+def test_a_good_run_exits_with_0_and_keeps_progress_off_stdout():
+    result = run(*SMALL)
+    assert result.exit_code == Exit.GOOD, result.output
+    assert "aot_eager" in result.stdout and "building" not in result.stdout
+    assert "pointwise_small: building" in result.stderr
+
+
+def test_a_bad_report_exits_with_1(monkeypatch):
+    monkeypatch.setattr("pellucid.bench.bench", lambda *args: example_report())
+    result = run(*SMALL)
+    assert result.exit_code == Exit.BAD
+    assert "broken: KeyError: 'x'" in result.stdout
+    assert "broken, cold process: killed by SIGSEGV" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["bench", "bart"], "unknown model 'bart'; known: addaddmuladd, bert, "),
+        (["bench", "foo2", "--backend", "indictor"], "unknown backend 'indictor'; known: "),
+        (["bench", "foo2", "--dtype", "f8"], "unknown dtype 'f8'; known: bf16, f32"),
+        (["bench", "foo2", "--batch", "0"], "--batch"),
+        (["demo", "--model", "bart"], "unknown model 'bart'"),
+        (["bensch"], "No such command"),
+    ],
+)
+def test_a_wrong_call_exits_with_2_and_says_what_would_be_right(args, complaint):
+    result = run(*args)
+    assert result.exit_code == Exit.FAILED
+    assert complaint in result.stderr and result.stdout == ""
+
+
+def test_a_model_that_cannot_be_built_here_exits_with_125(monkeypatch):
+    def no_transformers(*args):
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setattr("pellucid.bench.bench", no_transformers)
+    result = run("bench", "bert")
+    assert result.exit_code == Exit.SKIP
+    assert "pellucid[bench]" in result.stderr
+
+
+def test_a_tool_that_breaks_exits_with_2_not_1(monkeypatch):
+    def broken(*args):
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr("pellucid.bench.bench", broken)
+    result = run(*SMALL)
+    assert result.exit_code == Exit.FAILED
+    assert "a bug of ours" in result.stderr
+
+
+def test_version_and_help():
+    assert run("--version").stdout.startswith("pellucid, version ")
+    assert set(main.commands) == {"bench", "demo"} and isinstance(main, click.Group)
+    for args in (["--help"], ["bench", "-h"], ["demo", "-h"]):
+        assert run(*args).exit_code == Exit.GOOD
+
+
+# ------------------------------------------------------------------------------------------------- output
+
+
+def test_reports_go_to_json_and_come_back_equal():
+    report = example_report()
+    text = report.to_json()
+    assert Report.from_json(text) == report
+    assert "Infinity" not in text  # which is no JSON
+    assert [s.good for s in report.models[0].subjects] == [True, True, False, False]
+    assert not report.good
+
+
+def test_another_schema_is_refused():
+    data = json.loads(example_report().to_json()) | {"schema": SCHEMA + 1}
+    with pytest.raises(ValueError, match="schema"):
+        Report.from_json(json.dumps(data))
+
+
+def test_json_is_the_whole_of_stdout():
+    result = run(*SMALL, "--json")
+    report = Report.from_json(result.stdout)
+    assert json.loads(result.stdout)["environment"]["torch"]
+    assert report.models[0].subjects[1].name == "aot_eager"
+
+
+def test_the_list_names_every_model_and_the_usual_backends():
+    text = run("bench", "--list").stdout
+    for name in ("mobilebert", "bert", "gpt2", "softmax", "eager", "inductor"):
+        assert name in text
+
+
+def test_the_fullest_table_fits_80_columns():
+    report = example_report()
+    full = report.models[0].subjects[1]
+    assert full.kernels is not None
+    text = rendered(report_table(report)) + LEGEND
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text  # nothing was cut
+    for cell in ("1.50 ms ±10%", "2.35x ±4%", "12.5", "512", "9876", "1e-07", "240+96", "inf"):
+        assert cell in text
+
+
+def test_columns_that_nobody_fills_are_left_out():
+    summary = Summary(1.0, 1.0, 1.0, 5)
+    plain = SubjectResult("eager", None, summary, summary, summary, 0.1, error=0.0, accurate=True)
+    text = rendered(model_table(ModelResult("own", 1, 128, "f32", 5, (plain,))))
+    assert "first" in text and "cold" not in text and "kernels" not in text and "MiB" not in text
+
+
+def test_the_model_list_fits_80_columns():
+    assert max(map(len, rendered(model_list()).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(12.34, "12.3 s"), (0.99996, "1.00 s"), (0.0521, "52.1 ms"), (9.999e-3, "10.0 ms"), (8.6e-6, "8.60 us"),
+     (3e-7, "300 ns")],
+)  # fmt: skip
+def test_durations_have_three_digits_and_a_unit(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+# --------------------------------------------------------------------------------------------------- demo
+
+
+def test_the_run_folder_is_explained_file_by_file(tmp_path):
+    for name in (
+        "run.json",
+        "graph_0/output_code.py",
+        "graph_1/output_code.py",
+        "decisions.csv",
+        "other.bin",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    files = list(explained(tmp_path))
+    assert [str(f.path) for f in files] == ["run.json", "graph_0/output_code.py", "decisions.csv"]
+    assert [f.count for f in files] == [1, 2, 1]
+
+
+def test_a_demo_in_which_pellucid_fails_has_no_run_folder(monkeypatch, tmp_path):
+    failed = SubjectResult("pellucid", "KeyError: 'x'")
+    report = dataclasses.replace(
+        example_report(), models=(ModelResult("bert", 1, 128, "f32", 12, (failed,)),)
+    )
+    monkeypatch.setattr("pellucid.bench.demo.bench", lambda *args: report)
+    result = run("demo", "--dir", str(tmp_path / "run"))
+    assert result.exit_code == Exit.BAD
+    assert "pellucid: KeyError: 'x'" in result.stdout and "run folder" not in result.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_demo_prints_the_table_and_the_folder(monkeypatch, tmp_path):
+    def demo(folder, *rest):
+        from pellucid.bench.demo import Demo
+
+        (folder / "decisions.csv").touch()
+        return Demo(example_report(), folder)
+
+    monkeypatch.setattr("pellucid.bench.demo.demo", demo)
+    result = run("demo", "--dir", str(tmp_path))
+    assert result.exit_code == Exit.BAD  # the example has failures
+    assert "bert: batch 1 x 128" in result.stdout
+    assert "decisions.csv" in result.stdout and "with its reason" in result.stdout
