@@ -124,9 +124,10 @@ def user_frames(node: torch.fx.Node) -> str:
 def artifact_logger(name: str) -> Any:
     """The logger of one of TorchInductor's artifact names (`ir_pre_fusion`, `output_code`, ...).
 
-    These names are registered with `TORCH_LOGS` by PyTorch itself, and mean the same things here.
+    These names are registered with `TORCH_LOGS` by PyTorch itself, and mean the same things here. The logger lies
+    below `torch`, because PyTorch attaches its handlers there.
     """
-    return getArtifactLogger("pellucid.pipeline", name)
+    return getArtifactLogger("torch.pellucid", name)
 
 
 def current_graph_name() -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
-from pellucid.codegen.canonical import canonicalise
+from pellucid.codegen.canonical import Canonical, canonicalise
 from pellucid.codegen.cpp import print_kernel
 from pellucid.codegen.linemap import annotate_source
 from pellucid.codegen.loops import nest
@@ -19,7 +19,7 @@ from pellucid.codegen.space import simplify
 from pellucid.codegen.target import Target, host
 from pellucid.codegen.vector import base_lanes
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import Expr, Sym, sym
+from pellucid.ir.index import Atom, Expr, Sym, sym
 from pellucid.ir.nodes import CheckIndex, Compute, Kernel, Reduce
 from pellucid.ir.origin import Origin
 from pellucid.options import Options
@@ -56,29 +56,34 @@ class CppKernel:
 def generate(kernel: Kernel, options: Options, target: Target | None = None) -> CppKernel:
     """Vectorised C++ for `kernel`, on this machine unless another `target` is given."""
     target = target or host()
-    simple = simplify(kernel, base_lanes(kernel, target))
-    canonical = canonicalise(simple)
-    plan = make_plan(canonical.kernel, target, options)
+    named = canonicalise(kernel)
+    simple = canonicalise(simplify(named.kernel, base_lanes(kernel, target))).after(named)
+    plan = make_plan(simple.kernel, target, options)
     items = nest(plan)
-    stem = _stem(kernel)
     text = print_kernel(plan, items, "NAME").source
-    name = f"{stem}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    name = f"{_stem(kernel)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     written = print_kernel(plan, items, name)
-    original = {Sym(f"s{k}"): sym(old) for k, old in enumerate(canonical.symbols)}
-    checks = tuple(line.origin for line in plan.kernel.body if isinstance(line.rhs, CheckIndex))
-    decisions = tuple(replace(each, subject=(kernel.name, *each.subject[1:])) for each in plan.decisions)
+    original: dict[Atom, Expr] = {Sym(f"s{k}"): sym(old) for k, old in enumerate(simple.symbols)}
     return CppKernel(
         name=name,
         source=written.source,
-        params=canonical.buffers,
-        symbols=canonical.symbols,
+        params=simple.buffers,
+        symbols=simple.symbols,
         extent=plan.extent.substitute(original),
         grain=plan.grain,
-        checks=checks,
+        checks=tuple(line.origin for line in plan.kernel.body if isinstance(line.rhs, CheckIndex)),
         line_map=tuple(written.origins),
         plan=plan,
-        decisions=decisions,
+        decisions=tuple(_with_original_names(decision, simple) for decision in plan.decisions),
     )
+
+
+def _with_original_names(decision: Decision, canonical: Canonical) -> Decision:
+    """Decisions are about the names that the caller knows: those of its buffers and values."""
+    names = {f"p{k}": old for k, old in enumerate(canonical.buffers)}
+    names |= {f"v{k}": old for k, old in enumerate(canonical.values)}
+    first, *rest = decision.subject
+    return replace(decision, subject=(first, *(names.get(name, name) for name in rest)))
 
 
 def annotate(kernel: CppKernel) -> str:

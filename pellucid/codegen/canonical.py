@@ -25,12 +25,26 @@ from pellucid.ir.nodes import (
 class Canonical:
     """A kernel under canonical names, and what they stand for.
 
-    buffers, symbols: the original name of `p0`, `p1`, ... and of `s0`, `s1`, ...
+    buffers, symbols, values: the original name of `p0`, `p1`, ..., of `s0`, `s1`, ... and of `v0`, `v1`, ...
     """
 
     kernel: Kernel
     buffers: tuple[str, ...]
     symbols: tuple[str, ...]
+    values: tuple[str, ...]
+
+    def after(self, first: Canonical) -> Canonical:
+        """This one, made from the kernel of `first`, with the original names of `first`."""
+
+        def original(names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(known[int(name[1:])] for name in names)
+
+        return Canonical(
+            self.kernel,
+            original(self.buffers, first.buffers),
+            original(self.symbols, first.symbols),
+            original(self.values, first.values),
+        )
 
 
 def map_indices(rhs: Rhs, change: Callable[[Expr], Expr]) -> Rhs:
@@ -103,7 +117,7 @@ def canonicalise(kernel: Kernel) -> Canonical:
     params = tuple(
         replace(by_name[old], name=new, numel=by_name[old].numel.substitute(mapping)) for old, new in buffers.items()
     )
-    return Canonical(Kernel("kernel", params, space, body), tuple(buffers), tuple(symbols))
+    return Canonical(Kernel(kernel.name, params, space, body), tuple(buffers), tuple(symbols), tuple(values))
 
 
 def _symbols(kernel: Kernel) -> dict[str, None]:

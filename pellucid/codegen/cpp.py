@@ -1,4 +1,4 @@
-"""Print a loop nest as C++. Nothing is decided here: the plan has chosen, and `native/prelude.h` knows the operators."""
+"""Print a loop nest as C++. Nothing is decided here: the plan has chosen, `native/prelude.h` knows the operators."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pellucid.codegen.loops import (
     Scratch,
     Start,
 )
-from pellucid.codegen.plan import Plan
+from pellucid.codegen.plan import Plan, chunks
 from pellucid.codegen.vector import Access, access
 from pellucid.ir.index import Expr, FloorDiv, Mod, Sym, Val, Var, bounds, const, nonnegative, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Scalar, Store, axes_of
-from pellucid.ir.origin import GLUE, Origin, merge
+from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
 
 CPP_TYPE = {
@@ -68,7 +68,8 @@ def index_text(index: Expr, ranges: dict[str, Expr], atom: Callable[[Sym | Var |
         left, right = index_text(num, ranges, atom), index_text(den, ranges, atom)
         span = bounds(num, ranges)
         if span is not None and nonnegative(span[0]):
-            return f"(({left}) {operator} ({right}))"
+            left, right = (each if each.isalnum() else f"({each})" for each in (left, right))
+            return f"({left} {operator} {right})"
         return f"pv::{function}<int64_t>({left}, {right})"
 
     text = ""
@@ -138,6 +139,8 @@ class _Printer:
         if self.checks:
             out.line("int64_t status = 0;")
         self.items(items)
+        if self.plan.streamed:
+            out.line("pv::stream_end();")
         out.line("return status;" if self.checks else "return 0;")
         out.depth -= 1
         out.line("}")
@@ -212,8 +215,8 @@ class _Printer:
                 self.close("});")
             case Kind.BLOCKS:
                 extent = self.text(self.plan.extent_of(loop.axis))
-                self.open(f"for (int64_t lo = 0; lo < {extent}; lo += {loop.block}) {{", origin)
-                self.out.line(f"const int64_t hi = pv::least(lo + {loop.block}, {extent});", origin)
+                self.open(f"for (int64_t from = 0; from < {extent}; from += {loop.block}) {{", origin)
+                self.out.line(f"const int64_t to = pv::least(from + {loop.block}, {extent});", origin)
                 self.items(loop.body)
                 self.close("}")
             case _:
@@ -233,7 +236,9 @@ class _Printer:
         self.counters.discard(loop.axis)
 
     def range(self, loop: Loop) -> tuple[str, str]:
-        return ("lo", "hi") if loop.blocked else ("0", self.text(self.plan.extent_of(loop.axis)))
+        if not loop.blocked:
+            return "0", self.text(self.plan.extent_of(loop.axis))
+        return ("lo", "hi") if loop.axis == self.plan.inner else ("from", "to")
 
     def exact(self, loop: Loop) -> bool:
         """True if every step of a vector loop has all its lanes."""
@@ -243,25 +248,27 @@ class _Printer:
     def decode(self) -> None:
         """The counters of the flattened axes from the parallel loop's: the last axis runs fastest."""
         plan = self.plan
-        counters: list[tuple[str, str, Expr]] = [(axis, axis, plan.extent_of(axis)) for axis in plan.outer]
+        counters = [(axis, plan.extent_of(axis)) for axis in plan.outer]
         if plan.chunk and plan.inner is not None:
-            extent = plan.extent_of(plan.inner)
-            counters.append(("lo", plan.inner, (extent + (plan.chunk - 1)).substitute({})))
+            counters.append(("lo", chunks(plan.extent_of(plan.inner), plan.chunk)))
         rest = "t"
         for position in range(len(counters) - 1, -1, -1):
-            name, _, extent = counters[position]
-            count = self.text(extent) if name != "lo" else f"(({self.text(extent)}) / {plan.chunk})"
-            mine = rest if position == 0 else f"{rest} % ({count})"
-            if name == "lo":
-                mine = f"({mine}) * {plan.chunk}" if position else f"{mine} * {plan.chunk}"
-            self.out.line(f"const int64_t {name} = {mine};", GLUE)
+            name, extent = counters[position]
+            count = self.factor(extent)
+            mine = f"{rest} % {count}" if position else rest
+            scale = f" * {plan.chunk}" if name == "lo" else ""
+            self.out.line(f"const int64_t {name} = {mine}{scale};")
             if position:
-                self.out.line(f"const int64_t t{position} = {rest} / ({count});", GLUE)
+                self.out.line(f"const int64_t t{position} = {rest} / {count};")
                 rest = f"t{position}"
         if plan.chunk and plan.inner is not None:
-            self.out.line(
-                f"const int64_t hi = pv::least(lo + {plan.chunk}, {self.text(plan.extent_of(plan.inner))});", GLUE
-            )
+            extent = self.text(plan.extent_of(plan.inner))
+            self.out.line(f"const int64_t hi = pv::least(lo + {plan.chunk}, {extent});")
+
+    def factor(self, expr: Expr) -> str:
+        """An expression as an operand of a product."""
+        text = self.text(expr)
+        return text if expr.value is not None or text.isidentifier() else f"({text})"
 
     # ------------------------------------------------------------------------------------------ values
 
@@ -348,7 +355,8 @@ class _Printer:
         if not wide:
             text = f"pv::store({self.pointer(store.buffer, store.index)}, {value});"
         elif access(store.index, str(self.plan.vector), self.plan.wide) is Access.UNIT:
-            text = f"pv::store<{kind}>({self.pointer(store.buffer, store.index)}, {value}, n);"
+            function = "stream" if store.buffer in self.plan.streamed else "store"
+            text = f"pv::{function}<{kind}>({self.pointer(store.buffer, store.index)}, {value}, n);"
         else:
             text = f"pv::scatter<{kind}>({store.buffer}, {value}, n, {self.at(store.index)});"
         inner = self.plan.inner
@@ -394,8 +402,6 @@ class _Printer:
     def finish(self, line: Line) -> None:
         assert isinstance(line.rhs, Reduce)
         number = line.out[1:]
-        if line.out in self.plan.pairwise:
-            self.out.line(f"b{number}.close(a{number});", line.origin)
         value = f"{'b' if line.out in self.plan.pairwise else 'a'}{number}.value()"
         if self.plan.vector_is_reduced:
             value = f"pv::total<pv::{REDUCTION[line.rhs.op]}>({value})"
@@ -432,9 +438,7 @@ class _Printer:
 
     def keep(self, line: Line) -> None:
         use = self.scratch_use(line)
-        self.out.line(
-            f"pv::store<{CPP_TYPE[line.dtype]}>({self.scratch_place(line)}, {line.out}{use});", line.origin
-        )
+        self.out.line(f"pv::store<{CPP_TYPE[line.dtype]}>({self.scratch_place(line)}, {line.out}{use});", line.origin)
 
     def recall(self, line: Line) -> None:
         kind = f"<{CPP_TYPE[line.dtype]}>"

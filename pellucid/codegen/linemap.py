@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pellucid.ir.origin import GLUE, Origin
 
 WIDTH = 100
+MOST = 4
 
 
 @dataclass(slots=True)
@@ -28,11 +29,16 @@ class Writer:
 
 
 def describe(origin: Origin) -> str:
-    """One comment: `add, mul  model.py:12, model.py:14`; empty for glue."""
+    """One comment: `add, mul  model.py:12, model.py:14`; empty for glue. Long lists, as of loops, are cut."""
     if origin.is_glue:
         return ""
-    users = ", ".join(str(user) for user in origin.users)
-    return ", ".join(origin.nodes) + (f"  {users}" if users else "")
+    users = _listed([str(user) for user in origin.users])
+    return _listed(origin.nodes) + (f"  {users}" if users else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", and {len(names) - MOST} more" if len(names) > MOST else ""
+    return ", ".join(names[:MOST]) + more
 
 
 def annotate_source(source: str, origins: Sequence[Origin]) -> str:

@@ -21,7 +21,7 @@ class Define:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Store a value, at the first point only of each axis in `once`: loops around the store that it does not depend on."""
+    """Store a value, at the first point only of each axis in `once`: loops around it that it does not depend on."""
 
     line: Line
     once: tuple[str, ...]
@@ -167,12 +167,10 @@ class _Builder:
         ]
 
     def _puts(self, level: int) -> list[Item]:
-        around = (*self.plan.outer, *((self.plan.inner,) if self.plan.inner and (level == 2 or self.plan.chunk) else ()))
-        return [
-            self._put(line, around)
-            for line, _ in self.plan.kernel.stores()
-            if self.level.get(line.out) == level
-        ]
+        around = self.plan.outer
+        if self.plan.inner and (level == 2 or self.plan.chunk):
+            around = (*around, self.plan.inner)
+        return [self._put(line, around) for line, _ in self.plan.kernel.stores() if self.level.get(line.out) == level]
 
     def _put(self, line: Line, around: Iterable[str]) -> Put:
         return Put(line, tuple(axis for axis in around if axis not in self.depends[line.out]))
@@ -182,7 +180,6 @@ class _Builder:
     def _sweep(self, sweep: Sweep, depth: int) -> list[Item]:
         """Loops over the reduced axes from `depth` on; each line stands in the outermost that knows all it needs."""
         axes = self.plan.reduced
-        axis = axes[depth]
         last = depth == len(axes) - 1
         body: list[Item] = []
         puts: list[Item] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pellucid.codegen.space import hint
+from pellucid.codegen.space import SYMBOL_HINT, hint
 from pellucid.codegen.stages import Stages, plan_stages
 from pellucid.codegen.target import Target
 from pellucid.codegen.vector import base_lanes, choose, cost
@@ -18,6 +18,8 @@ from pellucid.options import Options
 PAIRWISE_BLOCK = 64
 # Work of one parallel iteration that makes the loop around it negligible, in instructions.
 CHUNK_WORK = 4096
+# Outer iterations from which on the inner axis need not be cut to keep all threads busy.
+ENOUGH_ITERATIONS = 512
 # What one core does in a nanosecond, roughly: vector instructions, and bytes moved from and to memory.
 INSTRUCTIONS_PER_NS = 4.0
 BYTES_PER_NS = 10.0
@@ -35,6 +37,7 @@ class Plan:
     vector: the vector axis; None for scalar code. width: lanes per step.
     wide: the values (and stores) that have one value per lane.
     pairwise: sums that are collected in blocks and then added pairwise.
+    streamed: buffers that are written past the caches.
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.
     """
 
@@ -48,6 +51,7 @@ class Plan:
     wide: frozenset[str]
     stages: Stages
     pairwise: frozenset[str]
+    streamed: frozenset[str]
     extent: Expr
     grain: int
     decisions: tuple[Decision, ...]
@@ -78,16 +82,35 @@ def make_plan(kernel: Kernel, target: Target, options: Options) -> Plan:
     stages = plan_stages(kernel, width if inner is not None and inner == vector else 1)
     work = cost(kernel, vector, base_lanes(kernel, target) if vector else 1)
     points = max(1, hint(product(kernel.ranges[name] for name in (*outer, *([inner] if inner else [])))))
-    chunk = 0 if inner is None else _chunk(kernel.ranges[inner], width, work / points)
     extent = product(kernel.ranges[name] for name in outer)
-    if chunk and inner is not None:
-        extent = extent * floordiv(kernel.ranges[inner] + (chunk - 1), chunk)
+    chunk = 0
+    if inner is not None and hint(extent) < ENOUGH_ITERATIONS:
+        chunk = _chunk(kernel.ranges[inner], width, work / points)
+        extent = extent * (chunks(kernel.ranges[inner], chunk) if chunk else 1)
     grain, parallel = _grain(kernel, extent, work, options)
-    pairwise, told = _pairwise(kernel, reduced, vector, width)
-    decisions = (*choice.decisions, *stages.decisions, parallel, *told)
+    pairwise, sums = _pairwise(kernel, reduced, vector, width)
+    streamed, streams = _streamed(kernel, wide, target)
     return Plan(
-        kernel, outer, inner, chunk, reduced, vector, width, wide, stages, pairwise, extent, grain, decisions
+        kernel=kernel,
+        outer=outer,
+        inner=inner,
+        chunk=chunk,
+        reduced=reduced,
+        vector=vector,
+        width=width,
+        wide=wide,
+        stages=stages,
+        pairwise=pairwise,
+        streamed=streamed,
+        extent=extent,
+        grain=grain,
+        decisions=(*choice.decisions, *stages.decisions, parallel, *sums, *streams),
     )
+
+
+def chunks(extent: Expr, chunk: int) -> Expr:
+    """Number of chunks of an axis."""
+    return floordiv(extent + (chunk - 1), chunk)
 
 
 def _check_in_place(kernel: Kernel) -> None:
@@ -129,6 +152,8 @@ def _grain(kernel: Kernel, extent: Expr, work: float, options: Options) -> tuple
         if ok
         else f"the whole kernel takes about {nanoseconds:.3g} ns in {iterations} iterations: one thread is enough"
     )
+    if extent.syms():
+        why += f" (for sizes of about {SYMBOL_HINT}; what counts is the size at run time)"
     facts = (("iterations", iterations), ("grain", grain), ("estimated_ns", round(nanoseconds)))
     return grain, Decision("codegen.parallel", (kernel.name,), ok, why, facts)
 
@@ -150,3 +175,23 @@ def _pairwise(
     count = str(terms) if terms.value is None else terms.value
     why = f"each accumulator adds {count} terms: they are added in blocks, and blocks pairwise, for accuracy"
     return frozenset(sums), tuple(Decision("codegen.pairwise", (kernel.name, name), True, why) for name in sums)
+
+
+def _streamed(kernel: Kernel, wide: frozenset[str], target: Target) -> tuple[frozenset[str], tuple[Decision, ...]]:
+    """Buffers to write past the caches: a plain store first reads the line it writes to, which is wasted traffic.
+
+    That pays when the kernel moves so much memory that little of a buffer would still be cached when it ends.
+    """
+    sizes = {param.name: param.numel.value for param in kernel.params}
+    if any(size is None for size in sizes.values()):
+        return frozenset(), ()
+    moved = sum((sizes[param.name] or 0) * param.dtype.itemsize for param in kernel.params)
+    if moved < 2 * target.cache_bytes:
+        return frozenset(), ()
+    loaded = {load.buffer for _, load in kernel.loads()}
+    large = {param.name for param in kernel.params if (sizes[param.name] or 0) * param.dtype.itemsize >= moved // 8}
+    stored = {store.buffer for line, store in kernel.stores() if line.out in wide}
+    chosen = frozenset((stored & large) - loaded)
+    why = "the kernel moves more than twice what the cache holds, so its output goes past the cache"
+    facts = (("moved_bytes", moved), ("cache_bytes", target.cache_bytes))
+    return chosen, tuple(Decision("codegen.stream", (kernel.name, name), True, why, facts) for name in sorted(chosen))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from pellucid.codegen.canonical import indices, map_indices
 from pellucid.ir.index import ZERO, Atom, Expr, FloorDiv, Mod, Var, const, exact_div, var
-from pellucid.ir.nodes import Axis, Compute, Const, Kernel, Line, Reduce, Rhs
+from pellucid.ir.nodes import Axis, Compute, Const, Kernel, Line, Reduce, Rhs, axes_of
 
 
 def simplify(kernel: Kernel, lanes: int) -> Kernel:
@@ -18,7 +18,31 @@ def simplify(kernel: Kernel, lanes: int) -> Kernel:
     before: `for i0 < 16384, i1 < 512: load x[512*i0 + i1]`
     after:  `for i0 < 8388608: load x[i0]`
     """
-    return sort(merge(split(drop_unit(kernel), lanes)))
+    return sort(merge(split(drop_unit(drop_empty(kernel)), lanes)))
+
+
+def drop_empty(kernel: Kernel) -> Kernel:
+    """Without axes that have no point: what depends on them never happens, and reductions over them are constant.
+
+    before: `for i0 < 4, i1 < 0: a = load x[i0 + i1]; b = sum a over i1; store y[i0], b`
+    after:  `for i0 < 4: b = 0.0; store y[i0], b`
+    """
+    empty = {axis.name for axis in kernel.space if axis.extent == ZERO}
+    if not empty:
+        return kernel
+    depends = axes_of(kernel)
+    body: list[Line] = []
+    for line in kernel.body:
+        if isinstance(line.rhs, Reduce) and not empty.isdisjoint(line.rhs.axes):
+            body.append(Line(line.out, Const(_IDENTITY[line.rhs.op]), line.dtype, line.origin))
+        elif empty.isdisjoint(depends[line.out]):
+            body.append(line)
+    space = tuple(axis for axis in kernel.space if axis.name not in empty)
+    return Kernel(kernel.name, kernel.params, space, tuple(body))
+
+
+# The lowering makes none of the last four over an empty axis.
+_IDENTITY = {"sum": 0, "prod": 1, "any": False, "all": True, "max": 0, "min": 0, "argmax": 0, "argmin": 0}
 
 
 def drop_unit(kernel: Kernel) -> Kernel:

@@ -87,7 +87,8 @@ def choose(kernel: Kernel, target: Target, enabled: bool) -> VectorChoice:
         why = f"vectors along {best}, the best axis, would cost more than scalar code: {_obstacle(kernel, best)}"
         return VectorChoice(None, 1, (Decision("codegen.vectorize", (kernel.name,), False, why, facts),))
     width = lanes * _unroll(kernel, best, lanes, target)
-    why = f"{best} has the cheapest access of {len(prices)} axes"
+    others = f", cheaper than along {', '.join(sorted(set(prices) - {best}))}" if len(prices) > 1 else ""
+    why = f"{width} lanes along {best}{others}"
     chosen = Decision("codegen.vectorize", (kernel.name,), True, why, (*facts, ("width", width)))
     return VectorChoice(best, width, (chosen, *_lane_by_lane(kernel, best)))
 
@@ -130,7 +131,8 @@ def _line_cost(
         case Load(_, index) | Store(_, index):
             return points * GATHER_COST if access(index, axis, wide_values) is Access.GATHER else steps
         case Compute():
-            return points * (_operator_cost(line) + LANEWISE_COST) if is_lanewise(line) else steps * _operator_cost(line)
+            each = _operator_cost(line)
+            return points * (each + LANEWISE_COST) if is_lanewise(line) else steps * each
         case _:
             return steps
 

@@ -12,7 +12,7 @@ from pellucid.errors import PellucidError, UnsupportedError
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Program
 from pellucid.lower import pointwise, reduce, shapes  # noqa: F401  (their rules register themselves)
-from pellucid.lower.extern import CHOSEN, fallback_reason, lower_extern
+from pellucid.lower.extern import CHOSEN, call_of, fallback_reason, lower_effect, lower_extern
 from pellucid.lower.graph import GraphBuilder, Result, overlaps_itself
 from pellucid.lower.registry import RULES, NotLowered, overload_name
 from pellucid.lower.shapes import is_view, lower_view
@@ -102,14 +102,16 @@ def _lower_call(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 def _lower_operator(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    if node.target is torch.ops.higher_order.with_effects:
+        return lower_effect(graph, node)
     name = overload_name(node)
     if name not in RULES or name in CHOSEN:
-        return lower_extern(graph, node, fallback_reason(node))
+        return lower_extern(graph, call_of(node), fallback_reason(node))
     try:
         _check_layout(node)
         return RULES[name](graph, node)
     except NotLowered as refusal:
-        return lower_extern(graph, node, str(refusal))
+        return lower_extern(graph, call_of(node), str(refusal))
 
 
 def _check_layout(node: torch.fx.Node) -> None:

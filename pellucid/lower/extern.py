@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from pellucid.errors import UnsupportedError
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Arg, Enum, Extern, View
-from pellucid.lower.graph import GraphBuilder, Result, TensorRef, op_name, overlaps_itself
+from pellucid.lower.graph import GraphBuilder, Result, TensorRef, overlaps_itself
 from pellucid.lower.registry import overload_name
 
 # Why ATen computes an operator although it is known well; everything else lacks a lowering.
@@ -37,76 +38,107 @@ _OUT_VARIANTS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a dispatcher operator: what an FX node does, or what a higher-order operator does on its behalf.
+
+    metas: the fake results, none for an operator that returns nothing; several: whether the operator returns a sequence of them. used: which ones are read.
+    """
+
+    node: torch.fx.Node
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    metas: tuple[Any, ...]
+    several: bool
+    used: frozenset[int]
+
+    @property
+    def is_random(self) -> bool:
+        return torch.Tag.nondeterministic_seeded in self.target.tags
+
+
+def call_of(node: torch.fx.Node) -> Call:
+    """The call that `node` makes; raises `UnsupportedError` if it is not one of the dispatcher's operators."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise UnsupportedError(
+            f"the graph calls {node.target}, which is not an operator of the dispatcher",
+            hint="keep this part out of the compiled function with torch.compiler.disable",
+        )
+    meta = node.meta["val"]
+    several = isinstance(meta, list | tuple)
+    metas = tuple(meta) if several else (meta,) if node.target._schema.returns else ()
+    return Call(node, node.target, node.args, dict(node.kwargs), metas, several, _used(node, len(metas), several))
+
+
+def _used(node: torch.fx.Node, count: int, several: bool) -> frozenset[int]:
+    """Which results of `node` somebody reads: those that are picked, or all if it is used as a whole."""
+    picks = [user.args[1] for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
+    if not several or len(picks) < len(node.users):
+        return frozenset(range(count))
+    return frozenset(int(pick) % count for pick in picks)  # type: ignore[arg-type]
+
+
 def fallback_reason(node: torch.fx.Node) -> str:
     """Why `node` calls ATen, when no rule said more."""
     name = overload_name(node)
     if name in CHOSEN:
         return CHOSEN[name]
-    if is_random(node):
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
         return _RANDOM
     return f"there is no lowering for {node.target}"
 
 
-def is_random(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+def lower_effect(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """`with_effects(token, operator, ...)`: call the operator, in order. Tokens hold nothing: callers pass None."""
+    _, target, *args = node.args
+    metas = tuple(node.meta["val"])[1:] if target._schema.returns else ()  # type: ignore[union-attr]
+    used = frozenset(pick - 1 for pick in _used(node, len(metas) + 1, True) if pick > 0)
+    call = Call(node, target, tuple(args), dict(node.kwargs), metas, True, used)  # type: ignore[arg-type]
+    results = lower_extern(graph, call, f"{target} has an effect, which keeps its place in the order", ordered=True)
+    return (None, *results)  # type: ignore[misc]
 
 
-def lower_extern(graph: GraphBuilder, node: torch.fx.Node, reason: str) -> Result:
+def lower_extern(graph: GraphBuilder, call: Call, reason: str, *, ordered: bool = False) -> Result:
     """Call the operator as it is, and say why."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        raise UnsupportedError(
-            f"the graph calls {target}, which is not an operator of the dispatcher",
-            hint="keep this part out of the compiled function with torch.compiler.disable",
-        )
+    node, target = call.node, call.target
     graph.decide(Decision("lower.fallback", (node.name,), False, reason, (("op", str(target)),)))
-    meta = node.meta["val"]
-    metas = list(meta) if isinstance(meta, list | tuple) else [meta]
-    results = tuple(_result(graph, node, item) if _is_used(node, i) else None for i, item in enumerate(metas))
-    out = _out_variant(node, metas)
-    namespace, name = target.namespace, out or f"{target._opname}.{target._overloadname}"
+    results = tuple(
+        graph.new(meta, target._opname) if isinstance(meta, torch.Tensor) and position in call.used else None
+        for position, meta in enumerate(call.metas)
+    )
+    out = _out_variant(call)
+    schema = target._schema
     graph.emit_extern(
         lambda suffix: Extern(
-            name=f"{op_name(node)}_{suffix}",
-            op=f"{namespace}::{name}",
-            args=tuple(_argument(graph, arg) for arg in node.args),
-            kwargs=tuple((key, _argument(graph, arg)) for key, arg in node.kwargs.items()),
+            name=f"{target._opname}_{suffix}",
+            op=f"{target.namespace}::{out or f'{target._opname}.{target._overloadname}'}",
+            args=tuple(_argument(graph, arg) for arg in call.args),
+            kwargs=tuple((key, _argument(graph, arg)) for key, arg in call.kwargs.items()),
             outputs=tuple(None if result is None else result.view for result in results),
             out=out is not None,
             reason=reason,
-            mutates=_mutated(graph, node),
-            ordered=is_random(node) or target._schema.is_mutable or not target._schema.returns,
+            mutates=_mutated(graph, call),
+            ordered=ordered or call.is_random or schema.is_mutable or not schema.returns,
             origin=origin_of(node).step("lower"),
         )
     )
-    return results if isinstance(meta, list | tuple) else results[0]
+    return results if call.several else results[0] if results else None
 
 
-def _is_used(node: torch.fx.Node, position: int) -> bool:
-    """False if `node` returns several tensors and nobody picks this one."""
-    if not isinstance(node.meta["val"], list | tuple):
-        return True
-    picks = [user.args[1] for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
-    return len(picks) < len(node.users) or position in picks
+def _out_variant(call: Call) -> str | None:
+    variant = _OUT_VARIANTS.get(f"{call.target._opname}.{call.target._overloadname}")
+    return variant if call.target.namespace == "aten" and variant and not overlaps_itself(call.metas[0]) else None
 
 
-def _result(graph: GraphBuilder, node: torch.fx.Node, meta: Any) -> TensorRef | None:
-    return graph.new(meta, op_name(node)) if isinstance(meta, torch.Tensor) else None
-
-
-def _out_variant(node: torch.fx.Node, metas: list[Any]) -> str | None:
-    name = overload_name(node)
-    usable = len(metas) == 1 and not overlaps_itself(metas[0]) and not node.kwargs.get("out_dtype")
-    return _OUT_VARIANTS.get(name) if name is not None and usable else None
-
-
-def _mutated(graph: GraphBuilder, node: torch.fx.Node) -> tuple[str, ...]:
+def _mutated(graph: GraphBuilder, call: Call) -> tuple[str, ...]:
     """Buffers behind the arguments that the schema declares as written."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    names = []
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            tensors = graph.value(value)
+    names: list[str] = []
+    given = {argument.name: value for argument, value in zip(call.target._schema.arguments, call.args, strict=False)}
+    given.update(call.kwargs)
+    for argument in call.target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given:
+            tensors = graph.value(given[argument.name])
             tensors = tensors if isinstance(tensors, tuple) else (tensors,)
             names += [tensor.view.buffer for tensor in tensors if isinstance(tensor, TensorRef)]
     return tuple(names)

@@ -122,16 +122,17 @@ class GraphBuilder:
         return self.decisions.add(decision)
 
     def finish(self, outputs: Iterable[Result]) -> Program:
-        """The program that returns `outputs`."""
+        """The program that returns `outputs`. Inputs and buffers that nothing uses are left out of it."""
         views = tuple(_output(value) for value in outputs)
         returned = {view.buffer for view in views if isinstance(view, View)}
         used = returned.union(*(buffers_of(node) for node in self._nodes))
         buffers = tuple(
             replace(buffer, role="output") if buffer.role == "temp" and buffer.name in returned else buffer
             for buffer in self._buffers.values()
-            if buffer.role == "input" or buffer.name in used
+            if buffer.name in used
         )
-        return Program(tuple(self._symbols), buffers, tuple(self._inputs), tuple(self._nodes), views)
+        inputs = tuple(name if name in used or name in self._symbols else None for name in self._inputs)
+        return Program(tuple(self._symbols), buffers, inputs, tuple(self._nodes), views)
 
 
 def buffers_of(node: Node) -> frozenset[str]:

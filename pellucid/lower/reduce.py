@@ -192,3 +192,29 @@ def layer_norm(graph: GraphBuilder, node: torch.fx.Node) -> Result:
         kernel.store(result.view, result.dtype, index, stored)
     graph.emit(kernel)
     return results
+
+
+# A prefix sum as a reduction over all earlier elements takes n^2 steps, in one kernel that fuses; beyond this many
+# elements ATen's linear scan wins.
+_LONGEST_PREFIX = 512
+
+
+@rule("cumsum.default")
+def cumsum(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """result[i] = sum over j of (x[j] if j <= i else 0)."""
+    given = arguments(node, graph)
+    x: TensorRef = given["self"]
+    if not x.shape:
+        raise NotLowered("cumsum of a zero-dimensional tensor")
+    dim = given["dim"] % len(x.shape)
+    length = x.shape[dim].value
+    if length is None or length > _LONGEST_PREFIX:
+        raise NotLowered(f"a prefix sum over {x.shape[dim]} elements: ATen's scan takes fewer steps")
+    result = graph.new(node.meta["val"], "cumsum")
+    kernel = graph.kernel(node, (*x.shape, x.shape[dim]))
+    at, earlier = kernel.index[:-1], kernel.index[-1]
+    value = kernel.load(x.view, x.dtype, tuple(earlier if d == dim else i for d, i in enumerate(at))).to(result.dtype)
+    masked = kernel.where(kernel.position(earlier) <= kernel.position(at[dim]), value, 0)
+    kernel.store(result.view, result.dtype, at, kernel.reduce("sum", masked, (len(x.shape),)))
+    graph.emit(kernel)
+    return result

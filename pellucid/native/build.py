@@ -140,6 +140,16 @@ _libraries: dict[Path, ctypes.CDLL] = {}
 _addresses: dict[tuple[str, str, str], int] = {}
 
 
+def _after_fork() -> None:
+    """In a forked child: a lock that another thread held at that moment would never be released."""
+    global _lock
+    _lock = threading.Lock()
+    _compilers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 @lru_cache(maxsize=8)
 def _store(key: str, _root: Path) -> KernelStore:
     return KernelStore(key)

@@ -266,13 +266,15 @@ class _Encoder:
 
     def _python(self, out: _Writer, function: Callable[..., Any], call: OutCall | FunctionalCall | PythonCall) -> None:
         views: list[TensorView] = []
-        args = _with_holes(call.args, views)
+        args = [_with_holes(arg, views) for arg in call.args]
         kwargs = {name: _with_holes(value, views) for name, value in call.kwargs}
         outputs = _outputs(call)
 
         def trampoline(tensors: list[torch.Tensor]) -> list[object]:
             filled = [_fill(arg, tensors) for arg in args]
             returned = function(*filled, **{name: _fill(value, tensors) for name, value in kwargs.items()})
+            if isinstance(returned, torch.Tensor):
+                return [returned]
             return list(_flatten(returned)) if outputs else []
 
         self.objects.append(trampoline)

@@ -49,6 +49,15 @@ class _Host(ctypes.Structure):
     ]
 
 
+def _after_fork() -> None:
+    """In a forked child: if another thread held the lock at that moment, nobody would ever release it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def library() -> ctypes.PyDLL:
     """The runtime, ready to use; built and loaded at the first call. Raises ToolchainError or UnsupportedError."""
     with _lock:
@@ -143,7 +152,7 @@ def _host(lib: ctypes.PyDLL) -> _Host:
         tensor_type=torch.Tensor,
         parameter_type=torch.nn.Parameter,
         wrap=_wrapper(),
-        steal=_aoti.alloc_tensor_by_stealing_from_void_ptr,
+        steal=_aoti.alloc_tensors_by_stealing_from_void_ptrs,
         outside_inference=_fill_outside_inference(lib),
         profiler_globals=vars(torch.autograd.profiler),
         profiler_flag="_is_profiler_enabled",
@@ -167,7 +176,8 @@ def _check_handle() -> None:
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     handle = pointer(capsule, None)
     good = bool(handle) and ctypes.c_uint64.from_address(handle).value == tensor._cdata
-    _aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)  # frees the handle
+    # Frees the handle; the function for a single tensor would leak a reference to it.
+    _aoti.alloc_tensors_by_stealing_from_void_ptrs([capsule])
     if not good:
         raise UnsupportedError(f"a tensor handle of PyTorch {torch.__version__} is not a pointer", hint=_HINT)
 

@@ -32,7 +32,10 @@ class InputSlot:
 
 @dataclass(frozen=True, slots=True)
 class OutputSlot:
-    """A buffer of `nbytes` that each run takes from the output pool; it returns there when its last tensor dies."""
+    """A buffer of `nbytes` that each run takes from the output pool; it returns there when its last tensor dies.
+
+    Its tensors are like any others, except that PyTorch cannot make their storage larger (`resize_`).
+    """
 
     nbytes: int
 

@@ -512,6 +512,27 @@ template <class T, int W> PV_FN void store(T* p, const Vec<Value<T>, W>& a, cons
   store_masked((Raw<T>*)p, shrink<T, W>(a), n.mask);
 }
 
+// A store past the caches, for whole registers at aligned addresses; `stream_end` makes them visible to other threads.
+template <class R> PV_FN void stream_register(void* p, R a) {
+  if (uintptr_t(p) % sizeof(R) != 0) std::memcpy(p, &a, sizeof(R));
+#ifdef __AVX512F__
+  else if constexpr (sizeof(R) == 64) _mm512_stream_si512((__m512i*)p, (__m512i)a);
+#endif
+  else if constexpr (sizeof(R) == 32) _mm256_stream_si256((__m256i*)p, (__m256i)a);
+  else if constexpr (sizeof(R) == 16) _mm_stream_si128((__m128i*)p, (__m128i)a);
+  else std::memcpy(p, &a, sizeof(R));
+}
+template <class T, int W> PV_FN void stream(T* p, const Vec<Value<T>, W>& a, All<W>) {
+  using V = Vec<Raw<T>, W>;
+  const V raw = shrink<T, W>(a);
+  build<std::array<int, V::count>, V::count>([&](auto K) PV_INLINE {
+    stream_register((Raw<T>*)p + decltype(K)::value * V::lanes, raw.r[K]);
+    return 0;
+  });
+}
+template <class T, int W> PV_FN void stream(T* p, const Vec<Value<T>, W>& a, const Some<W>& n) { store<T>(p, a, n); }
+PV_FN void stream_end() { _mm_sfence(); }
+
 // Element `at(k)` of p in lane k: strided and indirect access, one lane at a time.
 template <class T, class N, int W, class F> PV_FN Vec<Value<T>, W> gather_lanes(const T* p, const N& n, All<W>, F at) {
   Lanes<Raw<T>, W> out = {};

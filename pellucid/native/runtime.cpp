@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <exception>
 
 #include "instance.h"
 
@@ -14,7 +15,7 @@ struct Host {
   int64_t type_offset, impl_offset;  // in a tensor object, of its type and of its TensorImpl, in bytes
   PyObject *tensor_type, *parameter_type;
   PyObject* (*wrap)(AtenTensorHandle);  // to a Python object, without taking the handle; null: use `steal`
-  PyObject* steal;                      // from a capsule with a handle, which it takes, to a Python object
+  PyObject* steal;                      // from a list of capsules with handles, which it takes, to a list of tensors
   PyObject* outside_inference;          // calls pellucid_fill on a capsule, with inference mode off
   PyObject *profiler_globals, *profiler_flag;  // where torch.profiler says that it is on
 };
@@ -452,10 +453,15 @@ class Run {
 
   static PyObject* to_python(AtenTensorHandle handle) {
     if (host.wrap) return host.wrap(handle);
-    PyObject* capsule = PyCapsule_New(new_handle(handle), nullptr, nullptr);
-    PyObject* out = PyObject_CallFunctionObjArgs(host.steal, capsule, nullptr);
-    Py_DecRef(capsule);
-    return out;
+    PyObject* list = PyList_New(1);
+    PyList_SetItem(list, 0, PyCapsule_New(new_handle(handle), nullptr, nullptr));
+    PyObject* out = PyObject_CallFunctionObjArgs(host.steal, list, nullptr);
+    Py_DecRef(list);
+    if (!out) return nullptr;
+    PyObject* object = PyList_GetItem(out, 0);
+    Py_IncRef(object);
+    Py_DecRef(out);
+    return object;
   }
 
   PyObject* result(const Result& result) {
@@ -574,6 +580,9 @@ PyObject* run_in(Plan& plan, Frame& frame, PyObject* args) {
   } catch (const Failure& failure) {
     if (thread) PyEval_RestoreThread(thread);
     PyErr_SetString(PyExc_RuntimeError, run.describe(failure).c_str());
+  } catch (const std::exception& error) {  // the standard library ran out of memory
+    if (thread) PyEval_RestoreThread(thread);
+    PyErr_SetString(PyExc_RuntimeError, run.describe({error.what()}).c_str());
   }
   run.finish();
   return out;

@@ -205,7 +205,11 @@ class KernelStore:
         with handle:
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:  # closing is not enough: a child forked meanwhile has the file open too
+                with contextlib.suppress(OSError):
+                    fcntl.flock(handle, fcntl.LOCK_UN)
 
     def out_of_space(self, directory: Path) -> None:
         """Say that the disk of `directory` (as given by the property of that name) is full.

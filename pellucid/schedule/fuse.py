@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pellucid.ir.decision import Decision, DecisionLog
-from pellucid.ir.nodes import Program
+from pellucid.ir.nodes import Kernel, Program
 from pellucid.options import Options
 from pellucid.schedule.graph import FusionGraph
 from pellucid.schedule.horizontal import fuse_horizontally
@@ -22,7 +22,13 @@ def fuse(program: Program, options: Options) -> tuple[Program, list[Decision]]:
     fuse_vertically(graph, options, log)
     fuse_horizontally(graph, options, log)
     groups = graph.groups()
+    for group in groups:
+        if len(group.parts) > 1:
+            group.node = _stamped(group.kernel)
     nodes, named = name_kernels(groups)
-    for decision in named:
-        log.add(decision)
-    return replace(program, nodes=nodes), list(log)
+    return replace(program, nodes=nodes), [*log, *named]
+
+
+def _stamped(kernel: Kernel) -> Kernel:
+    """`kernel` with this step in the origin of every line."""
+    return replace(kernel, body=tuple([replace(line, origin=line.origin.step("fuse")) for line in kernel.body]))

@@ -125,6 +125,7 @@ def _copy(recipe: Recipe, point: Mapping[str, Expr], consumer: Kernel, mask: str
     names = {line.out: f"copy{number}:v{place}" for place, line in enumerate(recipe.lines)}
     lines: list[Line] = []
     for line in Rewrite(names, point, {}, consumer.ranges).lines(recipe.lines):
+        line = replace(line, origin=line.origin.step("fuse"))
         if mask is not None and isinstance(line.rhs, Load):
             both = mask
             if line.rhs.mask is not None:

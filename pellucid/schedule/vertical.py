@@ -30,22 +30,19 @@ def fuse_vertically(graph: FusionGraph, options: Options, log: DecisionLog) -> N
 def _visit(graph: FusionGraph, position: int, options: Options, log: DecisionLog) -> None:
     """Fuse the node at `position` with what makes its inputs; inlining may add inputs on the way."""
     nodes = graph.program.nodes
-    tried: set[str] = set()
     pending = _writers(graph, position, reads(nodes[position]))
     while pending:
         writer, buffer = pending.pop()
         group, producer = graph.group(position), graph.group(writer)
-        tried.add(buffer)
         if producer is group or buffer not in group.read:
             continue
-        question = _Question(
-            graph, options, producer, group, position, buffer, (nodes[writer].name, nodes[position].name)
-        )
-        for decision in question.answer():
+        before = group.read
+        subject = nodes[writer].name, nodes[position].name
+        for decision in _Question(graph, options, producer, group, position, buffer, subject).answer():
             log.add(decision)
             if decision.rule == "fuse.inline" and decision.ok:
-                new = [name for name in group.read if name not in tried]
-                pending = _writers(graph, position, new)
+                added = [name for name in group.read if name not in before]
+                pending = sorted([*pending, *_writers(graph, position, added)])
 
 
 def _writers(graph: FusionGraph, position: int, buffers: Iterable[str]) -> list[tuple[int, str]]:

@@ -15,6 +15,7 @@ _OPS_PER_BYTE = 2
 _KERNEL_BYTES = 65536
 
 _MOST_LINES = 64
+_MOST_READERS = 16
 
 
 def is_trivial(recipe: Recipe) -> bool:
@@ -42,7 +43,7 @@ def _bytes_saved(graph: FusionGraph, recipe: Recipe, producer: Group, consumer: 
     indices = {load.index for _, load in consumer.kernel.loads() if load.buffer == buffer}
     saved = sum(estimate(touched_bytes(index, param, ranges)) for index in indices)
     readers = graph.readers[buffer]
-    if graph.buffers[buffer].role == "temp" and all(isinstance(reader.node, Kernel) for reader in readers):
+    if _may_vanish(graph, buffer):
         vanishing = estimate(param.numel) * param.dtype.itemsize
         if sum(1 for _ in producer.kernel.stores()) == 1:
             sizes = {param.name: param for param in recipe.kernel.params}
@@ -52,6 +53,13 @@ def _bytes_saved(graph: FusionGraph, recipe: Recipe, producer: Group, consumer: 
             vanishing += estimate(loaded) + _KERNEL_BYTES
         saved += vanishing // len(readers)
     return saved
+
+
+def _may_vanish(graph: FusionGraph, buffer: str) -> bool:
+    """True if nobody would miss `buffer` should all its readers inline it; a share among many is nothing."""
+    readers = graph.readers[buffer]
+    few = graph.buffers[buffer].role == "temp" and len(readers) <= _MOST_READERS
+    return few and all(isinstance(reader.node, Kernel) for reader in readers)
 
 
 def _work(inlined: Inlined) -> tuple[int, bool]:

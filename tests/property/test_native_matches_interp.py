@@ -24,6 +24,14 @@ from tests.strategies import Expected, assert_close, expect, inputs_for, kernels
 BATCH = 50
 BATCHES = 40
 
+SETTINGS = settings(
+    max_examples=BATCH,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -42,9 +50,7 @@ def draw_cases(number: int) -> list[Case]:
     options = Options(vectorize=number % 4 != 3)
 
     @seed(number)
-    @settings(
-        max_examples=BATCH, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-    )
+    @settings(SETTINGS)
     @given(st.data())
     def collect(data: st.DataObject) -> None:
         kernel = data.draw(kernels(symbolic=number % 3 == 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid.ir.index import (
@@ -49,6 +49,7 @@ def value(expr: Expr, env: dict[str, int]) -> int:
 
 
 @given(exprs(), exprs(), environments)
+@settings(deadline=None)
 def test_arithmetic_agrees_with_integers(a: Expr, b: Expr, env: dict[str, int]):
     assert value(a + b, env) == value(a, env) + value(b, env)
     assert value(a - b, env) == value(a, env) - value(b, env)
@@ -57,6 +58,7 @@ def test_arithmetic_agrees_with_integers(a: Expr, b: Expr, env: dict[str, int]):
 
 
 @given(exprs(), exprs(), exprs())
+@settings(deadline=None)
 def test_equal_polynomials_are_equal_objects(a: Expr, b: Expr, c: Expr):
     assert a + b == b + a and hash(a + b) == hash(b + a)
     assert (a + b) * c == a * c + b * c
@@ -64,6 +66,7 @@ def test_equal_polynomials_are_equal_objects(a: Expr, b: Expr, c: Expr):
 
 
 @given(exprs(), divisors, environments)
+@settings(deadline=None)
 def test_floordiv_and_mod_agree_with_integers(a: Expr, d: Expr, env: dict[str, int]):
     for ranges in (None, RANGES):
         assert value(floordiv(a, d, ranges), env) == value(a, env) // value(d, env)
@@ -71,18 +74,21 @@ def test_floordiv_and_mod_agree_with_integers(a: Expr, d: Expr, env: dict[str, i
 
 
 @given(exprs(), exprs(), environments)
+@settings(deadline=None)
 def test_substitute_then_evaluate(a: Expr, replacement: Expr, env: dict[str, int]):
     inner = {**env, "i": value(replacement, env)}
     assert value(a.substitute({Var("i"): replacement}), env) == value(a, inner)
 
 
 @given(exprs(), axis_values, environments)
+@settings(deadline=None)
 def test_substitute_with_ranges_keeps_the_value_inside_them(a: Expr, point: dict[str, int], env: dict[str, int]):
     swapped = a.substitute({Var("i"): j, Sym("n"): m * 2}, RANGES)
     assert value(swapped, env) == value(a, {**env, "i": env["j"], "n": env["m"] * 2})
 
 
 @given(exprs(), environments)
+@settings(deadline=None)
 def test_bounds_hold_at_every_point(a: Expr, env: dict[str, int]):
     span = bounds(a, RANGES)
     if span is not None:
@@ -90,16 +96,19 @@ def test_bounds_hold_at_every_point(a: Expr, env: dict[str, int]):
 
 
 @given(exprs(), environments)
+@settings(deadline=None)
 def test_nonnegative_is_never_wrong(a: Expr, env: dict[str, int]):
     assert not nonnegative(a) or value(a, env) >= 0
 
 
 @given(exprs(), divisors, environments)
+@settings(deadline=None)
 def test_in_range_is_never_wrong(a: Expr, size: Expr, env: dict[str, int]):
     assert not in_range(a, size, RANGES) or 0 <= value(a, env) < value(size, env)
 
 
 @given(exprs())
+@settings(deadline=None)
 def test_coefficient_and_the_rest_make_the_whole(a: Expr):
     c = a.coefficient("i")
     if c is not None:
@@ -109,6 +118,7 @@ def test_coefficient_and_the_rest_make_the_whole(a: Expr):
 
 
 @given(exprs(), divisors)
+@settings(deadline=None)
 def test_exact_division_multiplies_back(a: Expr, d: Expr):
     quotient = exact_div(a, d)
     assert quotient is None or quotient * d == a
@@ -117,6 +127,7 @@ def test_exact_division_multiplies_back(a: Expr, d: Expr):
 
 
 @given(exprs(), environments)
+@settings(deadline=None)
 def test_text_means_the_same_to_python(a: Expr, env: dict[str, int]):
     assert eval(text(a), {}, env) == value(a, env)
 

@@ -459,12 +459,13 @@ def shaken(name: str, seed: int) -> Any:
         if not right.is_floating_point():
             return right
         wide = row.evaluate(*(arg.double() for arg in args)).to(right.dtype)
-        wide = torch.where(wide.isfinite() & (wide != 0), wide, right)
+        ordinary = wide.isfinite() & (wide != 0)
         if row.cost < EXPENSIVE:
-            return wide
+            return torch.where(ordinary, wide, right)
         generator = torch.Generator().manual_seed(seed)
         step = torch.randint(-1, 2, right.shape, generator=generator).to(right.dtype)
-        return torch.where(step == 0, wide, torch.nextafter(wide, step * math.inf))
+        near = torch.where(step == 0, wide, torch.nextafter(wide, step * math.inf))
+        return torch.where(ordinary, near, right)
 
     return replace(row, evaluate=evaluate)
 
@@ -484,7 +485,7 @@ def reordered(name: str) -> Any:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_another_faithful_implementation_is_accepted(data: st.DataObject):
     kernel = data.draw(kernels(symbolic=data.draw(st.booleans())))
     symbols = data.draw(symbols_for(kernel))

@@ -66,18 +66,19 @@ program {
 
 
 @given(kernels())
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_kernels_come_back(kernel: Kernel):
     assert parse_kernel(print_kernel(kernel)) == kernel
 
 
 @given(kernels(symbolic=True))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_symbolic_kernels_come_back(kernel: Kernel):
     assert parse_kernel(print_kernel(kernel, origins=False)) == kernel
 
 
 @given(exprs(axes=("i", "j"), symbols=("n", "m"), values=("v1", "v2")))
+@settings(deadline=None)
 def test_expressions_come_back(expr: Expr):
     assert parse_expr(text(expr), axes=("i", "j"), symbols=("n", "m")) == expr
 
@@ -126,7 +127,7 @@ programs = st.builds(
 
 
 @given(programs)
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_programs_come_back(program: Program):
     assert print_program(parse_program(print_program(program))) == print_program(program)
     if "nan" not in print_program(program):  # NaN is equal to itself only where a node says so

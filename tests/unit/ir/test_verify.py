@@ -307,12 +307,12 @@ def test_a_call_may_be_the_first_to_write_what_it_mutates():
 
 
 @given(kernels())
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_generated_kernels_are_good(kernel: Kernel):
     verify_kernel(kernel)
 
 
 @given(kernels(symbolic=True))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_generated_symbolic_kernels_are_good(kernel: Kernel):
     verify_kernel(kernel)

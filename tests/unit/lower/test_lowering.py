@@ -11,7 +11,7 @@ import torch
 
 from pellucid.ir.nodes import Program
 from tests.support import assert_matches, interpreted, widened
-from tests.unit.lower.cases import all_cases
+from tests.operator_cases import all_cases
 
 CASES = all_cases()
 

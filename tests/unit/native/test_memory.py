@@ -9,12 +9,23 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from pellucid.native.plan import ArenaSlot, InputSlot, KernelCall, OutputSlot
+from pellucid.errors import UnsupportedError
+from pellucid.native import loader
+from pellucid.native.plan import (
+    ArenaSlot,
+    ExternSlot,
+    FunctionalCall,
+    InputSlot,
+    KernelCall,
+    OutputSlot,
+    PythonCall,
+)
 from pellucid.native.runtime import Instance, pool_limit, pool_stats, pool_trim
 from tests.unit.native.support import view
 
@@ -117,6 +128,42 @@ def test_the_cache_is_bounded_and_the_least_used_goes_first(add):
         assert pool_stats().cached <= 3 * MB
     finally:
         pool_limit(limit)
+
+
+def test_failed_runs_leak_nothing(kernels):
+    def fail(*tensors):
+        raise ValueError
+
+    slots = [InputSlot(0), ArenaSlot(0), OutputSlot(4096), ExternSlot(), ExternSlot()]
+    calls = [
+        FunctionalCall(torch.ops.aten.relu.default, (view(0, 4),), (), (view(3, 4),), "relu"),
+        PythonCall(fail, (view(3, 4), view(1, 4), view(2, 4)), (), (view(4, 4),), "fail"),
+    ]
+    instance = Instance(slots, calls, [view(2, 4), view(3, 4)], inputs=1, arena=64)
+    x = torch.ones(4)
+    references, used = sys.getrefcount(x), pool_stats().in_use
+    for _ in range(5):
+        with pytest.raises(ValueError):
+            instance.run([x])
+    gc.collect()
+    assert sys.getrefcount(x) == references and pool_stats().in_use == used
+
+
+def test_an_instance_lets_go_of_its_functions(kernels):
+    class Function:
+        def __call__(self, x):
+            return x + 1
+
+    function = Function()
+    seen = weakref.ref(function)
+    call = PythonCall(function, (view(0, 4),), (), (view(1, 4),), "function")
+    instance = Instance([InputSlot(0), ExternSlot()], [call], [view(1, 4)], inputs=1, arena=0)
+    del function, call
+    gc.collect()
+    assert instance.run([torch.ones(4)])[0].tolist() == [2.0] * 4
+    del instance
+    gc.collect()
+    assert seen() is None
 
 
 def test_instances_share_arenas(kernels):
@@ -302,3 +349,55 @@ def test_out_of_memory_is_an_error():
     """)
     expected = f"out of memory: cannot allocate {1 << 46} bytes for a result\narena\nTrue"
     assert done.stdout.strip() == expected, done.stdout + done.stderr
+
+
+def test_without_the_fast_way_to_wrap_tensors():
+    """The public function that takes over a handle does the same, more slowly."""
+    done = run_script("""
+        from pellucid.native import loader
+        assert loader._wrapper() is not None
+        loader._library.cache_clear()
+        loader._wrapper = lambda: None
+        slow = Instance(slots, [KernelCall(address, (0, 1), (), n, 1, "double")], [view(1, n)] * 2, inputs=1, arena=0)
+        for _ in range(3):
+            first, second = slow.run([x])
+            assert (first == 2).all() and first is second
+        from pellucid.native.runtime import pool_stats
+        del first, second
+        print(pool_stats().in_use)
+    """)
+    assert done.stdout.strip() == "0", done.stdout + done.stderr
+
+
+def test_warm_up_returns_at_once_and_serves_the_first_build(tmp_path):
+    script = """
+        import time
+        import torch
+        from pellucid.native.build import build, default_store, warm_up
+        from pellucid.native.runtime import Instance
+        from tests.unit.native.support import DOUBLE, kernel_text
+        started = time.perf_counter()
+        warm_up()
+        warm = time.perf_counter() - started
+        build({"k": kernel_text("k", DOUBLE)})
+        Instance([], [], [], inputs=0, arena=0).run([])
+        assert warm < 0.2, warm
+        files = {path.name for path in (default_store().directory / "files").iterdir()}
+        assert {"prelude.h", "libtorch_cpu.so"} <= files and any(name.startswith("runtime") for name in files)
+        print("good")
+    """
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "PELLUCID_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.stdout.strip() == "good", done.stdout + done.stderr
+
+
+def test_tensor_objects_of_an_unknown_layout_are_refused():
+    with pytest.raises(UnsupportedError, match="have no TensorImpl pointer"):
+        loader._offset("TensorImpl", [torch.ones(1)], lambda tensor: 12345)

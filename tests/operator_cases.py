@@ -210,6 +210,10 @@ def reduction_cases() -> Iterator[Case]:
         lambda a: torch.softmax(a, -1),
         (torch.tensor([[float("-inf"), 0.0], [float("-inf")] * 2]),),
     )
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        yield f"cumsum-{dtype}", lambda a: (a.cumsum(0), a.cumsum(-1)), ((_floats(3, 40) * 3).to(dtype),)
+    yield "cumsum-special", lambda a: a.cumsum(0), (special(torch.float32),)
+    yield "cumsum-one", lambda a: a.cumsum(1), (_floats(3, 1),)
     yield "strided-sum", lambda a: a.t().sum(0), (_floats(6, 9),)
 
 
@@ -313,7 +317,7 @@ def extern_cases() -> Iterator[Case]:
     yield "bmm", lambda a, b: torch.bmm(a, b) + 1, (_floats(3, 4, 5), _floats(3, 5, 2))
     yield "conv", lambda x, w: F.conv2d(x, w, padding=1).relu(), (_floats(2, 3, 8, 8), _floats(4, 3, 3, 3))
     yield "sort", lambda x: torch.sort(x, dim=1), (a,)
-    yield "cumsum", lambda x: torch.cumsum(x, 1) * 2, (a,)
+    yield "cumsum", lambda x: torch.cumsum(x, 1) * 2, (_floats(2, 600),)
     yield "topk", lambda x: torch.topk(x, 3, dim=1), (a,)
     yield "complex", lambda x: torch.view_as_real(torch.complex(x, x) * 2), (a,)
     yield (

@@ -1,0 +1,196 @@
+"""`torch.compile(..., backend="pellucid")` as its users meet it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pellucid.backend import last_compilations
+from pellucid.errors import UserError
+from tests.support import assert_matches
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(function: Any, **options: object) -> Any:
+    return torch.compile(function, backend="pellucid", options={"verify": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vectorise": True}, "did you mean 'vectorize'"),
+        ({"fusion": "perhaps"}, "true or false"),
+        ({"max_fused_lines": -1}, "positive integer"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message) as caught:
+        torch.compile(lambda x: x + 1, backend="pellucid", options=options)(torch.ones(2))
+    assert isinstance(caught.value.inner_exception, UserError)
+
+
+@pytest.mark.parametrize("options", [{"fusion": False}, {"vectorize": False}, {"max_fused_lines": 4}])
+def test_options_do_not_change_results(options: dict[str, object]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(F.gelu(x) * 2 + x.sum(0), -1)
+
+    x = torch.randn(5, 37)
+    assert_matches(compiled(function, **options)(x), function(x), function(x.double()))
+
+
+def test_fusion_off_means_a_kernel_per_operator() -> None:
+    compiled(lambda x: (x + 1).exp().neg(), fusion=False)(torch.randn(4))
+    assert last_compilations()[-1].kernels == 3
+
+
+def test_graph_breaks_make_several_graphs() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    before = len(last_compilations())
+    x = torch.randn(4)
+    assert torch.equal(compiled(function)(x), function(x))
+    assert len(last_compilations()) == before + 2
+
+
+def test_outputs_that_are_inputs_and_views_keep_their_identity() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x + 1
+        return x, x[1:], y, y.t(), y.view(-1)[3:]
+
+    x = torch.randn(3, 4)
+    same, tail, y, transposed, flat = compiled(function)(x)
+    assert same is x
+    assert tail.data_ptr() == x[1:].data_ptr()
+    assert y.data_ptr() == transposed.data_ptr() and flat.data_ptr() == y.data_ptr() + 3 * y.itemsize
+    for ours, theirs in zip((same, tail, y, transposed, flat), function(x), strict=True):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+def test_equal_results_do_not_share_memory() -> None:
+    a, b = compiled(lambda x: (x + 1, x + 1))(torch.zeros(3))
+    a.zero_()
+    assert torch.equal(b, torch.ones(3))
+
+
+def test_mutated_aliased_and_overlapping_inputs() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return a + b
+
+    base, other = torch.arange(12.0), torch.arange(12.0)
+    actual, expected = compiled(function)(base[:8], base[4:]), function(other[:8], other[4:])
+    assert torch.equal(actual, expected) and torch.equal(base, other)
+    overlapping = torch.arange(5.0).as_strided((3, 3), (1, 1))
+    assert torch.equal(compiled(lambda x: x * 2)(overlapping), overlapping * 2)
+
+
+def test_weights_are_never_stale() -> None:
+    model = torch.nn.Linear(8, 8)
+    run, x = compiled(model), torch.randn(2, 8)
+    with torch.no_grad():
+        run(x)
+        model.weight.copy_(torch.randn(8, 8))
+        assert torch.allclose(run(x), model(x))
+        model.weight.data = torch.randn(8, 8)
+        assert torch.allclose(run(x), model(x))
+        model.load_state_dict({"weight": torch.randn(8, 8), "bias": torch.randn(8)})
+        assert torch.allclose(run(x), model(x))
+
+
+def test_training_matches_eager() -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)]
+    eager = torch.nn.Sequential(*layers)
+    ours, wide = torch.nn.Sequential(*layers), torch.nn.Sequential(*layers).double()
+    import copy
+
+    eager = copy.deepcopy(wide).float()
+    ours = copy.deepcopy(wide).float()
+    x, target = torch.randn(4, 16), torch.tensor([1, 2, 3, 4])
+    run = compiled(ours)
+    for model, call, data in ((ours, run, x), (eager, eager, x), (wide, wide, x.double())):
+        F.cross_entropy(call(data), target).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    grads = [[p.grad for p in model.parameters()] for model in (ours, eager, wide)]
+    assert_matches(*grads)
+
+
+def test_random_operators_keep_eagers_stream() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.5) + torch.rand(4) + torch.randn(4)
+
+    x = torch.ones(4)
+    torch.manual_seed(3)
+    expected = function(x)
+    torch.manual_seed(3)
+    assert torch.equal(compiled(function)(x), expected)
+
+
+def test_dynamic_shapes_take_one_compilation() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
+        return torch.softmax(a * 2 + b, -1), a.sum(0), torch.cat([a, b], 1), a @ b.t(), a.shape[0]
+
+    run = torch.compile(function, backend="pellucid", dynamic=True, options={"verify": True})
+    before = len(last_compilations())
+    for shape in ((3, 5), (7, 16), (33, 70), (2, 3)):
+        a, b = torch.randn(shape), torch.randn(shape)
+        assert_matches(run(a, b)[:-1], function(a, b)[:-1], function(a.double(), b.double())[:-1])
+        assert run(a, b)[-1] == shape[0]
+    assert len(last_compilations()) == before + 1
+
+
+@pytest.mark.parametrize("index", [10, -1])
+def test_an_index_out_of_range_raises_with_the_users_line(index: int) -> None:
+    run = compiled(lambda i, w: F.embedding(i, w) + 1)
+    table = torch.randn(10, 4)
+    run(torch.tensor([0, 9]), table)
+    with pytest.raises(IndexError, match=r"embedding.*test_backend\.py:\d+"):
+        run(torch.tensor([0, index]), table)
+
+
+def test_threads_share_one_compiled_function() -> None:
+    run = compiled(lambda x: torch.relu(x @ x) + x.sum())
+    inputs = [torch.randn(64, 64) for _ in range(8)]
+    with torch.no_grad():
+        expected = [run(x) for x in inputs]
+    failures: list[int] = []
+
+    def work(position: int) -> None:
+        with torch.no_grad():
+            for _ in range(50):
+                if not torch.equal(run(inputs[position]), expected[position]):
+                    failures.append(position)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_outputs_outlive_their_program() -> None:
+    result = compiled(lambda x: x * 2)(torch.ones(1000))
+    torch._dynamo.reset()
+    assert torch.equal(result, torch.full((1000,), 2.0))
+
+
+def test_operators_without_a_lowering_run_and_are_told(tmp_path: Any) -> None:
+    def function(x: torch.Tensor) -> Any:
+        values, indices = torch.sort(x + 1, dim=1)
+        return values * 2, indices, torch.linalg.inv(x[:, :3])
+
+    x = torch.randn(3, 5)
+    assert_matches(compiled(function)(x), function(x), function(x.double()))
+    assert last_compilations()[-1].fallbacks >= 2

@@ -1,0 +1,170 @@
+"""Run folders: complete, runnable, and every line of C++ accounted for."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pellucid.errors import UserError
+from pellucid.ir.parser import parse_program
+from pellucid.ir.printer import print_program
+from pellucid.trace import schema
+
+
+def block(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    hidden = F.gelu(x @ w + b)
+    hidden = F.layer_norm(hidden + w[ids], (w.shape[1],))
+    return torch.softmax(torch.cat([hidden, x @ w], 1), -1)
+
+
+def inputs() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    return torch.randn(6, 40), torch.randn(40, 24), torch.randn(24), torch.randint(0, 40, (6,))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one small graph with a bit of everything."""
+    folder = tmp_path_factory.mktemp("trace")
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend="pellucid", options={"trace": str(folder), "verify": True})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs()), block(*inputs()))
+    (run,) = folder.iterdir()
+    return run
+
+
+def test_every_file_of_the_schema_is_there(run: Path) -> None:
+    assert {entry.name for entry in run.iterdir()} == set(schema.FILES)
+
+
+def test_run_json_tells_stages_counts_and_fallbacks(run: Path) -> None:
+    data = json.loads((run / "run.json").read_text())
+    assert data["schema_version"] == schema.VERSION and data["error"] is None
+    assert [stage["name"] for stage in data["stages"]] == [
+        "transform", "lower", "schedule", "codegen", "build", "load",
+    ]  # fmt: skip
+    assert data["counts"]["kernels"] < data["counts"]["kernels_before_fusion"]
+    assert data["fallbacks"] and all(item["reason"] for item in data["fallbacks"])
+    assert sum(item["calls"] for item in data["fallbacks"]) == data["counts"]["fallbacks"]
+
+
+@pytest.mark.parametrize("name", ["fx_graph_runnable.py", "fx_graph_transformed.py", "output_code.py"])
+def test_programs_run_in_a_fresh_process(run: Path, name: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(run / name)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "output 0: (6, 48) torch.float32" in done.stdout
+
+
+def test_an_edited_kernel_is_compiled_anew(run: Path, tmp_path: Path) -> None:
+    text = (run / "output_code.py").read_text()
+    assert "pv::exp(" in text
+    edited = tmp_path / "edited.py"
+    edited.write_text(text.replace("pv::exp(", "pv::neg("))
+    outputs = [
+        subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True, timeout=300).stdout
+        for path in (run / "output_code.py", edited)
+    ]
+    assert outputs[0] != outputs[1]
+
+
+@pytest.mark.parametrize("name", ["ir_pre_fusion.txt", "ir_post_fusion.txt"])
+def test_ir_parses_back(run: Path, name: str) -> None:
+    text = (run / name).read_text()
+    assert print_program(parse_program(text), origins=False) == print_program(parse_program(text), origins=False)
+    assert parse_program(print_program(parse_program(text))) == parse_program(text)
+
+
+def test_every_line_of_cpp_reaches_a_user_line_or_is_glue(run: Path) -> None:
+    data = json.loads((run / "provenance.json").read_text())
+    assert data["kernels"]
+    for kernel in data["kernels"].values():
+        told = [line for line in kernel["lines"] if not line.get("glue")]
+        assert told, "a kernel implements something"
+        for line in told:
+            assert line["fx_nodes"] and line["user_lines"], line
+            assert any(Path(user["file"]).name == "test_trace.py" for user in line["user_lines"]), line
+        for line in kernel["lines"]:
+            if line.get("glue"):
+                assert "pv::" not in line["code"] or not any(
+                    op in line["code"] for op in ("pv::add(", "pv::mul(", "pv::exp(", "pv::div(")
+                ), f"a computation marked as glue: {line}"
+
+
+def test_every_fx_call_ends_up_somewhere(run: Path) -> None:
+    data = json.loads((run / "provenance.json").read_text())
+    text = (run / "fx_graph_readable.py").read_text()
+    for name in ("addmm", "gelu", "native_layer_norm", "_softmax", "cat", "embedding", "index"):
+        if f" {name}:" in text:
+            assert data["fx_nodes"].get(name), f"{name} is implemented by no kernel"
+
+
+def test_every_refusal_has_a_reason(run: Path) -> None:
+    with (run / "decisions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == schema.DECISION_COLUMNS
+    refusals = [row for row in rows if row["ok"] == "0"]
+    assert refusals and all(row["why"].strip() for row in rows)
+    assert not any("unknown" in row["facts"] for row in rows)
+
+
+def test_kernels_csv_has_a_row_per_kernel(run: Path) -> None:
+    with (run / "kernels.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    counts = json.loads((run / "run.json").read_text())["counts"]
+    assert len(rows) == counts["kernels"]
+    assert all((run / "kernels" / f"{row['symbol']}.cpp").exists() for row in rows)
+    assert all(row["fx_nodes"] and row["user_lines"] for row in rows)
+
+
+def test_the_environment_variable_traces_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PELLUCID_TRACE", str(tmp_path / "runs"))
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.exp() + 1, backend="pellucid")(torch.ones(3))
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        torch.compile(lambda x: x + 1, backend="pellucid", options={"trace": str(blocked)})(torch.ones(3))
+    assert isinstance(caught.value.inner_exception, UserError) and "writable" in str(caught.value)
+
+
+def test_a_failed_stage_still_leaves_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("pellucid.pipeline.generate", broken)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="planted"):
+        torch.compile(lambda x: x + 1, backend="pellucid", options={"trace": str(tmp_path)})(torch.ones(3))
+    (run,) = tmp_path.iterdir()
+    data = json.loads((run / "run.json").read_text())
+    assert data["error"] == {"type": "RuntimeError", "text": "planted"}
+    assert [stage["name"] for stage in data["stages"]] == ["transform", "lower", "schedule"]
+    assert (run / "ir_post_fusion.txt").exists() and (run / "fx_graph_runnable.py").exists()
+
+
+LOGGED = "import torch; torch.compile(lambda x: x.exp().sum(), backend='pellucid')(torch.ones(9))"
+
+
+@pytest.mark.parametrize(
+    ("artifact", "expected"),
+    [("output_code", "KERNELS ="), ("ir_post_fusion", "= exp"), ("ir_pre_fusion", "kernel exp"), ("fusion", "fuse.")],
+)
+def test_artifacts_through_torch_logs(artifact: str, expected: str) -> None:
+    environment = {**os.environ, "TORCH_LOGS": artifact}
+    done = subprocess.run([sys.executable, "-c", LOGGED], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stderr

@@ -1,0 +1,64 @@
+"""The functions of the Inductor CPU tutorial, and what a call costs in memory."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pellucid.backend import last_compilations
+from pellucid.bench.models import Workload, build
+from tests.support import error
+
+
+def compile_workload(name: str) -> tuple[Workload, Callable[..., Any]]:
+    torch._dynamo.reset()
+    workload = build(name)
+    return workload, torch.compile(workload.fn, backend="pellucid", options={"verify": True})
+
+
+def minor_faults(call: Callable[[], object], calls: int) -> float:
+    """Minor page faults per call, once everything is warm."""
+    for _ in range(5):
+        call()
+    gc.collect()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(calls):
+        call()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / calls
+
+
+@pytest.mark.parametrize("name", ["foo1", "foo2"])
+def test_neg_maximum_cat_is_exact(name: str) -> None:
+    workload, compiled = compile_workload(name)
+    assert torch.equal(compiled(**workload.inputs), workload.fn(**workload.inputs))
+    assert last_compilations()[-1].kernels == 1 and last_compilations()[-1].fallbacks == 0
+
+
+@pytest.mark.parametrize("name", ["addaddmuladd", "softmax"])
+def test_one_kernel_as_accurate_as_eager(name: str) -> None:
+    workload, compiled = compile_workload(name)
+    wide = workload.as_float64()
+    exact = wide.fn(**wide.inputs)
+    assert error(compiled(**workload.inputs), exact) <= 2 * error(workload.fn(**workload.inputs), exact) + 1e-7
+    assert last_compilations()[-1].kernels == 1 and last_compilations()[-1].fallbacks == 0
+
+
+@pytest.mark.parametrize("name", ["addaddmuladd", "softmax", "foo2"])
+def test_large_outputs_that_are_dropped_take_no_page_faults(name: str) -> None:
+    workload, compiled = compile_workload(name)
+    with torch.no_grad():
+        assert minor_faults(lambda: compiled(**workload.inputs), 20) < 2
+
+
+def test_temporaries_take_no_page_faults() -> None:
+    """A large temporary between two matrix products lies in the arena."""
+    x, w = torch.randn(2048, 512), torch.randn(512, 2048)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: torch.relu(x @ w).mm(w.t()), backend="pellucid")
+    with torch.no_grad():
+        assert minor_faults(lambda: compiled(x, w), 20) < 2
