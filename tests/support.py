@@ -16,7 +16,8 @@ from pellucid.ir.verify import verify_program
 from pellucid.lower import lower
 
 
-def interpreted(function: Callable[..., Any], programs: list[Program], *, dynamic: bool = False) -> Callable[..., Any]:
+def interpreted(function: Callable[..., Any], programs: list[Program], *, dynamic: bool = False, fullgraph: bool = True
+) -> Callable[..., Any]:
     """`function` captured and lowered like any compiled one, and executed by the interpreter. Programs are appended."""
 
     def compile_graph(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
@@ -41,7 +42,7 @@ def interpreted(function: Callable[..., Any], programs: list[Program], *, dynami
         )
 
     torch._dynamo.reset()
-    return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
+    return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

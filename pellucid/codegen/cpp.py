@@ -12,6 +12,7 @@ from pellucid.codegen.loops import (
     Accumulate,
     CloseBlock,
     Define,
+    FillTile,
     Finish,
     Item,
     Keep,
@@ -171,6 +172,8 @@ class _Printer:
                 self.lanes(line)
             case Put(line, once):
                 self.put(line, once)
+            case FillTile(line):
+                self.fill_tile(line)
             case Start(line):
                 self.start(line)
             case Accumulate(line):
@@ -249,6 +252,9 @@ class _Printer:
         """The counters of the flattened axes from the parallel loop's: the last axis runs fastest."""
         plan = self.plan
         counters = [(axis, plan.extent_of(axis)) for axis in plan.outer]
+        blocks = {"lo": plan.chunk, "from": plan.width}
+        if plan.tile is not None:
+            counters.append(("from", chunks(plan.extent_of(plan.tile), plan.width)))
         if plan.chunk and plan.inner is not None:
             counters.append(("lo", chunks(plan.extent_of(plan.inner), plan.chunk)))
         rest = "t"
@@ -256,7 +262,7 @@ class _Printer:
             name, extent = counters[position]
             count = self.factor(extent)
             mine = f"{rest} % {count}" if position else rest
-            scale = f" * {plan.chunk}" if name == "lo" else ""
+            scale = f" * {blocks[name]}" if name in blocks else ""
             self.out.line(f"const int64_t {name} = {mine}{scale};")
             if position:
                 self.out.line(f"const int64_t t{position} = {rest} / {count};")
@@ -264,6 +270,9 @@ class _Printer:
         if plan.chunk and plan.inner is not None:
             extent = self.text(plan.extent_of(plan.inner))
             self.out.line(f"const int64_t hi = pv::least(lo + {plan.chunk}, {extent});")
+        if plan.tile is not None:
+            extent = self.text(plan.extent_of(plan.tile))
+            self.out.line(f"const int64_t to = pv::least(from + {plan.width}, {extent});")
 
     def factor(self, expr: Expr) -> str:
         """An expression as an operand of a product."""
@@ -329,7 +338,18 @@ class _Printer:
             return f"pv::indices<{width}>({self.at(index)})"
         return f"pv::iota<{width}>({self.text(index)}, {self.text(step)})"
 
+    def fill_tile(self, line: Line) -> None:
+        assert isinstance(line.rhs, Load) and self.plan.tile is not None and self.plan.vector is not None
+        load = line.rhs
+        step = load.index.coefficient(self.plan.vector)
+        assert step is not None
+        corner = self.pointer(load.buffer, load.index.substitute({Var(self.plan.tile): var("from")}))
+        kind = f"pv::Tile<{CPP_TYPE[self.dtypes[load.buffer]]}, {self.plan.width}>"
+        self.out.line(f"const {kind} x{line.out[1:]}({corner}, {self.text(step)}, to - from, n);", line.origin)
+
     def load(self, line: Line, load: Load) -> str:
+        if line.out in self.plan.tiled:
+            return f"x{line.out[1:]}.row({self.plan.tile} - from)"
         wide = self.is_wide(line.out)
         other = "" if load.mask is None else f", {scalar_text(load.other, line.dtype)}"
         if not wide:
@@ -359,8 +379,8 @@ class _Printer:
             text = f"pv::{function}<{kind}>({self.pointer(store.buffer, store.index)}, {value}, n);"
         else:
             text = f"pv::scatter<{kind}>({store.buffer}, {value}, n, {self.at(store.index)});"
-        inner = self.plan.inner
-        first = [f"{'lo' if axis == inner and axis not in self.counters else axis} == 0" for axis in once]
+        block = {self.plan.inner: "lo", self.plan.tile: "from"}
+        first = [f"{axis if axis in self.counters else block.get(axis, axis)} == 0" for axis in once]
         self.out.line(f"if ({' && '.join(first)}) {text}" if first else text, line.origin)
 
     # ------------------------------------------------------------------------------------------ reductions

@@ -28,6 +28,13 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
+class FillTile:
+    """Read a square of the buffer of a load and transpose it, see `Plan.tile`."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """Declare the accumulator of a reduction."""
 
@@ -96,7 +103,7 @@ class Loop:
     blocked: bool = field(default=False)
 
 
-Item: TypeAlias = "Define | Put | Start | Accumulate | CloseBlock | Finish | Scratch | Keep | Recall | Loop"
+Item: TypeAlias = "Define | Put | FillTile | Start | Accumulate | CloseBlock | Finish | Scratch | Keep | Recall | Loop"
 
 
 def nest(plan: Plan) -> tuple[Item, ...]:
@@ -109,14 +116,15 @@ def nest(plan: Plan) -> tuple[Item, ...]:
 
 
 class _Builder:
-    """Builds the nest of one plan. Levels: 0 the function, 1 the parallel loop, 2 the inner loop if there is one."""
+    """Builds the nest of one plan. Levels: 0 the function, 1 the parallel loop, then one for each axis `inside` it."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.depends = axes_of(plan.kernel)
         self.lines = {line.out: line for line in plan.kernel.body}
         self.reduced = frozenset(plan.reduced)
-        self.innermost = 1 if plan.inner is None else 2
+        self.inside = tuple(axis for axis in (plan.inner, plan.tile) if axis is not None)
+        self.innermost = 1 + len(self.inside)
         self.level = self._levels()
 
     def _levels(self) -> dict[str, int]:
@@ -126,7 +134,7 @@ class _Builder:
             axes = self.depends[line.out]
             if axes & self.reduced:
                 continue
-            own = 2 if self.plan.inner in axes else 1 if axes else 0
+            own = max((2 + k for k, axis in enumerate(self.inside) if axis in axes), default=1 if axes else 0)
             if isinstance(line.rhs, Reduce):
                 own = self.innermost
             elif isinstance(line.rhs, Store):
@@ -136,14 +144,18 @@ class _Builder:
         return level
 
     def function(self) -> tuple[Item, ...]:
-        inside: tuple[Item, ...]
-        if self.plan.inner is None:
-            inside = self._kept_point(1)
-        else:
-            kind = Kind.VECTOR if self.plan.vector == self.plan.inner else Kind.SERIAL
-            inner = Loop(kind, self.plan.inner, self._kept_point(2), blocked=self.plan.chunk > 0)
-            inside = (*self._defines(1, 0), inner, *self._puts(1))
-        return (*self._defines(0, 0), Loop(Kind.PARALLEL, "", inside))
+        return (*self._defines(0, 0), Loop(Kind.PARALLEL, "", self._level_body(1)))
+
+    def _level_body(self, level: int) -> tuple[Item, ...]:
+        """The body of one of the loops over kept axes."""
+        if level == self.innermost:
+            return self._kept_point(level)
+        axis = self.inside[level - 1]
+        tiled = level + 1 == self.innermost and axis == self.plan.tile
+        fills = [FillTile(line) for line in self.plan.kernel.body if line.out in self.plan.tiled] if tiled else []
+        kind = Kind.VECTOR if axis == self.plan.vector else Kind.SERIAL
+        loop = Loop(kind, axis, self._level_body(level + 1), blocked=tiled or self.plan.chunk > 0)
+        return (*self._defines(level, 0), *fills, loop, *self._puts(level))
 
     def _kept_point(self, level: int) -> tuple[Item, ...]:
         """What happens at one point (or vector) of all kept axes: the sweeps, and the kept lines between them."""
@@ -167,8 +179,8 @@ class _Builder:
         ]
 
     def _puts(self, level: int) -> list[Item]:
-        around = self.plan.outer
-        if self.plan.inner and (level == 2 or self.plan.chunk):
+        around = (*self.plan.outer, *((self.plan.tile,) if self.plan.tile else ()))
+        if self.plan.inner and (level > 1 or self.plan.chunk):
             around = (*around, self.plan.inner)
         return [self._put(line, around) for line, _ in self.plan.kernel.stores() if self.level.get(line.out) == level]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pellucid.codegen.space import SYMBOL_HINT, hint
 from pellucid.codegen.stages import Stages, plan_stages
 from pellucid.codegen.target import Target
-from pellucid.codegen.vector import base_lanes, choose, cost
+from pellucid.codegen.vector import base_lanes, choose, cost, tiling
 from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, floordiv, product
@@ -29,13 +29,16 @@ BYTES_PER_NS = 10.0
 class Plan:
     """How the loops of a kernel run. The nest, from the outside in:
 
-    - one parallel loop over `outer`, flattened, and over chunks of `inner` if `chunk` is not 0;
+    - one parallel loop over `outer`, flattened, blocks of `tile`, and chunks of `inner` if `chunk` is not 0;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
+    - a loop over one block of `tile`, if there is one, see below;
     - for each sweep, loops over `reduced`; the last one by vectors if it is the vector axis.
 
     kernel: the kernel under canonical names, its space simplified.
     vector: the vector axis; None for scalar code. width: lanes per step.
     wide: the values (and stores) that have one value per lane.
+    tile: the axis along which the loads `tiled` are contiguous while the vector axis strides: squares of `width` by
+        `width` elements of them are read along this axis and transposed.
     pairwise: sums that are collected in blocks and then added pairwise.
     streamed: buffers that are written past the caches.
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.
@@ -49,6 +52,8 @@ class Plan:
     vector: str | None
     width: int
     wide: frozenset[str]
+    tile: str | None
+    tiled: frozenset[str]
     stages: Stages
     pairwise: frozenset[str]
     streamed: frozenset[str]
@@ -77,12 +82,13 @@ def make_plan(kernel: Kernel, target: Target, options: Options) -> Plan:
         inner = vector
     else:
         inner = kept[-1] if kept and not kernel.reduced else None
-    outer = tuple(name for name in kept if name != inner)
+    tile, tiled = tiling(kernel, vector, width, target)
+    outer = tuple(name for name in kept if name not in (inner, tile))
     wide = frozenset(name for name, axes in axes_of(kernel).items() if vector in axes)
     stages = plan_stages(kernel, width if inner is not None and inner == vector else 1)
-    work = cost(kernel, vector, base_lanes(kernel, target) if vector else 1)
-    points = max(1, hint(product(kernel.ranges[name] for name in (*outer, *([inner] if inner else [])))))
-    extent = product(kernel.ranges[name] for name in outer)
+    work = cost(kernel, vector, base_lanes(kernel, target) if vector else 1, tiled)
+    points = max(1, hint(product(kernel.ranges[name] for name in {*kept, *([inner] if inner else [])})))
+    extent = product(kernel.ranges[name] for name in outer) * (chunks(kernel.ranges[tile], width) if tile else 1)
     chunk = 0
     if inner is not None and hint(extent) < ENOUGH_ITERATIONS:
         chunk = _chunk(kernel.ranges[inner], width, work / points)
@@ -99,6 +105,8 @@ def make_plan(kernel: Kernel, target: Target, options: Options) -> Plan:
         vector=vector,
         width=width,
         wide=wide,
+        tile=tile,
+        tiled=tiled,
         stages=stages,
         pairwise=pairwise,
         streamed=streamed,

@@ -13,10 +13,9 @@ from math import prod
 from pellucid.codegen.space import hint
 from pellucid.codegen.target import Target
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import Expr
+from pellucid.ir.index import ONE, Expr
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import OPS
-from pellucid.ir.types import DType
 
 
 class Access(Enum):
@@ -32,6 +31,7 @@ LANEWISE_INT = frozenset({"floordiv", "truncdiv", "remainder", "fmod", "pow"})
 LANEWISE = frozenset({"floordiv", "shl", "shr"})
 
 GATHER_COST = 3.0
+TILE_COST = 0.5
 LANEWISE_COST = 2.0
 TOTAL_COST = 16.0
 
@@ -80,7 +80,9 @@ def choose(kernel: Kernel, target: Target, enabled: bool) -> VectorChoice:
         return VectorChoice(None, 1, (Decision("codegen.vectorize", (kernel.name,), False, refusal),))
     lanes = base_lanes(kernel, target)
     scalar = cost(kernel, None, 1)
-    prices = {axis.name: cost(kernel, axis.name, lanes) for axis in kernel.space}
+    prices = {
+        axis.name: cost(kernel, axis.name, lanes, tiling(kernel, axis.name, lanes, target)[1]) for axis in kernel.space
+    }
     best = min(prices, key=lambda name: prices[name])
     facts = (("axis", best), ("cost", round(prices[best])), ("scalar_cost", round(scalar)), ("lanes", lanes))
     if prices[best] >= scalar:
@@ -90,7 +92,8 @@ def choose(kernel: Kernel, target: Target, enabled: bool) -> VectorChoice:
     others = f", cheaper than along {', '.join(sorted(set(prices) - {best}))}" if len(prices) > 1 else ""
     why = f"{width} lanes along {best}{others}"
     chosen = Decision("codegen.vectorize", (kernel.name,), True, why, (*facts, ("width", width)))
-    return VectorChoice(best, width, (chosen, *_lane_by_lane(kernel, best)))
+    tile, tiled = tiling(kernel, best, width, target)
+    return VectorChoice(best, width, (chosen, *_told_tiles(kernel, tile, tiled), *_lane_by_lane(kernel, best, tiled)))
 
 
 def _refusal(kernel: Kernel, enabled: bool) -> str:
@@ -105,8 +108,8 @@ def _refusal(kernel: Kernel, enabled: bool) -> str:
     return ""
 
 
-def cost(kernel: Kernel, axis: str | None, lanes: int) -> float:
-    """Estimated instructions of one call with vectors of `lanes` along `axis`."""
+def cost(kernel: Kernel, axis: str | None, lanes: int, tiled: frozenset[str] = frozenset()) -> float:
+    """Estimated instructions of one call with vectors of `lanes` along `axis`, where the loads `tiled` are transposed."""
     extents = {each.name: max(1, hint(each.extent)) for each in kernel.space}
     depends = axes_of(kernel)
     wide_values = frozenset(out for out, axes in depends.items() if axis in axes)
@@ -116,7 +119,7 @@ def cost(kernel: Kernel, axis: str | None, lanes: int) -> float:
         axes = depends[line.out] | (inner if isinstance(line.rhs, Reduce) else frozenset())
         points = prod(extents[name] for name in axes)
         steps = points * -(-extents[axis] // lanes) / extents[axis] if axis in axes and axis is not None else points
-        spent += _line_cost(line, axis, axes, points, steps, wide_values)
+        spent += TILE_COST * points if line.out in tiled else _line_cost(line, axis, axes, points, steps, wide_values)
         if isinstance(line.rhs, Reduce) and axis in inner:
             spent += TOTAL_COST * prod(extents[name] for name in depends[line.out])
     return spent
@@ -151,13 +154,13 @@ def _obstacle(kernel: Kernel, axis: str) -> str:
     return f"its extent is {extent}"
 
 
-def _lane_by_lane(kernel: Kernel, axis: str) -> tuple[Decision, ...]:
+def _lane_by_lane(kernel: Kernel, axis: str, tiled: frozenset[str] = frozenset()) -> tuple[Decision, ...]:
     """One decision for each line that is vectorised one lane at a time."""
     depends = axes_of(kernel)
     wide_values = frozenset(out for out, axes in depends.items() if axis in axes)
     found: list[Decision] = []
     for line in kernel.body:
-        if line.out not in wide_values:
+        if line.out not in wide_values or line.out in tiled:
             continue
         match line.rhs:
             case Load(buffer, index) | Store(buffer, index) if access(index, axis, wide_values) is Access.GATHER:
@@ -179,6 +182,38 @@ def _why_gather(index: Expr, axis: str) -> str:
     return f"neighbours along {axis} lie {step} elements apart in {index}"
 
 
+# ------------------------------------------------------------------------------------------------ tiles
+
+
+def tiling(kernel: Kernel, axis: str | None, width: int, target: Target) -> tuple[str | None, frozenset[str]]:
+    """The axis along which strided loads are contiguous, and these loads: squares of them can be transposed.
+
+    Only for pointwise kernels, unmasked loads, and elements of which `width` fit one register.
+    """
+    if axis is None or kernel.reduced:
+        return None, frozenset()
+    wide_values = frozenset(out for out, axes in axes_of(kernel).items() if axis in axes)
+    dtypes = {param.name: param.dtype for param in kernel.params}
+    found: dict[str, list[str]] = {}
+    for line, load in kernel.loads():
+        strided = line.out in wide_values and access(load.index, axis, wide_values) is Access.GATHER
+        step = load.index.coefficient(axis)
+        fits = width * dtypes[load.buffer].itemsize <= target.register_bytes
+        if strided and fits and load.mask is None and step is not None and not load.index.vals():
+            for other in kernel.space:
+                unit = load.index.coefficient(other.name) == ONE
+                if other.name != axis and unit and hint(other.extent) >= width // 2:
+                    found.setdefault(other.name, []).append(line.out)
+    best = max(found, key=lambda name: len(found[name]), default=None)
+    return best, frozenset(found[best] if best else ())
+
+
+def _told_tiles(kernel: Kernel, tile: str | None, tiled: frozenset[str]) -> tuple[Decision, ...]:
+    buffers = [(line.out, load.buffer) for line, load in kernel.loads() if line.out in tiled]
+    why = f"it is contiguous along {tile}: squares are read along that axis and transposed in registers"
+    return tuple(Decision("codegen.tile", (kernel.name, buffer), True, why) for _, buffer in buffers)
+
+
 # ---------------------------------------------------------------------------------------------- unrolling
 
 
@@ -189,8 +224,8 @@ def _unroll(kernel: Kernel, axis: str, lanes: int, target: Target) -> int:
     reductions want to read whole cache lines; both want few enough values to stay in registers.
     """
     if not any(isinstance(line.rhs, Reduce) for line in kernel.body):
-        narrow = all(param.dtype.itemsize <= 2 for param in kernel.params if param.dtype is not DType.BOOL)
-        return 2 if narrow and 2 * lanes <= 64 and pressure(kernel, axis) <= target.registers // 4 else 1
+        halves = all(param.dtype.itemsize <= 2 for param in kernel.params) and 4 * lanes == target.register_bytes
+        return 2 if halves and pressure(kernel, axis) <= target.registers // 4 else 1
     extent = next(each.extent for each in kernel.space if each.name == axis).value
     live = pressure(kernel, axis)
     fitting = [k for k in (4, 2, 1) if k * lanes <= 64 and k * live <= (target.registers * 3) // 4] or [1]

@@ -79,9 +79,7 @@ def run_kernel(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[s
         memory[index] = value
 
 
-def line_values(
-    kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[str, int]
-) -> dict[str, Tensor]:
+def line_values(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[str, int]) -> dict[str, Tensor]:
     """The value of every line but the stores, by name; see the top of this file for their shapes."""
     frame = _frame(kernel, buffers, symbols)
     for line in kernel.body:
@@ -269,9 +267,7 @@ def _flat(tensor: Tensor, numel: int) -> Tensor:
 
 def _fresh(dtype: DType, numel: int) -> Tensor:
     """Memory with contents that show when they are used."""
-    return torch.full(
-        (numel,), math.nan if dtype.is_float or dtype.is_complex else 85, dtype=TORCH_DTYPES[dtype]
-    )
+    return torch.full((numel,), math.nan if dtype.is_float or dtype.is_complex else 85, dtype=TORCH_DTYPES[dtype])
 
 
 def _call(extern: Extern, memory: Mapping[str, Tensor], symbols: Mapping[str, int]) -> None:

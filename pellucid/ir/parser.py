@@ -74,9 +74,7 @@ class IRSyntaxError(UserError):
         self.line = line
         self.column = column
         shown = source.split("\n")[line - 1]
-        super().__init__(
-            f"line {line}, column {column}: {message}\n  {shown}\n  {' ' * (column - 1)}^", hint=hint
-        )
+        super().__init__(f"line {line}, column {column}: {message}\n  {shown}\n  {' ' * (column - 1)}^", hint=hint)
 
 
 def parse_kernel(text: str) -> Kernel:

@@ -153,9 +153,7 @@ def check_store_axes(kernel: Kernel) -> None:
         along = store.index.vars().union(*(scopes[name] for name in store.index.vals()))
         lost = {axis for axis in scopes[store.arg] - along if extents[axis] != ONE}
         if lost:
-            problem = (
-                f"{store.arg} varies along {_list(lost)}, the index does not: points overwrite each other"
-            )
+            problem = f"{store.arg} varies along {_list(lost)}, the index does not: points overwrite each other"
             raise _kernel_error(kernel, line, problem)
 
 

@@ -557,6 +557,53 @@ template <class T, int W, class N, class F> PV_FN void scatter(T* p, const Vec<V
   for (int k = 0; k < used; k++) ((Raw<T>*)p)[at(k)] = from[k];
 }
 
+// Row i and row i + S of a square exchange the blocks that lie across its diagonal.
+template <int S, class V> PV_FN void exchange(typename V::reg& upper, typename V::reg& lower) {
+  constexpr int L = V::lanes;
+  [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
+    const auto a = upper, b = lower;
+    upper = __builtin_shufflevector(a, b, (K & S ? L + K - S : K)...);
+    lower = __builtin_shufflevector(a, b, (K & S ? L + K : K + S)...);
+  }(std::make_integer_sequence<int, L>());
+}
+template <int S, class V, size_t... I> PV_FN void exchange_all(typename V::reg* r, std::index_sequence<I...>) {
+  ([&]() PV_INLINE { if constexpr (!(I & S)) exchange<S, V>(r[I], r[I + S]); }(), ...);
+}
+template <int S, class V> PV_FN void transpose(typename V::reg* r) {
+  if constexpr (S > 0) {
+    exchange_all<S, V>(r, std::make_index_sequence<V::lanes>());
+    transpose<S / 2, V>(r);
+  }
+}
+
+// W x W elements: read along rows that lie `step` apart, given back by columns. Of each row `count` elements exist.
+template <class T, int W> struct Tile {
+  using V = Vec<Raw<T>, W>;
+  static_assert(V::count == 1);
+  typename V::reg column[W];
+  template <class N> PV_FN Tile(const T* p, int64_t step, int64_t count, const N& n) {
+    if (count == W && active(n) == W) {
+      [&]<size_t... I>(std::index_sequence<I...>) PV_INLINE {
+        typename V::reg r[W] = {raw(p + int64_t(I) * step)...};
+        transpose<W / 2, V>(r);
+        ((column[I] = r[I]), ...);
+      }(std::make_index_sequence<W>());
+    } else {
+      part(p, step, count, active(n));
+    }
+  }
+  PV_FN static typename V::reg raw(const T* p) {
+    return *(const typename RegisterOf<Raw<T>, W>::unaligned*)p;
+  }
+  void part(const T* p, int64_t step, int64_t count, int64_t rows) {
+    Raw<T> lane[W][W] = {};
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t k = 0; k < count; k++) lane[k][row] = ((const Raw<T>*)p)[row * step + k];
+    std::memcpy(column, lane, sizeof lane);
+  }
+  PV_FN Vec<Value<T>, W> row(int64_t k) const { return widen<T, W>(V{{column[k]}}); }
+};
+
 // The integer f(k) in lane k.
 template <int W, class F> PV_FN Vec<int64_t, W> indices(F f) {
   Lanes<int64_t, W> out;

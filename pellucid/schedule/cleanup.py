@@ -38,7 +38,7 @@ def share_lines(body: tuple[Line, ...]) -> tuple[Line, ...]:
     heirs: dict[str, list[Origin]] = {}
     rewrite = Rewrite(values=renamed)
     for line in body:
-        line = rewrite.line(line) if renamed else line
+        line = _shortened(rewrite.line(line) if renamed else line, values)
         same = None
         if not isinstance(line.rhs, Store):
             same = _unchanged(line, values) or first.setdefault(_key(line), line.out)
@@ -78,6 +78,21 @@ def _unchanged(line: Line, values: Mapping[str, Line]) -> str | None:
             return x
         case _:
             return None
+
+
+def _shortened(line: Line, values: Mapping[str, Line]) -> Line:
+    """`line` without a choice that was made before: `where c, (where c, x, y), z` is `where c, x, z`."""
+    match line.rhs:
+        case Compute("where", (condition, x, y)):
+            match values[x].rhs, values[y].rhs:
+                case Compute("where", (again, chosen, _)), _ if again == condition:
+                    return replace(line, rhs=Compute("where", (condition, chosen, y)))
+                case _, Compute("where", (again, _, chosen)) if again == condition:
+                    return replace(line, rhs=Compute("where", (condition, x, chosen)))
+                case _:
+                    return line
+        case _:
+            return line
 
 
 def _is_number(rhs: Rhs, number: int) -> bool:

@@ -9,7 +9,6 @@ that grows beyond a fixed budget is given up, and the merge refused.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pellucid.ir.nodes import Kernel, Node, Program
@@ -104,7 +103,7 @@ class FusionGraph:
     def is_mutated(self, buffer: str) -> bool:
         """True if the contents of `buffer` change between its readers."""
         written = len(self.writers.get(buffer, ()))
-        return written > 1 or written == 1 and self.buffers[buffer].role == "input"
+        return written > 1 or (written == 1 and self.buffers[buffer].role == "input")
 
     def needed_outside(self, buffer: str, *inside: Group) -> bool:
         """True if somebody besides the groups `inside` wants `buffer` in memory."""
@@ -118,14 +117,13 @@ class FusionGraph:
         """Whether two groups may become one."""
         first, second = (one, other) if one.place < other.place else (other, one)
         budget = [_SEARCH_BUDGET]
-        ahead = _between(second, first, second, budget, forward=False)
-        behind = _between(first, first, second, budget, forward=True)
-        if ahead is None or behind is None:
-            return Mismatch("search-limit", "too many nodes lie between them to look for a cycle")
-        if not ahead.keys().isdisjoint(behind):
-            return Mismatch("cycle", "a node between them needs the first and is needed by the second")
-        by_place = sorted(ahead, key=_place), sorted(behind, key=_place)
-        return Joint(first, second, tuple(by_place[0]), tuple(by_place[1]))
+        ahead = _between(first, second, budget, forward=False)
+        if isinstance(ahead, Mismatch):
+            return ahead
+        behind = _between(first, second, budget, forward=True)
+        if isinstance(behind, Mismatch):
+            return behind
+        return Joint(first, second, tuple(sorted(ahead, key=_place)), tuple(sorted(behind, key=_place)))
 
     def merge(self, joint: Joint, kernel: Kernel) -> Group:
         """Put `kernel` in the place of both groups of `joint`."""
@@ -198,27 +196,20 @@ def _place(group: Group) -> int:
     return group.place
 
 
-def _between(
-    start: Group, first: Group, second: Group, budget: list[int], *, forward: bool
-) -> dict[Group, None] | None:
-    """Groups strictly between `first` and `second` that follow (or precede) `start`; None when out of budget."""
+def _between(first: Group, second: Group, budget: list[int], *, forward: bool) -> dict[Group, None] | Mismatch:
+    """Groups between the two in the order that follow `first` (or precede `second`), none of them on a path."""
+    start, end = (first, second) if forward else (second, first)
     found: dict[Group, None] = {}
     stack = [start]
     while stack:
         group = stack.pop()
-        neighbours = group.after if forward else group.before
-        for other in _spend(neighbours, budget):
+        for other in group.after if forward else group.before:
+            budget[0] -= 1
+            if budget[0] < 0:
+                return Mismatch("search-limit", "too many nodes lie between them to look for a cycle")
+            if other is end and group is not start:
+                return Mismatch("cycle", "a node between them needs the first and is needed by the second")
             if first.place < other.place < second.place and other not in found:
                 found[other] = None
                 stack.append(other)
-        if budget[0] < 0:
-            return None
     return found
-
-
-def _spend(neighbours: dict[Group, None], budget: list[int]) -> Iterator[Group]:
-    for other in neighbours:
-        budget[0] -= 1
-        if budget[0] < 0:
-            return
-        yield other

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from pellucid.ir.index import Expr
-from pellucid.ir.nodes import Compute, Const, Kernel, Line, Load, Reduce, Store, operands
+from pellucid.ir.nodes import Compute, Const, Kernel, Line, Load, Reduce, Scalar, Store, operands
 from pellucid.ir.origin import Origin, merge
+from pellucid.ir.types import DType
 from pellucid.schedule.match_axes import Match, Mismatch
 from pellucid.schedule.rewrite import Rewrite, make_kernel
 
@@ -108,7 +109,7 @@ def _as_load(line: Line, value: Line) -> list[Line]:
         lines.append(replace(line, out=f"{line.out}.cast", rhs=Compute("cast", (name,))))
         name = lines[-1].out
     if line.rhs.mask is not None:
-        other = replace(line, out=f"{line.out}.other", rhs=Const(line.rhs.other))
+        other = replace(line, out=f"{line.out}.other", rhs=Const(_scalar(line.rhs.other, line.dtype)))
         lines += [
             other,
             replace(line, out=f"{line.out}.where", rhs=Compute("where", (line.rhs.mask, name, other.out))),
@@ -116,6 +117,10 @@ def _as_load(line: Line, value: Line) -> list[Line]:
     if lines:
         lines[-1] = replace(lines[-1], out=line.out)
     return lines
+
+
+def _scalar(value: Scalar, dtype: DType) -> Scalar:
+    return float(value) if dtype.is_float else value
 
 
 def _inherit(line: Line, heirs: list[Origin]) -> Line:

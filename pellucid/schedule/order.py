@@ -31,18 +31,20 @@ def order(program: Program) -> tuple[Program, list[Decision]]:
 def late_order(before: Sequence[Sequence[int]]) -> list[int]:
     """Positions in an order in which each node follows what it needs and comes right before its first user.
 
+    What a node needs last is made first: that mostly has the longer way behind it, and others need not wait for it.
+
     before: for each node, the nodes that it must follow.
     """
     used = {earlier for needed in before for earlier in needed}
     result: list[int] = []
     done: set[int] = set()
     for sink in (position for position in range(len(before)) if position not in used):
-        stack = [(sink, iter(before[sink]))]
+        stack = [(sink, reversed(before[sink]))]
         while stack:
             position, needed = stack[-1]
             following = next((earlier for earlier in needed if earlier not in done), None)
             if following is not None:
-                stack.append((following, iter(before[following])))
+                stack.append((following, reversed(before[following])))
                 continue
             stack.pop()
             if position not in done:

@@ -211,9 +211,7 @@ class _Kernel:
         address = total(i * stride for i, size, stride in pairs if size != ONE) + x.view.offset
         return self.line(Load(x.view.buffer, address, mask), x.dtype.compute)
 
-    def store(
-        self, value: str, shape: Sequence[Expr], dtype: DType, index: Sequence[Expr] | None = None
-    ) -> Tensor:
+    def store(self, value: str, shape: Sequence[Expr], dtype: DType, index: Sequence[Expr] | None = None) -> Tensor:
         out = self.program._buffer(f"b{len(self.program.buffers)}_{self.name}", shape, dtype, "temp")
         self.store_at(out, value, index)
         return out

@@ -1,0 +1,182 @@
+"""Generated code against eager and float64, where a property test cannot look closely: accuracy, failures, AVX2."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pellucid.codegen import CppKernel, generate, host
+from pellucid.codegen.target import AVX2, Target
+from pellucid.ir.interp import run_kernel
+from pellucid.ir.parser import parse_kernel
+from pellucid.native.build import build
+from pellucid.native.toolchain import Toolchain, detect
+from pellucid.options import Options
+from tests.golden.codegen_cases import CASES
+
+Tensors = dict[str, torch.Tensor]
+
+
+def native(
+    texts: list[str], target: Target | None = None, toolchain: Toolchain | None = None
+) -> list[tuple[CppKernel, int]]:
+    kernels = [generate(parse_kernel(text), Options(), target) for text in texts]
+    addresses, _ = build({kernel.name: kernel.source for kernel in kernels}, toolchain)
+    return [(kernel, addresses[kernel.name]) for kernel in kernels]
+
+
+def call(kernel: CppKernel, address: int, buffers: Tensors, symbols: dict[str, int] | None = None) -> int:
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(address)
+    pointers = (ctypes.c_void_p * len(kernel.params))(*(buffers[name].data_ptr() for name in kernel.params))
+    values = [(symbols or {})[name] for name in kernel.symbols]
+    extent = kernel.extent.evaluate(lambda atom: (symbols or {})[atom.name])
+    return function(pointers, (ctypes.c_int64 * max(1, len(values)))(*values), 0, extent)
+
+
+def unary(op: str, n: int) -> str:
+    return f"""\
+kernel k(x: f32[{n}], o: f32[{n}]) {{
+  axes i: {n}
+  a: f32 = load x[i]
+  b: f32 = {op} a
+  st: f32 = store o[i], b
+}}
+"""
+
+
+def column_sum(rows: int, columns: int) -> str:
+    return f"""\
+kernel k(x: f32[{rows * columns}], o: f32[{columns}]) {{
+  axes i: {rows}, j: {columns}
+  a: f32 = load x[{columns}*i + j]
+  s: f32 = sum a over i
+  st: f32 = store o[j], s
+}}
+"""
+
+
+def integer_division(op: str) -> str:
+    return f"""\
+kernel k(x: i32[64], y: i32[64], o: i32[64]) {{
+  axes i: 64
+  a: i32 = load x[i]
+  b: i32 = load y[i]
+  c: i32 = {op} a, b
+  st: i32 = store o[i], c
+}}
+"""
+
+
+def ulps(values: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    rounded = exact.float().abs()
+    step = torch.nextafter(rounded, torch.full_like(rounded, torch.inf)) - rounded
+    return (values.double() - exact).abs() / step.double()
+
+
+def test_written_out_functions_are_accurate() -> None:
+    """exp, tanh and erf: at most twice eager's largest error, and never more than 1.25 ulp."""
+    n = 1 << 18
+    wide = torch.linspace(-100, 88, n // 4)
+    small = (torch.rand(n // 4) - 0.5) * torch.exp(torch.rand(n // 4) * -60)
+    x = torch.cat([wide, torch.linspace(-12, 12, n // 4), torch.randn(n // 4), small])
+    ops = ["exp", "tanh", "erf"]
+    for op, (kernel, address) in zip(ops, native([unary(op, n) for op in ops]), strict=True):
+        out = torch.empty(n)
+        call(kernel, address, {"x": x, "o": out})
+        exact, eager = getattr(torch, op)(x.double()), getattr(torch, op)(x)
+        normal = exact.abs() > 1e-37
+        worst, eagers = (float(ulps(each, exact)[normal].max()) for each in (out, eager))
+        assert worst < 1.25 and worst <= max(2 * eagers, 1.1), (op, worst, eagers)
+
+
+@pytest.mark.parametrize("op", ["exp", "tanh", "erf", "sigmoid", "asinh", "acosh"])
+def test_special_values(op: str) -> None:
+    inf, nan = torch.inf, torch.nan
+    x = torch.tensor(
+        [nan, inf, -inf, 0.0, -0.0, 89.5, -110.0, 3e38, -3e38, 1e20, 1e-40, 1.0, -1.0, 0.5, -0.5, 20.0, 1e-3]
+    )
+    out = torch.empty_like(x)
+    ((kernel, address),) = native([unary(op, len(x))])
+    call(kernel, address, {"x": x, "o": out})
+    torch.testing.assert_close(out, getattr(torch, op)(x), equal_nan=True, rtol=3e-7, atol=0)
+
+
+def test_long_sums_are_as_accurate_as_eager() -> None:
+    n = 1 << 20
+    texts = [column_sum(n, 1), column_sum(n // 16, 16)]
+    x = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    for (kernel, address), shape in zip(native(texts), [(-1, 1), (-1, 16)], strict=True):
+        out = torch.empty(shape[1])
+        call(kernel, address, {"x": x, "o": out})
+        exact, eager = x.view(shape).double().sum(0), x.view(shape).sum(0)
+        ours, eagers = (float((each.double() - exact).abs().max()) for each in (out, eager))
+        assert ours <= max(2 * eagers, float(exact.max()) * 1.2e-7)
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_a_failed_check_is_reported_and_touches_nothing_else(vectorize: bool) -> None:
+    text = """\
+kernel k(x: i64[100], y: i64[100], w: f32[50], o: f32[100]) {
+  axes i: 100
+  k: i64 = load x[i]
+  c: i64 = check k, 5
+  l: i64 = load y[i]
+  d: i64 = check l, 10
+  a: f32 = load w[10*[c] + [d]]
+  st: f32 = store o[i], a
+}
+"""
+    kernel = generate(parse_kernel(text), Options(vectorize=vectorize))
+    addresses, _ = build({kernel.name: kernel.source})
+    buffers = {"x": torch.zeros(100).long(), "y": torch.zeros(100).long(), "w": torch.rand(50), "o": torch.empty(100)}
+    assert call(kernel, addresses[kernel.name], buffers) == 0
+    buffers["y"][97], buffers["x"][3] = 1 << 40, -5
+    assert call(kernel, addresses[kernel.name], buffers) == 2
+    buffers["x"][3] = -6
+    assert call(kernel, addresses[kernel.name], buffers) == 1
+    assert buffers["o"][97] == buffers["w"][0]
+
+
+def test_integer_division_never_traps() -> None:
+    ops = ["floordiv", "truncdiv", "remainder", "fmod"]
+    x = torch.full((64,), -(1 << 31), dtype=torch.int32)
+    y = torch.tensor([0, -1] * 32, dtype=torch.int32)
+    for op, (kernel, address) in zip(ops, native([integer_division(op) for op in ops]), strict=True):
+        out = torch.empty(64, dtype=torch.int32)
+        call(kernel, address, {"x": x, "y": y, "o": out})
+        assert out[:2].tolist() == ([0, -(1 << 31)] if op.endswith("div") else [0, 0])
+
+
+def avx2_toolchain() -> Toolchain:
+    known = detect()
+    flags = (*known.flags, "-mno-avx512f")
+    return (
+        replace(known, flags=flags, isa="AVX2", key=f"{known.key[:-4]}avx2")
+        if "-mno-avx512f" not in known.flags
+        else known
+    )
+
+
+@pytest.mark.parametrize("target", [host(), AVX2], ids=["host", "avx2"])
+def test_golden_kernels_compute_what_the_interpreter_says(target: Target) -> None:
+    toolchain = avx2_toolchain() if target is AVX2 else None
+    symbols = {"n": 37, "m": 53}
+    generator = torch.Generator().manual_seed(0)
+    for text, (kernel, address) in zip(CASES.values(), native(list(CASES.values()), target, toolchain), strict=True):
+        tree = parse_kernel(text)
+        buffers: Tensors = {}
+        for param in tree.params:
+            numel = param.numel.evaluate(lambda atom: symbols[atom.name])
+            data = torch.randint(0, 20, (numel,), generator=generator)
+            kind = {"f32": torch.float32, "bf16": torch.bfloat16, "u8": torch.uint8, "i64": torch.int64}[
+                param.dtype.value
+            ]
+            buffers[param.name] = (torch.randn(numel, generator=generator) if kind.is_floating_point else data).to(kind)
+        expected = {name: tensor.clone() for name, tensor in buffers.items()}
+        run_kernel(tree, expected, symbols)
+        assert call(kernel, address, buffers, symbols) == 0
+        for name in buffers:
+            torch.testing.assert_close(buffers[name], expected[name], rtol=2e-2 if "bf16" in text else 1e-4, atol=1e-4)

@@ -1,0 +1,164 @@
+"""What the plan chooses, and that it says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from pellucid.codegen import CppKernel, generate
+from pellucid.codegen.target import AVX2, AVX512, Target
+from pellucid.errors import InternalError
+from pellucid.ir.decision import Decision
+from pellucid.ir.index import const
+from pellucid.ir.parser import parse_kernel
+from pellucid.options import Options
+from tests.golden import codegen_cases as cases
+
+
+def compile_text(text: str, target: Target = AVX512, **options: bool) -> CppKernel:
+    return generate(parse_kernel(text), Options(**options), target)
+
+
+def decision(kernel: CppKernel, rule: str) -> Decision:
+    return next(each for each in kernel.decisions if each.rule == rule)
+
+
+def test_contiguous_axes_are_merged_and_cut_into_chunks() -> None:
+    kernel = compile_text(
+        """\
+kernel k(x: f32[8388608], o: f32[8388608]) {
+  axes i: 16384, j: 512
+  a: f32 = load x[512*i + j]
+  b: f32 = neg a
+  st: f32 = store o[512*i + j], b
+}
+"""
+    )
+    plan = kernel.plan
+    assert [axis.extent for axis in plan.kernel.space] == [const(8388608)]
+    assert plan.chunk % plan.width == 0
+    assert kernel.extent == const(8388608 // plan.chunk)
+
+
+def test_a_broadcast_operand_keeps_the_axes_apart() -> None:
+    plan = compile_text(cases.POINTWISE).plan
+    assert [axis.extent for axis in plan.kernel.space] == [const(16384), const(512)]
+    assert plan.vector == "i1" and plan.inner == "i1" and plan.outer == ("i0",)
+
+
+def test_row_reduction_vectorises_the_reduced_axis() -> None:
+    plan = compile_text(cases.SOFTMAX).plan
+    assert plan.vector_is_reduced and plan.width == 64
+    assert [sweep.keep for sweep in plan.stages.sweeps] == [(), ("v3",), ()]
+    assert [sweep.recall for sweep in plan.stages.sweeps] == [(), (), ("v3",)]
+
+
+def test_column_reduction_vectorises_the_kept_axis() -> None:
+    plan = compile_text(cases.COLUMN_SUM).plan
+    assert not plan.vector_is_reduced and plan.vector == plan.inner
+    assert plan.width * 4 == 256  # whole cache lines of every row
+    assert plan.pairwise == {"v1"}
+
+
+def test_cheap_values_are_computed_again() -> None:
+    stages = compile_text(cases.LAYER_NORM).plan.stages
+    assert len(stages.sweeps) == 3
+    assert not any(sweep.keep for sweep in stages.sweeps)
+
+
+def test_byte_kernels_fill_the_register() -> None:
+    assert compile_text(cases.BYTES).plan.width == 64
+    assert compile_text(cases.BYTES, AVX2).plan.width == 32
+
+
+def test_division_of_the_vector_axis_splits_it() -> None:
+    kernel = compile_text(
+        """\
+kernel k(x: f32[512], o: f32[2048]) {
+  axes i: 4, j: 512
+  a: f32 = load x[64*i + (j % 64)]
+  st: f32 = store o[512*i + j], a
+}
+"""
+    )
+    assert "%" not in kernel.source.split("steps")[1]
+    assert "gather" not in kernel.source
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "why"),
+    [
+        (cases.ARGMAX, {}, "argmax is written for scalars only"),
+        (cases.SOFTMAX, {"vectorize": False}, "switched off"),
+        (cases.TRANSPOSED_PAD, {}, "80 elements apart"),
+        ("kernel k(o: f32[1]) {\n  a: f32 = const 1.0\n  st: f32 = store o[0], a\n}\n", {}, "single point"),
+    ],
+)
+def test_scalar_code_has_a_reason(text: str, options: dict[str, bool], why: str) -> None:
+    kernel = compile_text(text, **options)
+    refused = decision(kernel, "codegen.vectorize")
+    assert not refused.ok and why in refused.why
+    assert "steps<" not in kernel.source
+
+
+def test_lane_by_lane_lines_are_told() -> None:
+    kernel = compile_text(
+        """\
+kernel k(x: i64[1000], y: f32[1000], w: f32[50], o: f32[1000]) {
+  axes i: 1000
+  k: i64 = load x[i]
+  c: i64 = check k, 50
+  a: f32 = load w[[c]]
+  b: f32 = load y[i]
+  d: f32 = exp b
+  e: f32 = mul a, d
+  st: f32 = store o[i], e
+}
+"""
+    )
+    assert decision(kernel, "codegen.vectorize").ok
+    told = decision(kernel, "codegen.lanes")
+    assert told.subject[1] == "w" and "depends on values" in told.why
+    assert len(kernel.checks) == 1
+
+
+def test_large_outputs_are_streamed_and_small_ones_are_not() -> None:
+    assert "pv::stream<float>" in compile_text(cases.POINTWISE).source
+    assert "pv::stream" not in compile_text(cases.SOFTMAX).source
+
+
+def test_grain_follows_the_work() -> None:
+    small, large = compile_text(cases.POINTWISE), compile_text(cases.COLUMN_SUM)
+    assert small.grain > 10 * large.grain
+    more = generate(parse_kernel(cases.POINTWISE), Options(min_work_per_thread=200_000), AVX512)
+    assert more.grain > 5 * small.grain
+
+
+def test_a_store_in_place_that_lacks_an_axis_is_refused() -> None:
+    with pytest.raises(InternalError, match="in place"):
+        compile_text(
+            """\
+kernel k(x: f32[8], o: f32[64]) {
+  axes i: 8, j: 8
+  a: f32 = load x[i]
+  b: f32 = neg a
+  st: f32 = store x[i], b
+  st2: f32 = store o[8*i + j], b
+}
+"""
+        )
+
+
+def test_empty_axes_vanish() -> None:
+    kernel = compile_text(
+        """\
+kernel k(x: f32[4], o: f32[4], q: f32[4]) {
+  axes i: 4, j: 0
+  a: f32 = load x[i + j]
+  s: f32 = sum a over j
+  st: f32 = store o[i], s
+  sq: f32 = store q[i + j], a
+}
+"""
+    )
+    assert kernel.params == ("o",)
+    assert kernel.extent == const(1)
