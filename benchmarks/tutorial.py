@@ -123,6 +123,7 @@ def measure(name: str, rounds: int) -> None:
 
 
 def main() -> None:
+    """Measure every function that is named, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("functions", nargs="*", default=list(FUNCTIONS), help=f"of {', '.join(FUNCTIONS)}")
     parser.add_argument("--rounds", type=int, default=30)

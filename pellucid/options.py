@@ -21,7 +21,6 @@ class Options:
     max_fused_lines: largest body, in IR lines, that fusion may make.
     max_fused_buffers: largest number of buffers of a fused kernel.
     min_work_per_thread: estimated nanoseconds of work that justify one more thread.
-    kernel_profile: show every kernel and ATen call to `torch.profiler` under its name.
     """
 
     trace: str = ""
@@ -31,7 +30,6 @@ class Options:
     max_fused_lines: int = 256
     max_fused_buffers: int = 48
     min_work_per_thread: int = 20_000
-    kernel_profile: bool = False
 
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")

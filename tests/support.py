@@ -16,7 +16,8 @@ from pellucid.ir.verify import verify_program
 from pellucid.lower import lower
 
 
-def interpreted(function: Callable[..., Any], programs: list[Program], *, dynamic: bool = False, fullgraph: bool = True
+def interpreted(
+    function: Callable[..., Any], programs: list[Program], *, dynamic: bool = False, fullgraph: bool = True
 ) -> Callable[..., Any]:
     """`function` captured and lowered like any compiled one, and executed by the interpreter. Programs are appended."""
 

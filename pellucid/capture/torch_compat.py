@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -11,7 +11,7 @@ from torch._decomp import get_decompositions
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext
-from torch._logging import getArtifactLogger
+from torch._logging._internal import getArtifactLogger
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
 from pellucid.errors import UnsupportedError
@@ -24,6 +24,7 @@ __all__ = [
     "decomposition_table",
     "expr_of",
     "is_symbolic",
+    "size_hint",
     "symbol_of",
     "user_frames",
 ]
@@ -48,9 +49,9 @@ def capture_with_aot(
     return aot_module_simplified(
         graph_module,
         example_inputs,
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
+        fw_compiler=cast(Any, forward),
+        bw_compiler=cast(Any, backward),
+        inference_compiler=cast(Any, inference),
         decompositions=decompositions,
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
@@ -61,6 +62,11 @@ def decomposition_table(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
     """PyTorch's decompositions of the operators with these names (`native_batch_norm`, `addcmul`, ...)."""
     packets = [getattr(torch.ops.aten, name) for name in names]
     return get_decompositions(packets)
+
+
+def size_hint(value: int | torch.SymInt) -> int:
+    """The size that `value` had when the graph was captured."""
+    return cast(int, value.node.hint) if isinstance(value, torch.SymInt) else int(value)
 
 
 def is_symbolic(value: object) -> bool:

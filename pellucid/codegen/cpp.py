@@ -253,10 +253,10 @@ class _Printer:
         plan = self.plan
         counters = [(axis, plan.extent_of(axis)) for axis in plan.outer]
         blocks = {"lo": plan.chunk, "from": plan.width}
-        if plan.tile is not None:
-            counters.append(("from", chunks(plan.extent_of(plan.tile), plan.width)))
         if plan.chunk and plan.inner is not None:
             counters.append(("lo", chunks(plan.extent_of(plan.inner), plan.chunk)))
+        if plan.tile is not None:
+            counters.append(("from", chunks(plan.extent_of(plan.tile), plan.width)))
         rest = "t"
         for position in range(len(counters) - 1, -1, -1):
             name, extent = counters[position]

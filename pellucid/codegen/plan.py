@@ -18,6 +18,9 @@ from pellucid.options import Options
 PAIRWISE_BLOCK = 64
 # Work of one parallel iteration that makes the loop around it negligible, in instructions.
 CHUNK_WORK = 4096
+# Squares of a tiled kernel that are walked in one go: few enough rows for the cache and the TLB to hold, so that the
+# next iteration, which reads on in the same rows, finds them there.
+TILES = 16
 # Outer iterations from which on the inner axis need not be cut to keep all threads busy.
 ENOUGH_ITERATIONS = 512
 # What one core does in a nanosecond, roughly: vector instructions, and bytes moved from and to memory.
@@ -90,8 +93,8 @@ def make_plan(kernel: Kernel, target: Target, options: Options) -> Plan:
     points = max(1, hint(product(kernel.ranges[name] for name in {*kept, *([inner] if inner else [])})))
     extent = product(kernel.ranges[name] for name in outer) * (chunks(kernel.ranges[tile], width) if tile else 1)
     chunk = 0
-    if inner is not None and hint(extent) < ENOUGH_ITERATIONS:
-        chunk = _chunk(kernel.ranges[inner], width, work / points)
+    if inner is not None and (tile is not None or hint(extent) < ENOUGH_ITERATIONS):
+        chunk = _chunk(kernel.ranges[inner], width, TILES * width if tile else CHUNK_WORK * points / max(work, 1))
         extent = extent * (chunks(kernel.ranges[inner], chunk) if chunk else 1)
     grain, parallel = _grain(kernel, extent, work, options)
     pairwise, sums = _pairwise(kernel, reduced, vector, width)
@@ -136,14 +139,13 @@ def _check_in_place(kernel: Kernel) -> None:
             )
 
 
-def _chunk(extent: Expr, width: int, work_per_point: float) -> int:
-    """Points of the inner axis per parallel iteration, a multiple of `width`; 0 to take the whole axis.
+def _chunk(extent: Expr, width: int, wanted: float) -> int:
+    """Points of the inner axis per parallel iteration, about `wanted`, a multiple of `width`; 0 for the whole axis.
 
-    The axis is cut only when at least two pieces of reasonable work come out of it.
+    The axis is cut only when at least two pieces come out of it.
     """
-    steps = max(1, round(CHUNK_WORK / (width * max(work_per_point, 1 / width))))
-    power = 1 << (steps - 1).bit_length()
-    chunk = power * width
+    steps = max(1, round(wanted / width))
+    chunk = width << (steps - 1).bit_length()
     return chunk if extent.value is None or extent.value >= 2 * chunk else 0
 
 

@@ -13,12 +13,12 @@ from pellucid.ir.nodes import Axis, Compute, Const, Kernel, Line, Reduce, Rhs, a
 
 
 def simplify(kernel: Kernel, lanes: int) -> Kernel:
-    """Drop axes of extent 1, split axes under a division, merge axes that are one in memory, sort the kept ones.
+    """Drop axes that need no loop, split axes under a division, merge axes that are one in memory, sort the kept ones.
 
     before: `for i0 < 16384, i1 < 512: load x[512*i0 + i1]`
     after:  `for i0 < 8388608: load x[i0]`
     """
-    return sort(merge(split(drop_unit(drop_empty(kernel)), lanes)))
+    return sort(merge(split(drop_unused(drop_unit(drop_empty(kernel))), lanes)))
 
 
 def drop_empty(kernel: Kernel) -> Kernel:
@@ -50,6 +50,12 @@ def drop_unit(kernel: Kernel) -> Kernel:
     unit = [axis.name for axis in kernel.space if axis.extent == const(1)]
     space = tuple(axis for axis in kernel.space if axis.name not in unit)
     return _substitute(kernel, space, {Var(name): ZERO for name in unit}, {name: () for name in unit})
+
+
+def drop_unused(kernel: Kernel) -> Kernel:
+    """Without axes that no line varies along or reduces over: all their points do the same."""
+    used = set(kernel.reduced).union(*axes_of(kernel).values())
+    return Kernel(kernel.name, kernel.params, tuple(axis for axis in kernel.space if axis.name in used), kernel.body)
 
 
 def split(kernel: Kernel, lanes: int) -> Kernel:

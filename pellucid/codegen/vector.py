@@ -32,6 +32,7 @@ LANEWISE = frozenset({"floordiv", "shl", "shr"})
 
 GATHER_COST = 3.0
 TILE_COST = 0.5
+TILE_WIDTH = 16  # a square of so many rows is transposed in 16 registers
 LANEWISE_COST = 2.0
 TOTAL_COST = 16.0
 
@@ -109,7 +110,7 @@ def _refusal(kernel: Kernel, enabled: bool) -> str:
 
 
 def cost(kernel: Kernel, axis: str | None, lanes: int, tiled: frozenset[str] = frozenset()) -> float:
-    """Estimated instructions of one call with vectors of `lanes` along `axis`, where the loads `tiled` are transposed."""
+    """Estimated instructions of one call with vectors of `lanes` along `axis`; the loads `tiled` are transposed."""
     extents = {each.name: max(1, hint(each.extent)) for each in kernel.space}
     depends = axes_of(kernel)
     wide_values = frozenset(out for out, axes in depends.items() if axis in axes)
@@ -190,7 +191,7 @@ def tiling(kernel: Kernel, axis: str | None, width: int, target: Target) -> tupl
 
     Only for pointwise kernels, unmasked loads, and elements of which `width` fit one register.
     """
-    if axis is None or kernel.reduced:
+    if axis is None or kernel.reduced or width > TILE_WIDTH:
         return None, frozenset()
     wide_values = frozenset(out for out, axes in axes_of(kernel).items() if axis in axes)
     dtypes = {param.name: param.dtype for param in kernel.params}
@@ -225,6 +226,7 @@ def _unroll(kernel: Kernel, axis: str, lanes: int, target: Target) -> int:
     """
     if not any(isinstance(line.rhs, Reduce) for line in kernel.body):
         halves = all(param.dtype.itemsize <= 2 for param in kernel.params) and 4 * lanes == target.register_bytes
+        halves = halves and tiling(kernel, axis, lanes, target)[0] is None
         return 2 if halves and pressure(kernel, axis) <= target.registers // 4 else 1
     extent = next(each.extent for each in kernel.space if each.name == axis).value
     live = pressure(kernel, axis)

@@ -184,7 +184,7 @@ class Enum:
     name: str
 
 
-Arg: TypeAlias = "View | Expr | Scalar | str | None | Enum | tuple[Arg, ...]"
+Arg: TypeAlias = "View | Expr | Scalar | str | Enum | tuple[Arg, ...] | None"
 
 
 @dataclass(frozen=True, slots=True)

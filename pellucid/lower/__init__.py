@@ -88,7 +88,7 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 def _lower_call(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     value = node.meta.get("val")
-    if is_symbolic(value):
+    if isinstance(value, torch.SymInt):
         return expr_of(value)
     if getattr(node.target, "__name__", "") == "getitem":
         return graph.value(node.args[0])[node.args[1]]

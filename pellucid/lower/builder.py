@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,7 +97,8 @@ class Value:
 def wrap(value: Scalar, dtype: DType) -> Scalar:
     """`value` as PyTorch converts a Python number to `dtype`: integers wrap around, floats are cut to integers."""
     if dtype.is_float:
-        return float(value)
+        # One NaN object for all: lines are compared, and a NaN equals only itself.
+        return math.nan if value != value else float(value)
     if dtype is DType.BOOL:
         return bool(value)
     bits = _INT_BITS[dtype]

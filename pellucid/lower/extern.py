@@ -33,7 +33,7 @@ CHOSEN: dict[str, str] = {
 }
 
 # These write their result into memory that the program gives them, instead of allocating at each call.
-_OUT_VARIANTS = {
+_OUT_VARIANTS = {f"{name}.default": f"{name}.out" for name in ("mm", "addmm", "bmm", "baddbmm")}
     name: f"{name.split('.')[0]}.out" for name in ("mm.default", "addmm.default", "bmm.default", "baddbmm.default")
 }
 

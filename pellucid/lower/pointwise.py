@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -63,8 +63,8 @@ def _promoted(node: torch.fx.Node, promote: Promote, result: TensorRef) -> DType
         case Promote.RESULT:
             return result.dtype.compute
         case Promote.ARGUMENTS:
-            metas = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args[:2]]
-            return DTYPES[torch.result_type(*metas)].compute
+            first, second = (arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args[:2])
+            return DTYPES[torch.result_type(cast(Any, first), cast(Any, second))].compute
         case Promote.NONE:
             return None
 

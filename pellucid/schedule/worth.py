@@ -10,8 +10,10 @@ from pellucid.schedule.cost import estimate, evaluations, op_cost, touched_bytes
 from pellucid.schedule.graph import FusionGraph, Group
 from pellucid.schedule.inline import Inlined, Recipe, loads_of
 
-# What things cost, in bytes moved from memory: an operator at one point, and the start of one more kernel.
+# What things cost, in bytes moved from memory: an operator at one point, a stored byte (its cache line is fetched
+# before it is written back), and the start of one more kernel.
 _OPS_PER_BYTE = 2
+_STORE_WEIGHT = 2
 _KERNEL_BYTES = 65536
 
 _MOST_LINES = 64
@@ -44,7 +46,7 @@ def _bytes_saved(graph: FusionGraph, recipe: Recipe, producer: Group, consumer: 
     saved = sum(estimate(touched_bytes(index, param, ranges)) for index in indices)
     readers = graph.readers[buffer]
     if _may_vanish(graph, buffer):
-        vanishing = estimate(param.numel) * param.dtype.itemsize
+        vanishing = estimate(param.numel) * param.dtype.itemsize * _STORE_WEIGHT
         if sum(1 for _ in producer.kernel.stores()) == 1:
             sizes = {param.name: param for param in recipe.kernel.params}
             ranges = recipe.kernel.ranges

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import cast
 
 import torch
 from jinja2 import Template
+
+from pellucid.capture.torch_compat import size_hint
 
 # Larger constants of a graph are written as random tensors of the same layout.
 _INLINE_ELEMENTS = 64
@@ -68,20 +71,17 @@ def runnable(graph: torch.fx.GraphModule, title: str) -> str:
 
 def _constant(tensor: torch.Tensor) -> str:
     if tensor.numel() <= _INLINE_ELEMENTS and tensor.is_contiguous():
-        return f"torch.tensor({tensor.tolist()!r}, dtype={tensor.dtype})"
+        numbers = cast(object, tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
+        return f"torch.tensor({numbers!r}, dtype={tensor.dtype})"
     return input_text(tensor)
 
 
 def input_text(value: object) -> str:
     """An expression that makes an input like the (fake) value; symbolic sizes take their hints."""
     if isinstance(value, torch.Tensor):
-        shape = tuple(_hint(size) for size in value.shape)
-        strides = tuple(_hint(stride) for stride in value.stride())
+        shape = tuple(size_hint(size) for size in value.shape)
+        strides = tuple(size_hint(stride) for stride in value.stride())
         return f"make_input({shape}, {strides}, {value.dtype})"
     if isinstance(value, torch.SymInt):
-        return str(_hint(value))
+        return str(size_hint(value))
     return repr(value)
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    return size.node.hint if isinstance(size, torch.SymInt) else int(size)

@@ -56,7 +56,8 @@ if __name__ == "__main__":
     with torch.no_grad():
         for position, result in enumerate(call(make_inputs())):
             if isinstance(result, torch.Tensor):
-                print(f"output {position}: {tuple(result.shape)} {result.dtype}, sum {result.double().sum().item():.9g}")
+                total = result.double().sum().item()
+                print(f"output {position}: {tuple(result.shape)} {result.dtype}, sum {total:.9g}")
 ''', keep_trailing_newline=True)  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def _extern(program: Program, node: Extern) -> Iterator[str]:
     if node.out or not node.outputs:
         yield call
         return
-    several = len(operator_of(node.op)._schema.returns) > 1
+    several = len(node.outputs) > 1
     yield f"results = {call}" if several else f"results = [{call}]"
     for position, view in enumerate(node.outputs):
         if view is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +25,8 @@ def make_input(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype)
 def compare(function: Callable[..., Any], inputs: list[Any]) -> None:
     """Run `function` in eager mode and compiled, and print each output's largest difference."""
     expected = _tensors(function(*_copies(inputs)))
-    actual = _tensors(torch.compile(function, backend="pellucid", fullgraph=True)(*_copies(inputs)))
+    compiled = cast(Any, torch).compile(function, backend="pellucid", fullgraph=True)
+    actual = _tensors(compiled(*_copies(inputs)))
     for position, (eager, compiled) in enumerate(zip(expected, actual, strict=True)):
         difference = (eager.double() - compiled.double()).abs().max().item() if eager.numel() else 0.0
         print(f"output {position}: {tuple(eager.shape)} {eager.dtype}, largest difference {difference:.3g}")
@@ -39,8 +40,8 @@ def _copies(inputs: list[Any]) -> list[Any]:
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:
-    outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
-    return [value for value in outputs if isinstance(value, torch.Tensor)]
+    several = cast(Sequence[Any], outputs) if isinstance(outputs, list | tuple) else [outputs]
+    return [value for value in several if isinstance(value, torch.Tensor)]
 
 
 def load_kernels(sources: Mapping[str, str]) -> dict[str, Kernel]:

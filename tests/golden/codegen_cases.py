@@ -103,6 +103,16 @@ kernel transposed_pad(x: f32[8000], o: f32[8320]) {
 }
 """
 
+TRANSPOSED = """\
+kernel transposed(x: bf16[60000], y: f32[60000], o: f32[60000]) {
+  axes i: 200, j: 300
+  a: f32 = load x[i + 200*j]
+  b: f32 = load y[300*i + j]
+  c: f32 = mul a, b
+  st: f32 = store o[300*i + j], c
+}
+"""
+
 ARGMAX = """\
 kernel argmax(x: f32[5000], o: i64[50]) {
   axes i: 50, j: 100
@@ -121,5 +131,6 @@ CASES = {
     "bytes": BYTES,
     "embedding": EMBEDDING,
     "transposed_pad": TRANSPOSED_PAD,
+    "transposed": TRANSPOSED,
     "argmax": ARGMAX,
 }

@@ -1,4 +1,4 @@
-"""Every lowering rule against eager, through the whole compiler. Cases are compiled many at a time: one graph each chunk."""
+"""Every lowering rule against eager, through the whole compiler; many cases make one graph."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_native_matches_eager(chunk: list[Case]) -> None:
     torch._dynamo.reset()
     arguments = [case[2] for case in chunk]
     ours, eagers, wide = copy.deepcopy(arguments), copy.deepcopy(arguments), widened(copy.deepcopy(arguments))
-    compiled = torch.compile(lambda args: run(chunk, args), backend="pellucid", options={"verify": True}, fullgraph=True)
+    options = {"verify": True}
+    compiled = torch.compile(lambda args: run(chunk, args), backend="pellucid", options=options, fullgraph=True)
     with torch.no_grad():
         actual, eager, exact = compiled(ours), run(chunk, eagers), run(chunk, wide)
     for position, (name, _, _) in enumerate(chunk):
+        pairs = ((actual, ours), (eager, eagers), (exact, wide))
         try:
-            assert_matches(
-                (actual[position], ours[position]), (eager[position], eagers[position]), (exact[position], wide[position])
-            )
+            assert_matches(*((results[position], inputs[position]) for results, inputs in pairs))
         except AssertionError as failure:
             raise AssertionError(f"{name}: {failure}") from None

@@ -24,9 +24,7 @@ def example_report() -> Report:
     summary = Summary(1.5e-3, 1.4e-3, 1.7e-3, 12)
     faster, faults = Summary(2.35, 2.25, 2.46, 12), Summary(9876.0, 9000.0, 9999.0, 12)
     start = Startup(12.5, 400 * 2**20, 512 * 2**20)
-    eager = SubjectResult(
-        "eager", None, summary, Summary(1.0, 1.0, 1.0, 12), summary, 0.1, start, None, 1e-7, True
-    )
+    eager = SubjectResult("eager", None, summary, Summary(1.0, 1.0, 1.0, 12), summary, 0.1, start, None, 1e-7, True)
     fine = SubjectResult("aot_eager", None, summary, faster, faults, 0.1, start, start, 1e-7, True, 240, 96)
     wrong = SubjectResult("wrong", None, summary, faster, faults, 0.1, start, start, math.inf, False)
     broken = SubjectResult("broken", "KeyError: 'x'", cold=Startup(failure="killed by SIGSEGV"))
@@ -189,9 +187,7 @@ def test_the_run_folder_is_explained_file_by_file(tmp_path):
 
 def test_a_demo_in_which_pellucid_fails_has_no_run_folder(monkeypatch, tmp_path):
     failed = SubjectResult("pellucid", "KeyError: 'x'")
-    report = dataclasses.replace(
-        example_report(), models=(ModelResult("bert", 1, 128, "f32", 12, (failed,)),)
-    )
+    report = dataclasses.replace(example_report(), models=(ModelResult("bert", 1, 128, "f32", 12, (failed,)),))
     monkeypatch.setattr("pellucid.bench.demo.bench", lambda *args: report)
     result = run("demo", "--dir", str(tmp_path / "run"))
     assert result.exit_code == Exit.BAD

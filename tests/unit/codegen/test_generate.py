@@ -47,7 +47,7 @@ def test_every_line_has_an_origin_or_is_glue(name: str) -> None:
     lines = kernel.source.splitlines()
     assert len(lines) == len(kernel.line_map)
     glue = re.compile(
-        r'extern "C"|\}\)?;?$|return |const int64_t (t\d*|i\d+|lo|hi|s\d+) =|int64_t status|pv::stream_end'
+        r'extern "C"|\}\)?;?$|return |const int64_t (t\d*|i\d+|lo|hi|from|to|s\d+) =|int64_t status|pv::stream_end'
     )
     for line, origin in zip(lines, kernel.line_map, strict=True):
         assert origin.users or glue.match(line.strip()), line

@@ -121,6 +121,14 @@ kernel k(x: i64[1000], y: f32[1000], w: f32[50], o: f32[1000]) {
     assert len(kernel.checks) == 1
 
 
+def test_a_transposed_load_is_read_in_squares() -> None:
+    kernel = compile_text(cases.TRANSPOSED)
+    assert kernel.plan.tile == "i0" and kernel.plan.vector == "i1"
+    told = decision(kernel, "codegen.tile")
+    assert told.ok and told.subject[1] == "x"
+    assert "gather" not in kernel.source
+
+
 def test_large_outputs_are_streamed_and_small_ones_are_not() -> None:
     assert "pv::stream<float>" in compile_text(cases.POINTWISE).source
     assert "pv::stream" not in compile_text(cases.SOFTMAX).source

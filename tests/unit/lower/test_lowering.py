@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pellucid.ir.nodes import Program
-from tests.support import assert_matches, interpreted, widened
 from tests.operator_cases import all_cases
+from tests.support import assert_matches, interpreted, widened
 
 CASES = all_cases()
 
