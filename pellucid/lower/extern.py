@@ -34,15 +34,14 @@ CHOSEN: dict[str, str] = {
 
 # These write their result into memory that the program gives them, instead of allocating at each call.
 _OUT_VARIANTS = {f"{name}.default": f"{name}.out" for name in ("mm", "addmm", "bmm", "baddbmm")}
-    name: f"{name.split('.')[0]}.out" for name in ("mm.default", "addmm.default", "bmm.default", "baddbmm.default")
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call of a dispatcher operator: what an FX node does, or what a higher-order operator does on its behalf.
 
-    metas: the fake results, none for an operator that returns nothing; several: whether the operator returns a sequence of them. used: which ones are read.
+    metas: the fake results, none for an operator that returns nothing.
+    several: whether the operator returns a sequence of tensors. used: which of them are read.
     """
 
     node: torch.fx.Node
