@@ -280,7 +280,8 @@ def _call(extern: Extern, memory: Mapping[str, Tensor], symbols: Mapping[str, in
         names = [argument.name for argument in operator._schema.arguments if argument.is_out]
         operator(*args, **kwargs, **dict(zip(names, outputs, strict=True)))
         return
-    results = _tensors(operator(*args, **kwargs))
+    returned = operator(*args, **kwargs)
+    results = _tensors(returned) if operator._schema.returns else ()
     for output, result in zip(outputs, results, strict=True):
         if isinstance(output, Tensor) and isinstance(result, Tensor):
             if output.shape != result.shape:

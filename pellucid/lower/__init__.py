@@ -12,7 +12,7 @@ from pellucid.errors import PellucidError, UnsupportedError
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Program
 from pellucid.lower import pointwise, reduce, shapes  # noqa: F401  (their rules register themselves)
-from pellucid.lower.extern import CHOSEN, call_of, fallback_reason, lower_effect, lower_extern
+from pellucid.lower.extern import CHOSEN, call_of, fallback_reason, lower_conjugate, lower_effect, lower_extern
 from pellucid.lower.graph import GraphBuilder, Result, overlaps_itself
 from pellucid.lower.registry import RULES, NotLowered, overload_name
 from pellucid.lower.shapes import is_view, lower_view
@@ -105,6 +105,8 @@ def _lower_operator(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     if node.target is torch.ops.higher_order.with_effects:
         return lower_effect(graph, node)
     name = overload_name(node)
+    if name == "_conj.default":
+        return lower_conjugate(graph, node)
     if name not in RULES or name in CHOSEN:
         return lower_extern(graph, call_of(node), fallback_reason(node))
     try:

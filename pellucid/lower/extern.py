@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,12 @@ def _used(node: torch.fx.Node, count: int, several: bool) -> frozenset[int]:
     if not several or len(picks) < len(node.users):
         return frozenset(range(count))
     return frozenset(int(pick) % count for pick in picks)  # type: ignore[arg-type]
+
+
+def lower_conjugate(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """Eager's lazy conjugate is a flag on a view; buffers have no flags, so it is computed at once."""
+    call = replace(call_of(node), target=torch.ops.aten.conj_physical.default)
+    return lower_extern(graph, call, "complex numbers are left to ATen")
 
 
 def fallback_reason(node: torch.fx.Node) -> str:

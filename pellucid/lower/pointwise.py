@@ -240,6 +240,11 @@ def logical_not(x: Value) -> Value:
     return ~x.to(DType.BOOL)
 
 
+@pointwise("_neg_view.default")
+def neg_view(x: Value) -> Value:
+    return -x
+
+
 @pointwise("relu.default")
 def relu(x: Value) -> Value:
     return x.op("maximum", 0)

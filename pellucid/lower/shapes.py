@@ -15,6 +15,10 @@ from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_
 from pellucid.lower.registry import NotLowered, rule
 
 
+# Views that change values: their tensors carry a flag instead of other elements.
+_LAZY = ("aten._conj.default", "aten._neg_view.default")
+
+
 def is_view(node: torch.fx.Node) -> bool:
     """True if the operator's results are declared to be views of its first argument, with the same elements."""
     target = node.target
@@ -22,6 +26,8 @@ def is_view(node: torch.fx.Node) -> bool:
         return False
     if str(target) == "aten._unsafe_view.default":
         return True
+    if str(target) in _LAZY:
+        return False
     returns = target._schema.returns
     return (
         bool(returns)

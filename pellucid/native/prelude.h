@@ -830,7 +830,7 @@ PV_SLEEF(exp2, exp2, u10) PV_SLEEF(expm1, expm1, u10)
 PV_SLEEF(log, log, u10) PV_SLEEF(log2, log2, u10) PV_SLEEF(log10, log10, u10) PV_SLEEF(log1p, log1p, u10)
 PV_SLEEF(sin, sin, u10) PV_SLEEF(cos, cos, u10) PV_SLEEF(tan, tan, u10)
 PV_SLEEF(asin, asin, u10) PV_SLEEF(acos, acos, u10) PV_SLEEF(atan, atan, u10)
-PV_SLEEF(sinh, sinh, u10) PV_SLEEF(cosh, cosh, u10)
+PV_SLEEF(sinh_sleef, sinh, u10) PV_SLEEF(cosh_sleef, cosh, u10)
 PV_SLEEF(asinh_sleef, asinh, u10) PV_SLEEF(acosh_sleef, acosh, u10) PV_SLEEF(atanh, atanh, u10)
 PV_SLEEF(erfc, erfc, u15) PV_SLEEF(lgamma, lgamma, u10)
 PV_SLEEF(exp_sleef, exp, u10) PV_SLEEF(tanh_sleef, tanh, u10) PV_SLEEF(erf_sleef, erf, u10)
@@ -944,6 +944,21 @@ template <class T, int W> PV_FN Vec<T, W> erf(const Vec<T, W>& a) {
     const auto one = splat<W>(1.0f);
     return copysign(where(lt(x, one), fma(near, x, x), sub(one, rest)), a);
   }
+}
+
+// Sleef's sinh and cosh overflow a little early: where e^x does, e^x / 2 = e^(x/2) / 2 * e^(x/2) may still be finite.
+template <class T> constexpr T exp_overflows = sizeof(T) == 4 ? T(88) : T(709);
+template <class T, int W> PV_FN Vec<T, W> half_exp(const Vec<T, W>& a) {
+  const auto half = splat<W>(T(0.5)), root = exp(mul(a, half));
+  return mul(mul(root, half), root);
+}
+template <class T, int W> PV_FN Vec<T, W> cosh(const Vec<T, W>& a) {
+  const auto size = abs(a);
+  return where(gt(size, splat<W>(exp_overflows<T>)), half_exp(size), cosh_sleef(a));
+}
+template <class T, int W> PV_FN Vec<T, W> sinh(const Vec<T, W>& a) {
+  const auto size = abs(a);
+  return where(gt(size, splat<W>(exp_overflows<T>)), copysign(half_exp(size), a), sinh_sleef(a));
 }
 
 template <class T, int W> PV_FN Vec<T, W> rsqrt(const Vec<T, W>& a) { return reciprocal(sqrt(a)); }

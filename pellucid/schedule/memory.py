@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pellucid.errors import InternalError
 from pellucid.ir.index import Expr
@@ -11,6 +12,8 @@ from pellucid.ir.nodes import Program, View
 from pellucid.schedule.deps import reads, writes
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+
+_MANY = 2000  # with more temporaries than this, placing by size takes too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +52,11 @@ def plan_memory(program: Program, sizes: Callable[[Expr], int], leave_out: Colle
     """
     lives = lifetimes(program, sizes, leave_out)
     # Placing large buffers first is near-optimal for most graphs, placing in order of birth for chains.
-    by_size = sorted(lives, key=lambda life: (-life.size, life.first, life.buffer))
-    by_birth = sorted(lives, key=lambda life: (life.first, -life.size, life.buffer))
-    plans = [_place(order) for order in (by_size, by_birth)]
-    best = min(plans, key=lambda plan: plan[1])
-    return MemoryPlan(best[0], best[1], _peak(lives))
+    orders = [sorted(lives, key=lambda life: (life.first, -life.size, life.buffer))]
+    if len(lives) <= _MANY:
+        orders.append(sorted(lives, key=lambda life: (-life.size, life.first, life.buffer)))
+    offsets, arena_bytes = min((_place(order) for order in orders), key=lambda plan: plan[1])
+    return MemoryPlan(offsets, arena_bytes, _peak(lives))
 
 
 def lifetimes(program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = ()) -> list[Lifetime]:
@@ -98,24 +101,32 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _place(order: Iterable[Lifetime]) -> tuple[dict[str, int], int]:
+def _place(order: Sequence[Lifetime]) -> tuple[dict[str, int], int]:
     """Offsets for `order`, each buffer in the tightest gap among those placed before that live with it."""
+    by_birth = all(one.first <= other.first for one, other in pairwise(order))
     offsets: dict[str, int] = {}
     placed: list[tuple[int, Lifetime]] = []
     end = 0
     for life in order:
-        neighbours = sorted((start, start + other.size) for start, other in placed if other.meets(life))
-        best, best_gap, free = None, 0, 0
-        for start, stop in neighbours:
-            gap = start - free
-            if gap >= life.size and (best is None or gap < best_gap):
-                best, best_gap = free, gap
-            free = max(free, stop)
-        offset = free if best is None else best
+        if by_birth:  # what is dead now does not come back
+            placed = [(start, other) for start, other in placed if other.last >= life.first]
+        offset = _tightest_gap(life, placed)
         offsets[life.buffer] = offset
         placed.append((offset, life))
         end = max(end, offset + life.size)
     return offsets, end
+
+
+def _tightest_gap(life: Lifetime, placed: Iterable[tuple[int, Lifetime]]) -> int:
+    """The start of the smallest gap that holds `life`, or the end of all that live with it."""
+    neighbours = sorted((start, start + other.size) for start, other in placed if other.meets(life))
+    best, best_gap, free = None, 0, 0
+    for start, stop in neighbours:
+        gap = start - free
+        if gap >= life.size and (best is None or gap < best_gap):
+            best, best_gap = free, gap
+        free = max(free, stop)
+    return free if best is None else best
 
 
 def _peak(lives: Iterable[Lifetime]) -> int:

@@ -23,9 +23,9 @@ def order(program: Program) -> tuple[Program, list[Decision]]:
     facts = (("peak_given", now), ("peak_late", then))
     if then >= now:
         why = "making each result as late as possible would not save memory"
-        return program, [Decision("order.late", (), False, why, facts)]
+        return program, [Decision("order.late", ("program",), False, why, facts)]
     why = "making each result as late as possible saves memory"
-    return replace(program, nodes=tuple(reordered)), [Decision("order.late", (), True, why, facts)]
+    return replace(program, nodes=tuple(reordered)), [Decision("order.late", ("program",), True, why, facts)]
 
 
 def late_order(before: Sequence[Sequence[int]]) -> list[int]:
