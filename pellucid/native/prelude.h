@@ -3,10 +3,13 @@
 //
 // A `Vec<T, W>` is W lanes of T in as few registers as they need: on AVX-512 a `Vec<float, 16>` is one register, a
 // `Vec<double, 16>` two, a `Vec<int8_t, 16>` a quarter of one. All values of a kernel have the same W, so lanes of
-// different types line up and no operator ever sees a register boundary. A `Vec<bool, W>` is a mask.
+// different types line up and no operator ever sees a register boundary; W = 64 means four registers of floats, which
+// is how a loop is unrolled. A `Vec<bool, W>` is a mask.
 //
-// The file is in four parts: lanes (registers, masks, memory), operators on scalars, operators on vectors, loops and
-// reductions. What depends on the instruction set is in the section "registers" only.
+// Registers are the vector types of GCC and Clang, which have operators, conversions and shuffles for every lane type;
+// intrinsics stand where these have no word. The file is one, because a single header is precompiled and kept with
+// the kernels. Its parts: registers, lanes, memory, conversion, scalar operators, vector operators, index checks,
+// loops, reductions.
 #pragma once
 
 #include <immintrin.h>
