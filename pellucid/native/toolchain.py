@@ -25,7 +25,7 @@ from pellucid.errors import ToolchainError, UnsupportedError
 from pellucid.native.cpu import Cpu, cpu
 
 INSTALL_HINT = "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL), or set CXX to a compiler"
-MINIMUM_GCC = 11
+MINIMUM_GCC = 12
 MINIMUM_CLANG = 14
 
 # Rounding is eager's: no -ffast-math, no contraction of a * b + c. Eager has neither errno nor floating-point traps.

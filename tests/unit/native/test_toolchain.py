@@ -31,7 +31,7 @@ def fake_compiler(path: Path, macros: str, log: Path | None = None) -> Path:
 
 def test_detects_the_compiler_of_this_machine():
     found = detect()
-    assert found.kind in ("gcc", "clang") and int(found.version.split(".")[0]) >= 11
+    assert found.kind in ("gcc", "clang") and int(found.version.split(".")[0]) >= 12
     assert found.isa in ("AVX512", "AVX2") and Path(found.compiler[0]).is_absolute()
     assert "-ffast-math" not in found.flags and "-ffp-contract=off" in found.flags
     assert detect() is found
@@ -61,8 +61,8 @@ def test_cxx_is_honoured(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("macros", "message"),
     [
-        ("__clang_major__ __clang_minor__ 9 4 0", "is gcc 9.4.0; Pellucid needs GCC 11"),
-        ("11 0 4 2 1", "is clang 11.0; Pellucid needs GCC 11 or Clang 14"),
+        ("__clang_major__ __clang_minor__ 9 4 0", "is gcc 9.4.0; Pellucid needs GCC 12"),
+        ("11 0 4 2 1", "is clang 11.0; Pellucid needs GCC 12 or Clang 14"),
         ("a b c d e", "is neither GCC nor Clang"),
         ("hello", "does not work as a C\\+\\+ compiler"),
     ],
