@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.graph import TORCH_DTYPES
 from pellucid.codegen import CppKernel
 from pellucid.ir.index import Expr, Sym, Val, Var
 from pellucid.ir.nodes import Arg, Enum, Extern, Kernel, Node, Program, View
 from pellucid.ir.origin import Origin
+from pellucid.ir.types import TORCH_DTYPES
 from pellucid.native.plan import (
     ArenaSlot,
     Call,

@@ -28,72 +28,15 @@ def special(dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-UNARY = [
-    "neg",
-    "ceil",
-    "floor",
-    "trunc",
-    "sqrt",
-    "rsqrt",
-    "exp",
-    "exp2",
-    "expm1",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
-    "sin",
-    "cos",
-    "tan",
-    "asin",
-    "acos",
-    "atan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "asinh",
-    "acosh",
-    "atanh",
-    "sigmoid",
-    "erf",
-    "erfc",
-    "reciprocal",
-    "abs",
-    "sign",
-    "round",
-    "relu",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "square",
-    "frac",
-    "logit",
-    "sgn",
-    "logical_not",
-    "lgamma",
-]
-BINARY = [
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "maximum",
-    "minimum",
-    "atan2",
-    "hypot",
-    "remainder",
-    "fmod",
-    "pow",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-]
+UNARY = """
+    neg ceil floor trunc sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh
+    tanh asinh acosh atanh sigmoid erf erfc reciprocal abs sign round relu isnan isinf isfinite square frac
+    logit sgn logical_not lgamma
+""".split()
+BINARY = """
+    add sub mul div maximum minimum atan2 hypot remainder fmod pow eq ne lt le gt ge logical_and logical_or
+    logical_xor
+""".split()
 
 
 def pointwise_cases() -> Iterator[Case]:
@@ -112,6 +55,7 @@ def pointwise_cases() -> Iterator[Case]:
             yield f"{name}-{short}", getattr(torch, name), (x, y)
         for name in ("neg", "abs", "sign", "bitwise_not", "logical_not", "exp", "sigmoid", "isnan", "square"):
             yield f"{name}-{short}", getattr(torch, name), (x,)
+        yield f"rounding-{short}", lambda a: (a.ceil(), a.floor(), a.trunc(), a.round(), a.abs()), (x,)
         yield f"floor_divide-{short}", torch.floor_divide, (x, y)
         yield f"shift-{short}", lambda a: (a << 2) + (a >> 1), (x,)
     flags = torch.tensor([True, False, True])
@@ -196,6 +140,7 @@ def reduction_cases() -> Iterator[Case]:
         yield f"layer-norm-affine-{short}", lambda a, w, b: F.layer_norm(a, (7,), w, b), (x, weight, bias)
         yield f"norm-{short}", lambda a: torch.linalg.vector_norm(a, dim=-1), (x,)
     i = _ints(4, 5)
+    yield "arg-bool", lambda a: (a.max(1), a.min(1), a.sign(), a.prod(0, dtype=torch.bool)), (_ints(4, 5) > 0,)
     yield "sum-int", lambda a: a.sum(0), (i,)
     yield "sum-bool", lambda a: (a > 0).sum(), (i,)
     yield "sum-int32", lambda a: a.to(torch.int32).sum(1), (i,)
@@ -319,6 +264,8 @@ def extern_cases() -> Iterator[Case]:
     yield "sort", lambda x: torch.sort(x, dim=1), (a,)
     yield "cumsum", lambda x: torch.cumsum(x, 1) * 2, (_floats(2, 600),)
     yield "topk", lambda x: torch.topk(x, 3, dim=1), (a,)
+    yield "wide-unsigned", lambda x: x.to(torch.uint32).to(torch.int64) + 1, (a.abs(),)
+    yield "complex-half", lambda x: torch.view_as_real(torch.complex(x, x).to(torch.complex32)), (a,)
     yield "complex", lambda x: torch.view_as_real(torch.complex(x, x) * 2), (a,)
     yield (
         "attention",

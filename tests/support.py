@@ -79,7 +79,7 @@ def error(actual: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 # Below this relative error nobody can tell rounding from a better algorithm.
-FLOORS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 5e-4}
+FLOORS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
 def assert_matches(compiled: Any, eager: Any, reference: Any) -> None:
@@ -91,7 +91,8 @@ def assert_matches(compiled: Any, eager: Any, reference: Any) -> None:
             f"output {position}: {a.dtype} {a.shape}, eager {b.dtype} {b.shape}"
         )
         if a.numel() and b._is_view() == a._is_view():
-            assert a.stride() == b.stride(), f"output {position}: strides {a.stride()}, eager {b.stride()}"
+            ours_strides, eager_strides = (_meaningful_strides(tensor) for tensor in (a, b))
+            assert ours_strides == eager_strides, f"output {position}: strides {a.stride()}, eager {b.stride()}"
         if not a.is_floating_point():
             assert torch.equal(a, b), f"output {position} differs from eager: {a} instead of {b}"
             continue
@@ -100,6 +101,11 @@ def assert_matches(compiled: Any, eager: Any, reference: Any) -> None:
         assert ours_error <= limit or _equal(a, b), (
             f"output {position}: error {ours_error:.3g} against float64, eager has {eager_error:.3g}"
         )
+
+
+def _meaningful_strides(tensor: torch.Tensor) -> list[int]:
+    """Strides of the dimensions along which one can step."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

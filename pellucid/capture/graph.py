@@ -9,31 +9,25 @@ from pathlib import Path
 import torch
 
 from pellucid.capture.torch_compat import expr_of, user_frames
+from pellucid.errors import UnsupportedError
 from pellucid.ir.index import Expr
 from pellucid.ir.origin import Origin, UserLine, merge
-from pellucid.ir.types import DType
+from pellucid.ir.types import TORCH_DTYPES, DType
 
-DTYPES: dict[torch.dtype, DType] = {
-    torch.float64: DType.F64,
-    torch.float32: DType.F32,
-    torch.bfloat16: DType.BF16,
-    torch.float16: DType.F16,
-    torch.int64: DType.I64,
-    torch.int32: DType.I32,
-    torch.int16: DType.I16,
-    torch.int8: DType.I8,
-    torch.uint8: DType.U8,
-    torch.bool: DType.BOOL,
-    torch.complex64: DType.C64,
-    torch.complex128: DType.C128,
-}
-TORCH_DTYPES: dict[DType, torch.dtype] = {ours: theirs for theirs, ours in DTYPES.items()}
+DTYPES: dict[torch.dtype, DType] = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 
 # Key in a node's meta: origins of the nodes that it replaced.
 _MERGED = "pellucid_merged_origins"
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n?\s*(?P<code>[^\n]*)')
 _TORCH = str(Path(torch.__file__).parent)
+
+
+def dtype_of(tensor: torch.Tensor) -> DType:
+    """The element type of a (fake) tensor; raises `UnsupportedError` for one that the IR has no name for."""
+    if tensor.dtype not in DTYPES:
+        raise UnsupportedError(f"tensors of {tensor.dtype}", hint="keep them out with torch.compiler.disable")
+    return DTYPES[tensor.dtype]
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Expr, ...]:

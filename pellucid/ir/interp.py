@@ -43,24 +43,9 @@ from pellucid.ir.nodes import (
 )
 from pellucid.ir.ops import OPS, REDUCTIONS
 from pellucid.ir.printer import print_line
-from pellucid.ir.types import DType
+from pellucid.ir.types import TORCH_DTYPES, DType
 
 Tensor: TypeAlias = torch.Tensor
-
-TORCH_DTYPES: dict[DType, torch.dtype] = {
-    DType.F64: torch.float64,
-    DType.F32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.F16: torch.float16,
-    DType.I64: torch.int64,
-    DType.I32: torch.int32,
-    DType.I16: torch.int16,
-    DType.I8: torch.int8,
-    DType.U8: torch.uint8,
-    DType.BOOL: torch.bool,
-    DType.C64: torch.complex64,
-    DType.C128: torch.complex128,
-}
 
 
 def run_kernel(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[str, int]) -> None:
@@ -267,7 +252,11 @@ def _flat(tensor: Tensor, numel: int) -> Tensor:
 
 def _fresh(dtype: DType, numel: int) -> Tensor:
     """Memory with contents that show when they are used."""
-    return torch.full((numel,), math.nan if dtype.is_float or dtype.is_complex else 85, dtype=TORCH_DTYPES[dtype])
+    return torch.full(
+        (numel,),
+        math.nan if TORCH_DTYPES[dtype].is_floating_point or TORCH_DTYPES[dtype].is_complex else 85,
+        dtype=TORCH_DTYPES[dtype],
+    )
 
 
 def _call(extern: Extern, memory: Mapping[str, Tensor], symbols: Mapping[str, int]) -> None:

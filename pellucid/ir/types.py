@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
+
 
 class DType(Enum):
     """An element type; the value is the name used in printed IR.
 
     Buffers may hold any of them. Values in a kernel body never have a narrow float type: a load of `bf16` or
-    `f16` widens to `f32`, a store narrows with round-to-nearest-even, see `compute`. Buffers of the complex types
+    `f16` widens to `f32`, a store narrows with round-to-nearest-even, see `compute`. Buffers of the opaque types
     pass between ATen calls only; no kernel touches them.
     """
 
@@ -23,8 +25,14 @@ class DType(Enum):
     I8 = "i8"
     U8 = "u8"
     BOOL = "bool"
+    C32 = "c32"
     C64 = "c64"
     C128 = "c128"
+    U16 = "u16"
+    U32 = "u32"
+    U64 = "u64"
+    F8E4M3 = "f8e4m3"
+    F8E5M2 = "f8e5m2"
 
     @property
     def itemsize(self) -> int:
@@ -41,8 +49,9 @@ class DType(Enum):
         return self in (DType.I64, DType.I32, DType.I16, DType.I8, DType.U8)
 
     @property
-    def is_complex(self) -> bool:
-        return self in (DType.C64, DType.C128)
+    def is_opaque(self) -> bool:
+        """True for complex numbers, wide unsigned integers and 8-bit floats, which only ATen computes with."""
+        return self in _OPAQUE
 
     @property
     def compute(self) -> DType:
@@ -64,6 +73,35 @@ _ITEMSIZE = {
     DType.I8: 1,
     DType.U8: 1,
     DType.BOOL: 1,
+    DType.C32: 4,
     DType.C64: 8,
     DType.C128: 16,
+    DType.U16: 2,
+    DType.U32: 4,
+    DType.U64: 8,
+    DType.F8E4M3: 1,
+    DType.F8E5M2: 1,
+}
+
+_OPAQUE = frozenset(list(DType)[list(DType).index(DType.C32) :])
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    DType.F64: torch.float64,
+    DType.F32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.F16: torch.float16,
+    DType.I64: torch.int64,
+    DType.I32: torch.int32,
+    DType.I16: torch.int16,
+    DType.I8: torch.int8,
+    DType.U8: torch.uint8,
+    DType.BOOL: torch.bool,
+    DType.C32: torch.complex32,
+    DType.C64: torch.complex64,
+    DType.C128: torch.complex128,
+    DType.U16: torch.uint16,
+    DType.U32: torch.uint32,
+    DType.U64: torch.uint64,
+    DType.F8E4M3: torch.float8_e4m3fn,
+    DType.F8E5M2: torch.float8_e5m2,
 }

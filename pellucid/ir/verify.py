@@ -112,7 +112,7 @@ def check_params(kernel: Kernel) -> None:
     if unused := declared - used:
         raise _kernel_error(kernel, None, f"parameter {_list(unused)} is never used")
     for param in kernel.params:
-        if param.dtype.is_complex:
+        if param.dtype.is_opaque:
             raise _kernel_error(kernel, None, f"parameter {param.name} is complex; only ATen handles these")
 
 
@@ -122,7 +122,7 @@ def check_types(kernel: Kernel) -> None:
     types: dict[str, DType] = {}
     for line in kernel.body:
         problem = _type_problem(line, types, params)
-        if line.dtype.compute is not line.dtype or line.dtype.is_complex:
+        if line.dtype.compute is not line.dtype or line.dtype.is_opaque:
             problem = f"no value has the type {line.dtype!r}"
         if problem:
             raise _kernel_error(kernel, line, problem)

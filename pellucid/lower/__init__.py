@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pellucid.capture.graph import DTYPES, shape_of
+from pellucid.capture.graph import DTYPES, dtype_of, shape_of
 from pellucid.capture.torch_compat import expr_of, is_symbolic, symbol_of
 from pellucid.errors import PellucidError, UnsupportedError
 from pellucid.ir.decision import Decision
@@ -122,7 +122,7 @@ def _check_layout(node: torch.fx.Node) -> None:
     for item in meta if isinstance(meta, list | tuple) else [meta]:
         if not isinstance(item, torch.Tensor):
             continue
-        if item.dtype not in DTYPES or DTYPES[item.dtype].is_complex:
+        if dtype_of(item).is_opaque:
             raise NotLowered(f"{item.dtype} is left to ATen")
         if overlaps_itself(item):
             raise NotLowered(f"the result of shape {shape_of(item)} overlaps itself")

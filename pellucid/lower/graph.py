@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pellucid.capture.graph import DTYPES, origin_of, shape_of, strides_of
+from pellucid.capture.graph import dtype_of, origin_of, shape_of, strides_of
 from pellucid.capture.torch_compat import expr_of, is_symbolic
-from pellucid.errors import InternalError
+from pellucid.errors import InternalError, UnsupportedError
 from pellucid.ir.decision import Decision, DecisionLog
 from pellucid.ir.index import ONE, ZERO, Expr, product, total
 from pellucid.ir.nodes import Buffer, Extern, Kernel, Node, Program, View
@@ -75,10 +75,10 @@ class GraphBuilder:
     def add_input(self, name: str, tensor: torch.Tensor) -> TensorRef:
         """A tensor that the caller owns; addresses are relative to its data pointer."""
         view = View(name, shape_of(tensor), strides_of(tensor), ZERO)
-        self._buffers[name] = Buffer(name, DTYPES[tensor.dtype], storage_extent(view), "input")
+        self._buffers[name] = Buffer(name, dtype_of(tensor), storage_extent(view), "input")
         self._offsets[name] = expr_of(tensor.storage_offset())
         self._inputs.append(name)
-        return TensorRef(view, DTYPES[tensor.dtype])
+        return TensorRef(view, dtype_of(tensor))
 
     def add_constant(self, name: str, tensor: torch.Tensor) -> TensorRef:
         """A tensor that belongs to the graph: an input that the compiled program supplies itself."""
@@ -89,9 +89,9 @@ class GraphBuilder:
         """A fresh buffer with the layout that eager gives to `meta`."""
         name = f"b{len(self._buffers)}_{hint}"
         view = View(name, shape_of(meta), strides_of(meta), ZERO)
-        self._buffers[name] = Buffer(name, DTYPES[meta.dtype], storage_extent(view), "temp")
+        self._buffers[name] = Buffer(name, dtype_of(meta), storage_extent(view), "temp")
         self._offsets[name] = ZERO
-        return TensorRef(view, DTYPES[meta.dtype])
+        return TensorRef(view, dtype_of(meta))
 
     def alias(self, base: TensorRef, meta: torch.Tensor) -> TensorRef:
         """Another view of `base`'s buffer, laid out like `meta`.
@@ -99,8 +99,10 @@ class GraphBuilder:
         Buffers have eager's layout, so a view operator needs no arithmetic of ours.
         """
         offset = expr_of(meta.storage_offset()) - self._offsets[base.view.buffer]
+        if offset.value is not None and offset.value < 0:
+            raise UnsupportedError("a view that begins before the memory of the input it is made from")
         view = View(base.view.buffer, shape_of(meta), strides_of(meta), offset)
-        return TensorRef(view, DTYPES[meta.dtype])
+        return TensorRef(view, dtype_of(meta))
 
     # Nodes.
 

@@ -72,8 +72,8 @@ def _promoted(node: torch.fx.Node, promote: Promote, result: TensorRef) -> DType
 def _operand(kernel: KernelBuilder, value: Any, kind: str, dtype: DType | None) -> Any:
     """A tensor or number argument as a `Value` of type `dtype`; other arguments unchanged."""
     if isinstance(value, TensorRef):
-        if value.dtype.is_complex:
-            raise NotLowered("complex numbers are left to ATen")
+        if value.dtype.is_opaque:
+            raise NotLowered(f"{value.dtype} is left to ATen")
         loaded = load_broadcast(kernel, value)
         return loaded if dtype is None else loaded.to(dtype)
     if isinstance(value, Expr):
@@ -92,54 +92,30 @@ def _same(name: str, *overloads: str, promote: Promote = Promote.RESULT) -> None
     pointwise(*overloads, promote=promote)(lambda x, *rest: x.op(name, *rest))
 
 
-for _name in [
-    "neg",
-    "ceil",
-    "floor",
-    "trunc",
-    "sqrt",
-    "rsqrt",
-    "exp",
-    "exp2",
-    "expm1",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
-    "sin",
-    "cos",
-    "tan",
-    "asin",
-    "acos",
-    "atan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "asinh",
-    "acosh",
-    "atanh",
-    "sigmoid",
-    "erf",
-    "erfc",
-    "reciprocal",
-    "abs",
-    "sign",
-    "lgamma",
-    "bitwise_not",
-]:
+for _name in (
+    "neg sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
+    "sigmoid erf erfc reciprocal lgamma bitwise_not atan2 hypot maximum minimum"
+).split():
     _same(_name, f"{_name}.default")
-for _name in ["atan2", "hypot", "maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_xor"]:
-    _overload = "Tensor" if _name.startswith("bitwise") else "default"
-    _same(_name, f"{_name}.{_overload}")
-for _name in ["bitwise_and", "bitwise_or", "bitwise_xor"]:
-    _same(_name, f"{_name}.Scalar")
-for _name in ["eq", "ne", "lt", "le", "gt", "ge"]:
+for _name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+    _same(_name, f"{_name}.Tensor", f"{_name}.Scalar")
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     _same(_name, f"{_name}.Tensor", f"{_name}.Scalar", promote=Promote.ARGUMENTS)
-_same("round", "round.default")
 _same("remainder", "remainder.Tensor", "remainder.Scalar")
 _same("fmod", "fmod.Tensor", "fmod.Scalar")
 _same("shl", "bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar")
 _same("shr", "bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar")
+
+
+def _where_it_changes(name: str, changes: Callable[[DType], bool]) -> None:
+    """Operators that leave values of some types as they are: an integer is its own ceiling."""
+    pointwise(f"{name}.default")(lambda x: x.op(name) if changes(x.dtype) else x)
+
+
+for _name in ("ceil", "floor", "trunc", "round"):
+    _where_it_changes(_name, lambda dtype: dtype.is_float)
+for _name in ("abs", "sign"):
+    _where_it_changes(_name, lambda dtype: dtype is not DType.BOOL)
 
 
 def _is_one(value: Value) -> bool:

@@ -48,8 +48,8 @@ def lower_reduction(
 ) -> Result:
     """One kernel over the input's shape; `bodies` make the results, in the order of the operator's returns."""
     x: TensorRef = graph.value(node.args[0])
-    if x.dtype.is_complex:
-        raise NotLowered("complex numbers are left to ATen")
+    if x.dtype.is_opaque:
+        raise NotLowered(f"{x.dtype} is left to ATen")
     dims = normalized(dims, len(x.shape))
     metas = node.meta["val"]
     several = isinstance(metas, list | tuple)
@@ -67,11 +67,19 @@ def _simple(name: str) -> Body:
     return lambda kernel, value, dims: kernel.reduce(name, value, dims)
 
 
+def _position(name: str) -> Body:
+    """argmax or argmin, which have no form for bool."""
+    return lambda kernel, value, dims: kernel.reduce(
+        name, value.to(DType.U8) if value.dtype is DType.BOOL else value, dims
+    )
+
+
 @rule("sum.default", "sum.dim_IntList", "prod.default", "prod.dim_int")
 def sum_or_prod(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     dtype = DTYPES[node.meta["val"].dtype]
-    return lower_reduction(graph, node, given.get("dim"), given.get("keepdim", False), [_simple(op_name(node))], dtype)
+    name = {"sum": "any", "prod": "all"}[op_name(node)] if dtype is DType.BOOL else op_name(node)
+    return lower_reduction(graph, node, given.get("dim"), given.get("keepdim", False), [_simple(name)], dtype)
 
 
 @rule("mean.default", "mean.dim")
@@ -106,7 +114,7 @@ def max_dim(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     x: TensorRef = given["self"]
     _nonempty(x, normalized(given["dim"], len(x.shape)), op_name(node))
     name = op_name(node)
-    bodies = [_simple(name), _simple(f"arg{name}")]
+    bodies = [_simple(name), _position(f"arg{name}")]
     return lower_reduction(graph, node, given["dim"], given["keepdim"], bodies, x.dtype)
 
 
@@ -115,7 +123,7 @@ def argmax(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     _nonempty(x, normalized(given["dim"], len(x.shape)), op_name(node))
-    return lower_reduction(graph, node, given["dim"], given["keepdim"], [_simple(op_name(node))], x.dtype)
+    return lower_reduction(graph, node, given["dim"], given["keepdim"], [_position(op_name(node))], x.dtype)
 
 
 @rule("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims")

@@ -14,7 +14,6 @@ from pellucid.lower.builder import KernelBuilder, Value, broadcast_index
 from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
 
-
 # Views that change values: their tensors carry a flag instead of other elements.
 _LAZY = ("aten._conj.default", "aten._neg_view.default")
 

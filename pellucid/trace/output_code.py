@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from jinja2 import Template
 
-from pellucid.capture.graph import TORCH_DTYPES
 from pellucid.codegen import CppKernel
 from pellucid.executable import allocated_by_calls, operator_of, where
 from pellucid.ir.index import Expr, text
 from pellucid.ir.nodes import Arg, Buffer, Enum, Extern, Kernel, Node, Program, View
+from pellucid.ir.types import TORCH_DTYPES
 from pellucid.schedule.memory import plan_memory
 from pellucid.trace.fx_programs import input_text
 from pellucid.trace.record import GraphRecord

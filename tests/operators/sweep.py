@@ -32,6 +32,10 @@ DTYPES = {
 }
 
 
+# What these return is not defined.
+UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+
+
 def samples(op: Any, dtype: torch.dtype) -> Iterator[tuple[int, Any]]:
     """The first, middle and last sample of an operator."""
     found = list(op.sample_inputs("cpu", dtype, requires_grad=False))
@@ -59,6 +63,10 @@ def check(op: Any, sample: Any, compile_function: Callable[..., Any]) -> str:
         again = function(*copy.deepcopy(arguments))
     except Exception as error:
         return f"skip: eager raises {type(error).__name__}"
+    if op.name in UNINITIALISED:
+        return "skip: the result is uninitialised memory"
+    if any(tensor.layout is not torch.strided for tensor in tensors(expected)):
+        return "skip: the result is sparse"
     if not same(tensors(expected), tensors(again)):
         return "skip: eager is not deterministic"
     try:
