@@ -114,6 +114,77 @@ def _gpt2(size: Size) -> Built:
     return GPT2LMHeadModel(config), _tokens(size, config.vocab_size)
 
 
+def _t5(size: Size) -> Built:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=512, d_ff=2048, d_kv=64, num_heads=8, num_layers=6, decoder_start_token_id=0, use_cache=False
+    )
+    tokens = _tokens(size, config.vocab_size)
+    return T5ForConditionalGeneration(config), {**tokens, "decoder_input_ids": tokens["input_ids"].clone()}
+
+
+def _llama(size: Size) -> Built:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config), _tokens(size, config.vocab_size)
+
+
+def _images(size: Size, side: int = 224) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(size.batch, 3, side, side).to(size.dtype)}
+
+
+def _resnet50(size: Size) -> Built:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(ResNetConfig()), _images(size)
+
+
+def _vit(size: Size) -> Built:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig()), _images(size)
+
+
+def _convnext(size: Size) -> Built:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    return ConvNextForImageClassification(ConvNextConfig()), _images(size)
+
+
+def _mobilenet(size: Size) -> Built:
+    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
+
+    return MobileNetV2ForImageClassification(MobileNetV2Config()), _images(size)
+
+
+def _whisper(size: Size) -> Built:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        d_model=384,
+        encoder_layers=4,
+        decoder_layers=4,
+        encoder_attention_heads=6,
+        decoder_attention_heads=6,
+        encoder_ffn_dim=1536,
+        decoder_ffn_dim=1536,
+        use_cache=False,
+    )
+    features = torch.randn(size.batch, config.num_mel_bins, 3000).to(size.dtype)
+    tokens = torch.randint(config.vocab_size, (size.batch, min(size.seq, config.max_target_positions)))
+    return WhisperForConditionalGeneration(config), {"input_features": features, "decoder_input_ids": tokens}
+
+
 # ------------------------------------------------------------------------------------------ plain functions
 
 
@@ -157,6 +228,13 @@ MODELS: Mapping[str, Model] = {
     "mobilebert": Model("MobileBERT, question answering (24 layers)", _mobilebert),
     "bert": Model("BERT base (12 layers of 768)", _bert),
     "gpt2": Model("GPT-2, language-model head (12 layers of 768)", _gpt2),
+    "t5": Model("T5 small, encoder and decoder (6 layers each of 512)", _t5),
+    "llama": Model("a small Llama (8 layers of 512)", _llama),
+    "resnet50": Model("ResNet-50 on 224x224 images", _resnet50),
+    "vit": Model("ViT base on 224x224 images", _vit),
+    "convnext": Model("ConvNeXt tiny on 224x224 images", _convnext),
+    "mobilenet": Model("MobileNetV2 on 224x224 images", _mobilenet),
+    "whisper": Model("Whisper tiny on 30 seconds of audio", _whisper),
     "foo1": Model("neg, maximum, cat on 8390x8 uint8", _foo1, sized=False),
     "foo2": Model("neg, maximum, cat on 8390x8", _foo2, sized=False),
     "addaddmuladd": Model("add, add, mul, add on 16384x512: memory-bound", _addaddmuladd, sized=False),
