@@ -148,6 +148,8 @@ def reduction_cases() -> Iterator[Case]:
     yield "amax-int", lambda a: (a.amax(0), a.amin(1)), (i,)
     yield "amax-nan", lambda a: (a.amax(), a.amin(), a.argmax(), a.argmin()), (special(torch.float32),)
     yield "sum-empty", lambda a: (a.sum(0), a.prod(0), a.any(0), a.all(0), a.mean(0)), (torch.zeros(0, 3),)
+    masked = torch.tensor([[float("-inf")] * 3, [0.0, float("-inf"), 1.0], [float("nan"), 0.0, 1.0]])
+    yield "safe-softmax", lambda a: torch.ops.aten._safe_softmax(a, -1), (masked,)
     yield "sum-to-empty", lambda a: a.sum(1), (torch.zeros(0, 3),)
     yield "sum-zero-dim", lambda a: (a.sum(), a.amax(), torch.softmax(a, 0)), (torch.tensor(2.5),)
     yield (

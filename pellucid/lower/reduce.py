@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -158,19 +159,25 @@ def var(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     return lower_reduction(graph, node, given["dim"], given["keepdim"], bodies, x.dtype)
 
 
-@rule("_softmax.default", "_log_softmax.default")
+@rule("_softmax.default", "_log_softmax.default", "_safe_softmax.default")
 def softmax(graph: GraphBuilder, node: torch.fx.Node) -> Result:
-    """exp(x - max) / sum, or x - max - log(sum): one kernel with two reductions over the same axis."""
+    """exp(x - max) / sum, or x - max - log(sum): one kernel with two reductions over the same axis.
+
+    The safe softmax of a row of which every element is -inf (all of it masked) is 0 instead of NaN.
+    """
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     result = graph.new(node.meta["val"], op_name(node))
     kernel = graph.kernel(node, x.shape)
     dims = normalized(given["dim"], len(x.shape))
     value = kernel.load(x.view, x.dtype, kernel.index)
-    shifted = value - kernel.reduce("max", value, dims)
+    greatest = kernel.reduce("max", value, dims)
+    shifted = value - greatest
     exponential = shifted.op("exp")
     denominator = kernel.reduce("sum", exponential, dims)
     answer = shifted - denominator.op("log") if op_name(node) == "log_softmax" else exponential / denominator
+    if op_name(node) == "safe_softmax":
+        answer = kernel.where(greatest.op("eq", -math.inf), 0, answer)
     kernel.store(result.view, result.dtype, kernel.index, answer)
     graph.emit(kernel)
     return result
