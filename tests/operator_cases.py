@@ -116,6 +116,13 @@ def mixed_cases() -> Iterator[Case]:
         yield f"cast-{target}", lambda a, t=target: a.to(t), (_floats(3, 5).abs() * 10,)
     yield "split-bf16", lambda a: a - a.bfloat16().float(), (x,)
     yield "addcmul", lambda a: torch.addcmul(a, a, a, value=0.5) + torch.addcdiv(a, a, a + 10), (x,)
+    huge = torch.tensor([3e38, -3e38, 1.0, 1e-40, float("inf")])
+    yield (
+        "fmod-huge",
+        lambda a: (torch.fmod(a[:, None], a[None] + 1e-9), torch.remainder(a[:, None], a[None] + 1e-9)),
+        (huge,),
+    )
+    yield "addcmul-huge", lambda a: torch.addcmul(a, a, a, value=1e-3), (huge,)
     yield "lerp", lambda a, b: torch.lerp(a, b, 0.3), (x, _floats(4, 6))
     yield "nan-to-num", torch.nan_to_num, (special(torch.float32),)
 
@@ -221,6 +228,7 @@ def index_cases() -> Iterator[Case]:
     i = _ints(3, 2, low=0, high=4)
     yield "embedding", F.embedding, (_ints(2, 3, low=0, high=10), table)
     yield "index-one", lambda a, k: a[k], (x, i)
+    yield "index-nothing", lambda a: a[torch.zeros(0, dtype=torch.int64)], (torch.zeros(0, 3),)
     yield "index-negative", lambda a, k: a[k], (x, torch.tensor([-1, 0, -4]))
     yield "index-two", lambda a, k, m: a[k, m], (x, i, _ints(2, low=0, high=6))
     yield "index-apart", lambda a, k, m: a[k, :, m], (x, i, _ints(2, low=0, high=5))

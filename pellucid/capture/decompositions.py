@@ -13,7 +13,7 @@ from typing import Any
 from pellucid.capture.torch_compat import decomposition_table
 
 _POINTWISE = """
-    addcdiv addcmul celu clamp_max clamp_min elu_backward fill frac gelu_backward glu glu_backward hardshrink
+    celu clamp_max clamp_min elu_backward fill frac gelu_backward glu glu_backward hardshrink
     hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh_backward heaviside isneginf isposinf
     leaky_relu_backward lerp log_sigmoid_backward log_sigmoid_forward logaddexp logaddexp2 logit logit_backward
     masked_fill mish mish_backward nan_to_num rsub selu sgn sigmoid_backward silu_backward sinc softplus

@@ -78,7 +78,7 @@ def _operand(kernel: KernelBuilder, value: Any, kind: str, dtype: DType | None) 
         return loaded if dtype is None else loaded.to(dtype)
     if isinstance(value, Expr):
         return kernel.size_value(value, dtype or DType.I64)
-    if isinstance(value, bool | int | float) and ("number" in kind or "Scalar" in kind):
+    if isinstance(value, bool | int | float) and any(name in kind for name in ("number", "Scalar", "Tensor")):
         return kernel.const(value, dtype or _natural(value))
     return value
 
@@ -101,8 +101,6 @@ for _name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
     _same(_name, f"{_name}.Tensor", f"{_name}.Scalar")
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     _same(_name, f"{_name}.Tensor", f"{_name}.Scalar", promote=Promote.ARGUMENTS)
-_same("remainder", "remainder.Tensor", "remainder.Scalar")
-_same("fmod", "fmod.Tensor", "fmod.Scalar")
 _same("shl", "bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar")
 _same("shr", "bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar")
 
@@ -149,8 +147,36 @@ def div(x: Value, y: Value) -> Value:
     return x / y
 
 
+def _check_divisor(x: Value, y: Value) -> None:
+    if not x.dtype.is_float and y.const == 0:
+        raise NotLowered("an integer divided by the constant 0: ATen reports the error")
+
+
+@pointwise("remainder.Tensor", "remainder.Scalar")
+def remainder(x: Value, y: Value) -> Value:
+    _check_divisor(x, y)
+    return x.op("remainder", y)
+
+
+@pointwise("fmod.Tensor", "fmod.Scalar")
+def fmod(x: Value, y: Value) -> Value:
+    _check_divisor(x, y)
+    return x.op("fmod", y)
+
+
+@pointwise("addcmul.default")
+def addcmul(x: Value, a: Value, b: Value, value: Value) -> Value:
+    return x + (a if _is_one(value) else a * value) * b
+
+
+@pointwise("addcdiv.default")
+def addcdiv(x: Value, a: Value, b: Value, value: Value) -> Value:
+    return x + (a if _is_one(value) else a * value) / b
+
+
 @pointwise("div.Tensor_mode", "div.Scalar_mode")
 def div_mode(x: Value, y: Value, rounding_mode: str | None) -> Value:
+    _check_divisor(x, y)
     return x / y if rounding_mode is None else x.op({"floor": "floordiv", "trunc": "truncdiv"}[rounding_mode], y)
 
 
@@ -158,6 +184,8 @@ def div_mode(x: Value, y: Value, rounding_mode: str | None) -> Value:
 def pow_scalar(x: Value, exponent: Value) -> Value:
     """The exponents that eager treats apart, by the same formulas."""
     if not x.dtype.is_float:
+        if exponent.const is not None and exponent.const < 0:
+            raise NotLowered("an integer to a negative power: ATen reports the error")
         return x.op("pow", exponent)
     match exponent.const:
         case 0.5:

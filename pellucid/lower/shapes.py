@@ -214,6 +214,9 @@ def repeat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 def _position(kernel: KernelBuilder, index: TensorRef, at: Sequence[Expr], size: Expr, *, wrap: bool) -> Expr:
     """The checked element of an index tensor, usable in an index expression."""
+    for i, extent in zip(kernel.index, kernel.shape, strict=True):
+        if extent == ZERO:
+            return i  # nothing is looked up, so nothing can be out of range
     loaded = kernel.load(index.view, index.dtype, at)
     return val(kernel.check_index(loaded, size, wrap=wrap).name)
 

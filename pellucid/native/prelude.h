@@ -851,8 +851,12 @@ PV_SLEEF(exp_sleef, exp, u10) PV_SLEEF(tanh_sleef, tanh, u10) PV_SLEEF(erf_sleef
 PV_BINARY(pow, PV_SLEEF_FU(pow, u10), PV_SLEEF_DU(pow, u10))
 PV_BINARY(atan2, PV_SLEEF_FU(atan2, u10), PV_SLEEF_DU(atan2, u10))
 PV_BINARY(hypot, PV_SLEEF_FU(hypot, u05), PV_SLEEF_DU(hypot, u05))
-PV_BINARY(fmod, PV_SLEEF_F(fmod), PV_SLEEF_D(fmod))
 #undef PV_BINARY
+
+// Sleef's fmod gives NaN where the quotient is huge.
+template <class T, int W> PV_FN Vec<T, W> fmod(const Vec<T, W>& a, const Vec<T, W>& b) {
+  return lanewise([](T x, T y) PV_INLINE { return fmod(x, y); }, a, b);
+}
 
 template <class T, int W> PV_FN Vec<T, W> fma(const Vec<T, W>& a, const Vec<T, W>& b, const Vec<T, W>& c) {
   if constexpr (sizeof(T) == 4)

@@ -71,7 +71,7 @@ def detect(cache_file: Path | None = None) -> Toolchain:
     kind, version = _identify(compiler, cache_file)
     _check_version(compiler, kind, version)
     isa = choose_isa(cpu(), torch.backends.cpu.get_cpu_capability())
-    extra = shlex.split(os.environ.get("PELLUCID_CXXFLAGS", ""))
+    extra = _words(os.environ, "PELLUCID_CXXFLAGS")
     flags = (*_SHARED, *_OPTIMIZE, *_isa_flags(isa), *extra)
     facts = (compiler, kind, version, flags, isa, cpu().name, sorted(cpu().flags), torch.__version__)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
@@ -99,8 +99,16 @@ def _isa_flags(isa: str) -> tuple[str, ...]:
     return ("-march=native",) if isa == "AVX512" else ("-march=native", "-mno-avx512f")
 
 
+def _words(environ: Mapping[str, str], variable: str) -> list[str]:
+    """The words of an environment variable, split as a shell splits them."""
+    try:
+        return shlex.split(environ.get(variable, ""))
+    except ValueError as error:
+        raise ToolchainError(f"{variable} cannot be read: {error}", context={variable: environ[variable]}) from error
+
+
 def _find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
-    named = shlex.split(environ.get("CXX", ""))
+    named = _words(environ, "CXX")
     if named:
         if not shutil.which(named[0]):
             raise ToolchainError(f"CXX names {named[0]!r}, which is not an executable", hint=INSTALL_HINT)
