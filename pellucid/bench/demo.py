@@ -32,9 +32,7 @@ class RunFile:
     count: int = 1
 
 
-def demo(
-    folder: Path, model: str = "mobilebert", budget: float = 20.0, progress: Progress | None = None
-) -> Demo:
+def demo(folder: Path, model: str = "mobilebert", budget: float = 20.0, progress: Progress | None = None) -> Demo:
     """Measure `model` side by side in this process, and write its trace into `folder`."""
     tell = progress or (lambda doing, done: None)
     report = bench([model], Settings(budget=budget, cold=False), lambda doing, done: tell(doing, 0.9 * done))

@@ -79,9 +79,7 @@ def bench(
     return Report(SCHEMA, environment, tuple(results))
 
 
-def compare(
-    workload: Workload, settings: Settings, progress: Progress = lambda doing, done: None
-) -> ModelResult:
+def compare(workload: Workload, settings: Settings, progress: Progress = lambda doing, done: None) -> ModelResult:
     """Measure a workload of your own in this process; `settings.cold` does not apply, for it has no name.
 
     >>> own = Workload("double", lambda x: x + x, {"x": torch.ones(4)})

@@ -117,9 +117,8 @@ def _gpt2(size: Size) -> Built:
 def _t5(size: Size) -> Built:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
-        d_model=512, d_ff=2048, d_kv=64, num_heads=8, num_layers=6, decoder_start_token_id=0, use_cache=False
-    )
+    config = T5Config(d_model=512, d_ff=2048, d_kv=64, num_heads=8, num_layers=6, use_cache=False)
+    config.decoder_start_token_id = 0
     tokens = _tokens(size, config.vocab_size)
     return T5ForConditionalGeneration(config), {**tokens, "decoder_input_ids": tokens["input_ids"].clone()}
 

@@ -58,9 +58,7 @@ def _in_child(request: Request, folder: Path, timeout: float) -> Startup:
     caches = {name: str(folder / name.lower()) for name in CACHE_VARIABLES}
     command = [sys.executable, "-m", "pellucid.bench.startup", str(ask), str(answer)]
     try:
-        child = subprocess.run(
-            command, env={**os.environ, **caches}, capture_output=True, text=True, timeout=timeout
-        )
+        child = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return Startup(failure=f"no result within {timeout:g} s")
     if child.returncode == 0 and answer.exists():

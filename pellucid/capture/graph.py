@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pellucid.capture.torch_compat import expr_of, user_frames
+from pellucid.capture.torch_compat import expr_of, stride_of, user_frames
 from pellucid.errors import UnsupportedError
 from pellucid.ir.index import Expr
 from pellucid.ir.origin import Origin, UserLine, merge
@@ -37,7 +37,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[Expr, ...]:
 
 def strides_of(tensor: torch.Tensor) -> tuple[Expr, ...]:
     """The strides of a (fake) tensor, in elements."""
-    return tuple(expr_of(stride) for stride in tensor.stride())
+    return tuple(stride_of(stride) for stride in tensor.stride())
 
 
 def origin_of(node: torch.fx.Node) -> Origin:

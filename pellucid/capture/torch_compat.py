@@ -12,7 +12,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext
 from torch._logging._internal import getArtifactLogger
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Mod, PythonMod
 
 from pellucid.errors import UnsupportedError
 from pellucid.ir.index import Expr, as_expr, const, floordiv, mod, sym
@@ -25,6 +25,7 @@ __all__ = [
     "expr_of",
     "is_symbolic",
     "size_hint",
+    "stride_of",
     "symbol_of",
     "user_frames",
 ]
@@ -78,6 +79,25 @@ def symbol_of(value: torch.SymInt) -> str | None:
     """The name of the symbol that `value` is, or None when it is a compound expression."""
     expression = value.node.expr
     return str(expression) if isinstance(expression, sympy.Symbol) else None
+
+
+def stride_of(value: int | torch.SymInt) -> Expr:
+    """A stride in the project's own index algebra.
+
+    PyTorch writes `max(1, size)` for the sizes that a stride is a product of, so that strides of empty tensors are not
+    0. Here the 1 is dropped: where it matters there is no element to address.
+    """
+    if isinstance(value, torch.SymInt) and value.node.maybe_as_int() is None:
+        return _from_sympy(value.node.expr.replace(_is_size_or_one, _without_one))
+    return expr_of(value)
+
+
+def _is_size_or_one(expression: sympy.Basic) -> bool:
+    return isinstance(expression, Max | sympy.Max) and len(expression.args) == 2 and sympy.S.One in expression.args
+
+
+def _without_one(expression: sympy.Basic) -> sympy.Basic:
+    return next(argument for argument in expression.args if argument != sympy.S.One)
 
 
 def expr_of(value: int | torch.SymInt) -> Expr:

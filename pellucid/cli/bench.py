@@ -19,12 +19,8 @@ from pellucid.cli.terminal import out, progress_bar
     "always the baseline.",
 )
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences per call.")
-@click.option(
-    "--seq", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens per sequence."
-)
-@click.option(
-    "--dtype", default="f32", show_default=True, metavar="f32|bf16", help="Of weights and activations."
-)
+@click.option("--seq", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens per sequence.")
+@click.option("--dtype", default="f32", show_default=True, metavar="f32|bf16", help="Of weights and activations.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to use. Default: torch's choice.")
 @click.option("--budget", type=float, default=20.0, show_default=True, help="Seconds of timing per model.")
 @click.option(

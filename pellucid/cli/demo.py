@@ -13,13 +13,9 @@ from pellucid.cli.terminal import out, progress_bar
 
 
 @click.command()
-@click.option(
-    "--model", default="mobilebert", show_default=True, help="Any model that `pellucid bench` knows."
-)
+@click.option("--model", default="mobilebert", show_default=True, help="Any model that `pellucid bench` knows.")
 @click.option("--budget", type=float, default=20.0, show_default=True, help="Seconds of timing.")
-@click.option(
-    "--dir", "folder", type=click.Path(path_type=Path, file_okay=False), help="Where the run folder goes."
-)
+@click.option("--dir", "folder", type=click.Path(path_type=Path, file_okay=False), help="Where the run folder goes.")
 def demo(model: str, budget: float, folder: Path | None) -> None:
     """Compile and run a model with eager, Inductor and Pellucid, and write a run folder to look into."""
     from pellucid.bench import UnknownName

@@ -150,6 +150,18 @@ def test_dynamic_shapes_take_one_compilation() -> None:
     assert len(last_compilations()) == before + 1
 
 
+def test_dynamic_sizes_that_may_become_empty() -> None:
+    """The strides of `x[1:]` hold a maximum of 1 and its size."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return F.pad(x[1:], (0, 0, 0, 1)) + F.pad(x[:, 1:], (0, 1)).t().contiguous().t()
+
+    run = torch.compile(function, backend="pellucid", dynamic=True, options={"verify": True})
+    for shape in ((3, 5), (7, 4), (2, 2)):
+        x = torch.randn(shape)
+        assert torch.equal(run(x), function(x))
+
+
 @pytest.mark.parametrize("index", [10, -1])
 def test_an_index_out_of_range_raises_with_the_users_line(index: int) -> None:
     run = compiled(lambda i, w: F.embedding(i, w) + 1)
