@@ -57,7 +57,7 @@ def compile_fx(
     options: see `pellucid.options.Options`. Raises `UserError` for an unknown option or mode.
     """
     if mode not in (None, "default"):
-        raise UserError(f"mode {mode!r} is not known", hint="leave mode out, and set options={...} instead")
+        raise UserError(f"mode {mode!r} is not supported", hint="leave mode out, and set options={...} instead")
     settings = make_options(options)
     warm_up()
     return capture_with_aot(

@@ -45,7 +45,7 @@ def make_options(given: Mapping[str, object] | None = None) -> Options:
             values[name] = _convert(name, text, known[name], source=f"PELLUCID_{name.upper()}")
     for name, value in (given or {}).items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(str(name), known, n=1)
             guess = f"did you mean {near[0]!r}? " if near else ""
             raise UserError(f"unknown option {name!r}", hint=f"{guess}known options: {', '.join(known)}")
         values[name] = _convert(name, value, known[name], source="options")

@@ -273,6 +273,7 @@ def extern_cases() -> Iterator[Case]:
     yield "conv", lambda x, w: F.conv2d(x, w, padding=1).relu(), (_floats(2, 3, 8, 8), _floats(4, 3, 3, 3))
     yield "sort", lambda x: torch.sort(x, dim=1), (a,)
     yield "cumsum", lambda x: torch.cumsum(x, 1) * 2, (_floats(2, 600),)
+    yield "cumsum-many-rows", lambda x: torch.cumsum(x, 1), (_floats(64, 128),)
     yield "topk", lambda x: torch.topk(x, 3, dim=1), (a,)
     yield "wide-unsigned", lambda x: x.to(torch.uint32).to(torch.int64) + 1, (a.abs(),)
     yield "complex-half", lambda x: torch.view_as_real(torch.complex(x, x).to(torch.complex32)), (a,)

@@ -69,7 +69,7 @@ def _is_pure(node: torch.fx.Node) -> bool:
         return True
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return False
+        return getattr(target, "__module__", None) in ("_operator", "math")  # arithmetic on sizes
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 

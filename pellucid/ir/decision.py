@@ -13,7 +13,7 @@ Fact: TypeAlias = str | int | float | bool
 class Decision:
     """The answer of one rule about one subject.
 
-    rule: name of the rule, `stage.rule` (for example `fuse.same-space`).
+    rule: name of the rule, `stage.rule` (for example `fuse.vertical`).
     subject: what was asked about: names of kernels, buffers or values.
     ok: what was decided.
     why: one plain sentence; a refusal without it is a bug.
@@ -28,6 +28,12 @@ class Decision:
 
     def __post_init__(self) -> None:
         assert self.why, f"decision {self.rule} about {self.subject} gives no reason"
+
+    def __str__(self) -> str:
+        facts = "".join(f" {name}={value}" for name, value in self.facts)
+        return (
+            f"{'yes' if self.ok else 'no '} {self.rule}  {' <- '.join(self.subject)}: {self.why}{facts and ';'}{facts}"
+        )
 
     def __bool__(self) -> bool:
         return self.ok

@@ -12,7 +12,7 @@ import torch
 from pellucid.capture.graph import DTYPES
 from pellucid.ir.index import Expr
 from pellucid.ir.types import DType
-from pellucid.lower.builder import KernelBuilder, Value, broadcast_index
+from pellucid.lower.builder import KernelBuilder, Value, broadcast_index, wrap
 from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
 
@@ -79,8 +79,15 @@ def _operand(kernel: KernelBuilder, value: Any, kind: str, dtype: DType | None) 
     if isinstance(value, Expr):
         return kernel.size_value(value, dtype or DType.I64)
     if isinstance(value, bool | int | float) and any(name in kind for name in ("number", "Scalar", "Tensor")):
+        check_fits(value, dtype)
         return kernel.const(value, dtype or _natural(value))
     return value
+
+
+def check_fits(value: bool | int | float, dtype: DType | None) -> None:
+    """Refuse a number that the type cannot hold: eager raises an error for it, where IR constants wrap around."""
+    if dtype is not None and dtype.is_int and wrap(value, dtype) != int(value):
+        raise NotLowered(f"the number {value} does not fit into {dtype}: ATen reports the error")
 
 
 def _natural(value: bool | int | float) -> DType:

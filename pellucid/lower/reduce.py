@@ -12,7 +12,7 @@ from pellucid.capture.graph import DTYPES
 from pellucid.ir.index import ZERO, Expr
 from pellucid.ir.types import DType
 from pellucid.lower.builder import KernelBuilder, Value
-from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
+from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, numel, op_name
 from pellucid.lower.registry import NotLowered, rule
 
 # Combines the loaded element's reduction: (kernel, value, dims) -> result.
@@ -209,9 +209,9 @@ def layer_norm(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     return results
 
 
-# A prefix sum as a reduction over all earlier elements takes n^2 steps, in one kernel that fuses; beyond this many
-# elements ATen's linear scan wins.
-_LONGEST_PREFIX = 512
+# A prefix sum as a reduction over all earlier elements takes n steps for each of its elements, in one kernel that
+# fuses; beyond this many steps in all ATen's linear scan wins.
+_PREFIX_STEPS = 1 << 17
 
 
 @rule("cumsum.default")
@@ -222,8 +222,8 @@ def cumsum(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     if not x.shape:
         raise NotLowered("cumsum of a zero-dimensional tensor")
     dim = given["dim"] % len(x.shape)
-    length = x.shape[dim].value
-    if length is None or length > _LONGEST_PREFIX:
+    steps = (numel(x.shape) * x.shape[dim]).value
+    if steps is None or steps > _PREFIX_STEPS:
         raise NotLowered(f"a prefix sum over {x.shape[dim]} elements: ATen's scan takes fewer steps")
     result = graph.new(node.meta["val"], "cumsum")
     kernel = graph.kernel(node, (*x.shape, x.shape[dim]))

@@ -12,6 +12,7 @@ from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, of_atom, val
 from pellucid.ir.types import DType
 from pellucid.lower.builder import KernelBuilder, Value, broadcast_index
 from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
+from pellucid.lower.pointwise import check_fits
 from pellucid.lower.registry import NotLowered, rule
 
 # Views that change values: their tensors carry a flag instead of other elements.
@@ -62,7 +63,11 @@ def full(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     result = graph.new(node.meta["val"], op_name(node))
     kernel = graph.kernel(node, result.shape)
     fill = given.get("fill_value", given.get("s", 0))
-    value = kernel.size_value(fill, result.dtype) if isinstance(fill, Expr) else kernel.const(fill, result.dtype)
+    if isinstance(fill, Expr):
+        value = kernel.size_value(fill, result.dtype)
+    else:
+        check_fits(fill, result.dtype)
+        value = kernel.const(fill, result.dtype)
     kernel.store(result.view, result.dtype, kernel.index, value)
     graph.emit(kernel)
     return result

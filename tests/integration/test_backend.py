@@ -46,6 +46,24 @@ def test_options_do_not_change_results(options: dict[str, object]) -> None:
     assert_matches(compiled(function, **options)(x), function(x), function(x.double()))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x % 0,
+        lambda x: torch.fmod(x, 0),
+        lambda x: x**-1,
+        lambda x: torch.full_like(x, 1000),
+        lambda x: x.clamp(min=1000),
+    ],
+)
+def test_errors_that_eager_raises_for_numbers_are_raised(function: Any) -> None:
+    x = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    with pytest.raises(RuntimeError):
+        function(x)
+    with pytest.raises(RuntimeError):
+        compiled(function)(x)
+
+
 def test_fusion_off_means_a_kernel_per_operator() -> None:
     compiled(lambda x: (x + 1).exp().neg(), fusion=False)(torch.randn(4))
     assert last_compilations()[-1].kernels == 3
