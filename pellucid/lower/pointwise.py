@@ -11,7 +11,7 @@ import torch
 
 from pellucid.capture.graph import DTYPES
 from pellucid.ir.index import Expr
-from pellucid.ir.types import DType
+from pellucid.ir.types import TORCH_DTYPES, DType
 from pellucid.lower.builder import KernelBuilder, Value, broadcast_index, wrap
 from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
@@ -298,8 +298,7 @@ def _where_raw(condition: Value, a: Value, b: Value) -> Value:
 
 
 def _wider(a: DType, b: DType) -> DType:
-    theirs = {ours: torch_dtype for torch_dtype, ours in DTYPES.items()}
-    return DTYPES[torch.promote_types(theirs[a], theirs[b])]
+    return DTYPES[torch.promote_types(TORCH_DTYPES[a], TORCH_DTYPES[b])]
 
 
 @rule("where.ScalarSelf", "where.ScalarOther", "where.Scalar")

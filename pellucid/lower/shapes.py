@@ -106,6 +106,15 @@ def _inside(kernel: KernelBuilder, position: Expr, low: Expr, high: Expr, extent
     return reduce(lambda a, b: a & b, conditions) if conditions else None
 
 
+def _moved(
+    graph: GraphBuilder, kernel: KernelBuilder, result: TensorRef, source: TensorRef, index: Sequence[Expr]
+) -> TensorRef:
+    """Finish a kernel whose every element of `result` is the element of `source` at `index`."""
+    kernel.store(result.view, result.dtype, kernel.index, kernel.load(source.view, source.dtype, index))
+    graph.emit(kernel)
+    return result
+
+
 @rule("cat.default")
 def cat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     """One kernel that loads from the tensor whose part of the dimension the point lies in."""
@@ -193,9 +202,7 @@ def flip(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     result = graph.new(node.meta["val"], "flip")
     kernel = graph.kernel(node, result.shape)
     index = tuple(x.shape[d] - 1 - i if d in dims and x.shape[d] != ONE else i for d, i in enumerate(kernel.index))
-    kernel.store(result.view, result.dtype, kernel.index, kernel.load(x.view, x.dtype, index))
-    graph.emit(kernel)
-    return result
+    return _moved(graph, kernel, result, x, index)
 
 
 @rule("repeat.default")
@@ -209,9 +216,7 @@ def repeat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
         i if extent == whole else ZERO if extent == ONE else of_atom(Mod(i, extent))
         for i, extent, whole in zip(kernel.index[lead:], x.shape, result.shape[lead:], strict=True)
     )
-    kernel.store(result.view, result.dtype, kernel.index, kernel.load(x.view, x.dtype, index))
-    graph.emit(kernel)
-    return result
+    return _moved(graph, kernel, result, x, index)
 
 
 # Indexing by tensors.
@@ -232,10 +237,7 @@ def embedding(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     result = graph.new(node.meta["val"], "embedding")
     kernel = graph.kernel(node, result.shape)
     row = _position(kernel, indices, kernel.index[:-1], weight.shape[0], wrap=False)
-    value = kernel.load(weight.view, weight.dtype, (row, kernel.index[-1]))
-    kernel.store(result.view, result.dtype, kernel.index, value)
-    graph.emit(kernel)
-    return result
+    return _moved(graph, kernel, result, weight, (row, kernel.index[-1]))
 
 
 @rule("index_select.default")
@@ -250,9 +252,7 @@ def index_select(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     at = (kernel.index[dim],) if indices.shape else ()
     position = _position(kernel, indices, at, x.shape[dim], wrap=False)
     index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
-    kernel.store(result.view, result.dtype, kernel.index, kernel.load(x.view, x.dtype, index))
-    graph.emit(kernel)
-    return result
+    return _moved(graph, kernel, result, x, index)
 
 
 @rule("gather.default")
@@ -266,9 +266,7 @@ def gather(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     kernel = graph.kernel(node, result.shape)
     position = _position(kernel, indices, kernel.index, x.shape[dim], wrap=False)
     index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
-    kernel.store(result.view, result.dtype, kernel.index, kernel.load(x.view, x.dtype, index))
-    graph.emit(kernel)
-    return result
+    return _moved(graph, kernel, result, x, index)
 
 
 @rule("index.Tensor")
@@ -294,6 +292,4 @@ def index_tensor(graph: GraphBuilder, node: torch.fx.Node) -> Result:
         else:
             at = broadcast_index(index.shape, shared)
             coordinates.append(_position(kernel, index, at, x.shape[d], wrap=True))
-    kernel.store(result.view, result.dtype, kernel.index, kernel.load(x.view, x.dtype, coordinates))
-    graph.emit(kernel)
-    return result
+    return _moved(graph, kernel, result, x, coordinates)

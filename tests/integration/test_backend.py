@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -128,13 +129,10 @@ def test_weights_are_never_stale() -> None:
 
 def test_training_matches_eager() -> None:
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)]
-    eager = torch.nn.Sequential(*layers)
-    ours, wide = torch.nn.Sequential(*layers), torch.nn.Sequential(*layers).double()
-    import copy
-
-    eager = copy.deepcopy(wide).float()
-    ours = copy.deepcopy(wide).float()
+    eager = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)
+    )
+    ours, wide = copy.deepcopy(eager), copy.deepcopy(eager).double()
     x, target = torch.randn(4, 16), torch.tensor([1, 2, 3, 4])
     run = compiled(ours)
     for model, call, data in ((ours, run, x), (eager, eager, x), (wide, wide, x.double())):

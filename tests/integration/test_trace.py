@@ -79,7 +79,7 @@ def test_an_edited_kernel_is_compiled_anew(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ir_pre_fusion.txt", "ir_post_fusion.txt"])
 def test_ir_parses_back(run: Path, name: str) -> None:
     text = (run / name).read_text()
-    assert print_program(parse_program(text), origins=False) == print_program(parse_program(text), origins=False)
+    assert parse_program(text).nodes
     assert parse_program(print_program(parse_program(text))) == parse_program(text)
 
 
