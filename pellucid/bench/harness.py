@@ -39,6 +39,8 @@ class Settings:
     `subjects` are torch.compile backend names; eager is always measured, first, as the baseline. `budget` is
     the time in seconds for the timed rounds of one model, start-up and compilation not counted. `threads` of
     0 leaves torch's own choice. `cold` asks for fresh processes that measure the time to the first result.
+    `train` measures training steps (forward, loss and backward; dropout is off), `dynamic` compiles with
+    symbolic sizes.
     """
 
     subjects: tuple[str, ...] = DEFAULT_SUBJECTS
@@ -48,11 +50,13 @@ class Settings:
     threads: int = 0
     budget: float = 20.0
     cold: bool = True
+    train: bool = False
+    dynamic: bool = False
 
     @property
     def size(self) -> Size:
         """Batch, sequence length and dtype, as the models want them."""
-        return Size(self.batch, self.seq, DTYPES[self.dtype])
+        return Size(self.batch, self.seq, DTYPES[self.dtype], self.train)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,12 +93,12 @@ def compare(workload: Workload, settings: Settings, progress: Progress = lambda 
     """
     gc.collect()  # what Dynamo watches should die before Dynamo forgets it
     torch._dynamo.reset()  # so that no subject meets the limit on recompilations for what others left
-    reference = _outputs_of(workload.as_float64())
-    with torch.no_grad():
+    with torch.set_grad_enabled(workload.train):
+        reference = [t.detach() for t in tensors(compiled(workload.as_float64(), EAGER)())]
         trials: list[_Trial] = []
         for i, name in enumerate(settings.names):
             progress(f"{name}, first call", 0.5 * i / len(settings.names))
-            trials.append(_try(workload, name, reference))
+            trials.append(_try(workload, name, settings.dynamic, reference))
         return _time(workload, trials, settings, lambda done: progress("timing", 0.5 + 0.5 * done))
 
 
@@ -108,11 +112,15 @@ def _bench_model(model: str, settings: Settings, part: _Part) -> ModelResult:
     starts = {}
     for i, name in enumerate(settings.names if settings.cold else ()):
         part(f"first result of {name}, cold and warm", share * i / len(settings.names))
-        request = Request(model, name, settings.batch, settings.seq, settings.dtype, settings.threads)
-        starts[name] = cold_and_warm(request)
+        starts[name] = cold_and_warm(_request(model, name, settings))
     result = compare(workload, settings, lambda doing, done: part(doing, share + (1 - share) * done))
     subjects = tuple(replace(s, cold=c, warm=w) for s in result.subjects for c, w in [_of(starts, s.name)])
     return replace(result, subjects=subjects)
+
+
+def _request(model: str, subject: str, settings: Settings) -> Request:
+    s = settings
+    return Request(model, subject, s.batch, s.seq, s.dtype, s.threads, s.train, s.dynamic)
 
 
 def _of(starts: dict, name: str) -> tuple:
@@ -127,12 +135,12 @@ class _Trial:
     call: Callable[[], object] | None = field(default=None)
 
 
-def _try(workload: Workload, name: str, reference: list[torch.Tensor]) -> _Trial:
+def _try(workload: Workload, name: str, dynamic: bool, reference: list[torch.Tensor]) -> _Trial:
     """Compile, make the first call and judge its numbers."""
     try:
         counter = Counter(name)
         start = time.perf_counter()
-        call = compiled(workload, name)
+        call = compiled(workload, name, dynamic or None)
         output = call()
         seconds = time.perf_counter() - start
         counts = counter.counts()
@@ -171,12 +179,8 @@ def _time(
         )
 
     subjects = tuple(finish(t.result) for t in trials)
-    return ModelResult(workload.name, settings.batch, settings.seq, settings.dtype, len(baseline), subjects)
-
-
-def _outputs_of(workload: Workload) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return tensors(workload.fn(**workload.inputs))
+    s = settings
+    return ModelResult(workload.name, s.batch, s.seq, s.dtype, len(baseline), subjects, s.train, s.dynamic)
 
 
 def _one_line(e: Exception) -> str:
@@ -205,6 +209,9 @@ def _check_names(models: Sequence[str], settings: Settings) -> None:
     for model in models:
         if model not in MODELS:
             raise UnknownName("model", model, sorted(MODELS))
+        if settings.train and not MODELS[model].sized:
+            trainable = sorted(name for name, known in MODELS.items() if known.sized)
+            raise UnknownName("model with parameters to train", model, trainable)
     if settings.dtype not in DTYPES:
         raise UnknownName("dtype", settings.dtype, sorted(DTYPES))
     for subject in settings.names:

@@ -11,6 +11,7 @@ processes, or two machines, run the same numbers.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -34,13 +35,15 @@ class Workload:
     """One program and its inputs: `fn(**inputs)` is what a benchmark times.
 
     `fn` is a module in evaluation mode or a plain function; it leaves its inputs as they are. `floating` is
-    the dtype of its parameters and floating-point inputs.
+    the dtype of its parameters and floating-point inputs. With `train`, `fn` is a module in training mode, and
+    what is timed is a training step without the optimiser: forward, loss and backward.
     """
 
     name: str
     fn: Callable[..., object]
     inputs: Mapping[str, Tensor]
     floating: torch.dtype = torch.float32
+    train: bool = False
 
     def as_float64(self) -> Workload:
         """The same numbers in float64: parameters, buffers and inputs that are floating point are widened."""
@@ -51,11 +54,16 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a model is built for: `batch` sequences of `seq` tokens. Plain functions have fixed shapes."""
+    """What a model is built for: `batch` sequences of `seq` tokens. Plain functions have fixed shapes.
+
+    `train` asks for a model in training mode, with labels among its inputs. Its dropout is off, so that the
+    gradients of two runs, and those of a float64 run, can be compared.
+    """
 
     batch: int = 1
     seq: int = 128
     dtype: torch.dtype = torch.float32
+    train: bool = False
 
 
 Built = tuple[Callable[..., object], dict[str, Tensor]]
@@ -71,9 +79,10 @@ class Model:
 
 
 def build(name: str, size: Size | None = None) -> Workload:
-    """Build the workload `name`, in evaluation mode, without touching the global random state.
+    """Build the workload `name` without touching the global random state.
 
-    Raises `UnknownName`, or `ImportError` where a model needs transformers and it is not installed.
+    Raises `UnknownName`; `ImportError` where a model needs transformers and it is not installed; `ValueError`
+    for a plain function that is to be trained.
     """
     if name not in MODELS:
         raise UnknownName("model", name, sorted(MODELS))
@@ -81,9 +90,38 @@ def build(name: str, size: Size | None = None) -> Workload:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         fn, inputs = MODELS[name].make(size)
-    if isinstance(fn, nn.Module):
-        fn = fn.eval().to(size.dtype)
-    return Workload(name, fn, inputs, size.dtype)
+        if isinstance(fn, nn.Module):
+            fn = fn.to(size.dtype).train(size.train)
+        elif size.train:
+            raise ValueError(f"{name} is a plain function: it has no parameters to train")
+        if isinstance(fn, nn.Module) and size.train:
+            _disable_dropout(fn)
+            inputs |= _labels(fn, inputs)
+    return Workload(name, fn, inputs, size.dtype, size.train)
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0: those of modules, and those that models pass on as numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _labels(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `model` wants to be told to compute its loss; nothing if it has none of its own."""
+    accepted = inspect.signature(model.forward).parameters
+    if "start_positions" in accepted:
+        batch, seq = inputs["input_ids"].shape
+        return {name: torch.randint(seq, (batch,)) for name in ("start_positions", "end_positions")}
+    if "labels" not in accepted:
+        return {}
+    tokens = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    if tokens is not None:
+        return {"labels": tokens.clone()}
+    return {"labels": torch.randint(model.config.num_labels, (len(inputs["pixel_values"]),))}  # type: ignore[union-attr]
 
 
 # ------------------------------------------------------------------------------- Hugging Face transformers

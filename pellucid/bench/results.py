@@ -12,7 +12,7 @@ from typing import Any
 
 from pellucid.bench.stats import Summary
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,8 @@ class ModelResult:
     dtype: str
     rounds: int
     subjects: tuple[SubjectResult, ...]
+    train: bool = False
+    dynamic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ class Request:
     seq: int
     dtype: str
     threads: int = 0
+    train: bool = False
+    dynamic: bool = False
 
 
 def cold_and_warm(request: Request, timeout: float = TIMEOUT_SECONDS) -> tuple[Startup, Startup | None]:
@@ -80,11 +82,11 @@ def run_request(request: Request) -> Startup:
 
     if request.threads:
         torch.set_num_threads(request.threads)
-    workload = build(request.model, Size(request.batch, request.seq, DTYPES[request.dtype]))
+    workload = build(request.model, Size(request.batch, request.seq, DTYPES[request.dtype], request.train))
     built = _restart_peak()
-    with torch.no_grad():
+    with torch.set_grad_enabled(workload.train):
         start = time.perf_counter()
-        call = compiled(workload, request.subject)
+        call = compiled(workload, request.subject, request.dynamic or None)
         call()
         seconds = time.perf_counter() - start
         for _ in range(3):

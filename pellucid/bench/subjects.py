@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
+from pellucid.bench.accuracy import tensors
 from pellucid.bench.models import UnknownName, Workload
 
 EAGER = "eager"
@@ -38,15 +40,31 @@ def check_subject(name: str) -> None:
         raise UnknownName("backend", name, known_subjects())
 
 
-def compiled(workload: Workload, subject: str) -> Callable[[], object]:
-    """A call of the workload under `subject`; what there is to compile compiles when it is first called."""
-    fn = workload.fn if subject == EAGER else torch.compile(workload.fn, backend=subject)
+def compiled(workload: Workload, subject: str, dynamic: bool | None = None) -> Callable[[], object]:
+    """A call of the workload under `subject`; what there is to compile compiles when it is first called.
+
+    It returns what the program returns, or, for a training step, the gradients by parameter name. `dynamic` is
+    torch.compile's.
+    """
+    fn = workload.fn if subject == EAGER else torch.compile(workload.fn, backend=subject, dynamic=dynamic)
     inputs = dict(workload.inputs)
 
     def call() -> object:
         return fn(**inputs)
 
-    return call
+    def step() -> dict[str, Tensor]:
+        assert isinstance(workload.fn, nn.Module)
+        workload.fn.zero_grad(set_to_none=True)
+        _loss(fn(**inputs)).backward()
+        return {name: p.grad for name, p in workload.fn.named_parameters() if p.grad is not None}
+
+    return step if workload.train else call
+
+
+def _loss(output: object) -> Tensor:
+    """The loss that a model computed from its labels, or the mean square of the first thing it returns."""
+    loss = getattr(output, "loss", None)
+    return tensors(output)[0].square().mean() if loss is None else loss
 
 
 class Counter:

@@ -130,7 +130,8 @@ LEGEND = (
 def _title(result: ModelResult) -> str:
     sized = MODELS[result.model].sized if result.model in MODELS else False
     size = f"batch {result.batch} x {result.seq}, " if sized else ""
-    return f"{result.model}: {size}{result.dtype}, {result.rounds} rounds"
+    kind = ("training step, " if result.train else "") + ("dynamic shapes, " if result.dynamic else "")
+    return f"{result.model}: {kind}{size}{result.dtype}, {result.rounds} rounds"
 
 
 def _complaints(result: ModelResult) -> list[str]:

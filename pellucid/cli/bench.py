@@ -21,6 +21,8 @@ from pellucid.cli.terminal import out, progress_bar
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences per call.")
 @click.option("--seq", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens per sequence.")
 @click.option("--dtype", default="f32", show_default=True, metavar="f32|bf16", help="Of weights and activations.")
+@click.option("--train", is_flag=True, help="Measure training steps: forward, loss, backward; dropout is off.")
+@click.option("--dynamic", is_flag=True, help="Compile with symbolic sizes (torch.compile's dynamic=True).")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to use. Default: torch's choice.")
 @click.option("--budget", type=float, default=20.0, show_default=True, help="Seconds of timing per model.")
 @click.option(
@@ -31,7 +33,7 @@ from pellucid.cli.terminal import out, progress_bar
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout instead of tables.")
 @click.option("--list", "list_models", is_flag=True, help="List the models and the backends, and stop.")
-def bench(models, backends, batch, seq, dtype, threads, budget, cold, as_json, list_models) -> None:
+def bench(models, backends, batch, seq, dtype, train, dynamic, threads, budget, cold, as_json, list_models) -> None:
     """Measure MODELs (default: mobilebert) under eager and torch.compile backends, side by side.
 
     Exits with 1 when a backend failed or its numbers are wrong, and with 125 when a model cannot be built.
@@ -45,7 +47,7 @@ def bench(models, backends, batch, seq, dtype, threads, budget, cold, as_json, l
         out.print(model_list())
         out.print("backends: " + ", ".join(known_subjects()))
         return
-    settings = Settings(backends or DEFAULT_SUBJECTS, batch, seq, dtype, threads or 0, budget, cold)
+    settings = Settings(backends or DEFAULT_SUBJECTS, batch, seq, dtype, threads or 0, budget, cold, train, dynamic)
     try:
         with progress_bar() as progress:
             report = run(models or ["mobilebert"], settings, progress)

@@ -1,11 +1,13 @@
 """The benchmark harness, on backends and functions small enough for a unit test."""
 
+import dataclasses
 import doctest
 import importlib
 import json
 import math
 import mmap
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from pellucid.bench import (
     bench,
     build,
     compare,
+    models,
     startup,
 )
 from pellucid.bench.accuracy import error, is_accurate, tensors
@@ -28,6 +31,7 @@ from pellucid.bench.interleave import MIN_ROUNDS, interleave
 from pellucid.bench.results import Startup
 from pellucid.bench.startup import Request, cold_and_warm
 from pellucid.bench.stats import Summary, geometric_mean, pairwise_ratio, summarise
+from pellucid.bench.subjects import compiled
 
 TINY = Settings(subjects=("aot_eager",), cold=False, budget=0.05)
 
@@ -183,7 +187,52 @@ def test_float64_widens_a_copy_of_the_module():
     assert workload.fn(**workload.inputs).dtype == torch.float32  # type: ignore[union-attr]
 
 
+class Tiny(torch.nn.Module):
+    """A linear layer with dropout, in the shape of a model that takes labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.attention_dropout = torch.nn.Linear(3, 2), torch.nn.Dropout(0.5), 0.5
+        self.config = SimpleNamespace(num_labels=2)
+
+    def forward(self, pixel_values, labels=None):
+        logits = self.dropout(self.linear(pixel_values))
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    row = models.Model("tiny", lambda size: (Tiny(), {"pixel_values": torch.ones(size.batch, 3)}))
+    monkeypatch.setitem(models.MODELS, "tiny", row)
+
+
+def test_a_model_to_train_has_labels_and_no_dropout(tiny):
+    workload = build("tiny", Size(batch=4, train=True))
+    assert workload.train and workload.fn.training  # type: ignore[union-attr]
+    assert workload.inputs["labels"].shape == (4,)
+    assert workload.fn.dropout.p == 0 and workload.fn.attention_dropout == 0  # type: ignore[union-attr]
+    assert "labels" not in build("tiny").inputs
+
+
+def test_a_training_step_returns_fresh_gradients_of_every_parameter(tiny):
+    workload = build("tiny", Size(batch=4, train=True))
+    step = compiled(workload, "aot_eager")
+    first, again = step(), step()
+    assert first.keys() == {"linear.weight", "linear.bias"}
+    loss = workload.fn(**workload.inputs).loss  # type: ignore[union-attr]
+    expected = torch.autograd.grad(loss, list(workload.fn.parameters()))  # type: ignore[union-attr]
+    for gradients in (first, again):
+        torch.testing.assert_close(list(gradients.values()), list(expected))
+
+
+def test_training_is_judged_by_its_gradients(tiny):
+    result = bench(["tiny"], dataclasses.replace(TINY, train=True, dynamic=True, batch=4)).models[0]
+    assert result.train and result.dynamic and all(s.good for s in result.subjects)
+
+
 def test_names_that_nobody_knows_are_refused_before_anything_runs():
+    with pytest.raises(UnknownName, match=r"unknown model with parameters to train 'foo2'; known: bert"):
+        bench(["foo2"], dataclasses.replace(TINY, train=True))
     with pytest.raises(UnknownName, match="unknown model 'bart'; known: addaddmuladd, bert"):
         bench(["bart"], TINY)
     with pytest.raises(UnknownName, match=r"unknown backend 'indictor'.*inductor"):
