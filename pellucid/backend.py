@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +15,6 @@ import torch
 from pellucid.capture.decompositions import decompositions
 from pellucid.capture.torch_compat import capture_with_aot
 from pellucid.errors import UserError
-from pellucid.executable import Executable
 from pellucid.ir.nodes import Extern, Kernel
 from pellucid.native.build import warm_up
 from pellucid.options import Options, make_options
@@ -21,11 +22,21 @@ from pellucid.pipeline import compile_graph
 
 
 @dataclass(frozen=True, slots=True)
+class Fallback:
+    """A call that is not compiled: `name` as profilers show it, the operator, and why."""
+
+    name: str
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Compilation:
     """What became of one graph.
 
     nodes: calls in the FX graph. kernels: generated kernels that one call of the graph runs; distinct: how many of
-    them differ. fallbacks: calls of ATen. seconds: time in Pellucid's own stages, by stage.
+    them differ. calls: those of ATen, and those that Python makes between the parts of a graph that was split.
+    seconds: time in Pellucid's own stages, by stage.
     """
 
     name: str
@@ -33,8 +44,13 @@ class Compilation:
     nodes: int
     kernels: int
     distinct: int
-    fallbacks: int
+    calls: tuple[Fallback, ...]
     seconds: Mapping[str, float]
+
+    @property
+    def fallbacks(self) -> int:
+        """How many calls are not compiled."""
+        return len(self.calls)
 
 
 _compilations: deque[Compilation] = deque(maxlen=1000)
@@ -60,28 +76,49 @@ def compile_fx(
         raise UserError(f"mode {mode!r} is not supported", hint="leave mode out, and set options={...} instead")
     settings = make_options(options)
     warm_up()
-    return capture_with_aot(
-        graph,
-        example_inputs,
-        forward=partial(_compile, kind="forward", options=settings),
-        backward=partial(_compile, kind="backward", options=settings),
-        inference=partial(_compile, kind="inference", options=settings),
-        decompositions=decompositions(),
-    )
+    with _uncollected():
+        return capture_with_aot(
+            graph,
+            example_inputs,
+            forward=partial(_compile, kind="forward", options=settings),
+            backward=partial(_compile, kind="backward", options=settings),
+            inference=partial(_compile, kind="inference", options=settings),
+            decompositions=decompositions(),
+        )
 
 
-def _compile(graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, options: Options) -> Executable:
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the cyclic garbage collector: graphs live until the end, so that walking them again finds little."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _compile(graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, options: Options) -> Callable[..., Any]:
     executable, record = compile_graph(graph, kind, options)
-    nodes = record.scheduled.nodes
+    nodes = [node for program in record.programs for node in program.scheduled.nodes]
     _compilations.append(
         Compilation(
             name=record.name,
             kind=kind,
             nodes=sum(node.op == "call_function" for node in graph.graph.nodes),
             kernels=sum(isinstance(node, Kernel) for node in nodes),
-            distinct=len({kernel.name for kernel in record.kernels.values()}),
-            fallbacks=sum(isinstance(node, Extern) for node in nodes),
-            seconds={time.name: time.seconds for time in record.stages},
+            distinct=len({kernel.name for program in record.programs for kernel in program.kernels.values()}),
+            calls=(
+                *(Fallback(node.name, node.op, node.reason) for node in nodes if isinstance(node, Extern)),
+                *(Fallback(each.subject[0], str(dict(each.facts)["op"]), each.why) for each in record.eager),
+            ),
+            seconds=record.seconds,
         )
     )
     return executable
+
+
+# Dynamo imports this module when `torch.compile` is called, and then takes seconds to capture the first graph. An empty
+# store takes seconds to fill as well: side by side they cost half.
+warm_up()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from pellucid.codegen import CppKernel
-from pellucid.ir.index import Expr, Sym, Val, Var
+from pellucid.ir.derived import Float, Numbers, by_name
+from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Arg, Enum, Extern, Kernel, Node, Program, View
 from pellucid.ir.origin import Origin
 from pellucid.ir.types import TORCH_DTYPES
@@ -54,19 +54,19 @@ class Executable:
         self._addresses = addresses
         self._constants = list(constants)
         self._positions = [program.inputs.index(symbol) for symbol in program.symbols]
-        self._instances: OrderedDict[tuple[int, ...], Instance] = OrderedDict()
+        self._instances: OrderedDict[tuple[int, ...], _Ready] = OrderedDict()
         if not program.symbols:
-            self._static = self._make_instance(()).run
+            self._static = self._make_instance(())
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        run = self._instance(args).run if self._positions else self._static
-        if self._constants:
-            args.extend(self._constants)
+        run, supplied = self._instance(args) if self._positions else self._static
+        if supplied:
+            args.extend(supplied)
         outputs = run(args)
         args.clear()
         return outputs
 
-    def _instance(self, args: list[Any]) -> Instance:
+    def _instance(self, args: list[Any]) -> _Ready:
         sizes = tuple([int(args[position]) for position in self._positions])
         instance = self._instances.get(sizes)
         if instance is None:
@@ -75,26 +75,18 @@ class Executable:
             self._instances.move_to_end(sizes)
         return instance
 
-    def _make_instance(self, sizes: tuple[int, ...]) -> Instance:
+    def _make_instance(self, sizes: tuple[int, ...]) -> _Ready:
         assembler = _Assembler(self.program, self._kernels, self._addresses, sizes)
-        instance = assembler.instance()
-        self._instances[sizes] = instance
+        floats = [torch.tensor([assembler.size.of(name)], dtype=torch.float64) for name in self.program.supplied]
+        ready = assembler.instance().run, [*self._constants, *floats]
+        self._instances[sizes] = ready
         if len(self._instances) > _INSTANCES:
             self._instances.popitem(last=False)
-        return instance
+        return ready
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Evaluates size expressions for one binding of the symbols."""
-
-    values: Mapping[str, int]
-
-    def __call__(self, expr: Expr) -> int:
-        return expr.value if expr.value is not None else int(expr.evaluate(self._atom))
-
-    def _atom(self, atom: Sym | Var | Val) -> int:
-        return self.values[atom.name]
+# How to run an instance, and the tensors that it expects after the caller's.
+_Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor]]"
 
 
 class _Assembler:
@@ -110,7 +102,8 @@ class _Assembler:
         self.program = program
         self.kernels = kernels
         self.addresses = addresses
-        self.size = _Sizes(dict(zip(program.symbols, sizes, strict=True)))
+        self.size = Numbers(dict(zip(program.symbols, sizes, strict=True)), by_name(program.derived))
+        self.inputs = {name: number for number, name in enumerate((*program.inputs, *program.supplied))}
         self.slots = {buffer.name: number for number, buffer in enumerate(program.buffers)}
         self.dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in program.buffers}
 
@@ -120,12 +113,13 @@ class _Assembler:
         slots = [self._slot(buffer.name, allocated, memory.offsets) for buffer in self.program.buffers]
         calls = [self._call(node) for node in self.program.nodes]
         results = [self._result(output) for output in self.program.outputs]
-        return Instance(slots, calls, results, inputs=len(self.program.inputs), arena=memory.arena_bytes)
+        count = len(self.program.inputs) + len(self.program.supplied)
+        return Instance(slots, calls, results, inputs=count, arena=memory.arena_bytes)
 
     def _slot(self, name: str, allocated: frozenset[str], offsets: Mapping[str, int]) -> Slot:
         buffer = self.program.buffers[self.slots[name]]
         if buffer.role == "input":
-            return InputSlot(self.program.inputs.index(name))
+            return InputSlot(self.inputs[name])
         if name in allocated:
             return ExternSlot()
         if buffer.role == "output":
@@ -155,11 +149,12 @@ class _Assembler:
         return KernelCall(
             address=self.addresses[compiled.name],
             slots=tuple(self.slots[name] for name in compiled.params),
-            symbols=tuple(self.size.values[name] for name in compiled.symbols),
+            symbols=tuple(int(self.size.of(name)) for name in compiled.symbols),
             extent=self.size(compiled.extent),
             grain=compiled.grain,
             name=kernel.name,
             checks=tuple(f"index out of range in {where(origin)}" for origin in compiled.checks),
+            where=where(kernel.body[-1].origin),
         )
 
     def _args(self, extern: Extern) -> tuple[Any, ...]:
@@ -174,6 +169,8 @@ class _Assembler:
                 return self._view(arg)
             case Expr():
                 return self.size(arg)
+            case Float(name):
+                return self.size.of(name)
             case Enum("device", name):
                 return torch.device(name)
             case Enum(_, name):

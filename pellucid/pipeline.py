@@ -7,10 +7,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
+from pellucid.capture.layout import channels_last
+from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
+from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel, generate
@@ -19,10 +22,11 @@ from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Kernel, Program
 from pellucid.ir.printer import print_program
 from pellucid.ir.verify import verify_program
-from pellucid.lower import lower
+from pellucid.lower import NotHeld, lower
 from pellucid.native.build import BuildReport, build
 from pellucid.options import Options
 from pellucid.schedule import schedule
+from pellucid.segments import Segments
 from pellucid.trace.output_code import output_code
 from pellucid.trace.record import GraphRecord, StageTime
 from pellucid.trace.store import write_run
@@ -58,6 +62,9 @@ Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
 
 def _transform(unit: Unit, options: Options) -> Step:
     graph, decisions = transform(unit.captured)
+    if unit.kind == "inference":  # what a training graph saves must lie as the backward graph expects it
+        graph, laid_out = channels_last(graph)
+        decisions += laid_out
     return replace(unit, graph=graph), decisions
 
 
@@ -98,7 +105,52 @@ STAGES: tuple[tuple[str, Callable[[Unit, Options], Step]], ...] = (
 _numbers = itertools.count()
 
 
-def compile_graph(graph: torch.fx.GraphModule, kind: str, options: Options) -> tuple[Executable, GraphRecord]:
+def compile_graph(
+    graph: torch.fx.GraphModule, kind: str, options: Options
+) -> tuple[Executable | Segments, GraphRecord]:
+    """Compile `graph`: as one program, or in segments around what no program holds, see `capture.split`.
+
+    With `options.trace` a run folder is written for each program, and for each graph that was split.
+    """
+    refused: dict[str, str] = {}
+    while True:
+        start = perf_counter()
+        outline = split(graph, refused)
+        try:
+            if outline is None:
+                return _compile_program(graph, kind, options)
+            return _compile_segments(graph, outline, kind, options, StageTime("split", perf_counter() - start))
+        except NotHeld as refusal:
+            if refusal.node in refused:
+                raise
+            refused[refusal.node] = refusal.message
+
+
+def _compile_segments(
+    graph: torch.fx.GraphModule, outline: Outline, kind: str, options: Options, time: StageTime
+) -> tuple[Segments, GraphRecord]:
+    """Compile the segments, and the graphs that higher-order operators call."""
+    name = f"{kind}_{next(_numbers)}"
+    parts: list[GraphRecord] = []
+
+    def compiled(part: torch.fx.GraphModule) -> Any:
+        executable, record = compile_graph(part, kind, options)
+        parts.append(record)
+        return executable
+
+    outline = replace(outline, steps=tuple(with_compiled_graphs(step, compiled) for step in outline.steps))
+    segments = [step for step in outline.steps if isinstance(step, Segment)]
+    executables: dict[str, Executable] = {}
+    for segment in segments:
+        executables[segment.name], record = _compile_program(segment.graph, kind, options)
+        parts.append(record)
+    executable = Segments(outline, executables)
+    unit = Unit(name, kind, captured=graph, graph=graph)
+    record = _record(unit, list(outline.decisions), [time], options, None, outline_text(outline), tuple(parts))
+    return executable, record
+
+
+def _compile_program(graph: torch.fx.GraphModule, kind: str, options: Options) -> tuple[Executable, GraphRecord]:
     """Run every stage on `graph`. With `options.trace` the run folder is written even when a stage fails."""
     unit = Unit(f"{kind}_{next(_numbers)}", kind, captured=graph, graph=graph)
     decisions: list[Decision] = []
@@ -111,6 +163,8 @@ def compile_graph(graph: torch.fx.GraphModule, kind: str, options: Options) -> t
             decisions += made
             if options.verify:
                 _verify(name, unit)
+    except NotHeld:
+        raise  # the graph will be split
     except Exception as error:
         _record(unit, decisions, times, options, error)
         raise
@@ -126,7 +180,13 @@ def _verify(stage: str, unit: Unit) -> None:
 
 
 def _record(
-    unit: Unit, decisions: list[Decision], times: list[StageTime], options: Options, error: Exception | None
+    unit: Unit,
+    decisions: list[Decision],
+    times: list[StageTime],
+    options: Options,
+    error: Exception | None,
+    outline: str = "",
+    parts: tuple[GraphRecord, ...] = (),
 ) -> GraphRecord:
     record = GraphRecord(
         name=unit.name,
@@ -141,6 +201,8 @@ def _record(
         decisions=tuple(decisions),
         stages=tuple(times),
         error=error,
+        outline=outline,
+        parts=parts,
     )
     _log(record)
     if options.trace:
@@ -153,7 +215,7 @@ def _log(record: GraphRecord) -> None:
     artifacts: dict[str, Callable[[], str]] = {
         "ir_pre_fusion": lambda: print_program(record.lowered),
         "ir_post_fusion": lambda: print_program(record.scheduled),
-        "output_code": lambda: output_code(record),
+        "output_code": lambda: record.outline or output_code(record),
         "fusion": lambda: "\n".join(str(d) for d in record.decisions if d.rule.startswith("fuse")),
         "schedule": lambda: "\n".join(f"{time.name}: {time.seconds:.3f} s" for time in record.stages),
     }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from pellucid.capture.torch_compat import expr_of, stride_of, user_frames
+from pellucid.capture.torch_compat import derived_in, expr_of, is_symbolic, stride_of, tree_leaves, user_frames
 from pellucid.errors import UnsupportedError
+from pellucid.ir.derived import Derived
 from pellucid.ir.index import Expr
 from pellucid.ir.origin import Origin, UserLine, merge
 from pellucid.ir.types import TORCH_DTYPES, DType
@@ -38,6 +40,29 @@ def shape_of(tensor: torch.Tensor) -> tuple[Expr, ...]:
 def strides_of(tensor: torch.Tensor) -> tuple[Expr, ...]:
     """The strides of a (fake) tensor, in elements."""
     return tuple(stride_of(stride) for stride in tensor.stride())
+
+
+def attribute_of(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
+    """What a `get_attr` node stands for: a tensor or a graph, of the module or of one inside of it."""
+    value: Any = graph_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+def derived_sizes(graph_module: torch.fx.GraphModule) -> dict[str, Derived]:
+    """The derived integers that the sizes of a graph name, each after those that it is made of."""
+    found: dict[str, Derived] = {}
+    for node in graph_module.graph.nodes:
+        for value in tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                for size in (*value.shape, value.storage_offset()):
+                    found |= derived_in(size)
+                for stride in value.stride():
+                    found |= derived_in(stride, stride=True)
+            elif is_symbolic(value):
+                found |= derived_in(value)
+    return found
 
 
 def origin_of(node: torch.fx.Node) -> Origin:

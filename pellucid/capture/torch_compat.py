@@ -4,29 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
-import sympy
 import torch
 from torch._decomp import get_decompositions
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import CompileContext
+from torch._guards import CompileContext, detect_fake_mode
 from torch._logging._internal import getArtifactLogger
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Mod, PythonMod
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, resolve_unbacked_bindings
+from torch.utils._pytree import (
+    KeyPath,
+    SequenceKey,
+    key_get,
+    keystr,
+    tree_flatten,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_unflatten,
+)
+from typing_extensions import TypeIs
 
-from pellucid.errors import UnsupportedError
-from pellucid.ir.index import Expr, as_expr, const, floordiv, mod, sym
+from pellucid.capture.symbolic import Symbolic
+from pellucid.ir.derived import Derived, Float, Term
+from pellucid.ir.index import Expr, const, sym
 
 __all__ = [
+    "KeyPath",
     "artifact_logger",
     "capture_with_aot",
     "current_graph_name",
     "decomposition_table",
+    "depends_on_floats",
+    "derived_in",
     "expr_of",
+    "fake_mode_of",
+    "fake_result",
     "is_symbolic",
+    "key_get",
+    "keystr",
+    "needed_by",
+    "plain_name",
     "size_hint",
     "stride_of",
-    "symbol_of",
+    "symbol_paths",
+    "symbolic_of",
+    "term_of",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_unflatten",
+    "unbacked_bindings",
     "user_frames",
 ]
 
@@ -65,81 +94,148 @@ def decomposition_table(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
     return get_decompositions(packets)
 
 
+# Stands for a size that depends on data, where an example is needed.
+_DATA_DEPENDENT = 8
+
+
 def size_hint(value: int | torch.SymInt) -> int:
-    """The size that `value` had when the graph was captured."""
-    return cast(int, value.node.hint) if isinstance(value, torch.SymInt) else int(value)
+    """The size that `value` had when the graph was captured, or an example where it depends on data."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    if value.node.has_hint():
+        return cast(int, value.node.hint)
+    unknown = dict.fromkeys(value.node.expr.free_symbols, _DATA_DEPENDENT)
+    return int(value.node.expr.xreplace({**unknown, **value.node.shape_env.backed_var_to_val}))
 
 
-def is_symbolic(value: object) -> bool:
+def is_symbolic(value: object) -> TypeIs[torch.SymInt | torch.SymFloat | torch.SymBool]:
     """True for SymInt, SymFloat and SymBool."""
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def symbol_of(value: torch.SymInt) -> str | None:
-    """The name of the symbol that `value` is, or None when it is a compound expression."""
-    expression = value.node.expr
-    return str(expression) if isinstance(expression, sympy.Symbol) else None
-
-
 def stride_of(value: int | torch.SymInt) -> Expr:
-    """A stride in the project's own index algebra.
-
-    PyTorch writes `max(1, size)` for the sizes that a stride is a product of, so that strides of empty tensors are not
-    0. Here the 1 is dropped: where it matters there is no element to address.
-    """
-    if isinstance(value, torch.SymInt) and value.node.maybe_as_int() is None:
-        return _from_sympy(value.node.expr.replace(_is_size_or_one, _without_one))
-    return expr_of(value)
+    """A stride in the project's own index algebra, see `Symbolic.stride`."""
+    return expr_of(value, stride=True)
 
 
-def _is_size_or_one(expression: sympy.Basic) -> bool:
-    return isinstance(expression, Max | sympy.Max) and len(expression.args) == 2 and sympy.S.One in expression.args
-
-
-def _without_one(expression: sympy.Basic) -> sympy.Basic:
-    return next(argument for argument in expression.args if argument != sympy.S.One)
-
-
-def expr_of(value: int | torch.SymInt) -> Expr:
+def expr_of(value: int | torch.SymInt, *, stride: bool = False) -> Expr:
     """A size of Dynamo's shape environment in the project's own index algebra.
 
-    Raises `UnsupportedError` for functions that index arithmetic does not know (for example a minimum).
+    What the algebra has no form for becomes a symbol, whose meaning `derived_in` tells.
     """
     if not isinstance(value, torch.SymInt):
         return const(int(value))
-    hint = value.node.maybe_as_int()
-    return const(hint) if hint is not None else _from_sympy(value.node.expr)
+    number = value.node.maybe_as_int()
+    if number is not None:
+        return const(number)
+    symbolic = symbolic_of(value.node.shape_env)
+    return symbolic.stride(value.node.expr) if stride else symbolic.integer(value.node.expr)
 
 
-def _from_sympy(expression: sympy.Basic) -> Expr:
-    match expression:
-        case sympy.Integer():
-            return const(int(expression))
-        case sympy.Symbol():
-            return sym(str(expression))
-        case sympy.Add():
-            return sum((_from_sympy(term) for term in expression.args), start=const(0))
-        case sympy.Mul():
-            result = const(1)
-            for factor in expression.args:
-                result = result * _from_sympy(factor)
-            return result
-        case sympy.Pow(base=base, exp=exponent) if exponent.is_Integer and exponent > 0:
-            result = const(1)
-            for _ in range(int(exponent)):
-                result = result * _from_sympy(base)
-            return result
-        case FloorDiv() | CleanDiv():
-            numerator, denominator = expression.args
-            return floordiv(_from_sympy(numerator), as_expr(_from_sympy(denominator)))
-        case Mod() | PythonMod():
-            numerator, denominator = expression.args
-            return mod(_from_sympy(numerator), as_expr(_from_sympy(denominator)))
-        case _:
-            raise UnsupportedError(
-                f"the size expression {expression} uses {type(expression).__name__}",
-                hint="compile with dynamic=False, or mark this dimension static with torch._dynamo.mark_static",
-            )
+def term_of(value: Any) -> Term:
+    """How a SymInt, SymFloat, SymBool or number is computed from the symbols of its shape environment."""
+    if not is_symbolic(value):
+        return const(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    return symbolic_of(value.node.shape_env).term(value.node.expr)
+
+
+def derived_in(value: Any, *, stride: bool = False) -> dict[str, Derived]:
+    """The derived integers that `expr_of` or `term_of` names in `value`, each after those that it is made of."""
+    if not is_symbolic(value):
+        return {}
+    symbolic, expression = symbolic_of(value.node.shape_env), value.node.expr
+    return symbolic.derived(symbolic.plain_stride(expression) if stride else expression)
+
+
+def needed_by(value: Any, *, stride: bool = False) -> dict[str, torch.SymInt]:
+    """The integers that a program must be told to know `value`, see `Symbolic.needed`."""
+    if not is_symbolic(value):
+        return {}
+    shape_env, expression = value.node.shape_env, value.node.expr
+    symbolic = symbolic_of(shape_env)
+    needed = symbolic.needed(symbolic.plain_stride(expression) if stride else expression)
+    return {name: torch.SymInt(SymNode(each, shape_env, int, None)) for name, each in needed.items()}
+
+
+def depends_on_floats(value: Any) -> bool:
+    """Whether a float that is no function of sizes is part of the SymInt, SymFloat or SymBool `value`."""
+    return is_symbolic(value) and symbolic_of(value.node.shape_env).depends_on_floats(term_of(value))
+
+
+def unbacked_bindings(node: torch.fx.Node) -> dict[str, KeyPath]:
+    """The symbols whose values come to light with the result of `node`, and where in it."""
+    bindings: dict[Any, KeyPath] = node.meta.get("unbacked_bindings") or {}
+    shape_env = next(map(_shape_env, tree_leaves(node.meta.get("val"))), None) if bindings else None
+    if shape_env is None:
+        return {}
+    found: dict[str, KeyPath] = {}
+    for symbol, path in (resolve_unbacked_bindings(shape_env, bindings) or {}).items():
+        term = symbolic_of(shape_env).term(shape_env.replace(symbol))
+        name = plain_name(term)
+        if name is not None:
+            found[name] = path
+    return found
+
+
+def fake_result(node: torch.fx.Node) -> Any:
+    """The fake result of `node` for the fake values of its arguments."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    modes = [value.fake_mode for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
+    if not modes:
+        return node.meta.get("val")
+    with modes[0]:
+        return cast(Any, node.target)(*args, **kwargs)
+
+
+def symbol_paths(value: Any) -> dict[str, KeyPath]:
+    """The symbols that a (fake) value tells: it is one, or a size, a stride or the offset of a tensor in it is."""
+    found: dict[str, KeyPath] = {}
+
+    def note(term: Term, *path: Any) -> None:
+        name = plain_name(term)
+        if name is not None:
+            found.setdefault(name, path)
+
+    for path, leaf in tree_leaves_with_path(value):
+        if is_symbolic(leaf):
+            note(term_of(leaf), *path)
+        elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            for k, size in enumerate(leaf.shape):
+                note(term_of(size), *path, CallMethodKey("size"), SequenceKey(k))
+            for k, stride in enumerate(leaf.stride()):
+                note(term_of(stride), *path, CallMethodKey("stride"), SequenceKey(k))
+            note(term_of(leaf.storage_offset()), *path, CallMethodKey("storage_offset"))
+    return found
+
+
+def plain_name(term: Term) -> str | None:
+    """The name of the symbol that `term` is, or None when it is more than that."""
+    if isinstance(term, Float):
+        return term.name
+    names = list(term.syms()) if isinstance(term, Expr) else []
+    return names[0] if names and term == sym(names[0]) else None
+
+
+def _shape_env(value: Any) -> Any:
+    """The shape environment of a symbolic number, or of the sizes of a fake tensor."""
+    if is_symbolic(value):
+        return value.node.shape_env
+    return value.fake_mode.shape_env if isinstance(value, FakeTensor) else None
+
+
+_SYMBOLIC: WeakKeyDictionary[Any, Symbolic] = WeakKeyDictionary()
+
+
+def symbolic_of(shape_env: Any) -> Symbolic:
+    """The one `Symbolic` of a shape environment."""
+    if shape_env not in _SYMBOLIC:
+        _SYMBOLIC[shape_env] = Symbolic(shape_env)
+    return _SYMBOLIC[shape_env]
+
+
+def fake_mode_of(graph: torch.fx.Graph) -> Any:
+    """The mode under which the tensors that the nodes of a captured graph carry were made: operators run on them."""
+    return detect_fake_mode([node.meta["val"] for node in graph.nodes if node.op == "placeholder"])
 
 
 def user_frames(node: torch.fx.Node) -> str:

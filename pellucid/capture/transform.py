@@ -22,9 +22,9 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
     decisions: list[Decision] = []
     returned = _returned(graph_module.graph)
     for node in graph_module.graph.nodes:
-        if node.op == "call_function" and not _is_pure(node):
+        if node.op == "call_function" and not is_pure(node):
             seen.clear()  # what it mutates may be read again
-        key = _key(node, mapping) if _is_pure(node) else None
+        key = _key(node, mapping) if is_pure(node) else None
         if key is not None and key in seen and node not in returned:
             mapping[node] = seen[key]
             merge_origin(seen[key], node)
@@ -35,7 +35,7 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
         mapping[node] = graph.node_copy(node, lambda n: mapping[n])
         if key is not None:
             seen.setdefault(key, mapping[node])
-    graph.eliminate_dead_code(is_impure_node=lambda node: not _is_pure(node) and node.op != "get_attr")
+    graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node) and node.op != "get_attr")
     return torch.fx.GraphModule(graph_module, graph), tuple(decisions)
 
 
@@ -47,12 +47,13 @@ def _returned(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         node = pending.pop()
         if node not in found:
             found.add(node)
-            if _aliases(node) and isinstance(node.args[0], torch.fx.Node):
+            if aliases(node) and isinstance(node.args[0], torch.fx.Node):
                 pending.append(node.args[0])
     return found
 
 
-def _aliases(node: torch.fx.Node) -> bool:
+def aliases(node: torch.fx.Node) -> bool:
+    """True if the result may share memory with an argument."""
     if node.target is operator.getitem:
         return True
     schema = getattr(node.target, "_schema", None)
@@ -61,8 +62,8 @@ def _aliases(node: torch.fx.Node) -> bool:
     )
 
 
-def _is_pure(node: torch.fx.Node) -> bool:
-    """True if the call has no effect and draws no random numbers."""
+def is_pure(node: torch.fx.Node) -> bool:
+    """True if the call has no effect and draws no random numbers. One that returns nothing is there for its effect."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -70,6 +71,10 @@ def _is_pure(node: torch.fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", None) in ("_operator", "math")  # arithmetic on sizes
+    if target is torch.ops.aten._assert_tensor_metadata.default:
+        return True  # it checks what the capture has recorded
+    if not target._schema.returns:
+        return False
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 

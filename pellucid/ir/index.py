@@ -8,6 +8,7 @@ range of an affine form, substitution) and leaves the rest as an atom.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,7 @@ from typing import TypeAlias, final
 
 @dataclass(frozen=True, slots=True)
 class Sym:
-    """A size symbol: a positive integer that is known when the program is called."""
+    """A size symbol: an integer that is known when the program is called; `least` tells its least value."""
 
     name: str
 
@@ -76,14 +77,25 @@ def _monomial_key(monomial: Monomial) -> tuple[int, tuple[tuple[int, str], ...]]
 class Expr:
     """An immutable integer polynomial. Build one with `const`, `sym`, `var`, `val` and arithmetic."""
 
-    __slots__ = ("_hash", "terms")
+    __slots__ = ("_atoms", "_hash", "_vals", "_vars", "terms", "value")
     terms: tuple[tuple[Monomial, int], ...]
+    value: int | None
+    """The integer this is, or None when it depends on an atom."""
 
     def __init__(self, terms: Mapping[Monomial, int]) -> None:
         kept = [(monomial, coefficient) for monomial, coefficient in terms.items() if coefficient]
-        kept.sort(key=lambda term: _monomial_key(term[0]))
-        self.terms = tuple(kept)
-        self._hash = hash(self.terms)
+        if len(kept) > 1:
+            kept.sort(key=lambda term: _monomial_key(term[0]))
+        self._fill(tuple(kept))
+
+    def _fill(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
+        """Become the sum of `terms`, which are in canonical order and not 0. Facts are kept once they are known."""
+        self.terms = terms
+        self.value = 0 if not terms else terms[0][1] if not terms[0][0] else None
+        self._hash = hash(terms)
+        self._atoms: frozenset[Atom] | None = None
+        self._vars: frozenset[str] | None = None
+        self._vals: frozenset[str] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Expr) and (self is other or self.terms == other.terms)
@@ -93,6 +105,10 @@ class Expr:
 
     def __add__(self, other: Expr | int) -> Expr:
         other = as_expr(other)
+        if not other.terms:
+            return self
+        if not self.terms:
+            return other
         terms = dict(self.terms)
         for monomial, coefficient in other.terms:
             terms[monomial] = terms.get(monomial, 0) + coefficient
@@ -106,6 +122,10 @@ class Expr:
 
     def __mul__(self, other: Expr | int) -> Expr:
         other = as_expr(other)
+        if other.value is not None:
+            return self._scaled(other.value)
+        if self.value is not None:
+            return other._scaled(self.value)
         terms: dict[Monomial, int] = {}
         for left, a in self.terms:
             for right, b in other.terms:
@@ -116,26 +136,32 @@ class Expr:
     __radd__ = __add__
     __rmul__ = __mul__
 
-    @property
-    def value(self) -> int | None:
-        """The integer this is, or None when it depends on an atom."""
-        if not self.terms:
-            return 0
-        if len(self.terms) == 1 and not self.terms[0][0]:
-            return self.terms[0][1]
-        return None
+    def _scaled(self, factor: int) -> Expr:
+        """`factor` times this; the order of the terms stays."""
+        if factor == 1:
+            return self
+        terms = [(monomial, coefficient * factor) for monomial, coefficient in self.terms] if factor else []
+        result = Expr.__new__(Expr)
+        result._fill(tuple(terms))
+        return result
 
     def atoms(self) -> frozenset[Atom]:
         """All atoms, those inside floor-div and mod included (and these themselves)."""
-        return _atoms(self)
+        if self._atoms is None:
+            self._atoms = _atoms(self)
+        return self._atoms
 
     def vars(self) -> frozenset[str]:
         """Names of the axes it depends on."""
-        return frozenset(atom.name for atom in self.atoms() if isinstance(atom, Var))
+        if self._vars is None:
+            self._vars = frozenset([atom.name for atom in self.atoms() if isinstance(atom, Var)])
+        return self._vars
 
     def vals(self) -> frozenset[str]:
         """Names of the values it depends on."""
-        return frozenset(atom.name for atom in self.atoms() if isinstance(atom, Val))
+        if self._vals is None:
+            self._vals = frozenset([atom.name for atom in self.atoms() if isinstance(atom, Val)])
+        return self._vals
 
     def syms(self) -> frozenset[str]:
         """Names of the size symbols it depends on."""
@@ -147,6 +173,8 @@ class Expr:
         >>> (var("i") * 4 + var("j")).coefficient("i")
         4
         """
+        if name not in self.vars():
+            return ZERO
         terms: dict[Monomial, int] = {}
         target = Var(name)
         for monomial, coefficient in self.terms:
@@ -197,14 +225,13 @@ class Expr:
         return text(self)
 
 
-@lru_cache(maxsize=65536)
 def _atoms(expr: Expr) -> frozenset[Atom]:
     found: set[Atom] = set()
     for monomial, _ in expr.terms:
         for atom in monomial:
             found.add(atom)
             if isinstance(atom, FloorDiv | Mod):
-                found |= _atoms(atom.num) | _atoms(atom.den)
+                found |= atom.num.atoms() | atom.den.atoms()
     return frozenset(found)
 
 
@@ -261,6 +288,19 @@ def val(name: str) -> Expr:
 def as_expr(value: Expr | int) -> Expr:
     """`value` as an expression."""
     return value if isinstance(value, Expr) else const(value)
+
+
+_LEAST = re.compile(r"([un])(_|\d)")
+
+
+def least(name: str) -> int | None:
+    """The least value of the size symbol `name`: 0 for `u0` or `u_length`, unknown for `n0` or `n_shift`, else 1.
+
+    Sizes are positive, because PyTorch compiles anew for an empty tensor. Sizes that depend on data may be 0, and
+    integers that are no sizes may be negative. The name says so, and thus every expression does, printed or not.
+    """
+    match = _LEAST.match(name)
+    return 1 if match is None else 0 if match[1] == "u" else None
 
 
 ZERO = const(0)
@@ -395,19 +435,21 @@ def _atom_bounds(atom: Atom, ranges: Mapping[str, Expr] | None) -> tuple[Expr, E
 
 
 def nonnegative(expr: Expr) -> bool:
-    """True if `expr >= 0` can be shown for all symbols of at least 1, axis counters being at least 0."""
+    """True if `expr >= 0` can be shown for all symbols of their least value or more, axis counters being at least 0."""
     constant = 0
     for monomial, coefficient in expr.terms:
         if monomial and (coefficient < 0 or not all(_atom_nonnegative(atom) for atom in monomial)):
             return False
-        if all(isinstance(atom, Sym) for atom in monomial):  # the least value of the product is 1
+        if all(isinstance(atom, Sym) and least(atom.name) == 1 for atom in monomial):  # the product is at least 1
             constant += coefficient
     return constant >= 0
 
 
 def _atom_nonnegative(atom: Atom) -> bool:
     match atom:
-        case Sym() | Var() | Mod():
+        case Sym(name):
+            return least(name) is not None
+        case Var() | Mod():
             return True
         case Val():
             return False

@@ -23,6 +23,7 @@ import torch
 from typing_extensions import assert_never
 
 from pellucid.errors import InternalError
+from pellucid.ir.derived import Float, Numbers, by_name
 from pellucid.ir.index import Expr, Sym, Val, Var
 from pellucid.ir.nodes import (
     Arg,
@@ -54,14 +55,14 @@ def run_kernel(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[s
     Raises IndexError where a `CheckIndex` fails; then nothing has been stored.
     """
     frame = _frame(kernel, buffers, symbols)
-    stores: list[tuple[Tensor, Tensor, Tensor]] = []
+    stores: list[tuple[Tensor, Tensor, Tensor, str]] = []
     for line in kernel.body:
         if isinstance(line.rhs, Store):
-            stores.append(_stored(frame, line, line.rhs))
+            stores.append((*_stored(frame, line, line.rhs), line.rhs.join))
         else:
             frame.values[line.out] = _value(frame, line)
-    for memory, index, value in stores:
-        memory[index] = value
+    for memory, index, value, join in stores:
+        _write(memory, index, value, join)
 
 
 def line_values(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[str, int]) -> dict[str, Tensor]:
@@ -79,11 +80,16 @@ def run_program(program: Program, inputs: Sequence[Tensor | int | None]) -> list
     Calls go to the operator's own implementation. Results are views of fresh memory, or of an input.
     """
     given = dict(zip(program.inputs, inputs, strict=True))
-    symbols = {name: int(cast(int, given[name])) for name in program.symbols}
+    numbers = Numbers({name: int(cast(int, given[name])) for name in program.symbols}, by_name(program.derived))
+    floats = {each.name: float(numbers.of(each.name)) for each in program.derived if each.is_float}
+    names = [*program.symbols, *(each.name for each in program.derived if not each.is_float)]
+    symbols = {name: int(numbers.of(name)) for name in names}
     memory: dict[str, Tensor] = {}
     for buffer in program.buffers:
         numel = _size(buffer.numel, symbols)
-        if buffer.role == "input":
+        if buffer.name in floats:
+            memory[buffer.name] = torch.tensor([floats[buffer.name]], dtype=torch.float64)
+        elif buffer.role == "input":
             memory[buffer.name] = _flat(cast(Tensor, given[buffer.name]), numel)
         else:
             memory[buffer.name] = _fresh(buffer.dtype, numel)
@@ -92,8 +98,8 @@ def run_program(program: Program, inputs: Sequence[Tensor | int | None]) -> list
             if isinstance(node, Kernel):
                 run_kernel(node, {param.name: memory[param.name] for param in node.params}, symbols)
             else:
-                _call(node, memory, symbols)
-    return [cast("Tensor | int | None", _argument(output, memory, symbols)) for output in program.outputs]
+                _call(node, memory, symbols, floats)
+    return [cast("Tensor | int | None", _argument(output, memory, symbols, floats)) for output in program.outputs]
 
 
 # ------------------------------------------------------------------------------------------------ kernels
@@ -219,7 +225,19 @@ def _stored(frame: _Frame, line: Line, store: Store) -> tuple[Tensor, Tensor, Te
     written[index] = True
     if not store.index.vals() and int(written.sum()) != index.numel():
         raise _fault(frame, line, "two points store the same element")
-    return memory, index, value.flatten().to(memory.dtype)
+    value = value.flatten()
+    return memory, index, value if store.join else value.to(memory.dtype)
+
+
+def _write(memory: Tensor, index: Tensor, value: Tensor, join: str) -> None:
+    """Write or join flat `value` into `memory`, one after the other where elements repeat."""
+    places = [int(place) for place in index]
+    if len(set(places)) == len(places):
+        memory[index] = _computed(join, [memory[index].to(value.dtype), value]).to(memory.dtype) if join else value
+        return
+    for at, element in zip(places, value, strict=True):
+        old = memory[at].to(value.dtype)
+        memory[at] = _computed(join, [old, element]) if join else element
 
 
 def _check_inside(frame: _Frame, line: Line, index: Tensor, memory: Tensor) -> None:
@@ -259,12 +277,14 @@ def _fresh(dtype: DType, numel: int) -> Tensor:
     )
 
 
-def _call(extern: Extern, memory: Mapping[str, Tensor], symbols: Mapping[str, int]) -> None:
+def _call(
+    extern: Extern, memory: Mapping[str, Tensor], symbols: Mapping[str, int], floats: Mapping[str, float]
+) -> None:
     namespace, name, overload = _operator_path(extern.op)
     operator: Any = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    args = [_argument(arg, memory, symbols) for arg in extern.args]
-    kwargs = {name: _argument(arg, memory, symbols) for name, arg in extern.kwargs}
-    outputs = [_argument(output, memory, symbols) for output in extern.outputs]
+    args = [_argument(arg, memory, symbols, floats) for arg in extern.args]
+    kwargs = {name: _argument(arg, memory, symbols, floats) for name, arg in extern.kwargs}
+    outputs = [_argument(output, memory, symbols, floats) for output in extern.outputs]
     if extern.out:
         names = [argument.name for argument in operator._schema.arguments if argument.is_out]
         operator(*args, **kwargs, **dict(zip(names, outputs, strict=True)))
@@ -295,7 +315,7 @@ def _tensors(result: Any) -> list[Tensor | None]:
     return []
 
 
-def _argument(arg: Arg, memory: Mapping[str, Tensor], symbols: Mapping[str, int]) -> Any:
+def _argument(arg: Arg, memory: Mapping[str, Tensor], symbols: Mapping[str, int], floats: Mapping[str, float]) -> Any:
     match arg:
         case View(buffer, shape, strides, offset):
             flat = memory[buffer]
@@ -303,12 +323,14 @@ def _argument(arg: Arg, memory: Mapping[str, Tensor], symbols: Mapping[str, int]
             return torch.as_strided(flat, sizes, steps, flat.storage_offset() + _size(offset, symbols))
         case Expr():
             return _size(arg, symbols)
+        case Float(name):
+            return floats[name]
         case Enum("device", name):
             return torch.device(name)
         case Enum(_, name):
             return getattr(torch, name)
         case tuple():
-            return [_argument(item, memory, symbols) for item in arg]
+            return [_argument(item, memory, symbols, floats) for item in arg]
         case None | bool() | int() | float() | str():
             return arg
         case _:

@@ -4,24 +4,30 @@ A `Program` is a list of `Kernel`s and `Extern`s over named buffers. A kernel sa
 point of its iteration space, with no loop order: its body is a flat list of SSA lines, and the loops around a line
 follow from the axes that the line depends on (see `axes_of`). The grammar:
 
-    Program = Buffer*  (Kernel | Extern)*  View*                 -- inputs, nodes, outputs
+    Program = Derived*  Buffer*  (Kernel | Extern)*  View*       -- sizes, inputs, nodes, outputs
     Kernel  = Param* Axis* Line*                                  -- buffers used, iteration space, body
     Line    = out: dtype = Rhs
     Rhs     = Const value | IndexValue index | CheckIndex val, size
-            | Load buffer[index] mask? | Compute op(val*) | Reduce op(val) over axes | Store buffer[index], val
+            | Load buffer[index] mask? | Compute op(val*) | Reduce op(val) over axes
+            | Store join? buffer[index], val
 
 Meaning of a kernel: each line is a function from the axes it depends on to a scalar. `Reduce` folds its argument
 over all points of the named axes; a line that depends on those axes as well as on the result runs in a second sweep
 over them, which is how softmax and layer norm are one kernel. Stores happen after all loads of the same point; no
 kernel may load an element that another point of the same kernel stores.
+
+A store at an index that depends on values is a scatter. Its points happen in the order of the space (the last axis
+fastest), so where several meet in one element the result is the same on every run: the last one stays, or all are
+joined with what was there, in that order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from pellucid.ir.derived import Derived, Float
 from pellucid.ir.index import Expr
 from pellucid.ir.origin import GLUE, Origin
 from pellucid.ir.types import DType
@@ -103,11 +109,17 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Write `arg`, narrowed to the buffer's type, to element `index`. Two points never store the same element."""
+    """Write `arg`, narrowed to the buffer's type, to element `index`: once per point of the axes it depends on.
+
+    Two points never store the same element, unless the index depends on values.
+
+    join: a scalar operator of `ops.JOINS`; the element becomes join(element, arg), narrowed each time.
+    """
 
     buffer: str
     index: Expr
     arg: str
+    join: str = ""
 
 
 Rhs: TypeAlias = Const | IndexValue | CheckIndex | Load | Compute | Reduce | Store
@@ -135,6 +147,14 @@ class Param:
     numel: Expr
 
 
+class _Sites(NamedTuple):
+    """Where a body touches memory, and the axes that it reduces over."""
+
+    loads: tuple[tuple[Line, Load], ...]
+    stores: tuple[tuple[Line, Store], ...]
+    reduced: frozenset[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """`body` for every point of `space`. `params` lists each buffer that the body loads or stores, once."""
@@ -143,6 +163,7 @@ class Kernel:
     params: tuple[Param, ...]
     space: tuple[Axis, ...]
     body: tuple[Line, ...]
+    _sites: _Sites | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def ranges(self) -> dict[str, Expr]:
@@ -152,18 +173,24 @@ class Kernel:
     @property
     def reduced(self) -> tuple[str, ...]:
         """The axes over which the kernel reduces, in space order; empty for a pointwise kernel."""
-        names = {name for line in self.body if isinstance(line.rhs, Reduce) for name in line.rhs.axes}
-        return tuple(axis.name for axis in self.space if axis.name in names)
+        names = self._found().reduced
+        return tuple([axis.name for axis in self.space if axis.name in names]) if names else ()
 
     def loads(self) -> Iterator[tuple[Line, Load]]:
-        for line in self.body:
-            if isinstance(line.rhs, Load):
-                yield line, line.rhs
+        return iter(self._found().loads)
 
     def stores(self) -> Iterator[tuple[Line, Store]]:
-        for line in self.body:
-            if isinstance(line.rhs, Store):
-                yield line, line.rhs
+        return iter(self._found().stores)
+
+    def _found(self) -> _Sites:
+        """What fusion asks about again and again, looked for once: a body may be long."""
+        if self._sites is None:
+            loads = tuple([(line, line.rhs) for line in self.body if isinstance(line.rhs, Load)])
+            stores = tuple([(line, line.rhs) for line in self.body if isinstance(line.rhs, Store)])
+            reduced = frozenset([name for line in self.body if isinstance(line.rhs, Reduce) for name in line.rhs.axes])
+            object.__setattr__(self, "_sites", _Sites(loads, stores, reduced))
+            assert self._sites is not None
+        return self._sites
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +211,7 @@ class Enum:
     name: str
 
 
-Arg: TypeAlias = "View | Expr | Scalar | str | Enum | tuple[Arg, ...] | None"
+Arg: TypeAlias = "View | Expr | Float | Scalar | str | Enum | tuple[Arg, ...] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +263,8 @@ class Program:
     symbols: size symbols, bound at each call by the integer inputs of these names.
     inputs: in the order of the graph's arguments: the name of an input buffer, or of a symbol, or None (unused).
     outputs: views, integers (`Expr`) or None, in the order of the graph's results.
+    derived: numbers that follow from the symbols, each after those that it is made of. A float that kernels read has an
+        input buffer of its name, of one f64, which the program supplies itself.
     """
 
     symbols: tuple[str, ...]
@@ -243,6 +272,13 @@ class Program:
     inputs: tuple[str | None, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[View | Expr | None, ...]
+    derived: tuple[Derived, ...] = ()
+
+    @property
+    def supplied(self) -> tuple[str, ...]:
+        """The input buffers that hold derived floats, in order; they follow the other inputs."""
+        floats = {each.name for each in self.derived if each.is_float}
+        return tuple(buffer.name for buffer in self.buffers if buffer.name in floats)
 
     def buffer(self, name: str) -> Buffer:
         return next(buffer for buffer in self.buffers if buffer.name == name)
@@ -254,17 +290,22 @@ def operands(rhs: Rhs) -> tuple[str, ...]:
         case Const():
             return ()
         case IndexValue(index):
-            return tuple(sorted(index.vals()))
+            return _vals(index)
         case CheckIndex(arg, _):
             return (arg,)
         case Load(_, index, mask, _):
-            return (*sorted(index.vals()), *(() if mask is None else (mask,)))
+            return _vals(index) if mask is None else (*_vals(index), mask)
         case Compute(_, args):
             return args
         case Reduce(_, arg, _):
             return (arg,)
-        case Store(_, index, arg):
-            return (*sorted(index.vals()), arg)
+        case Store(_, index, arg, _):
+            return (*_vals(index), arg)
+
+
+def _vals(index: Expr) -> tuple[str, ...]:
+    names = index.vals()
+    return tuple(sorted(names)) if names else ()
 
 
 def axes_of(kernel: Kernel) -> dict[str, frozenset[str]]:

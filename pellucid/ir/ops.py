@@ -88,8 +88,8 @@ _ROWS = (
     Op("neg", 1, Result.SAME, Domain.NUMBER, 1, torch.neg),
     Op("abs", 1, Result.SAME, Domain.NUMBER, 1, torch.abs),
     Op("sign", 1, Result.SAME, Domain.NUMBER, 2, torch.sign),
-    Op("maximum", 2, Result.SAME, Domain.ANY, 1, torch.maximum),  # NaN wins
-    Op("minimum", 2, Result.SAME, Domain.ANY, 1, torch.minimum),  # NaN wins
+    Op("maximum", 2, Result.SAME, Domain.ANY, 3, torch.maximum),  # NaN wins
+    Op("minimum", 2, Result.SAME, Domain.ANY, 3, torch.minimum),  # NaN wins
     Op("reciprocal", 1, Result.SAME, Domain.FLOAT, 4, torch.reciprocal),
     Op("fma", 3, Result.SAME, Domain.FLOAT, 1, _fma),
     # rounding
@@ -150,6 +150,9 @@ _ROWS = (
 )
 
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}
+
+# The operators that a store may join its value to memory with: those that give the same in every order, up to rounding.
+JOINS = ("add", "mul", "maximum", "minimum")
 
 
 @dataclass(frozen=True, slots=True)

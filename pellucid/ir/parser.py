@@ -2,7 +2,9 @@
 
 A hand-written recursive-descent parser: one method per rule of the grammar, which is
 
-    program = "program" "{" ["symbols" names] buffer* ["inputs" input ("," input)*] node* output* "}"
+    program = "program" "{" ["symbols" names] derived* buffer* ["inputs" input ("," input)*] node* output* "}"
+    derived = "derived" name ":" ("int" | "float") "=" formula
+    formula = function "(" formula ("," formula)* ")" | "true" | "false" | a float | expr
     buffer  = "buffer" name ":" dtype "[" expr "]" ("input" | "temp" | "output")
     input   = name | "-"
     node    = kernel | extern
@@ -11,12 +13,12 @@ A hand-written recursive-descent parser: one method per rule of the grammar, whi
     axis    = name ":" expr
     line    = name ":" dtype "=" rhs
     rhs     = "const" scalar | "index" expr | "check" name "," expr ["nowrap"]
-            | "load" name "[" expr "]" [["if" name] "else" scalar] | "store" name "[" expr "]" "," name
+            | "load" name "[" expr "]" [["if" name] "else" scalar] | "store" [join] name "[" expr "]" "," name
             | operator names | reduction name "over" names
     extern  = "extern" name "=" op "{" ("arg" arg)* ("kwarg" name "=" arg)* output*
               ["out"] ["mutates" names] ["ordered"] ["reason" string] "}"
     output  = "output" arg
-    arg     = "none" | "size" expr | view | string | scalar | name "." name | "(" [arg ","]* ")"
+    arg     = "none" | "size" expr | "number" name | view | string | scalar | name "." name | "(" [arg ","]* ")"
     view    = "view" name sizes "strides" sizes "offset" expr
     expr    = term (("+" | "-") term)*
     term    = factor (("*" | "//" | "%") factor)*
@@ -36,6 +38,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, TypeVar
 
 from pellucid.errors import UserError
+from pellucid.ir.derived import FUNCTIONS, Apply, Derived, Float, Term
 from pellucid.ir.index import Expr, const, floordiv, mod, sym, val, var
 from pellucid.ir.nodes import (
     Arg,
@@ -59,7 +62,7 @@ from pellucid.ir.nodes import (
     Store,
     View,
 )
-from pellucid.ir.ops import OPS, REDUCTIONS
+from pellucid.ir.ops import JOINS, OPS, REDUCTIONS
 from pellucid.ir.types import DType
 
 T = TypeVar("T")
@@ -314,9 +317,11 @@ class _Parser:
             case "load":
                 return self.load()
             case "store":
+                joins = self.tokens[self.position + 1].kind == "name"  # a buffer's name is followed by a bracket
+                join = self.one_of(JOINS, "operator") if joins else ""
                 buffer, index = self.element()
                 self.expect(",")
-                return Store(buffer, index, self.name("a value"))
+                return Store(buffer, index, self.name("a value"), join)
             case _ if word in OPS:
                 return Compute(word, self.names("a value"))
             case _:
@@ -368,6 +373,10 @@ class _Parser:
         self.end_statement()
         symbols = self.names_after("symbols", lambda: self.name("a size symbol"))
         self.symbols = frozenset(symbols)
+        derived: list[Derived] = []
+        while self.accept("derived"):
+            derived.append(self.derived())
+            self.end_statement()
         buffers: list[Buffer] = []
         while self.at("buffer"):
             buffers.append(self.buffer())
@@ -381,7 +390,30 @@ class _Parser:
         while not self.accept("}"):
             outputs.append(self.program_output())
             self.end_statement()
-        return Program(symbols, tuple(buffers), inputs, tuple(nodes), tuple(outputs))
+        return Program(symbols, tuple(buffers), inputs, tuple(nodes), tuple(outputs), tuple(derived))
+
+    def derived(self) -> Derived:
+        """An integer is a symbol of what follows, a float is not."""
+        name = self.name("a name")
+        self.expect(":")
+        is_float = self.one_of(["int", "float"], "kind of number") == "float"
+        self.expect("=")
+        term = self.formula()
+        self.symbols |= frozenset() if is_float else {name}
+        return Derived(name, is_float, term)
+
+    def formula(self) -> Term:
+        following = self.tokens[min(self.position + 1, len(self.tokens) - 1)]
+        if self.token.kind == "name" and following.text == "(":
+            function = self.one_of(FUNCTIONS, "function")
+            return Apply(function, self.enclosed(self.formula))
+        # A minus sign belongs to the float behind it, or to an expression.
+        sign = int(self.at("-"))
+        literal = self.tokens[min(self.position + sign, len(self.tokens) - 1)]
+        is_float = literal.kind == "number" and not literal.text.isdigit()
+        if is_float or literal.text in ("true", "false", "inf", "nan"):
+            return self.scalar()
+        return self.expr()
 
     def names_after(self, word: str, item: Callable[[], T]) -> tuple[T, ...]:
         if not self.accept(word):
@@ -466,6 +498,8 @@ class _Parser:
             return self.view()
         if self.accept("size"):
             return self.expr()
+        if self.accept("number"):
+            return Float(self.name("a derived number"))
         if self.accept("none"):
             return None
         following = self.tokens[min(self.position + 1, len(self.tokens) - 1)]

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from typing_extensions import assert_never
 
+from pellucid.ir.derived import Float, term_text
 from pellucid.ir.index import Expr, text
 from pellucid.ir.nodes import (
     Arg,
@@ -120,8 +121,8 @@ def _rhs_text(rhs: Rhs) -> str:
             return f"{op} {', '.join(args)}"
         case Reduce(op, arg, axes):
             return f"{op} {arg} over {', '.join(axes)}"
-        case Store(buffer, index, arg):
-            return f"store {buffer}[{text(index)}], {arg}"
+        case Store(buffer, index, arg, join):
+            return f"store {join}{' ' if join else ''}{buffer}[{text(index)}], {arg}"
         case _:
             assert_never(rhs)
 
@@ -160,6 +161,8 @@ def _program_lines(program: Program, origins: bool) -> Iterator[str]:
     yield "program {"
     if program.symbols:
         yield f"  symbols {', '.join(program.symbols)}"
+    for each in program.derived:
+        yield f"  derived {each.name}: {'float' if each.is_float else 'int'} = {term_text(each.term)}"
     for buffer in program.buffers:
         yield f"  {_buffer_text(buffer)}"
     if program.inputs:
@@ -209,6 +212,8 @@ def _arg_text(arg: Arg) -> str:
             return print_view(arg)
         case Expr():
             return f"size {text(arg)}"
+        case Float(name):
+            return f"number {name}"
         case Enum(kind, name):
             return f"{kind}.{name}"
         case str():

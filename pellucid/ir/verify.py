@@ -15,6 +15,7 @@ from math import gcd
 from typing_extensions import assert_never
 
 from pellucid.errors import InternalError
+from pellucid.ir.derived import FUNCTIONS, Apply, Float, Term, names_in
 from pellucid.ir.index import ONE, ZERO, Expr, Sym, Var, bounds, nonnegative, sym, total, var
 from pellucid.ir.nodes import (
     Arg,
@@ -36,7 +37,7 @@ from pellucid.ir.nodes import (
     axes_of,
     operands,
 )
-from pellucid.ir.ops import OPS, REDUCTIONS, Domain, Op, Result
+from pellucid.ir.ops import JOINS, OPS, REDUCTIONS, Domain, Op, Result
 from pellucid.ir.printer import kernel_symbols, print_line, print_scalar, print_view
 from pellucid.ir.types import DType
 
@@ -147,18 +148,25 @@ def check_reductions(kernel: Kernel) -> None:
 
 
 def check_store_axes(kernel: Kernel) -> None:
-    """A stored value does not vary along an axis that the store's index ignores, unless its extent is 1."""
+    """A stored value does not vary along an axis that the store's index ignores, unless its extent is 1.
+
+    A scatter may: the same place may be named at every point of an axis, and points that meet follow one another.
+    """
     scopes, extents = axes_of(kernel), kernel.ranges
     for line, store in kernel.stores():
-        along = store.index.vars().union(*(scopes[name] for name in store.index.vals()))
-        lost = {axis for axis in scopes[store.arg] - along if extents[axis] != ONE}
+        if store.index.vals():
+            continue
+        lost = {axis for axis in scopes[store.arg] - store.index.vars() if extents[axis] != ONE}
         if lost:
             problem = f"{store.arg} varies along {_list(lost)}, the index does not: points overwrite each other"
             raise _kernel_error(kernel, line, problem)
 
 
 def check_store_collisions(kernel: Kernel) -> None:
-    """No element is stored twice, as far as constant strides tell: by two points or by two lines."""
+    """No element is stored twice, as far as constant strides tell: by two points or by two lines.
+
+    A kernel that scatters does not reduce, and reads nothing of the buffer that it scatters into.
+    """
     scopes, extents = axes_of(kernel), kernel.ranges
     stored: set[tuple[str, Expr]] = set()
     for line, store in kernel.stores():
@@ -166,6 +174,10 @@ def check_store_collisions(kernel: Kernel) -> None:
             raise _kernel_error(kernel, line, "an earlier line stores the same elements")
         stored.add((store.buffer, store.index))
         if store.index.vals():
+            if kernel.reduced:
+                raise _kernel_error(kernel, line, "a kernel cannot both scatter and reduce")
+            if any(load.buffer == store.buffer for _, load in kernel.loads()):
+                raise _kernel_error(kernel, line, f"loads {store.buffer}, which it scatters into")
             continue
         axes = [axis for axis in sorted(scopes[line.out]) if extents[axis] != ONE]
         for left, right in combinations(axes, 2):
@@ -218,25 +230,47 @@ KERNEL_CHECKS: tuple[Callable[[Kernel], None], ...] = (
 def check_program_names(program: Program) -> None:
     """Symbols and buffers have unique names, and so have kernels and calls."""
     nodes = [node.name for node in program.nodes]
-    storage = [*program.symbols, *(buffer.name for buffer in program.buffers)]
+    supplied = program.supplied
+    storage = [*program.symbols, *(each.name for each in program.derived if each.name not in supplied)]
+    storage += [buffer.name for buffer in program.buffers]
     if problem := _name_problem(nodes) or _name_problem(storage):
         raise _program_error(problem)
 
 
-def check_symbols(program: Program) -> None:
-    """Every size is an expression over the program's symbols."""
+def check_derived(program: Program) -> None:
+    """Derived numbers are made of symbols and of earlier derived numbers, by functions that exist."""
     known = set(program.symbols)
-    for where, size in _program_sizes(program):
+    for each in program.derived:
+        if unknown := names_in(each.term) - known:
+            raise _program_error(f"the derived number {each.name} uses {_list(unknown)} before it is known")
+        if problem := _term_problem(each.term):
+            raise _program_error(f"the derived number {each.name}: {problem}")
+        known.add(each.name)
+    floats = {each.name for each in program.derived if each.is_float}
+    for node in program.nodes:
+        for arg in _call_args(node) if isinstance(node, Extern) else ():
+            if unknown := set(_arg_floats(arg)) - floats:
+                raise _program_error(f"{_list(unknown)} is not a derived float", node)
+    for name in program.supplied:
+        if (program.buffer(name).dtype, program.buffer(name).numel) != (DType.F64, ONE):
+            raise _program_error(f"the buffer {name} of a derived float is not one f64")
+
+
+def check_symbols(program: Program) -> None:
+    """Every size is an expression over the program's symbols and derived integers."""
+    known = {*program.symbols, *(each.name for each in program.derived if not each.is_float)}
+    for where, size in program_sizes(program):
         if unknown := (size.syms() - known) | size.vars() | size.vals():
             raise _program_error(f"{_list(unknown)} in {size} is not a symbol of the program", where)
 
 
 def check_inputs(program: Program) -> None:
-    """The inputs name each symbol and each input buffer once, and nothing else."""
+    """The inputs name each symbol and each input buffer that the program does not supply once, and nothing else."""
     given = [name for name in program.inputs if name is not None]
     if problem := _name_problem(given):
         raise _program_error(f"inputs: {problem}")
     expected = {*program.symbols, *(buffer.name for buffer in program.buffers if buffer.role == "input")}
+    expected -= set(program.supplied)
     if missing := expected - set(given):
         raise _program_error(f"{_list(missing)} is not among the inputs")
     if unknown := set(given) - expected:
@@ -306,6 +340,7 @@ def check_written(program: Program) -> None:
 
 PROGRAM_CHECKS: tuple[Callable[[Program], None], ...] = (
     check_program_names,
+    check_derived,
     check_symbols,
     check_inputs,
     check_buffers,
@@ -384,9 +419,11 @@ def _type_problem(line: Line, types: dict[str, DType], params: dict[str, Param])
             if mask is not None and types[mask] is not DType.BOOL:
                 return f"the mask {mask} is not bool"
             return _scalar_problem(other, line.dtype)
-        case Store(buffer, _, arg):
+        case Store(buffer, _, arg, join):
             if types[arg] is not line.dtype:
                 return f"{arg} is {types[arg]!r}"
+            if join and (join not in JOINS or not _in_domain(line.dtype, OPS[join].domain)):
+                return f"a store cannot join {line.dtype!r} with {join!r}"
             wanted = params[buffer].dtype.compute
             return None if line.dtype is wanted else f"a store to {params[buffer].dtype!r} takes {wanted!r}"
         case Reduce(op, arg):
@@ -522,6 +559,29 @@ def _arg_sizes(arg: Arg) -> Iterator[Expr]:
             yield from _arg_sizes(item)
 
 
+def _arg_floats(arg: Arg) -> Iterator[str]:
+    if isinstance(arg, Float):
+        yield arg.name
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _arg_floats(item)
+
+
+def _term_problem(term: Term) -> str | None:
+    if isinstance(term, Float):
+        return f"{term.name} is no size"
+    if isinstance(term, Expr):
+        return f"{term} depends on more than size symbols" if term.vars() or term.vals() else None
+    if not isinstance(term, Apply):
+        return None
+    if term.function not in FUNCTIONS:
+        return f"there is no function {term.function}"
+    arity = FUNCTIONS[term.function].arity
+    if not term.args or arity not in (None, len(term.args)):
+        return f"{term.function} takes {arity or 'at least 1'} arguments"
+    return next(filter(None, map(_term_problem, term.args)), None)
+
+
 def _call_args(extern: Extern) -> tuple[Arg, ...]:
     return (*extern.args, *(arg for _, arg in extern.kwargs))
 
@@ -535,7 +595,8 @@ def _views(program: Program) -> Iterator[tuple[Node | None, View]]:
         yield None, view
 
 
-def _program_sizes(program: Program) -> Iterator[tuple[Node | None, Expr]]:
+def program_sizes(program: Program) -> Iterator[tuple[Node | None, Expr]]:
+    """Every size, stride, offset and integer argument, and the node in which it stands."""
     for buffer in program.buffers:
         yield None, buffer.numel
     for node in program.nodes:

@@ -6,18 +6,30 @@ from dataclasses import dataclass
 
 import torch
 
-from pellucid.capture.graph import DTYPES, dtype_of, shape_of
-from pellucid.capture.torch_compat import expr_of, is_symbolic, symbol_of
+from pellucid.capture.graph import DTYPES, attribute_of, derived_sizes, dtype_of, shape_of
+from pellucid.capture.torch_compat import is_symbolic
 from pellucid.errors import PellucidError, UnsupportedError
 from pellucid.ir.decision import Decision
+from pellucid.ir.derived import Float
+from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Program
-from pellucid.lower import pointwise, reduce, shapes  # noqa: F401  (their rules register themselves)
+
+# Their rules register themselves.
+from pellucid.lower import convolution, pointwise, pool, reduce, scatter, shapes  # noqa: F401
 from pellucid.lower.extern import CHOSEN, call_of, fallback_reason, lower_conjugate, lower_effect, lower_extern
 from pellucid.lower.graph import GraphBuilder, Result, overlaps_itself
-from pellucid.lower.registry import RULES, NotLowered, overload_name
+from pellucid.lower.registry import RULES, TAKES_FLOATS, NotLowered, overload_name
 from pellucid.lower.shapes import is_view, lower_view
 
-__all__ = ["Lowered", "lower"]
+__all__ = ["Lowered", "NotHeld", "lower"]
+
+
+class NotHeld(UnsupportedError):
+    """A call that no program can hold, `node` by name: Python has to make it."""
+
+    def __init__(self, node: str, error: UnsupportedError) -> None:
+        super().__init__(error.message, hint=error.hint, context=error.context)
+        self.node = node
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +46,7 @@ def lower(graph_module: torch.fx.GraphModule) -> Lowered:
 
     Before: `%add = aten.add.Tensor(%x, %y)`. After: a kernel with `v2: f32 = add v0, v1` over add's shape.
     """
-    graph = GraphBuilder()
+    graph = GraphBuilder(derived_sizes(graph_module))
     _bind_inputs(graph, graph_module)
     outputs: tuple[Result, ...] = ()
     for node in graph_module.graph.nodes:
@@ -56,27 +68,28 @@ def _bind_inputs(graph: GraphBuilder, graph_module: torch.fx.GraphModule) -> Non
                 _check_tensor(node.name, value)
                 graph.bind(node, graph.add_input(node.name, value))
             elif is_symbolic(value):
-                graph.bind(node, _bind_symbol(graph, value))
+                graph.bind(node, _bind_number(graph, value))
             else:
                 graph.add_unused_input()
                 graph.bind(node, value)
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
-            value = getattr(graph_module, str(node.target))
+            value = attribute_of(graph_module, node)
             if isinstance(value, torch.Tensor):
                 _check_tensor(node.name, value)
                 graph.bind(node, graph.add_constant(node.name, value))
 
 
-def _bind_symbol(graph: GraphBuilder, value: torch.SymInt) -> Result:
-    if not isinstance(value, torch.SymInt):
-        raise UnsupportedError(f"an argument of type {type(value).__name__}", hint="pass it as a tensor")
-    name = symbol_of(value)
-    if name is None:
-        graph.add_unused_input()
-    else:
-        graph.add_symbol(name)
-    return expr_of(value)
+def _bind_number(graph: GraphBuilder, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Result:
+    number = graph.number(value)
+    match number:
+        case Expr():
+            graph.add_symbol(number)
+        case Float(name):
+            graph.add_float(name)
+        case _:
+            graph.add_unused_input()
+    return number
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
@@ -88,8 +101,10 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 def _lower_call(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     value = node.meta.get("val")
-    if isinstance(value, torch.SymInt):
-        return expr_of(value)
+    if is_symbolic(value):
+        return graph.number(value)
+    if isinstance(value, bool | int | float) and not isinstance(node.target, torch._ops.OpOverload):
+        return value
     if getattr(node.target, "__name__", "") == "getitem":
         return graph.value(node.args[0])[node.args[1]]
     try:
@@ -98,6 +113,8 @@ def _lower_call(graph: GraphBuilder, node: torch.fx.Node) -> Result:
         return _lower_operator(graph, node)
     except PellucidError as error:
         error.context.setdefault("fx node", node.format_node())
+        if isinstance(error, UnsupportedError):
+            raise NotHeld(node.name, error) from None
         raise type(error)(error.message, hint=error.hint, context=error.context) from None
 
 
@@ -111,6 +128,9 @@ def _lower_operator(graph: GraphBuilder, node: torch.fx.Node) -> Result:
         return lower_extern(graph, call_of(node), fallback_reason(node))
     try:
         _check_layout(node)
+        floats = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.SymFloat)]
+        if floats and name not in TAKES_FLOATS:
+            raise NotLowered("its rule takes no floats that depend on sizes")
         return RULES[name](graph, node)
     except NotLowered as refusal:
         return lower_extern(graph, call_of(node), str(refusal))

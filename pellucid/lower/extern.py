@@ -10,6 +10,7 @@ import torch
 from pellucid.capture.graph import origin_of
 from pellucid.errors import UnsupportedError
 from pellucid.ir.decision import Decision
+from pellucid.ir.derived import Float
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Arg, Enum, Extern, View
 from pellucid.lower.graph import GraphBuilder, Result, TensorRef, overlaps_itself
@@ -17,12 +18,12 @@ from pellucid.lower.registry import overload_name
 
 # Why ATen computes an operator although it is known well; everything else lacks a lowering.
 _GEMM = "matrix multiplication: ATen's BLAS computes it"
-_CONVOLUTION = "convolution: oneDNN computes it"
+CONVOLUTION = "convolution: oneDNN computes it"
 _ATTENTION = "attention: ATen's fused kernel computes it"
 _RANDOM = "random numbers come from eager's own stream"
 CHOSEN: dict[str, str] = {
     **dict.fromkeys(("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "_int_mm.default"), _GEMM),
-    **dict.fromkeys(("convolution.default", "convolution_backward.default"), _CONVOLUTION),
+    **dict.fromkeys(("convolution_backward.default",), CONVOLUTION),
     **dict.fromkeys(
         (
             "_scaled_dot_product_flash_attention_for_cpu.default",
@@ -157,7 +158,9 @@ def _argument(graph: GraphBuilder, value: Any) -> Arg:
     match resolved:
         case TensorRef(view, _):
             return view
-        case Expr() | View() | None | bool() | int() | float() | str():
+        case Float() if not graph.is_derived(resolved):
+            raise UnsupportedError("an argument of an ATen call that is a float known only when the graph is called")
+        case Expr() | Float() | View() | None | bool() | int() | float() | str():
             return resolved
         case torch.dtype() | torch.layout() | torch.memory_format():
             kind = type(resolved).__name__

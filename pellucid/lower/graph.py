@@ -10,12 +10,14 @@ from typing import Any, TypeAlias
 import torch
 
 from pellucid.capture.graph import dtype_of, origin_of, shape_of, strides_of
-from pellucid.capture.torch_compat import expr_of, is_symbolic
+from pellucid.capture.torch_compat import derived_in, expr_of, is_symbolic, term_of
 from pellucid.errors import InternalError, UnsupportedError
 from pellucid.ir.decision import Decision, DecisionLog
-from pellucid.ir.index import ONE, ZERO, Expr, product, total
+from pellucid.ir.derived import Apply, Derived, Float, names_in, number_name
+from pellucid.ir.index import ONE, ZERO, Expr, nonnegative, product, sym, total
 from pellucid.ir.nodes import Buffer, Extern, Kernel, Node, Program, View
 from pellucid.ir.types import DType
+from pellucid.ir.verify import program_sizes
 from pellucid.lower.builder import KernelBuilder
 
 
@@ -31,13 +33,19 @@ class TensorRef:
         return self.view.shape
 
 
-Result: TypeAlias = "TensorRef | Expr | bool | float | tuple[Result, ...] | None"
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A truth value that is known when the graph is called. Programs have no place for one."""
+
+
+Result: TypeAlias = "TensorRef | Expr | Float | Condition | bool | float | tuple[Result, ...] | None"
 
 
 class GraphBuilder:
     """Collects the program while the FX graph is walked in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, derived: Mapping[str, Derived] | None = None) -> None:
+        """derived: the derived integers that sizes may name, each after those that it is made of."""
         self.decisions = DecisionLog()
         self.constants: dict[str, torch.Tensor] = {}
         self._values: dict[torch.fx.Node, Result] = {}
@@ -46,6 +54,8 @@ class GraphBuilder:
         self._inputs: list[str | None] = []
         self._symbols: list[str] = []
         self._offsets: dict[str, Expr] = {}
+        self._derived: dict[str, Derived] = dict(derived or {})
+        self._floats: set[str] = set()  # float arguments
 
     # What FX nodes stand for.
 
@@ -58,16 +68,48 @@ class GraphBuilder:
             return self._values[arg]
         if isinstance(arg, list | tuple):
             return tuple(self.value(item) for item in arg)
-        if is_symbolic(arg):
-            return expr_of(arg)
-        return arg
+        return self.number(arg) if is_symbolic(arg) else arg
+
+    def number(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Expr | Float | float | Condition:
+        """What a symbolic number stands for; a float becomes a derived number of the program, or is an input."""
+        if isinstance(value, torch.SymInt):
+            return expr_of(value)
+        if isinstance(value, torch.SymBool):
+            return Condition()
+        term = term_of(value)
+        if not isinstance(term, Apply | Float | Expr):
+            return term
+        for each in derived_in(value).values():
+            self._derived.setdefault(each.name, each)
+        name = number_name(term)
+        if name not in self._floats:
+            self._derived.setdefault(name, Derived(name, True, term))
+        return Float(name)
 
     # Buffers.
 
-    def add_symbol(self, name: str) -> None:
+    def add_symbol(self, value: Expr) -> None:
+        """An integer argument: it tells the value of a symbol, unless it is no symbol or was told before."""
+        names = [name for name in value.syms() if value == sym(name) and name not in self._symbols]
+        self._inputs.append(names[0] if names else None)
+        self._symbols += names
+
+    def add_float(self, name: str) -> None:
+        """A float argument, which arrives as a tensor of one f64."""
+        del self._derived[name]
+        self._floats.add(name)
+        self._buffers[name] = Buffer(name, DType.F64, ONE, "input")
         self._inputs.append(name)
-        if name not in self._symbols:
-            self._symbols.append(name)
+
+    def float_ref(self, number: Float) -> TensorRef:
+        """The memory that holds a float."""
+        if number.name not in self._buffers:
+            self._buffers[number.name] = Buffer(number.name, DType.F64, ONE, "input")
+        return TensorRef(View(number.name, (), (), ZERO), DType.F64)
+
+    def is_derived(self, number: Float) -> bool:
+        """Whether the program computes `number`; otherwise it is an argument, and nothing but kernels can read it."""
+        return number.name in self._derived
 
     def add_unused_input(self) -> None:
         self._inputs.append(None)
@@ -90,7 +132,8 @@ class GraphBuilder:
         name = f"b{len(self._buffers)}_{hint}"
         view = View(name, shape_of(meta), strides_of(meta), ZERO)
         self._buffers[name] = Buffer(name, dtype_of(meta), storage_extent(view), "temp")
-        self._offsets[name] = ZERO
+        # Some fake results, those of slice_scatter among them, claim an offset: views of them count from it.
+        self._offsets[name] = expr_of(meta.storage_offset())
         return TensorRef(view, dtype_of(meta))
 
     def alias(self, base: TensorRef, meta: torch.Tensor) -> TensorRef:
@@ -98,9 +141,10 @@ class GraphBuilder:
 
         Buffers have eager's layout, so a view operator needs no arithmetic of ours.
         """
-        offset = expr_of(meta.storage_offset()) - self._offsets[base.view.buffer]
-        if offset.value is not None and offset.value < 0:
-            raise UnsupportedError("a view that begins before the memory of the input it is made from")
+        start = self._offsets[base.view.buffer]
+        offset = expr_of(meta.storage_offset()) - start
+        if start != ZERO and not nonnegative(offset):
+            raise UnsupportedError("a view that may begin before the memory of the input it is made from")
         view = View(base.view.buffer, shape_of(meta), strides_of(meta), offset)
         return TensorRef(view, dtype_of(meta))
 
@@ -124,7 +168,7 @@ class GraphBuilder:
         return self.decisions.add(decision)
 
     def finish(self, outputs: Iterable[Result]) -> Program:
-        """The program that returns `outputs`. Inputs and buffers that nothing uses are left out of it."""
+        """The program that returns `outputs`. Inputs, symbols and buffers that nothing uses are left out of it."""
         views = tuple(_output(value) for value in outputs)
         returned = {view.buffer for view in views if isinstance(view, View)}
         used = returned.union(*(buffers_of(node) for node in self._nodes))
@@ -133,8 +177,24 @@ class GraphBuilder:
             for buffer in self._buffers.values()
             if buffer.name in used
         )
-        inputs = tuple(name if name in used or name in self._symbols else None for name in self._inputs)
-        return Program(tuple(self._symbols), buffers, inputs, tuple(self._nodes), views)
+        program = Program((), buffers, (), tuple(self._nodes), views)
+        derived, needed = self._derived_in(program)
+        symbols = tuple(name for name in self._symbols if name in needed)
+        inputs = tuple(name if name in used or name in symbols else None for name in self._inputs)
+        return replace(program, symbols=symbols, inputs=inputs, derived=derived)
+
+    def _derived_in(self, program: Program) -> tuple[tuple[Derived, ...], set[str]]:
+        """The derived numbers that `program` names, those that they are made of, and the names of all that it needs."""
+        needed = {name for _, size in program_sizes(program) for name in size.syms()}
+        needed |= {buffer.name for buffer in program.buffers}
+        for node in program.nodes:
+            needed.update(_float_names((node.args, node.kwargs)) if isinstance(node, Extern) else ())
+        kept: list[Derived] = []
+        for each in reversed(self._derived.values()):
+            if each.name in needed and each.name not in self._symbols:
+                needed |= names_in(each.term)
+                kept.append(each)
+        return tuple(reversed(kept)), needed
 
 
 def buffers_of(node: Node) -> frozenset[str]:
@@ -153,6 +213,14 @@ def _views(arg: object) -> Iterator[View]:
     elif isinstance(arg, tuple):
         for item in arg:
             yield from _views(item)
+
+
+def _float_names(arg: object) -> Iterator[str]:
+    if isinstance(arg, Float):
+        yield arg.name
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _float_names(item)
 
 
 def _output(value: Result) -> View | Expr | None:

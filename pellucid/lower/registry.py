@@ -13,18 +13,22 @@ Rule: TypeAlias = Callable[[GraphBuilder, torch.fx.Node], Result]
 
 RULES: dict[str, Rule] = {}
 
+# Overloads whose rules take a `Float`, a number that is known when the graph is called, in place of a Python number.
+TAKES_FLOATS: set[str] = set()
+
 
 class NotLowered(Exception):
     """Raised by a rule for arguments that it does not cover; the operator then calls ATen, for this reason."""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a lowering for ATen overloads, named `add.Tensor`."""
+def rule(*names: str, floats: bool = False) -> Callable[[Rule], Rule]:
+    """Register a lowering for ATen overloads, named `add.Tensor`; see `TAKES_FLOATS` for `floats`."""
 
     def register(function: Rule) -> Rule:
         for name in names:
             assert name not in RULES, f"two lowerings for {name}"
             RULES[name] = function
+        TAKES_FLOATS.update(names if floats else ())
         return function
 
     return register

@@ -10,6 +10,7 @@ from jinja2 import Template
 
 from pellucid.codegen import CppKernel
 from pellucid.executable import allocated_by_calls, operator_of, where
+from pellucid.ir.derived import Float, python_text
 from pellucid.ir.index import Expr, text
 from pellucid.ir.nodes import Arg, Buffer, Enum, Extern, Kernel, Node, Program, View
 from pellucid.ir.types import TORCH_DTYPES
@@ -26,6 +27,7 @@ compiled anew.
 
 import torch
 
+from pellucid.ir.derived import FUNCTIONS as F  # noqa: F401
 from pellucid.trace.replay import buffer, fit, load_kernels, make_input, view  # noqa: F401
 
 SOURCES = {}
@@ -80,10 +82,21 @@ def _body(record: GraphRecord) -> Iterator[str]:
         yield "("
         yield from textwrap.wrap(", ".join(names) + ",", width=108, initial_indent="    ", subsequent_indent="    ")
         yield ") = args"
+    yield from _derived(program)
     yield from _allocations(program)
     for node in program.nodes:
         yield from _call(record, program, node)
     yield f"return [{', '.join(_result(output) for output in program.outputs)}]"
+
+
+def _derived(program: Program) -> Iterator[str]:
+    """Numbers that follow from the sizes; a float that kernels read is a tensor."""
+    for each in program.derived:
+        formula = python_text(each.term)
+        if each.name in program.supplied:
+            yield f"{each.name} = torch.tensor([{formula}], dtype=torch.float64)"
+        else:
+            yield f"{each.name} = {formula}"
 
 
 def _allocations(program: Program) -> Iterator[str]:
@@ -120,9 +133,11 @@ def _call(record: GraphRecord, program: Program, node: Node) -> Iterator[str]:
 
 
 def _extern(program: Program, node: Extern) -> Iterator[str]:
-    arguments = [_arg(arg) for arg in node.args] + [f"{key}={_arg(value)}" for key, value in node.kwargs]
+    supplied = program.supplied
+    arguments = [_arg(arg, supplied) for arg in node.args]
+    arguments += [f"{key}={_arg(value, supplied)}" for key, value in node.kwargs]
     if node.out:
-        arguments.append(f"out={_arg(node.outputs[0])}")
+        arguments.append(f"out={_arg(node.outputs[0], supplied)}")
     call = f"torch.ops.{operator_of(node.op)!s}({', '.join(arguments)})"
     if node.out or not node.outputs:
         yield call
@@ -134,18 +149,22 @@ def _extern(program: Program, node: Extern) -> Iterator[str]:
             yield f"{view.buffer} = fit(results[{position}], {_tuple(view.shape)}, {_tuple(view.strides)})"
 
 
-def _arg(arg: Arg) -> str:
+def _arg(arg: Arg, supplied: tuple[str, ...]) -> str:
     match arg:
         case View():
             return _view(arg)
         case Expr():
             return text(arg)
+        case Float(name) if name in supplied:
+            return f"{name}.item()"
+        case Float(name):
+            return name
         case Enum("device", name):
             return f"torch.device({name!r})"
         case Enum(_, name):
             return f"torch.{name}"
         case tuple():
-            return f"[{', '.join(_arg(item) for item in arg)}]"
+            return f"[{', '.join(_arg(item, supplied) for item in arg)}]"
         case float() if arg != arg or abs(arg) > sys.float_info.max:
             return f'float("{arg}")'
         case _:

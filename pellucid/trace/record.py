@@ -27,6 +27,7 @@ class GraphRecord:
 
     captured: the FX graph as AOTAutograd gave it; graph: the same after Pellucid's own FX passes.
     kernels: generated C++ by the name of the IR kernel.
+    outline: how a graph that was split is run; such a graph has no program itself. parts: the records of its segments.
     """
 
     name: str
@@ -41,3 +42,29 @@ class GraphRecord:
     decisions: tuple[Decision, ...]
     stages: tuple[StageTime, ...]
     error: Exception | None
+    outline: str = ""
+    parts: tuple[GraphRecord, ...] = ()
+
+    @property
+    def programs(self) -> tuple[GraphRecord, ...]:
+        """The records of all programs that make up the graph: itself, if it was not split."""
+        if not self.parts:
+            return () if self.outline else (self,)
+        return tuple(program for part in self.parts for program in part.programs)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Time in each stage, that of the parts included."""
+        total: dict[str, float] = {}
+        for time in self.stages:
+            total[time.name] = total.get(time.name, 0.0) + time.seconds
+        for part in self.parts:
+            for name, seconds in part.seconds.items():
+                total[name] = total.get(name, 0.0) + seconds
+        return total
+
+    @property
+    def eager(self) -> tuple[Decision, ...]:
+        """The calls that Python makes between programs, as decisions."""
+        own = tuple(each for each in self.decisions if each.rule == "split.eager")
+        return own + tuple(each for part in self.parts for each in part.eager)

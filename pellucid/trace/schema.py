@@ -19,6 +19,11 @@ FILES: dict[str, str] = {
     "provenance.json": "from each C++ line to IR line, FX nodes and source lines, and back",
 }
 
+SPLIT_FILES: dict[str, str] = {
+    "segments.txt": "how a graph that no single program holds is run: its segments, and what Python calls between them",
+}
+"""Written instead of IR and output code for a graph that was split; each segment has a folder of its own."""
+
 DECISION_COLUMNS = ("rule", "subject", "ok", "why", "facts")
 KERNEL_COLUMNS = (
     "kernel",

@@ -46,7 +46,9 @@ def write_run(record: GraphRecord, options: Options) -> Path:
         texts["ir_pre_fusion.txt"] = lambda: print_program(record.lowered)
     if record.scheduled.outputs or record.scheduled.nodes:
         texts["ir_post_fusion.txt"] = lambda: print_program(record.scheduled)
-    if record.kernels or not record.error:
+    if record.outline:
+        texts["segments.txt"] = lambda: record.outline + "\n"
+    elif record.kernels or not record.error:
         texts["output_code.py"] = lambda: output_code(record)
         texts["provenance.json"] = lambda: json.dumps(provenance(record), indent=1)
     for name, make in texts.items():
@@ -69,7 +71,8 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def _run(record: GraphRecord, options: Options) -> dict[str, Any]:
-    nodes = record.scheduled.nodes
+    records = record.programs
+    nodes = [node for each in records for node in each.scheduled.nodes]
     return {
         "schema_version": schema.VERSION,
         "name": record.name,
@@ -86,11 +89,12 @@ def _run(record: GraphRecord, options: Options) -> dict[str, Any]:
         "build": None if record.built is None else asdict(record.built),
         "counts": {
             "fx_calls": sum(node.op == "call_function" for node in record.captured.graph.nodes),
-            "kernels_before_fusion": sum(isinstance(node, Kernel) for node in record.lowered.nodes),
+            "kernels_before_fusion": sum(isinstance(node, Kernel) for each in records for node in each.lowered.nodes),
             "kernels": sum(isinstance(node, Kernel) for node in nodes),
-            "distinct_kernels": len({kernel.name for kernel in record.kernels.values()}),
-            "fallbacks": sum(isinstance(node, Extern) for node in nodes),
+            "distinct_kernels": len({kernel.name for each in records for kernel in each.kernels.values()}),
+            "fallbacks": sum(isinstance(node, Extern) for node in nodes) + len(record.eager),
         },
+        "parts": [part.name for part in record.parts],
         "fallbacks": _fallbacks(record),
         "error": None if record.error is None else {"type": type(record.error).__name__, "text": str(record.error)},
     }
@@ -99,7 +103,10 @@ def _run(record: GraphRecord, options: Options) -> dict[str, Any]:
 def _fallbacks(record: GraphRecord) -> list[dict[str, Any]]:
     """Calls of ATen by operator, with the reason."""
     counts: dict[tuple[str, str], int] = {}
-    for node in record.scheduled.nodes:
+    for call in record.eager:
+        op = str(dict(call.facts)["op"])
+        counts[op, call.why] = counts.get((op, call.why), 0) + 1
+    for node in (node for program in record.programs for node in program.scheduled.nodes):
         if isinstance(node, Extern):
             counts[node.op, node.reason] = counts.get((node.op, node.reason), 0) + 1
     return [{"op": op, "reason": reason, "calls": calls} for (op, reason), calls in counts.items()]

@@ -1,0 +1,150 @@
+"""A compiled graph that no single program holds: its segments and the calls of Python between them, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from pellucid.capture.outline import Bind, Call, Fit, Layout, Number, Outline, Ref, Segment, Step
+from pellucid.capture.torch_compat import key_get, tree_flatten, tree_unflatten
+from pellucid.errors import UserError
+from pellucid.executable import Executable
+from pellucid.ir.derived import Numbers
+
+Values: TypeAlias = dict[str, Any]
+
+
+class Segments:
+    """Runs an outline.
+
+    Called with the list of the graph's arguments (the boxed calling convention: the list is emptied). A value is let go
+    as soon as no later step reads it.
+    """
+
+    _boxed_call = True
+
+    def __init__(self, outline: Outline, executables: Mapping[str, Executable]) -> None:
+        """executables: the compiled segments, by name."""
+        self.outline = outline
+        self._executables = executables
+        last = _last_uses(outline)
+        self._unused = [name for name in outline.inputs if name not in last]
+        self._steps = [
+            (step, [name for name, user in last.items() if user == position])
+            for position, step in enumerate(outline.steps)
+        ]
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        values: Values = dict(zip(self.outline.inputs, args, strict=True))
+        args.clear()
+        _drop(values, self._unused)
+        numbers = Numbers({}, self.outline.derived)
+        for step, dead in self._steps:
+            match step:
+                case Bind(name, source, path):
+                    numbers.values[name] = key_get(values[source], path)
+                    _drop(values, dead)
+                case Fit(name, layouts):
+                    values[name] = _fitted(name, values[name], layouts, numbers)
+                    _drop(values, dead)
+                case Segment(name, _, inputs, outputs):
+                    given = [_filled(each, values, numbers) for each in inputs]
+                    _drop(values, dead)
+                    values.update(zip(outputs, self._executables[name](given), strict=True))
+                case Call():
+                    values[step.name] = _called(step, values, numbers, dead)
+                    _drop(values, dead)
+        return [_filled(output, values, numbers) for output in self.outline.outputs]
+
+
+def _called(call: Call, values: Values, numbers: Numbers, dead: list[str]) -> Any:
+    args = [_filled(arg, values, numbers) for arg in call.args]
+    kwargs = {key: _filled(value, values, numbers) for key, value in call.kwargs.items()}
+    _drop(values, dead)
+    return call.function(*args, **kwargs)
+
+
+def _drop(values: Values, names: list[str]) -> None:
+    for name in names:
+        values.pop(name, None)
+
+
+def _filled(value: Any, values: Values, numbers: Numbers) -> Any:
+    """`value` with what its references and numbers stand for."""
+    match value:
+        case Ref(name):
+            return values[name]
+        case Number(term, in_tensor):
+            number = numbers(term)
+            return torch.tensor(number, dtype=torch.float64) if in_tensor else number
+        case tuple():
+            return tuple(_filled(item, values, numbers) for item in value)
+        case list():
+            return [_filled(item, values, numbers) for item in value]
+        case dict():
+            return {key: _filled(item, values, numbers) for key, item in value.items()}
+        case slice():
+            return slice(*(_filled(item, values, numbers) for item in (value.start, value.stop, value.step)))
+        case _:
+            return value
+
+
+def _fitted(name: str, value: Any, layouts: tuple[Layout | None, ...], numbers: Numbers) -> Any:
+    """`value` with tensors copied where eager's strides are not those that the graph was captured for."""
+    leaves, structure = tree_flatten(value)
+    pairs = zip(leaves, layouts, strict=True)
+    fitted = [leaf if layout is None else _fit(name, leaf, layout, numbers) for leaf, layout in pairs]
+    return value if all(a is b for a, b in zip(leaves, fitted, strict=True)) else tree_unflatten(fitted, structure)
+
+
+def _fit(name: str, tensor: torch.Tensor, layout: Layout, numbers: Numbers) -> torch.Tensor:
+    shape = tuple(numbers(size) for size in layout.shape)
+    strides = tuple(numbers(stride) for stride in layout.strides)
+    if tuple(tensor.shape) != shape or tensor.dtype != layout.dtype:
+        raise UserError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, its fake said {layout.dtype} of shape {shape}",
+            hint="correct the fake implementation of this operator",
+        )
+    steps = zip(shape, strides, tensor.stride(), strict=True)
+    if not tensor.numel() or all(size == 1 or wanted == given for size, wanted, given in steps):
+        return tensor
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def _last_uses(outline: Outline) -> dict[str, int]:
+    """For each value that is not returned, the last step that reads it, or makes it when none reads it."""
+    last: dict[str, int] = {}
+    for position, step in enumerate(outline.steps):
+        last.update(dict.fromkeys(_touched(step), position))
+    for name in _names(outline.outputs):
+        last[name] = len(outline.steps)
+    return last
+
+
+def _touched(step: Step) -> Iterator[str]:
+    match step:
+        case Bind(_, source, _):
+            yield source
+        case Fit(name, _):
+            yield name
+        case Segment(_, _, inputs, outputs):
+            yield from (*_names(inputs), *outputs)
+        case Call():
+            yield from (*_names((step.args, step.kwargs)), step.name)
+
+
+def _names(value: Any) -> Iterator[str]:
+    match value:
+        case Ref(name):
+            yield name
+        case list() | tuple():
+            for item in value:
+                yield from _names(item)
+        case dict():
+            yield from _names(list(value.values()))
+        case slice():
+            yield from _names((value.start, value.stop, value.step))
+        case _:
+            pass
