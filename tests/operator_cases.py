@@ -19,6 +19,12 @@ def _ints(*shape: int, low: int = -5, high: int = 6, dtype: torch.dtype = torch.
     return torch.randint(low, high, shape).to(dtype)
 
 
+def soft_margin_gradient(x: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+    number = {"none": 0, "mean": 1, "sum": 2}[reduction]
+    weight = x.cos() if reduction == "none" else x[0, 0].cos()
+    return torch.ops.aten.soft_margin_loss_backward(weight, x, target, number)
+
+
 def special(dtype: torch.dtype) -> torch.Tensor:
     """NaN, infinities, signed zeros and ordinary numbers."""
     inf, nan = float("inf"), float("nan")
@@ -85,8 +91,15 @@ def mixed_cases() -> Iterator[Case]:
         lambda a: (torch.div(a, 3, rounding_mode="floor"), torch.div(a, 3, rounding_mode="trunc")),
         (i,),
     )
+    yield (
+        "floor-divide-number",
+        lambda a, b: (a // 3, a // -2, b // 0.7, torch.floor_divide(b, b + 1), special(torch.float32) // 2),
+        (i, x),
+    )
     for exponent in (0.5, 1, 2, 3, -0.5, -1, -2, 2.7, 0):
         yield f"pow-{exponent}", lambda a, e=exponent: a**e, (x,)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            yield f"pow-{exponent}-special-{dtype}", lambda a, e=exponent: a**e, (special(dtype),)
     yield "pow-int", lambda a: a**3, (i,)
     yield "pow-scalar-base", lambda a: 2.0**a, (x,)
     yield "gelu", F.gelu, (x,)
@@ -124,6 +137,12 @@ def mixed_cases() -> Iterator[Case]:
     )
     yield "addcmul-huge", lambda a: torch.addcmul(a, a, a, value=1e-3), (huge,)
     yield "lerp", lambda a, b: torch.lerp(a, b, 0.3), (x, _floats(4, 6))
+    for reduction in ("none", "mean", "sum"):
+        yield (
+            f"soft-margin-loss-backward-{reduction}",
+            lambda x, y, r=reduction: soft_margin_gradient(x, y, r),
+            (_floats(4, 6, dtype=torch.float64) * 30, _floats(4, 6, dtype=torch.float64).sign()),
+        )
     yield "nan-to-num", torch.nan_to_num, (special(torch.float32),)
 
 
@@ -286,6 +305,8 @@ def extern_cases() -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
+    from tests.loop_cases import pool_cases, scatter_cases  # which use what stands above
+
     torch.manual_seed(0)
     groups = (
         pointwise_cases,
@@ -294,6 +315,8 @@ def all_cases() -> list[Case]:
         shape_cases,
         index_cases,
         mutation_cases,
+        scatter_cases,
+        pool_cases,
         extern_cases,
     )
     return [case for group in groups for case in group()]

@@ -43,7 +43,7 @@ from pellucid.ir.nodes import (
     axes_of,
     operands,
 )
-from pellucid.ir.ops import EXPENSIVE, OPS, Domain, Result
+from pellucid.ir.ops import EXPENSIVE, JOINS, OPS, Domain, Result
 from pellucid.ir.printer import print_kernel
 from pellucid.ir.types import DType
 
@@ -370,11 +370,28 @@ class _Writer:
             self.line(Store(buffer, self.in_place.pop(buffer), name), value_type)
             return
         dtype = self.draw(st.sampled_from([d for d in BUFFER_TYPES if d.compute is value_type]))
+        joins = JOINS[2:] if value_type is DType.BOOL else JOINS
+        join = self.draw(st.sampled_from(joins)) if self.rarely(6) else ""
+        if not self.reduced and self.rarely(3):
+            index, numel = self.scattered(needed)
+            self.line(Store(self.param(dtype, numel), index, name, join), value_type)
+            return
         if self.rarely():
             layout = self.layout(needed)  # perhaps with more axes than the value has: it is repeated along them
         else:
             layout = self.restricted(needed).layout(needed)
-        self.line(Store(self.param(dtype, layout[1]), layout[0], name), value_type)
+        self.line(Store(self.param(dtype, layout[1]), layout[0], name, join), value_type)
+
+    def scattered(self, needed: frozenset[str]) -> tuple[Expr, Expr]:
+        """(index, numel): rows chosen by a buffer of checked indices, which may name a row twice or overlap others."""
+        moved = frozenset(name for name in sorted(needed) if self.draw(st.booleans()))
+        index, numel = self.layout(moved)
+        rows = self.draw(st.integers(1, 9))
+        position = self.cast(self.load(self.draw(st.sampled_from([DType.I64, DType.I32])), index, numel), DType.I64)
+        row = self.line(CheckIndex(position, const(rows), self.draw(st.booleans())), DType.I64)
+        column, width = self.restricted(needed - moved).layout(needed - moved)
+        pitch = self.draw(st.sampled_from([width, width, width, ONE]))
+        return val(row) * pitch + column, pitch * (rows - 1) + width
 
     def restricted(self, axes: frozenset[str]) -> _Writer:
         """A writer for indices over these axes only."""
@@ -563,7 +580,9 @@ def expect(kernel: Kernel, inputs: Mapping[str, Tensor], symbols: Mapping[str, i
     for line, store in kernel.stores():
         error = _cast_error(buffers[store.buffer].dtype, values[store.arg], errors[store.arg])
         places_, error = torch.broadcast_tensors(values[line.out], error)
-        bounds[store.buffer][places_.flatten()] = error.flatten()
+        # What is joined is exact, in the order of the points, or unknown.
+        error = torch.where(error == 0, error, _INF) if store.join else error
+        bounds[store.buffer].scatter_reduce_(0, places_.flatten(), error.flatten(), "amax")
     run_kernel(kernel, buffers, symbols)
     return Expected(buffers, bounds)
 

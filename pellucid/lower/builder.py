@@ -122,6 +122,11 @@ class KernelBuilder:
         self._params: dict[str, Param] = {}
         self._lines: list[Line] = []
 
+    @property
+    def ranges(self) -> dict[str, Expr]:
+        """Extent of each axis by name."""
+        return {axis.name: axis.extent for axis in self.space}
+
     def axes(self, dims: Sequence[int]) -> tuple[str, ...]:
         """Names of the axes of these dimensions; dimensions of extent 1 have none."""
         return tuple(axis.name for axis in self.space if int(axis.name[1:]) in dims)
@@ -151,11 +156,14 @@ class KernelBuilder:
         )
         return self._line(rhs, dtype.compute)
 
-    def store(self, view: View, dtype: DType, index: Sequence[Expr], value: Value) -> None:
-        """Write `value`, converted to the compute type of `dtype` first, to the coordinates `index` of `view`."""
+    def store(self, view: View, dtype: DType, index: Sequence[Expr], value: Value, *, join: str = "") -> None:
+        """Write `value`, converted to the compute type of `dtype` first, to the coordinates `index` of `view`.
+
+        join: the operator that joins it with what is there, see `Store`.
+        """
         self._use(view, dtype)
         value = value.to(dtype)
-        self._line(Store(view.buffer, offset_of(view, index), value.name), value.dtype)
+        self._line(Store(view.buffer, offset_of(view, index), value.name, join), value.dtype)
 
     def op(self, name: str, *args: Value | Scalar) -> Value:
         """A scalar operator; Python numbers take the type of the first value among the arguments."""

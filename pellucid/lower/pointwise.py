@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from pellucid.capture.graph import DTYPES
+from pellucid.ir.derived import Float
 from pellucid.ir.index import Expr
 from pellucid.ir.types import TORCH_DTYPES, DType
 from pellucid.lower.builder import KernelBuilder, Value, broadcast_index, wrap
@@ -32,7 +33,8 @@ def pointwise(*names: str, promote: Promote = Promote.RESULT) -> Callable[[Formu
     """Register a formula: it gets tensor and number arguments as `Value`s, everything else as it is."""
 
     def register(formula: Formula) -> Formula:
-        rule(*names)(lambda graph, node: lower_pointwise(graph, node, formula, promote))
+        floats = promote is not Promote.NONE
+        rule(*names, floats=floats)(lambda graph, node: lower_pointwise(graph, node, formula, promote))
         return formula
 
     return register
@@ -46,6 +48,7 @@ def lower_pointwise(graph: GraphBuilder, node: torch.fx.Node, formula: Formula, 
     kernel = graph.kernel(node, result.shape)
     dtype = _promoted(node, promote, result)
     kinds = {argument.name: str(argument.type) for argument in node.target._schema.arguments}  # type: ignore[union-attr]
+    given = {name: graph.float_ref(value) if isinstance(value, Float) else value for name, value in given.items()}
     operands = {name: _operand(kernel, value, kinds[name], dtype) for name, value in given.items()}
     value = formula(*operands.values())
     kernel.store(result.view, result.dtype, kernel.index, value)
@@ -63,25 +66,37 @@ def _promoted(node: torch.fx.Node, promote: Promote, result: TensorRef) -> DType
         case Promote.RESULT:
             return result.dtype.compute
         case Promote.ARGUMENTS:
-            first, second = (arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args[:2])
+            first, second = (_example(arg) for arg in node.args[:2])
             return DTYPES[torch.result_type(cast(Any, first), cast(Any, second))].compute
         case Promote.NONE:
             return None
 
 
+def _example(arg: Any) -> Any:
+    """An argument as `torch.result_type` takes it; of a number that depends on sizes, only the kind counts."""
+    value = arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg
+    return 1 if isinstance(value, torch.SymInt) else 1.0 if isinstance(value, torch.SymFloat) else value
+
+
 def _operand(kernel: KernelBuilder, value: Any, kind: str, dtype: DType | None) -> Any:
     """A tensor or number argument as a `Value` of type `dtype`; other arguments unchanged."""
     if isinstance(value, TensorRef):
+        if not _is_numeric(kind):
+            raise NotLowered("its formula takes no floats that depend on sizes")
         if value.dtype.is_opaque:
             raise NotLowered(f"{value.dtype} is left to ATen")
         loaded = load_broadcast(kernel, value)
         return loaded if dtype is None else loaded.to(dtype)
     if isinstance(value, Expr):
         return kernel.size_value(value, dtype or DType.I64)
-    if isinstance(value, bool | int | float) and any(name in kind for name in ("number", "Scalar", "Tensor")):
+    if isinstance(value, bool | int | float) and _is_numeric(kind):
         check_fits(value, dtype)
         return kernel.const(value, dtype or _natural(value))
     return value
+
+
+def _is_numeric(kind: str) -> bool:
+    return any(name in kind for name in ("number", "Scalar", "Tensor"))
 
 
 def check_fits(value: bool | int | float, dtype: DType | None) -> None:
@@ -154,20 +169,30 @@ def div(x: Value, y: Value) -> Value:
     return x / y
 
 
-def _check_divisor(x: Value, y: Value) -> None:
-    if not x.dtype.is_float and y.const == 0:
-        raise NotLowered("an integer divided by the constant 0: ATen reports the error")
+def _division(*names: str) -> Callable[[Formula], Formula]:
+    """Register the formula of a division. Integers are divided by numbers only: a tensor may hold a 0, for which eager
+    raises an error that kernels cannot raise."""
+
+    def register(formula: Formula) -> Formula:
+        def lowered(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+            meta, divisor = node.meta["val"], graph.value(node.args[1])
+            if not meta.dtype.is_floating_point and (isinstance(divisor, TensorRef) or divisor == 0):
+                raise NotLowered("an integer divided by what may be 0: ATen reports the error")
+            return lower_pointwise(graph, node, formula, Promote.RESULT)
+
+        rule(*names, floats=True)(lowered)
+        return formula
+
+    return register
 
 
-@pointwise("remainder.Tensor", "remainder.Scalar")
+@_division("remainder.Tensor", "remainder.Scalar")
 def remainder(x: Value, y: Value) -> Value:
-    _check_divisor(x, y)
     return x.op("remainder", y)
 
 
-@pointwise("fmod.Tensor", "fmod.Scalar")
+@_division("fmod.Tensor", "fmod.Scalar")
 def fmod(x: Value, y: Value) -> Value:
-    _check_divisor(x, y)
     return x.op("fmod", y)
 
 
@@ -181,30 +206,42 @@ def addcdiv(x: Value, a: Value, b: Value, value: Value) -> Value:
     return x + (a if _is_one(value) else a * value) / b
 
 
-@pointwise("div.Tensor_mode", "div.Scalar_mode")
+@_division("floor_divide.default", "floor_divide.Scalar")
+def floor_divide(x: Value, y: Value) -> Value:
+    return x.op("floordiv", y)
+
+
+@_division("div.Tensor_mode", "div.Scalar_mode")
 def div_mode(x: Value, y: Value, rounding_mode: str | None) -> Value:
-    _check_divisor(x, y)
     return x / y if rounding_mode is None else x.op({"floor": "floordiv", "trunc": "truncdiv"}[rounding_mode], y)
 
 
-@pointwise("pow.Tensor_Scalar")
-def pow_scalar(x: Value, exponent: Value) -> Value:
+@rule("pow.Tensor_Scalar", floats=True)
+def pow_scalar(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """In f16 eager has no square root for the exponents 0.5 and -0.5: they differ at -inf and -0.0."""
+    formula = _power if node.meta["val"].dtype is torch.float16 else _power_or_root
+    return lower_pointwise(graph, node, formula, Promote.RESULT)
+
+
+def _power_or_root(x: Value, exponent: Value) -> Value:
+    if x.dtype.is_float and exponent.const in (0.5, -0.5):
+        return x.op("sqrt" if exponent.const == 0.5 else "rsqrt")
+    return _power(x, exponent)
+
+
+def _power(x: Value, exponent: Value) -> Value:
     """The exponents that eager treats apart, by the same formulas."""
     if not x.dtype.is_float:
         if exponent.const is not None and exponent.const < 0:
             raise NotLowered("an integer to a negative power: ATen reports the error")
         return x.op("pow", exponent)
     match exponent.const:
-        case 0.5:
-            return x.op("sqrt")
         case 1:
             return x
         case 2:
             return x * x
         case 3:
             return x * x * x
-        case -0.5:
-            return x.op("rsqrt")
         case -1:
             return x.op("reciprocal")
         case -2:
@@ -282,6 +319,16 @@ def gelu(x: Value, approximate: str) -> Value:
 @pointwise("silu.default")
 def silu(x: Value) -> Value:
     return x / ((-x).op("exp") + 1)
+
+
+@pointwise("soft_margin_loss_backward.default")
+def soft_margin_loss_backward(grad: Value, x: Value, target: Value, reduction: int) -> Value:
+    """Not by a sigmoid less 1, as PyTorch's decomposition has it: that cancels to nothing where the loss is small."""
+    z = (-target * x).op("exp")
+    slope = -(target * z) / (z + 1) * grad
+    kernel = x.builder
+    mean = reduction == 1
+    return slope / kernel.size_value(kernel.count(range(len(kernel.shape))), x.dtype) if mean else slope
 
 
 @pointwise("hardtanh.default", "clamp.default", "clamp.Tensor")

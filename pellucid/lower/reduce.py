@@ -229,6 +229,7 @@ def cumsum(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     kernel = graph.kernel(node, (*x.shape, x.shape[dim]))
     at, earlier = kernel.index[:-1], kernel.index[-1]
     value = kernel.load(x.view, x.dtype, tuple(earlier if d == dim else i for d, i in enumerate(at))).to(result.dtype)
+    value = value.to(DType.F64) if value.dtype.is_float else value  # as eager accumulates
     masked = kernel.where(kernel.position(earlier) <= kernel.position(at[dim]), value, 0)
     kernel.store(result.view, result.dtype, at, kernel.reduce("sum", masked, (len(x.shape),)))
     graph.emit(kernel)

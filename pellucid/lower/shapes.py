@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pellucid.ir.derived import Float
 from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, of_atom, val
 from pellucid.ir.types import DType
 from pellucid.lower.builder import KernelBuilder, Value, broadcast_index
@@ -56,15 +57,21 @@ def lower_view(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("full.default", "scalar_tensor.default", "full_like.default", "empty.memory_format", "empty_strided.default",
-      "empty_like.default", "empty_permuted.default")  # fmt: skip
+      "empty_like.default", "empty_permuted.default", floats=True)  # fmt: skip
 def full(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     """A constant. What eager leaves uninitialised is 0 here, so that runs can be compared."""
+    deterministic: Any = torch.utils.deterministic
+    filled = torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory
+    if filled and op_name(node).startswith("empty"):
+        raise NotLowered("eager fills memory that is not initialised while deterministic algorithms are on")
     given = arguments(node, graph)
     result = graph.new(node.meta["val"], op_name(node))
     kernel = graph.kernel(node, result.shape)
     fill = given.get("fill_value", given.get("s", 0))
     if isinstance(fill, Expr):
         value = kernel.size_value(fill, result.dtype)
+    elif isinstance(fill, Float):
+        value = kernel.load(graph.float_ref(fill).view, DType.F64, ())
     else:
         check_fits(fill, result.dtype)
         value = kernel.const(fill, result.dtype)
@@ -96,7 +103,7 @@ def _number(kernel: KernelBuilder, value: Any, dtype: DType) -> Value:
     return kernel.size_value(value, dtype) if isinstance(value, Expr) else kernel.const(value, dtype)
 
 
-def _inside(kernel: KernelBuilder, position: Expr, low: Expr, high: Expr, extent: Expr) -> Value | None:
+def inside(kernel: KernelBuilder, position: Expr, low: Expr, high: Expr, extent: Expr) -> Value | None:
     """The condition `low <= position < high`, where `0 <= position < extent` is known; None if it always holds."""
     conditions: list[Value] = []
     if low != ZERO:
@@ -130,7 +137,7 @@ def cat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     start = ZERO
     for tensor in tensors:
         end = start + tensor.shape[dim]
-        mask = _inside(kernel, kernel.index[dim], start, end, result.shape[dim])
+        mask = inside(kernel, kernel.index[dim], start, end, result.shape[dim])
         index = tuple(i - start if d == dim else i for d, i in enumerate(kernel.index))
         pieces.append((mask, kernel.load(tensor.view, tensor.dtype, index, mask).to(result.dtype)))
         start = end
@@ -153,7 +160,7 @@ def constant_pad(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     masks: list[Value] = []
     index = list(kernel.index)
     for dim, low in before.items():
-        mask = _inside(kernel, index[dim], low, low + x.shape[dim], result.shape[dim])
+        mask = inside(kernel, index[dim], low, low + x.shape[dim], result.shape[dim])
         masks += [] if mask is None else [mask]
         index[dim] = index[dim] - low
     mask = reduce(lambda a, b: a & b, masks) if masks else None
@@ -163,27 +170,7 @@ def constant_pad(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     return result
 
 
-@rule("slice_scatter.default")
-def slice_scatter(graph: GraphBuilder, node: torch.fx.Node) -> Result:
-    given = arguments(node, graph)
-    x, source = given["self"], given["src"]
-    if given["step"] != 1:
-        raise NotLowered("slice_scatter with a step")
-    dim = given["dim"] % len(x.shape)
-    start = _clamped(given["start"], x.shape[dim], ZERO)
-    result = graph.new(node.meta["val"], "slice_scatter")
-    kernel = graph.kernel(node, result.shape)
-    mask = _inside(kernel, kernel.index[dim], start, start + source.shape[dim], x.shape[dim])
-    index = tuple(i - start if d == dim else i for d, i in enumerate(kernel.index))
-    value = kernel.load(source.view, source.dtype, index, mask).to(result.dtype)
-    if mask is not None:
-        value = kernel.where(mask, value, kernel.load(x.view, x.dtype, kernel.index))
-    kernel.store(result.view, result.dtype, kernel.index, value)
-    graph.emit(kernel)
-    return result
-
-
-def _clamped(bound: Any, size: Expr, default: Expr) -> Expr:
+def clamped(bound: Any, size: Expr, default: Expr) -> Expr:
     """A slice bound as eager normalises it: negative ones count from the end, all are cut to the dimension."""
     if bound is None:
         return default
@@ -222,7 +209,7 @@ def repeat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 # Indexing by tensors.
 
 
-def _position(kernel: KernelBuilder, index: TensorRef, at: Sequence[Expr], size: Expr, *, wrap: bool) -> Expr:
+def checked_position(kernel: KernelBuilder, index: TensorRef, at: Sequence[Expr], size: Expr, *, wrap: bool) -> Expr:
     """The checked element of an index tensor, usable in an index expression."""
     for i, extent in zip(kernel.index, kernel.shape, strict=True):
         if extent == ZERO:
@@ -236,7 +223,7 @@ def embedding(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     weight, indices = graph.value(node.args[0]), graph.value(node.args[1])
     result = graph.new(node.meta["val"], "embedding")
     kernel = graph.kernel(node, result.shape)
-    row = _position(kernel, indices, kernel.index[:-1], weight.shape[0], wrap=False)
+    row = checked_position(kernel, indices, kernel.index[:-1], weight.shape[0], wrap=False)
     return _moved(graph, kernel, result, weight, (row, kernel.index[-1]))
 
 
@@ -250,7 +237,7 @@ def index_select(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     result = graph.new(node.meta["val"], "index_select")
     kernel = graph.kernel(node, result.shape)
     at = (kernel.index[dim],) if indices.shape else ()
-    position = _position(kernel, indices, at, x.shape[dim], wrap=False)
+    position = checked_position(kernel, indices, at, x.shape[dim], wrap=False)
     index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
     return _moved(graph, kernel, result, x, index)
 
@@ -264,7 +251,7 @@ def gather(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     dim = given["dim"] % len(x.shape)
     result = graph.new(node.meta["val"], "gather")
     kernel = graph.kernel(node, result.shape)
-    position = _position(kernel, indices, kernel.index, x.shape[dim], wrap=False)
+    position = checked_position(kernel, indices, kernel.index, x.shape[dim], wrap=False)
     index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
     return _moved(graph, kernel, result, x, index)
 
@@ -291,5 +278,5 @@ def index_tensor(graph: GraphBuilder, node: torch.fx.Node) -> Result:
             coordinates.append(next(others))
         else:
             at = broadcast_index(index.shape, shared)
-            coordinates.append(_position(kernel, index, at, x.shape[d], wrap=True))
+            coordinates.append(checked_position(kernel, index, at, x.shape[d], wrap=True))
     return _moved(graph, kernel, result, x, coordinates)

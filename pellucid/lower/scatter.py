@@ -1,0 +1,300 @@
+"""Writing to places that tensors name: scatter, index_put, index_add, and the gradients of lookups.
+
+A general scatter is two kernels: a copy of the tensor that is written to, and a kernel over the written values whose
+store's index depends on the index tensor. Points that meet in one element happen in order, so results are the same on
+every run and for every number of threads; where eager leaves open which of several values stays, the last one does.
+Where a slice holds at most one written element, one kernel over the result chooses between old and new instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, floordiv, of_atom
+from pellucid.ir.nodes import View
+from pellucid.ir.types import DType
+from pellucid.lower.builder import KernelBuilder, Value, broadcast_index
+from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
+from pellucid.lower.pointwise import check_fits
+from pellucid.lower.registry import NotLowered, rule
+from pellucid.lower.shapes import checked_position, clamped, inside
+
+# The join of each reduction that `scatter_reduce` and `scatter` name.
+_JOINS = {"sum": "add", "add": "add", "prod": "mul", "multiply": "mul", "amax": "maximum", "amin": "minimum"}
+
+
+def _copied(graph: GraphBuilder, node: torch.fx.Node, x: TensorRef) -> TensorRef:
+    """A fresh buffer for the result of `node` that holds the elements of `x`."""
+    result = graph.new(node.meta["val"], op_name(node))
+    kernel = graph.kernel(node, result.shape)
+    value = kernel.load(x.view, x.dtype, kernel.index)
+    kernel.store(result.view, result.dtype, kernel.index, value)
+    graph.emit(kernel)
+    return result
+
+
+def _constant(graph: GraphBuilder, node: torch.fx.Node, number: float) -> TensorRef:
+    """A fresh buffer for the result of `node` that holds `number` everywhere."""
+    result = graph.new(node.meta["val"], op_name(node))
+    kernel = graph.kernel(node, result.shape)
+    kernel.store(result.view, result.dtype, kernel.index, kernel.const(number, result.dtype))
+    graph.emit(kernel)
+    return result
+
+
+def _check_join(join: str, dtype: DType) -> None:
+    if join and dtype is DType.BOOL:
+        raise NotLowered("joining bool elements")
+
+
+# ------------------------------------------------------------------------------------- along one dimension
+
+
+@rule("embedding_dense_backward.default")
+def embedding_backward(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """The rows of the gradient, added up by the row of the table that they came from."""
+    given = arguments(node, graph)
+    grad, indices = given["grad_output"], given["indices"]
+    if given["scale_grad_by_freq"]:
+        raise NotLowered("gradients that are divided by how often a row was looked up")
+    result = _constant(graph, node, 0)
+    kernel = graph.kernel(node, grad.shape)
+    row = checked_position(kernel, indices, kernel.index[:-1], result.shape[0], wrap=False)
+    value = kernel.load(grad.view, grad.dtype, kernel.index)
+    padding = given["padding_idx"]
+    if not isinstance(padding, int) or padding >= 0:
+        looked_up = kernel.load(indices.view, indices.dtype, kernel.index[:-1]).to(DType.I64)
+        value = kernel.where(looked_up.op("eq", kernel.size_value(as_expr(padding), DType.I64)), 0, value)
+    kernel.store(result.view, result.dtype, (row, kernel.index[-1]), value, join="add")
+    graph.emit(kernel)
+    return result
+
+
+@rule("index_add.default", "index_copy.default", "index_fill.int_Scalar", "index_fill.int_Tensor")
+def index_along(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """Whole slices along a dimension, one for each element of a vector of positions."""
+    given = arguments(node, graph)
+    x, indices = given["self"], given["index"]
+    join = "add" if op_name(node) == "index_add" else ""
+    _check_join(join, x.dtype)
+    if not x.shape:
+        raise NotLowered(f"{op_name(node)} of a zero-dimensional tensor")
+    dim = given["dim"] % len(x.shape)
+    count = indices.shape[0] if indices.shape else ONE
+    source = given["source"] if "source" in given else given["value"]
+    alpha = given.get("alpha", 1)
+    for number in (source, alpha):
+        if not isinstance(number, TensorRef):
+            check_fits(number, x.dtype)
+    result = _copied(graph, node, x)
+    kernel = graph.kernel(node, (*x.shape[:dim], count, *x.shape[dim + 1 :]))
+    at = (kernel.index[dim],) if indices.shape else ()
+    position = checked_position(kernel, indices, at, x.shape[dim], wrap=op_name(node) == "index_fill")
+    value = _source(kernel, source, x.dtype, kernel.index if isinstance(source, TensorRef) and source.shape else ())
+    if alpha != 1:
+        value = value * kernel.const(alpha, x.dtype)
+    index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
+    kernel.store(result.view, result.dtype, index, value, join=join)
+    graph.emit(kernel)
+    return result
+
+
+@rule("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add.default",
+      "scatter_reduce.two")  # fmt: skip
+def scatter(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """One element along a dimension for each element of a tensor of positions."""
+    given = arguments(node, graph)
+    x, indices = given["self"], given["index"]
+    source = given["src"] if "src" in given else given["value"]
+    reduction = given.get("reduce", "sum" if op_name(node) == "scatter_add" else "")
+    if reduction == "mean":
+        raise NotLowered("the mean of scattered elements")
+    join = _JOINS[reduction] if reduction else ""
+    _check_join(join, x.dtype)
+    if not x.shape or not indices.shape:
+        raise NotLowered("scatter of a zero-dimensional tensor")
+    if not isinstance(source, TensorRef):
+        check_fits(source, x.dtype)
+    dim = given["dim"] % len(x.shape)
+    afresh = not given.get("include_self", True)
+    whole = all(d == dim or i == n for d, (i, n) in enumerate(zip(indices.shape, x.shape, strict=True)))
+    if whole and indices.shape[dim] == ONE and not afresh:
+        return _choose(graph, node, x, indices, source, dim, join)
+    result = _copied(graph, node, x)
+    if afresh:
+        _scatter_into(graph, node, result, indices, _identity(join, x.dtype), dim, "")
+    _scatter_into(graph, node, result, indices, source, dim, join)
+    return result
+
+
+def _choose(
+    graph: GraphBuilder, node: torch.fx.Node, x: TensorRef, indices: TensorRef, source: Any, dim: int, join: str
+) -> Result:
+    """One written element per slice: result = where(position == index, source, x). It fuses with what makes `x`."""
+    result = graph.new(node.meta["val"], op_name(node))
+    kernel = graph.kernel(node, result.shape)
+    at = tuple(ZERO if d == dim else i for d, i in enumerate(kernel.index))
+    wanted = kernel.load(indices.view, indices.dtype, at)
+    wanted = kernel.check_index(wanted, x.shape[dim], wrap=False)
+    old = kernel.load(x.view, x.dtype, kernel.index)
+    new = _source(kernel, source, x.dtype, at)
+    new = old.op(join, new) if join else new
+    kernel.store(
+        result.view,
+        result.dtype,
+        kernel.index,
+        kernel.where(kernel.position(kernel.index[dim]).op("eq", wanted), new, old),
+    )
+    graph.emit(kernel)
+    return result
+
+
+def _scatter_into(
+    graph: GraphBuilder, node: torch.fx.Node, result: TensorRef, indices: TensorRef, source: Any, dim: int, join: str
+) -> None:
+    kernel = graph.kernel(node, indices.shape)
+    position = checked_position(kernel, indices, kernel.index, result.shape[dim], wrap=False)
+    value = _source(kernel, source, result.dtype, kernel.index)
+    index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
+    kernel.store(result.view, result.dtype, index, value, join=join)
+    graph.emit(kernel)
+
+
+def _source(kernel: KernelBuilder, source: TensorRef | float, dtype: DType, index: Sequence[Expr]) -> Value:
+    """The written value at `index`: an element of a tensor, or a number."""
+    if isinstance(source, TensorRef):
+        return kernel.load(source.view, source.dtype, index).to(dtype)
+    return kernel.const(source, dtype)
+
+
+def _identity(join: str, dtype: DType) -> float:
+    """The number that a join leaves every other as it is."""
+    if join in ("add", "mul"):
+        return 0 if join == "add" else 1
+    if dtype.is_float:
+        return -math.inf if join == "maximum" else math.inf
+    bits = 8 * dtype.itemsize
+    low, high = (0, (1 << bits) - 1) if dtype is DType.U8 else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+    return low if join == "maximum" else high
+
+
+# --------------------------------------------------------------------------------- along several dimensions
+
+
+@rule("index_put.default", "_unsafe_index_put.default")
+def index_put(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """`x[i, j, :, k] = values`: the index tensors are broadcast together, and the values to the shape they select."""
+    given = arguments(node, graph)
+    x, values = given["self"], given["values"]
+    indices: list[TensorRef | None] = list(given["indices"])
+    join = "add" if given["accumulate"] else ""
+    _check_join(join, x.dtype)
+    if any(index is not None and index.dtype in (DType.BOOL, DType.U8) for index in indices):
+        return _masked_put(graph, node, x, indices, values, join)
+    indices += [None] * (len(x.shape) - len(indices))
+    indexed = [d for d, index in enumerate(indices) if index is not None]
+    if not indexed:
+        raise NotLowered("index_put without an index")
+    shared = _broadcast_shape([index.shape for index in indices if index is not None])
+    adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
+    first = indexed[0] if adjacent else 0
+    rest = [extent for extent, index in zip(x.shape, indices, strict=True) if index is None]
+    result = _copied(graph, node, x)
+    kernel = graph.kernel(node, (*rest[:first], *shared, *rest[first:]))
+    coordinates = kernel.index[first : first + len(shared)]
+    others = iter([*kernel.index[:first], *kernel.index[first + len(shared) :]])
+    index: list[Expr] = []
+    for d, given_index in enumerate(indices):
+        if given_index is None:
+            index.append(next(others))
+        else:
+            at = broadcast_index(given_index.shape, coordinates)
+            index.append(checked_position(kernel, given_index, at, x.shape[d], wrap=True))
+    value = kernel.load(values.view, values.dtype, broadcast_index(values.shape, kernel.index))
+    kernel.store(result.view, result.dtype, index, value, join=join)
+    graph.emit(kernel)
+    return result
+
+
+def _broadcast_shape(shapes: Sequence[tuple[Expr, ...]]) -> tuple[Expr, ...]:
+    """The shape that tensors of these shapes have when they are broadcast together."""
+    rank = max(len(shape) for shape in shapes)
+    padded = [(*([ONE] * (rank - len(shape))), *shape) for shape in shapes]
+    return tuple(next((extent for extent in extents if extent != ONE), ONE) for extents in zip(*padded, strict=True))
+
+
+def _masked_put(
+    graph: GraphBuilder,
+    node: torch.fx.Node,
+    x: TensorRef,
+    indices: Sequence[TensorRef | None],
+    values: TensorRef,
+    join: str,
+) -> Result:
+    """`x[mask] = number`: a choice per element."""
+    masks = [(d, index) for d, index in enumerate(indices) if index is not None]
+    dim, mask = masks[0]
+    if len(masks) > 1 or mask.dtype is not DType.BOOL or any(extent != ONE for extent in values.shape):
+        raise NotLowered("indexing by a mask: how many elements it selects depends on the data")
+    result = graph.new(node.meta["val"], op_name(node))
+    kernel = graph.kernel(node, result.shape)
+    chosen = kernel.load(mask.view, mask.dtype, kernel.index[dim : dim + len(mask.shape)])
+    old = kernel.load(x.view, x.dtype, kernel.index)
+    new = kernel.load(values.view, values.dtype, (ZERO,) * len(values.shape)).to(x.dtype)
+    new = old.op(join, new) if join else new
+    kernel.store(result.view, result.dtype, kernel.index, kernel.where(chosen, new, old))
+    graph.emit(kernel)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------ into views
+
+
+@rule("slice_scatter.default")
+def slice_scatter(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """A choice per element: that of the source where the position lies in the slice."""
+    given = arguments(node, graph)
+    x, source = given["self"], given["src"]
+    dim, step = given["dim"] % len(x.shape), given["step"]
+    start = clamped(given["start"], x.shape[dim], ZERO)
+    result = graph.new(node.meta["val"], "slice_scatter")
+    kernel = graph.kernel(node, result.shape)
+    position = kernel.index[dim]
+    end = start + (source.shape[dim] - 1) * step + 1 if step != 1 else start + source.shape[dim]
+    mask = inside(kernel, position, start, end, x.shape[dim])
+    index = position - start
+    if step != 1:
+        hit = kernel.position(of_atom(Mod(index, ONE * step))).op("eq", 0)
+        mask = hit if mask is None else mask & hit
+        index = floordiv(index, ONE * step)
+    value = kernel.load(
+        source.view, source.dtype, tuple(index if d == dim else i for d, i in enumerate(kernel.index)), mask
+    ).to(result.dtype)
+    if mask is not None:
+        value = kernel.where(mask, value, kernel.load(x.view, x.dtype, kernel.index))
+    kernel.store(result.view, result.dtype, kernel.index, value)
+    graph.emit(kernel)
+    return result
+
+
+@rule("diagonal_scatter.default")
+def diagonal_scatter(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+    """A copy, and then the source written to its diagonal."""
+    given = arguments(node, graph)
+    x, source, offset = given["self"], given["src"], given["offset"]
+    if isinstance(offset, Expr):
+        raise NotLowered("a diagonal at a dynamic offset")
+    first, second = given["dim1"] % len(x.shape), given["dim2"] % len(x.shape)
+    result = _copied(graph, node, x)
+    steps = result.view.strides
+    kept = tuple(step for d, step in enumerate(steps) if d not in (first, second))
+    start = steps[second] * offset if offset >= 0 else steps[first] * -offset
+    diagonal = View(result.view.buffer, source.shape, (*kept, steps[first] + steps[second]), start)
+    kernel = graph.kernel(node, source.shape)
+    kernel.store(diagonal, result.dtype, kernel.index, kernel.load(source.view, source.dtype, kernel.index))
+    graph.emit(kernel)
+    return result
