@@ -1,6 +1,6 @@
 """The codegen stage: a kernel of the loop IR becomes a C++ function.
 
-    canonical -> space -> plan (vector, stages) -> loops -> cpp
+    copies -> canonical -> space -> plan (vector, tiles, stages) -> loops -> cpp
 
 Each step is a value in, value out function in its own file; `plan` chooses, `cpp` prints.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
-from pellucid.codegen.canonical import Canonical, canonicalise
+from pellucid.codegen.canonical import Canonical, canonical_symbol, canonicalise
+from pellucid.codegen.copies import raw_copies
 from pellucid.codegen.cpp import print_kernel
 from pellucid.codegen.linemap import annotate_source
 from pellucid.codegen.loops import nest
@@ -56,14 +57,14 @@ class CppKernel:
 def generate(kernel: Kernel, options: Options, target: Target | None = None) -> CppKernel:
     """Vectorised C++ for `kernel`, on this machine unless another `target` is given."""
     target = target or host()
-    named = canonicalise(kernel)
-    simple = canonicalise(simplify(named.kernel, base_lanes(kernel, target))).after(named)
+    named = canonicalise(raw_copies(kernel))
+    simple = canonicalise(simplify(named.kernel, base_lanes(named.kernel, target))).after(named)
     plan = make_plan(simple.kernel, target, options)
     items = nest(plan)
     text = print_kernel(plan, items, "NAME").source
     name = f"{_stem(kernel)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     written = print_kernel(plan, items, name)
-    original: dict[Atom, Expr] = {Sym(f"s{k}"): sym(old) for k, old in enumerate(simple.symbols)}
+    original: dict[Atom, Expr] = {Sym(canonical_symbol(old, k)): sym(old) for k, old in enumerate(simple.symbols)}
     return CppKernel(
         name=name,
         source=written.source,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pellucid.ir.index import Atom, Expr, Sym, Val, Var, sym, val, var
+from pellucid.ir.index import Atom, Expr, Sym, Val, Var, least, sym, val, var
 from pellucid.ir.nodes import (
     Axis,
     CheckIndex,
@@ -54,8 +54,8 @@ def map_indices(rhs: Rhs, change: Callable[[Expr], Expr]) -> Rhs:
             return IndexValue(change(index))
         case Load(buffer, index, mask, other):
             return Load(buffer, change(index), mask, other)
-        case Store(buffer, index, arg):
-            return Store(buffer, change(index), arg)
+        case Store(buffer, index, arg, join):
+            return Store(buffer, change(index), arg, join)
         case CheckIndex(arg, size, wrap):
             return CheckIndex(arg, change(size), wrap)
         case Const() | Compute() | Reduce():
@@ -86,7 +86,7 @@ def canonicalise(kernel: Kernel) -> Canonical:
     for line in kernel.body:
         if isinstance(line.rhs, Load | Store):
             buffers.setdefault(line.rhs.buffer, f"p{len(buffers)}")
-    symbols = {name: f"s{k}" for k, name in enumerate(_symbols(kernel))}
+    symbols = {name: canonical_symbol(name, k) for k, name in enumerate(_symbols(kernel))}
     mapping: dict[Atom, Expr] = {Var(old): var(new) for old, new in axes.items()}
     mapping |= {Val(old): val(new) for old, new in values.items()}
     mapping |= {Sym(old): sym(new) for old, new in symbols.items()}
@@ -101,8 +101,8 @@ def canonicalise(kernel: Kernel) -> Canonical:
         match rhs:
             case Load(buffer, index, mask, other):
                 return Load(buffers[buffer], index, None if mask is None else values[mask], other)
-            case Store(buffer, index, arg):
-                return Store(buffers[buffer], index, values[arg])
+            case Store(buffer, index, arg, join):
+                return Store(buffers[buffer], index, values[arg], join)
             case Compute(op, args):
                 return Compute(op, tuple(values[arg] for arg in args))
             case Reduce(op, arg, over):
@@ -118,6 +118,11 @@ def canonicalise(kernel: Kernel) -> Canonical:
         replace(by_name[old], name=new, numel=by_name[old].numel.substitute(mapping)) for old, new in buffers.items()
     )
     return Canonical(Kernel(kernel.name, params, space, body), tuple(buffers), tuple(symbols), tuple(values))
+
+
+def canonical_symbol(name: str, position: int) -> str:
+    """The name of the symbol at `position`, of the same least value as `name`."""
+    return {1: "s", 0: "u", None: "n"}[least(name)] + str(position)
 
 
 def _symbols(kernel: Kernel) -> dict[str, None]:

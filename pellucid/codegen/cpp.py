@@ -22,10 +22,12 @@ from pellucid.codegen.loops import (
     Recall,
     Scratch,
     Start,
+    StartTile,
+    WriteTile,
 )
 from pellucid.codegen.plan import Plan, chunks
 from pellucid.codegen.vector import Access, access
-from pellucid.ir.index import Expr, FloorDiv, Mod, Sym, Val, Var, bounds, const, nonnegative, var
+from pellucid.ir.index import Expr, FloorDiv, Mod, Sym, Val, Var, bounds, const, nonnegative, product, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Scalar, Store, axes_of
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
@@ -110,6 +112,7 @@ class _Printer:
         self.out = Writer()
         self.depends = axes_of(plan.kernel)
         self.lines = {line.out: line for line in plan.kernel.body}
+        self.params = {param.name: param for param in plan.kernel.params}
         self.dtypes = {param.name: param.dtype for param in plan.kernel.params}
         self.checks = [line.out for line in plan.kernel.body if isinstance(line.rhs, CheckIndex)]
         self.needs_lanes = self._values_in_indices()
@@ -135,8 +138,8 @@ class _Printer:
             users = (line.origin for line in self.plan.kernel.body if _touches(line, param.name))
             kind = f"{qualifier}{CPP_TYPE[param.dtype]}*"
             out.line(f"{kind} {param.name} = static_cast<{kind}>(p[{k}]);", merge(users))
-        for k in range(self._symbols()):
-            out.line(f"const int64_t s{k} = s[{k}];")
+        for name in self._symbols():
+            out.line(f"const int64_t {name} = s[{name[1:]}];")
         if self.checks:
             out.line("int64_t status = 0;")
         self.items(items)
@@ -147,7 +150,8 @@ class _Printer:
         out.line("}")
         return out
 
-    def _symbols(self) -> int:
+    def _symbols(self) -> list[str]:
+        """The size symbols in use; canonical names end with the position in `s`."""
         names: set[str] = set()
         for axis in self.plan.kernel.space:
             names |= axis.extent.syms()
@@ -157,7 +161,7 @@ class _Printer:
                     names |= index.syms()
                 case _:
                     pass
-        return max((int(name[1:]) + 1 for name in names), default=0)
+        return sorted(names, key=lambda name: int(name[1:]))
 
     def items(self, items: Iterable[Item]) -> None:
         for item in items:
@@ -174,6 +178,10 @@ class _Printer:
                 self.put(line, once)
             case FillTile(line):
                 self.fill_tile(line)
+            case StartTile(line):
+                self.out.line(f"{self.square(line)} y{line.out[1:]};", line.origin)
+            case WriteTile(line):
+                self.write_tile(line)
             case Start(line):
                 self.start(line)
             case Accumulate(line):
@@ -339,17 +347,37 @@ class _Printer:
         return f"pv::iota<{width}>({self.text(index)}, {self.text(step)})"
 
     def fill_tile(self, line: Line) -> None:
-        assert isinstance(line.rhs, Load) and self.plan.tile is not None and self.plan.vector is not None
-        load = line.rhs
-        step = load.index.coefficient(self.plan.vector)
+        assert isinstance(line.rhs, Load)
+        corner, step = self.corner(line.rhs.index)
+        numel = self.params[line.rhs.buffer].numel.value
+        known = -1 if numel is None else numel
+        arguments = f"{line.rhs.buffer}, {corner}, {step}, to - from, n, {known}"
+        self.out.line(f"const {self.square(line)} x{line.out[1:]}({arguments});", line.origin)
+
+    def write_tile(self, line: Line) -> None:
+        assert isinstance(line.rhs, Store)
+        corner, step = self.corner(line.rhs.index)
+        past = "true" if line.rhs.buffer in self.plan.streamed else "false"
+        place = line.rhs.buffer if corner == "0" else f"{line.rhs.buffer} + {corner}"
+        self.out.line(f"y{line.out[1:]}.write<{past}>({place}, {step}, to - from, n);", line.origin)
+
+    def corner(self, index: Expr) -> tuple[str, str]:
+        """Where a square starts, and the step from row to row."""
+        step = index.coefficient(str(self.plan.vector))
         assert step is not None
-        corner = self.pointer(load.buffer, load.index.substitute({Var(self.plan.tile): var("from")}))
-        kind = f"pv::Tile<{CPP_TYPE[self.dtypes[load.buffer]]}, {self.plan.width}>"
-        self.out.line(f"const {kind} x{line.out[1:]}({corner}, {self.text(step)}, to - from, n);", line.origin)
+        return self.text(index.substitute({Var(str(self.plan.tile)): var("from")})), self.text(step)
+
+    def square(self, line: Line) -> str:
+        assert isinstance(line.rhs, Load | Store)
+        return f"pv::Tile<{CPP_TYPE[self.params[line.rhs.buffer].dtype]}, {self.plan.width}>"
 
     def load(self, line: Line, load: Load) -> str:
         if line.out in self.plan.tiled:
-            return f"x{line.out[1:]}.row({self.plan.tile} - from)"
+            row = f"x{line.out[1:]}.row({self.plan.tile} - from)"
+            if load.mask is None:
+                return row
+            other = f"pv::splat<{self.plan.width}>({scalar_text(load.other, line.dtype)})"
+            return f"pv::where({self.arg(load.mask, True)}, {row}, {other})"
         wide = self.is_wide(line.out)
         other = "" if load.mask is None else f", {scalar_text(load.other, line.dtype)}"
         if not wide:
@@ -358,6 +386,9 @@ class _Printer:
         mask = "" if load.mask is None else f", {self.arg(load.mask, True)}{other}"
         if access(load.index, str(self.plan.vector), self.plan.wide) is Access.UNIT:
             return f"pv::load<{CPP_TYPE[self.dtypes[load.buffer]]}>({self.pointer(load.buffer, load.index)}, n{mask})"
+        if load.mask is not None and not self.is_wide(load.mask):
+            gathered = f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)})"
+            return f"{load.mask} ? {gathered} : pv::splat<{self.plan.width}>({scalar_text(load.other, line.dtype)})"
         return f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)}{mask})"
 
     def pointer(self, buffer: str, index: Expr) -> str:
@@ -372,13 +403,17 @@ class _Printer:
         store, wide = line.rhs, self.is_wide(line.out)
         value = self.arg(store.arg, wide)
         kind = CPP_TYPE[self.dtypes[store.buffer]]
-        if not wide:
-            text = f"pv::store({self.pointer(store.buffer, store.index)}, {value});"
+        join = f", [](auto a, auto b) PV_INLINE {{ return pv::{store.join}(a, b); }}" if store.join else ""
+        if line.out in self.plan.tiled:
+            text = f"y{line.out[1:]}.put({self.plan.tile} - from, {value});"
+        elif not wide:
+            function = "update" if join else "store"
+            text = f"pv::{function}({self.pointer(store.buffer, store.index)}, {value}{join});"
         elif access(store.index, str(self.plan.vector), self.plan.wide) is Access.UNIT:
-            function = "stream" if store.buffer in self.plan.streamed else "store"
-            text = f"pv::{function}<{kind}>({self.pointer(store.buffer, store.index)}, {value}, n);"
+            function = "update" if join else "stream" if store.buffer in self.plan.streamed else "store"
+            text = f"pv::{function}<{kind}>({self.pointer(store.buffer, store.index)}, {value}, n{join});"
         else:
-            text = f"pv::scatter<{kind}>({store.buffer}, {value}, n, {self.at(store.index)});"
+            text = f"pv::scatter<{kind}>({store.buffer}, {value}, n, {self.at(store.index)}{join});"
         block = {self.plan.inner: "lo", self.plan.tile: "from"}
         first = [f"{axis if axis in self.counters else block.get(axis, axis)} == 0" for axis in once]
         self.out.line(f"if ({' && '.join(first)}) {text}" if first else text, line.origin)
@@ -387,15 +422,28 @@ class _Printer:
 
     def reduce_type(self, line: Line) -> str:
         kind = CPP_TYPE[line.dtype]
-        wide = self.plan.vector_is_reduced or self.is_wide(line.out)
-        return f"pv::Vec<{kind}, {self.plan.width}>" if wide else kind
+        return f"pv::Vec<{kind}, {self.plan.width}>" if self.has_lanes(line) else kind
+
+    def has_lanes(self, line: Line) -> bool:
+        """Whether the accumulator of a reduction is a vector."""
+        return self.plan.vector_is_reduced or self.is_wide(line.out)
+
+    def position_type(self) -> str:
+        """The integer type in which vectors of positions are kept."""
+        points = product(self.plan.extent_of(axis) for axis in self.plan.reduced).value
+        return "int32_t" if points is not None and points < 1 << 31 else "int64_t"
 
     def start(self, line: Line) -> None:
         assert isinstance(line.rhs, Reduce)
         number, kind = line.out[1:], self.reduce_type(line)
         if line.rhs.op in ("argmax", "argmin"):
             arg = CPP_TYPE[self.lines[line.rhs.arg].dtype]
-            self.out.line(f"pv::{line.rhs.op.capitalize()}<{arg}> a{number};", line.origin)
+            if self.has_lanes(line):
+                which = REDUCTION[line.rhs.op[3:]]
+                name = f"pv::Arg<pv::{which}, {arg}, {self.plan.width}, {self.position_type()}>"
+            else:
+                name = f"pv::{line.rhs.op.capitalize()}<{arg}>"
+            self.out.line(f"{name} a{number};", line.origin)
             return
         self.out.line(f"pv::Acc<pv::{REDUCTION[line.rhs.op]}, {kind}> a{number};", line.origin)
         if line.out in self.plan.pairwise:
@@ -404,11 +452,12 @@ class _Printer:
     def accumulate(self, line: Line) -> None:
         assert isinstance(line.rhs, Reduce)
         number = line.out[1:]
-        if line.rhs.op in ("argmax", "argmin"):
-            self.out.line(f"a{number}.add({line.rhs.arg}, {self.text(self.position())});", line.origin)
-            return
-        wide = self.plan.vector_is_reduced or self.is_wide(line.out)
         lanes = ", n" if self.plan.vector_is_reduced else ""
+        if line.rhs.op in ("argmax", "argmin"):
+            value = self.arg(line.rhs.arg, self.has_lanes(line))
+            self.out.line(f"a{number}.add({value}, {self.text(self.position())}{lanes});", line.origin)
+            return
+        wide = self.has_lanes(line)
         self.out.line(f"a{number}.add({self.arg(line.rhs.arg, wide)}{lanes});", line.origin)
 
     def position(self) -> Expr:
@@ -424,7 +473,8 @@ class _Printer:
         number = line.out[1:]
         value = f"{'b' if line.out in self.plan.pairwise else 'a'}{number}.value()"
         if self.plan.vector_is_reduced:
-            value = f"pv::total<pv::{REDUCTION[line.rhs.op]}>({value})"
+            position = line.rhs.op in ("argmax", "argmin")
+            value = f"a{number}.first()" if position else f"pv::total<pv::{REDUCTION[line.rhs.op]}>({value})"
         self.out.line(f"const auto {line.out} = {value};", line.origin)
         self.lanes(line)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from pellucid.codegen.plan import PAIRWISE_BLOCK, Plan
+from pellucid.codegen.plan import PAIRWISE_BLOCK, SHORT_SUM, Plan
 from pellucid.codegen.stages import Sweep
 from pellucid.ir.nodes import Line, Reduce, Store, axes_of, operands
 
@@ -30,6 +30,20 @@ class Put:
 @dataclass(frozen=True, slots=True)
 class FillTile:
     """Read a square of the buffer of a load and transpose it, see `Plan.tile`."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class StartTile:
+    """Declare the square in which the vectors of a store are collected, see `Plan.tile`."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class WriteTile:
+    """Transpose what a store has collected and write it."""
 
     line: Line
 
@@ -103,7 +117,8 @@ class Loop:
     blocked: bool = field(default=False)
 
 
-Item: TypeAlias = "Define | Put | FillTile | Start | Accumulate | CloseBlock | Finish | Scratch | Keep | Recall | Loop"
+Tiled: TypeAlias = "FillTile | StartTile | WriteTile"
+Item: TypeAlias = "Define | Put | Tiled | Start | Accumulate | CloseBlock | Finish | Scratch | Keep | Recall | Loop"
 
 
 def nest(plan: Plan) -> tuple[Item, ...]:
@@ -123,7 +138,7 @@ class _Builder:
         self.depends = axes_of(plan.kernel)
         self.lines = {line.out: line for line in plan.kernel.body}
         self.reduced = frozenset(plan.reduced)
-        self.inside = tuple(axis for axis in (plan.inner, plan.tile) if axis is not None)
+        self.inside = (*plan.colliding, *(axis for axis in (plan.inner, plan.tile) if axis is not None))
         self.innermost = 1 + len(self.inside)
         self.level = self._levels()
 
@@ -152,10 +167,13 @@ class _Builder:
             return self._kept_point(level)
         axis = self.inside[level - 1]
         tiled = level + 1 == self.innermost and axis == self.plan.tile
-        fills = [FillTile(line) for line in self.plan.kernel.body if line.out in self.plan.tiled] if tiled else []
+        squares = [line for line in self.plan.kernel.body if line.out in self.plan.tiled] if tiled else []
+        opened = [StartTile(line) if isinstance(line.rhs, Store) else FillTile(line) for line in squares]
+        closed = [WriteTile(line) for line in squares if isinstance(line.rhs, Store)]
         kind = Kind.VECTOR if axis == self.plan.vector else Kind.SERIAL
-        loop = Loop(kind, axis, self._level_body(level + 1), blocked=tiled or self.plan.chunk > 0)
-        return (*self._defines(level, 0), *fills, loop, *self._puts(level))
+        blocked = tiled or (axis == self.plan.inner and self.plan.chunk > 0)
+        loop = Loop(kind, axis, self._level_body(level + 1), blocked=blocked)
+        return (*self._defines(level, 0), *opened, loop, *closed, *self._puts(level))
 
     def _kept_point(self, level: int) -> tuple[Item, ...]:
         """What happens at one point (or vector) of all kept axes: the sweeps, and the kept lines between them."""
@@ -179,9 +197,8 @@ class _Builder:
         ]
 
     def _puts(self, level: int) -> list[Item]:
-        around = (*self.plan.outer, *((self.plan.tile,) if self.plan.tile else ()))
-        if self.plan.inner and (level > 1 or self.plan.chunk):
-            around = (*around, self.plan.inner)
+        blocks = {self.plan.tile, self.plan.inner if self.plan.chunk else None} - {None}
+        around = (*self.plan.outer, *(axis for k, axis in enumerate(self.inside) if k < level - 1 or axis in blocks))
         return [self._put(line, around) for line, _ in self.plan.kernel.stores() if self.level.get(line.out) == level]
 
     def _put(self, line: Line, around: Iterable[str]) -> Put:
@@ -240,7 +257,7 @@ class _Builder:
         for depth in range(len(self.plan.reduced) - 1, -1, -1):
             steps = self._steps(depth)
             total = None if steps is None else total * steps
-            if total is None or total > 2 * PAIRWISE_BLOCK:
+            if total is None or total > SHORT_SUM:
                 return depth
         return 0
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pellucid.codegen.scatter import colliding
 from pellucid.codegen.space import SYMBOL_HINT, hint
 from pellucid.codegen.stages import Stages, plan_stages
 from pellucid.codegen.target import Target
-from pellucid.codegen.vector import base_lanes, choose, cost, tiling
+from pellucid.codegen.vector import base_lanes, choose, cost
 from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, floordiv, product
 from pellucid.ir.nodes import Kernel, Reduce, axes_of
 from pellucid.options import Options
 
-# Terms that one accumulator adds up before it starts afresh; blocks are then added pairwise.
-PAIRWISE_BLOCK = 64
+# Terms that one accumulator adds up before it starts afresh, blocks then being added pairwise; and the longest sum
+# that is not worth it.
+PAIRWISE_BLOCK = 32
+SHORT_SUM = 48
 # Work of one parallel iteration that makes the loop around it negligible, in instructions.
 CHUNK_WORK = 4096
 # Squares of a tiled kernel that are walked in one go: few enough rows for the cache and the TLB to hold, so that the
 # next iteration, which reads on in the same rows, finds them there.
 TILES = 16
+# Vectors of a row that one thread adds at a time when it scatters rows, and pieces of a row that threads may share.
+SCATTER_STEPS = 8
 # Outer iterations from which on the inner axis need not be cut to keep all threads busy.
 ENOUGH_ITERATIONS = 512
 # What one core does in a nanosecond, roughly: vector instructions, and bytes moved from and to memory.
@@ -33,6 +38,7 @@ class Plan:
     """How the loops of a kernel run. The nest, from the outside in:
 
     - one parallel loop over `outer`, flattened, blocks of `tile`, and chunks of `inner` if `chunk` is not 0;
+    - one loop for each of the `colliding` axes of a scatter;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
     - a loop over one block of `tile`, if there is one, see below;
     - for each sweep, loops over `reduced`; the last one by vectors if it is the vector axis.
@@ -40,8 +46,7 @@ class Plan:
     kernel: the kernel under canonical names, its space simplified.
     vector: the vector axis; None for scalar code. width: lanes per step.
     wide: the values (and stores) that have one value per lane.
-    tile: the axis along which the loads `tiled` are contiguous while the vector axis strides: squares of `width` by
-        `width` elements of them are read along this axis and transposed.
+    tile, tiled: the axis of tiles, and the loads and stores made in squares of `width` by `width`, see tiles.py.
     pairwise: sums that are collected in blocks and then added pairwise.
     streamed: buffers that are written past the caches.
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.
@@ -51,6 +56,7 @@ class Plan:
     outer: tuple[str, ...]
     inner: str | None
     chunk: int
+    colliding: tuple[str, ...]
     reduced: tuple[str, ...]
     vector: str | None
     width: int
@@ -78,14 +84,16 @@ def make_plan(kernel: Kernel, target: Target, options: Options) -> Plan:
     choice = choose(kernel, target, options.vectorize)
     vector, width = choice.axis, choice.width
     reduced = tuple(name for name in kernel.reduced if name != vector)
-    kept = tuple(axis.name for axis in kernel.space if axis.name not in kernel.reduced and axis.name != vector)
+    meeting = colliding(kernel)
+    serial = {*kernel.reduced, *meeting}
+    kept = tuple(axis.name for axis in kernel.space if axis.name not in serial and axis.name != vector)
     if vector in kernel.reduced:
         inner, reduced = None, (*reduced, str(vector))
     elif vector is not None:
         inner = vector
     else:
-        inner = kept[-1] if kept and not kernel.reduced else None
-    tile, tiled = tiling(kernel, vector, width, target)
+        inner = kept[-1] if kept and not serial else None
+    tile, tiled = choice.tiles.axis, choice.tiles.lines
     outer = tuple(name for name in kept if name not in (inner, tile))
     wide = frozenset(name for name, axes in axes_of(kernel).items() if vector in axes)
     stages = plan_stages(kernel, width if inner is not None and inner == vector else 1)
@@ -94,7 +102,10 @@ def make_plan(kernel: Kernel, target: Target, options: Options) -> Plan:
     extent = product(kernel.ranges[name] for name in outer) * (chunks(kernel.ranges[tile], width) if tile else 1)
     chunk = 0
     if inner is not None and (tile is not None or hint(extent) < ENOUGH_ITERATIONS):
-        chunk = _chunk(kernel.ranges[inner], width, TILES * width if tile else CHUNK_WORK * points / max(work, 1))
+        wanted = TILES * width if tile else CHUNK_WORK * points / max(work, 1)
+        if meeting:
+            wanted = max(wanted, min(SCATTER_STEPS * width, hint(kernel.ranges[inner]) // SCATTER_STEPS))
+        chunk = _chunk(kernel.ranges[inner], width, wanted)
         extent = extent * (chunks(kernel.ranges[inner], chunk) if chunk else 1)
     grain, parallel = _grain(kernel, extent, work, options)
     pairwise, sums = _pairwise(kernel, reduced, vector, width)
@@ -104,6 +115,7 @@ def make_plan(kernel: Kernel, target: Target, options: Options) -> Plan:
         outer=outer,
         inner=inner,
         chunk=chunk,
+        colliding=meeting,
         reduced=reduced,
         vector=vector,
         width=width,
@@ -175,7 +187,7 @@ def _pairwise(
     terms = product(kernel.ranges[name] for name in reduced)
     if vector in reduced:
         terms = floordiv(terms + (width - 1), width)
-    if terms.value is not None and terms.value <= 2 * PAIRWISE_BLOCK:
+    if terms.value is not None and terms.value <= SHORT_SUM:
         return frozenset(), ()
     sums = [
         line.out
@@ -201,7 +213,8 @@ def _streamed(kernel: Kernel, wide: frozenset[str], target: Target) -> tuple[fro
     loaded = {load.buffer for _, load in kernel.loads()}
     large = {param.name for param in kernel.params if (sizes[param.name] or 0) * param.dtype.itemsize >= moved // 8}
     stored = {store.buffer for line, store in kernel.stores() if line.out in wide}
-    chosen = frozenset((stored & large) - loaded)
+    scattered = {store.buffer for _, store in kernel.stores() if store.join or store.index.vals()}
+    chosen = frozenset((stored & large) - loaded - scattered)
     why = "the kernel moves more than twice what the cache holds, so its output goes past the cache"
     facts = (("moved_bytes", moved), ("cache_bytes", target.cache_bytes))
     return chosen, tuple(Decision("codegen.stream", (kernel.name, name), True, why, facts) for name in sorted(chosen))

@@ -80,8 +80,8 @@ def split(kernel: Kernel, lanes: int) -> Kernel:
 def merge(kernel: Kernel) -> Kernel:
     """Merge pairs of axes that every index treats as one: outer step = inner step * inner extent.
 
-    Pairs of a reduced and a kept axis stay apart. The order of reduced axes is part of the meaning of argmax, so
-    there only neighbours are merged.
+    Pairs of a reduced and a kept axis stay apart. The order of the axes is part of the meaning of argmax and
+    of scatters, so there only neighbours are merged.
     """
     while True:
         for outer in kernel.space:
@@ -100,6 +100,8 @@ def sort(kernel: Kernel) -> Kernel:
     """Kept axes first, in the order of the memory of the largest access; then the reduced ones, likewise."""
     if any(isinstance(line.rhs, Reduce) and line.rhs.op in ("argmax", "argmin") for line in kernel.body):
         return kernel
+    if any(store.index.vals() for _, store in kernel.stores()):
+        return kernel  # the order of the space is that in which points that meet are stored
     steps = {axis.name: _step(kernel, axis.name) for axis in kernel.space}
     reduced = kernel.reduced
     space = sorted(kernel.space, key=lambda axis: (axis.name in reduced, -steps[axis.name]))
@@ -132,7 +134,8 @@ def _mergeable(kernel: Kernel, outer: Axis, inner: Axis) -> bool:
         return False
     names = [axis.name for axis in kernel.space]
     ordered = any(isinstance(line.rhs, Reduce) and line.rhs.op in ("argmax", "argmin") for line in kernel.body)
-    if ordered and outer.name in reduced and names.index(outer.name) + 1 != names.index(inner.name):
+    ordered = (ordered and outer.name in reduced) or any(store.index.vals() for _, store in kernel.stores())
+    if ordered and names.index(outer.name) + 1 != names.index(inner.name):
         return False
     for index in indices(kernel):
         long, short = index.coefficient(outer.name), index.coefficient(inner.name)

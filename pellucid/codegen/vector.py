@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
+from pellucid.codegen.scatter import colliding
 from pellucid.codegen.space import hint
 from pellucid.codegen.target import Target
+from pellucid.codegen.tiles import WIDTH, Tiling, tiling, told
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, Expr
+from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import OPS
 
@@ -32,17 +34,17 @@ LANEWISE = frozenset({"floordiv", "shl", "shr"})
 
 GATHER_COST = 3.0
 TILE_COST = 0.5
-TILE_WIDTH = 16  # a square of so many rows is transposed in 16 registers
 LANEWISE_COST = 2.0
 TOTAL_COST = 16.0
 
 
 @dataclass(frozen=True, slots=True)
 class VectorChoice:
-    """The vector axis (None: scalar code), lanes per step, and the reasons."""
+    """The vector axis (None: scalar code), lanes per step, accesses made in squares, and the reasons."""
 
     axis: str | None
     width: int
+    tiles: Tiling
     decisions: tuple[Decision, ...]
 
 
@@ -76,41 +78,55 @@ def base_lanes(kernel: Kernel, target: Target) -> int:
 
 def choose(kernel: Kernel, target: Target, enabled: bool) -> VectorChoice:
     """The cheapest vector axis of a simplified kernel, with the decision that explains it."""
-    refusal = _refusal(kernel, enabled)
+    meeting = colliding(kernel)
+    refusal = _refusal(kernel, enabled, meeting)
     if refusal:
-        return VectorChoice(None, 1, (Decision("codegen.vectorize", (kernel.name,), False, refusal),))
-    lanes = base_lanes(kernel, target)
+        return VectorChoice(None, 1, Tiling(), (Decision("codegen.vectorize", (kernel.name,), False, refusal),))
     scalar = cost(kernel, None, 1)
-    prices = {
-        axis.name: cost(kernel, axis.name, lanes, tiling(kernel, axis.name, lanes, target)[1]) for axis in kernel.space
-    }
-    best = min(prices, key=lambda name: prices[name])
-    facts = (("axis", best), ("cost", round(prices[best])), ("scalar_cost", round(scalar)), ("lanes", lanes))
-    if prices[best] >= scalar:
+    prices: dict[tuple[str, int], float] = {}
+    for name in _candidates(kernel, meeting):
+        for lanes in sorted({base_lanes(kernel, target), min(WIDTH, base_lanes(kernel, target))}):
+            prices[name, lanes] = cost(kernel, name, lanes, tiling(kernel, name, lanes, target).lines)
+    best, lanes = min(prices, key=lambda each: (prices[each], -each[1]))
+    price = prices[best, lanes]
+    facts = (("axis", best), ("cost", round(price)), ("scalar_cost", round(scalar)), ("lanes", lanes))
+    if price >= scalar:
         why = f"vectors along {best}, the best axis, would cost more than scalar code: {_obstacle(kernel, best)}"
-        return VectorChoice(None, 1, (Decision("codegen.vectorize", (kernel.name,), False, why, facts),))
+        return VectorChoice(None, 1, Tiling(), (Decision("codegen.vectorize", (kernel.name,), False, why, facts),))
     width = lanes * _unroll(kernel, best, lanes, target)
-    others = f", cheaper than along {', '.join(sorted(set(prices) - {best}))}" if len(prices) > 1 else ""
+    rest = sorted({name for name, _ in prices} - {best})
+    others = f", cheaper than along {', '.join(rest)}" if rest else ""
     why = f"{width} lanes along {best}{others}"
     chosen = Decision("codegen.vectorize", (kernel.name,), True, why, (*facts, ("width", width)))
-    tile, tiled = tiling(kernel, best, width, target)
-    return VectorChoice(best, width, (chosen, *_told_tiles(kernel, tile, tiled), *_lane_by_lane(kernel, best, tiled)))
+    tiles = tiling(kernel, best, width, target)
+    reasons = (chosen, *told(kernel, tiles), *_lane_by_lane(kernel, best, tiles.lines))
+    return VectorChoice(best, width, tiles, reasons)
 
 
-def _refusal(kernel: Kernel, enabled: bool) -> str:
+def _refusal(kernel: Kernel, enabled: bool, meeting: tuple[str, ...]) -> str:
     """Why this kernel cannot have vectors at all; empty if it can."""
     if not enabled:
         return "vectorisation is switched off"
     if not kernel.space:
         return "the kernel has a single point"
-    for line in kernel.body:
-        if isinstance(line.rhs, Reduce) and line.rhs.op in ("argmax", "argmin"):
-            return f"{line.rhs.op} is written for scalars only"
+    if not _candidates(kernel, meeting):
+        return "any two points may store the same element, so they are stored one after the other"
     return ""
 
 
+def _candidates(kernel: Kernel, meeting: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes along which there may be vectors.
+
+    Points that may store the same element must not be lanes of one vector. Positions of argmax and argmin count the
+    reduced axes in the order of the space, the last one fastest, and their lanes have neighbouring positions.
+    """
+    positions = any(isinstance(line.rhs, Reduce) and line.rhs.op in ("argmax", "argmin") for line in kernel.body)
+    barred = {*meeting, *(kernel.reduced[:-1] if positions else ())}
+    return tuple(axis.name for axis in kernel.space if axis.name not in barred)
+
+
 def cost(kernel: Kernel, axis: str | None, lanes: int, tiled: frozenset[str] = frozenset()) -> float:
-    """Estimated instructions of one call with vectors of `lanes` along `axis`; the loads `tiled` are transposed."""
+    """Estimated instructions of one call with vectors of `lanes` along `axis`; the accesses `tiled` are transposed."""
     extents = {each.name: max(1, hint(each.extent)) for each in kernel.space}
     depends = axes_of(kernel)
     wide_values = frozenset(out for out, axes in depends.items() if axis in axes)
@@ -183,38 +199,6 @@ def _why_gather(index: Expr, axis: str) -> str:
     return f"neighbours along {axis} lie {step} elements apart in {index}"
 
 
-# ------------------------------------------------------------------------------------------------ tiles
-
-
-def tiling(kernel: Kernel, axis: str | None, width: int, target: Target) -> tuple[str | None, frozenset[str]]:
-    """The axis along which strided loads are contiguous, and these loads: squares of them can be transposed.
-
-    Only for pointwise kernels, unmasked loads, and elements of which `width` fit one register.
-    """
-    if axis is None or kernel.reduced or width > TILE_WIDTH:
-        return None, frozenset()
-    wide_values = frozenset(out for out, axes in axes_of(kernel).items() if axis in axes)
-    dtypes = {param.name: param.dtype for param in kernel.params}
-    found: dict[str, list[str]] = {}
-    for line, load in kernel.loads():
-        strided = line.out in wide_values and access(load.index, axis, wide_values) is Access.GATHER
-        step = load.index.coefficient(axis)
-        fits = width * dtypes[load.buffer].itemsize <= target.register_bytes
-        if strided and fits and load.mask is None and step is not None and not load.index.vals():
-            for other in kernel.space:
-                unit = load.index.coefficient(other.name) == ONE
-                if other.name != axis and unit and hint(other.extent) >= width // 2:
-                    found.setdefault(other.name, []).append(line.out)
-    best = max(found, key=lambda name: len(found[name]), default=None)
-    return best, frozenset(found[best] if best else ())
-
-
-def _told_tiles(kernel: Kernel, tile: str | None, tiled: frozenset[str]) -> tuple[Decision, ...]:
-    buffers = [(line.out, load.buffer) for line, load in kernel.loads() if line.out in tiled]
-    why = f"it is contiguous along {tile}: squares are read along that axis and transposed in registers"
-    return tuple(Decision("codegen.tile", (kernel.name, buffer), True, why) for _, buffer in buffers)
-
-
 # ---------------------------------------------------------------------------------------------- unrolling
 
 
@@ -226,7 +210,7 @@ def _unroll(kernel: Kernel, axis: str, lanes: int, target: Target) -> int:
     """
     if not any(isinstance(line.rhs, Reduce) for line in kernel.body):
         halves = all(param.dtype.itemsize <= 2 for param in kernel.params) and 4 * lanes == target.register_bytes
-        halves = halves and tiling(kernel, axis, lanes, target)[0] is None
+        halves = halves and tiling(kernel, axis, lanes, target).axis is None
         return 2 if halves and pressure(kernel, axis) <= target.registers // 4 else 1
     extent = next(each.extent for each in kernel.space if each.name == axis).value
     live = pressure(kernel, axis)

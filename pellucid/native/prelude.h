@@ -182,13 +182,14 @@ template <int L, int W, class F> PV_FN Vec<bool, W> from_bits(F bits) {
   });
 }
 
-enum Predicate { EQ = 0, LT = 1, LE = 2, NE = 4 };
+enum Predicate { EQ = 0, LT = 1, LE = 2, NE = 4, NOT_LE = 6 };
 
 template <Predicate P, class T, int W> PV_FN Vec<bool, W> compare(const Vec<T, W>& a, const Vec<T, W>& b) {
   using V = Vec<T, W>;
   return from_bits<V::lanes, W>([&](auto K) PV_INLINE -> uint64_t {
     constexpr int k = decltype(K)::value;
-    constexpr int quiet = P == LT ? _CMP_LT_OQ : P == LE ? _CMP_LE_OQ : P == NE ? _CMP_NEQ_UQ : _CMP_EQ_OQ;
+    constexpr int quiet = P == LT ? _CMP_LT_OQ : P == LE ? _CMP_LE_OQ : P == NE ? _CMP_NEQ_UQ
+                          : P == NOT_LE ? _CMP_NLE_UQ : _CMP_EQ_OQ;
     constexpr uint64_t used = V::lanes == 64 ? ~0ull : (1ull << (V::lanes % 64)) - 1;
     if constexpr (std::is_same_v<T, float>) return _mm512_cmp_ps_mask((__m512)a.r[k], (__m512)b.r[k], quiet);
     else if constexpr (std::is_same_v<T, double>) return _mm512_cmp_pd_mask((__m512d)a.r[k], (__m512d)b.r[k], quiet);
@@ -218,6 +219,12 @@ PV_FN Vec<T, W> where(const Vec<bool, W>& m, const Vec<T, W>& a, const Vec<T, W>
       else return narrow<R>(_mm512_mask_blend_epi8(bits, full(b.r[k]), full(a.r[k])));
     });
   }
+}
+
+template <int W> PV_FN bool any(const Vec<bool, W>& m) {
+  uint16_t all = 0;
+  for (int g = 0; g < Vec<bool, W>::count; g++) all |= m.r[g];
+  return all != 0;
 }
 
 // Lanes [0, n) of W.
@@ -264,7 +271,7 @@ template <int W> PV_FN Vec<int32_t, W> int_lanes(const Vec<bool, W>& m) {
   return build<Vec<int32_t, W>, Vec<int32_t, W>::count>([&](auto K) PV_INLINE { return m.r[K]; });
 }
 
-enum Predicate { EQ, LT, LE, NE };
+enum Predicate { EQ, LT, LE, NE, NOT_LE };
 template <size_t SIZE> using IntOfSize = std::conditional_t<
     SIZE == 8, int64_t, std::conditional_t<SIZE == 4, int32_t, std::conditional_t<SIZE == 2, int16_t, int8_t>>>;
 
@@ -275,6 +282,7 @@ template <Predicate P, class T, int W> PV_FN Vec<bool, W> compare(const Vec<T, W
     if constexpr (P == EQ) return (R)(a.r[K] == b.r[K]);
     else if constexpr (P == LT) return (R)(a.r[K] < b.r[K]);
     else if constexpr (P == LE) return (R)(a.r[K] <= b.r[K]);
+    else if constexpr (P == NOT_LE) return ~(R)(a.r[K] <= b.r[K]);
     else return (R)(a.r[K] != b.r[K]);
   });
   const auto lanes = convert<int32_t>(wide);
@@ -290,6 +298,12 @@ PV_FN Vec<T, W> where(const Vec<bool, W>& m, const Vec<T, W>& a, const Vec<T, W>
     const auto wide = convert<IntOfSize<sizeof(T)>>(int_lanes(m));
     return build<V, V::count>([&](auto K) PV_INLINE { return wide.r[K] ? a.r[K] : b.r[K]; });
   }
+}
+
+template <int W> PV_FN bool any(const Vec<bool, W>& m) {
+  auto all = m.r[0];
+  for (int k = 1; k < Vec<bool, W>::count; k++) all |= m.r[k];
+  return !_mm256_testz_si256((__m256i)all, (__m256i)all);
 }
 
 // Lanes [0, n) of W.
@@ -554,6 +568,17 @@ PV_FN Vec<Value<T>, W> gather(const T* p, const N& n, F at, const Vec<bool, W>& 
   for (int k = 0; k < used; k++) out.lane[k] = on[k] ? load(p + at(k)) : other;
   return from_lanes(out);
 }
+// Memory joined with a value by `join`; scatters one lane after the other, so that lanes may name the same element.
+template <class T, class J> PV_FN void update(T* p, Value<T> a, J join) { store(p, join(load(p), a)); }
+template <class T, int W, class N, class J> PV_FN void update(T* p, const Vec<Value<T>, W>& a, const N& n, J join) {
+  store<T>(p, join(load<T>(p, n), a), n);
+}
+template <class T, int W, class N, class F, class J>
+PV_FN void scatter(T* p, const Vec<Value<T>, W>& a, const N& n, F at, J join) {
+  const auto from = lanes(a);
+  const int64_t used = active(n);
+  for (int k = 0; k < used; k++) update(p + at(k), from[k], join);
+}
 template <class T, int W, class N, class F> PV_FN void scatter(T* p, const Vec<Value<T>, W>& a, const N& n, F at) {
   const auto from = lanes(shrink<T, W>(a));
   const int64_t used = active(n);
@@ -579,32 +604,83 @@ template <int S, class V> PV_FN void transpose(typename V::reg* r) {
   }
 }
 
-// W x W elements: read along rows that lie `step` apart, given back by columns. Of each row `count` elements exist.
+// W x W elements that are rows in memory, `step` apart, and columns in the kernel: a load reads the rows and gives the
+// columns one by one, a store is given the columns and writes the rows. Of each row `count` elements are meant, and as
+// many rows as `n` has lanes.
 template <class T, int W> struct Tile {
   using V = Vec<Raw<T>, W>;
-  static_assert(V::count == 1);
-  typename V::reg column[W];
-  template <class N> PV_FN Tile(const T* p, int64_t step, int64_t count, const N& n) {
-    if (count == W && active(n) == W) {
-      [&]<size_t... I>(std::index_sequence<I...>) PV_INLINE {
-        typename V::reg r[W] = {raw(p + int64_t(I) * step)...};
-        transpose<W / 2, V>(r);
-        ((column[I] = r[I]), ...);
-      }(std::make_index_sequence<W>());
+  using U = typename RegisterOf<Raw<T>, V::lanes>::unaligned;
+  V column[W];
+
+  Tile() = default;
+  // The rows start at p[at]. With `numel` >= 0, p has that many elements, and none beyond them is touched: what
+  // is meant may lie outside for columns that a mask leaves out.
+  template <class N> PV_FN Tile(const T* p, int64_t at, int64_t step, int64_t count, const N& n, int64_t numel) {
+    const int64_t last = at + (W - 1) * step, low = last < at ? last : at, high = (last < at ? at : last) + W;
+    const bool whole = numel >= 0 ? low >= 0 && high <= numel : count == W && active(n) == W;
+    if (whole) {
+      read_blocks([&](auto i) PV_INLINE { return (const Raw<T>*)p + at + decltype(i)::value * step; });
     } else {
-      part(p, step, count, active(n));
+      part((const Raw<T>*)p, at, step, count, active(n), numel);
     }
   }
-  PV_FN static typename V::reg raw(const T* p) {
-    return *(const typename RegisterOf<Raw<T>, W>::unaligned*)p;
+  PV_FN Vec<Value<T>, W> row(int64_t k) const { return widen<T, W>(column[k]); }
+
+  PV_FN void put(int64_t k, const Vec<Value<T>, W>& a) { column[k] = shrink<T, W>(a); }
+  template <bool PAST_CACHE, class N> PV_FN void write(T* p, int64_t step, int64_t count, const N& n) const {
+    Raw<T>* q = (Raw<T>*)p;
+    if (count == W && active(n) == W) {
+      write_blocks([&](auto i, auto j, const typename V::reg& a) PV_INLINE {
+        Raw<T>* to = q + decltype(i)::value * step + decltype(j)::value;
+        if constexpr (PAST_CACHE) stream_register(to, a);
+        else *(U*)to = a;
+      });
+    } else {
+      const int64_t rows = active(n);
+      for (int64_t k = 0; k < count; k++) {
+        const Lanes<Raw<T>, W> lane = lanes(column[k]);
+        for (int64_t i = 0; i < rows; i++) q[i * step + k] = lane[int(i)];
+      }
+    }
   }
-  void part(const T* p, int64_t step, int64_t count, int64_t rows) {
+
+ private:
+  static constexpr int L = V::lanes, C = V::count;
+  // Blocks of L x L: rows given by `from` become columns, or columns become rows that `to` takes.
+  template <class F> PV_FN void read_blocks(F from) {
+    each([&](auto i, auto j) PV_INLINE {
+      constexpr int I = decltype(i)::value, J = decltype(j)::value;
+      [&]<size_t... K>(std::index_sequence<K...>) PV_INLINE {
+        typename V::reg r[L] = {(typename V::reg)*(const U*)(from(std::integral_constant<int, I * L + int(K)>()) + J * L)...};
+        transpose<L / 2, V>(r);
+        ((column[J * L + K].r[I] = r[K]), ...);
+      }(std::make_index_sequence<L>());
+    });
+  }
+  template <class F> PV_FN void write_blocks(F to) const {
+    each([&](auto i, auto j) PV_INLINE {
+      constexpr int I = decltype(i)::value, J = decltype(j)::value;
+      [&]<size_t... K>(std::index_sequence<K...>) PV_INLINE {
+        typename V::reg r[L] = {column[J * L + K].r[I]...};
+        transpose<L / 2, V>(r);
+        (to(std::integral_constant<int, I * L + int(K)>(), std::integral_constant<int, J * L>(), r[K]), ...);
+      }(std::make_index_sequence<L>());
+    });
+  }
+  template <class F> PV_FN static void each(F f) {
+    [&]<size_t... B>(std::index_sequence<B...>) PV_INLINE {
+      (f(std::integral_constant<int, int(B) / C>(), std::integral_constant<int, int(B) % C>()), ...);
+    }(std::make_index_sequence<C * C>());
+  }
+  void part(const Raw<T>* p, int64_t at, int64_t step, int64_t count, int64_t rows, int64_t numel) {
     Raw<T> lane[W][W] = {};
     for (int64_t row = 0; row < rows; row++)
-      for (int64_t k = 0; k < count; k++) lane[k][row] = ((const Raw<T>*)p)[row * step + k];
+      for (int64_t k = 0; k < count; k++) {
+        const int64_t i = at + row * step + k;
+        if (numel < 0 || (i >= 0 && i < numel)) lane[k][row] = p[i];
+      }
     std::memcpy(column, lane, sizeof lane);
   }
-  PV_FN Vec<Value<T>, W> row(int64_t k) const { return widen<T, W>(V{{column[k]}}); }
 };
 
 // The integer f(k) in lane k.
@@ -937,19 +1013,58 @@ template <class T, int W> PV_FN Vec<T, W> tanh(const Vec<T, W>& a) {
   }
 }
 
-// Near 0 a polynomial in x^2, elsewhere 1 - e^p(|x|).
+// Entry k % 16 of a table in each lane.
+template <int W> PV_FN Vec<float, W> lookup(const float (&table)[16], const Vec<int32_t, W>& k) {
+#ifdef __AVX512F__
+  const __m512 all = _mm512_load_ps(table);
+  return convert<float>(k, [&](auto x) PV_INLINE { return (Reg<float, 16>)_mm512_permutexvar_ps((__m512i)x, all); });
+#else
+  const __m256 low = _mm256_load_ps(table), high = _mm256_load_ps(table + 8);
+  return convert<float>(k, [&](auto x) PV_INLINE {
+    const __m256 a = _mm256_permutevar8x32_ps(low, (__m256i)x), b = _mm256_permutevar8x32_ps(high, (__m256i)x);
+    return (Reg<float, 8>)_mm256_blendv_ps(a, b, (__m256)_mm256_slli_epi32((__m256i)x, 28));
+  });
+#endif
+}
+
+// Around the centre c = k * ERF_STEP that is nearest to |x|, erf is erf(c) + t * q(t) with t = |x| - c; around 0 it is
+// x + x * q(x). The step is one for which the erf(c) are close to numbers that a float can hold. Row d of the table has
+// the coefficients of t^d.
+constexpr float ERF_STEP = 0x1.04b4p-2f;
+alignas(64) constexpr float ERF[6][16] = {
+    {0x0p+0f, 0x1.1ff016p-2f, 0x1.0e9c24p-1f, 0x1.7099bcp-1f, 0x1.b34bcep-1f, 0x1.db3a2p-1f, 0x1.f04188p-1f,
+     0x1.f9ff4cp-1f, 0x1.fdf768p-1f, 0x1.ff6392p-1f, 0x1.ffd65ep-1f, 0x1.fff632p-1f, 0x1.fffdf6p-1f,
+     0x1.ffffap-1f, 0x1.fffffp-1f, 0x1.fffffep-1f},
+    {0x1.06eba8p-3f, 0x1.0ebc46p+0f, 0x1.bdc8f4p-1f, 0x1.4262c4p-1f, 0x1.9998ccp-2f, 0x1.c920aep-3f,
+     0x1.c0252p-4f, 0x1.81ec1ap-5f, 0x1.23ee86p-6f, 0x1.83f724p-8f, 0x1.c4e71ap-10f, 0x1.d06d4p-12f,
+     0x1.a2572ap-14f, 0x1.4b02fp-16f, 0x1.cc23p-19f, 0x1.18eea6p-21f},
+    {0x0p+0f, -0x1.13b39ap-2f, -0x1.c5f85ep-2f, -0x1.ec7532p-2f, -0x1.a11e52p-2f, -0x1.22f582p-2f,
+     -0x1.564ac6p-3f, -0x1.57e44p-4f, -0x1.29572p-5f, -0x1.bc6ffcp-7f, -0x1.200ep-8f, -0x1.43af7p-10f,
+     -0x1.40b194p-12f, -0x1.10a042p-14f, -0x1.2e7048p-17f, -0x1.ec2704p-19f},
+    {-0x1.81263ep-2f, -0x1.3a2e6p-2f, -0x1.1e2c3ep-3f, 0x1.1e9d5ap-5f, 0x1.254f02p-3f, 0x1.557454p-3f,
+     0x1.11e22ep-3f, 0x1.58417ep-4f, 0x1.6306a2p-5f, 0x1.3327acp-6f, 0x1.c38424p-8f, 0x1.1c2b4cp-9f,
+     0x1.33eb0ap-11f, 0x1.204e06p-13f, 0x1.d3ccaap-16f, 0x1.498b18p-18f},
+    {0x0p+0f, 0x1.059bap-3f, 0x1.75550cp-3f, 0x1.2b92c4p-3f, 0x1.013eccp-4f, -0x1.612e42p-7f, -0x1.782172p-5f,
+     -0x1.7e9b54p-5f, -0x1.044064p-5f, -0x1.17b414p-6f, -0x1.ebf42ap-8f, -0x1.7f5486p-9f, -0x1.8988bp-11f,
+     -0x1.d5dec8p-13f, -0x1.ad9fa6p-13f, 0x1.3405fcp-14f},
+    {0x1.cb84e6p-4f, 0x1.4176aap-4f, 0x1.372754p-8f, -0x1.c1715ep-5f, -0x1.17314p-4f, -0x1.698eacp-5f,
+     -0x1.85cf76p-7f, 0x1.080cbep-7f, 0x1.aa83cep-7f, 0x1.449ea8p-7f, 0x1.612b1ep-8f, 0x1.2e0cf6p-9f,
+     0x1.a65ef4p-11f, 0x1.ecd716p-13f, 0x1.e5d3a8p-15f, 0x1.97e5fp-17f},
+};
 template <class T, int W> PV_FN Vec<T, W> erf(const Vec<T, W>& a) {
   if constexpr (sizeof(T) == 8) return erf_sleef(a);
   else {
-    const auto x = clamp(abs(a), 0.0f, 4.0f);
-    const auto near = polynomial(mul(x, x), 0.128379166f, -0.37612626f, 0.112835854f, -0.0268538129f, 0.00518832775f,
-                                 -0.000801019371f, 7.85386073e-05f);
-    const auto far = polynomial(x, 0.000188466613f, -1.12958026f, -0.633216381f, -0.108422093f, 0.025210334f,
-                                -0.00420528278f, 0.000441472337f, -2.16975895e-05f);
-    const auto parts = exp_parts(far);
-    const auto rest = scale(add(parts.less_one, splat<W>(1.0f)), parts.n);
-    const auto one = splat<W>(1.0f);
-    return copysign(where(lt(x, one), fma(near, x, x), sub(one, rest)), a);
+    const auto x = clamp(abs(a), 0.0f, 3.935f);  // from 3.926 on it is 1
+    const auto centre = round(mul(x, splat<W>(1 / ERF_STEP)));
+    const auto t = fma(centre, splat<W>(-ERF_STEP), x);
+    const auto k = convert<int32_t>(centre);
+    auto q = lookup(ERF[5], k);
+    q = fma(q, t, lookup(ERF[4], k));
+    q = fma(q, t, lookup(ERF[3], k));
+    q = fma(q, t, lookup(ERF[2], k));
+    q = fma(q, t, lookup(ERF[1], k));
+    const auto base = where(eq(centre, splat<W>(0.0f)), t, lookup(ERF[0], k));
+    return copysign(fma(q, t, base), a);
   }
 }
 
@@ -1154,5 +1269,35 @@ template <class Op, class T, int W> PV_FN T total(const Vec<T, W>& a) {
     return fold<Op, T, Vec<T, W>::lanes>(fold_registers<Op, 0, Vec<T, W>::count>(a));
   }
 }
+
+// The same for each lane of a vector. Positions are I, wide enough for the last one; the position of lane 0 is given.
+// Once the first elements are seen few are better than all before, so the common step is a comparison and a branch.
+template <class Op, class T, int W, class I> struct Arg {
+  static constexpr bool greatest = std::is_same_v<Op, Max>;
+  Vec<T, W> best = splat<W>(Op::template identity<T>);
+  Vec<I, W> at = splat<W>(I(0));  // where the identity is the best, the first element is the first of equals
+  PV_FN Vec<bool, W> better(const Vec<T, W>& a) const {  // or one of the two is NaN
+    return greatest ? compare<NOT_LE>(a, best) : compare<NOT_LE>(best, a);
+  }
+  PV_FN void take(const Vec<bool, W>& better, const Vec<T, W>& a, int64_t i) {
+    const auto now = is_float<T> ? bitwise_and(better, compare<EQ>(best, best)) : better;
+    best = where(now, a, best);
+    at = where(now, splat<W>(I(i)), at);
+  }
+  PV_FN void add(const Vec<T, W>& a, int64_t i, All<W> = {}) {
+    const auto m = better(a);
+    if (any(m)) take(m, a, i);
+  }
+  PV_FN void add(const Vec<T, W>& a, int64_t i, const Some<W>& n) { take(both(better(a), n), a, i); }
+  PV_FN Vec<int64_t, W> value() const { return cast<int64_t>(at); }
+  // The first of all lanes, where neighbouring lanes have neighbouring positions.
+  PV_FN int64_t first() const {
+    const T winner = total<Op>(best);
+    const auto same = winner == winner ? compare<EQ>(best, splat<W>(winner)) : compare<NE>(best, best);
+    const auto place = add_lanes(at);
+    return total<Min>(where(same, place, splat<W>(std::numeric_limits<I>::max())));
+  }
+  PV_FN static Vec<I, W> add_lanes(const Vec<I, W>& a) { return pv::add(a, cast<I>(iota<W>(0, 1))); }
+};
 
 }  // namespace pv

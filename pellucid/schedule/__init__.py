@@ -10,6 +10,7 @@ from pellucid.schedule.dead import remove_dead
 from pellucid.schedule.fuse import fuse
 from pellucid.schedule.normalize import normalize
 from pellucid.schedule.order import order
+from pellucid.schedule.two_phase import split_reductions
 
 __all__ = ["schedule"]
 
@@ -23,6 +24,8 @@ def schedule(program: Program, options: Options) -> tuple[Program, list[Decision
         program, fused = fuse(program, options)
         decisions += fused
         program = remove_dead(program)
+    program, split = split_reductions(program, options)
+    decisions += split
     program = clean_up(program)
     program, ordered = order(program)
     return program, decisions + ordered

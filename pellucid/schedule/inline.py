@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pellucid.ir.index import Expr, FloorDiv, Mod
+from pellucid.ir.index import Expr, FloorDiv, Mod, in_range
 from pellucid.ir.nodes import CheckIndex, Compute, Kernel, Line, Load, Reduce, Store, operands
 from pellucid.ir.types import DType
 from pellucid.schedule.graph import FusionGraph
@@ -120,14 +120,19 @@ def _may_fail(lines: Iterable[Line]) -> bool:
 def _copy(recipe: Recipe, point: Mapping[str, Expr], consumer: Kernel, mask: str | None, number: int) -> list[Line]:
     """The lines of the recipe at another point, under new names; the stored value comes last.
 
-    Where the consumer's load is masked, the point may not exist: then no memory is touched for it.
+    Where the consumer's load is masked, the point may not exist: then no memory is touched for it, unless the
+    element exists all the same (a parameter per channel, under a mask that depends on the row).
     """
+    numel = {param.name: param.numel for param in recipe.kernel.params}
     names = {line.out: f"copy{number}:v{place}" for place, line in enumerate(recipe.lines)}
     lines: list[Line] = []
     for line in Rewrite(names, point, {}, consumer.ranges).lines(recipe.lines):
         line = replace(line, origin=line.origin.step("fuse"))
         if mask is not None and isinstance(line.rhs, Load):
             both = mask
+            if line.rhs.mask is None and in_range(line.rhs.index, numel[line.rhs.buffer], consumer.ranges):
+                lines.append(line)
+                continue
             if line.rhs.mask is not None:
                 both = f"{line.out}.mask"
                 rhs = Compute("bitwise_and", (mask, line.rhs.mask))

@@ -95,11 +95,12 @@ class _Digits:
         forms: dict[str, Expr] = {}
         pieces: dict[str, tuple[str, ...]] = {}
         for name, digits in self.digits.items():
+            if len(digits) == 1 and digits[0].name == name:
+                continue
             form, weight = ZERO, ONE
             for digit in digits:
                 form, weight = form + weight * var(digit.name), weight * digit.extent
-            if form != var(name):
-                forms[name], pieces[name] = form, self.names([name])
+            forms[name], pieces[name] = form, self.names([name])
         return Rewrite(axes=forms, pieces=pieces, ranges={axis.name: axis.extent for axis in space})
 
 

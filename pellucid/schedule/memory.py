@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from heapq import heappop, heappush
 
 from pellucid.errors import InternalError
 from pellucid.ir.index import Expr
@@ -13,7 +14,10 @@ from pellucid.schedule.deps import reads, writes
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
-_MANY = 2000  # with more temporaries than this, placing by size takes too long
+# Placing by size compares temporaries that live in the same stretch of so many nodes, and gives up after so many looks,
+# which take some tenths of a second.
+_STRETCH = 32
+_MOST_LOOKS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,13 @@ def plan_memory(program: Program, sizes: Callable[[Expr], int], leave_out: Colle
     """
     lives = lifetimes(program, sizes, leave_out)
     # Placing large buffers first is near-optimal for most graphs, placing in order of birth for chains.
-    orders = [sorted(lives, key=lambda life: (life.first, -life.size, life.buffer))]
-    if len(lives) <= _MANY:
-        orders.append(sorted(lives, key=lambda life: (-life.size, life.first, life.buffer)))
-    offsets, arena_bytes = min((_place(order) for order in orders), key=lambda plan: plan[1])
-    return MemoryPlan(offsets, arena_bytes, _peak(lives))
+    bound = _peak(lives)
+    offsets, arena_bytes = _place_by_birth(sorted(lives, key=lambda life: (life.first, -life.size, life.buffer)))
+    if arena_bytes > bound:
+        other = _place_by_size(sorted(lives, key=lambda life: (-life.size, life.first, life.buffer)))
+        if other is not None and other[1] < arena_bytes:
+            offsets, arena_bytes = other
+    return MemoryPlan(offsets, arena_bytes, bound)
 
 
 def lifetimes(program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = ()) -> list[Lifetime]:
@@ -101,18 +107,91 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _place(order: Sequence[Lifetime]) -> tuple[dict[str, int], int]:
-    """Offsets for `order`, each buffer in the tightest gap among those placed before that live with it."""
-    by_birth = all(one.first <= other.first for one, other in pairwise(order))
+def _place_by_birth(order: Sequence[Lifetime]) -> tuple[dict[str, int], int]:
+    """Offsets for `order`, which is by first node: what is dead does not come back, so its memory is free for good.
+
+    Each buffer takes the smallest gap between living ones that holds it, the first of equals, or the end.
+    """
     offsets: dict[str, int] = {}
-    placed: list[tuple[int, Lifetime]] = []
+    gaps = _Gaps()
+    living: list[tuple[int, int, int]] = []  # a heap of (last node, start, stop)
     end = 0
     for life in order:
-        if by_birth:  # what is dead now does not come back
-            placed = [(start, other) for start, other in placed if other.last >= life.first]
-        offset = _tightest_gap(life, placed)
+        while living and living[0][0] < life.first:
+            _, start, stop = heappop(living)
+            gaps.give_back(start, stop)
+        offset = gaps.take(life.size)
         offsets[life.buffer] = offset
-        placed.append((offset, life))
+        heappush(living, (life.last, offset, offset + life.size))
+        end = max(end, offset + life.size)
+    return offsets, end
+
+
+class _Gaps:
+    """Free memory below `end`, the end of what is taken; a gap is known by its size and by either of its ends."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._by_size: list[tuple[int, int]] = []
+        self._starts: dict[int, int] = {}  # from the start of a gap to its stop
+        self._stops: dict[int, int] = {}
+
+    def take(self, size: int) -> int:
+        """The start of `size` bytes that are taken now."""
+        place = bisect_left(self._by_size, (size, 0))
+        if size == 0 or place == len(self._by_size):
+            start = self.end if size else 0
+            self.end = max(self.end, start + size)
+            return start
+        width, start = self._by_size[place]
+        self._remove(start, start + width)
+        if width > size:
+            self._add(start + size, start + width)
+        return start
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Free what `take` gave."""
+        if start == stop:
+            return
+        if start in self._stops:
+            low = self._stops[start]
+            self._remove(low, start)
+            start = low
+        if stop in self._starts:
+            high = self._starts[stop]
+            self._remove(stop, high)
+            stop = high
+        if stop == self.end:
+            self.end = start
+        else:
+            self._add(start, stop)
+
+    def _add(self, start: int, stop: int) -> None:
+        self._starts[start], self._stops[stop] = stop, start
+        insort(self._by_size, (stop - start, start))
+
+    def _remove(self, start: int, stop: int) -> None:
+        del self._starts[start], self._stops[stop]
+        del self._by_size[bisect_left(self._by_size, (stop - start, start))]
+
+
+def _place_by_size(order: Sequence[Lifetime]) -> tuple[dict[str, int], int] | None:
+    """Offsets for `order`, each buffer in the tightest gap among those placed before that live with it.
+
+    None when too many live together for too long to compare them all.
+    """
+    offsets: dict[str, int] = {}
+    placed: dict[int, list[Lifetime]] = {}  # by stretch of nodes
+    end, looks = 0, 0
+    for life in order:
+        stretches = range(life.first // _STRETCH, life.last // _STRETCH + 1)
+        looks += sum([1 + len(placed.get(stretch, ())) for stretch in stretches])
+        if looks > _MOST_LOOKS:
+            return None
+        near = {other.buffer: other for stretch in stretches for other in placed.get(stretch, ())}
+        offsets[life.buffer] = offset = _tightest_gap(life, [(offsets[name], near[name]) for name in near])
+        for stretch in stretches:
+            placed.setdefault(stretch, []).append(life)
         end = max(end, offset + life.size)
     return offsets, end
 

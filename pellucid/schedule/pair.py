@@ -37,7 +37,7 @@ def refusal(subject: tuple[str, str], mismatch: Mismatch, facts: tuple[tuple[str
 def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options) -> Group | Mismatch:
     """Merge two groups of `graph` if every rule agrees; the earlier one becomes the first part of the kernel."""
     first, second = (one.kernel, other.kernel) if one.place < other.place else (other.kernel, one.kernel)
-    refused = _check_size(first, second, options)
+    refused = _check_size(first, second, options) or _check_scatter(first, second)
     if refused is not None:
         return refused
     joint = graph.joint(one, other)
@@ -96,6 +96,14 @@ def _check_size(first: Kernel, second: Kernel, options: Options) -> Mismatch | N
     least = len(first.body) + len(second.body) - vanishing
     if least > options.max_fused_lines:
         return Mismatch("size-limit", f"{least} lines or more are more than {options.max_fused_lines}")
+    return None
+
+
+def _check_scatter(first: Kernel, second: Kernel) -> Mismatch | None:
+    """Refuse to put other work into a scatter, which shares less of its work among threads, and does it in order."""
+    for kernel in (first, second):
+        if any(store.join or store.index.vals() for _, store in kernel.stores()):
+            return Mismatch("scatter", f"{kernel.name} adds to memory, or stores at indices that depend on values")
     return None
 
 

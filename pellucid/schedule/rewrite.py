@@ -43,6 +43,8 @@ class Rewrite:
 
     def index(self, index: Expr) -> Expr:
         """`index` in the new names and coordinates."""
+        if index.value is not None:
+            return index
         mapping: dict[Atom, Expr] = {Var(name): form for name, form in self.axes.items()}
         for name in index.vals():
             if name in self.values:
@@ -52,7 +54,7 @@ class Rewrite:
     def line(self, line: Line) -> Line:
         """`line` in the new names and coordinates; the same object when nothing changes."""
         rhs, out = self.rhs(line.rhs), self.values.get(line.out, line.out)
-        return line if rhs is line.rhs and out == line.out else replace(line, out=out, rhs=rhs)
+        return line if rhs is line.rhs and out == line.out else Line(out, rhs, line.dtype, line.origin)
 
     def rhs(self, rhs: Rhs) -> Rhs:
         """The right-hand side of a line in the new names and coordinates."""
@@ -75,10 +77,10 @@ class Rewrite:
             case Reduce(op, arg, axes):
                 new_axes = tuple([piece for axis in axes for piece in self.pieces.get(axis, (axis,))])
                 return rhs if new_axes == axes and arg not in self.values else Reduce(op, rename(arg, arg), new_axes)
-            case Store(buffer, index, arg):
+            case Store(buffer, index, arg, join):
                 if not self.axes and arg not in self.values and not index.vals():
                     return rhs
-                return Store(buffer, self.index(index), rename(arg, arg))
+                return Store(buffer, self.index(index), rename(arg, arg), join)
             case _:
                 assert_never(rhs)
 

@@ -113,6 +113,24 @@ kernel transposed(x: bf16[60000], y: f32[60000], o: f32[60000]) {
 }
 """
 
+TRANSPOSED_STORE = """\
+kernel transposed_store(x: f32[60000], o: f32[60000], q: f32[60000]) {
+  axes i: 200, j: 300
+  a: f32 = load x[300*i + j]
+  b: f32 = neg a
+  st: f32 = store o[i + 200*j], b
+  st2: f32 = store q[300*i + j], a
+}
+"""
+
+STRIDED = """\
+kernel strided(x: f32[40000], o: f32[200]) {
+  axes i: 200
+  a: f32 = load x[80*i]
+  st: f32 = store o[90*i], a
+}
+"""
+
 ARGMAX = """\
 kernel argmax(x: f32[5000], o: i64[50]) {
   axes i: 50, j: 100
@@ -132,5 +150,6 @@ CASES = {
     "embedding": EMBEDDING,
     "transposed_pad": TRANSPOSED_PAD,
     "transposed": TRANSPOSED,
+    "transposed_store": TRANSPOSED_STORE,
     "argmax": ARGMAX,
 }

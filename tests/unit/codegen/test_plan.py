@@ -87,9 +87,8 @@ kernel k(x: f32[512], o: f32[2048]) {
 @pytest.mark.parametrize(
     ("text", "options", "why"),
     [
-        (cases.ARGMAX, {}, "argmax is written for scalars only"),
         (cases.SOFTMAX, {"vectorize": False}, "switched off"),
-        (cases.TRANSPOSED_PAD, {}, "80 elements apart"),
+        (cases.STRIDED, {}, "80 elements apart"),
         ("kernel k(o: f32[1]) {\n  a: f32 = const 1.0\n  st: f32 = store o[0], a\n}\n", {}, "single point"),
     ],
 )
@@ -127,6 +126,54 @@ def test_a_transposed_load_is_read_in_squares() -> None:
     told = decision(kernel, "codegen.tile")
     assert told.ok and told.subject[1] == "x"
     assert "gather" not in kernel.source
+
+
+def test_a_masked_transposed_load_is_read_in_squares_and_masked_afterwards() -> None:
+    kernel = compile_text(cases.TRANSPOSED_PAD)
+    assert decision(kernel, "codegen.tile").ok
+    assert "gather" not in kernel.source and "pv::where(" in kernel.source
+
+
+def test_a_transposed_store_is_written_in_squares() -> None:
+    kernel = compile_text(cases.TRANSPOSED_STORE)
+    assert "written" in decision(kernel, "codegen.tile").why
+    assert "scatter" not in kernel.source
+
+
+@pytest.mark.parametrize("dtype", ["i64", "f64", "u8", "f16"])
+def test_squares_serve_every_element_size(dtype: str) -> None:
+    wide = "f32" if dtype == "f16" else dtype
+    text = f"""\
+kernel k(x: {dtype}[40000], o: {dtype}[40000]) {{
+  axes i: 200, j: 200
+  a: {wide} = load x[i + 200*j]
+  st: {wide} = store o[200*i + j], a
+}}
+"""
+    assert "gather" not in compile_text(text).source
+    assert decision(compile_text(text), "codegen.tile").ok
+
+
+def test_argmax_has_vectors_along_rows_and_along_columns() -> None:
+    rows = compile_text(cases.ARGMAX)
+    assert rows.plan.vector_is_reduced and ".first()" in rows.source
+    columns = compile_text(cases.ARGMAX.replace("100*i + j", "50*j + i"))
+    assert columns.plan.vector == columns.plan.inner and ".value()" in columns.source
+
+
+def test_narrow_floats_that_are_only_moved_stay_as_they_are() -> None:
+    text = """\
+kernel k(x: bf16[1000], y: bf16[1000], o: bf16[1000], q: bf16[1000]) {
+  axes i: 1000
+  a: f32 = load x[i]
+  b: f32 = load y[i]
+  c: f32 = neg b
+  st: f32 = store o[i], a
+  st2: f32 = store q[i], c
+}
+"""
+    dtypes = [param.dtype.value for param in compile_text(text).plan.kernel.params]
+    assert dtypes == ["i16", "bf16", "i16", "bf16"]
 
 
 def test_large_outputs_are_streamed_and_small_ones_are_not() -> None:

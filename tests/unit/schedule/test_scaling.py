@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 
 import pytest
 
+from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Program
 from pellucid.options import Options
 from pellucid.schedule import schedule
+from pellucid.schedule.memory import plan_memory
 from tests.unit.schedule.build import ProgramBuilder
 
 
@@ -45,24 +48,83 @@ def residual(length: int) -> Program:
     return b.finish(values[-1])
 
 
-def calls(program: Program) -> int:
-    """Python functions entered while scheduling."""
+def cheap_and_shared(length: int) -> Program:
+    """A chain of cheap values, each of which a library call wants in memory as well."""
+    b = ProgramBuilder()
+    x, w = b.input(16, 16), b.input(16, 16)
+    y = x
+    for _ in range(length // 3):
+        x = b.op("add", x, 1.0)
+        y = b.op("add", b.mm(y, w), x)
+    return b.finish(x, y)
+
+
+def joined(width: int) -> Program:
+    """Library calls whose results all wait until the end."""
+    b = ProgramBuilder()
+    x, w = b.input(16, 16), b.input(16, 16)
+    branches = [b.mm(x, w) for _ in range(width // 2)]
+    total = branches[0]
+    for branch in reversed(branches):
+        total = b.op("add", total, branch)
+    return b.finish(total)
+
+
+def layers(length: int) -> Program:
+    """Layers with weights of their own: as many inputs as library calls."""
+    b = ProgramBuilder()
+    x = b.input(16, 16)
+    for _ in range(length // 4):
+        y = b.op("tanh", b.mm(x, b.input(16, 16)))
+        x = b.op("div", y, b.reduce("max", y, 1))
+    return b.finish(x)
+
+
+def calls(work: Callable[[], object]) -> int:
+    """Python functions entered during `work`."""
     count = 0
 
     def profile(_frame: object, event: str, _arg: object) -> None:
         nonlocal count
         count += event == "call"
 
+    collecting = gc.isenabled()
+    gc.disable()  # finalizers of others would be counted
     sys.setprofile(profile)
     try:
-        schedule(program, Options(max_fused_lines=64))
+        work()
     finally:
         sys.setprofile(None)
+        if collecting:
+            gc.enable()
     return count
 
 
-@pytest.mark.parametrize("shape", [chain, wide, shared_by_all, residual])
+def static(size: Expr) -> int:
+    assert size.value is not None
+    return size.value
+
+
+@pytest.mark.parametrize("shape", [chain, wide, shared_by_all, residual, cheap_and_shared, joined, layers])
 def test_twice_the_program_is_twice_the_work(shape: Callable[[int], Program]) -> None:
     small, large = shape(200), shape(400)
-    schedule(small, Options())  # fill the caches of the index algebra
-    assert calls(large) <= 2.2 * calls(small)
+    options = Options(max_fused_lines=64)
+    schedule(small, options)  # fill the caches of the index algebra
+    assert calls(lambda: schedule(large, options)) <= 2.2 * calls(lambda: schedule(small, options))
+
+
+@pytest.mark.parametrize("shape", [shared_by_all, cheap_and_shared, joined, layers])
+def test_twice_the_buffers_are_twice_the_work_of_laying_out(shape: Callable[[int], Program]) -> None:
+    """Also where all of them are alive at once: no plan is better than one without gaps, so none is looked for."""
+    small, large = shape(400), shape(800)
+    assert calls(lambda: plan_memory(large, static)) <= 2.2 * calls(lambda: plan_memory(small, static))
+
+
+@pytest.mark.parametrize("length", [400, 800])
+def test_a_kernel_does_not_outgrow_the_limit(length: int) -> None:
+    """So the C++ compiler's time is linear too; each refusal says why."""
+    after, decisions = schedule(chain(length), Options(max_fused_lines=64))
+    assert len(after.nodes) == -(-length // 62)  # beside the operators a load and a store
+    refused = [decision for decision in decisions if decision.rule == "fuse.size"]
+    assert len(refused) == len(after.nodes) - 1
+    assert all("more than 64" in decision.why for decision in refused)
