@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+_OURS = str(Path(__file__).parent) + os.sep
+
 
 class PellucidError(Exception):
     """Base of all errors of this package.
@@ -53,3 +62,13 @@ class InternalError(PellucidError):
     """A bug in Pellucid: an invariant of the compiler does not hold."""
 
     code = "internal"
+
+
+def warn(message: str) -> None:
+    """Warn the user, at the line of theirs that led here if there is one (a thread of ours has none)."""
+    torch = getattr(sys.modules.get("torch"), "__file__", None) or _OURS
+    inner = (_OURS, os.path.dirname(torch) + os.sep, threading.__file__, contextlib.__file__, "<frozen importlib")
+    level, frame = 2, sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(inner):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level if frame is not None else 2)

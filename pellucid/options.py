@@ -6,8 +6,9 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
-from pellucid.errors import UserError
+from pellucid.errors import UserError, warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,16 @@ class Options:
     min_work_per_thread: int = 20_000
 
 
+VARIABLES = ("PELLUCID_CACHE_DIR", "PELLUCID_CXXFLAGS")
+"""What the environment can set beside options: the store's directory, and more flags for the compiler."""
+
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
 def make_options(given: Mapping[str, object] | None = None) -> Options:
     """Options from the environment and from `given`; raises `UserError` for an unknown name or a bad value."""
     known = {field.name: field.default for field in fields(Options)}
+    _check_environment((*(f"PELLUCID_{name.upper()}" for name in known), *VARIABLES))
     values: dict[str, object] = {}
     for name in known:
         text = os.environ.get(f"PELLUCID_{name.upper()}")
@@ -50,6 +55,16 @@ def make_options(given: Mapping[str, object] | None = None) -> Options:
             raise UserError(f"unknown option {name!r}", hint=f"{guess}known options: {', '.join(known)}")
         values[name] = _convert(name, value, known[name], source="options")
     return Options(**values)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1)
+def _check_environment(known: tuple[str, ...]) -> None:
+    """Warn, once, of variables that mean nothing: most often a name misspelt."""
+    for name in sorted(os.environ):
+        if name.startswith("PELLUCID_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            guess = f"did you mean {near[0]}? " if near else ""
+            warn(f"the environment variable {name} means nothing to Pellucid; {guess}Known: {', '.join(known)}")
 
 
 def _convert(name: str, value: object, default: object, *, source: str) -> object:

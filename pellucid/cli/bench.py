@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from pellucid.cli.exits import Exit
-from pellucid.cli.terminal import out, progress_bar
+from pellucid.cli.terminal import SECONDS, out, progress_bar
 
 
 @click.command()
@@ -23,8 +23,9 @@ from pellucid.cli.terminal import out, progress_bar
 @click.option("--dtype", default="f32", show_default=True, metavar="f32|bf16", help="Of weights and activations.")
 @click.option("--train", is_flag=True, help="Measure training steps: forward, loss, backward; dropout is off.")
 @click.option("--dynamic", is_flag=True, help="Compile with symbolic sizes (torch.compile's dynamic=True).")
+@click.option("--fallbacks", is_flag=True, help="List what Pellucid leaves to ATen, with its share of the time.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to use. Default: torch's choice.")
-@click.option("--budget", type=float, default=20.0, show_default=True, help="Seconds of timing per model.")
+@click.option("--budget", type=SECONDS, default=20.0, show_default=True, help="Seconds of timing per model.")
 @click.option(
     "--cold/--no-cold",
     default=True,
@@ -33,13 +34,16 @@ from pellucid.cli.terminal import out, progress_bar
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout instead of tables.")
 @click.option("--list", "list_models", is_flag=True, help="List the models and the backends, and stop.")
-def bench(models, backends, batch, seq, dtype, train, dynamic, threads, budget, cold, as_json, list_models) -> None:
+def bench(
+    models, backends, batch, seq, dtype, train, dynamic, fallbacks, threads, budget, cold, as_json, list_models
+) -> None:
     """Measure MODELs (default: mobilebert) under eager and torch.compile backends, side by side.
 
     Exits with 1 when a backend failed or its numbers are wrong, and with 125 when a model cannot be built.
     """
     from pellucid.bench import Settings, UnknownName
     from pellucid.bench import bench as run
+    from pellucid.bench.models import DoesNotFit
     from pellucid.bench.subjects import DEFAULT_SUBJECTS, known_subjects
     from pellucid.bench.table import LEGEND, model_list, report_table
 
@@ -47,11 +51,13 @@ def bench(models, backends, batch, seq, dtype, train, dynamic, threads, budget, 
         out.print(model_list())
         out.print("backends: " + ", ".join(known_subjects()))
         return
-    settings = Settings(backends or DEFAULT_SUBJECTS, batch, seq, dtype, threads or 0, budget, cold, train, dynamic)
+    settings = Settings(
+        backends or DEFAULT_SUBJECTS, batch, seq, dtype, threads or 0, budget, cold, train, dynamic, fallbacks
+    )
     try:
         with progress_bar() as progress:
             report = run(models or ["mobilebert"], settings, progress)
-    except UnknownName as e:
+    except (UnknownName, DoesNotFit) as e:
         raise click.UsageError(str(e)) from e
     except ModuleNotFoundError as e:
         if e.name != "transformers":

@@ -9,12 +9,12 @@ import click
 from rich.padding import Padding
 
 from pellucid.cli.exits import Exit
-from pellucid.cli.terminal import out, progress_bar
+from pellucid.cli.terminal import SECONDS, out, progress_bar
 
 
 @click.command()
 @click.option("--model", default="mobilebert", show_default=True, help="Any model that `pellucid bench` knows.")
-@click.option("--budget", type=float, default=20.0, show_default=True, help="Seconds of timing.")
+@click.option("--budget", type=SECONDS, default=20.0, show_default=True, help="Seconds of timing.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path, file_okay=False), help="Where the run folder goes.")
 def demo(model: str, budget: float, folder: Path | None) -> None:
     """Compile and run a model with eager, Inductor and Pellucid, and write a run folder to look into."""

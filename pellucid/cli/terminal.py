@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 out = Console(highlight=False)
+
+
+class _Seconds(click.ParamType):
+    """A time that makes sense: more than zero, and not for ever."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = click.FLOAT.convert(value, param, ctx)
+        if not (math.isfinite(seconds) and seconds > 0):
+            self.fail(f"{value} is no time to spend: give seconds, more than 0", param, ctx)
+        return seconds
+
+
+SECONDS = _Seconds()
 
 
 @contextmanager

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import shlex
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from pellucid.errors import InternalError, ToolchainError
-from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, prelude_hash, source_text
-from pellucid.native.cpu import cpu
+from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, explain, prelude_hash, source_text
+from pellucid.native.cpu import usable_cores
+from pellucid.native.library import open_library
+from pellucid.native.locks import Lock
 from pellucid.native.store import KernelStore, batch_id, default_root, text_hash
-from pellucid.native.toolchain import Toolchain, detect
+from pellucid.native.toolchain import Toolchain, detect, remember
 
 _SHARD_CHARS = 8_000
 """Text that justifies a compiler process of its own: starting one costs as much as compiling about this much."""
@@ -81,6 +81,7 @@ def build(
             raise InternalError(f"{name!r} cannot be the name of a kernel: it is not a C identifier")
     toolchain = toolchain or default_toolchain()
     store = store or default_store(toolchain)
+    compiler = Compiler(toolchain, store)
     addresses = _loaded(sources, store)
     wanted = {name: text for name, text in sources.items() if name not in addresses}
     found = store.find(wanted)
@@ -91,11 +92,11 @@ def build(
         with store.lock(batch_id(missing)):  # another process may be building, or may just have built, the same
             addresses |= _load(store.find(missing), missing, store)
             missing = {name: text for name, text in missing.items() if name not in addresses}
-            addresses |= _build_missing(missing, compiler_for(toolchain, store), times)
+            addresses |= _build_missing(missing, compiler, times)
     report = BuildReport(
         found=tuple(name for name in sources if name not in missing),
         built=tuple(missing),
-        pch_s=times.pch,
+        pch_s=compiler.pch_s,
         compile_s=times.compile,
         link_s=times.link,
         total_s=time.perf_counter() - started,
@@ -105,22 +106,15 @@ def build(
 
 def default_toolchain() -> Toolchain:
     """The toolchain of this process; what it takes to identify the compiler is remembered in the store's root."""
-    return detect(default_root() / "compilers.json")
+    return detect(default_root())
 
 
 def default_store(toolchain: Toolchain | None = None) -> KernelStore:
     """The store of this process for a toolchain and the present header."""
     toolchain = toolchain or default_toolchain()
-    return _store(f"v1-{toolchain.key}-{prelude_hash()}", default_root())
-
-
-def compiler_for(toolchain: Toolchain, store: KernelStore) -> Compiler:
-    """The compiler of this process for a toolchain and a store; they share precompiled headers."""
-    with _lock:
-        known = _compilers.get(id(store))
-        if known is None or known.toolchain != toolchain:
-            known = _compilers[id(store)] = Compiler(toolchain, store)
-        return known
+    store = _store(f"v1-{toolchain.key}-{prelude_hash()}", default_root())
+    remember(toolchain, store.directory)
+    return store
 
 
 def warm_up() -> None:
@@ -134,20 +128,9 @@ def warm_up() -> None:
 
 # ----------------------------------------------------------------------------------------------- private
 
-_lock = threading.Lock()
-_compilers: dict[int, Compiler] = {}
+_lock = Lock()
 _libraries: dict[Path, ctypes.CDLL] = {}
 _addresses: dict[tuple[str, str, str], int] = {}
-
-
-def _after_fork() -> None:
-    """In a forked child: a lock that another thread held at that moment would never be released."""
-    global _lock
-    _lock = threading.Lock()
-    _compilers.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 @lru_cache(maxsize=8)
@@ -157,14 +140,13 @@ def _store(key: str, _root: Path) -> KernelStore:
 
 @dataclass(slots=True)
 class _Times:
-    pch: float = 0.0
     compile: float = 0.0
     link: float = 0.0
 
 
 def _warm_headers() -> None:
     try:
-        compiler = compiler_for(default_toolchain(), default_store())
+        compiler = Compiler(default_toolchain(), default_store())
         compiler.prepare_stub()
         if not (compiler.store.directory / "files" / "prelude.h").exists():
             compiler.prepare_headers()
@@ -208,27 +190,28 @@ def _address(path: Path, name: str) -> int:
     """Address of a symbol. Raises OSError or AttributeError. Libraries stay loaded for the life of the process."""
     library = _libraries.get(path)
     if library is None:
-        library = _libraries[path] = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        library = _libraries[path] = open_library(path, ctypes.CDLL)
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
 def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times) -> dict[str, int]:
     if not kernels:
         return {}
-    before = compiler.pch_s
     compiler.prepare_headers()
-    times.pch = compiler.pch_s - before
     compiler.prepare_stub()
     shards = _shards(kernels)
-    with ThreadPoolExecutor(max_workers=min(cpu().cores, len(shards))) as workers:
-        paths = list(workers.map(lambda shard: _build_shard(shard, compiler, times), shards))
+    paths = compiler.children.each(lambda shard: _build_shard(shard, compiler, times), shards)
     addresses: dict[str, int] = {}
     for path, shard in zip(paths, shards, strict=True):
         for name, text in shard.items():
             try:
                 address = _address(path, name)
             except (OSError, AttributeError) as error:
-                raise _cannot_load(name, path, error) from error
+                raise ToolchainError(
+                    f"kernel {name} was built but cannot be loaded: {error}",
+                    hint=f"the compiler, {shlex.join(compiler.toolchain.compiler)}, may be broken: set CXX to another",
+                    context={"library": path},
+                ) from error
             addresses[name] = _addresses[_identity(name, text, compiler.store)] = address
     return addresses
 
@@ -236,7 +219,7 @@ def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times
 def _shards(kernels: Mapping[str, str]) -> list[dict[str, str]]:
     """Split into batches of about equal text, at most a few for each core: longest first, into the emptiest."""
     total = sum(len(text) for text in kernels.values())
-    count = min(len(kernels), cpu().cores * _SHARDS_PER_CORE, -(-total // _SHARD_CHARS))
+    count = min(len(kernels), usable_cores() * _SHARDS_PER_CORE, -(-total // _SHARD_CHARS))
     shards: list[dict[str, str]] = [{} for _ in range(max(1, count))]
     sizes = [0] * len(shards)
     for name, text in sorted(kernels.items(), key=lambda item: -len(item[1])):
@@ -247,16 +230,9 @@ def _shards(kernels: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _build_shard(kernels: Mapping[str, str], compiler: Compiler, times: _Times) -> Path:
-    """Compile and link a batch into the store; once more in the temporary directory if the disk is full."""
-    directory = compiler.store.directory
+    """Compile and link a batch into the store."""
     try:
-        return _try_shard(kernels, compiler, times)
-    except CompilerFailed as failed:
-        if not failed.out_of_space:
-            raise _explain(failed, kernels, compiler) from None
-    compiler.store.out_of_space(directory)
-    try:
-        return _try_shard(kernels, compiler, times)
+        return compiler.twice(lambda: _try_shard(kernels, compiler, times))
     except CompilerFailed as failed:
         raise _explain(failed, kernels, compiler) from None
 
@@ -281,15 +257,14 @@ def _try_shard(kernels: Mapping[str, str], compiler: Compiler, times: _Times) ->
 
 def _explain(failed: CompilerFailed, kernels: Mapping[str, str], compiler: Compiler) -> ToolchainError:
     """The error to raise for a failed batch: it names the kernel to blame."""
+    if failed.killed:
+        return explain(failed, f"it was compiling {', '.join(kernels)}", "")
     fault = blame(failed.output, kernels)
     if fault is None:
         fault, failed = _try_each(failed, kernels, compiler)
     if fault is None:
-        return ToolchainError(
-            "the compiler failed on a batch of kernels, though on none of them alone",
-            hint="run the command again; the machine may be out of memory or disk space",
-            context={"command": shlex.join(failed.command), "output": failed.output[-2000:]},
-        )
+        what = "the compiler failed on a batch of kernels, though on none of them alone"
+        return explain(failed, what, "run the program again; the machine may be out of memory or disk space")
     return KernelCompileError(fault, kernels[fault.kernel], failed)
 
 
@@ -311,11 +286,3 @@ def _try_each(
 
 def _first_error(lines: Iterable[str]) -> str:
     return next((line.strip() for line in lines if "error" in line), "no message")
-
-
-def _cannot_load(name: str, path: Path, error: Exception) -> ToolchainError:
-    return ToolchainError(
-        f"kernel {name} was built but cannot be loaded: {error}",
-        hint="if the store lies on a file system mounted noexec, set PELLUCID_CACHE_DIR to another place",
-        context={"library": path},
-    )

@@ -8,19 +8,22 @@ import re
 import shlex
 import shutil
 import subprocess
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from pellucid.errors import ToolchainError
+from pellucid.native.children import Children
 from pellucid.native.store import KernelStore
-from pellucid.native.toolchain import Toolchain, include_dir
+from pellucid.native.toolchain import INSTALL_HINT, Toolchain, include_dir
 
 SOURCES = Path(__file__).parent
-_TIMEOUT_S = 900
+_TIMEOUT_S = 600
+_OTHER = "try another compiler: set CXX; GCC 12 and 13 are the best tested"
+_KILLED = "the compiler was ended by signal"
 _STUB = "libtorch_cpu.so"
 _PCH = "prelude.h.gch"
 
@@ -35,7 +38,12 @@ class CompilerFailed(Exception):
 
     @property
     def out_of_space(self) -> bool:
-        return "No space left on device" in self.output or "Disk quota exceeded" in self.output
+        return any(text in self.output for text in ("No space left on device", "Disk quota exceeded", "File too large"))
+
+    @property
+    def killed(self) -> bool:
+        """Whether a signal ended it, as the system's does when memory runs out; or it could not get any itself."""
+        return any(text in self.output for text in (_KILLED, "terminated program", "out of memory", "bad_alloc"))
 
 
 @lru_cache(maxsize=1)
@@ -46,22 +54,22 @@ def prelude_hash() -> str:
 
 @dataclass(slots=True)
 class Compiler:
-    """A toolchain at work for one store. Any number of threads may use it.
+    """A toolchain at work for one store, during one build. Any number of threads may use it.
 
-    pch_s: seconds that this process spent on the precompiled header.
+    children: its processes. pch_s: seconds spent waiting for the precompiled header.
     """
 
     toolchain: Toolchain
     store: KernelStore
+    children: Children = field(default_factory=Children)
     pch_s: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _headers: Path | None = None
 
     def compile(self, source: Path, output: Path) -> None:
         """Compile kernels to an object file. Raises CompilerFailed."""
         headers = self.prepare_headers()
         includes = ("-I", str(headers), "-I", str(include_dir()))
-        self.run((*self.toolchain.flags, *includes, "-c", str(source), "-o", str(output)))
+        self.run((*self.toolchain.flags, *includes, "-c", str(source)), output)
 
     def link(self, source: Path, output: Path, *flags: str) -> None:
         """Make a shared library, from an object file or from source. Raises CompilerFailed.
@@ -71,25 +79,46 @@ class Compiler:
         one would cost a third of a second of the linker's time.
         """
         stub = self.prepare_stub()
-        self.run(("-shared", *flags, str(source), "-Wl,--no-as-needed", str(stub), "-o", str(output)))
+        self.run(("-shared", *flags, str(source), "-Wl,--no-as-needed", str(stub)), output)
+
+    def twice(self, make: Callable[[], Path]) -> Path:
+        """`make()`; once more, elsewhere, if the disk was full; once more, by itself, if the compiler was killed.
+
+        The system kills one when memory runs out. Raises CompilerFailed.
+        """
+        directory = self.store.directory
+        alone: AbstractContextManager[None] = nullcontext()
+        try:
+            return make()
+        except CompilerFailed as failed:
+            if failed.out_of_space:
+                self.store.out_of_space(directory)
+            elif failed.killed:
+                alone = self.store.lock("memory")
+            else:
+                raise
+        with alone:
+            return make()
 
     def prepare_stub(self) -> Path:
-        """The empty library that stands for libtorch_cpu."""
-        stub = self.store.file(_STUB)
-        if stub:
-            return stub
+        """The empty library that stands for libtorch_cpu. Raises ToolchainError."""
+        try:
+            return self.store.file(_STUB) or self.twice(self._link_stub)
+        except CompilerFailed as failed:
+            raise explain(failed, "an empty library cannot be linked", _OTHER) from failed
+
+    def _link_stub(self) -> Path:
         with self.store.workspace() as work:
-            self.run(("-shared", "-nostdlib", f"-Wl,-soname,{_STUB}", "-x", "c++", os.devnull, "-o", str(work / _STUB)))
+            self.run(("-shared", "-nostdlib", f"-Wl,-soname,{_STUB}", "-x", "c++", os.devnull), work / _STUB)
             return self.store.add_file(_STUB, work / _STUB)
 
     def prepare_headers(self) -> Path:
         """The directory to include `prelude.h` from; with GCC a precompiled header lies there."""
-        with self._lock:
-            if self._headers is None:
-                started = time.perf_counter()
-                self._headers = self._precompile() if self.toolchain.kind == "gcc" else SOURCES
-                self.pch_s += time.perf_counter() - started
-            return self._headers
+        if self._headers is None:
+            started = time.perf_counter()
+            self._headers = self._precompile() if self.toolchain.kind == "gcc" else SOURCES
+            self.pch_s += time.perf_counter() - started
+        return self._headers
 
     def _precompile(self) -> Path:
         with self.store.lock(_PCH):
@@ -100,49 +129,52 @@ class Compiler:
                 shutil.copyfile(SOURCES / "prelude.h", work / "prelude.h")
                 command = (*self.toolchain.flags, "-I", str(include_dir()), "-x", "c++-header")
                 try:
-                    self.run((*command, str(work / "prelude.h"), "-o", str(work / _PCH)))
+                    self.run((*command, str(work / "prelude.h")), work / _PCH)
                 except CompilerFailed as error:
-                    if error.out_of_space:  # 50 MB that only save time
+                    if error.out_of_space or error.killed:  # it only saves time
                         return SOURCES
-                    raise ToolchainError(
-                        "the header of all kernels does not compile",
-                        hint="try another compiler: set CXX; GCC 12 and 13 are the best tested",
-                        context={"command": shlex.join(error.command), "output": error.output[:2000]},
-                    ) from error
+                    raise explain(error, "the header of all kernels does not compile", _OTHER) from error
                 # The precompiled header first: a header without it is only slow, the reverse is an error.
                 self.store.add_file(_PCH, work / _PCH)
                 return self.store.add_file("prelude.h", work / "prelude.h").parent
 
-    def run(self, arguments: tuple[str, ...]) -> None:
-        """Run the compiler. Raises CompilerFailed, or ToolchainError when it cannot be run at all."""
-        command = (*self.toolchain.compiler, *arguments)
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env={**os.environ, "LC_ALL": "C"},
-                timeout=_TIMEOUT_S,
+    def run(self, arguments: tuple[str, ...], output: Path) -> None:
+        """Run the compiler to make `output`. Raises CompilerFailed, or ToolchainError when it cannot be run at all."""
+        if self.toolchain.absent:
+            raise ToolchainError(
+                f"{self.toolchain.absent}; and the kernel store, made elsewhere, lacks something that is needed",
+                hint=f"run the same program, with the same sizes, where the store is filled; or install a compiler: "
+                f"{INSTALL_HINT}",
+                context={"store": self.store.root, "file": output.name},
             )
+        command = (*self.toolchain.compiler, *arguments, "-o", str(output))
+        try:
+            status, said = self.children.run(command, self.store, _TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             raise ToolchainError(
-                f"the C++ compiler did not finish in {_TIMEOUT_S} s", context={"command": shlex.join(command)}
+                f"the C++ compiler did not finish in {_TIMEOUT_S} s and was ended",
+                hint="try another compiler (set CXX), or look what it waits for",
+                context={"command": shlex.join(command)},
             ) from error
         except OSError as error:
             raise ToolchainError(
                 f"the C++ compiler cannot be run: {error}", context={"command": shlex.join(command)}
             ) from error
-        if done.returncode < 0:
-            raise ToolchainError(
-                f"the C++ compiler was killed by signal {-done.returncode}",
-                hint="most often the machine has run out of memory",
-                context={"command": shlex.join(command), "output": done.stdout[-2000:]},
-            )
-        if done.returncode != 0:
-            raise CompilerFailed(command, done.stdout)
+        if status < 0:
+            raise CompilerFailed(command, f"{said}\n{_KILLED} {-status}")
+        # A program that ignores SIGCHLD, or waits for all its children, keeps the exit status from us.
+        if status != 0 or not output.exists():
+            raise CompilerFailed(command, said)
+
+
+def explain(failed: CompilerFailed, what: str, hint: str) -> ToolchainError:
+    """The error to raise for a failure that is nobody's kernel's. what: could not be done."""
+    if failed.killed:
+        what = f"the C++ compiler was killed, twice: {what}"
+        hint = "most often the machine, or the container, has run out of memory: give it more, or run less beside"
+    return ToolchainError(
+        what, hint=hint, context={"command": shlex.join(failed.command), "output": failed.output[-2000:].strip()}
+    )
 
 
 def source_text(kernels: Mapping[str, str]) -> str:

@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -40,7 +42,7 @@ def cpu() -> Cpu:
         name=fields.get("model name", fields.get("CPU part", "unknown")),
         machine=os.uname().machine,
         flags=frozenset(fields.get("flags", fields.get("Features", "")).split()),
-        cores=_cores(),
+        cores=usable_cores(),
         memory=_memory(),
         l1=caches.get(1, 0),
         l2=caches.get(2, 0),
@@ -55,25 +57,69 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _cores() -> int:
+def usable_cores() -> int:
+    """Cores that this process may use now, by affinity and cgroup quota."""
     allowed = len(os.sched_getaffinity(0))
     quota = _quota()
     return allowed if quota is None else max(1, min(allowed, round(quota)))
 
 
+def available_memory() -> int:
+    """Bytes that this process could still take without swapping, now: what the machine and every cgroup have left."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(_MEMINFO), re.MULTILINE)
+    left = [int(match[1]) << 10] if match else [_memory()]
+    for group in _cgroups("memory"):
+        for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            most, used = _number(group / limit), _number(group / usage)
+            if most is not None and used is not None:
+                left.append(most - used + _reclaimable(group))
+    return max(0, min(left))
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of files that a cgroup is charged for and could drop."""
+    match = re.search(r"^(?:total_)?inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
+    return int(match[1]) if match else 0
+
+
+def _cgroups(controller: str) -> list[Path]:
+    """Directories of the cgroups that this process is in, itself first; limits of all of them hold."""
+    directories: list[Path] = []
+    for line in _read(_MEMBERSHIP).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = _CGROUP / controller if controllers else _CGROUP
+        own = top / path.lstrip("/")
+        directories += [group for group in (own, *own.parents) if group.is_relative_to(top) and group.is_dir()]
+    return directories or [_CGROUP, _CGROUP / controller]
+
+
 def _quota() -> float | None:
-    """CPUs' worth of time that the cgroup grants, None without a limit."""
-    text = _read(_CGROUP / "cpu.max")
-    if not text:
-        text = f"{_read(_CGROUP / 'cpu/cpu.cfs_quota_us')} {_read(_CGROUP / 'cpu/cpu.cfs_period_us')}"
-    match = re.match(r"(\d+)\s+(\d+)", text)  # "max 100000" and "-1 100000" mean no limit
-    return int(match[1]) / int(match[2]) if match else None
+    """CPUs' worth of time that the cgroups grant, None without a limit."""
+    quotas: list[float] = []
+    for group in _cgroups("cpu"):
+        text = _read(group / "cpu.max")
+        if not text:
+            text = f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+        match = re.match(r"(\d+)\s+(\d+)", text)  # "max 100000" and "-1 100000" mean no limit
+        if match:
+            quotas.append(int(match[1]) / int(match[2]))
+    return min(quotas, default=None)
 
 
 def _memory() -> int:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    text = _read(_CGROUP / "memory.max") or _read(_CGROUP / "memory/memory.limit_in_bytes")
-    return min(total, int(text)) if text.strip().isdigit() else total
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for group in _cgroups("memory"):
+        found = (_number(group / "memory.max"), _number(group / "memory.limit_in_bytes"))
+        limits += [limit for limit in found if limit is not None]
+    return min(limits)
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None if there is none ("max": no limit)."""
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
 
 
 def _cache_sizes() -> dict[int, int]:

@@ -162,7 +162,7 @@ class _Encoder:
         out.text(call.name)
         match call:
             case KernelCall():
-                out.text("")
+                out.text(call.where)
                 self._kernel(out, call)
                 return "kernel"
             case OutCall() | FunctionalCall():
@@ -170,6 +170,7 @@ class _Encoder:
                 return self._operator(out, call)
             case PythonCall():
                 out.text(call.where)
+                out.word(_PYTHON)
                 self._python(out, call.function, call)
                 return "python: a Python function"
 
@@ -196,7 +197,8 @@ class _Encoder:
         try:
             arguments = self._boxed_arguments(call)
         except _Unboxable as why:
-            self._python(out, call.op, call)
+            out.word(_PYTHON)
+            self._python(out, _naming_itself(call), call)
             return f"python: {why}"
         schema = call.op._schema
         out.word(_DISPATCHER)
@@ -205,6 +207,7 @@ class _Encoder:
         out.words.extend(arguments)
         out.list([_returned(entry.type) for entry in schema.returns])
         out.list([-1 if view is None else self.view(view) for view in _outputs(call)])
+        self._python(out, _naming_itself(call), call)
         return "dispatcher"
 
     def _shim(self, call: OutCall) -> tuple[int, list[TensorView], float, float] | None:
@@ -278,9 +281,23 @@ class _Encoder:
             return list(_flatten(returned)) if outputs else []
 
         self.objects.append(trampoline)
-        out.word(_PYTHON, id(trampoline))
+        out.word(id(trampoline))
         out.list([self.view(view) for view in views])
         out.list([-1 if view is None else self.view(view) for view in outputs])
+
+
+def _naming_itself(call: OutCall | FunctionalCall) -> Callable[..., Any]:
+    """The operator as a Python function, which says in its exceptions, of eager's own type, where it stands."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call.op(*args, **kwargs)
+        except Exception as error:
+            kind = type(error)
+            text = f"{call.name}: {error}" + (f"\n  at {call.where}" if call.where else "")
+        raise kind(text)
+
+    return function
 
 
 @dataclass(frozen=True, slots=True)

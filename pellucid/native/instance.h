@@ -51,16 +51,17 @@ struct ShimCall {  // an out= operator with a C function of its own: its views a
   double beta, alpha;
 };
 
+struct PythonCall {
+  PyObject* function;       // from a list of tensors to a list of tensors
+  Words views, outputs;
+};
+
 struct DispatcherCall {
   enum Return : int64_t { kTensor, kTensorList, kOther };
   std::string op, overload;
   std::vector<Arg> args;
   Words returns, outputs;   // outputs: a view for each tensor returned, -1 where it is not used
-};
-
-struct PythonCall {
-  PyObject* function;       // from a list of tensors to a list of tensors
-  Words views, outputs;
+  PythonCall again;         // the same call, made when this one fails: Python raises eager's own exception
 };
 
 struct Call {
@@ -99,8 +100,10 @@ struct Plan {
 
   ~Plan() {
     for (auto& frame : frames) drop_arena_tensors(*frame);
-    for (Call& call : calls)
+    for (Call& call : calls) {
       if (auto* python = std::get_if<PythonCall>(&call.what)) Py_DecRef(python->function);
+      if (auto* dispatcher = std::get_if<DispatcherCall>(&call.what)) Py_DecRef(dispatcher->again.function);
+    }
   }
 
   void drop_arena_tensors(Frame& frame) {
@@ -184,20 +187,23 @@ class Reader {
       }
       case 1: out.what = ShimCall{static_cast<ShimCall::Which>(word()), words(), real(), real()}; break;
       case 2: {
-        DispatcherCall dispatcher{text(), text(), {}, {}, {}};
+        DispatcherCall dispatcher{text(), text(), {}, {}, {}, {}};
         list(dispatcher.args, [&] { return arg(); });
         dispatcher.returns = words();
         dispatcher.outputs = words();
+        dispatcher.again = python();
         out.what = std::move(dispatcher);
         break;
       }
-      case 3: {
-        out.what = PythonCall{reinterpret_cast<PyObject*>(word()), words(), words()};
-        Py_IncRef(std::get<PythonCall>(out.what).function);
-        break;
-      }
+      case 3: out.what = python(); break;
     }
     out.release = words();
+    return out;
+  }
+
+  PythonCall python() {
+    PythonCall out{reinterpret_cast<PyObject*>(word()), words(), words()};
+    Py_IncRef(out.function);
     return out;
   }
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
-import shlex
-import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -20,9 +17,11 @@ import torch
 import torch.autograd.profiler
 
 from pellucid.errors import ToolchainError, UnsupportedError
-from pellucid.native.build import compiler_for, default_store, default_toolchain
-from pellucid.native.compiler import SOURCES, Compiler, CompilerFailed
+from pellucid.native.build import default_store, default_toolchain
+from pellucid.native.compiler import SOURCES, Compiler, CompilerFailed, explain
 from pellucid.native.cpu import cpu
+from pellucid.native.library import open_library
+from pellucid.native.locks import Lock
 from pellucid.native.toolchain import include_dir
 
 _FILES = ("runtime.cpp", "instance.h", "memory.h", "torch_abi.h", "python_abi.h")
@@ -30,7 +29,7 @@ _WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # PyObject* THPVariable_Wrap(
 _TORCH_2_13 = "0x020d000000000000"
 _HINT = "Pellucid works with PyTorch 2.13; please report this with the output of `python -m torch.utils.collect_env`"
 _aoti: Any = getattr(torch._C, "_aoti")  # noqa: B009 (unknown to torch's type stubs)
-_lock = threading.Lock()
+_lock = Lock()
 
 
 class _Host(ctypes.Structure):
@@ -47,15 +46,6 @@ class _Host(ctypes.Structure):
         ("profiler_globals", ctypes.py_object),
         ("profiler_flag", ctypes.py_object),
     ]
-
-
-def _after_fork() -> None:
-    """In a forked child: if another thread held the lock at that moment, nobody would ever release it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def library() -> ctypes.PyDLL:
@@ -97,7 +87,7 @@ def default_pool_limit() -> int:
 
 
 def _build() -> Path:
-    compiler = compiler_for(default_toolchain(), default_store())
+    compiler = Compiler(default_toolchain(), default_store())
     digest = hashlib.sha256()
     for name in _FILES:
         digest.update((SOURCES / name).read_bytes())
@@ -111,32 +101,24 @@ def _build() -> Path:
 
 def _compile(compiler: Compiler, name: str) -> Path:
     flags = ("-std=c++20", "-O2", "-fPIC", "-w", f"-DTORCH_TARGET_VERSION={_TORCH_2_13}", "-I", str(include_dir()))
-    for _ in range(2):
-        directory = compiler.store.directory
+
+    def make() -> Path:
         with compiler.store.workspace() as work:
-            try:
-                compiler.link(SOURCES / "runtime.cpp", work / name, *flags)
-                return compiler.store.add_file(name, work / name)
-            except CompilerFailed as failed:
-                if failed.out_of_space:
-                    compiler.store.out_of_space(directory)
-                    continue
-                raise ToolchainError(
-                    "the native runtime does not compile",
-                    hint=_HINT,
-                    context={"command": shlex.join(failed.command), "output": failed.output[:2000]},
-                ) from failed
-    raise ToolchainError("the native runtime cannot be built: no space left on the device")
+            compiler.link(SOURCES / "runtime.cpp", work / name, *flags)
+            return compiler.store.add_file(name, work / name)
+
+    try:
+        return compiler.twice(make)
+    except CompilerFailed as failed:
+        raise explain(failed, "the native runtime does not compile", _HINT) from failed
 
 
 def _load(path: Path) -> ctypes.PyDLL:
     try:
-        return ctypes.PyDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        return open_library(path, ctypes.PyDLL)
     except OSError as error:
         raise ToolchainError(
-            f"the native runtime cannot be loaded: {error}",
-            hint="if the store lies on a file system mounted noexec, set PELLUCID_CACHE_DIR to another place",
-            context={"library": path},
+            f"the native runtime cannot be loaded: {error}", hint=_HINT, context={"library": path}
         ) from error
 
 

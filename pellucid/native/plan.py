@@ -74,6 +74,7 @@ class KernelCall:
     extent: number of parallel iterations; they are split evenly over
         `max(1, min(torch.get_num_threads(), extent // grain))` threads. Nothing is called when it is 0.
     checks: the message of IndexError for each index check of the kernel: status `1 + k` raises `checks[k]`.
+    where: the user's line, for error messages.
     """
 
     address: int
@@ -83,6 +84,7 @@ class KernelCall:
     grain: int
     name: str
     checks: tuple[str, ...] = ()
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,9 @@ PyThreadState* PyEval_SaveThread();
 void PyEval_RestoreThread(PyThreadState*);
 
 void PyErr_SetString(PyObject*, const char*);
-PyObject* PyErr_NoMemory();
+void PyErr_Clear();
 extern PyObject* PyExc_IndexError;
+extern PyObject* PyExc_MemoryError;
 extern PyObject* PyExc_RuntimeError;
 extern PyObject* PyExc_TypeError;
 extern PyObject _Py_NoneStruct;

@@ -56,9 +56,13 @@ AtenTensorHandle from_blob(void* data, const Words& shape, const Words& strides,
   return out;
 }
 
+Failure no_memory(int64_t bytes) {
+  return {"out of memory: cannot allocate " + std::to_string(bytes) + " bytes for a result", true};
+}
+
 void* pool_alloc(int64_t bytes) {
   void* block = pool.alloc(bytes);
-  if (!block) throw Failure{"out of memory: cannot allocate " + std::to_string(bytes) + " bytes for a result"};
+  if (!block) throw no_memory(bytes);
   return block;
 }
 
@@ -226,8 +230,20 @@ class Run {
     for (size_t i = 0; i < plan_.slots.size(); i++) {
       const Slot& slot = plan_.slots[i];
       if (slot.place == Place::kInput) frame_.pointer[i] = data_of(handle_at(&frame_.impl[slot.value]));
-      if (slot.place == Place::kOutput) frame_.pointer[i] = pool_alloc(slot.value);
+      if (slot.place != Place::kOutput) continue;
+      frame_.pointer[i] = pool.alloc(slot.value);
+      if (frame_.pointer[i]) [[likely]] continue;
+      current_ = writer(static_cast<int64_t>(i));
+      throw no_memory(slot.value);
     }
+  }
+
+  // The first kernel that has to do with a slot, or null.
+  const Call* writer(int64_t slot) const {
+    for (const Call& call : plan_.calls)
+      if (auto* kernel = std::get_if<KernelCall>(&call.what))
+        if (std::find(kernel->slots.begin(), kernel->slots.end(), slot) != kernel->slots.end()) return &call;
+    return nullptr;
   }
 
   bool dispatch(const Call& call) {
@@ -268,7 +284,11 @@ class Run {
   bool dispatcher(const DispatcherCall& call) {
     std::vector<StableIValue> stack(std::max(call.args.size(), call.returns.size()));
     for (size_t i = 0; i < call.args.size(); i++) stack[i] = boxed(call.args[i]);
-    check(torch_call_dispatcher(call.op.c_str(), call.overload.c_str(), stack.data(), TORCH_ABI_VERSION));
+    if (torch_call_dispatcher(call.op.c_str(), call.overload.c_str(), stack.data(), TORCH_ABI_VERSION)) {
+      with_gil([] { PyErr_Clear(); });  // operators written in Python leave their exception behind
+      if (!python(call.again)) return false;
+      throw Failure{"internal error: the dispatcher's C interface refused a call that Python could make"};
+    }
     std::vector<AtenTensorHandle> tensors;
     for (size_t i = 0; i < call.returns.size(); i++) {
       if (call.returns[i] == DispatcherCall::kTensor) tensors.push_back(reinterpret_cast<AtenTensorHandle>(stack[i]));
@@ -579,10 +599,10 @@ PyObject* run_in(Plan& plan, Frame& frame, PyObject* args) {
     }
   } catch (const Failure& failure) {
     if (thread) PyEval_RestoreThread(thread);
-    PyErr_SetString(PyExc_RuntimeError, run.describe(failure).c_str());
+    PyErr_SetString(failure.memory ? PyExc_MemoryError : PyExc_RuntimeError, run.describe(failure).c_str());
   } catch (const std::exception& error) {  // the standard library ran out of memory
     if (thread) PyEval_RestoreThread(thread);
-    PyErr_SetString(PyExc_RuntimeError, run.describe({error.what()}).c_str());
+    PyErr_SetString(PyExc_MemoryError, run.describe({error.what()}).c_str());
   }
   run.finish();
   return out;
@@ -598,7 +618,11 @@ PyObject* run(PyObject* self, PyObject* args) {
     return nullptr;
   }
   Arena* arena = arenas.acquire(plan.arena_bytes);
-  if (!arena) return PyErr_NoMemory();
+  if (!arena) {
+    PyErr_SetString(PyExc_MemoryError, ("out of memory: cannot allocate " + std::to_string(plan.arena_bytes) +
+                                        " bytes for the temporaries of a graph").c_str());
+    return nullptr;
+  }
   Frame* frame = frame_for(plan, arena);
   PyObject* out = frame ? run_in(plan, *frame, args) : nullptr;
   arenas.release(arena);

@@ -7,8 +7,8 @@
         locks/  tmp/            one lock per batch being built; work in progress
 
 Everything appears by `os.replace`, so a reader sees a file whole or not at all; what a crash or a full disk left
-half-written fails its checksum and is built again. The store holds code, so it uses only what this user owns and
-nobody else can write.
+half-written fails its checksum and is built again. The store holds code, so it uses only what this user or root
+owns and nobody else can write: a store that root has baked into a container image is as good as /usr/lib.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ import shutil
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import IO
 
-from pellucid.errors import StoreError
+from pellucid.errors import StoreError, warn
 
+POLL_S = 0.02
+"""Seconds between two looks at a lock that another holds."""
+
+_PATIENCE_S = 900
 _STALE_S = 24 * 3600
 _UNUSED_S = 30 * 24 * 3600
 _SPILL_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
@@ -53,10 +57,12 @@ def default_root() -> Path:
     if named := os.environ.get("PELLUCID_CACHE_DIR"):
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "pellucid"
-    except RuntimeError:  # no home directory: a well-known name is safe, because its owner is checked
-        return Path(tempfile.gettempdir()) / f"pellucid-{os.geteuid()}"
+    with contextlib.suppress(RuntimeError):
+        home = Path(base) if base else Path.home() / ".cache"
+        if home.is_absolute():
+            return home / "pellucid"
+    # No home directory: a well-known name is safe, because its owner is checked.
+    return Path(tempfile.gettempdir()) / f"pellucid-{os.geteuid()}"
 
 
 @lru_cache(maxsize=1)
@@ -89,7 +95,7 @@ class KernelStore:
     def __init__(self, key: str, root: Path | None = None) -> None:
         self.key = key
         asked = root is not None or "PELLUCID_CACHE_DIR" in os.environ
-        self.root = root or default_root()
+        self.root = _resolved(root or default_root())
         self._verified: dict[Path, str] = {}
         self._spilled = False
         try:
@@ -100,7 +106,7 @@ class KernelStore:
             self._spill(error.message)
         except OSError as error:
             if not asked or error.errno in _SPILL_ERRORS:
-                self._spill(f"{self.root} cannot be written: {error.strerror}")
+                self._spill(f"{self.root} cannot be used: {error.strerror}")
             else:
                 raise StoreError(
                     f"the kernel store {self.root} cannot be used: {error}",
@@ -193,23 +199,29 @@ class KernelStore:
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """Hold the lock of that name against other processes; does nothing where files cannot be locked.
+        """Hold the lock of that name against other threads and processes; nothing where files cannot be locked.
 
-        Without it, two processes that build the same kernels do the work twice and both are right.
+        Without it, two processes that build the same kernels do the work twice and both are right; so whoever has
+        waited for long, perhaps for one that hangs, goes on as well.
         """
-        try:
-            handle = open(self.directory / "locks" / name, "w")  # noqa: SIM115 (closed below)
-        except OSError:
+        started = time.monotonic()
+        while (held := self.try_lock(name)) is None and time.monotonic() - started < _PATIENCE_S:
+            time.sleep(POLL_S)
+        with held or contextlib.nullcontext():
             yield
-            return
-        with handle:
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:  # closing is not enough: a child forked meanwhile has the file open too
-                with contextlib.suppress(OSError):
-                    fcntl.flock(handle, fcntl.LOCK_UN)
+
+    def try_lock(self, name: str) -> contextlib.AbstractContextManager[None] | None:
+        """The lock of that name, to be entered and left; None when another holds it."""
+        try:
+            handle = open(self.directory / "locks" / name, "w")  # noqa: SIM115 (closed by _held)
+        except OSError:
+            return contextlib.nullcontext()
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            handle.close()
+            return None if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else contextlib.nullcontext()
+        return _held(handle)
 
     def out_of_space(self, directory: Path) -> None:
         """Say that the disk of `directory` (as given by the property of that name) is full.
@@ -243,6 +255,7 @@ class KernelStore:
     def _open(self, root: Path) -> None:
         """Make the directories, and refuse what others could have put code into."""
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_way(root)
         _check_safe(root)
         if not (root / self.key).exists():
             _remove_unused(root)
@@ -267,24 +280,25 @@ class KernelStore:
                 hint="free some space, or set PELLUCID_CACHE_DIR or TMPDIR to a directory that can be written",
             ) from error
         self._spilled = True
-        warnings.warn(
+        warn(
             f"Pellucid keeps the kernels it builds in {root}, for this process only: {why}. "
-            "Set PELLUCID_CACHE_DIR to a directory of yours that can be written.",
-            stacklevel=4,
+            "Set PELLUCID_CACHE_DIR to a directory of yours that can be written."
         )
 
     def _fail(self, error: OSError, directory: Path) -> None:
         """After a failed write in `directory`: carry on in the temporary one, or raise if this was it."""
         if directory != self.directory:  # another thread has dealt with it
             return
+        if not directory.is_dir():  # somebody cleared the store
+            try:
+                return self._open(_temporary_root() if self._spilled else self.root)
+            except OSError as why:
+                error = why
         if self._spilled:
             raise StoreError(
                 f"cannot write to the kernel store {self.directory}: {error.strerror}",
                 hint="free some space, or set PELLUCID_CACHE_DIR or TMPDIR to a directory that can be written",
             ) from error
-        if not self.directory.is_dir():  # somebody cleared the store
-            self._open(self.root)
-            return
         self._spill(f"{self.directory} cannot be written: {error.strerror or error}")
 
     def _directories(self) -> tuple[Path, ...]:
@@ -313,12 +327,22 @@ class KernelStore:
         if self._verified.get(path) == checksum:
             return path.exists()
         try:
-            good = _is_private(path.stat()) and _checksum(path) == checksum
+            good = _is_trusted(path.stat()) and _checksum(path) == checksum
         except OSError:
             return False
         if good:
             self._verified[path] = checksum
         return good
+
+
+@contextlib.contextmanager
+def _held(handle: IO[str]) -> Iterator[None]:
+    with handle:
+        try:
+            yield
+        finally:  # closing is not enough: a child forked meanwhile has the file open too
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def batch_id(kernels: Mapping[str, str]) -> str:
@@ -327,19 +351,45 @@ def batch_id(kernels: Mapping[str, str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
-def _is_private(status: os.stat_result) -> bool:
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _resolved(root: Path) -> Path:
+    """The place that a path means now: whatever becomes of links and of the current directory, it stays that."""
+    try:
+        return Path(os.path.realpath(root))
+    except OSError as error:
+        raise StoreError(
+            f"the kernel store {root} cannot be found: {error.strerror}", hint="set PELLUCID_CACHE_DIR to a full path"
+        ) from error
+
+
+def _is_owner(status: os.stat_result) -> bool:
+    """Whether it belongs to us, or to root, who could do anything to us anyway."""
+    return status.st_uid in (os.geteuid(), 0)
+
+
+def _is_trusted(status: os.stat_result) -> bool:
+    return _is_owner(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _check_safe(directory: Path) -> None:
     status = directory.stat()
-    if _is_private(status):
+    if _is_trusted(status):
         return
-    if status.st_uid != os.geteuid():
+    if not _is_owner(status):
         why, hint = f"belongs to another user (uid {status.st_uid})", "set PELLUCID_CACHE_DIR to a directory of yours"
     else:
         why, hint = "can be written by other users", f"chmod go-w {directory}"
     raise StoreError(f"the kernel store {directory} {why}, so code in it cannot be trusted", hint=hint)
+
+
+def _check_way(root: Path) -> None:
+    """Refuse a path that another user could lead elsewhere, by renaming a directory in it."""
+    for parent in root.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise StoreError(
+                f"the kernel store {root} can be replaced by other users, who can write to {parent}",
+                hint=f"chmod o-w {parent}, or set PELLUCID_CACHE_DIR to a directory that only you can reach",
+            )
 
 
 def _subdirectories(root: Path) -> list[Path]:
@@ -351,8 +401,8 @@ def _subdirectories(root: Path) -> list[Path]:
 
 def _remove_stale(tmp: Path) -> None:
     """Remove what builds that died have left."""
-    for path in tmp.iterdir():
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        for path in tmp.iterdir():
             if time.time() - path.stat().st_mtime > _STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -24,7 +25,11 @@ import torch
 from pellucid.errors import ToolchainError, UnsupportedError
 from pellucid.native.cpu import Cpu, cpu
 
-INSTALL_HINT = "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL), or set CXX to a compiler"
+INSTALL_HINT = (
+    "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL), zypper install gcc-c++ (SUSE), "
+    "apk add g++ (Alpine), pacman -S gcc (Arch); without root: pip install 'pellucid[zig]'; "
+    "or set CXX to a compiler"
+)
 MINIMUM_GCC = 12
 MINIMUM_CLANG = 14
 
@@ -32,6 +37,7 @@ MINIMUM_CLANG = 14
 _OPTIMIZE = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 _SHARED = ("-std=c++20", "-fPIC", "-fvisibility-inlines-hidden", "-fno-semantic-interposition", "-w")
 
+_NOTE = "toolchain.json"
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = frozenset({"avx512f", "avx512dq", "avx512vl", "avx512bw"})
 
@@ -45,6 +51,7 @@ class Toolchain:
     flags: all that go to every compilation of a kernel, include directories left out.
     isa: "AVX512" or "AVX2".
     key: a hash of all of this, of the CPU model and of the torch release; it is part of the store's layout.
+    absent: why there is no such compiler here; then only what the store already has can be used. Empty: there is.
     """
 
     compiler: tuple[str, ...]
@@ -53,6 +60,7 @@ class Toolchain:
     flags: tuple[str, ...]
     isa: str
     key: str
+    absent: str = ""
 
 
 def include_dir() -> Path:
@@ -61,21 +69,78 @@ def include_dir() -> Path:
 
 
 @lru_cache(maxsize=8)
-def detect(cache_file: Path | None = None) -> Toolchain:
-    """The toolchain of this process, found once: `$CXX`, else g++, else c++; `$PELLUCID_CXXFLAGS` adds flags.
+def detect(root: Path | None = None) -> Toolchain:
+    """The toolchain of this process, found once: `$CXX`, else g++, c++, clang++ or the `ziglang` package.
 
-    cache_file: where the compiler's version is remembered between processes, by its path, mtime and size.
-    Raises ToolchainError when there is no compiler or it is too old, UnsupportedError when the CPU is.
+    `$PELLUCID_CXXFLAGS` adds flags. root: of the kernel store. There the compiler's version is remembered between
+    processes, by its path, mtime and size; and where there is no compiler, one whose kernels the store holds is taken,
+    if they run here as they are. Raises ToolchainError when there is no compiler or it is too old, UnsupportedError
+    when the CPU is.
     """
-    compiler = _find_compiler(os.environ)
-    kind, version = _identify(compiler, cache_file)
-    _check_version(compiler, kind, version)
     isa = choose_isa(cpu(), torch.backends.cpu.get_cpu_capability())
-    extra = _words(os.environ, "PELLUCID_CXXFLAGS")
-    flags = (*_SHARED, *_OPTIMIZE, *_isa_flags(isa), *extra)
-    facts = (compiler, kind, version, flags, isa, cpu().name, sorted(cpu().flags), torch.__version__)
-    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    return Toolchain(compiler, kind, version, flags, isa, key)
+    flags = (*_SHARED, *_OPTIMIZE, *_isa_flags(isa), *_words(os.environ, "PELLUCID_CXXFLAGS"))
+    try:
+        compiler = _find_compiler(os.environ)
+        kind, version = _identify(compiler, root / "compilers.json" if root else None)
+        _check_version(compiler, kind, version)
+    except ToolchainError as error:
+        recalled = _recall(root, flags, isa, error.message) if root else None
+        if recalled is None:
+            raise
+        return recalled
+    facts = _facts(compiler, kind, version, flags, isa)
+    return Toolchain(compiler, kind, version, flags, isa, _key(facts))
+
+
+def remember(toolchain: Toolchain, directory: Path) -> None:
+    """Note in a directory of the store whose kernels lie there, for machines that have no compiler."""
+    path = directory / _NOTE
+    if not toolchain.absent and not path.exists():
+        t = toolchain
+        _write_json(path, _facts(t.compiler, t.kind, t.version, t.flags, t.isa))
+
+
+def _facts(compiler: tuple[str, ...], kind: str, version: str, flags: tuple[str, ...], isa: str) -> dict[str, object]:
+    """All that the machine code of a kernel depends on, its text aside."""
+    return {
+        "compiler": list(compiler),
+        "kind": kind,
+        "version": version,
+        "flags": list(flags),
+        "isa": isa,
+        "cpu": cpu().name,
+        "cpu_flags": sorted(cpu().flags),
+        "torch": torch.__version__,
+    }
+
+
+def _key(facts: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _recall(root: Path, flags: tuple[str, ...], isa: str, absent: str) -> Toolchain | None:
+    """A toolchain whose kernels this machine can run: all that matters is as here, and the CPU has what theirs had.
+
+    The note must yield the key under which it was found: a damaged one never does. The header is part of the
+    directory's name, and checked when the store is opened.
+    """
+    from pellucid.native.compiler import prelude_hash  # which imports this module
+
+    suffix = f"-{prelude_hash()}"
+    asked = _words(os.environ, "CXX")
+    for path in sorted(root.glob(f"v1-*{suffix}/{_NOTE}"), reverse=True):
+        facts = _read_json(path)
+        try:
+            compiler = tuple(map(str, facts["compiler"]))  # type: ignore[arg-type]
+            known = _facts(compiler, str(facts["kind"]), str(facts["version"]), flags, isa)
+            had = set(facts["cpu_flags"])  # type: ignore[call-overload]
+        except (KeyError, TypeError):
+            continue
+        same = known | {"cpu": facts.get("cpu"), "cpu_flags": facts["cpu_flags"]} == facts
+        meant = not asked or [os.path.basename(asked[0]), *asked[1:]] == [os.path.basename(compiler[0]), *compiler[1:]]
+        if same and meant and had <= cpu().flags and path.parent.name == f"v1-{_key(facts)}{suffix}":
+            return Toolchain(compiler, str(facts["kind"]), str(facts["version"]), flags, isa, _key(facts), absent)
+    return None
 
 
 def choose_isa(machine: Cpu, capability: str) -> str:
@@ -113,12 +178,15 @@ def _find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
         if not shutil.which(named[0]):
             raise ToolchainError(f"CXX names {named[0]!r}, which is not an executable", hint=INSTALL_HINT)
         return (shutil.which(named[0]) or named[0], *named[1:])
-    for name in ("g++", "c++"):
+    for name in ("g++", "c++", "clang++"):
         path = shutil.which(name)
         if path:
             return (path,)
+    zig = importlib.util.find_spec("ziglang")
+    if zig and zig.origin:
+        return (str(Path(zig.origin).with_name("zig")), "c++")
     raise ToolchainError(
-        "no C++ compiler found: neither g++ nor c++ is on PATH, and CXX is not set",
+        "no C++ compiler found: neither g++, c++ nor clang++ is on PATH, and CXX is not set",
         hint=INSTALL_HINT,
         context={"PATH": environ.get("PATH", "")},
     )
@@ -153,7 +221,7 @@ def _ask(compiler: tuple[str, ...]) -> tuple[str, str]:
     command = [*compiler, "-E", "-P", "-x", "c++", "-"]
     probe = "__clang_major__ __clang_minor__ __GNUC__ __GNUC_MINOR__ __GNUC_PATCHLEVEL__"
     try:
-        done = subprocess.run(command, input=probe, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, input=probe, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolchainError(
             f"the C++ compiler cannot be run: {error}", hint=INSTALL_HINT, context={"command": shlex.join(command)}
@@ -195,5 +263,6 @@ def _write_json(path: Path, value: Mapping[str, object]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(value))
+        with temporary.open("x") as file:  # never through a link that another user has put there
+            file.write(json.dumps(value))
         temporary.replace(path)

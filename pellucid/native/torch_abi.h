@@ -25,6 +25,7 @@ constexpr int32_t kByte = 0;     // c10::ScalarType::Byte
 
 struct Failure {
   std::string message;
+  bool memory = false;  // there was not enough: Python's MemoryError
 };
 
 // Throws what PyTorch says about the call that returned `status`.

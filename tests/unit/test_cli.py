@@ -207,3 +207,17 @@ def test_the_demo_prints_the_table_and_the_folder(monkeypatch, tmp_path):
     assert result.exit_code == Exit.BAD  # the example has failures
     assert "bert: batch 1 x 128" in result.stdout
     assert "decisions.csv" in result.stdout and "with its reason" in result.stdout
+
+
+@pytest.mark.parametrize("budget", ["nan", "-1", "0", "inf", "soon"])
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_a_budget_is_a_time(command, budget):
+    result = CliRunner().invoke(main, [command, "--budget", budget])
+    assert result.exit_code == 2 and "--budget" in result.output and "Traceback" not in result.output
+
+
+def test_a_sequence_longer_than_the_model_allows_is_a_wrong_call():
+    pytest.importorskip("transformers")
+    result = CliRunner().invoke(main, ["bench", "mobilebert", "--seq", "100000", "--no-cold", "--backend", "aot_eager"])
+    assert result.exit_code == 2
+    assert "mobilebert takes sequences of at most 512 tokens, not 100000" in result.output

@@ -141,7 +141,10 @@ def test_stores_that_others_can_write_are_refused(tmp_path):
 def test_stores_of_another_user_are_refused(tmp_path, monkeypatch):
     root = tmp_path / "store"
     KernelStore("key", root)
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    if os.geteuid() == 0:
+        os.chown(root, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(StoreError, match=r"belongs to another user \(uid"):
         KernelStore("key", root)
 

@@ -1,0 +1,38 @@
+"""Locks that a forked child finds free, whoever held them in the parent at that moment."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from contextlib import suppress
+
+
+class Lock:
+    """A mutual exclusion lock, used by `with`. In a child of `fork` it is free: its holder did not come along."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _locks.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(RuntimeError):  # in a forked child, whose parent's thread was in here: it is free already
+            self._lock.release()
+
+    def renew(self) -> None:
+        """Forget whoever holds it."""
+        self._lock = threading.Lock()
+
+
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for lock in list(_locks):
+        lock.renew()
+
+
+os.register_at_fork(after_in_child=_after_fork)
