@@ -40,7 +40,7 @@ class Settings:
     the time in seconds for the timed rounds of one model, start-up and compilation not counted. `threads` of
     0 leaves torch's own choice. `cold` asks for fresh processes that measure the time to the first result.
     `train` measures training steps (forward, loss and backward; dropout is off), `dynamic` compiles with
-    symbolic sizes.
+    symbolic sizes. `fallbacks` asks for the operators that Pellucid leaves to ATen, with their share of the time.
     """
 
     subjects: tuple[str, ...] = DEFAULT_SUBJECTS
@@ -52,6 +52,7 @@ class Settings:
     cold: bool = True
     train: bool = False
     dynamic: bool = False
+    fallbacks: bool = False
 
     @property
     def size(self) -> Size:
@@ -133,6 +134,7 @@ class _Trial:
 
     result: SubjectResult
     call: Callable[[], object] | None = field(default=None)
+    counter: Counter | None = field(default=None)
 
 
 def _try(workload: Workload, name: str, dynamic: bool, reference: list[torch.Tensor]) -> _Trial:
@@ -151,7 +153,7 @@ def _try(workload: Workload, name: str, dynamic: bool, reference: list[torch.Ten
             kernels=counts.kernels if counts else None,
             fallbacks=counts.fallbacks if counts else None,
         )
-        return _Trial(result, call)
+        return _Trial(result, call, counter)
     except Exception as e:
         return _Trial(SubjectResult(name, failure=_one_line(e)))
 
@@ -178,6 +180,10 @@ def _time(
             accurate=is_accurate(result.error, eager.result.error, workload.floating),
         )
 
+    if settings.fallbacks:
+        for trial in trials:
+            if trial.call is not None and trial.counter is not None:
+                trial.result = replace(trial.result, fallback_times=trial.counter.fallback_times(trial.call))
     subjects = tuple(finish(t.result) for t in trials)
     s = settings
     return ModelResult(workload.name, s.batch, s.seq, s.dtype, len(baseline), subjects, s.train, s.dynamic)

@@ -30,6 +30,10 @@ class UnknownName(ValueError):
         self.kind, self.name, self.known = kind, name, known
 
 
+class DoesNotFit(ValueError):
+    """A size that a model cannot have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One program and its inputs: `fn(**inputs)` is what a benchmark times.
@@ -81,8 +85,8 @@ class Model:
 def build(name: str, size: Size | None = None) -> Workload:
     """Build the workload `name` without touching the global random state.
 
-    Raises `UnknownName`; `ImportError` where a model needs transformers and it is not installed; `ValueError`
-    for a plain function that is to be trained.
+    Raises `UnknownName`, `DoesNotFit`; `ImportError` where a model needs transformers and it is not installed;
+    `ValueError` for a plain function that is to be trained.
     """
     if name not in MODELS:
         raise UnknownName("model", name, sorted(MODELS))
@@ -91,6 +95,7 @@ def build(name: str, size: Size | None = None) -> Workload:
         torch.manual_seed(SEED)
         fn, inputs = MODELS[name].make(size)
         if isinstance(fn, nn.Module):
+            _check_positions(name, fn, size)
             fn = fn.to(size.dtype).train(size.train)
         elif size.train:
             raise ValueError(f"{name} is a plain function: it has no parameters to train")
@@ -98,6 +103,14 @@ def build(name: str, size: Size | None = None) -> Workload:
             _disable_dropout(fn)
             inputs |= _labels(fn, inputs)
     return Workload(name, fn, inputs, size.dtype, size.train)
+
+
+def _check_positions(name: str, model: nn.Module, size: Size) -> None:
+    """Refuse sequences longer than the model's table of position embeddings."""
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    tables = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    if positions in tables and size.seq > positions:
+        raise DoesNotFit(f"{name} takes sequences of at most {positions} tokens, not {size.seq}")
 
 
 def _disable_dropout(model: nn.Module) -> None:

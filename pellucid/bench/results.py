@@ -31,6 +31,19 @@ class Startup:
 
 
 @dataclass(frozen=True, slots=True)
+class FallbackTime:
+    """Calls of one operator that a compiled program makes instead of running a kernel of its own, and why.
+
+    `calls` per call of the program; `share` of its time, as torch.profiler sees it.
+    """
+
+    op: str
+    reason: str
+    calls: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class SubjectResult:
     """One backend on one model.
 
@@ -40,6 +53,7 @@ class SubjectResult:
     is e(x) = max |x - reference| / rms(reference) against float64, the worst over all outputs; `accurate`
     says whether it is near eager's (see `pellucid.bench.accuracy`). `failure` is the exception that ended it.
     `kernels` were generated and `fallbacks` left to ATen, over all graphs; None where a backend doesn't tell.
+    `fallback_times` lists the latter where that was asked for, the dearest first.
     """
 
     name: str
@@ -54,6 +68,7 @@ class SubjectResult:
     accurate: bool | None = None
     kernels: int | None = None
     fallbacks: int | None = None
+    fallback_times: tuple[FallbackTime, ...] = ()
 
     @property
     def good(self) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import profile
 
 from pellucid.bench.accuracy import tensors
 from pellucid.bench.models import UnknownName, Workload
+from pellucid.bench.results import FallbackTime
 
 EAGER = "eager"
 PELLUCID = "pellucid"
@@ -68,7 +71,7 @@ def _loss(output: object) -> Tensor:
 
 
 class Counter:
-    """Counts what Pellucid compiles between its making and `counts()`."""
+    """Knows what Pellucid compiles between its making and a question."""
 
     def __init__(self, subject: str) -> None:
         self._subject = subject
@@ -78,9 +81,26 @@ class Counter:
         """The sums over all graphs compiled since; None for a subject that does not tell."""
         if self._subject != PELLUCID:
             return None
-        seen = {id(c) for c in self._before}
-        new = [c for c in self._compilations() if id(c) not in seen]
+        new = self._new()
         return Counts(sum(int(c.kernels) for c in new), sum(int(c.fallbacks) for c in new))
+
+    def fallback_times(self, call: Callable[[], object], calls: int = 3) -> tuple[FallbackTime, ...]:
+        """What the graphs compiled since leave to ATen or Python, by its share of the time of `call`."""
+        with profile() as profiler:
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            seconds = time.perf_counter() - start
+        spent = {event.key: event.cpu_time_total * 1e-6 for event in profiler.key_averages()}
+        shares: dict[tuple[str, str], list[float]] = {}
+        for fallback in (f for compilation in self._new() for f in compilation.calls):
+            shares.setdefault((fallback.op, fallback.reason), []).append(spent.get(fallback.name, 0.0) / seconds)
+        found = [FallbackTime(*key, calls=len(each), share=sum(each)) for key, each in shares.items()]
+        return tuple(sorted(found, key=lambda row: -row.share))
+
+    def _new(self) -> list:
+        seen = {id(c) for c in self._before}
+        return [c for c in self._compilations() if id(c) not in seen]
 
     def _compilations(self) -> list:
         if self._subject != PELLUCID:

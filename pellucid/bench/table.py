@@ -38,7 +38,22 @@ def model_table(result: ModelResult) -> RenderableType:
     for subject in result.subjects:
         style = None if subject.good else "red"
         table.add_row(subject.name, *(cell(subject) for _, cell in shown), style=style)
-    return Group(table, *(Text(line, style="red") for line in _complaints(result)))
+    fallbacks = [_fallback_table(s) for s in result.subjects if s.fallback_times]
+    return Group(table, *(Text(line, style="red") for line in _complaints(result)), *fallbacks)
+
+
+def _fallback_table(subject: SubjectResult) -> RenderableType:
+    """What is not compiled, the dearest first, and how much of the time it takes."""
+    table = Table(title=f"{subject.name}: calls that are not compiled", title_justify="left", **_STYLE)
+    for heading in ("share", "calls"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("operator", overflow="fold", max_width=30)
+    table.add_column("why", overflow="fold")
+    for row in subject.fallback_times:
+        table.add_row(f"{row.share:.1%}", str(row.calls), row.op.partition("::")[2] or row.op, row.reason)
+    total = sum(row.share for row in subject.fallback_times)
+    table.add_row(f"{total:.1%}", str(sum(row.calls for row in subject.fallback_times)), "all", "", end_section=True)
+    return table
 
 
 def model_list() -> RenderableType:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from pellucid.bench import (
     MODELS,
@@ -32,6 +33,7 @@ from pellucid.bench.results import Startup
 from pellucid.bench.startup import Request, cold_and_warm
 from pellucid.bench.stats import Summary, geometric_mean, pairwise_ratio, summarise
 from pellucid.bench.subjects import compiled
+from pellucid.bench.table import model_table
 
 TINY = Settings(subjects=("aot_eager",), cold=False, budget=0.05)
 
@@ -299,6 +301,18 @@ def test_counts_are_those_of_the_compilations_that_were_added(monkeypatch):
     done += [SimpleNamespace(kernels=3, fallbacks=1), SimpleNamespace(kernels=2, fallbacks=0)]
     assert counter.counts() == Counts(kernels=5, fallbacks=1)
     assert Counter("inductor").counts() is None
+
+
+def test_fallbacks_are_listed_with_their_share_of_the_time():
+    own = Workload("product", lambda x: torch.relu(x @ x + 1), {"x": torch.ones(500, 500)})
+    result = compare(own, Settings(subjects=("pellucid",), budget=0.05, fallbacks=True))
+    ((product,), ()) = (result.subjects[1].fallback_times, result.subjects[0].fallback_times)
+    assert (product.op, product.calls) == ("aten::mm.out", 1) and "BLAS" in product.reason
+    assert 0.3 < product.share < 1
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(model_table(result))
+    assert "mm.out" in shown.get() and "BLAS" in shown.get()
 
 
 # ------------------------------------------------------------------------------------------------- start-up
