@@ -29,6 +29,8 @@ def _ordered_space(kernel: Kernel) -> list[Axis]:
     used: set[str] = set(kernel.reduced)
     for index in indices(kernel.body):
         used |= index.vars()
+    if any(store.join and store.index.vals() for _, store in kernel.stores()):
+        used |= kernel.ranges.keys()  # each point counts
     reduced = set(kernel.reduced)
     kept = [axis for axis in kernel.space if axis.name in used - reduced]
     folded = [axis for axis in kernel.space if axis.name in reduced]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, Expr, const, floordiv
+from pellucid.ir.index import ONE, ZERO, Expr, const, floordiv
 from pellucid.ir.nodes import Axis, Kernel, Reduce
 from pellucid.options import Options
 from pellucid.schedule.cost import estimate, kernel_cost
@@ -50,6 +50,8 @@ def choose_cuts(kernel: Kernel, options: Options) -> tuple[tuple[Cut, ...], Deci
 
     if any(store.index.vals() for _, store in kernel.stores()):
         return (), told(False, "it stores at places that depend on values")
+    if any(axis.extent == ZERO for axis in kernel.space):
+        return (), told(False, "there are no points")
     if useful < 2:
         return (), told(False, "the whole reduction is little work: one thread is enough")
     if 2 * there > useful:

@@ -144,6 +144,19 @@ def test_constants_are_inlined_everywhere() -> None:
     assert len(kernel.params) == 2
 
 
+def test_what_several_lines_store_has_no_one_recipe() -> None:
+    kernel = parse_kernel("""
+        kernel k(x: f32[8], y: f32[16]) {
+          axes i: 8
+          a: f32 = load x[i]
+          b: f32 = neg a
+          st0: f32 = store y[2*i], a
+          st1: f32 = store y[2*i + 1], b
+        }""")
+    refused = recipe_of(kernel, "y")
+    assert isinstance(refused, Mismatch) and refused.category == "several-stores"
+
+
 def test_expensive_broadcast_is_kept() -> None:
     b = ProgramBuilder()
     x, table = b.input(512, 1024), b.input(1024)
@@ -317,7 +330,7 @@ def test_decisions_have_known_categories() -> None:
     program = b.finish(h, b.reduce("sum", h, 0), b.cat([h, x], 0))
     known = {
         "broadcast", "cost", "cycle", "different-loop-orders", "different-numel", "different-offset", "extern",
-        "indirect", "mutation", "reduction-axes", "scatter", "search-limit", "size-limit",
+        "indirect", "mutation", "reduction-axes", "scatter", "search-limit", "several-stores", "size-limit",
     }  # fmt: skip
     decisions: list[Decision] = schedule(program, Options())[1]
     for decision in decisions:

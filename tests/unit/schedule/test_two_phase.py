@@ -146,6 +146,11 @@ def test_points_past_the_end_do_not_count() -> None:
             "  s: f32 = sum a over j\n  st: f32 = store o[i], s\n}\n",
             "keep the threads busy",
         ),
+        (
+            "kernel k<s0>(x: f32[0], o: f32[0]) {\n  axes i: 0, j: s0\n  a: f32 = load x[s0*i + j]\n"
+            "  s: f32 = sum a over j\n  st: f32 = store o[i], s\n}\n",
+            "there are no points",
+        ),
     ],
 )
 def test_the_choice_has_a_reason(text: str, why: str) -> None:
