@@ -3,6 +3,7 @@
 #   make demo     compile and run MobileBERT with eager, Inductor and Pellucid, side by side
 #   make test     everything that CI runs
 #   make check    the quick part, under a minute: style, types, layers, unit and golden tests
+#   make test-ops every sample of PyTorch's operator and module databases, static and dynamic: an hour on two cores
 #   make bench    pellucid bench; choose with ARGS="bert --batch 8"
 #   make format   rewrite the sources in the project's style
 #   make clean    remove .venv and everything that the commands above made
@@ -22,7 +23,7 @@ SOURCES := $(wildcard pellucid tests examples benchmarks)
 QUICK_TESTS := $(wildcard tests/unit tests/golden)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint bench format clean
+.PHONY: help setup demo test test-ops check lint bench format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -58,6 +59,10 @@ bench: $(READY)
 # pytest exits with 5 when it ran no test, which fails these targets, as it should.
 test: lint
 	$(BIN)/python -m pytest tests $(ARGS)
+
+# -O1 compiles three times as fast as -O3, and the vector code is written out either way.
+test-ops: $(READY)
+	PELLUCID_CXXFLAGS=-O1 $(BIN)/python -m tests.operators.sweep --all $(ARGS)
 
 check: lint
 	$(BIN)/python -m pytest $(QUICK_TESTS) $(ARGS)

@@ -24,7 +24,7 @@ _POINTWISE = """
 _LOSSES = """
     binary_cross_entropy binary_cross_entropy_backward huber_loss huber_loss_backward mse_loss
     mse_loss_backward nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward smooth_l1_loss
-    smooth_l1_loss_backward soft_margin_loss soft_margin_loss_backward _softmax_backward_data
+    smooth_l1_loss_backward soft_margin_loss _softmax_backward_data
     _log_softmax_backward_data
 """
 

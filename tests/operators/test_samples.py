@@ -1,0 +1,82 @@
+"""A share of PyTorch's operator and module databases, chosen by hash; `make test-ops` runs all of both."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.operators.cases import Task, cases, tasks
+from tests.operators.exceptions import reason
+from tests.operators.sweep import Row, sweep
+from tests.operators.workers import run_all
+
+# One in so many tasks is run: by engine, database, direction and dtypes.
+SHARES = (
+    ("native", "ops", "forward", "f32,f64,bf16,f16,i64,u8,bool", 50),
+    ("native", "ops", "training", "f64", 50),
+    ("dynamic", "ops", "forward", "f32,i64,bool", 50),
+    ("dynamic", "ops", "training", "f64", 100),
+    ("native", "modules", "training", "f32", 20),
+    ("dynamic", "modules", "forward", "f32", 40),
+)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    """The verdicts on all shares; one set of worker processes serves them."""
+    todo = [
+        (engine, task)
+        for engine, database, direction, dtypes, parts in SHARES
+        for task in tasks(database, dtypes.split(","), [direction])
+        if task.hash % parts == 0
+    ]
+    return sweep(todo, jobs=os.cpu_count() or 1, seconds=300.0)
+
+
+@pytest.mark.parametrize(("engine", "database", "direction"), [share[:3] for share in SHARES])
+def test_samples_match_eager(rows: list[Row], engine: str, database: str, direction: str) -> None:
+    own = [row for row in rows if (row.engine, row.task.database, row.task.direction) == (engine, database, direction)]
+    wrong = [row for row in own if row.failed and reason(row.task, row.engine) is None]
+    assert not wrong, "\n".join(f"{row.task} #{row.number}: {row.result}" for row in wrong)
+    assert sum(not row.skipped for row in own) > len(own) // 2
+
+
+def test_samples_are_the_same_in_every_process() -> None:
+    """The list of exceptions can only be true if they are."""
+    task = Task("ops", "add", "f32", "forward")
+    first, second = (list(cases(task)) for _ in range(2))
+    assert [case.sample for case in first] == [case.sample for case in second]
+    for a, b in zip(first, second, strict=True):
+        assert all(bool((x == y).all()) for x, y in zip(a.state, b.state, strict=True))
+
+
+def _misbehave(unit: str) -> str:
+    if unit == "crash":
+        os.abort()
+    if unit == "hang":
+        time.sleep(60)
+    return unit.upper()
+
+
+def test_a_worker_that_dies_is_a_result() -> None:
+    units = ["a", "crash", "hang", "b"]
+    found = {unit: (result, problem) for unit, result, problem in run_all(_misbehave, units, jobs=2, seconds=3.0)}
+    assert found["a"] == ("A", "") and found["b"] == ("B", "")
+    assert "exit code" in found["crash"][1] and "no answer" in found["hang"][1]
+
+
+def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep fails where the compiled program does: here every result is a little off."""
+    from tests.operators import engines
+
+    native = engines.ENGINES["native"]
+
+    def wrong(program: engines.Program) -> engines.Program:
+        return native(lambda states: [result * 1.001 for result in program(states)])
+
+    monkeypatch.setitem(engines.ENGINES, "wrong", wrong)
+    [case, *_] = cases(Task("ops", "exp", "f32", "forward"))
+    assert engines.check([case], "wrong")[case].startswith("mismatch")
+    assert engines.check([case], "native")[case] == "ok"
