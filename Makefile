@@ -60,7 +60,7 @@ bench: $(READY)
 test: lint
 	$(BIN)/python -m pytest tests $(ARGS)
 
-# -O1 compiles three times as fast as -O3, and the vector code is written out either way.
+# -O1 saves time here, and the vector code is written out either way.
 test-ops: $(READY)
 	PELLUCID_CXXFLAGS=-O1 $(BIN)/python -m tests.operators.sweep --all $(ARGS)
 
