@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -27,8 +26,7 @@ from pellucid.native.cpu import Cpu, cpu
 
 INSTALL_HINT = (
     "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL), zypper install gcc-c++ (SUSE), "
-    "apk add g++ (Alpine), pacman -S gcc (Arch); without root: pip install 'pellucid[zig]'; "
-    "or set CXX to a compiler"
+    "apk add g++ (Alpine), pacman -S gcc (Arch); or set CXX to a compiler"
 )
 MINIMUM_GCC = 12
 MINIMUM_CLANG = 14
@@ -70,7 +68,7 @@ def include_dir() -> Path:
 
 @lru_cache(maxsize=8)
 def detect(root: Path | None = None) -> Toolchain:
-    """The toolchain of this process, found once: `$CXX`, else g++, c++, clang++ or the `ziglang` package.
+    """The toolchain of this process, found once: `$CXX`, else g++, c++ or clang++.
 
     `$PELLUCID_CXXFLAGS` adds flags. root: of the kernel store. There the compiler's version is remembered between
     processes, by its path, mtime and size; and where there is no compiler, one whose kernels the store holds is taken,
@@ -182,9 +180,6 @@ def _find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
         path = shutil.which(name)
         if path:
             return (path,)
-    zig = importlib.util.find_spec("ziglang")
-    if zig and zig.origin:
-        return (str(Path(zig.origin).with_name("zig")), "c++")
     raise ToolchainError(
         "no C++ compiler found: neither g++, c++ nor clang++ is on PATH, and CXX is not set",
         hint=INSTALL_HINT,
