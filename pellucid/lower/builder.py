@@ -210,7 +210,7 @@ class KernelBuilder:
             self._params[view.buffer] = Param(view.buffer, dtype, ZERO)
 
     def _line(self, rhs: Rhs, dtype: DType, const: Scalar | None = None) -> Value:
-        prefix = "s" if isinstance(rhs, Store) else "v"
+        prefix = "st" if isinstance(rhs, Store) else "v"
         name = f"{prefix}{len(self._lines)}"
         self._lines.append(Line(name, rhs, dtype, self.origin))
         return Value(self, name, dtype, const)

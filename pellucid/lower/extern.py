@@ -65,7 +65,7 @@ def call_of(node: torch.fx.Node) -> Call:
             f"the graph calls {node.target}, which is not an operator of the dispatcher",
             hint="keep this part out of the compiled function with torch.compiler.disable",
         )
-    meta = node.meta["val"]
+    meta = node.meta.get("val")  # absent where an operator returns nothing
     several = isinstance(meta, list | tuple)
     metas = tuple(meta) if several else (meta,) if node.target._schema.returns else ()
     return Call(node, node.target, node.args, dict(node.kwargs), metas, several, _used(node, len(metas), several))

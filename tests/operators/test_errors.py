@@ -34,8 +34,9 @@ def test_integers_divided_by_a_tensor_that_holds_a_zero(divide: Callable[..., to
         (lambda x: x.max(1).values, torch.ones(3, 0), IndexError, "Expected reduction dim 1 to have non-zero size"),
         (torch.linalg.cholesky, -torch.eye(3), torch.linalg.LinAlgError, "not positive-definite"),
         (torch.linalg.inv, torch.zeros(3, 3), torch.linalg.LinAlgError, "singular"),
+        (lambda x: torch.nn.functional.one_hot(x, 5), torch.tensor([0, 5]), RuntimeError, "smaller than num_classes"),
     ],
-    ids=["max", "cholesky", "inv"],
+    ids=["max", "cholesky", "inv", "one_hot"],
 )
 def test_an_operator_of_aten_fails(function, argument, kind: type[Exception], message: str) -> None:
     for run in (function, torch.compile(function, backend="pellucid")):

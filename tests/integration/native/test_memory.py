@@ -339,7 +339,7 @@ def test_out_of_memory_is_an_error():
         big = Instance([OutputSlot(1 << 46)], [], [view(0, 1 << 44)], inputs=0, arena=0)
         try:
             big.run([])
-        except RuntimeError as error:
+        except MemoryError as error:
             print(error)
         try:
             Instance([], [], [], inputs=0, arena=1 << 46).run([])
