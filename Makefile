@@ -4,6 +4,8 @@
 #   make test     everything that CI runs
 #   make check    the quick part, under a minute: style, types, layers, unit and golden tests
 #   make test-ops every sample of PyTorch's operator and module databases, static and dynamic: an hour on two cores
+#   make test-models
+#                 the models of the suite at full size, and long training runs: minutes each
 #   make bench    pellucid bench; choose with ARGS="bert --batch 8"
 #   make format   rewrite the sources in the project's style
 #   make clean    remove .venv and everything that the commands above made
@@ -23,7 +25,7 @@ SOURCES := $(wildcard pellucid tests examples benchmarks)
 QUICK_TESTS := $(wildcard tests/unit tests/golden)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ops check lint bench format clean
+.PHONY: help setup demo test test-ops test-models check lint bench format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -63,6 +65,9 @@ test: lint
 # -O1 saves time here, and the vector code is written out either way.
 test-ops: $(READY)
 	PELLUCID_CXXFLAGS=-O1 $(BIN)/python -m tests.operators.sweep --all $(ARGS)
+
+test-models: $(READY)
+	$(BIN)/python -m pytest -m slow tests/integration $(ARGS)
 
 check: lint
 	$(BIN)/python -m pytest $(QUICK_TESTS) $(ARGS)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
+from pellucid import pipeline
 from pellucid.capture.decompositions import decompositions
 from pellucid.capture.torch_compat import capture_with_aot
 from pellucid.capture.transform import transform
 from pellucid.ir.interp import run_program
-from pellucid.ir.nodes import Program
+from pellucid.ir.nodes import Extern, Program
 from pellucid.ir.verify import verify_program
 from pellucid.lower import lower
 
@@ -44,6 +48,22 @@ def interpreted(
 
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+
+@contextmanager
+def recorded_fallbacks() -> Iterator[Counter[str]]:
+    """How often each ATen operator stands in the programs that are compiled meanwhile."""
+    found: Counter[str] = Counter()
+
+    def recording(*args: Any) -> Any:
+        executable, record = pipeline.compile_graph(*args)
+        nodes = (node for program in record.programs for node in program.scheduled.nodes)
+        found.update(node.op for node in nodes if isinstance(node, Extern))
+        return executable, record
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pellucid.backend.compile_graph", recording)
+        yield found
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

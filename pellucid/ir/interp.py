@@ -219,6 +219,8 @@ def _stored(frame: _Frame, line: Line, store: Store) -> tuple[Tensor, Tensor, Te
     """(memory, flat indices, values): what the store is going to write."""
     memory = frame.buffers[store.buffer]
     index, value = _broadcast(_index(frame, store.index), frame.values[store.arg])
+    if store.join and store.index.vals():  # each point of the space counts
+        index, value = (each.expand(tuple(frame.extents.values())) for each in (index, value))
     index = index.flatten()
     _check_inside(frame, line, index, memory)
     written = torch.zeros(memory.numel(), dtype=torch.bool)

@@ -311,14 +311,18 @@ def _vals(index: Expr) -> tuple[str, ...]:
 def axes_of(kernel: Kernel) -> dict[str, frozenset[str]]:
     """For each line, the axes its value depends on: the loops it must stand in.
 
-    A store stands in the loops of its value and of its index.
+    A store stands in the loops of its value and of its index. A scatter that joins stands in all loops: each point
+    counts, also where neither its value nor its place changes.
     """
     result: dict[str, frozenset[str]] = {}
+    every = frozenset(axis.name for axis in kernel.space)
     for line in kernel.body:
         axes: frozenset[str] = frozenset()
         for name in operands(line.rhs):
             axes |= result[name]
         match line.rhs:
+            case Store(_, index, join=join) if join and index.vals():
+                axes = every
             case IndexValue(index) | Load(_, index) | Store(_, index):
                 axes |= index.vars()
             case Reduce(_, _, reduced):

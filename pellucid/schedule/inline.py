@@ -48,7 +48,9 @@ def recipe_of(producer: Kernel, buffer: str) -> Recipe | Mismatch:
     """The recipe of `buffer`, if one point of the producer needs nothing from another."""
     store, *others = (store for _, store in producer.stores() if store.buffer == buffer)
     if others:
-        return Mismatch("several-stores", f"{len(others) + 1} lines store parts of {buffer}, each by a recipe of its own")
+        return Mismatch(
+            "several-stores", f"{len(others) + 1} lines store parts of {buffer}, each by a recipe of its own"
+        )
     needed = {store.arg}
     lines: list[Line] = []
     for line in reversed(producer.body):

@@ -9,9 +9,12 @@ import pytest
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import sym
 from pellucid.ir.nodes import Extern, Kernel, Program
+from pellucid.ir.parser import parse_kernel
 from pellucid.ir.types import DType
 from pellucid.options import Options
 from pellucid.schedule import schedule
+from pellucid.schedule.inline import recipe_of
+from pellucid.schedule.match_axes import Mismatch
 from tests.unit.schedule.build import ProgramBuilder, Tensor, kernels, scheduled
 
 
