@@ -18,7 +18,7 @@ from tests.support import assert_matches, interpreted, tensors
 TOKENS = ((1, 16), (2, 21), (5, 64), (1, 7), (3, 200), (8, 33), (1, 130), (16, 5), (4, 2), (1, 16))
 # PyTorch itself tells apart up to 15 images and more, and single images whose convolutions read up to 20480 elements
 # and more: it chooses the convolution's implementation by them.
-IMAGES = ((2, 64), (1, 64), (3, 96), (1, 33), (5, 48), (2, 224), (7, 40), (1, 120), (4, 65), (2, 64))
+IMAGES = ((2, 64), (1, 64), (3, 96), (1, 33), (5, 48), (2, 224), (7, 40), (1, 100), (4, 65), (2, 64))
 FIRST_LARGE = ((8, 100), *TOKENS[:9])
 
 
