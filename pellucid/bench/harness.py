@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from pellucid.bench.accuracy import error, is_accurate, tensors
+from pellucid.bench.accuracy import error, gradient_error, is_accurate, tensors
 from pellucid.bench.interleave import interleave
 from pellucid.bench.models import DTYPES, MODELS, Size, UnknownName, Workload, build
 from pellucid.bench.results import SCHEMA, Environment, ModelResult, Report, SubjectResult
@@ -95,11 +96,11 @@ def compare(workload: Workload, settings: Settings, progress: Progress = lambda 
     gc.collect()  # what Dynamo watches should die before Dynamo forgets it
     torch._dynamo.reset()  # so that no subject meets the limit on recompilations for what others left
     with torch.set_grad_enabled(workload.train):
-        reference = [t.detach() for t in tensors(compiled(workload.as_float64(), EAGER)())]
+        judge = _judge(workload)
         trials: list[_Trial] = []
         for i, name in enumerate(settings.names):
             progress(f"{name}, first call", 0.5 * i / len(settings.names))
-            trials.append(_try(workload, name, settings.dynamic, reference))
+            trials.append(_try(workload, name, settings.dynamic, judge))
         return _time(workload, trials, settings, lambda done: progress("timing", 0.5 + 0.5 * done))
 
 
@@ -137,7 +138,16 @@ class _Trial:
     counter: Counter | None = field(default=None)
 
 
-def _try(workload: Workload, name: str, dynamic: bool, reference: list[torch.Tensor]) -> _Trial:
+def _judge(workload: Workload) -> Callable[[object], float]:
+    """How far what a subject returns is from what float64 returns."""
+    exact: Any = compiled(workload.as_float64(), EAGER)()
+    if workload.train:
+        return lambda gradients: gradient_error(gradients, exact)
+    reference = [t.detach() for t in tensors(exact)]
+    return lambda output: error(tensors(output), reference)
+
+
+def _try(workload: Workload, name: str, dynamic: bool, judge: Callable[[object], float]) -> _Trial:
     """Compile, make the first call and judge its numbers."""
     try:
         counter = Counter(name)
@@ -149,7 +159,7 @@ def _try(workload: Workload, name: str, dynamic: bool, reference: list[torch.Ten
         result = SubjectResult(
             name,
             first_seconds=seconds,
-            error=error(tensors(output), reference),
+            error=judge(output),
             kernels=counts.kernels if counts else None,
             fallbacks=counts.fallbacks if counts else None,
         )

@@ -50,7 +50,7 @@ class SubjectResult:
     `seconds` and `faults` are per call: wall time and minor page faults. `speedup` is eager's time over this
     one's, taken round by round. `first_seconds` is the first call here, with the caches as they were found;
     `cold` and `warm` are fresh processes on an empty cache and on the cache that the cold one left. `error`
-    is e(x) = max |x - reference| / rms(reference) against float64, the worst over all outputs; `accurate`
+    is e(x) = max |x - reference| / rms(reference) against float64, the worst over all outputs or gradients; `accurate`
     says whether it is near eager's (see `pellucid.bench.accuracy`). `failure` is the exception that ended it.
     `kernels` were generated and `fallbacks` left to ATen, over all graphs; None where a backend doesn't tell.
     `fallback_times` lists the latter where that was asked for, the dearest first.

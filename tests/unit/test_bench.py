@@ -27,7 +27,7 @@ from pellucid.bench import (
     models,
     startup,
 )
-from pellucid.bench.accuracy import error, is_accurate, tensors
+from pellucid.bench.accuracy import error, gradient_error, is_accurate, tensors
 from pellucid.bench.interleave import MIN_ROUNDS, interleave
 from pellucid.bench.results import Startup
 from pellucid.bench.startup import Request, cold_and_warm
@@ -108,6 +108,21 @@ def test_what_is_not_finite_must_stand_at_the_same_places(output, reference, exp
 
 def test_a_missing_output_is_an_infinite_error():
     assert error([], [torch.ones(2)]) == INF
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_measured_beside_its_neighbours():
+    reference = {"key.weight": torch.ones(1) * 2, "key.bias": torch.tensor([1e-17]), "value.bias": torch.ones(1)}
+    assert gradient_error({**reference, "key.bias": torch.tensor([1e-6])}, reference) == pytest.approx(5e-7)
+    assert gradient_error({**reference, "value.bias": torch.tensor([1.5])}, reference) == pytest.approx(0.5)
+
+
+def test_a_missing_gradient_is_an_infinite_error():
+    assert gradient_error({}, {"weight": torch.ones(2)}) == INF
+
+
+def test_the_gradient_of_a_parameter_without_part_in_the_loss_may_be_zeros():
+    assert gradient_error({"pooler.weight": torch.zeros(2)}, {}) == 0.0
+    assert gradient_error({"pooler.weight": torch.ones(2)}, {}) == 1.0
 
 
 def test_integers_and_booleans_have_errors_too():
