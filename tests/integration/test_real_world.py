@@ -128,8 +128,15 @@ def test_a_fork_while_another_thread_compiles_does_not_hang(tmp_path):
         """
         import os, threading, time, torch
         from pellucid.native import build, loader
-        with build._lock, loader._lock:  # as if other threads held them
-            child = os.fork()
+        held, forked = threading.Event(), threading.Event()
+        def hold():
+            with build._lock, loader._lock:  # as if it compiled
+                held.set()
+                forked.wait()
+        threading.Thread(target=hold).start()
+        held.wait()
+        child = os.fork()
+        forked.set()
         if child == 0:
             run = torch.compile(lambda x: x * 3 - 1, backend="pellucid")
             assert torch.equal(run(torch.ones(5)), torch.full((5,), 2.0))
@@ -182,6 +189,22 @@ def test_the_number_of_threads_may_change_after_compilation() -> None:
     finally:
         os.sched_setaffinity(0, allowed)
         torch.set_num_threads(before)
+
+
+def test_kernels_use_as_many_threads_as_torch_does_now():
+    python(
+        """
+        import os, torch
+        torch.set_num_threads(1)
+        run = torch.compile(lambda x: (x * 2).sin(), backend="pellucid")
+        x = torch.randn(1_000_000)
+        run(x)
+        alone = len(os.listdir("/proc/self/task"))
+        torch.set_num_threads(4)
+        run(x)
+        assert len(os.listdir("/proc/self/task")) == alone + 3
+        """
+    )
 
 
 @pytest.mark.parametrize(
