@@ -6,6 +6,7 @@
 #   make test-ops every sample of PyTorch's operator and module databases, static and dynamic: an hour on two cores
 #   make test-models
 #                 the models of the suite at full size, and long training runs: minutes each
+#   make test-kit every planted fault through the commands of the debugging kit: minutes
 #   make bench    pellucid bench; choose with ARGS="bert --batch 8"
 #   make format   rewrite the sources in the project's style
 #   make clean    remove .venv and everything that the commands above made
@@ -25,7 +26,7 @@ SOURCES := $(wildcard pellucid tests examples benchmarks)
 QUICK_TESTS := $(wildcard tests/unit tests/golden)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ops test-models check lint bench format clean
+.PHONY: help setup demo test test-ops test-models test-kit check lint bench format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -68,6 +69,9 @@ test-ops: $(READY)
 
 test-models: $(READY)
 	$(BIN)/python -m pytest -m slow tests/integration $(ARGS)
+
+test-kit: $(READY)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/kit $(ARGS)
 
 check: lint
 	$(BIN)/python -m pytest $(QUICK_TESTS) $(ARGS)

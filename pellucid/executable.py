@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -23,15 +24,28 @@ from pellucid.native.plan import (
     KernelCall,
     OutCall,
     OutputSlot,
+    PythonCall,
     Result,
     Slot,
     TensorView,
 )
 from pellucid.native.runtime import Instance
-from pellucid.schedule.memory import plan_memory
+from pellucid.schedule.memory import plan_apart, plan_memory
 
 # Instances for as many different sizes are kept; beyond it the one unused for longest is made again when needed.
 _INSTANCES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What Python does during a run: `before` and `after` the call of a node.
+
+    views: what `after` gets, as live tensors: it may read them and write to them, and must not keep them.
+    """
+
+    before: Callable[[], None]
+    views: tuple[View, ...]
+    after: Callable[..., None]
 
 
 class Executable:
@@ -48,8 +62,14 @@ class Executable:
         kernels: Mapping[str, CppKernel],
         addresses: Mapping[str, int],
         constants: tuple[torch.Tensor, ...],
+        probes: Mapping[str, Probe] | None = None,
+        *,
+        reuse: bool = True,
     ) -> None:
+        """probes: by the name of the node. reuse: let temporaries that are not alive at once share memory."""
         self.program = program
+        self._probes = probes or {}
+        self._reuse = reuse
         self._kernels = kernels
         self._addresses = addresses
         self._constants = list(constants)
@@ -76,7 +96,7 @@ class Executable:
         return instance
 
     def _make_instance(self, sizes: tuple[int, ...]) -> _Ready:
-        assembler = _Assembler(self.program, self._kernels, self._addresses, sizes)
+        assembler = _Assembler(self.program, self._kernels, self._addresses, self._probes, sizes, self._reuse)
         floats = [torch.tensor([assembler.size.of(name)], dtype=torch.float64) for name in self.program.supplied]
         ready = assembler.instance().run, [*self._constants, *floats]
         self._instances[sizes] = ready
@@ -97,9 +117,13 @@ class _Assembler:
         program: Program,
         kernels: Mapping[str, CppKernel],
         addresses: Mapping[str, int],
+        probes: Mapping[str, Probe],
         sizes: tuple[int, ...],
+        reuse: bool,
     ) -> None:
         self.program = program
+        self.probes = probes
+        self.reuse = reuse
         self.kernels = kernels
         self.addresses = addresses
         self.size = Numbers(dict(zip(program.symbols, sizes, strict=True)), by_name(program.derived))
@@ -109,9 +133,9 @@ class _Assembler:
 
     def instance(self) -> Instance:
         allocated = allocated_by_calls(self.program)
-        memory = plan_memory(self.program, self.size, leave_out=allocated)
+        memory = (plan_memory if self.reuse else plan_apart)(self.program, self.size, leave_out=allocated)
         slots = [self._slot(buffer.name, allocated, memory.offsets) for buffer in self.program.buffers]
-        calls = [self._call(node) for node in self.program.nodes]
+        calls = [call for node in self.program.nodes for call in self._calls(node)]
         results = [self._result(output) for output in self.program.outputs]
         count = len(self.program.inputs) + len(self.program.supplied)
         return Instance(slots, calls, results, inputs=count, arena=memory.arena_bytes)
@@ -125,6 +149,17 @@ class _Assembler:
         if buffer.role == "output":
             return OutputSlot(self.size(buffer.numel) * buffer.dtype.itemsize)
         return ArenaSlot(offsets[name])
+
+    def _calls(self, node: Node) -> Iterator[Call]:
+        """The call of a node, and those of its probe."""
+        probe = self.probes.get(node.name)
+        if probe is None:
+            yield self._call(node)
+            return
+        views = tuple(self._view(view) for view in probe.views)
+        yield PythonCall(probe.before, (), (), (), f"before {node.name}")
+        yield self._call(node)
+        yield PythonCall(probe.after, views, (), (), f"after {node.name}")
 
     def _call(self, node: Node) -> Call:
         match node:

@@ -19,6 +19,7 @@ class Options:
     verify: check every invariant of the IR after every stage (slow; on in the project's own tests).
     fusion: fuse kernels; without it each operator is one kernel.
     vectorize: write vector code; without it every kernel is scalar.
+    reuse_memory: let temporaries that are not alive at the same time share memory.
     max_fused_lines: largest body, in IR lines, that fusion may make.
     max_fused_buffers: largest number of buffers of a fused kernel.
     min_work_per_thread: estimated nanoseconds of work that justify one more thread.
@@ -28,6 +29,7 @@ class Options:
     verify: bool = False
     fusion: bool = True
     vectorize: bool = True
+    reuse_memory: bool = True
     max_fused_lines: int = 256
     max_fused_buffers: int = 48
     min_work_per_thread: int = 20_000

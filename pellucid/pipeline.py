@@ -17,9 +17,9 @@ from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel, generate
-from pellucid.executable import Executable
+from pellucid.executable import Executable, Probe
 from pellucid.ir.decision import Decision
-from pellucid.ir.nodes import Kernel, Program
+from pellucid.ir.nodes import Kernel, Program, View
 from pellucid.ir.printer import print_program
 from pellucid.ir.verify import verify_program
 from pellucid.lower import NotHeld, lower
@@ -40,7 +40,7 @@ class Unit:
 
     name: unique in the process, `inference_0`. kind: `inference`, `forward` or `backward`.
     captured, graph: the FX graph before and after our own passes.
-    lowered, scheduled: the program before and after fusion.
+    lowered, scheduled: the program before and after fusion. values: where it puts what an FX node computes.
     kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`.
     """
 
@@ -51,11 +51,16 @@ class Unit:
     lowered: Program = EMPTY
     scheduled: Program = EMPTY
     constants: tuple[torch.Tensor, ...] = ()
+    values: Mapping[str, View] = field(default_factory=dict)
     kernels: Mapping[str, CppKernel] = field(default_factory=dict)
     addresses: Mapping[str, int] = field(default_factory=dict)
     built: BuildReport | None = None
     executable: Executable | None = None
+    watch: Watch | None = None
 
+
+Watch: TypeAlias = "Callable[[Unit], Mapping[str, Probe]]"
+"""What shall happen before and after the nodes of a program, by their names, while it runs: for the kit."""
 
 Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
 
@@ -70,7 +75,7 @@ def _transform(unit: Unit, options: Options) -> Step:
 
 def _lower(unit: Unit, options: Options) -> Step:
     lowered = lower(unit.graph)
-    return replace(unit, lowered=lowered.program, constants=lowered.constants), lowered.decisions
+    return replace(unit, lowered=lowered.program, constants=lowered.constants, values=lowered.values), lowered.decisions
 
 
 def _schedule(unit: Unit, options: Options) -> Step:
@@ -89,7 +94,10 @@ def _build(unit: Unit, options: Options) -> Step:
 
 
 def _load(unit: Unit, options: Options) -> Step:
-    executable = Executable(unit.scheduled, unit.kernels, unit.addresses, unit.constants)
+    probes = unit.watch(unit) if unit.watch else {}
+    executable = Executable(
+        unit.scheduled, unit.kernels, unit.addresses, unit.constants, probes, reuse=options.reuse_memory
+    )
     return replace(unit, executable=executable), ()
 
 
@@ -106,11 +114,12 @@ _numbers = itertools.count()
 
 
 def compile_graph(
-    graph: torch.fx.GraphModule, kind: str, options: Options
+    graph: torch.fx.GraphModule, kind: str, options: Options, watch: Watch | None = None
 ) -> tuple[Executable | Segments, GraphRecord]:
     """Compile `graph`: as one program, or in segments around what no program holds, see `capture.split`.
 
-    With `options.trace` a run folder is written for each program, and for each graph that was split.
+    watch: makes the probes of each program. With `options.trace` a run folder is written for each program, and for each
+    graph that was split.
     """
     refused: dict[str, str] = {}
     while True:
@@ -118,8 +127,8 @@ def compile_graph(
         outline = split(graph, refused)
         try:
             if outline is None:
-                return _compile_program(graph, kind, options)
-            return _compile_segments(graph, outline, kind, options, StageTime("split", perf_counter() - start))
+                return _compile_program(graph, kind, options, watch)
+            return _compile_segments(graph, outline, kind, options, watch, StageTime("split", perf_counter() - start))
         except NotHeld as refusal:
             if refusal.node in refused:
                 raise
@@ -127,14 +136,19 @@ def compile_graph(
 
 
 def _compile_segments(
-    graph: torch.fx.GraphModule, outline: Outline, kind: str, options: Options, time: StageTime
+    graph: torch.fx.GraphModule,
+    outline: Outline,
+    kind: str,
+    options: Options,
+    watch: Watch | None,
+    time: StageTime,
 ) -> tuple[Segments, GraphRecord]:
     """Compile the segments, and the graphs that higher-order operators call."""
     name = f"{kind}_{next(_numbers)}"
     parts: list[GraphRecord] = []
 
     def compiled(part: torch.fx.GraphModule) -> Any:
-        executable, record = compile_graph(part, kind, options)
+        executable, record = compile_graph(part, kind, options, watch)
         parts.append(record)
         return executable
 
@@ -142,7 +156,7 @@ def _compile_segments(
     segments = [step for step in outline.steps if isinstance(step, Segment)]
     executables: dict[str, Executable] = {}
     for segment in segments:
-        executables[segment.name], record = _compile_program(segment.graph, kind, options)
+        executables[segment.name], record = _compile_program(segment.graph, kind, options, watch)
         parts.append(record)
     executable = Segments(outline, executables)
     unit = Unit(name, kind, captured=graph, graph=graph)
@@ -150,9 +164,11 @@ def _compile_segments(
     return executable, record
 
 
-def _compile_program(graph: torch.fx.GraphModule, kind: str, options: Options) -> tuple[Executable, GraphRecord]:
+def _compile_program(
+    graph: torch.fx.GraphModule, kind: str, options: Options, watch: Watch | None
+) -> tuple[Executable, GraphRecord]:
     """Run every stage on `graph`. With `options.trace` the run folder is written even when a stage fails."""
-    unit = Unit(f"{kind}_{next(_numbers)}", kind, captured=graph, graph=graph)
+    unit = Unit(f"{kind}_{next(_numbers)}", kind, captured=graph, graph=graph, watch=watch)
     decisions: list[Decision] = []
     times: list[StageTime] = []
     try:
@@ -197,6 +213,7 @@ def _record(
         scheduled=unit.scheduled,
         kernels=dict(unit.kernels),
         constants=unit.constants,
+        values=unit.values,
         built=unit.built,
         decisions=tuple(decisions),
         stages=tuple(times),

@@ -138,7 +138,7 @@ class _Trial:
     counter: Counter | None = field(default=None)
 
 
-def _judge(workload: Workload) -> Callable[[object], float]:
+def _judge(workload: Workload) -> Callable[[Any], float]:
     """How far what a subject returns is from what float64 returns."""
     exact: Any = compiled(workload.as_float64(), EAGER)()
     if workload.train:
@@ -147,7 +147,7 @@ def _judge(workload: Workload) -> Callable[[object], float]:
     return lambda output: error(tensors(output), reference)
 
 
-def _try(workload: Workload, name: str, dynamic: bool, judge: Callable[[object], float]) -> _Trial:
+def _try(workload: Workload, name: str, dynamic: bool, judge: Callable[[Any], float]) -> _Trial:
     """Compile, make the first call and judge its numbers."""
     try:
         counter = Counter(name)

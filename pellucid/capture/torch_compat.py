@@ -12,9 +12,10 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, detect_fake_mode
 from torch._logging._internal import getArtifactLogger
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, resolve_unbacked_bindings
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._pytree import (
     KeyPath,
     SequenceKey,
@@ -40,6 +41,7 @@ __all__ = [
     "depends_on_floats",
     "derived_in",
     "expr_of",
+    "fake_graph",
     "fake_mode_of",
     "fake_result",
     "is_symbolic",
@@ -185,6 +187,13 @@ def fake_result(node: torch.fx.Node) -> Any:
         return node.meta.get("val")
     with modes[0]:
         return cast(Any, node.target)(*args, **kwargs)
+
+
+def fake_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """The graph, each of whose nodes now carries the fake tensor that it makes of (static) inputs like these."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    FakeTensorProp(module, mode).propagate(*inputs)
+    return module
 
 
 def symbol_paths(value: Any) -> dict[str, KeyPath]:

@@ -14,8 +14,11 @@ from typing import Any
 import click
 
 from pellucid.cli.bench import bench
+from pellucid.cli.bisect import bisect
+from pellucid.cli.check import check
 from pellucid.cli.demo import demo
 from pellucid.cli.exits import Exit
+from pellucid.errors import PellucidError
 
 
 class _Group(click.Group):
@@ -26,6 +29,9 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except PellucidError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(Exit.FAILED)
         except Exception:
             traceback.print_exc()
             click.echo("error: pellucid itself failed, see above", err=True)
@@ -46,4 +52,6 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(bisect)
+main.add_command(check)
 main.add_command(demo)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
 
 
 class _Seconds(click.ParamType):
@@ -35,9 +36,8 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
 
     Where stderr is no terminal, the texts are printed one per line instead.
     """
-    err = Console(stderr=True, highlight=False)
     if not err.is_terminal:
-        yield _printer(err)
+        yield _printer()
         return
     columns = (BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as bar:
@@ -45,7 +45,7 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
         yield lambda doing, done: bar.update(task, description=doing, completed=done)
 
 
-def _printer(err: Console) -> Callable[[str, float], None]:
+def _printer() -> Callable[[str, float], None]:
     said = [""]
 
     def tell(doing: str, done: float) -> None:

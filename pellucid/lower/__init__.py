@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from pellucid.errors import PellucidError, UnsupportedError
 from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Float
 from pellucid.ir.index import Expr
-from pellucid.ir.nodes import Program
+from pellucid.ir.nodes import Program, View
 
 # Their rules register themselves.
 from pellucid.lower import convolution, pointwise, pool, reduce, scatter, shapes  # noqa: F401
@@ -34,10 +35,14 @@ class NotHeld(UnsupportedError):
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A program, and the tensors of the graph itself: they follow the caller's arguments in `program.inputs`."""
+    """A program, and the tensors of the graph itself: they follow the caller's arguments in `program.inputs`.
+
+    values: where the program puts the tensor that an FX node computes, by the node's name.
+    """
 
     program: Program
     constants: tuple[torch.Tensor, ...]
+    values: Mapping[str, View]
     decisions: tuple[Decision, ...]
 
 
@@ -56,7 +61,7 @@ def lower(graph_module: torch.fx.GraphModule) -> Lowered:
             returned = graph.value(node.args[0])
             outputs = returned if isinstance(returned, tuple) else (returned,)
     program = graph.finish(outputs)
-    return Lowered(program, tuple(graph.constants.values()), tuple(graph.decisions))
+    return Lowered(program, tuple(graph.constants.values()), graph.computed(), tuple(graph.decisions))
 
 
 def _bind_inputs(graph: GraphBuilder, graph_module: torch.fx.GraphModule) -> None:

@@ -70,6 +70,11 @@ class GraphBuilder:
             return tuple(self.value(item) for item in arg)
         return self.number(arg) if is_symbolic(arg) else arg
 
+    def computed(self) -> dict[str, View]:
+        """Where the tensor that each call computes lies, by the name of its FX node."""
+        calls = {node.name: value for node, value in self._values.items() if node.op == "call_function"}
+        return {name: value.view for name, value in calls.items() if isinstance(value, TensorRef)}
+
     def number(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Expr | Float | float | Condition:
         """What a symbolic number stands for; a float becomes a derived number of the program, or is an input."""
         if isinstance(value, torch.SymInt):

@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import accumulate
 
 from pellucid.errors import InternalError
 from pellucid.ir.index import Expr
@@ -63,6 +64,14 @@ def plan_memory(program: Program, sizes: Callable[[Expr], int], leave_out: Colle
         if other is not None and other[1] < arena_bytes:
             offsets, arena_bytes = other
     return MemoryPlan(offsets, arena_bytes, bound)
+
+
+def plan_apart(program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = ()) -> MemoryPlan:
+    """The same without reuse: each temporary has memory of its own. For finding faults."""
+    lives = lifetimes(program, sizes, leave_out)
+    starts = accumulate((life.size for life in lives), initial=0)
+    offsets = {life.buffer: start for life, start in zip(lives, starts, strict=False)}
+    return MemoryPlan(offsets, sum(life.size for life in lives), _peak(lives))
 
 
 def lifetimes(program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = ()) -> list[Lifetime]:

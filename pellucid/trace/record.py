@@ -9,7 +9,7 @@ import torch
 
 from pellucid.codegen import CppKernel
 from pellucid.ir.decision import Decision
-from pellucid.ir.nodes import Program
+from pellucid.ir.nodes import Program, View
 from pellucid.native.build import BuildReport
 
 
@@ -26,6 +26,7 @@ class GraphRecord:
     """One graph after its last stage, or after the stage that failed with `error`.
 
     captured: the FX graph as AOTAutograd gave it; graph: the same after Pellucid's own FX passes.
+    values: where the programs put the tensor that an FX node computes, by the node's name.
     kernels: generated C++ by the name of the IR kernel.
     outline: how a graph that was split is run; such a graph has no program itself. parts: the records of its segments.
     """
@@ -38,6 +39,7 @@ class GraphRecord:
     scheduled: Program
     kernels: Mapping[str, CppKernel]
     constants: tuple[torch.Tensor, ...]
+    values: Mapping[str, View]
     built: BuildReport | None
     decisions: tuple[Decision, ...]
     stages: tuple[StageTime, ...]

@@ -1,0 +1,106 @@
+"""What the kit looks into: a function or module, and what it is called with."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pellucid.errors import UserError
+
+_FORM = "give FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs)"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A program: `fn(*args, **kwargs)`. fn: a function or an `nn.Module`."""
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def fresh(self) -> Case:
+        """The same program on copies of its tensors and modules, so that a run leaves the original as it is."""
+        fn = copy.deepcopy(self.fn) if isinstance(self.fn, torch.nn.Module) else self.fn
+        args, kwargs = copied((self.args, dict(self.kwargs)))
+        return Case(self.name, fn, args, kwargs)
+
+    def __call__(self) -> Any:
+        return self.fn(*self.args, **self.kwargs)
+
+
+def copied(tree: Any) -> Any:
+    """Copies of all tensors of a tree, with their strides; tensors that share memory share it in the copy as well."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copy_of(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.device.type != "cpu":
+            return copy.deepcopy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        storage = leaf.untyped_storage()
+        key = storage.data_ptr() or id(leaf)
+        if key not in storages:
+            storages[key] = storage.clone()
+        with torch.no_grad():
+            made = torch.empty(0, dtype=leaf.dtype).set_(
+                storages[key], leaf.storage_offset(), leaf.shape, leaf.stride()
+            )  # type: ignore[call-overload]
+        if leaf.is_conj():
+            made = made.conj()
+        return made.requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(copy_of, tree)
+
+
+def load_case(target: str) -> Case:
+    """The program that `FILE.py:NAME` names. Raises UserError when there is none."""
+    file, colon, name = target.rpartition(":")
+    path = Path(file)
+    if not colon or not name.isidentifier():
+        raise UserError(f"{target!r} names no program", hint=_FORM)
+    if not path.is_file():
+        raise UserError(f"there is no file {file}", hint=_FORM)
+    make = getattr(_module(path), name, None)
+    if not callable(make):
+        raise UserError(f"{file} has no function {name}", hint=_FORM)
+    return case_of(make(), target)
+
+
+def case_of(made: Any, name: str) -> Case:
+    """A program from `(fn, args)` or `(fn, args, kwargs)`."""
+    parts: tuple[Any, ...] = made if isinstance(made, tuple) else ()
+    if len(parts) not in (2, 3) or not callable(parts[0]) or not isinstance(parts[1], tuple | list):
+        raise UserError(
+            f"{name} returned {type(made).__name__}, which is not (fn, args) or (fn, args, kwargs)", hint=_FORM
+        )
+    kwargs = parts[2] if len(parts) == 3 else {}
+    if not isinstance(kwargs, Mapping):
+        raise UserError(f"{name} returned {type(kwargs).__name__} for kwargs, which must be a dict", hint=_FORM)
+    return Case(name, parts[0], tuple(parts[1]), dict(kwargs))
+
+
+def _module(path: Path) -> Any:
+    """The module in `path`, imported once, with its folder on the search path as `python path` has it."""
+    name = f"pellucid_target_{path.stem}_{abs(hash(path.resolve())):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

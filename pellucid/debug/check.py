@@ -1,0 +1,352 @@
+"""Does a compiled program do what eager does? Outputs, gradients, and inputs that it changes, one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pellucid.capture.graph import origin_of
+from pellucid.debug.case import Case, copied, load_case
+from pellucid.debug.child import SECONDS, Failure, Marker, Worker, failure_of
+from pellucid.debug.graphs import LOW, Graph, widened
+from pellucid.debug.judge import DRAWS, Judgement, Verdict, judge, worst
+from pellucid.debug.subject import Probe, Subject, loss_of
+from pellucid.debug.subjects import subject_of
+from pellucid.debug.vary import variations
+from pellucid.errors import UserError
+
+_EAGER = "eager"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor that a program returns, changes or (as a gradient) leaves behind.
+
+    name: `output 0`, `input x (changed)`, `gradient of layer.weight`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    judgement: Judgement
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.judgement.verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A step of a compiled graph.
+
+    op: of a library call; empty for a generated kernel. fx_nodes: in graph order. user_lines: `file:line`.
+    """
+
+    graph: str
+    kernel: str
+    op: str
+    fx_nodes: tuple[str, ...]
+    user_lines: tuple[str, ...]
+
+    @classmethod
+    def of(cls, graph: str, op: str, node: torch.fx.Node) -> Culprit:
+        """One operator of a graph."""
+        return cls(graph, "", op, (node.name,), tuple(map(str, origin_of(node).users)))
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What became of one program under one backend.
+
+    variation: how its inputs differ from the given ones; empty for those themselves. tried: variations looked at,
+    the given inputs included. failure: how it ended, when it did not return; step: what it was doing then.
+    """
+
+    backend: str
+    verdict: Verdict
+    outputs: tuple[Output, ...] = ()
+    failure: Failure | None = None
+    variation: str = ""
+    tried: int = 1
+    step: Culprit | None = None
+
+    @property
+    def good(self) -> bool:
+        return self.verdict.good
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What one run left: tensors by name, their strides where they matter, and who shares memory with whom."""
+
+    tensors: dict[str, torch.Tensor]
+    strides: dict[str, tuple[int, ...]]
+    shared: frozenset[tuple[str, str]]
+
+
+def check(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    backend: str = "pellucid",
+    options: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    dynamic: bool | None = None,
+    fuzz: int = 0,
+) -> Checked:
+    """Compare `fn(*args, **kwargs)` compiled by `backend` with eager, float64 as the judge.
+
+    backward: gradients as well, of a fixed weighting of the results. fuzz: how many variations of the inputs to try
+    beside the given ones; the first bad one is returned. Runs in this process: code that crashes takes it along.
+    Raises what `fn` raises in eager mode.
+    """
+    case = Case(getattr(fn, "__name__", type(fn).__name__), fn, tuple(args), dict(kwargs or {}))
+    return check_case(case, subject_of(backend, options), backward=backward, dynamic=dynamic, fuzz=fuzz)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to check in a worker process. target: `FILE.py:NAME`. threads: torch's; 0 for its own choice."""
+
+    target: str
+    backend: str = "pellucid"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = 0
+    backward: bool = False
+    dynamic: bool | None = None
+    fuzz: int = 0
+
+
+def check_isolated(request: Request, seconds: float = SECONDS, memory: int = 0) -> Checked:
+    """`check` in a process of its own: a crash, a hang and running out of memory are verdicts that name the kernel.
+
+    seconds, memory (bytes): what the process may take. Raises UserError for a target that does not exist, or fails in
+    eager mode.
+    """
+    with Worker(memory) as worker:
+        function = "pellucid.debug.check:check_request"
+        return isolated(worker, function, request, seconds=seconds, backend=request.backend)
+
+
+def isolated(worker: Worker, function: str, request: Request, *more: Any, seconds: float, backend: str) -> Checked:
+    """What `function` says of a request, a `Checked`; or what its end means, where it ends otherwise."""
+    found = worker.call(function, request, *more, seconds=seconds)
+    if not isinstance(found, Failure):
+        return found
+    if found.what == UserError.__name__:
+        raise UserError(found.text, hint=found.context["hint"])
+    if found.kind == "error" or found.step == _EAGER:
+        context: dict[str, object] = {"traceback": found.trace} if found.trace else {}
+        raise UserError(f"{request.target} fails in eager mode: {found}", hint="correct that first", context=context)
+    step = worker.call("pellucid.debug.check:find_step", request, found.step, seconds=seconds) if found.step else None
+    return Checked(backend, Verdict(found.kind), (), found, step=step if isinstance(step, Culprit) else None)
+
+
+def check_request(request: Request) -> Checked:
+    """In a worker process: the step that runs is noted for who finds the process dead."""
+    case, subject = opened(request)
+    return check_case(case, subject, request.backward, request.dynamic, request.fuzz, Marker())
+
+
+def find_step(request: Request, name: str) -> Culprit | None:
+    """The step of this name in the compiled graphs of a program, which are not run."""
+    case, subject = opened(request)
+    graphs = subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
+    return next((step for graph in graphs if (step := step_of(subject, graph, name)) is not None), None)
+
+
+def step_of(subject: Subject, graph: Graph, name: str) -> Culprit | None:
+    """The step of this name that a subject makes of a graph."""
+    for step in subject.compile(graph).steps:
+        if step.name == name:
+            return Culprit(graph.name, step.name, step.op, step.origin.nodes, tuple(map(str, step.origin.users)))
+    return None
+
+
+def opened(request: Request) -> tuple[Case, Subject]:
+    """The program and the backend that a request names."""
+    if request.threads:
+        torch.set_num_threads(request.threads)
+    return load_case(request.target), subject_of(request.backend, request.options)
+
+
+def check_case(
+    case: Case,
+    subject: Subject,
+    backward: bool = False,
+    dynamic: bool | None = None,
+    fuzz: int = 0,
+    probe: Probe | None = None,
+) -> Checked:
+    """See `check`. probe: around each step of the compiled graphs."""
+    found = _check_inputs(case, subject, backward, dynamic, probe)
+    tried = 1
+    for what, other in variations(case, fuzz) if found.good and fuzz else ():
+        try:
+            varied = _check_inputs(other, subject, backward, dynamic, probe)
+        except Exception:  # eager does not take these inputs: nothing to compare with
+            continue
+        tried += 1
+        if not varied.good:
+            return Checked(subject.name, varied.verdict, varied.outputs, varied.failure, what, tried)
+    return Checked(subject.name, found.verdict, found.outputs, found.failure, "", tried)
+
+
+def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | None, probe: Probe | None) -> Checked:
+    if isinstance(probe, Marker):
+        probe.note(_EAGER)
+    eager = _outcome(case.fresh(), backward)
+    exact = _exactly(case, backward, eager)
+    draws = [_outcome(_nudged(case, seed), backward).tensors for seed in range(DRAWS)]
+    try:
+        fresh = case.fresh()
+        torch._dynamo.reset()
+        if isinstance(probe, Marker):
+            probe.note("")
+        compiled = subject.wrap(fresh.fn, dynamic) if probe is None else subject.watched(fresh.fn, probe, dynamic)
+        actual = _outcome(fresh, backward, compiled)
+    except Exception as error:
+        return Checked(subject.name, Verdict.ERROR, (), failure_of(error))
+    finally:
+        torch._dynamo.reset()
+    outputs = tuple(_compare(actual, eager, exact, draws))
+    return Checked(subject.name, worst([output.verdict for output in outputs]), outputs)
+
+
+def _outcome(case: Case, backward: bool, call: Callable[..., Any] | None = None) -> _Outcome:
+    """Run a program; its random numbers begin at the same seed on every run."""
+    torch.manual_seed(0)
+    before = {name: copied(tensor) for name, tensor in _named((case.args, dict(case.kwargs)), "input")}
+    with torch.set_grad_enabled(backward):
+        result = (call or case.fn)(*case.args, **case.kwargs)
+        found = dict(_named(result, "output"))
+        inputs = dict(_named((case.args, dict(case.kwargs)), "input"))
+        if backward:
+            loss_of(result).backward()
+    sharing = _sharing({**found, **inputs})
+    strides = {name: _meaningful_strides(tensor) for name, tensor in found.items()}
+    tensors = {name: tensor.detach() for name, tensor in found.items()}
+    for name, tensor in inputs.items():
+        if not _same(tensor, before[name]):
+            tensors[f"{name} (changed)"] = tensor.detach()
+        if backward and tensor.is_leaf and tensor.grad is not None:
+            tensors[f"gradient of {name}"] = tensor.grad
+    if isinstance(case.fn, torch.nn.Module):
+        tensors.update({f"buffer {name}": buffer for name, buffer in case.fn.named_buffers()})
+        if backward:
+            parameters = case.fn.named_parameters()
+            tensors.update({f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None})
+    return _Outcome(tensors, strides, sharing)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
+
+
+def _named(tree: Any, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a tree with names like `output 0` or `output logits`."""
+    for path, leaf in pytree.tree_leaves_with_path(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            own = path[1:] if what == "input" else path
+            yield f"{what} {_path(own) or '0'}", leaf
+
+
+def _path(path: Sequence[Any]) -> str:
+    parts = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", key))) for key in path]
+    return ".".join(str(part) for part in parts)
+
+
+def _meaningful_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return (
+        tuple(s if n > 1 else 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True)) if tensor.numel() else ()
+    )
+
+
+def _sharing(tensors: Mapping[str, torch.Tensor]) -> frozenset[tuple[str, str]]:
+    """Pairs of an output and an input, or of two outputs, in the same memory."""
+    by_storage: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    groups = [sorted(names) for names in by_storage.values()]
+    return frozenset(
+        (a, b)
+        for names in groups
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+        if not a.startswith("input") or not b.startswith("input")
+    )
+
+
+def _exactly(case: Case, backward: bool, eager: _Outcome) -> Mapping[str, torch.Tensor]:
+    """The outcome in float64, or eager's own for a program that does not run in float64 or then does other things."""
+    wide = case.fresh()
+    fn = wide.fn.double() if isinstance(wide.fn, torch.nn.Module) else wide.fn
+    args, kwargs = widened((wide.args, dict(wide.kwargs)))
+    _keep_leaves((wide.args, dict(wide.kwargs)), (args, kwargs))
+    try:
+        found = _outcome(Case(case.name, fn, args, kwargs), backward).tensors
+    except Exception:
+        return eager.tensors
+    fits = all(name in found and found[name].shape == tensor.shape for name, tensor in eager.tensors.items())
+    return found if fits else eager.tensors
+
+
+def _keep_leaves(narrow: Any, wide: Any) -> None:
+    for a, b in zip(pytree.tree_leaves(narrow), pytree.tree_leaves(wide), strict=True):
+        if isinstance(a, torch.Tensor) and a.requires_grad:
+            b.detach_().requires_grad_()
+
+
+def _nudged(case: Case, seed: int) -> Case:
+    """The program with every float of its inputs and parameters moved to a neighbour, or left, at random."""
+    fresh = case.fresh()
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [leaf for leaf in pytree.tree_leaves((fresh.args, dict(fresh.kwargs))) if isinstance(leaf, torch.Tensor)]
+    if isinstance(fresh.fn, torch.nn.Module):
+        tensors += [*fresh.fn.parameters(), *fresh.fn.buffers()]
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.dtype in LOW and tensor.numel() and not overlapping(tensor):
+                towards = torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, -math.inf, math.inf)
+                tensor.copy_(torch.nextafter(tensor, towards.to(tensor.dtype)))
+    return fresh
+
+
+def overlapping(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie in the same place."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > reach + 1
+
+
+def _compare(
+    actual: _Outcome, eager: _Outcome, exact: Mapping[str, torch.Tensor], draws: Sequence[Mapping[str, torch.Tensor]]
+) -> Iterator[Output]:
+    for name, expected in eager.tensors.items():
+        shape, dtype = tuple(expected.shape), str(expected.dtype).removeprefix("torch.")
+        if name not in actual.tensors:
+            yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "it is missing in the compiled program"))
+            continue
+        others = [draw[name] for draw in draws if name in draw]
+        found = judge(actual.tensors[name], expected, exact.get(name, expected), others)
+        if found.verdict.good and actual.strides.get(name) != eager.strides.get(name):
+            why = f"strides {actual.tensors[name].stride()}, eager's are {expected.stride()}"
+            found = Judgement(Verdict.WRONG, why)
+        yield Output(name, shape, dtype, found)
+    for name, tensor in actual.tensors.items():
+        if name not in eager.tensors and (not name.startswith("gradient") or tensor.any()):
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "eager has no such thing"))
+    for a, b in sorted(actual.shared ^ eager.shared):
+        what = "share memory, in eager they do not" if (a, b) in actual.shared else "share memory in eager only"
+        tensor = actual.tensors.get(a, eager.tensors.get(a))
+        shape, dtype = (
+            (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) if tensor is not None else ((), "")
+        )
+        yield Output(f"{a} and {b}", shape, dtype, Judgement(Verdict.WRONG, what))

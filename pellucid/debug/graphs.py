@@ -1,0 +1,127 @@
+"""The ATen graphs that a program becomes, with the arguments that they were called with, and running them eagerly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from pellucid.capture.torch_compat import fake_graph
+from pellucid.debug.case import copied
+
+GraphCompiler: TypeAlias = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One graph as AOTAutograd hands it to a compiler.
+
+    name: `forward_0`. kind: `inference`, `forward` or `backward`. inputs: of its first call, for its placeholders.
+    """
+
+    name: str
+    kind: str
+    module: torch.fx.GraphModule
+    inputs: tuple[Any, ...]
+
+    @property
+    def calls(self) -> int:
+        """How many operators it calls."""
+        return sum(node.op == "call_function" for node in self.module.graph.nodes)
+
+
+class Recorder:
+    """Stands in for a compiler: graphs run eagerly, and are kept with the arguments of their first call."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Graph] = []
+        self._count = 0
+
+    def compiler(self, kind: str) -> GraphCompiler:
+        def compile_graph(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+            name = f"{kind}_{self._count}"
+            self._count += 1
+            kept, called = copy.deepcopy(module), []
+
+            def run(args: list[Any]) -> list[Any]:
+                if not called:
+                    called.append(True)
+                    self.graphs.append(Graph(name, kind, kept, tuple(copied(args))))
+                return list(interpret(module, args))
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return compile_graph
+
+
+def interpret(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], see: Callable[[torch.fx.Node, Any], Any] | None = None
+) -> Sequence[Any]:
+    """What a graph returns when it runs eagerly. The inputs are changed where the graph mutates them.
+
+    see: told each call's result; what it returns takes its place.
+    """
+
+    class Interpreter(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            result = super().run_node(n)
+            return see(n, result) if see is not None and n.op == "call_function" else result
+
+    with torch.no_grad():
+        result = Interpreter(module).run(*inputs, enable_io_processing=False)
+    return result if isinstance(result, list | tuple) else (result,)
+
+
+def in_float64(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The graph with float64 wherever it says float32, bfloat16 or float16: in conversions, factories and constants."""
+    wide = copy.deepcopy(module)
+    for node in wide.graph.nodes:
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), wider)  # type: ignore[misc]
+        if node.op == "get_attr":
+            owner, _, leaf = str(node.target).rpartition(".")
+            holder = wide.get_submodule(owner)
+            value = getattr(holder, leaf)
+            if isinstance(value, torch.Tensor):
+                delattr(holder, leaf)
+                holder.register_buffer(leaf, widened(value.detach()))
+    wide.recompile()
+    return wide
+
+
+def wider(value: Any) -> Any:
+    """float64 for a shorter type; anything else as it is."""
+    return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
+
+
+def widened(tree: Any) -> Any:
+    """Copies of all tensors of a tree, floats as float64."""
+
+    def widen(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return copied(leaf).to(torch.float64) if leaf.dtype in LOW else copied(leaf)
+
+    return pytree.tree_map(widen, tree)
+
+
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether a call draws random numbers: in float64 it would draw others."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def rebound(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """A copy of the graph whose nodes know the sizes and types that they have with these (static) inputs."""
+    return fake_graph(copy.deepcopy(module), inputs)
+
+
+def calls_of(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    """The nodes that call an operator, in order."""
+    return (node for node in module.graph.nodes if node.op == "call_function")

@@ -1,0 +1,384 @@
+"""TorchInductor as a subject: the only file of the kit that knows its insides.
+
+Inductor writes a Python module whose function `call` allocates buffers and calls kernels and library operators. The
+hooks around its calls are put into that text, so what is observed is what runs: same kernels, same reuse of memory.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.debug
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+
+from pellucid.capture.graph import origin_of
+from pellucid.debug.graphs import Graph, GraphCompiler
+from pellucid.debug.plain import front_rungs
+from pellucid.debug.subject import Captured, Compiled, Passed, Probe, Rung, Step, Subject
+from pellucid.errors import UserError
+from pellucid.ir.origin import GLUE, Origin, merge
+
+# A cache would serve code that another version of the compiler made, a patched one for example.
+_SETTINGS = {
+    "force_disable_caches": True,
+    "comment_origin": False,
+    "trace.provenance_tracking_level": 1,
+}
+_HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Inductor(Subject):
+    """Stock TorchInductor of the installed torch; `options` are settings of `torch._inductor.config` by their names."""
+
+    @property
+    def name(self) -> str:
+        return "inductor"
+
+    def wrap(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+        patches = {**_SETTINGS, **self.options}
+        return torch.compile(fn, backend=partial(compile_fx, config_patches=patches), dynamic=dynamic)
+
+    def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
+        def inner(module: torch.fx.GraphModule, inputs: Sequence[Any], **about: Any) -> Any:
+            kind = "backward" if about.get("is_backward") else "inference" if about.get("is_inference") else "forward"
+            return compiler(kind)(module, inputs)
+
+        return partial(compile_fx, inner_compile=inner, config_patches=dict(self.options))
+
+    def compile(self, graph: Graph) -> Compiled:
+        return _InductorCompiled(graph, self.options)
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return select_decomp_table()
+
+    def ladder(self) -> tuple[Rung, ...]:
+        simplest: dict[str, Any] = {
+            **self.options,
+            "max_fusion_size": 1,
+            "epilogue_fusion": False,
+            "cpp.simdlen": 1,
+            "allow_buffer_reuse": False,
+            "inplace_buffers": False,
+            "cpp.enable_unsafe_math_opt_flag": False,
+            "cpp.enable_floating_point_contract_flag": "off",
+        }
+        steps: list[Rung] = []
+        for component, given in (
+            ("codegen", ()),
+            ("compiler flags", ("cpp.enable_unsafe_math_opt_flag", "cpp.enable_floating_point_contract_flag")),
+            ("memory plan", ("allow_buffer_reuse", "inplace_buffers")),
+            ("vectorisation", ("cpp.simdlen",)),
+            ("fusion", ("max_fusion_size", "epilogue_fusion")),
+        ):
+            kept = {name: value for name, value in simplest.items() if name not in given}
+            simplest = {**kept, **{name: self.options[name] for name in given if name in self.options}}
+            steps.append(Rung(component, Inductor(simplest), threads=1))
+        return (
+            *front_rungs(),
+            Rung("decompositions", Captured({}, self)),
+            Rung("graph passes", Passed({}, self)),
+            *steps,
+            Rung("threads", self),
+        )
+
+
+class _InductorCompiled(Compiled):
+    """A graph that Inductor compiled."""
+
+    def __init__(self, graph: Graph, options: Mapping[str, Any]) -> None:
+        made: list[_Made] = []
+        about: dict[str, Any] = {"is_inference": graph.kind == "inference", "is_backward": graph.kind == "backward"}
+        with config.patch({**_SETTINGS, **options}), _listening(made), torch.no_grad():
+            self._call = compile_fx_inner(graph.module, _examples(graph), **about)
+        if not made:  # an empty graph is returned as it is
+            made.append(_Made("def call(args):\n    return list(args)\n", graph.module, {}, {}, {}))
+        self._made = made[-1]
+        self.source = self._made.text
+        self.graph = self._made.graph
+        self._module = _Instrumented(self._made)
+        self.steps = tuple(self._module.steps)
+
+    def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
+        with torch.no_grad():
+            return self._call(list(inputs)) if probe is None else self._module.run(list(inputs), probe)
+
+
+def _examples(graph: Graph) -> list[Any]:
+    """The fake inputs that the graph was captured with."""
+    nodes = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+    return [node.meta.get("val", value) for node, value in zip(nodes, graph.inputs, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What Inductor made of a graph.
+
+    text: its Python module. graph: the FX graph after its passes. holds: by buffer, the FX node whose result it is.
+    constants: what the text names beside its arguments. nodes: by provenance handle, names of FX nodes.
+    """
+
+    text: str
+    graph: torch.fx.GraphModule
+    holds: Mapping[str, str]
+    constants: Mapping[str, Any]
+    nodes: Mapping[str, Sequence[str]]
+
+
+@contextmanager
+def _listening(made: list[_Made]) -> Iterator[None]:
+    codegen = GraphLowering.codegen
+
+    def listen(self: Any) -> Any:
+        result = codegen(self)
+        handles = torch._inductor.debug._inductor_triton_kernel_to_post_grad_node_info
+        nodes = {key: list(names) for key, names in handles.items()}
+        made.append(_Made(result[0].value, self.module, _holds(self), dict(self.constants), nodes))
+        return result
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(GraphLowering, "codegen", listen))
+        yield
+
+
+def _holds(lowering: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, buffer in lowering.name_to_buffer.items():
+        node = buffer.get_origin_node()
+        if node is None:
+            continue
+        value = node.meta.get("val")
+        try:
+            size = tuple(buffer.get_size())
+        except (NotImplementedError, AttributeError, AssertionError):
+            continue
+        if isinstance(value, torch.Tensor) and tuple(map(str, value.shape)) == tuple(map(str, size)):
+            found[name] = node.name
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ instrumenting
+
+
+class _Instrumented:
+    """The module that Inductor wrote, with a hook before and after each call it makes."""
+
+    def __init__(self, made: _Made) -> None:
+        tree = ast.parse(made.text)
+        self._reader = _Reader(made, tree)
+        call = _call_function(tree)
+        call.body = list(self._reader.instrument(call.body))
+        ast.fix_missing_locations(tree)
+        self.steps = self._reader.steps
+        self._probe = Probe()
+        self._space: dict[str, Any] = {
+            "__name__": "pellucid_instrumented",
+            "__before__": self._before,
+            "__after__": self._after,
+            **made.constants,
+        }
+        self._code = compile(tree, "<instrumented>", "exec")
+        self._loaded = False
+
+    def run(self, inputs: list[Any], probe: Probe) -> Sequence[Any]:
+        if not self._loaded:
+            exec(self._code, self._space)
+            self._loaded = True
+        self._probe = probe
+        return self._space["call"](inputs)
+
+    def _before(self, position: int) -> None:
+        self._probe.before(self.steps[position])
+
+    def _after(self, position: int, *tensors: torch.Tensor) -> None:
+        step = self.steps[position]
+        self._probe.after(step, dict(zip(step.values, tensors, strict=True)))
+
+
+def _call_function(tree: ast.Module) -> ast.FunctionDef:
+    """The function that runs the graph: of the module, or of its class `Runner`."""
+    return next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "call")
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Finds the steps in the text of `call`."""
+
+    made: _Made
+    tree: ast.Module
+    steps: list[Step] = field(default_factory=list)
+    _kernels: dict[str, tuple[str, tuple[bool, ...]]] = field(default_factory=dict)
+    _roots: dict[str, str] = field(default_factory=dict)
+
+    def instrument(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
+        """The statements with hooks between them."""
+        self._kernels = dict(_kernels(self.tree))
+        found = [self._step(statement) for statement in body]
+        last = {buffer: at for at, step in enumerate(found) if step for buffer in step.writes}
+        names = self._names_of_results(body, found)
+        nodes = {node.name: node for node in self.made.graph.graph.nodes}
+        for at, (statement, step) in enumerate(zip(body, found, strict=True)):
+            if step is None:
+                yield statement
+                yield from self._late(names.get(at, ()))
+                continue
+            held = [b for b in step.writes if last[b] == at and b in self.made.holds and self._lives(b, body, at)]
+            origin = merge(origin_of(nodes[n]) for n in self._nodes_of(statement, step) if n in nodes)
+            values = tuple(self.made.holds[b] for b in held)
+            number = len(self.steps)
+            self.steps.append(_replaced(step, self._unique(step.name), origin, values))
+            yield _hook("__before__", number)
+            yield statement
+            yield _hook("__after__", number, *held)
+
+    def _late(self, results: Sequence[str]) -> Iterator[ast.stmt]:
+        """A name given to a result of the last step."""
+        held = [name for name in results if name in self.made.holds]
+        if held and self.steps:
+            number = len(self.steps) - 1
+            step = self.steps[number]
+            fresh = [name for name in held if self.made.holds[name] not in step.values]
+            if fresh:
+                self.steps.append(
+                    _replaced(step, f"{step.name}", step.origin, tuple(self.made.holds[n] for n in fresh))
+                )
+                yield _hook("__after__", len(self.steps) - 1, *fresh)
+
+    def _step(self, statement: ast.stmt) -> Step | None:
+        call = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
+        if isinstance(statement, ast.Assign):
+            self._note_alias(statement)
+        if not isinstance(call, ast.Call):
+            return None
+        name = ast.unparse(call.func)
+        if name in self._kernels:
+            source, written = self._kernels[name]
+            arguments = [_base(arg) for arg in call.args]
+            writes = [a for a, w in zip(arguments, written, strict=False) if a and w]
+            reads = [a for a, w in zip(arguments, written, strict=False) if a and not w]
+            return Step(name, "", GLUE, tuple(reads), self._with_roots(writes), (), name, source)
+        if not name.startswith(("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")):
+            return None
+        out = [_base(keyword.value) for keyword in call.keywords if keyword.arg == "out"]
+        targets = (
+            [t.id for t in statement.targets if isinstance(t, ast.Name)] if isinstance(statement, ast.Assign) else []
+        )
+        reads = [buffer for arg in call.args if (buffer := _base(arg))]
+        if not out and not targets:
+            out = reads[:1]  # an operator that works in place
+        operator = name.removeprefix("torch.ops.").removeprefix("extern_kernels.")
+        return Step(operator, operator, GLUE, tuple(reads), self._with_roots([*filter(None, out), *targets]))
+
+    def _note_alias(self, statement: ast.Assign) -> None:
+        """`buf2 = reinterpret_tensor(buf1, ...)  # alias`: what is written to buf2 is written to buf1."""
+        target, value = statement.targets[0], statement.value
+        if (
+            isinstance(target, ast.Name)
+            and isinstance(value, ast.Call)
+            and ast.unparse(value.func) == "reinterpret_tensor"
+        ):
+            base = _base(value)
+            if base:
+                self._roots[target.id] = base
+
+    def _with_roots(self, names: Sequence[str]) -> tuple[str, ...]:
+        found: dict[str, None] = {}
+        for name in names:
+            found[name] = None
+            while name in self._roots:
+                name = self._roots[name]
+                found[name] = None
+        return tuple(found)
+
+    def _names_of_results(self, body: list[ast.stmt], found: list[Step | None]) -> dict[int, list[str]]:
+        """By statement, the names that it gives to (parts of) what a library call returned: `buf2 = buf1[0]`."""
+        results: set[str] = set()
+        names: dict[int, list[str]] = {}
+        for at, (statement, step) in enumerate(zip(body, found, strict=True)):
+            if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+                continue
+            if step is not None:
+                results.update(name.id for name in statement.targets if isinstance(name, ast.Name))
+            elif isinstance(statement.value, ast.Subscript | ast.Name) and _base(statement.value) in results:
+                names.setdefault(at, []).append(statement.targets[0].id)
+        return names
+
+    def _lives(self, name: str, body: list[ast.stmt], at: int) -> bool:
+        """Whether a name means something after a statement."""
+        known = False
+        for statement in body[: at + 1]:
+            if isinstance(statement, ast.Assign):
+                known |= any(isinstance(t, ast.Name) and t.id == name for t in statement.targets)
+            if isinstance(statement, ast.Delete) and any(
+                isinstance(t, ast.Name) and t.id == name for t in statement.targets
+            ):
+                known = False
+        return known
+
+    def _nodes_of(self, statement: ast.stmt, step: Step) -> Sequence[str]:
+        """From the comment that stands above a call, else from what its buffers hold."""
+        lines = self.made.text.splitlines()
+        for line in reversed(lines[max(0, statement.lineno - 3) : statement.lineno - 1]):
+            handle = _HANDLE.search(line)
+            if handle and handle.group(1) in self.made.nodes:
+                return self.made.nodes[handle.group(1)]
+        return [self.made.holds[b] for b in step.writes if b in self.made.holds]
+
+    def _unique(self, name: str) -> str:
+        count = sum(step.name.partition("#")[0] == name for step in self.steps)
+        return f"{name}#{count + 1}" if count else name
+
+
+def _replaced(step: Step, name: str, origin: Origin, values: tuple[str, ...]) -> Step:
+    return Step(name, step.op, origin, step.reads, step.writes, values, step.symbol, step.source, step.lines)
+
+
+def _hook(name: str, number: int, *arguments: str) -> ast.stmt:
+    text = ", ".join((str(number), *arguments))
+    return ast.parse(f"{name}({text})").body[0]
+
+
+def _base(node: ast.expr) -> str:
+    """The buffer that an argument is, or is a view of; empty for what is no buffer."""
+    match node:
+        case ast.Name(name):
+            return name
+        case ast.Subscript(value):
+            return _base(value)
+        case ast.Call(func=ast.Name("reinterpret_tensor"), args=[first, *_]):
+            return _base(first)
+        case _:
+            return ""
+
+
+def _kernels(tree: ast.Module) -> Iterator[tuple[str, tuple[str, tuple[bool, ...]]]]:
+    """The C++ of each kernel and, by parameter, whether it may write to it: a pointer to what is not const."""
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(
+                [ast.Name(name)], ast.Call(ast.Attribute(attr="cpp_pybinding"), [types, ast.Constant(text)])
+            ):
+                declared = ast.literal_eval(types)
+                yield name, (str(text), tuple("*" in each and not each.startswith("const") for each in declared))
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises UserError for a setting that Inductor does not have."""
+    known = config.get_config_copy()
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            guess = f"did you mean {near[0]!r}?" if near else "see torch._inductor.config"
+            raise UserError(f"Inductor has no setting {name!r}", hint=guess)

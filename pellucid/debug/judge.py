@@ -1,0 +1,172 @@
+"""Is a compiled result wrong, or only rounded otherwise than eager's? float64 decides, and eager's own uncertainty.
+
+A value's error is its largest distance from float64 in units of the reference's scale (the rms of its finite
+elements). Eager's own error is that of its result, and of its results for inputs that differ in the last place
+(`DRAWS` of them): so a value that a rounding can move far, such as the sign of a difference that is nearly zero, may
+be moved as far by the compiler as well. A value is `wrong` when its error is more than `FACTOR` times that plus a few
+roundings of its type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+FACTOR = 4.0
+FLOOR_ROUNDINGS = 8.0
+DRAWS = 2
+
+
+class Verdict(str, Enum):
+    """What is true of a result, from good to bad; the last three say how a run ended instead of returning."""
+
+    OK = "ok"
+    ROUNDING = "rounding"
+    WRONG = "wrong"
+    ERROR = "error"
+    CRASH = "crash"
+    HANG = "hang"
+
+    @property
+    def good(self) -> bool:
+        return self in (Verdict.OK, Verdict.ROUNDING)
+
+    def __str__(self) -> str:
+        return self.value
+
+
+ORDER = tuple(Verdict)
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """The worst of several; `ok` for none."""
+    return max(verdicts, key=ORDER.index, default=Verdict.OK)
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """About one tensor.
+
+    why: what is wrong, in words; empty when nothing is. error, allowed: see the module. max_error: the largest
+    distance from eager's value. ulp: the same in units of the last place of eager's value, where that is finite.
+    where: the index of the worst element, and how many elements differ by more than is allowed.
+    """
+
+    verdict: Verdict
+    why: str = ""
+    error: float = 0.0
+    allowed: float = 0.0
+    max_error: float = 0.0
+    ulp: float = 0.0
+    where: tuple[int, ...] = ()
+    bad_elements: int = 0
+
+
+def judge(
+    actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, draws: Sequence[torch.Tensor] = ()
+) -> Judgement:
+    """Compare what compiled code made with eager's value.
+
+    exact: the value in float64. draws: eager's values for inputs that differ in the last place.
+    """
+    actual, eager, exact = actual.detach(), eager.detach(), exact.detach()
+    if actual.shape != eager.shape:
+        return Judgement(Verdict.WRONG, f"shape {tuple(actual.shape)}, eager's is {tuple(eager.shape)}")
+    if actual.dtype != eager.dtype:
+        return Judgement(Verdict.WRONG, f"dtype {actual.dtype}, eager's is {eager.dtype}")
+    if _identical(actual, eager):
+        return Judgement(Verdict.OK)
+    values, reference, truth = _real(actual), _real(eager), _real(exact).reshape_as(_real(eager))
+    others = [_real(draw) for draw in draws if draw.shape == eager.shape]
+    odd = _not_finite(values, reference, truth, others)
+    if odd.any():
+        first = _first(odd)
+        why = f"{values[first].item()} where eager has {reference[first].item()}, at {list(first)}"
+        return Judgement(Verdict.WRONG, why, math.inf, 0.0, math.inf, math.inf, first, int(odd.sum()))
+    return _distances(values, reference, truth, others, eager.dtype)
+
+
+def _distances(
+    values: torch.Tensor,
+    reference: torch.Tensor,
+    truth: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> Judgement:
+    finite = truth.isfinite() & values.isfinite() & reference.isfinite()
+    scale = truth[finite].square().mean().sqrt().item() if finite.any() else 0.0
+    scale = scale if scale > 0 and math.isfinite(scale) else 1.0
+    zero = torch.zeros((), dtype=torch.float64)
+    away = torch.where(finite, (values - truth).abs(), zero) / scale
+    own = torch.where(finite, (reference - truth).abs(), zero).max().item() / scale
+    for other in others:
+        own = max(own, torch.where(finite & other.isfinite(), (other - truth).abs(), zero).max().item() / scale)
+    roundings = FLOOR_ROUNDINGS * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    allowed = FACTOR * own + roundings
+    worst_at = _index(away, int(away.argmax()))
+    difference = torch.where(finite, (values - reference).abs(), zero)
+    step = _ulp(reference, dtype)
+    bad = int((away > allowed).sum())
+    found = Judgement(
+        Verdict.WRONG if bad else Verdict.ROUNDING,
+        "",
+        away.max().item(),
+        allowed,
+        difference.max().item(),
+        (difference / step).max().item(),
+        worst_at,
+        bad,
+    )
+    if not bad:
+        return found
+    why = (
+        f"{bad} of {values.numel()} elements differ, most at {list(worst_at)}: {values[worst_at].item():.9g}, "
+        f"eager {reference[worst_at].item():.9g}, float64 {truth[worst_at].item():.9g}"
+    )
+    return Judgement(found.verdict, why, found.error, allowed, found.max_error, found.ulp, worst_at, bad)
+
+
+def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(torch.equal(a, b)) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """As float64, complex numbers as pairs; bool as 0 and 1."""
+    tensor = tensor.resolve_conj()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64)
+
+
+def _not_finite(
+    values: torch.Tensor, reference: torch.Tensor, truth: torch.Tensor, others: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Where NaN or an infinity stands in one and not in the other, unless float64 or another draw has it so too."""
+
+    def kind(t: torch.Tensor) -> torch.Tensor:
+        return torch.where(t.isnan(), 3, torch.where(t == math.inf, 1, torch.where(t == -math.inf, 2, 0)))
+
+    ours = kind(values)
+    odd = ours != kind(reference)
+    for other in (truth, *others):
+        odd &= ours != kind(other)
+    return odd
+
+
+def _first(mask: torch.Tensor) -> tuple[int, ...]:
+    return _index(mask, int(mask.flatten().int().argmax()))
+
+
+def _index(tensor: torch.Tensor, flat: int) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)) if tensor.dim() else ()
+
+
+def _ulp(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The distance between neighbours in `dtype` at each value; 1 for integers."""
+    if not dtype.is_floating_point:
+        return torch.ones_like(reference)
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(reference.abs().clamp(min=info.tiny)).exponent.to(torch.float64)
+    return torch.exp2(exponent - 1) * info.eps

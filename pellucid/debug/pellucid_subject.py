@@ -1,0 +1,181 @@
+"""Pellucid as a subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pellucid.backend import compile_fx
+from pellucid.capture.decompositions import decompositions
+from pellucid.capture.torch_compat import capture_with_aot
+from pellucid.capture.transform import transform
+from pellucid.codegen import CppKernel
+from pellucid.debug.graphs import Graph, GraphCompiler
+from pellucid.debug.plain import front_rungs
+from pellucid.debug.subject import Captured, Compiled, Partial, Passed, Probe, Rung, Step, Subject
+from pellucid.executable import Probe as NodeProbe
+from pellucid.ir.interp import run_program
+from pellucid.ir.nodes import Extern, Kernel, Node, Program, View
+from pellucid.ir.origin import merge
+from pellucid.lower import lower
+from pellucid.lower.graph import buffers_of
+from pellucid.options import make_options
+from pellucid.pipeline import Unit, compile_graph
+from pellucid.trace.record import GraphRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Pellucid(Subject):
+    """This package's own compiler; `options` are those of `pellucid.options.Options`."""
+
+    @property
+    def name(self) -> str:
+        return "pellucid"
+
+    def wrap(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+        return torch.compile(fn, backend=partial(compile_fx, options=dict(self.options)), dynamic=dynamic)
+
+    def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
+        def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return capture_with_aot(
+                module,
+                inputs,
+                forward=compiler("forward"),
+                backward=compiler("backward"),
+                inference=compiler("inference"),
+                decompositions=decompositions(),
+            )
+
+        return backend
+
+    def compile(self, graph: Graph) -> PellucidCompiled:
+        return PellucidCompiled(graph, self.options)
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return decompositions()
+
+    def ladder(self) -> tuple[Rung, ...]:
+        simplest = {**self.options, "fusion": False, "vectorize": False, "reuse_memory": False}
+        steps: list[Rung] = []
+        for component, more in (
+            ("codegen", {}),
+            ("memory plan", {"reuse_memory": True}),
+            ("vectorisation", {"vectorize": True}),
+            ("fusion", {"fusion": True}),
+        ):
+            simplest = {**simplest, **more}
+            steps.append(Rung(component, Pellucid(simplest), threads=1))
+        return (
+            *front_rungs(),
+            Rung("decompositions", Captured({}, self)),
+            Rung("graph passes", Passed({}, self)),
+            Rung("lowering", Lowered({}, self)),
+            *steps,
+            Rung("threads", self),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered(Partial):
+    """Graphs lowered to the loop language, one kernel for each operator, and executed by its interpreter."""
+
+    def compile(self, graph: Graph) -> Compiled:
+        return _LoweredCompiled(graph)
+
+
+class _LoweredCompiled(Compiled):
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.steps = transform(graph.module)[0], ()
+        self._lowered = lower(self.graph)
+
+    def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
+        return run_program(self._lowered.program, [*inputs, *self._lowered.constants])
+
+
+class PellucidCompiled(Compiled):
+    """A graph that Pellucid compiled, with a hook around each call of its programs."""
+
+    def __init__(self, graph: Graph, options: Mapping[str, Any]) -> None:
+        self._probe = Probe()
+        self._steps: dict[str, Step] = {}
+        executable, record = compile_graph(graph.module, graph.kind, make_options(options), self._watch)
+        self._executable = executable
+        self.record: GraphRecord = record
+        self.graph = record.graph
+        self.steps = tuple(self._steps.values())
+
+    def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
+        self._probe = probe or Probe()
+        with torch.no_grad():
+            return self._executable(list(inputs))
+
+    def _watch(self, unit: Unit) -> dict[str, NodeProbe]:
+        """A probe for each node of a program; called while the graph is compiled, once per program."""
+        complete = _completed(unit.scheduled, unit.values)
+        probes: dict[str, NodeProbe] = {}
+        for node in unit.scheduled.nodes:
+            nodes = complete[node.name]
+            step = _step(unit, node, tuple(nodes))
+            self._steps[f"{unit.name}.{node.name}"] = step
+            probes[node.name] = NodeProbe(
+                before=partial(self._before, step),
+                views=tuple(unit.values[name] for name in nodes),
+                after=partial(self._after, step),
+            )
+        return probes
+
+    def _before(self, step: Step) -> None:
+        self._probe.before(step)
+
+    def _after(self, step: Step, *tensors: torch.Tensor) -> None:
+        self._probe.after(step, dict(zip(step.values, tensors, strict=True)))
+
+
+def _step(unit: Unit, node: Node, values: tuple[str, ...]) -> Step:
+    match node:
+        case Kernel():
+            kernel: CppKernel = unit.kernels[node.name]
+            stored = tuple(dict.fromkeys(store.buffer for _, store in node.stores()))
+            loaded = tuple(dict.fromkeys(load.buffer for _, load in node.loads()))
+            origin = merge(line.origin for line in node.body)
+            return Step(
+                node.name, "", origin, loaded, stored, values, kernel.name, kernel.source, tuple(kernel.line_map)
+            )
+        case Extern():
+            written = _written(node)
+            read = tuple(sorted(buffers_of(node) - set(written)))
+            return Step(node.name, node.op, node.origin, read, written, values)
+
+
+def _written(node: Node) -> tuple[str, ...]:
+    match node:
+        case Kernel():
+            return tuple(dict.fromkeys(store.buffer for _, store in node.stores()))
+        case Extern():
+            outputs = [view.buffer for view in node.outputs if view is not None]
+            return tuple(dict.fromkeys((*outputs, *node.mutates)))
+
+
+def _completed(program: Program, values: Mapping[str, View]) -> dict[str, list[str]]:
+    """By node, the FX nodes whose result is in memory once it has run, and was not before.
+
+    A result may be stored in parts, as a concatenation is: it is complete after the last node that writes its buffer,
+    before anything changes the buffer in place. What is a view of an earlier result is not listed again.
+    """
+    owner: dict[str, str] = {}
+    for name, view in values.items():
+        owner.setdefault(view.buffer, name)
+    writers: dict[str, str] = {}
+    for node in program.nodes:
+        for buffer in _written(node):
+            writers[buffer] = node.name
+    inputs = {buffer.name for buffer in program.buffers if buffer.role == "input"}
+    complete: dict[str, list[str]] = {node.name: [] for node in program.nodes}
+    for buffer, name in owner.items():
+        if buffer in writers and buffer not in inputs:
+            complete[writers[buffer]].append(name)
+    return complete

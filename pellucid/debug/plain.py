@@ -1,0 +1,63 @@
+"""Any backend of `torch.compile` as a subject: it compiles and runs, and tells nothing of what it does inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.backends.registry import lookup_backend
+
+from pellucid.capture.torch_compat import capture_with_aot
+from pellucid.debug.graphs import Graph, GraphCompiler
+from pellucid.debug.subject import Compiled, Probe, Rung, Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Plain(Subject):
+    """The backend that is registered as `backend`."""
+
+    backend: str = "aot_eager"
+
+    @property
+    def name(self) -> str:
+        return self.backend
+
+    def wrap(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+        options = dict(self.options) if self.options else None
+        return torch.compile(fn, backend=self.backend, dynamic=dynamic, options=options)
+
+    def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
+        def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return capture_with_aot(
+                module,
+                inputs,
+                forward=compiler("forward"),
+                backward=compiler("backward"),
+                inference=compiler("inference"),
+                decompositions={},
+            )
+
+        return backend
+
+    def ladder(self) -> tuple[Rung, ...]:
+        return (*front_rungs(), Rung("backend", self))
+
+    def compile(self, graph: Graph) -> Compiled:
+        return _PlainCompiled(graph, lookup_backend(self.backend))
+
+
+def front_rungs() -> tuple[Rung, ...]:
+    """What comes before any backend."""
+    return Rung("dynamo", Plain(backend="eager")), Rung("aotautograd", Plain(backend="aot_eager"))
+
+
+class _PlainCompiled(Compiled):
+    def __init__(self, graph: Graph, backend: Callable[..., Any]) -> None:
+        self.graph, self.steps = graph.module, ()
+        self._run = backend(graph.module, list(graph.inputs))
+
+    def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
+        with torch.no_grad():
+            return self._run(*inputs)

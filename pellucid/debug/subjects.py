@@ -1,0 +1,32 @@
+"""Which subject stands for which backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pellucid.debug.plain import Plain
+from pellucid.debug.subject import Subject
+from pellucid.errors import UserError
+
+
+def subject_of(backend: str, options: Mapping[str, Any] | None = None) -> Subject:
+    """The subject for a backend of `torch.compile`. Raises UserError when there is none of this name."""
+    options = dict(options or {})
+    if backend == "pellucid":
+        from pellucid.debug.pellucid_subject import Pellucid
+        from pellucid.options import make_options
+
+        make_options(options)
+        return Pellucid(options)
+    if backend == "inductor":
+        from pellucid.debug.inductor import Inductor, check_options
+
+        check_options(options)
+        return Inductor(options)
+    from torch._dynamo.backends.registry import list_backends
+
+    known = list_backends(exclude_tags=())
+    if backend not in known:
+        raise UserError(f"there is no backend {backend!r}", hint=f"known are {', '.join(known)}")
+    return Plain(options, backend)

@@ -1,0 +1,59 @@
+"""No "no" without a reason: what was not fused and not vectorised in the models of the suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pellucid import pipeline
+from pellucid.debug.subject import loss_of
+from pellucid.ir.nodes import Kernel
+from pellucid.schedule.deps import reads, writes
+from pellucid.trace.record import GraphRecord
+from tests.small_models import build_small
+
+QUICK = ("bert", "convnext", "resnet", "t5")
+MODELS = [
+    *QUICK,
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("mobilebert", "gpt2", "llama", "vit", "mobilenet", "whisper")
+    ),
+]
+
+
+def neighbours(record: GraphRecord) -> Iterator[tuple[Kernel, Kernel]]:
+    """Pairs of kernels of which the second reads what the first wrote."""
+    writer: dict[str, Any] = {}
+    for node in record.scheduled.nodes:
+        for buffer in reads(node) if isinstance(node, Kernel) else ():
+            if isinstance(writer.get(buffer), Kernel):
+                yield writer[buffer], node
+        writer.update(dict.fromkeys(writes(node), node))
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_not_done_has_a_reason(name, train, monkeypatch):
+    records: list[GraphRecord] = []
+    made = pipeline._record
+    monkeypatch.setattr(pipeline, "_record", lambda *args: records.append(made(*args)) or records[-1])
+    torch._dynamo.reset()
+    module, inputs = build_small(name)
+    with torch.set_grad_enabled(train):
+        result = torch.compile(module.train(train), backend="pellucid")(**inputs)
+        if train:
+            loss_of(result).backward()
+    assert len(records) == 1 + train
+    for record in records:
+        refused = [decision for decision in record.decisions if not decision.ok]
+        parts = {d.subject[0]: set(d.subject) for d in record.decisions if d.rule == "fuse.kernel" and d.ok}
+        unfused = [set(d.subject) for d in refused if d.rule.startswith("fuse")]
+        for first, second in neighbours(record):
+            a, b = (parts.get(kernel.name, set()) | {kernel.name} for kernel in (first, second))
+            assert any(about & a and about & b for about in unfused), (first.name, second.name)
+        scalar = {name for name, kernel in record.kernels.items() if kernel.plan.vector is None}
+        assert scalar <= {d.subject[0] for d in refused if d.rule == "codegen.vectorize"}

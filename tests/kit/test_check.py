@@ -1,0 +1,98 @@
+"""`check`: healthy programs are good, planted faults are named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pellucid.debug import Verdict, check
+from pellucid.debug.check import Request, check_isolated
+from pellucid.errors import UserError
+from tests.kit.planted import FAULTS
+
+HERE = Path(__file__).parent
+BACKENDS = ["pellucid", "inductor", "aot_eager"]
+QUICK = {"pellucid_neg_wrong", "pellucid_neg_crashes", "inductor_neg_crashes", "inductor_lowering_sigmoid"}
+FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
+
+
+def pellucid(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from pellucid.cli import main; main()", *arguments], capture_output=True, text=True
+    )
+
+
+def isolated(name: str, **settings) -> object:
+    fault = FAULTS[name]
+    seconds = 60.0 if fault.verdict == "hang" else 300.0
+    return check_isolated(Request(f"{HERE}/planted.py:{name}", fault.subject, **settings), seconds, memory=4 << 30)
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_planted_faults_are_found(name):
+    found = isolated(name)
+    assert found.verdict.value == FAULTS[name].verdict
+    if found.verdict in (Verdict.CRASH, Verdict.HANG):
+        assert found.step is not None and FAULTS[name].culprit in found.step.fx_nodes
+        assert any("planted.py:" in line for line in found.step.user_lines)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_reordered_sum_in_bf16_is_rounding(backend):
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x.sin() * x.exp(), -1).sum(0) / x.mean()
+
+    torch.manual_seed(0)
+    assert check(function, (torch.rand(33, 1000, dtype=torch.bfloat16),), backend=backend).good
+
+
+@pytest.mark.parametrize("backend", ["pellucid", "inductor"])
+def test_gradients_and_variations_of_the_inputs(backend):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32))
+    found = check(model, (torch.randn(8, 16),), backend=backend, backward=True, fuzz=3)
+    assert found.good and found.tried == 4
+    assert {"output 0", "gradient of 0.weight", "gradient of 2.bias"} <= {output.name for output in found.outputs}
+
+
+def test_changed_inputs_shared_memory_and_random_numbers():
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x.add_(1)
+        return y.T, torch.nn.functional.dropout(y, 0.5), x.view(-1)
+
+    found = check(function, (torch.randn(3, 4), torch.randn(5, 6)))
+    assert found.verdict is Verdict.OK
+    assert "input 0 (changed)" in {output.name for output in found.outputs}
+
+
+def test_the_command_prints_a_verdict_and_json():
+    target = f"{HERE}/planted.py:pellucid_neg_wrong"
+    run = pellucid("check", target, "--json")
+    assert run.returncode == 1, run.stderr
+    assert json.loads(run.stdout)["verdict"] == "wrong"
+    assert json.loads(run.stdout)["outputs"][0]["name"] == "output 0"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nothing.py:make", "there is no file nothing.py"),
+        ("planted.py", "names no program"),
+        (f"{HERE}/planted.py:nothing", "has no function nothing"),
+        (f"{HERE}/__init__.py:__name__", "has no function __name__"),
+    ],
+)
+def test_a_target_that_is_none_is_an_error_of_the_tool(target, message):
+    run = pellucid("check", target)
+    assert run.returncode == 2 and message in run.stderr and "Traceback" not in run.stderr
+
+
+def test_a_program_that_fails_in_eager_mode_is_not_judged(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("import torch\ndef make():\n    return torch.mm, (torch.ones(2, 3), torch.ones(2, 3))\n")
+    with pytest.raises(UserError, match="fails in eager mode: RuntimeError"):
+        check_isolated(Request(f"{file}:make"))
