@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 _OURS = str(Path(__file__).parent) + os.sep
 
@@ -19,9 +20,11 @@ class PellucidError(Exception):
     message: what happened and where.
     hint: what the user can do.
     context: named facts (kernel, buffer, user line) that help to find the cause.
+    record: of the graph that was being compiled (`pellucid.trace.record.GraphRecord`), for the kit; None elsewhere.
     """
 
     code = "internal"
+    record: Any = None
 
     def __init__(self, message: str, *, hint: str = "", context: dict[str, object] | None = None) -> None:
         self.message = message

@@ -17,6 +17,7 @@ from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel, generate
+from pellucid.errors import PellucidError
 from pellucid.executable import Executable, Probe
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Kernel, Program, View
@@ -182,7 +183,9 @@ def _compile_program(
     except NotHeld:
         raise  # the graph will be split
     except Exception as error:
-        _record(unit, decisions, times, options, error)
+        record = _record(unit, decisions, times, options, error)
+        if isinstance(error, PellucidError):
+            error.record = record
         raise
     assert unit.executable is not None
     return unit.executable, _record(unit, decisions, times, options, None)

@@ -16,8 +16,10 @@ import click
 from pellucid.cli.bench import bench
 from pellucid.cli.bisect import bisect
 from pellucid.cli.check import check
+from pellucid.cli.cosim import cosim
 from pellucid.cli.demo import demo
 from pellucid.cli.exits import Exit
+from pellucid.cli.explain import explain
 from pellucid.errors import PellucidError
 
 
@@ -54,4 +56,6 @@ def main() -> None:
 main.add_command(bench)
 main.add_command(bisect)
 main.add_command(check)
+main.add_command(cosim)
 main.add_command(demo)
+main.add_command(explain)

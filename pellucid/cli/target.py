@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -56,7 +56,9 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def plain(value: Any) -> Any:
     """A result as JSON's types: dataclasses as objects, enumerations as their values."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: plain(item) for name, item in asdict(value).items()}
+        own = [name for name, item in vars(type(value)).items() if isinstance(item, property)]
+        names = (*(each.name for each in fields(value)), *own)
+        return {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):

@@ -113,17 +113,24 @@ def _stand_on(rung: Rung) -> Subject:
 
 
 def find_culprit(request: Request, number: int) -> Culprit | None:
-    """What is wrong within the component of a rung; None where that cannot be told."""
+    """What is wrong within the component of a rung; None where that cannot be told.
+
+    A rung that has no steps to look at is judged by the next one above it that has.
+    """
     case, subject = opened(request)
-    rung = subject.ladder()[number]
-    if rung.component == "decompositions":
-        return wrong_decomposition(case, rung.subject, request)
-    subject = _stand_on(rung)
-    for mode in (COMPLETE, LIVE):
+    rungs = subject.ladder()[number:]
+    if rungs[0].component == "decompositions":
+        return wrong_decomposition(case, rungs[0].subject, request)
+    for rung in rungs:
+        subject = _stand_on(rung)
         graphs = subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
-        first = _first_of(cosim_graphs(graphs, subject, mode, Marker()), subject, graphs)
-        if first is not None:
-            return first
+        if not any(subject.compile(graph).steps for graph in graphs):
+            continue
+        for mode in (COMPLETE, LIVE):
+            first = _first_of(cosim_graphs(graphs, subject, mode, Marker()), subject, graphs)
+            if first is not None:
+                return first
+        return None
     return None
 
 

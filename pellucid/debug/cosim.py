@@ -16,9 +16,12 @@ from torch.fx.node import map_aggregate, map_arg
 
 from pellucid.capture.graph import origin_of
 from pellucid.debug.case import Case, copied
+from pellucid.debug.check import Request, opened
+from pellucid.debug.child import SECONDS, Failure, Marker, Worker
 from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, widened, wider
 from pellucid.debug.judge import Judgement, Verdict, judge, worst
 from pellucid.debug.subject import Compiled, Probe, Step, Subject
+from pellucid.errors import UserError
 
 COMPLETE, LIVE = "complete", "live"
 
@@ -58,6 +61,10 @@ class Cosimulated:
     unseen: int
 
     @property
+    def good(self) -> bool:
+        return self.verdict.good
+
+    @property
     def first_divergence(self) -> Difference | None:
         """The first result that is wrong."""
         return next((each for each in self.differences if not each.verdict.good), None)
@@ -81,6 +88,27 @@ def cosim_graphs(
         found += simulation.run()
         unseen += simulation.unseen
     return Cosimulated(subject.name, mode, worst([each.verdict for each in found]), tuple(found), unseen)
+
+
+def cosim_isolated(request: Request, mode: str = COMPLETE, seconds: float = SECONDS, memory: int = 0) -> Cosimulated:
+    """The same for `FILE.py:NAME` in a process of its own.
+
+    Raises UserError for a target that does not exist, fails in eager mode, or does not return when it is compiled.
+    """
+    with Worker(memory) as worker:
+        found = worker.call("pellucid.debug.cosim:cosim_request", request, mode, seconds=seconds)
+    if not isinstance(found, Failure):
+        return found
+    if found.what == UserError.__name__:
+        raise UserError(found.text, hint=found.context["hint"])
+    raise UserError(f"{request.target} cannot be cosimulated: {found}", hint="look at it with `pellucid check` first")
+
+
+def cosim_request(request: Request, mode: str) -> Cosimulated:
+    """In a worker process."""
+    case, subject = opened(request)
+    graphs = subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
+    return cosim_graphs(graphs, subject, mode, Marker())
 
 
 class _Simulation(Probe):

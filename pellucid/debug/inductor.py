@@ -13,20 +13,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch._inductor.debug
 from torch._inductor import config
+from torch._inductor.codegen.common import CSE
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import CppCompileError
 from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import WhyNoFuse
+from torch._inductor.virtualized import V
 
 from pellucid.capture.graph import origin_of
+from pellucid.debug.explain import Refusal, Refused, Value
 from pellucid.debug.graphs import Graph, GraphCompiler
 from pellucid.debug.plain import front_rungs
-from pellucid.debug.subject import Captured, Compiled, Passed, Probe, Rung, Step, Subject
+from pellucid.debug.subject import Captured, Compiled, Passed, Probe, Rung, Step, Subject, refusal
 from pellucid.errors import UserError
 from pellucid.ir.origin import GLUE, Origin, merge
 
@@ -35,6 +41,18 @@ _SETTINGS = {
     "force_disable_caches": True,
     "comment_origin": False,
     "trace.provenance_tracking_level": 1,
+}
+_MADE = "_pellucid_made"
+_ERROR = re.compile(r"^(?P<file>[^\s:]+):(?P<line>\d+):\d+: (?:fatal )?error: (?P<message>.*)$", re.MULTILINE)
+_CPP_NAMES = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.int64: "long int",
+    torch.int32: "int",
+    torch.int16: "short int",
+    torch.int8: "signed char",
+    torch.uint8: "unsigned char",
+    torch.bool: "bool",
 }
 _HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
 
@@ -60,6 +78,11 @@ class Inductor(Subject):
 
     def compile(self, graph: Graph) -> Compiled:
         return _InductorCompiled(graph, self.options)
+
+    def refused(self, error: BaseException) -> Refused | None:
+        failed = next((each for each in _chain(error) if isinstance(each, CppCompileError)), None)
+        made: _Made | None = getattr(error, _MADE, None)
+        return _refused(failed, made) if failed is not None and made is not None else None
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return select_decomp_table()
@@ -101,8 +124,13 @@ class _InductorCompiled(Compiled):
     def __init__(self, graph: Graph, options: Mapping[str, Any]) -> None:
         made: list[_Made] = []
         about: dict[str, Any] = {"is_inference": graph.kind == "inference", "is_backward": graph.kind == "backward"}
-        with config.patch({**_SETTINGS, **options}), _listening(made), torch.no_grad():
-            self._call = compile_fx_inner(graph.module, _examples(graph), **about)
+        try:
+            with config.patch({**_SETTINGS, **options}), _listening(made), torch.no_grad():
+                self._call = compile_fx_inner(graph.module, _examples(graph), **about)
+        except Exception as error:
+            if made:
+                setattr(error, _MADE, made[-1])  # what there was to compile, for `refused`
+            raise
         if not made:  # an empty graph is returned as it is
             made.append(_Made("def call(args):\n    return list(args)\n", graph.module, {}, {}, {}))
         self._made = made[-1]
@@ -110,6 +138,13 @@ class _InductorCompiled(Compiled):
         self.graph = self._made.graph
         self._module = _Instrumented(self._made)
         self.steps = tuple(self._module.steps)
+
+    def refusals(self) -> Iterator[Refusal]:
+        yield from super().refusals()
+        nodes = {node.name: node for node in self.graph.graph.nodes}
+        for names, why in self._made.unfused:
+            held = [nodes[self._made.holds[name]] for name in names if self._made.holds.get(name) in nodes]
+            yield refusal("fusion", names, why, merge(map(origin_of, held)))
 
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
         with torch.no_grad():
@@ -127,7 +162,8 @@ class _Made:
     """What Inductor made of a graph.
 
     text: its Python module. graph: the FX graph after its passes. holds: by buffer, the FX node whose result it is.
-    constants: what the text names beside its arguments. nodes: by provenance handle, names of FX nodes.
+    constants: what the text names beside its arguments. nodes: by provenance handle, names of FX nodes. values: the
+    variables of kernels by the text that defines them. unfused: buffers whose kernels were not fused, and why.
     """
 
     text: str
@@ -135,22 +171,73 @@ class _Made:
     holds: Mapping[str, str]
     constants: Mapping[str, Any]
     nodes: Mapping[str, Sequence[str]]
+    values: Mapping[str, Value] = field(default_factory=dict)
+    unfused: Sequence[tuple[tuple[str, ...], str]] = ()
 
 
 @contextmanager
 def _listening(made: list[_Made]) -> Iterator[None]:
-    codegen = GraphLowering.codegen
+    codegen, generate = GraphLowering.codegen, CSE.generate
+    values: dict[str, Value] = {}
+
+    unfused: dict[tuple[tuple[str, ...], str], None] = {}
+    refuse = WhyNoFuse.__call__
+
+    def hear(self: Any, reason: str, *args: Any) -> None:
+        refuse(self, reason, *args)
+        unfused[(self.name1.replace("op", "buf"), self.name2.replace("op", "buf")), reason % args] = None
+
+    def note(self: Any, buffer: Any, expression: Any, **about: Any) -> Any:
+        made = generate(self, buffer, expression, **about)
+        node = getattr(V.interpreter, "current_node", None)
+        if isinstance(expression, str) and node is not None:
+            values[f"{made} = {expression}"] = _value(str(node.target), about.get("dtype"))
+        return made
 
     def listen(self: Any) -> Any:
         result = codegen(self)
         handles = torch._inductor.debug._inductor_triton_kernel_to_post_grad_node_info
         nodes = {key: list(names) for key, names in handles.items()}
-        made.append(_Made(result[0].value, self.module, _holds(self), dict(self.constants), nodes))
+        made.append(
+            _Made(result[0].value, self.module, _holds(self), dict(self.constants), nodes, dict(values), tuple(unfused))
+        )
         return result
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(GraphLowering, "codegen", listen))
+        stack.enter_context(mock.patch.object(CSE, "generate", note))
+        stack.enter_context(mock.patch.object(WhyNoFuse, "__call__", hear))
         yield
+
+
+def _value(op: str, dtype: torch.dtype | None) -> Value:
+    """A variable of the kernel that is being written; of the FX nodes behind it, the one that is this operator."""
+    current = getattr(V.kernel, "current_node", None)
+    origins = current.node.get_origins() if current is not None and current.node is not None else ()
+    named = [node for node in origins if op in str(node.target)]
+    origin = merge(map(origin_of, named or origins))
+    return Value(op, _CPP_NAMES.get(dtype, "") if dtype is not None else "", origin)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those behind it."""
+    while error is not None:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
+def _refused(failed: CppCompileError, made: _Made) -> Refused | None:
+    found = _ERROR.search(failed.output)
+    if found is None:
+        return None
+    file, number, message = found["file"], int(found["line"]), found["message"]
+    compiled = Path(file).read_text().splitlines() if Path(file).is_file() else []
+    for name, (source, _) in _kernels(ast.parse(made.text)):
+        lines = source.splitlines()
+        for start in range(len(compiled) - len(lines) + 1):
+            if compiled[start : start + len(lines)] == lines:
+                return Refused(name, source, number - start, message, failed.output, made.values)
+    return None
 
 
 def _holds(lowering: Any) -> dict[str, str]:

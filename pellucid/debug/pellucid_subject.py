@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,18 +14,36 @@ from pellucid.capture.decompositions import decompositions
 from pellucid.capture.torch_compat import capture_with_aot
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel
+from pellucid.debug.explain import DEFINITION, Refusal, Refused, Value
 from pellucid.debug.graphs import Graph, GraphCompiler
 from pellucid.debug.plain import front_rungs
-from pellucid.debug.subject import Captured, Compiled, Partial, Passed, Probe, Rung, Step, Subject
+from pellucid.debug.subject import Captured, Compiled, Partial, Passed, Probe, Rung, Step, Subject, refusal
 from pellucid.executable import Probe as NodeProbe
 from pellucid.ir.interp import run_program
-from pellucid.ir.nodes import Extern, Kernel, Node, Program, View
-from pellucid.ir.origin import merge
+from pellucid.ir.nodes import Compute, Extern, Kernel, Node, Program, Reduce, View
+from pellucid.ir.origin import Origin, merge
+from pellucid.ir.types import DType
 from pellucid.lower import lower
 from pellucid.lower.graph import buffers_of
+from pellucid.native.build import KernelCompileError
 from pellucid.options import make_options
 from pellucid.pipeline import Unit, compile_graph
 from pellucid.trace.record import GraphRecord
+
+# As compilers write the types of values in their messages.
+_GCC_NAMES = {
+    DType.F64: "double",
+    DType.F32: "float",
+    DType.I64: "long int",
+    DType.I32: "int",
+    DType.I16: "short int",
+    DType.I8: "signed char",
+    DType.U8: "unsigned char",
+    DType.BOOL: "bool",
+}
+
+
+_REFUSALS = (("fuse.", "fusion"), ("codegen.vectorize", "vectorisation"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +72,12 @@ class Pellucid(Subject):
 
     def compile(self, graph: Graph) -> PellucidCompiled:
         return PellucidCompiled(graph, self.options)
+
+    def refused(self, error: BaseException) -> Refused | None:
+        if not isinstance(error, KernelCompileError) or error.record is None:
+            return None
+        kernel = next(kernel for kernel in error.record.kernels.values() if kernel.name == error.kernel)
+        return Refused(error.kernel, kernel.source, error.line, error.detail, error.output, dict(_values(kernel)))
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return decompositions()
@@ -113,6 +137,16 @@ class PellucidCompiled(Compiled):
         with torch.no_grad():
             return self._executable(list(inputs))
 
+    def refusals(self) -> Iterator[Refusal]:
+        yield from super().refusals()
+        for record in self.record.programs:
+            origins = {node.name: _origin(node) for node in (*record.lowered.nodes, *record.scheduled.nodes)}
+            for decision in record.decisions:
+                kind = next((kind for rule, kind in _REFUSALS if decision.rule.startswith(rule)), "")
+                if kind and not decision.ok:
+                    origin = merge(origins[name] for name in decision.subject if name in origins)
+                    yield refusal(kind, decision.subject, decision.why, origin)
+
     def _watch(self, unit: Unit) -> dict[str, NodeProbe]:
         """A probe for each node of a program; called while the graph is compiled, once per program."""
         complete = _completed(unit.scheduled, unit.values)
@@ -135,20 +169,34 @@ class PellucidCompiled(Compiled):
         self._probe.after(step, dict(zip(step.values, tensors, strict=True)))
 
 
+def _values(kernel: CppKernel) -> Iterator[tuple[str, Value]]:
+    """The variables of a kernel by the text that defines them."""
+    body = {line.out: line for line in kernel.plan.kernel.body}
+    for text, origin in zip(kernel.source.splitlines(), kernel.line_map, strict=True):
+        found = DEFINITION.match(text)
+        line = body.get(found["name"]) if found else None
+        if found and line is not None:
+            op = line.rhs.op if isinstance(line.rhs, Compute | Reduce) else type(line.rhs).__name__.lower()
+            yield f"{found['name']} = {found['value']}", Value(op, _GCC_NAMES[line.dtype], origin)
+
+
 def _step(unit: Unit, node: Node, values: tuple[str, ...]) -> Step:
     match node:
         case Kernel():
             kernel: CppKernel = unit.kernels[node.name]
             stored = tuple(dict.fromkeys(store.buffer for _, store in node.stores()))
             loaded = tuple(dict.fromkeys(load.buffer for _, load in node.loads()))
-            origin = merge(line.origin for line in node.body)
             return Step(
-                node.name, "", origin, loaded, stored, values, kernel.name, kernel.source, tuple(kernel.line_map)
+                node.name, "", _origin(node), loaded, stored, values, kernel.name, kernel.source, tuple(kernel.line_map)
             )
         case Extern():
             written = _written(node)
             read = tuple(sorted(buffers_of(node) - set(written)))
-            return Step(node.name, node.op, node.origin, read, written, values)
+            return Step(node.name, node.op, node.origin, read, written, values, reason=node.reason)
+
+
+def _origin(node: Node) -> Origin:
+    return merge(line.origin for line in node.body) if isinstance(node, Kernel) else node.origin
 
 
 def _written(node: Node) -> tuple[str, ...]:

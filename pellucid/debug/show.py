@@ -10,8 +10,17 @@ from rich.text import Text
 
 from pellucid.debug.bisect import Bisected
 from pellucid.debug.check import Checked, Culprit, Output
+from pellucid.debug.cosim import COMPLETE, Cosimulated
+from pellucid.debug.explain import Explanation, Refusal
 from pellucid.debug.judge import Verdict
+from pellucid.debug.reasons import KINDS, Reasons
 
+_NOT_DONE = {
+    "fusion": "not fused",
+    "vectorisation": "not vectorised",
+    "fallback": "not compiled: calls of a library",
+    "graph break": "graph breaks",
+}
 _STYLES = {Verdict.OK: "green", Verdict.ROUNDING: "green"}
 _MEANINGS = {
     Verdict.OK: "the compiled program does what eager does, bit for bit",
@@ -54,6 +63,78 @@ def bisected(found: Bisected) -> RenderableType:
     for tried in found.tried:
         table.add_row(tried.component, Text(tried.verdict.value, _style(tried.verdict)))
     return Group(*lines, table)
+
+
+def cosimulated(found: Cosimulated) -> RenderableType:
+    """The first wrong result and the others, or that there is none."""
+    mode = "each step on eager's results" if found.mode == COMPLETE else "as the program runs"
+    seen = f"{len(found.differences)} results compared, {found.unseen} lie inside kernels ({mode})"
+    first = found.first_divergence
+    if first is None:
+        worst = max((each.judgement.error for each in found.differences), default=0.0)
+        verdict = Text.assemble((found.verdict.value, _style(found.verdict)), f" ({found.backend}): {seen}")
+        return Group(verdict, Text(f"largest error {worst:.2g}, in units of the rms of the result"))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("kernel", "FX node", "your line", "error", "allowed", "ulp"):
+        table.add_column(name, overflow="fold", justify="right" if name in ("error", "allowed", "ulp") else "left")
+    wrong = [each for each in found.differences if not each.verdict.good]
+    for each in wrong[:10]:
+        found_there = each.judgement
+        numbers = (f"{found_there.error:.2g}", f"{found_there.allowed:.2g}", f"{found_there.ulp:.3g}")
+        table.add_row(each.kernel, each.fx_node, each.user_line, *numbers)
+    more = [Text(f"and {len(wrong) - 10} more that are wrong")] if len(wrong) > 10 else []
+    head = Text.assemble((found.verdict.value, _style(found.verdict)), f" ({found.backend}): {seen}")
+    lead = Text(f"first: {first.fx_node} of graph {first.graph}, made by {first.kernel}: {first.judgement.why}")
+    return Group(head, lead, table, *more)
+
+
+def explained(found: Reasons) -> RenderableType:
+    """A compile error from the compiler's message to the user's line; or what was not done, by kind."""
+    lines: list[RenderableType] = []
+    if found.error is not None:
+        lines += _explanation(found.error)
+    if found.failure is not None:
+        lines.append(Text.assemble(("it does not compile: ", "bold red"), str(found.failure)))
+    for kind in KINDS:
+        refusals = [each for each in found.refusals if each.kind == kind]
+        if refusals:
+            lines.append(_refusals(kind, refusals))
+    return Group(*lines) if lines else Text(f"{found.backend} compiled all of it, and refused nothing")
+
+
+def _explanation(found: Explanation) -> Iterator[RenderableType]:
+    yield Text.assemble(("the C++ compiler refused a kernel", "bold red"))
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    rows = (
+        ("message", found.message),
+        ("stopped at line", found.error_line),
+        ("to blame, line", found.cpp_line),
+        ("kernel", found.kernel),
+        ("operator", found.ir_op),
+        ("FX node", found.fx_node),
+        ("your line", found.user_line),
+        ("cause", found.cause),
+        ("hint", found.hint),
+    )
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    yield table
+
+
+def _refusals(kind: str, refusals: list[Refusal]) -> Table:
+    """Each cause once, with what it hit first and how often."""
+    table = Table(box=None, pad_edge=False, header_style="dim", title=_NOT_DONE[kind], title_justify="left")
+    for name in ("times", "cause", "for example"):
+        table.add_column(name, overflow="fold", justify="right" if name == "times" else "left")
+    by_cause: dict[str, list[Refusal]] = {}
+    for each in refusals:
+        by_cause.setdefault(each.cause, []).append(each)
+    for cause, each in sorted(by_cause.items(), key=lambda item: -len(item[1])):
+        example = ", ".join(each[0].subject) + (f" at {each[0].user_line}" if each[0].user_line else "")
+        table.add_row(str(len(each)), Text(cause), Text(example))
+    return table
 
 
 def culprit(step: Culprit) -> Iterator[RenderableType]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pellucid.debug.case import Case
+from pellucid.debug.explain import Refusal, Refused
 from pellucid.debug.graphs import Graph, GraphCompiler, Recorder, interpret
 from pellucid.ir.origin import Origin
 
@@ -20,6 +21,7 @@ class Step:
     """One call that a compiled graph makes: a generated kernel, or an operator of a library.
 
     name: unique in the graph. op: of a library call, as the dispatcher names it; empty for a kernel.
+    reason: why a library call is not compiled.
     origin: the FX nodes that it implements, in graph order, and their user lines.
     reads, writes: names of buffers. values: the FX nodes whose whole result lies in memory once this call is done.
     symbol: the C++ function; equal kernels share it. source: its C++. lines: where each line of that comes from.
@@ -34,10 +36,16 @@ class Step:
     symbol: str = ""
     source: str = ""
     lines: tuple[Origin, ...] = ()
+    reason: str = ""
 
     @property
     def generated(self) -> bool:
         return not self.op
+
+
+def refusal(kind: str, subject: tuple[str, ...], cause: str, origin: Origin) -> Refusal:
+    """One thing that was not done, with where it comes from."""
+    return Refusal(kind, subject, cause, origin.nodes, str(origin.users[-1]) if origin.users else "")
 
 
 class Probe:
@@ -59,6 +67,12 @@ class Compiled(ABC):
 
     graph: torch.fx.GraphModule
     steps: tuple[Step, ...]
+
+    def refusals(self) -> Iterator[Refusal]:
+        """What was not fused, not vectorised and not compiled, and why, as far as the subject tells."""
+        for step in self.steps:
+            if step.op:
+                yield refusal("fallback", (step.op,), step.reason or "a call of a library", step.origin)
 
     @abstractmethod
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
@@ -118,6 +132,10 @@ class Subject(ABC):
 
         return torch.compile(fn, backend=self.capturing(compiler), dynamic=dynamic)
 
+    def refused(self, error: BaseException) -> Refused | None:
+        """The kernel that the C++ compiler refused, if that is what `error`, raised by `compile`, says."""
+        return None
+
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """By ATen operator, what the backend replaces it with while it captures."""
         return {}
@@ -156,6 +174,9 @@ class Partial(Subject):
 
     def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
         return self.base.capturing(compiler)
+
+    def refused(self, error: BaseException) -> Refused | None:
+        return self.base.refused(error)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return self.base.decompositions()

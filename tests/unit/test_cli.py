@@ -100,7 +100,9 @@ def test_a_tool_that_breaks_exits_with_2_not_1(monkeypatch):
 
 def test_version_and_help():
     assert run("--version").stdout.startswith("pellucid, version ")
-    assert set(main.commands) == {"bench", "bisect", "check", "demo"} and isinstance(main, click.Group)
+    assert set(main.commands) == {"bench", "bisect", "check", "cosim", "demo", "explain"} and isinstance(
+        main, click.Group
+    )
     for args in (["--help"], ["bench", "-h"], ["demo", "-h"]):
         assert run(*args).exit_code == Exit.GOOD
 

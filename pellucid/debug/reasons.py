@@ -1,0 +1,63 @@
+"""Why: the compile error of a program, or else all that its backend did not do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch._dynamo.utils import counters
+
+from pellucid.debug.check import Request, opened
+from pellucid.debug.child import SECONDS, Failure, Worker, failure_of
+from pellucid.debug.explain import Explanation, Refusal, explain
+from pellucid.errors import UserError
+
+KINDS = ("fusion", "vectorisation", "fallback", "graph break")
+
+
+@dataclass(frozen=True, slots=True)
+class Reasons:
+    """error: the compile error explained, if there was one; failure: how compilation ended otherwise than well, if
+    that was no kernel's fault. refusals: what was not done in the graphs that compiled.
+    """
+
+    backend: str
+    error: Explanation | None
+    failure: Failure | None
+    refusals: tuple[Refusal, ...]
+
+    @property
+    def good(self) -> bool:
+        return self.error is None and self.failure is None
+
+
+def reasons(request: Request, seconds: float = SECONDS, memory: int = 0) -> Reasons:
+    """Compile a program, in a process of its own, and tell what went wrong or was not done."""
+    with Worker(memory) as worker:
+        found = worker.call("pellucid.debug.reasons:find_reasons", request, seconds=seconds)
+    if not isinstance(found, Failure):
+        return found
+    if found.what == UserError.__name__:
+        raise UserError(found.text, hint=found.context["hint"])
+    return Reasons(request.backend, None, found, ())
+
+
+def find_reasons(request: Request) -> Reasons:
+    """The same in this process."""
+    case, subject = opened(request)
+    counters.clear()
+    refusals: list[Refusal] = []
+    graphs = subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
+    for why, count in counters["graph_break"].items():
+        times = f" ({count} times)" if count > 1 else ""
+        refusals.append(Refusal("graph break", (), " ".join(why.split()) + times))
+    for graph in graphs:
+        try:
+            with torch.no_grad():
+                refusals += subject.compile(graph).refusals()
+        except Exception as error:
+            refused = subject.refused(error)
+            if refused is not None:
+                return Reasons(subject.name, explain(refused), None, tuple(refusals))
+            return Reasons(subject.name, None, failure_of(error), tuple(refusals))
+    return Reasons(subject.name, None, None, tuple(refusals))

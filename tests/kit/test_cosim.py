@@ -1,0 +1,50 @@
+"""`cosim`: the planted kernel is the first divergence; healthy programs have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pellucid.debug.case import Case
+from pellucid.debug.check import Request
+from pellucid.debug.cosim import COMPLETE, LIVE, cosim_case, cosim_isolated
+from pellucid.debug.subjects import subject_of
+from tests.kit.planted import FAULTS
+from tests.small_models import build_small
+
+HERE = Path(__file__).parent
+QUICK = {"pellucid_lowering_flip", "inductor_vector_exp"}
+KERNELS = ("codegen", "vectorisation", "lowering")  # what decompositions and memory do is seen elsewhere
+WRONG = [name for name, fault in FAULTS.items() if fault.verdict == "wrong" and fault.component in KERNELS]
+FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WRONG]
+
+
+@pytest.mark.parametrize("mode", [COMPLETE, LIVE])
+@pytest.mark.parametrize("name", FAULTY)
+def test_the_first_divergence_is_the_planted_one(name, mode):
+    found = cosim_isolated(Request(f"{HERE}/planted.py:{name}", FAULTS[name].subject), mode)
+    first = found.first_divergence
+    assert first is not None and "planted.py:" in first.user_line
+    wrong = [each for each in found.differences if not each.verdict.good]
+    if mode == COMPLETE:  # each fault for itself: nothing but the kernels that hold it
+        assert len({each.kernel for each in wrong} - {"result"}) == 1
+
+
+@pytest.mark.parametrize("backend", ["pellucid", "inductor"])
+def test_a_training_step_has_no_divergence(backend):
+    module, inputs = build_small("gpt2")
+    case = Case("gpt2", module.train(False), (), inputs)
+    found = cosim_case(case, subject_of(backend), backward=True)
+    assert found.verdict.good, found.first_divergence
+    assert {each.graph.partition("_")[0] for each in found.differences} == {"forward", "backward"}
+
+
+def test_random_numbers_and_changed_inputs_are_no_divergence():
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y.mul_(2)
+        return torch.nn.functional.dropout(x.exp(), 0.5) + torch.rand(4) + y
+
+    found = cosim_case(Case("f", function, (torch.randn(3, 4), torch.randn(4))), subject_of("pellucid"), LIVE)
+    assert found.verdict.good, found.first_divergence

@@ -1,0 +1,77 @@
+"""`explain`: from the C++ compiler's message to the user's line; what was not done, and why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pellucid.debug.check import Request
+from pellucid.debug.explain import Refused, Value, explain
+from pellucid.debug.reasons import reasons
+from pellucid.ir.origin import Origin, UserLine
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("backend", ["pellucid", "inductor"])
+def test_a_planted_compile_error_is_led_back_to_the_operator(backend):
+    found = reasons(Request(f"{HERE}/planted.py:{backend}_neg_does_not_compile", backend)).error
+    assert found is not None
+    assert found.ir_op == "ops.neg" and found.fx_node == "neg" and "neg" in found.kernel
+    assert "planted.py:" in found.user_line and found.cause.startswith("type mismatch")
+
+
+def test_the_tutorials_compile_error(tmp_path):
+    file = tmp_path / "tutorial.py"
+    file.write_text(
+        "import torch\n"
+        "from torch._inductor.codegen.cpp import CppOverrides\n"
+        "def foo1(x1, x2):\n"
+        "    a = torch.neg(x1)\n"
+        "    b = torch.maximum(x2, a)\n"
+        "    return torch.cat([b], dim=0)\n"
+        "def make():\n"
+        "    CppOverrides.neg = staticmethod(lambda x: f'-{x}')\n"
+        "    return foo1, (torch.ones(1, 8, dtype=torch.uint8), torch.ones(8390, 8, dtype=torch.uint8))\n"
+    )
+    found = reasons(Request(f"{file}:make", "inductor", {"cpp.simdlen": 1})).error
+    assert found is not None
+    assert "max_propagate_nan" in found.error_line  # where the compiler stops is not what is to blame
+    assert found.cpp_line.endswith("auto tmp2 = -tmp1;")
+    assert (found.ir_op, found.fx_node, found.user_line) == ("ops.neg", "neg", f"{file}:4")
+    assert "unsigned char and int" in found.cause
+
+
+def test_the_operand_with_the_wrong_type_is_to_blame():
+    source = "auto tmp0 = p[0];\nauto tmp1 = -tmp0;\nauto tmp2 = f(tmp0, tmp1);\n"
+    origin = Origin(("neg",), (UserLine("model.py", 3),))
+    values = {
+        "tmp0 = p[0]": Value("load", "unsigned char"),
+        "tmp1 = -tmp0": Value("neg", "unsigned char", origin),
+        "tmp2 = f(tmp0, tmp1)": Value("maximum", "unsigned char"),
+    }
+    message = "no matching function for call to ‘f(unsigned char&, int&)’"
+    found = explain(Refused("k", source, 3, message, f"k.cpp:3:1: error: {message}", values))
+    assert (found.cpp_line, found.ir_op, found.user_line) == ("2: auto tmp1 = -tmp0;", "ops.neg", "model.py:3")
+
+
+def test_without_operands_to_tell_apart_the_line_of_the_error_is_to_blame():
+    found = explain(Refused("k", "auto tmp0 = p[0]\n", 1, "expected ‘;’", "k.cpp:1:1: error: expected ‘;’", {}))
+    assert found.cpp_line == "1: auto tmp0 = p[0]" and found.cause == "the text of the kernel is not C++"
+
+
+def test_what_was_not_done_is_told():
+    found = reasons(Request(f"{HERE}/planted.py:mixed"))
+    assert found.good
+    kinds = {refusal.kind for refusal in found.refusals}
+    assert {"fusion", "fallback"} <= kinds and all(refusal.cause for refusal in found.refusals)
+
+
+def test_the_command_says_what_is_to_blame():
+    target = f"{HERE}/planted.py:pellucid_neg_does_not_compile"
+    command = [sys.executable, "-c", "from pellucid.cli import main; main()", "explain", target]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 1 and "ops.neg" in run.stdout and "planted.py" in run.stdout, run.stderr
