@@ -20,6 +20,7 @@ from pellucid.cli.cosim import cosim
 from pellucid.cli.demo import demo
 from pellucid.cli.exits import Exit
 from pellucid.cli.explain import explain
+from pellucid.cli.match import match
 from pellucid.errors import PellucidError
 
 
@@ -59,3 +60,4 @@ main.add_command(check)
 main.add_command(cosim)
 main.add_command(demo)
 main.add_command(explain)
+main.add_command(match)

@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch._inductor.scheduler import WhyNoFuse
 from torch._inductor.virtualized import V
 
 from pellucid.capture.graph import origin_of
-from pellucid.debug.explain import Refusal, Refused, Value
+from pellucid.debug.explain import DEFINITION, Refusal, Refused, Value
 from pellucid.debug.graphs import Graph, GraphCompiler
 from pellucid.debug.plain import front_rungs
 from pellucid.debug.subject import Captured, Compiled, Passed, Probe, Rung, Step, Subject, refusal
@@ -355,7 +355,8 @@ class _Reader:
             arguments = [_base(arg) for arg in call.args]
             writes = [a for a, w in zip(arguments, written, strict=False) if a and w]
             reads = [a for a, w in zip(arguments, written, strict=False) if a and not w]
-            return Step(name, "", GLUE, tuple(reads), self._with_roots(writes), (), name, source)
+            lines, ops = self._annotations(source)
+            return Step(name, "", GLUE, tuple(reads), self._with_roots(writes), (), name, source, lines, ops=ops)
         if not name.startswith(("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")):
             return None
         out = [_base(keyword.value) for keyword in call.keywords if keyword.arg == "out"]
@@ -367,6 +368,17 @@ class _Reader:
             out = reads[:1]  # an operator that works in place
         operator = name.removeprefix("torch.ops.").removeprefix("extern_kernels.")
         return Step(operator, operator, GLUE, tuple(reads), self._with_roots([*filter(None, out), *targets]))
+
+    def _annotations(self, source: str) -> tuple[tuple[Origin, ...], tuple[str, ...]]:
+        """Where each line of a kernel comes from, and its operators in order; lines that define no value are glue."""
+        origins: list[Origin] = []
+        ops: list[str] = []
+        for line in source.splitlines():
+            found = DEFINITION.match(line)
+            value = self.made.values.get(f"{found['name']} = {found['value']}") if found else None
+            origins.append(value.origin if value else GLUE)
+            ops += [value.op] if value else []
+        return tuple(origins), tuple(ops)
 
     def _note_alias(self, statement: ast.Assign) -> None:
         """`buf2 = reinterpret_tensor(buf1, ...)  # alias`: what is written to buf2 is written to buf1."""
@@ -429,7 +441,7 @@ class _Reader:
 
 
 def _replaced(step: Step, name: str, origin: Origin, values: tuple[str, ...]) -> Step:
-    return Step(name, step.op, origin, step.reads, step.writes, values, step.symbol, step.source, step.lines)
+    return replace(step, name=name, origin=origin, values=values)
 
 
 def _hook(name: str, number: int, *arguments: str) -> ast.stmt:

@@ -184,10 +184,17 @@ def _step(unit: Unit, node: Node, values: tuple[str, ...]) -> Step:
     match node:
         case Kernel():
             kernel: CppKernel = unit.kernels[node.name]
-            stored = tuple(dict.fromkeys(store.buffer for _, store in node.stores()))
-            loaded = tuple(dict.fromkeys(load.buffer for _, load in node.loads()))
             return Step(
-                node.name, "", _origin(node), loaded, stored, values, kernel.name, kernel.source, tuple(kernel.line_map)
+                name=node.name,
+                op="",
+                origin=_origin(node),
+                reads=tuple(dict.fromkeys(load.buffer for _, load in node.loads())),
+                writes=_written(node),
+                values=values,
+                symbol=kernel.name,
+                source=kernel.source,
+                lines=tuple(kernel.line_map),
+                ops=tuple(line.rhs.op for line in node.body if isinstance(line.rhs, Compute | Reduce)),
             )
         case Extern():
             written = _written(node)

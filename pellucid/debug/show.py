@@ -13,6 +13,7 @@ from pellucid.debug.check import Checked, Culprit, Output
 from pellucid.debug.cosim import COMPLETE, Cosimulated
 from pellucid.debug.explain import Explanation, Refusal
 from pellucid.debug.judge import Verdict
+from pellucid.debug.match import Matches
 from pellucid.debug.reasons import KINDS, Reasons
 
 _NOT_DONE = {
@@ -86,6 +87,27 @@ def cosimulated(found: Cosimulated) -> RenderableType:
     head = Text.assemble((found.verdict.value, _style(found.verdict)), f" ({found.backend}): {seen}")
     lead = Text(f"first: {first.fx_node} of graph {first.graph}, made by {first.kernel}: {first.judgement.why}")
     return Group(head, lead, table, *more)
+
+
+def matched(found: Matches, source: bool) -> RenderableType:
+    """Each kernel with what it implements, and its annotated C++ if asked."""
+    parts: list[RenderableType] = []
+    for kernel in found.kernels:
+        parts.append(Text.assemble((kernel.kernel, "bold"), f" of graph {kernel.graph} ({kernel.symbol})"))
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(style="dim")
+        table.add_column(overflow="fold")
+        table.add_row("IR", Text(" ".join(kernel.ir_ops)))
+        for name, rows in (("FX nodes", kernel.fx_nodes), ("your lines", kernel.user_lines)):
+            table.add_row(name, Text("\n".join(rows)))
+        parts.append(table)
+        if source:
+            parts.append(Text(kernel.annotated))
+    unmatched = sum(not kernel.fx_nodes for kernel in found.kernels)
+    parts.append(
+        Text(f"{len(found.kernels)} kernels, {unmatched} of them unmatched, and {len(found.calls)} calls of libraries")
+    )
+    return Group(*parts)
 
 
 def explained(found: Reasons) -> RenderableType:

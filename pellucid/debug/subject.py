@@ -21,7 +21,7 @@ class Step:
     """One call that a compiled graph makes: a generated kernel, or an operator of a library.
 
     name: unique in the graph. op: of a library call, as the dispatcher names it; empty for a kernel.
-    reason: why a library call is not compiled.
+    reason: why a library call is not compiled. ops: of the loop language, in the order of a kernel's C++.
     origin: the FX nodes that it implements, in graph order, and their user lines.
     reads, writes: names of buffers. values: the FX nodes whose whole result lies in memory once this call is done.
     symbol: the C++ function; equal kernels share it. source: its C++. lines: where each line of that comes from.
@@ -37,6 +37,7 @@ class Step:
     source: str = ""
     lines: tuple[Origin, ...] = ()
     reason: str = ""
+    ops: tuple[str, ...] = ()
 
     @property
     def generated(self) -> bool:
