@@ -21,6 +21,7 @@ from pellucid.cli.demo import demo
 from pellucid.cli.exits import Exit
 from pellucid.cli.explain import explain
 from pellucid.cli.match import match
+from pellucid.cli.minify import minify
 from pellucid.errors import PellucidError
 
 
@@ -61,3 +62,4 @@ main.add_command(cosim)
 main.add_command(demo)
 main.add_command(explain)
 main.add_command(match)
+main.add_command(minify)

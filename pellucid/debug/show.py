@@ -14,6 +14,7 @@ from pellucid.debug.cosim import COMPLETE, Cosimulated
 from pellucid.debug.explain import Explanation, Refusal
 from pellucid.debug.judge import Verdict
 from pellucid.debug.match import Matches
+from pellucid.debug.minify import Minified
 from pellucid.debug.reasons import KINDS, Reasons
 
 _NOT_DONE = {
@@ -108,6 +109,18 @@ def matched(found: Matches, source: bool) -> RenderableType:
         Text(f"{len(found.kernels)} kernels, {unmatched} of them unmatched, and {len(found.calls)} calls of libraries")
     )
     return Group(*parts)
+
+
+def minified(found: Minified) -> RenderableType:
+    """The graph that is left, how much was cut away, and the program that shows the failure."""
+    if found.good:
+        return Text(f"nothing fails ({found.backend}): there is nothing to minify")
+    head = Text.assemble((str(found.kind), "bold red"), f" ({found.backend}): {found.nodes_before} nodes became ")
+    head.append(f"{found.nodes_after}, in {found.queries} queries and {found.seconds:.1f} s")
+    lines: list[RenderableType] = [head, Text(found.graph), Text(f"repro: {found.repro}")]
+    if found.others:
+        lines.append(Text(f"other failures were met and not followed: {', '.join(found.others)}"))
+    return Group(*lines)
 
 
 def explained(found: Reasons) -> RenderableType:
