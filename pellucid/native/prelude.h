@@ -160,12 +160,18 @@ template <class R> PV_FN R narrow(__m512i a) {
   else { R low; __m128i all = _mm512_castsi512_si128(a); std::memcpy(&low, &all, sizeof(R)); return low; }
 }
 
+// Masks are joined by instructions that look at the used bits alone, not by shifts: GCC 12 spills a mask of 8 bits as a
+// byte and reads it back as 16 where it believes the rest to be zero.
+PV_FN uint16_t join_masks(uint8_t low, uint8_t high) { return _mm512_kunpackb(high, low); }
+PV_FN uint32_t join_masks(uint16_t low, uint16_t high) { return _mm512_kunpackw(high, low); }
+PV_FN uint64_t join_masks(uint32_t low, uint32_t high) { return _mm512_kunpackd(high, low); }
+
 // The L bits for register K of a vector with L lanes per register, and back.
 template <int K, int L, int W> PV_FN uint64_t bits_of(const Vec<bool, W>& m) {
-  if constexpr (L >= 32) {
-    uint64_t bits = 0;
-    for (int g = 0; g < L / 16; g++) bits |= uint64_t(m.r[K * (L / 16) + g]) << (16 * g);
-    return bits;
+  if constexpr (L == 64) {
+    return join_masks(join_masks(m.r[4 * K], m.r[4 * K + 1]), join_masks(m.r[4 * K + 2], m.r[4 * K + 3]));
+  } else if constexpr (L == 32) {
+    return join_masks(m.r[2 * K], m.r[2 * K + 1]);
   } else {
     return (m.r[K * L / 16] >> (K * L % 16)) & ((1u << L) - 1);
   }
@@ -177,7 +183,8 @@ template <int L, int W, class F> PV_FN Vec<bool, W> from_bits(F bits) {
       return uint16_t(bits(std::integral_constant<int, g * 16 / L>()) >> (g * 16 % L));
     } else {
       static_assert(L == 8);
-      return uint16_t(bits(std::integral_constant<int, 2 * g>()) | bits(std::integral_constant<int, 2 * g + 1>()) << 8);
+      return join_masks(uint8_t(bits(std::integral_constant<int, 2 * g>())),
+                        uint8_t(bits(std::integral_constant<int, 2 * g + 1>())));
     }
   });
 }

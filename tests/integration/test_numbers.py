@@ -229,6 +229,53 @@ kernel k(x: i64[100], y: i64[100], w: f32[50], o: f32[100]) {
     assert buffers["o"][97] == buffers["w"][0]
 
 
+def test_masks_that_are_spilled_stay_as_they_are() -> None:
+    """GCC 12 read a spilled mask of 8 lanes back as one of 16, with whatever lay on the stack beside it."""
+    kernel = generate(
+        parse_kernel("""\
+kernel k<s>(y: i64[s], x: f32[4*s], n: i64[((s + 32767) // 32768)], t: f32[((s + 32767) // 32768)]) {
+  axes i0: ((s + 32767) // 32768), i1: 32768
+  v0: i64 = index 32768*i0 + i1
+  v1: i64 = index s
+  v2: bool = lt v0, v1
+  v3: i64 = load y[32768*i0 + i1] if v2 else 0
+  v4: i64 = const -100
+  v5: bool = ne v3, v4
+  v6: i64 = const 0
+  v7: i64 = where v5, v3, v6
+  v8: i64 = where v2, v7, v6
+  v9: i64 = check v8, 4 nowrap
+  v10: f32 = load x[131072*i0 + 4*i1 + [v9]] if v2 else 0
+  v11: f32 = neg v10
+  v12: f32 = const 0.0
+  v13: f32 = where v5, v11, v12
+  v14: i64 = cast v5
+  v15: i64 = where v2, v14, v6
+  v17: f32 = where v2, v13, v12
+  v18: i64 = sum v15 over i1
+  st0: i64 = store n[i0], v18
+  v19: f32 = sum v17 over i1
+  st1: f32 = store t[i0], v19
+}
+"""),
+        Options(),
+    )
+    dirty = """\
+extern "C" int64_t k_dirty(void* const* p, const int64_t* s, int64_t begin, int64_t end) {
+  volatile unsigned char junk[1 << 18];
+  for (auto& each : junk) each = 255;
+  return 0;
+}
+"""
+    addresses, _ = build({kernel.name: kernel.source, "k_dirty": dirty})
+    y, x = torch.arange(15) % 4, torch.arange(60.0)
+    buffers = {"y": y, "x": x, "n": torch.zeros(1).long(), "t": torch.zeros(1)}
+    soil = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(addresses["k_dirty"])
+    soil(None, None, 0, 0)
+    assert call(kernel, addresses[kernel.name], buffers, {"s": 15}) == 0
+    assert buffers["n"].item() == 15 and buffers["t"].item() == -x.view(15, 4).gather(1, y[:, None]).sum().item()
+
+
 def test_integer_division_never_traps() -> None:
     ops = ["floordiv", "truncdiv", "remainder", "fmod"]
     x = torch.full((64,), -(1 << 31), dtype=torch.int32)
