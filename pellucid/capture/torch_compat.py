@@ -111,7 +111,9 @@ def size_hint(value: int | torch.SymInt) -> int:
 
 
 def is_symbolic(value: object) -> TypeIs[torch.SymInt | torch.SymFloat | torch.SymBool]:
-    """True for SymInt, SymFloat and SymBool."""
+    """True for SymInt, SymFloat and SymBool, but not for a jagged dimension: a name of its offsets, not a number."""
+    if isinstance(value, torch.SymInt) and isinstance(value.node.hint if value.node.has_hint() else 0, torch.SymInt):
+        return False
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 

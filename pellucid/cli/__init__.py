@@ -6,6 +6,7 @@ result, a failing backend), 2 the tool failed (also: it was called wrongly), 125
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from importlib import metadata
@@ -35,6 +36,8 @@ class _Group(click.Group):
             raise
         except PellucidError as error:
             click.echo(f"error: {error}", err=True)
+            if "--json" in sys.argv:
+                click.echo(json.dumps({"error": error.message, "hint": error.hint}))
             sys.exit(Exit.FAILED)
         except Exception:
             traceback.print_exc()

@@ -16,12 +16,12 @@ import torch
 from torch.fx.node import map_arg
 
 from pellucid.debug.case import Case, copied
-from pellucid.debug.check import Checked, Culprit, Request, check_case, isolated, opened, step_of
+from pellucid.debug.check import EAGER, Checked, Culprit, Request, check_case, isolated, opened, step_of
 from pellucid.debug.child import SECONDS, Failure, Marker, Worker
 from pellucid.debug.cosim import COMPLETE, LIVE, Cosimulated, cosim_graphs
 from pellucid.debug.graphs import Graph, interpret, is_random
 from pellucid.debug.judge import Verdict, judge
-from pellucid.debug.plain import Plain
+from pellucid.debug.plain import Undecomposed
 from pellucid.debug.subject import Rung, Subject
 from pellucid.errors import UserError
 
@@ -100,10 +100,12 @@ def rung_names(request: Request) -> list[str]:
 
 def check_rung(request: Request, number: int | None) -> Checked:
     """`check` on a rung of the ladder; None: the backend as it is."""
+    marker = Marker()
+    marker.note(EAGER)
     case, subject = opened(request)
     if number is not None:
         subject = _stand_on(subject.ladder()[number])
-    return check_case(case, subject, request.backward, request.dynamic, request.fuzz, Marker())
+    return check_case(case, subject, request.backward, request.dynamic, request.fuzz, marker)
 
 
 def _stand_on(rung: Rung) -> Subject:
@@ -147,7 +149,7 @@ def _first_of(found: Cosimulated, subject: Subject, graphs: Sequence[Graph]) -> 
 
 def wrong_decomposition(case: Case, subject: Subject, request: Request) -> Culprit | None:
     """The first operator whose decomposition does not compute what the operator does, on the program's own numbers."""
-    for graph in Plain(backend="aot_eager").graphs(case, backward=request.backward, dynamic=request.dynamic):
+    for graph in Undecomposed({}, subject).graphs(case, backward=request.backward, dynamic=request.dynamic):
         node = _first_unlike(graph, subject.decompositions())
         if node is not None:
             return Culprit.of(graph.name, str(node.target), node)

@@ -78,8 +78,9 @@ def case_of(made: Any, name: str) -> Case:
     """A program from `(fn, args)` or `(fn, args, kwargs)`."""
     parts: tuple[Any, ...] = made if isinstance(made, tuple) else ()
     if len(parts) not in (2, 3) or not callable(parts[0]) or not isinstance(parts[1], tuple | list):
+        what = ", ".join(type(part).__name__ for part in parts) if parts else type(made).__name__
         raise UserError(
-            f"{name} returned {type(made).__name__}, which is not (fn, args) or (fn, args, kwargs)", hint=_FORM
+            f"{name} returned ({what}), not (fn, args) or (fn, args, kwargs) with a tuple or list of args", hint=_FORM
         )
     kwargs = parts[2] if len(parts) == 3 else {}
     if not isinstance(kwargs, Mapping):

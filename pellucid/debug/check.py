@@ -20,7 +20,7 @@ from pellucid.debug.subjects import subject_of
 from pellucid.debug.vary import variations
 from pellucid.errors import UserError
 
-_EAGER = "eager"
+EAGER = "eager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ def isolated(worker: Worker, function: str, request: Request, *more: Any, second
         return found
     if found.what == UserError.__name__:
         raise UserError(found.text, hint=found.context["hint"])
-    if found.kind == "error" or found.step == _EAGER:
-        context: dict[str, object] = {"traceback": found.trace} if found.trace else {}
+    if found.kind == "error" or found.step == EAGER:
+        context: dict[str, object] = {"in your code": "\n" + found.trace} if found.trace else {}
         raise UserError(f"{request.target} fails in eager mode: {found}", hint="correct that first", context=context)
     step = worker.call("pellucid.debug.check:find_step", request, found.step, seconds=seconds) if found.step else None
     return Checked(backend, Verdict(found.kind), (), found, step=step if isinstance(step, Culprit) else None)
@@ -150,8 +150,10 @@ def isolated(worker: Worker, function: str, request: Request, *more: Any, second
 
 def check_request(request: Request) -> Checked:
     """In a worker process: the step that runs is noted for who finds the process dead."""
+    marker = Marker()
+    marker.note(EAGER)
     case, subject = opened(request)
-    return check_case(case, subject, request.backward, request.dynamic, request.fuzz, Marker())
+    return check_case(case, subject, request.backward, request.dynamic, request.fuzz, marker)
 
 
 def find_step(request: Request, name: str) -> Culprit | None:
@@ -200,8 +202,9 @@ def check_case(
 
 def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | None, probe: Probe | None) -> Checked:
     if isinstance(probe, Marker):
-        probe.note(_EAGER)
+        probe.note(EAGER)
     eager = _outcome(case.fresh(), backward)
+    _check_repeatable(eager, _outcome(case.fresh(), backward))
     exact = _exactly(case, backward, eager)
     draws = [_outcome(_nudged(case, seed), backward).tensors for seed in range(DRAWS)]
     try:
@@ -219,12 +222,23 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
     return Checked(subject.name, worst([output.verdict for output in outputs]), outputs)
 
 
+def _check_repeatable(once: _Outcome, again: _Outcome) -> None:
+    """Raises UserError when eager does not do the same again: nothing could be said of compiled code then."""
+    for name, tensor in once.tensors.items():
+        other = again.tensors.get(name)
+        if other is None or judge(other, tensor, tensor.to(torch.float64) if tensor.dtype in LOW else tensor).why:
+            raise UserError(
+                f"in eager mode the program gives another {name} when it is called again",
+                hint="let it start from the same state each time; random numbers of torch are seeded already",
+            )
+
+
 def _outcome(case: Case, backward: bool, call: Callable[..., Any] | None = None) -> _Outcome:
     """Run a program; its random numbers begin at the same seed on every run."""
     torch.manual_seed(0)
     before = {name: copied(tensor) for name, tensor in _named((case.args, dict(case.kwargs)), "input")}
     with torch.set_grad_enabled(backward):
-        result = (call or case.fn)(*case.args, **case.kwargs)
+        result = (case.fn if call is None else call)(*case.args, **case.kwargs)
         found = dict(_named(result, "output"))
         inputs = dict(_named((case.args, dict(case.kwargs)), "input"))
         if backward:

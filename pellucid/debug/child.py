@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
+import pellucid
 from pellucid.debug.subject import Probe, Step
 from pellucid.errors import InternalError, PellucidError
 
@@ -34,6 +36,7 @@ SECONDS = 300.0
 _POLL_S = 0.02
 _NOTE_BYTES = 4096
 _NOTE = "PELLUCID_DEBUG_NOTE"
+_NOT_THE_USERS = (str(Path(pellucid.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Failure:
 
     kind: `error` (an exception), `crash` (a signal, an abort, no memory left) or `hang`.
     what: the exception's type, the signal's name, or the limit. text: the message, or the end of stderr.
-    step: the step of a compiled graph that was running, if any was. trace: the exception's traceback.
+    step: the step of a compiled graph that was running, if any was. trace: the user's frames of the exception.
     context: what the exception carries to explain it.
     """
 
@@ -218,7 +221,8 @@ def _answer(name: str, args: tuple[Any, ...]) -> Any:
 def failure_of(error: BaseException) -> Failure:
     """An exception as a failure: that of the backend itself where Dynamo has wrapped it."""
     inner = getattr(error, "inner_exception", None) or error
-    trace = "".join(traceback.format_exception(error))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
+    trace = "".join(traceback.format_list(frames)).rstrip()
     text, context = str(inner), {}
     if isinstance(inner, PellucidError):
         text, context = inner.message, {**inner.context, "hint": inner.hint}

@@ -48,7 +48,7 @@ class Recorder:
         def compile_graph(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
             name = f"{kind}_{self._count}"
             self._count += 1
-            kept, called = copy.deepcopy(module), []
+            kept, called = twin(module), []
 
             def run(args: list[Any]) -> list[Any]:
                 if not called:
@@ -60,6 +60,11 @@ class Recorder:
             return run
 
         return compile_graph
+
+
+def twin(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A graph of its own over the same tensors."""
+    return torch.fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 def interpret(
@@ -82,7 +87,7 @@ def interpret(
 
 def in_float64(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """The graph with float64 wherever it says float32, bfloat16 or float16: in conversions, factories and constants."""
-    wide = copy.deepcopy(module)
+    wide = twin(module)
     for node in wide.graph.nodes:
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), wider)  # type: ignore[misc]
         if node.op == "get_attr":
@@ -113,13 +118,13 @@ def widened(tree: Any) -> Any:
 
 
 def is_random(node: torch.fx.Node) -> bool:
-    """Whether a call draws random numbers: in float64 it would draw others."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether a call draws random numbers: in float64 it would draw others. Inductor's own operators have no tag."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "inductor_" in str(node.target)
 
 
 def rebound(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
     """A copy of the graph whose nodes know the sizes and types that they have with these (static) inputs."""
-    return fake_graph(copy.deepcopy(module), inputs)
+    return fake_graph(twin(module), inputs)
 
 
 def calls_of(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:

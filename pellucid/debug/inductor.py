@@ -39,6 +39,7 @@ from pellucid.ir.origin import GLUE, Origin, merge
 # A cache would serve code that another version of the compiler made, a patched one for example.
 _SETTINGS = {
     "force_disable_caches": True,
+    "fallback_random": True,  # eager's random numbers, or no two runs could be compared
     "comment_origin": False,
     "trace.provenance_tracking_level": 1,
 }
@@ -74,7 +75,7 @@ class Inductor(Subject):
             kind = "backward" if about.get("is_backward") else "inference" if about.get("is_inference") else "forward"
             return compiler(kind)(module, inputs)
 
-        return partial(compile_fx, inner_compile=inner, config_patches=dict(self.options))
+        return partial(compile_fx, inner_compile=inner, config_patches={**_SETTINGS, **self.options})
 
     def compile(self, graph: Graph) -> Compiled:
         return _InductorCompiled(graph, self.options)

@@ -10,8 +10,9 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 from pellucid.capture.torch_compat import capture_with_aot
-from pellucid.debug.graphs import Graph, GraphCompiler
-from pellucid.debug.subject import Compiled, Probe, Rung, Subject
+from pellucid.debug.case import Case
+from pellucid.debug.graphs import Graph, GraphCompiler, twin
+from pellucid.debug.subject import Captured, Compiled, Probe, Rung, Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,32 @@ class Plain(Subject):
         options = dict(self.options) if self.options else None
         return torch.compile(fn, backend=self.backend, dynamic=dynamic, options=options)
 
+    def watched(self, fn: Callable[..., Any], probe: Probe, dynamic: bool | None = None) -> Callable[..., Any]:
+        return self.wrap(fn, dynamic)  # there are no steps to watch
+
+    def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
+        """Such a backend takes the graphs of Dynamo: before autograd, with the functions that the user called."""
+
+        def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            run = compiler("forward")(module, inputs)
+            return lambda *args: run(list(args))
+
+        return backend
+
+    def compile(self, graph: Graph) -> Compiled:
+        return _PlainCompiled(graph, lookup_backend(self.backend))
+
+    def graphs(self, case: Case, *, backward: bool = False, dynamic: bool | None = None) -> list[Graph]:
+        return Subject.graphs(self, case, backward=False, dynamic=dynamic)
+
+    def ladder(self) -> tuple[Rung, ...]:
+        return (*front_rungs(), Rung("backend", self))
+
+
+@dataclass(frozen=True, slots=True)
+class Undecomposed(Captured):
+    """The graphs of AOTAutograd with the operators that the user called, none of them decomposed."""
+
     def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
         def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return capture_with_aot(
@@ -41,12 +68,6 @@ class Plain(Subject):
 
         return backend
 
-    def ladder(self) -> tuple[Rung, ...]:
-        return (*front_rungs(), Rung("backend", self))
-
-    def compile(self, graph: Graph) -> Compiled:
-        return _PlainCompiled(graph, lookup_backend(self.backend))
-
 
 def front_rungs() -> tuple[Rung, ...]:
     """What comes before any backend."""
@@ -56,7 +77,7 @@ def front_rungs() -> tuple[Rung, ...]:
 class _PlainCompiled(Compiled):
     def __init__(self, graph: Graph, backend: Callable[..., Any]) -> None:
         self.graph, self.steps = graph.module, ()
-        self._run = backend(graph.module, list(graph.inputs))
+        self._run = backend(twin(graph.module), list(graph.inputs))  # it may change the graph that it gets
 
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
         with torch.no_grad():

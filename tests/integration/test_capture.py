@@ -583,3 +583,26 @@ def test_dropout_is_recomputed_alike_in_a_checkpoint() -> None:
     y.sum().backward()
     kept = y.detach() != 0
     assert x.grad is not None and torch.equal(x.grad != 0, kept) and kept.any() and not kept.all()
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_jagged_tensors(dynamic) -> None:
+    """A jagged dimension is a symbol without a number: it names the offsets."""
+
+    def jagged(*sizes: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        parts = [torch.randn(size, 8) for size in sizes]
+        return torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x * 2).sin(), torch.nn.functional.layer_norm(x, (8,)).to_padded_tensor(0.0).sum(1)
+
+    run = torch.compile(function, backend="pellucid", dynamic=dynamic)
+    for sizes in ((2, 4), (3, 1, 5), (2, 4)):
+        ours, eager = jagged(*sizes), jagged(*sizes)
+        results, expected = run(ours), function(eager)
+        torch.testing.assert_close(results[0].values(), expected[0].values())
+        torch.testing.assert_close(results[1], expected[1])
+        (results[0].values().sum() + results[1].square().sum()).backward()
+        (expected[0].values().sum() + expected[1].square().sum()).backward()
+        torch.testing.assert_close(ours.grad.values(), eager.grad.values())

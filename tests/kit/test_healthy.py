@@ -1,0 +1,105 @@
+"""Healthy programs that a careless judge would blame, and backends that really are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pellucid.debug import Verdict, check
+from pellucid.debug.case import Case
+from pellucid.debug.check import Request, check_isolated
+from pellucid.debug.cosim import LIVE, cosim_case
+from pellucid.debug.reasons import find_reasons
+from pellucid.debug.subjects import subject_of
+from pellucid.errors import UserError
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear, self.norm = nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.drop = nn.Dropout(0.2)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, index: torch.Tensor, *, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.table(index)
+        h = self.norm(h + self.drop(F.gelu(self.linear(h))))
+        self.seen.add_(h.detach().sum((0, 1)))
+        return {"h": h.masked_fill(mask[..., None], float("-inf")).softmax(1), "sum": h.sum()}
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    mask = torch.tensor([[False, False, True], [True, False, False]])
+    return Model(), (torch.randint(0, 10, (2, 3)),), {"mask": mask}
+
+
+def assigned() -> Any:
+    def f(y: torch.Tensor) -> torch.Tensor:
+        y[0] = 7
+        return y + 1
+
+    return f, (torch.randn(4),)
+
+
+@pytest.mark.parametrize("backend", ["pellucid", "inductor"])
+@pytest.mark.parametrize("make", [model, assigned])
+def test_nothing_is_blamed(make, backend):
+    fn, args, *kwargs = make()
+    case = Case(make.__name__, fn, args, *kwargs)
+    assert check(*make(), backend=backend, backward=isinstance(fn, nn.Module)).good
+    assert cosim_case(case, subject_of(backend)).verdict.good
+    assert cosim_case(case, subject_of(backend), LIVE).verdict.good
+    assert find_reasons(Request(f"{__file__}:{make.__name__}", backend)).good
+
+
+def relu() -> Any:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x.sin() * 2) + 1
+
+    torch.manual_seed(0)
+    return f, (torch.randn(4, 5),)
+
+
+def test_a_backend_of_which_nothing_is_known():
+    wrong, broken = "relu_accuracy_error_TESTING_ONLY", "relu_compile_error_TESTING_ONLY"
+    assert check_isolated(Request(f"{__file__}:relu", wrong)).verdict is Verdict.WRONG
+    assert check_isolated(Request(f"{__file__}:relu", broken)).verdict is Verdict.ERROR
+    assert not find_reasons(Request(f"{__file__}:relu", broken)).good
+    assert not cosim_case(Case("relu", *relu()), subject_of(wrong)).verdict.good
+
+
+class Empty(nn.Module):
+    def __len__(self) -> int:
+        return 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x)
+
+
+def test_a_module_without_parts_is_compiled_like_any_other():
+    assert not check(Empty(), (torch.randn(9),), backend="relu_accuracy_error_TESTING_ONLY").good
+
+
+def test_a_program_that_does_not_repeat_itself_is_not_judged():
+    calls = [0]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return x * calls[0]
+
+    with pytest.raises(UserError, match="gives another output 0 when it is called again"):
+        check(f, (torch.ones(3),))
+
+
+def leaves() -> Any:
+    raise SystemExit(0)
+
+
+def test_a_target_that_ends_the_process_is_not_the_backends_fault():
+    with pytest.raises(UserError, match="fails in eager mode"):
+        check_isolated(Request(f"{__file__}:leaves"))
