@@ -11,7 +11,7 @@ from pellucid.debug.check import Request
 from tests.kit.planted import FAULTS, mixed
 
 HERE = Path(__file__).parent
-QUICK = {"pellucid_vector_exp", "pellucid_decomposition", "inductor_neg_wrong"}
+QUICK = {"pellucid_decomposition", "inductor_neg_wrong"}
 FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 
 

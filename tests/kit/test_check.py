@@ -17,7 +17,7 @@ from tests.kit.planted import FAULTS
 
 HERE = Path(__file__).parent
 BACKENDS = ["pellucid", "inductor", "aot_eager"]
-QUICK = {"pellucid_neg_wrong", "pellucid_neg_crashes", "inductor_neg_crashes", "inductor_lowering_sigmoid"}
+QUICK = {"pellucid_neg_crashes", "inductor_neg_crashes"}
 FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 
 

@@ -15,7 +15,7 @@ from tests.kit.planted import FAULTS
 from tests.small_models import build_small
 
 HERE = Path(__file__).parent
-QUICK = {"pellucid_lowering_flip", "inductor_vector_exp"}
+QUICK = {"pellucid_lowering_flip"}
 KERNELS = ("codegen", "vectorisation", "lowering")  # what decompositions and memory do is seen elsewhere
 WRONG = [name for name, fault in FAULTS.items() if fault.verdict == "wrong" and fault.component in KERNELS]
 FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WRONG]
@@ -32,7 +32,7 @@ def test_the_first_divergence_is_the_planted_one(name, mode):
         assert len({each.kernel for each in wrong} - {"result"}) == 1
 
 
-@pytest.mark.parametrize("backend", ["pellucid", "inductor"])
+@pytest.mark.parametrize("backend", ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_training_step_has_no_divergence(backend):
     module, inputs = build_small("gpt2")
     case = Case("gpt2", module.train(False), (), inputs)

@@ -16,7 +16,7 @@ from pellucid.errors import UserError
 from tests.kit.planted import FAULTS
 
 HERE = Path(__file__).parent
-QUICK = {"pellucid_neg_crashes", "inductor_lowering_sigmoid", "pellucid_neg_does_not_compile"}
+QUICK = {"pellucid_neg_crashes", "inductor_lowering_sigmoid"}
 SMALL = ("codegen", "vectorisation", "lowering")
 FAULTY = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
