@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pellucid.capture.graph import origin_of
 from pellucid.debug.case import Case, copied, load_case
-from pellucid.debug.child import SECONDS, Failure, Marker, Worker, failure_of
+from pellucid.debug.child import SECONDS, Failure, Marker, Worker, failure_of, pass_on
 from pellucid.debug.graphs import LOW, Graph, widened
 from pellucid.debug.judge import DRAWS, Judgement, Verdict, judge, worst
 from pellucid.debug.subject import Probe, Subject, loss_of
@@ -139,8 +139,7 @@ def isolated(worker: Worker, function: str, request: Request, *more: Any, second
     found = worker.call(function, request, *more, seconds=seconds)
     if not isinstance(found, Failure):
         return found
-    if found.what == UserError.__name__:
-        raise UserError(found.text, hint=found.context["hint"])
+    pass_on(found)
     if found.kind == "error" or found.step == EAGER:
         context: dict[str, object] = {"in your code": "\n" + found.trace} if found.trace else {}
         raise UserError(f"{request.target} fails in eager mode: {found}", hint="correct that first", context=context)
@@ -158,8 +157,7 @@ def check_request(request: Request) -> Checked:
 
 def find_step(request: Request, name: str) -> Culprit | None:
     """The step of this name in the compiled graphs of a program, which are not run."""
-    case, subject = opened(request)
-    graphs = subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
+    graphs, subject = captured(request)
     return next((step for graph in graphs if (step := step_of(subject, graph, name)) is not None), None)
 
 
@@ -176,6 +174,12 @@ def opened(request: Request) -> tuple[Case, Subject]:
     if request.threads:
         torch.set_num_threads(request.threads)
     return load_case(request.target), subject_of(request.backend, request.options)
+
+
+def captured(request: Request) -> tuple[list[Graph], Subject]:
+    """The graphs that the program of a request becomes, and the backend."""
+    case, subject = opened(request)
+    return subject.graphs(case, backward=request.backward, dynamic=request.dynamic), subject
 
 
 def check_case(
@@ -343,7 +347,7 @@ def _compare(
     actual: _Outcome, eager: _Outcome, exact: Mapping[str, torch.Tensor], draws: Sequence[Mapping[str, torch.Tensor]]
 ) -> Iterator[Output]:
     for name, expected in eager.tensors.items():
-        shape, dtype = tuple(expected.shape), str(expected.dtype).removeprefix("torch.")
+        shape, dtype = _kind(expected)
         if name not in actual.tensors:
             yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "it is missing in the compiled program"))
             continue
@@ -355,12 +359,15 @@ def _compare(
         yield Output(name, shape, dtype, found)
     for name, tensor in actual.tensors.items():
         if name not in eager.tensors and (not name.startswith("gradient") or tensor.any()):
-            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            shape, dtype = _kind(tensor)
             yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "eager has no such thing"))
     for a, b in sorted(actual.shared ^ eager.shared):
         what = "share memory, in eager they do not" if (a, b) in actual.shared else "share memory in eager only"
         tensor = actual.tensors.get(a, eager.tensors.get(a))
-        shape, dtype = (
-            (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) if tensor is not None else ((), "")
-        )
+        shape, dtype = _kind(tensor) if tensor is not None else ((), "")
         yield Output(f"{a} and {b}", shape, dtype, Judgement(Verdict.WRONG, what))
+
+
+def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype, for people."""
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")

@@ -30,7 +30,7 @@ import torch
 
 import pellucid
 from pellucid.debug.subject import Probe, Step
-from pellucid.errors import InternalError, PellucidError
+from pellucid.errors import InternalError, PellucidError, UserError
 
 SECONDS = 300.0
 _POLL_S = 0.02
@@ -60,6 +60,12 @@ class Failure:
         during = f" during {self.step}" if self.step else ""
         said = f": {self.text.strip().splitlines()[0]}" if self.text.strip() else ""
         return f"{self.what}{during}{said}"
+
+
+def pass_on(failure: Failure) -> None:
+    """Raise the UserError that a call ended with, if it did."""
+    if failure.what == UserError.__name__:
+        raise UserError(failure.text, hint=failure.context["hint"])
 
 
 class Worker:

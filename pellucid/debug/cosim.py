@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate, map_arg
 
-from pellucid.capture.graph import origin_of
+from pellucid.capture.graph import attribute_of, origin_of
 from pellucid.debug.case import Case, copied
-from pellucid.debug.check import Request, opened
-from pellucid.debug.child import SECONDS, Failure, Marker, Worker
+from pellucid.debug.check import Request, captured
+from pellucid.debug.child import SECONDS, Failure, Marker, Worker, pass_on
 from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, widened, wider
 from pellucid.debug.judge import Judgement, Verdict, judge, worst
 from pellucid.debug.subject import Compiled, Probe, Step, Subject
@@ -99,15 +99,13 @@ def cosim_isolated(request: Request, mode: str = COMPLETE, seconds: float = SECO
         found = worker.call("pellucid.debug.cosim:cosim_request", request, mode, seconds=seconds)
     if not isinstance(found, Failure):
         return found
-    if found.what == UserError.__name__:
-        raise UserError(found.text, hint=found.context["hint"])
+    pass_on(found)
     raise UserError(f"{request.target} cannot be cosimulated: {found}", hint="look at it with `pellucid check` first")
 
 
 def cosim_request(request: Request, mode: str) -> Cosimulated:
     """In a worker process."""
-    case, subject = opened(request)
-    graphs = subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
+    graphs, subject = captured(request)
     return cosim_graphs(graphs, subject, mode, Marker())
 
 
@@ -242,7 +240,7 @@ class _Reference:
         if node in given:
             return widened(given[node])
         if node.op == "get_attr":
-            return widened(_attribute(self.module, str(node.target)))
+            return widened(attribute_of(self.module, node))
         if node.name in self.random:
             return widened(self.random[node.name])
         if node.name in self.values and node.name != name:
@@ -264,13 +262,6 @@ def _needed(node: torch.fx.Node, known: set[str]) -> list[torch.fx.Node]:
             stack.append((each, True))
             stack += [(other, False) for other in each.all_input_nodes]
     return list(order)
-
-
-def _attribute(module: torch.nn.Module, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _is_changed(node: torch.fx.Node) -> bool:

@@ -11,7 +11,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from pellucid.ir.origin import GLUE, Origin
+
+# As compilers write the types of values in their messages.
+CPP_NAMES = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.int64: "long int",
+    torch.int32: "int",
+    torch.int16: "short int",
+    torch.int8: "signed char",
+    torch.uint8: "unsigned char",
+    torch.bool: "bool",
+}
 
 
 @dataclass(frozen=True, slots=True)

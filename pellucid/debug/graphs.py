@@ -11,7 +11,7 @@ import torch
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.torch_compat import fake_graph
+from pellucid.capture.torch_compat import capture_with_aot, fake_graph
 from pellucid.debug.case import copied
 
 GraphCompiler: TypeAlias = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
@@ -35,6 +35,24 @@ class Graph:
     def calls(self) -> int:
         """How many operators it calls."""
         return sum(node.op == "call_function" for node in self.module.graph.nodes)
+
+
+def through_aot(
+    compiler: Callable[[str], GraphCompiler], decompositions: dict[Any, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """A backend for `torch.compile` behind AOTAutograd; `compiler` of a kind gets each graph."""
+
+    def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return capture_with_aot(
+            module,
+            inputs,
+            forward=compiler("forward"),
+            backward=compiler("backward"),
+            inference=compiler("inference"),
+            decompositions=decompositions,
+        )
+
+    return backend
 
 
 class Recorder:

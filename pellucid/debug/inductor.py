@@ -29,7 +29,7 @@ from torch._inductor.scheduler import WhyNoFuse
 from torch._inductor.virtualized import V
 
 from pellucid.capture.graph import origin_of
-from pellucid.debug.explain import DEFINITION, Refusal, Refused, Value
+from pellucid.debug.explain import CPP_NAMES, DEFINITION, Refusal, Refused, Value
 from pellucid.debug.graphs import Graph, GraphCompiler
 from pellucid.debug.plain import front_rungs
 from pellucid.debug.subject import Captured, Compiled, Passed, Probe, Rung, Step, Subject, refusal
@@ -45,16 +45,6 @@ _SETTINGS = {
 }
 _MADE = "_pellucid_made"
 _ERROR = re.compile(r"^(?P<file>[^\s:]+):(?P<line>\d+):\d+: (?:fatal )?error: (?P<message>.*)$", re.MULTILINE)
-_CPP_NAMES = {
-    torch.float64: "double",
-    torch.float32: "float",
-    torch.int64: "long int",
-    torch.int32: "int",
-    torch.int16: "short int",
-    torch.int8: "signed char",
-    torch.uint8: "unsigned char",
-    torch.bool: "bool",
-}
 _HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
 
 
@@ -135,7 +125,6 @@ class _InductorCompiled(Compiled):
         if not made:  # an empty graph is returned as it is
             made.append(_Made("def call(args):\n    return list(args)\n", graph.module, {}, {}, {}))
         self._made = made[-1]
-        self.source = self._made.text
         self.graph = self._made.graph
         self._module = _Instrumented(self._made)
         self.steps = tuple(self._module.steps)
@@ -217,7 +206,7 @@ def _value(op: str, dtype: torch.dtype | None) -> Value:
     origins = current.node.get_origins() if current is not None and current.node is not None else ()
     named = [node for node in origins if op in str(node.target)]
     origin = merge(map(origin_of, named or origins))
-    return Value(op, _CPP_NAMES.get(dtype, "") if dtype is not None else "", origin)
+    return Value(op, CPP_NAMES.get(dtype, "") if dtype is not None else "", origin)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -339,9 +328,7 @@ class _Reader:
             step = self.steps[number]
             fresh = [name for name in held if self.made.holds[name] not in step.values]
             if fresh:
-                self.steps.append(
-                    _replaced(step, f"{step.name}", step.origin, tuple(self.made.holds[n] for n in fresh))
-                )
+                self.steps.append(_replaced(step, step.name, step.origin, tuple(self.made.holds[n] for n in fresh)))
                 yield _hook("__after__", len(self.steps) - 1, *fresh)
 
     def _step(self, statement: ast.stmt) -> Step | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -127,7 +127,7 @@ def _distances(
         f"{bad} of {values.numel()} elements differ, most at {list(worst_at)}: {values[worst_at].item():.9g}, "
         f"eager {reference[worst_at].item():.9g}, float64 {truth[worst_at].item():.9g}"
     )
-    return Judgement(found.verdict, why, found.error, allowed, found.max_error, found.ulp, worst_at, bad)
+    return replace(found, why=why)
 
 
 def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -8,8 +8,8 @@ import torch
 
 from pellucid.capture.graph import origin_of
 from pellucid.codegen.linemap import annotate_source
-from pellucid.debug.check import Request, opened
-from pellucid.debug.child import SECONDS, Failure, Worker
+from pellucid.debug.check import Request, captured
+from pellucid.debug.child import SECONDS, Failure, Worker, pass_on
 from pellucid.debug.graphs import Graph
 from pellucid.debug.subject import Step, Subject
 from pellucid.errors import UserError
@@ -56,15 +56,13 @@ def match(request: Request, seconds: float = SECONDS, memory: int = 0) -> Matche
         found = worker.call("pellucid.debug.match:match_request", request, seconds=seconds)
     if not isinstance(found, Failure):
         return found
-    if found.what == UserError.__name__:
-        raise UserError(found.text, hint=found.context["hint"])
+    pass_on(found)
     raise UserError(f"{request.target} does not compile: {found}", hint="see `pellucid explain`")
 
 
 def match_request(request: Request) -> Matches:
     """The same in this process."""
-    case, subject = opened(request)
-    graphs = subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
+    graphs, subject = captured(request)
     return match_graphs(graphs, subject)
 
 

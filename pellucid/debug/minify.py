@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from pellucid.debug.check import Request
-from pellucid.debug.child import SECONDS, Failure, Marker, Worker, failure_of
+from pellucid.debug.child import SECONDS, Failure, Marker, Worker, failure_of, pass_on
 from pellucid.debug.cosim import COMPLETE, LIVE, cosim_graphs
 from pellucid.debug.graphs import calls_of
 from pellucid.debug.judge import Verdict
@@ -101,8 +101,10 @@ class _Search:
         """The same for what should not fail. Raises UserError if it does."""
         answer = self.call(function, *args)
         if isinstance(answer, Failure):
-            hint = answer.context.get("hint", "") if answer.what == UserError.__name__ else "see `pellucid bisect`"
-            raise UserError(f"{self.request.target} cannot be minified: {answer.text or answer}", hint=hint)
+            pass_on(answer)
+            raise UserError(
+                f"{self.request.target} cannot be minified: {answer.text or answer}", hint="see `pellucid bisect`"
+            )
         return answer
 
     def first(self, candidates: Sequence[Subgraph], wanted: Kind) -> Subgraph | None:

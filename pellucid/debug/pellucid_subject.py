@@ -11,37 +11,23 @@ import torch
 
 from pellucid.backend import compile_fx
 from pellucid.capture.decompositions import decompositions
-from pellucid.capture.torch_compat import capture_with_aot
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel
-from pellucid.debug.explain import DEFINITION, Refusal, Refused, Value
-from pellucid.debug.graphs import Graph, GraphCompiler
+from pellucid.debug.explain import CPP_NAMES, DEFINITION, Refusal, Refused, Value
+from pellucid.debug.graphs import Graph, GraphCompiler, through_aot
 from pellucid.debug.plain import front_rungs
 from pellucid.debug.subject import Captured, Compiled, Partial, Passed, Probe, Rung, Step, Subject, refusal
 from pellucid.executable import Probe as NodeProbe
 from pellucid.ir.interp import run_program
 from pellucid.ir.nodes import Compute, Extern, Kernel, Node, Program, Reduce, View
 from pellucid.ir.origin import Origin, merge
-from pellucid.ir.types import DType
+from pellucid.ir.types import TORCH_DTYPES
 from pellucid.lower import lower
 from pellucid.lower.graph import buffers_of
 from pellucid.native.build import KernelCompileError
 from pellucid.options import make_options
 from pellucid.pipeline import Unit, compile_graph
 from pellucid.trace.record import GraphRecord
-
-# As compilers write the types of values in their messages.
-_GCC_NAMES = {
-    DType.F64: "double",
-    DType.F32: "float",
-    DType.I64: "long int",
-    DType.I32: "int",
-    DType.I16: "short int",
-    DType.I8: "signed char",
-    DType.U8: "unsigned char",
-    DType.BOOL: "bool",
-}
-
 
 _REFUSALS = (("fuse.", "fusion"), ("codegen.vectorize", "vectorisation"))
 
@@ -58,17 +44,7 @@ class Pellucid(Subject):
         return torch.compile(fn, backend=partial(compile_fx, options=dict(self.options)), dynamic=dynamic)
 
     def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
-        def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return capture_with_aot(
-                module,
-                inputs,
-                forward=compiler("forward"),
-                backward=compiler("backward"),
-                inference=compiler("inference"),
-                decompositions=decompositions(),
-            )
-
-        return backend
+        return through_aot(compiler, decompositions())
 
     def compile(self, graph: Graph) -> PellucidCompiled:
         return PellucidCompiled(graph, self.options)
@@ -177,7 +153,7 @@ def _values(kernel: CppKernel) -> Iterator[tuple[str, Value]]:
         line = body.get(found["name"]) if found else None
         if found and line is not None:
             op = line.rhs.op if isinstance(line.rhs, Compute | Reduce) else type(line.rhs).__name__.lower()
-            yield f"{found['name']} = {found['value']}", Value(op, _GCC_NAMES[line.dtype], origin)
+            yield f"{found['name']} = {found['value']}", Value(op, CPP_NAMES[TORCH_DTYPES[line.dtype]], origin)
 
 
 def _step(unit: Unit, node: Node, values: tuple[str, ...]) -> Step:

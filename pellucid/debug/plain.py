@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
-from pellucid.capture.torch_compat import capture_with_aot
 from pellucid.debug.case import Case
-from pellucid.debug.graphs import Graph, GraphCompiler, twin
+from pellucid.debug.graphs import Graph, GraphCompiler, through_aot, twin
 from pellucid.debug.subject import Captured, Compiled, Probe, Rung, Subject
 
 
@@ -56,17 +55,7 @@ class Undecomposed(Captured):
     """The graphs of AOTAutograd with the operators that the user called, none of them decomposed."""
 
     def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
-        def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return capture_with_aot(
-                module,
-                inputs,
-                forward=compiler("forward"),
-                backward=compiler("backward"),
-                inference=compiler("inference"),
-                decompositions={},
-            )
-
-        return backend
+        return through_aot(compiler, {})
 
 
 def front_rungs() -> tuple[Rung, ...]:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch._dynamo.utils import counters
 
-from pellucid.debug.check import Request, opened
-from pellucid.debug.child import SECONDS, Failure, Worker, failure_of
+from pellucid.debug.check import Request, captured
+from pellucid.debug.child import SECONDS, Failure, Worker, failure_of, pass_on
 from pellucid.debug.explain import Explanation, Refusal, explain
-from pellucid.errors import UserError
 
 KINDS = ("fusion", "vectorisation", "fallback", "graph break")
 
@@ -37,17 +36,15 @@ def reasons(request: Request, seconds: float = SECONDS, memory: int = 0) -> Reas
         found = worker.call("pellucid.debug.reasons:find_reasons", request, seconds=seconds)
     if not isinstance(found, Failure):
         return found
-    if found.what == UserError.__name__:
-        raise UserError(found.text, hint=found.context["hint"])
+    pass_on(found)
     return Reasons(request.backend, None, found, ())
 
 
 def find_reasons(request: Request) -> Reasons:
     """The same in this process."""
-    case, subject = opened(request)
     counters.clear()
     refusals: list[Refusal] = []
-    graphs = subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
+    graphs, subject = captured(request)
     for why, count in counters["graph_break"].items():
         times = f" ({count} times)" if count > 1 else ""
         refusals.append(Refusal("graph break", (), " ".join(why.split()) + times))

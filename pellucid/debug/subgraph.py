@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from jinja2 import Template
 
+from pellucid.capture.graph import attribute_of
 from pellucid.debug.case import copied
-from pellucid.debug.check import Request, opened
+from pellucid.debug.check import Request, captured
 from pellucid.debug.child import Marker
 from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, rebound, widened
 from pellucid.debug.judge import DRAWS, Verdict, judge, worst
@@ -39,8 +40,7 @@ class Workshop:
     """The captured graphs of a program in this process, and what eager computes in them."""
 
     def __init__(self, request: Request) -> None:
-        case, self.subject = opened(request)
-        graphs = self.subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
+        graphs, self.subject = captured(request)
         self.graphs = {graph.name: graph for graph in graphs}
         self._values: dict[str, dict[str, Any]] = {}
 
@@ -74,7 +74,7 @@ class Workshop:
                 if each in known or each.name in chosen:
                     continue
                 if each.op == "get_attr":
-                    value = _attribute(whole.module, str(each.target))
+                    value = attribute_of(whole.module, each)
                 else:
                     value = values[each.name]
                 if not isinstance(value, torch.Tensor | int | float | bool):
@@ -104,13 +104,6 @@ def workshop(request: Request) -> Workshop:
         _workshops.clear()
         _workshops[key] = Workshop(request)
     return _workshops[key]
-
-
-def _attribute(module: torch.nn.Module, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _changed(inputs: list[Any], changes: Sequence[str]) -> list[Any]:
