@@ -16,6 +16,7 @@ import click
 
 from pellucid.cli.bench import bench
 from pellucid.cli.bisect import bisect
+from pellucid.cli.capture import capture
 from pellucid.cli.check import check
 from pellucid.cli.cosim import cosim
 from pellucid.cli.demo import demo
@@ -23,6 +24,7 @@ from pellucid.cli.exits import Exit
 from pellucid.cli.explain import explain
 from pellucid.cli.match import match
 from pellucid.cli.minify import minify
+from pellucid.cli.replay import replay
 from pellucid.errors import PellucidError
 
 
@@ -58,11 +60,5 @@ def main() -> None:
     """Pellucid: a torch.compile backend for CPUs that people can see through, and its kit."""
 
 
-main.add_command(bench)
-main.add_command(bisect)
-main.add_command(check)
-main.add_command(cosim)
-main.add_command(demo)
-main.add_command(explain)
-main.add_command(match)
-main.add_command(minify)
+for _command in (bench, bisect, capture, check, cosim, demo, explain, match, minify, replay):
+    main.add_command(_command)

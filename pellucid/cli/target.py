@@ -1,18 +1,26 @@
-"""What the commands of the debugging kit share: their options, and running a step of work in a process of its own."""
+"""What the commands of the debugging kit share: the program that they look into, their options, and how they end."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pellucid.cli.exits import Exit
-from pellucid.cli.terminal import SECONDS
+from pellucid.cli.terminal import SECONDS, err, out
+
+if TYPE_CHECKING:
+    from pellucid.debug.check import Request
+
+ABOUT_TARGET = """TARGET is FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs); or a run, the folder
+    that `pellucid capture` wrote; or -- python SCRIPT.py ..., a program whose torch.compile calls are looked into."""
 
 
 class _Setting(click.ParamType):
@@ -30,27 +38,108 @@ class _Setting(click.ParamType):
             return key, text
 
 
-def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """TARGET, and the options that every command of the kit has."""
-    for option in reversed(
-        (
-            click.argument("target", metavar="FILE.py:NAME"),
-            click.option("--backend", default="pellucid", show_default=True, metavar="NAME", help="The subject."),
-            click.option(
-                "--option", "options", type=_Setting(), multiple=True, help="An option of the backend; repeatable."
-            ),
-            click.option("--threads", type=click.IntRange(min=1), help="Threads to use. Default: torch's choice."),
-            click.option(
-                "--timeout", type=SECONDS, default=300.0, show_default=True, help="Until it counts as hanging."
-            ),
-            click.option(
-                "--memory", type=click.IntRange(min=1), metavar="MB", help="Until it counts as out of memory."
-            ),
-            click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout instead of text."),
-        )
-    ):
-        command = option(command)
-    return command
+SETTING = _Setting()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the shared options say. words: TARGET as it was typed. memory: in bytes, 0 for no limit of the user's."""
+
+    words: Sequence[str]
+    backend: str | None
+    options: Mapping[str, Any]
+    threads: int
+    seconds: float
+    memory: int
+    folder: Path | None
+    libraries: tuple[str, ...]
+    as_json: bool
+    backward: bool
+    dynamic: bool | None
+
+    def request(self, **more: Any) -> Request:
+        """The program that is meant. A script is run and captured first, as its graphs are what can be looked into."""
+        from pellucid.debug.check import Request
+        from pellucid.debug.run import new_folder, open_run, split_run
+        from pellucid.debug.script import capture_script
+
+        (word, *rest), backend, options = self.words, self.backend, dict(self.options)
+        if rest:
+            word = str(self.folder or new_folder(Path(rest[0]).stem))
+            capture_script(self.words, Path(word), backend or "pellucid", options, self.seconds)
+            err.print(f"captured into {word}", markup=False)
+        found = split_run(word)
+        if found is not None:
+            about = open_run(found[0], self.libraries).about
+            if backend in (None, about["backend"]):
+                backend, options = about["backend"], {**about["options"], **options}
+        shared = {"backward": self.backward, "dynamic": self.dynamic, "libraries": self.libraries, **more}
+        return Request(word, backend or "pellucid", options, self.threads, **shared)
+
+    def run_of(self, request: Request) -> Path:
+        """The run to write to: that of -o, the one that a script was captured into, or a new one."""
+        from pellucid.debug.run import new_folder
+
+        if self.folder is not None:
+            return self.folder
+        return Path(request.target) if len(self.words) > 1 else new_folder(Path(self.words[0]).stem)
+
+    def finish(self, result: Any, show: Callable[[Any], Any]) -> None:
+        """Print a result, keep it in the run if there is one to write to, and end the command."""
+        if self.folder is not None:
+            from pellucid.debug.run import write_json
+
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / f"{click.get_current_context().info_name}.json", plain(result))
+        if self.as_json:
+            click.echo(json.dumps(plain(result), indent=1))
+        else:
+            out.print(show(result))
+        raise click.exceptions.Exit(Exit.GOOD if result.good else Exit.BAD)
+
+
+_SHARED = (
+    click.argument("words", metavar="TARGET", nargs=-1, required=True, type=click.UNPROCESSED),
+    click.option("--backend", metavar="NAME", help="The subject. Default: pellucid, or that of the run."),
+    click.option("--option", "options", type=SETTING, multiple=True, help="An option of the backend; repeatable."),
+    click.option("--threads", type=click.IntRange(min=1), help="Threads to use. Default: torch's choice."),
+    click.option(
+        "--timeout", "seconds", type=SECONDS, default=300.0, show_default=True, help="Until it counts as hanging."
+    ),
+    click.option("--memory", type=click.IntRange(min=1), metavar="MB", help="Until it counts as out of memory."),
+    click.option(
+        "--trust",
+        "libraries",
+        multiple=True,
+        metavar="NAME",
+        help="A library whose operators a run may call.",
+    ),
+    click.option(
+        "-o", "folder", metavar="RUN", type=click.Path(path_type=Path, file_okay=False), help="Write to this run."
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout instead of text."),
+    click.option("--backward", is_flag=True, help="Look at gradients and the backward graph as well."),
+    click.option("--dynamic", is_flag=True, help="Compile with symbolic sizes (torch.compile's dynamic=True)."),
+)
+
+
+def target_command(command: Callable[..., None]) -> click.Command:
+    """A command on a TARGET: `command(target, **own options)`; its docstring is completed with what a TARGET is."""
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        shared = {name: given.pop(name) for name in (each.name for each in fields(Target))}
+        shared["options"] = dict(shared["options"])
+        shared["threads"] = shared["threads"] or 0
+        shared["memory"] = (shared["memory"] or 0) << 20
+        shared["dynamic"] = shared["dynamic"] or None
+        command(Target(**shared), **given)
+
+    call.__doc__ = f"{command.__doc__}\n\n    {ABOUT_TARGET}\n"
+    made: Any = call
+    for option in reversed(_SHARED):
+        made = option(made)
+    return click.command()(made)
 
 
 def plain(value: Any) -> Any:
@@ -66,12 +155,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
-
-
-def finish(result: Any, as_json: bool, show: Callable[[Any], None], code: Exit) -> None:
-    """Print a result and end the command."""
-    if as_json:
-        click.echo(json.dumps(plain(result), indent=1))
-    else:
-        show(result)
-    raise click.exceptions.Exit(code)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx.node import map_arg
 
-from pellucid.debug.case import Case, copied
-from pellucid.debug.check import EAGER, Checked, Culprit, Request, check_case, isolated, opened, step_of
+from pellucid.debug.case import copied
+from pellucid.debug.check import Checked, Culprit, Request, check_target, graphs_for, isolated, step_of, subject_for
 from pellucid.debug.child import SECONDS, Failure, Marker, Worker
 from pellucid.debug.cosim import COMPLETE, LIVE, Cosimulated, cosim_graphs
 from pellucid.debug.graphs import Graph, interpret, is_random
@@ -95,17 +95,13 @@ def bisect(
 
 def rung_names(request: Request) -> list[str]:
     """The components of a backend, from the front."""
-    return [rung.component for rung in opened(request)[1].ladder()]
+    return [rung.component for rung in subject_for(request).ladder()]
 
 
 def check_rung(request: Request, number: int | None) -> Checked:
     """`check` on a rung of the ladder; None: the backend as it is."""
-    marker = Marker()
-    marker.note(EAGER)
-    case, subject = opened(request)
-    if number is not None:
-        subject = _stand_on(subject.ladder()[number])
-    return check_case(case, subject, request.backward, request.dynamic, request.fuzz, marker)
+    subject = subject_for(request)
+    return check_target(request, subject if number is None else _stand_on(subject.ladder()[number]))
 
 
 def _stand_on(rung: Rung) -> Subject:
@@ -119,13 +115,12 @@ def find_culprit(request: Request, number: int) -> Culprit | None:
 
     A rung that has no steps to look at is judged by the next one above it that has.
     """
-    case, subject = opened(request)
-    rungs = subject.ladder()[number:]
+    rungs = subject_for(request).ladder()[number:]
     if rungs[0].component == "decompositions":
-        return wrong_decomposition(case, rungs[0].subject, request)
+        return wrong_decomposition(rungs[0].subject, request)
     for rung in rungs:
         subject = _stand_on(rung)
-        graphs = subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
+        graphs = graphs_for(request, subject)
         if not any(subject.compile(graph).steps for graph in graphs):
             continue
         for mode in (COMPLETE, LIVE):
@@ -147,9 +142,9 @@ def _first_of(found: Cosimulated, subject: Subject, graphs: Sequence[Graph]) -> 
     return Culprit(first.graph, first.kernel, "", (first.fx_node,), (first.user_line,) if first.user_line else ())
 
 
-def wrong_decomposition(case: Case, subject: Subject, request: Request) -> Culprit | None:
+def wrong_decomposition(subject: Subject, request: Request) -> Culprit | None:
     """The first operator whose decomposition does not compute what the operator does, on the program's own numbers."""
-    for graph in Undecomposed({}, subject).graphs(case, backward=request.backward, dynamic=request.dynamic):
+    for graph in graphs_for(request, Undecomposed({}, subject)):
         node = _first_unlike(graph, subject.decompositions())
         if node is not None:
             return Culprit.of(graph.name, str(node.target), node)

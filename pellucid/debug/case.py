@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pellucid.errors import UserError
 
-_FORM = "give FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs)"
+_FORM = "give FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs), the folder of a run, or -- COMMAND"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,12 @@ def copied(tree: Any) -> Any:
         return made.requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(copy_of, tree)
+
+
+def overlapping(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie in the same place."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > reach + 1
 
 
 def load_case(target: str) -> Case:

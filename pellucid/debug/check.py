@@ -11,33 +11,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pellucid.capture.graph import origin_of
-from pellucid.debug.case import Case, copied, load_case
+from pellucid.debug.case import Case, copied, load_case, overlapping
 from pellucid.debug.child import SECONDS, Failure, Marker, Worker, failure_of, pass_on
 from pellucid.debug.graphs import LOW, Graph, widened
-from pellucid.debug.judge import DRAWS, Judgement, Verdict, judge, worst
+from pellucid.debug.judge import DRAWS, Judgement, Output, Verdict, judge, kind_of, worst
+from pellucid.debug.judge_graph import judge_graph
+from pellucid.debug.run import open_run, split_run
 from pellucid.debug.subject import Probe, Subject, loss_of
 from pellucid.debug.subjects import subject_of
 from pellucid.debug.vary import variations
 from pellucid.errors import UserError
 
 EAGER = "eager"
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One tensor that a program returns, changes or (as a gradient) leaves behind.
-
-    name: `output 0`, `input x (changed)`, `gradient of layer.weight`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    judgement: Judgement
-
-    @property
-    def verdict(self) -> Verdict:
-        return self.judgement.verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +97,11 @@ def check(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to check in a worker process. target: `FILE.py:NAME`. threads: torch's; 0 for its own choice."""
+    """What to look at in a worker process.
+
+    target: `FILE.py:NAME`, or a run (`RUN` or `RUN:GRAPH`). threads: torch's; 0 for its own choice. libraries: whose
+    operators the graphs of a run may call beside PyTorch's.
+    """
 
     target: str
     backend: str = "pellucid"
@@ -121,6 +110,7 @@ class Request:
     backward: bool = False
     dynamic: bool | None = None
     fuzz: int = 0
+    libraries: tuple[str, ...] = ()
 
 
 def check_isolated(request: Request, seconds: float = SECONDS, memory: int = 0) -> Checked:
@@ -149,10 +139,23 @@ def isolated(worker: Worker, function: str, request: Request, *more: Any, second
 
 def check_request(request: Request) -> Checked:
     """In a worker process: the step that runs is noted for who finds the process dead."""
+    return check_target(request, subject_for(request))
+
+
+def check_target(request: Request, subject: Subject) -> Checked:
+    """The program of a request, or each graph of its run, under a subject."""
     marker = Marker()
     marker.note(EAGER)
-    case, subject = opened(request)
-    return check_case(case, subject, request.backward, request.dynamic, request.fuzz, marker)
+    if split_run(request.target) is None:
+        case = load_case(request.target)
+        return check_case(case, subject, request.backward, request.dynamic, request.fuzz, marker)
+    outputs: list[Output] = []
+    for graph in graphs_for(request, subject):
+        try:
+            outputs += judge_graph(graph, subject, marker)
+        except Exception as error:
+            return Checked(subject.name, Verdict.ERROR, tuple(outputs), failure_of(error))
+    return Checked(subject.name, worst([output.verdict for output in outputs]), tuple(outputs))
 
 
 def find_step(request: Request, name: str) -> Culprit | None:
@@ -169,17 +172,25 @@ def step_of(subject: Subject, graph: Graph, name: str) -> Culprit | None:
     return None
 
 
-def opened(request: Request) -> tuple[Case, Subject]:
-    """The program and the backend that a request names."""
+def subject_for(request: Request) -> Subject:
+    """The backend that a request names; its number of threads is set from here on."""
     if request.threads:
         torch.set_num_threads(request.threads)
-    return load_case(request.target), subject_of(request.backend, request.options)
+    return subject_of(request.backend, request.options)
+
+
+def graphs_for(request: Request, subject: Subject) -> list[Graph]:
+    """The graphs that a subject captures of the program of a request, or those of its run."""
+    found = split_run(request.target)
+    if found is not None:
+        return open_run(found[0], request.libraries).graphs(found[1])
+    return subject.graphs(load_case(request.target), backward=request.backward, dynamic=request.dynamic)
 
 
 def captured(request: Request) -> tuple[list[Graph], Subject]:
-    """The graphs that the program of a request becomes, and the backend."""
-    case, subject = opened(request)
-    return subject.graphs(case, backward=request.backward, dynamic=request.dynamic), subject
+    """The graphs of a request, and the backend."""
+    subject = subject_for(request)
+    return graphs_for(request, subject), subject
 
 
 def check_case(
@@ -337,17 +348,11 @@ def _nudged(case: Case, seed: int) -> Case:
     return fresh
 
 
-def overlapping(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie in the same place."""
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() > reach + 1
-
-
 def _compare(
     actual: _Outcome, eager: _Outcome, exact: Mapping[str, torch.Tensor], draws: Sequence[Mapping[str, torch.Tensor]]
 ) -> Iterator[Output]:
     for name, expected in eager.tensors.items():
-        shape, dtype = _kind(expected)
+        shape, dtype = kind_of(expected)
         if name not in actual.tensors:
             yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "it is missing in the compiled program"))
             continue
@@ -359,15 +364,10 @@ def _compare(
         yield Output(name, shape, dtype, found)
     for name, tensor in actual.tensors.items():
         if name not in eager.tensors and (not name.startswith("gradient") or tensor.any()):
-            shape, dtype = _kind(tensor)
+            shape, dtype = kind_of(tensor)
             yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "eager has no such thing"))
     for a, b in sorted(actual.shared ^ eager.shared):
         what = "share memory, in eager they do not" if (a, b) in actual.shared else "share memory in eager only"
         tensor = actual.tensors.get(a, eager.tensors.get(a))
-        shape, dtype = _kind(tensor) if tensor is not None else ((), "")
+        shape, dtype = kind_of(tensor) if tensor is not None else ((), "")
         yield Output(f"{a} and {b}", shape, dtype, Judgement(Verdict.WRONG, what))
-
-
-def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype, for people."""
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")

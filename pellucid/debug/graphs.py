@@ -56,10 +56,14 @@ def through_aot(
 
 
 class Recorder:
-    """Stands in for a compiler: graphs run eagerly, and are kept with the arguments of their first call."""
+    """Stands in for a compiler: graphs run eagerly, and are kept with the arguments of their first call.
 
-    def __init__(self) -> None:
+    keep: is given each; by default it is appended to `graphs`.
+    """
+
+    def __init__(self, keep: Callable[[Graph], None] | None = None) -> None:
         self.graphs: list[Graph] = []
+        self._keep = keep or self.graphs.append
         self._count = 0
 
     def compiler(self, kind: str) -> GraphCompiler:
@@ -71,7 +75,7 @@ class Recorder:
             def run(args: list[Any]) -> list[Any]:
                 if not called:
                     called.append(True)
-                    self.graphs.append(Graph(name, kind, kept, tuple(copied(args))))
+                    self._keep(Graph(name, kind, kept, tuple(copied(args))))
                 return list(interpret(module, args))
 
             run._boxed_call = True  # type: ignore[attr-defined]

@@ -125,7 +125,7 @@ class _InductorCompiled(Compiled):
         if not made:  # an empty graph is returned as it is
             made.append(_Made("def call(args):\n    return list(args)\n", graph.module, {}, {}, {}))
         self._made = made[-1]
-        self.graph = self._made.graph
+        self.graph, self.plan = self._made.graph, self._made.text
         self._module = _Instrumented(self._made)
         self.steps = tuple(self._module.steps)
 

@@ -66,6 +66,28 @@ class Judgement:
     bad_elements: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor that a program returns, changes or (as a gradient) leaves behind.
+
+    name: `output 0`, `input x (changed)`, `gradient of layer.weight`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    judgement: Judgement
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.judgement.verdict
+
+
+def kind_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype, for people."""
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
 def judge(
     actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, draws: Sequence[torch.Tensor] = ()
 ) -> Judgement:

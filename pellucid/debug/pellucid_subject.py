@@ -21,6 +21,7 @@ from pellucid.executable import Probe as NodeProbe
 from pellucid.ir.interp import run_program
 from pellucid.ir.nodes import Compute, Extern, Kernel, Node, Program, Reduce, View
 from pellucid.ir.origin import Origin, merge
+from pellucid.ir.printer import print_program
 from pellucid.ir.types import TORCH_DTYPES
 from pellucid.lower import lower
 from pellucid.lower.graph import buffers_of
@@ -107,6 +108,7 @@ class PellucidCompiled(Compiled):
         self.record: GraphRecord = record
         self.graph = record.graph
         self.steps = tuple(self._steps.values())
+        self.plan = "\n".join(print_program(each.scheduled) for each in record.programs)
 
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
         self._probe = probe or Probe()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch._dynamo.utils import counters
 
 from pellucid.debug.check import Request, captured
 from pellucid.debug.child import SECONDS, Failure, Worker, failure_of, pass_on
 from pellucid.debug.explain import Explanation, Refusal, explain
+from pellucid.debug.frontend import GRAPH_BREAK, RECOMPILATION, listening
+from pellucid.debug.run import open_run, split_run
 
-KINDS = ("fusion", "vectorisation", "fallback", "graph break")
+KINDS = ("fusion", "vectorisation", "fallback", GRAPH_BREAK, RECOMPILATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,9 @@ def reasons(request: Request, seconds: float = SECONDS, memory: int = 0) -> Reas
 
 def find_reasons(request: Request) -> Reasons:
     """The same in this process."""
-    counters.clear()
-    refusals: list[Refusal] = []
-    graphs, subject = captured(request)
-    for why, count in counters["graph_break"].items():
-        times = f" ({count} times)" if count > 1 else ""
-        refusals.append(Refusal("graph break", (), " ".join(why.split()) + times))
+    with listening() as refusals:
+        graphs, subject = captured(request)
+    refusals += _captured_refusals(request)
     for graph in graphs:
         try:
             with torch.no_grad():
@@ -58,3 +56,10 @@ def find_reasons(request: Request) -> Reasons:
                 return Reasons(subject.name, explain(refused), None, tuple(refusals))
             return Reasons(subject.name, None, failure_of(error), tuple(refusals))
     return Reasons(subject.name, None, None, tuple(refusals))
+
+
+def _captured_refusals(request: Request) -> list[Refusal]:
+    """What the front end did while a run was captured."""
+    found = split_run(request.target)
+    saved = open_run(found[0], request.libraries).about.get("refusals", []) if found is not None else []
+    return [Refusal(each["kind"], tuple(each["subject"]), each["cause"], (), each["user_line"]) for each in saved]

@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.debug.bisect import Bisected
-from pellucid.debug.check import Checked, Culprit, Output
+from pellucid.debug.capture import CapturedRun, Replay
+from pellucid.debug.check import Checked, Culprit
 from pellucid.debug.cosim import COMPLETE, Cosimulated
 from pellucid.debug.explain import Explanation, Refusal
-from pellucid.debug.judge import Verdict
+from pellucid.debug.judge import Output, Verdict
 from pellucid.debug.match import Matches
 from pellucid.debug.minify import Minified
 from pellucid.debug.reasons import KINDS, Reasons
@@ -22,6 +23,7 @@ _NOT_DONE = {
     "vectorisation": "not vectorised",
     "fallback": "not compiled: calls of a library",
     "graph break": "graph breaks",
+    "recompilation": "recompilations",
 }
 _STYLES = {Verdict.OK: "green", Verdict.ROUNDING: "green"}
 _MEANINGS = {
@@ -88,6 +90,30 @@ def cosimulated(found: Cosimulated) -> RenderableType:
     head = Text.assemble((found.verdict.value, _style(found.verdict)), f" ({found.backend}): {seen}")
     lead = Text(f"first: {first.fx_node} of graph {first.graph}, made by {first.kernel}: {first.judgement.why}")
     return Group(head, lead, table, *more)
+
+
+def captured(found: CapturedRun) -> RenderableType:
+    """The graphs of a new run, and how compiled code does on them."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("graph", "calls", "verdict", "failure"):
+        table.add_column(name, justify="right" if name == "calls" else "left", overflow="fold")
+    for graph in found.graphs:
+        verdict = Text(graph.verdict.value, _style(graph.verdict))
+        table.add_row(graph.name, str(graph.calls), verdict, str(graph.failure or ""))
+    size = f"{found.megabytes:.3g} MB of tensors, {found.kernels} different kernels of {found.backend}"
+    return Group(table, Text(f"{found.folder}: {size}"))
+
+
+def replayed(found: Replay) -> RenderableType:
+    """Each graph: the verdict here, the one in the run, and what is not as it was."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("graph", f"here ({found.backend})", f"in the run ({found.captured_by})", "other than in the run"):
+        table.add_column(name, overflow="fold")
+    for graph in found.graphs:
+        moved = "; ".join(f"{each.name}: {each.judgement.why}" for each in graph.moved[:3]) or "nothing"
+        table.add_row(graph.graph, Text(graph.verdict.value, _style(graph.verdict)), graph.before, Text(moved))
+    bad = [line for graph in found.graphs if not graph.verdict.good for line in _checked(graph.checked)]
+    return Group(table, *bad)
 
 
 def matched(found: Matches, source: bool) -> RenderableType:

@@ -63,11 +63,13 @@ class Compiled(ABC):
     """A graph that a subject compiled.
 
     graph: the FX graph whose nodes the steps name: the given one after the subject's own graph passes.
-    steps: in the order in which they run; empty where the subject does not tell.
+    steps: in the order in which they run; empty where the subject does not tell. plan: the compiled graph as the
+    subject prints it; empty where it does not.
     """
 
     graph: torch.fx.GraphModule
     steps: tuple[Step, ...]
+    plan: str = ""
 
     def refusals(self) -> Iterator[Refusal]:
         """What was not fused, not vectorised and not compiled, and why, as far as the subject tells."""

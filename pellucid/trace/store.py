@@ -70,6 +70,17 @@ def _new_folder(parent: Path, name: str) -> Path:
     return folder
 
 
+def environment() -> dict[str, Any]:
+    """What the results of a run depend on beside the program."""
+    return {
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+
+
 def _run(record: GraphRecord, options: Options) -> dict[str, Any]:
     records = record.programs
     nodes = [node for each in records for node in each.scheduled.nodes]
@@ -77,13 +88,7 @@ def _run(record: GraphRecord, options: Options) -> dict[str, Any]:
         "schema_version": schema.VERSION,
         "name": record.name,
         "kind": record.kind,
-        "environment": {
-            "torch": torch.__version__,
-            "python": sys.version.split()[0],
-            "platform": platform.platform(),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-        },
+        "environment": environment(),
         "options": asdict(options),
         "stages": [{"name": stage.name, "seconds": round(stage.seconds, 6)} for stage in record.stages],
         "build": None if record.built is None else asdict(record.built),

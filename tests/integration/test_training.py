@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pellucid.backend import last_compilations
+from pellucid.bench.accuracy import gradient_error, is_accurate
+from pellucid.bench.models import Size, build
 from tests.small_models import build_small
 from tests.support import FLOORS, recorded_fallbacks, tensors
 
@@ -134,6 +138,57 @@ def test_gradients_over_five_steps(name: str) -> None:
             optimiser.step()
             adopt([ours, eager], exact)
     assert len(last_compilations()) == before + 2, "one forward and one backward graph"
+
+
+def nudged(inputs: dict[str, Tensor], draw: int) -> dict[str, Tensor]:
+    """Inputs whose floats are moved to a neighbour at random; draw 0: as they are."""
+    generator = torch.Generator().manual_seed(draw)
+    return {
+        key: torch.nextafter(x, torch.where(torch.rand(x.shape, generator=generator) < 0.5, -math.inf, math.inf))
+        if draw and x.is_floating_point()
+        else x
+        for key, x in inputs.items()
+    }
+
+
+def error_of_step(model: nn.Module, call: Callable[..., Any], exact: nn.Module, inputs: dict[str, Tensor]) -> float:
+    """A step's worst error over all gradients; those of `exact` are there already."""
+    step(model, call, inputs)
+    grads = [{name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (model, exact)]
+    return gradient_error(*grads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size", "draws"), [
+    ("mobilebert", Size(), 1),
+    ("gpt2", Size(), 1),
+    ("t5", Size(), 1),
+    ("vit", Size(batch=2), 1),
+    # A rounding that flips one of its 40 million rectified values moves a gradient by many roundings, in eager as well:
+    # medians of errors over inputs that differ in the last place are compared.
+    ("resnet50", Size(batch=4), 7),
+])  # fmt: skip
+def test_gradients_over_five_steps_at_full_size(name: str, size: Size, draws: int) -> None:
+    workload = build(name, replace(size, train=True))
+    start, inputs = without_dropout(workload.fn), dict(workload.inputs)
+    for path, module in start.named_modules():
+        if path.endswith(".layer.2.normalization"):  # of a residual block: starts at zero, as ResNets are trained
+            nn.init.zeros_(module.weight)
+    ours, eager, exact = copy.deepcopy(start), copy.deepcopy(start), copy.deepcopy(start).double()
+    run = compiled(ours)
+    adopt([ours, eager], exact)
+    optimiser = torch.optim.AdamW(exact.parameters(), lr=1e-4)
+    for number in range(STEPS):
+        errors: list[tuple[float, float]] = []
+        for draw in range(draws):
+            given = nudged(inputs, draw)
+            step(exact, exact, widened(given))
+            errors.append((error_of_step(ours, run, exact, given), error_of_step(eager, eager, exact, given)))
+        error, allowed = (statistics.median(each) for each in zip(*errors, strict=True))
+        print(f"{name}, step {number}: error {error:.3g}, eager {allowed:.3g}")
+        assert is_accurate(error, allowed, torch.float32)
+        optimiser.step()
+        adopt([ours, eager], exact)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bert"])

@@ -1,0 +1,25 @@
+"""`pellucid capture`: a program's graphs and inputs in a folder."""
+
+from __future__ import annotations
+
+import click
+
+from pellucid.cli.target import Target, target_command
+
+
+@target_command
+@click.option("--intermediates", is_flag=True, help="Save every result that compiled code leaves in memory.")
+def capture(target: Target, intermediates: bool) -> None:
+    """Save TARGET's graphs with their inputs, and what the backend makes of them, into a run (-o).
+
+    A run needs neither the program nor its modules: every command takes it as its TARGET, here or on another machine.
+    Exits with 1 when compiled code is wrong or fails.
+    """
+    from pellucid.debug.capture import capture as run
+    from pellucid.debug.show import captured
+
+    request = target.request()
+    found = run(
+        request, target.run_of(request), intermediates=intermediates, seconds=target.seconds, memory=target.memory
+    )
+    target.finish(found, captured)

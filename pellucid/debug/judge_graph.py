@@ -1,0 +1,84 @@
+"""Does one compiled graph do what eager does? What it returns, and the inputs that it changes, one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pellucid.debug.case import copied, overlapping
+from pellucid.debug.graphs import LOW, Graph, calls_of, in_float64, interpret, is_random, widened
+from pellucid.debug.judge import DRAWS, Output, judge, kind_of
+from pellucid.debug.subject import Probe, Subject
+
+
+def judge_graph(graph: Graph, subject: Subject, probe: Probe | None = None) -> tuple[Output, ...]:
+    """Compile a graph and judge its outcome. Raises what eager or compiled code raises."""
+    eager = _outcome(graph, graph.module, copied(graph.inputs))
+    exact = outcome_in_float64(graph) or eager
+    draws = [_outcome(graph, graph.module, _nudged(graph.inputs, seed)) for seed in range(DRAWS)]
+    compiled = subject.compile(graph)
+    inputs = list(copied(graph.inputs))
+    torch.manual_seed(0)
+    actual = _named(graph, compiled.run(inputs, probe), inputs)
+    return tuple(_judged(graph.name, actual, eager, exact, draws))
+
+
+def _judged(
+    graph: str,
+    actual: Mapping[str, torch.Tensor],
+    eager: Mapping[str, torch.Tensor],
+    exact: Mapping[str, torch.Tensor],
+    draws: Sequence[Mapping[str, torch.Tensor]],
+) -> Iterator[Output]:
+    for name, expected in eager.items():
+        found = judge(actual[name], expected, exact[name], [draw[name] for draw in draws])
+        yield Output(f"{graph}: {name}", *kind_of(expected), found)
+
+
+def _outcome(graph: Graph, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return _named(graph, interpret(module, inputs), inputs)
+
+
+def _named(graph: Graph, results: Sequence[Any], inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """What a run of the graph left: its results, and the inputs that it was to change."""
+    found = {f"output {n}": value for n, value in enumerate(results) if isinstance(value, torch.Tensor)}
+    placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(placeholders, inputs, strict=True):
+        if isinstance(value, torch.Tensor) and any(_writes(user, node) for user in node.users):
+            found[f"input {node.name} (changed)"] = value
+    return found
+
+
+def _writes(call: torch.fx.Node, operand: torch.fx.Node) -> bool:
+    """Whether a call of an operator changes this operand."""
+    schema = getattr(call.target, "_schema", None)
+    if schema is None:
+        return False
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = {**dict(zip((a.name for a in schema.arguments), call.args, strict=False)), **call.kwargs}
+    return any(given.get(name) is operand for name in written)
+
+
+def outcome_in_float64(graph: Graph) -> dict[str, torch.Tensor] | None:
+    """The outcome in float64; None where an operator has none, or where it would draw other random numbers."""
+    if any(is_random(node) for node in calls_of(graph.module)):
+        return None
+    try:
+        return _outcome(graph, in_float64(graph.module), widened(list(graph.inputs)))
+    except Exception:
+        return None
+
+
+def _nudged(inputs: Sequence[Any], seed: int) -> list[Any]:
+    """The inputs with every float moved to a neighbour, or left, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = list(copied(list(inputs)))
+    for value in moved:
+        if isinstance(value, torch.Tensor) and value.dtype in LOW and value.numel() and not overlapping(value):
+            towards = torch.where(torch.rand(value.shape, generator=generator) < 0.5, -math.inf, math.inf)
+            value.detach().copy_(torch.nextafter(value.detach(), towards.to(value.dtype)))
+    return moved
