@@ -25,6 +25,7 @@ from pellucid.cli.explain import explain
 from pellucid.cli.match import match
 from pellucid.cli.minify import minify
 from pellucid.cli.replay import replay
+from pellucid.cli.testgen import testgen
 from pellucid.errors import PellucidError
 
 
@@ -60,5 +61,5 @@ def main() -> None:
     """Pellucid: a torch.compile backend for CPUs that people can see through, and its kit."""
 
 
-for _command in (bench, bisect, capture, check, cosim, demo, explain, match, minify, replay):
+for _command in (bench, bisect, capture, check, cosim, demo, explain, match, minify, replay, testgen):
     main.add_command(_command)

@@ -57,15 +57,31 @@ class Target:
     backward: bool
     dynamic: bool | None
 
-    def request(self, **more: Any) -> Request:
-        """The program that is meant. A script is run and captured first, as its graphs are what can be looked into."""
+    @property
+    def is_script(self) -> bool:
+        return len(self.words) > 1 and Path(self.words[0]).name.startswith("python")
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """What stands behind the TARGET."""
+        return () if self.is_script else tuple(self.words[1:])
+
+    def request(self, takes_more: bool = False, **settings: Any) -> Request:
+        """The program that is meant. A script is run and captured first, as its graphs are what can be looked into.
+
+        takes_more: whether words behind the TARGET mean something. settings: more of the request.
+        """
         from pellucid.debug.check import Request
         from pellucid.debug.run import new_folder, open_run, split_run
         from pellucid.debug.script import capture_script
 
-        (word, *rest), backend, options = self.words, self.backend, dict(self.options)
-        if rest:
-            word = str(self.folder or new_folder(Path(rest[0]).stem))
+        if self.more and not takes_more:
+            raise click.UsageError(
+                f"{' '.join(self.more)} is one TARGET too many; a script is given as -- python SCRIPT.py"
+            )
+        word, backend, options = self.words[0], self.backend, dict(self.options)
+        if self.is_script:
+            word = str(self.folder or new_folder(Path(self.words[1]).stem))
             capture_script(self.words, Path(word), backend or "pellucid", options, self.seconds)
             err.print(f"captured into {word}", markup=False)
         found = split_run(word)
@@ -73,7 +89,7 @@ class Target:
             about = open_run(found[0], self.libraries).about
             if backend in (None, about["backend"]):
                 backend, options = about["backend"], {**about["options"], **options}
-        shared = {"backward": self.backward, "dynamic": self.dynamic, "libraries": self.libraries, **more}
+        shared = {"backward": self.backward, "dynamic": self.dynamic, "libraries": self.libraries, **settings}
         return Request(word, backend or "pellucid", options, self.threads, **shared)
 
     def run_of(self, request: Request) -> Path:
@@ -82,7 +98,7 @@ class Target:
 
         if self.folder is not None:
             return self.folder
-        return Path(request.target) if len(self.words) > 1 else new_folder(Path(self.words[0]).stem)
+        return Path(request.target) if self.is_script else new_folder(Path(self.words[0]).stem)
 
     def finish(self, result: Any, show: Callable[[Any], Any]) -> None:
         """Print a result, keep it in the run if there is one to write to, and end the command."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ import torch
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from pellucid.capture.graph import attribute_of
 from pellucid.capture.torch_compat import capture_with_aot, fake_graph
 from pellucid.debug.case import copied
 
@@ -147,6 +148,29 @@ def is_random(node: torch.fx.Node) -> bool:
 def rebound(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
     """A copy of the graph whose nodes know the sizes and types that they have with these (static) inputs."""
     return fake_graph(twin(module), inputs)
+
+
+def cut(
+    module: torch.fx.GraphModule, names: Collection[str], values: Mapping[str, Any]
+) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """Some calls of a graph as a graph of its own, and its inputs: what they need from outside, by name in `values`.
+
+    It returns those of the results that are tensors and that nobody, or somebody else, needs. Raises KeyError when a
+    value is missing.
+    """
+    made = torch.fx.Graph()
+    known: dict[torch.fx.Node, torch.fx.Node] = {}
+    inputs: list[Any] = []
+    nodes = [node for node in calls_of(module) if node.name in names]
+    for node in nodes:
+        for each in node.all_input_nodes:
+            if each not in known and each.name not in names:
+                inputs.append(attribute_of(module, each) if each.op == "get_attr" else values[each.name])
+                known[each] = made.placeholder(each.name)
+        known[node] = made.node_copy(node, known.__getitem__)
+    returned = [node for node in nodes if not node.users or any(user.name not in names for user in node.users)]
+    made.output(tuple(known[node] for node in returned if isinstance(values[node.name], torch.Tensor)))
+    return torch.fx.GraphModule(torch.nn.Module(), made), inputs
 
 
 def calls_of(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:

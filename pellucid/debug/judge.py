@@ -88,6 +88,16 @@ def kind_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
+def tolerance(eager: torch.Tensor, exact: torch.Tensor, draws: Sequence[torch.Tensor] = ()) -> float:
+    """How far from eager's value a result may be that differs by rounding only. The arguments are those of `judge`."""
+    reference, truth = _real(eager.detach()), _real(exact.detach()).reshape_as(_real(eager.detach()))
+    others = [_real(draw) for draw in draws if draw.shape == eager.shape]
+    finite = truth.isfinite() & reference.isfinite()
+    scale = _scale(truth[finite])
+    own = _own_error(reference, truth, others, finite) / scale
+    return (_allowed(own, eager.dtype) + own) * scale
+
+
 def judge(
     actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, draws: Sequence[torch.Tensor] = ()
 ) -> Judgement:
@@ -120,15 +130,10 @@ def _distances(
     dtype: torch.dtype,
 ) -> Judgement:
     finite = truth.isfinite() & values.isfinite() & reference.isfinite()
-    scale = truth[finite].square().mean().sqrt().item() if finite.any() else 0.0
-    scale = scale if scale > 0 and math.isfinite(scale) else 1.0
+    scale = _scale(truth[finite])
     zero = torch.zeros((), dtype=torch.float64)
     away = torch.where(finite, (values - truth).abs(), zero) / scale
-    own = torch.where(finite, (reference - truth).abs(), zero).max().item() / scale
-    for other in others:
-        own = max(own, torch.where(finite & other.isfinite(), (other - truth).abs(), zero).max().item() / scale)
-    roundings = FLOOR_ROUNDINGS * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-    allowed = FACTOR * own + roundings
+    allowed = _allowed(_own_error(reference, truth, others, finite) / scale, dtype)
     worst_at = _index(away, int(away.argmax()))
     difference = torch.where(finite, (values - reference).abs(), zero)
     step = _ulp(reference, dtype)
@@ -150,6 +155,25 @@ def _distances(
         f"eager {reference[worst_at].item():.9g}, float64 {truth[worst_at].item():.9g}"
     )
     return replace(found, why=why)
+
+
+def _scale(finite: torch.Tensor) -> float:
+    """The rms of the finite elements, in whose units errors are; 1 where that says nothing."""
+    scale = finite.square().mean().sqrt().item() if finite.numel() else 0.0
+    return scale if scale > 0 and math.isfinite(scale) else 1.0
+
+
+def _own_error(
+    reference: torch.Tensor, truth: torch.Tensor, others: Sequence[torch.Tensor], finite: torch.Tensor
+) -> float:
+    """How far eager's values are from float64, at most."""
+    zero = torch.zeros((), dtype=torch.float64)
+    distances = [torch.where(finite & each.isfinite(), (each - truth).abs(), zero) for each in (reference, *others)]
+    return max(each.max().item() for each in distances) if reference.numel() else 0.0
+
+
+def _allowed(own: float, dtype: torch.dtype) -> float:
+    return FACTOR * own + (FLOOR_ROUNDINGS * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
 
 
 def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:

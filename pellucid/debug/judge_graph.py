@@ -18,7 +18,7 @@ def judge_graph(graph: Graph, subject: Subject, probe: Probe | None = None) -> t
     """Compile a graph and judge its outcome. Raises what eager or compiled code raises."""
     eager = _outcome(graph, graph.module, copied(graph.inputs))
     exact = outcome_in_float64(graph) or eager
-    draws = [_outcome(graph, graph.module, _nudged(graph.inputs, seed)) for seed in range(DRAWS)]
+    draws = [_outcome(graph, graph.module, nudged(graph.inputs, seed)) for seed in range(DRAWS)]
     compiled = subject.compile(graph)
     inputs = list(copied(graph.inputs))
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def outcome_in_float64(graph: Graph) -> dict[str, torch.Tensor] | None:
         return None
 
 
-def _nudged(inputs: Sequence[Any], seed: int) -> list[Any]:
+def nudged(inputs: Sequence[Any], seed: int) -> list[Any]:
     """The inputs with every float moved to a neighbour, or left, at random."""
     generator = torch.Generator().manual_seed(seed)
     moved = list(copied(list(inputs)))

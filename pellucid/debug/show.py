@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,6 +18,7 @@ from pellucid.debug.judge import Output, Verdict
 from pellucid.debug.match import Matches
 from pellucid.debug.minify import Minified
 from pellucid.debug.reasons import KINDS, Reasons
+from pellucid.debug.testgen import Tests
 
 _NOT_DONE = {
     "fusion": "not fused",
@@ -114,6 +116,15 @@ def replayed(found: Replay) -> RenderableType:
         table.add_row(graph.graph, Text(graph.verdict.value, _style(graph.verdict)), graph.before, Text(moved))
     bad = [line for graph in found.graphs if not graph.verdict.good for line in _checked(graph.checked)]
     return Group(table, *bad)
+
+
+def tests_written(found: Tests) -> RenderableType:
+    """The kernels without a test and why, and how to run the others."""
+    missing = [Text(f"no test for {test.symbol}: {test.why}") for test in found.tests if not test.file]
+    if not found.files:
+        return Group(*missing, Text("there is no kernel to test"))
+    folder = Path(found.files[0]).parent
+    return Group(*missing, Text(f"{len(found.files)} tests of kernels: run them with `pytest {folder}`"))
 
 
 def matched(found: Matches, source: bool) -> RenderableType:

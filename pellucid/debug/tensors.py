@@ -90,7 +90,7 @@ class TensorStore:
 
 
 def _digest(stretch: torch.Tensor) -> str:
-    return hashlib.sha256(memoryview(stretch.numpy())).hexdigest()
+    return hashlib.sha256(stretch.numpy()).hexdigest()  # pyright: ignore[reportArgumentType]
 
 
 def _cover(memories: dict[int, _Memory], tensor: torch.Tensor) -> None:

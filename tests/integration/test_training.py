@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -164,8 +163,8 @@ def error_of_step(model: nn.Module, call: Callable[..., Any], exact: nn.Module, 
     ("gpt2", Size(), 1),
     ("t5", Size(), 1),
     ("vit", Size(batch=2), 1),
-    # A rounding that flips one of its 40 million rectified values moves a gradient by many roundings, in eager as well:
-    # medians of errors over inputs that differ in the last place are compared.
+    # A rounding that flips one of its 40 million rectified values moves gradients a hundred times as far as others
+    # do, in eager as well: how far each can be off is seen on inputs that differ in the last place.
     ("resnet50", Size(batch=4), 7),
 ])  # fmt: skip
 def test_gradients_over_five_steps_at_full_size(name: str, size: Size, draws: int) -> None:
@@ -184,7 +183,7 @@ def test_gradients_over_five_steps_at_full_size(name: str, size: Size, draws: in
             given = nudged(inputs, draw)
             step(exact, exact, widened(given))
             errors.append((error_of_step(ours, run, exact, given), error_of_step(eager, eager, exact, given)))
-        error, allowed = (statistics.median(each) for each in zip(*errors, strict=True))
+        error, allowed = (max(each) for each in zip(*errors, strict=True))
         print(f"{name}, step {number}: error {error:.3g}, eager {allowed:.3g}")
         assert is_accurate(error, allowed, torch.float32)
         optimiser.step()
