@@ -20,6 +20,7 @@ from pellucid.cli.capture import capture
 from pellucid.cli.check import check
 from pellucid.cli.cosim import cosim
 from pellucid.cli.demo import demo
+from pellucid.cli.diff import diff
 from pellucid.cli.exits import Exit
 from pellucid.cli.explain import explain
 from pellucid.cli.match import match
@@ -61,5 +62,5 @@ def main() -> None:
     """Pellucid: a torch.compile backend for CPUs that people can see through, and its kit."""
 
 
-for _command in (bench, bisect, capture, check, cosim, demo, explain, match, minify, replay, testgen):
+for _command in (bench, bisect, capture, check, cosim, demo, diff, explain, match, minify, replay, testgen):
     main.add_command(_command)

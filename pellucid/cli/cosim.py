@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from pellucid.cli.target import Target, target_command
+from pellucid.cli.target import SETTING, Target, target_command
 
 
 @target_command
 @click.option(
     "--live", is_flag=True, help="Observe only; otherwise each step works on eager's results, so that all faults show."
 )
-def cosim(target: Target, live: bool) -> None:
+@click.option("--against", metavar="NAME|RUN", help="Compare with this backend, or with a run, instead of with eager.")
+@click.option(
+    "--against-option", "others", type=SETTING, multiple=True, help="Compare with the backend under this option."
+)
+def cosim(target: Target, live: bool, against: str | None, others: tuple[tuple[str, Any], ...]) -> None:
     """Which intermediate result of TARGET is the first that is wrong when it is compiled, and which kernel made it?
 
-    Exits with 1 when one is.
+    A run is compared with (--against RUN) as it was: its results were only observed. Exits with 1 when one is wrong.
     """
-    from pellucid.debug.cosim import COMPLETE, LIVE, cosim_isolated
+    from pellucid.debug.cosim import COMPLETE, LIVE, Other, cosim_isolated, write_csv
+    from pellucid.debug.run import split_run
     from pellucid.debug.show import cosimulated
 
-    mode = LIVE if live else COMPLETE
-    target.finish(cosim_isolated(target.request(), mode, target.seconds, target.memory), cosimulated)
+    request = target.request()
+    other = Other(against or request.backend, dict(others)) if against or others else None
+    mode = LIVE if live or (against and split_run(against)) else COMPLETE
+    found = cosim_isolated(request, mode, target.seconds, target.memory, other)
+    if target.folder is not None:
+        write_csv(found, target.folder)
+    target.finish(found, cosimulated)

@@ -107,11 +107,7 @@ class Target:
 
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / f"{click.get_current_context().info_name}.json", plain(result))
-        if self.as_json:
-            click.echo(json.dumps(plain(result), indent=1))
-        else:
-            out.print(show(result))
-        raise click.exceptions.Exit(Exit.GOOD if result.good else Exit.BAD)
+        end(result, show, self.as_json)
 
 
 _SHARED = (
@@ -156,6 +152,15 @@ def target_command(command: Callable[..., None]) -> click.Command:
     for option in reversed(_SHARED):
         made = option(made)
     return click.command()(made)
+
+
+def end(result: Any, show: Callable[[Any], Any], as_json: bool) -> None:
+    """Print a result and end the command: 0 if it is good, 1 if it is bad."""
+    if as_json:
+        click.echo(json.dumps(plain(result), indent=1))
+    else:
+        out.print(show(result))
+    raise click.exceptions.Exit(Exit.GOOD if result.good else Exit.BAD)
 
 
 def plain(value: Any) -> Any:

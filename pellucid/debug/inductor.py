@@ -52,6 +52,8 @@ _HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
 class Inductor(Subject):
     """Stock TorchInductor of the installed torch; `options` are settings of `torch._inductor.config` by their names."""
 
+    demands = 2  # operators that it decomposes must not be left
+
     @property
     def name(self) -> str:
         return "inductor"

@@ -37,6 +37,8 @@ _REFUSALS = (("fuse.", "fusion"), ("codegen.vectorize", "vectorisation"))
 class Pellucid(Subject):
     """This package's own compiler; `options` are those of `pellucid.options.Options`."""
 
+    demands = 1  # operators of ATen, any
+
     @property
     def name(self) -> str:
         return "pellucid"

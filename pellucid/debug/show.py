@@ -13,6 +13,7 @@ from pellucid.debug.bisect import Bisected
 from pellucid.debug.capture import CapturedRun, Replay
 from pellucid.debug.check import Checked, Culprit
 from pellucid.debug.cosim import COMPLETE, Cosimulated
+from pellucid.debug.diff import Changes
 from pellucid.debug.explain import Explanation, Refusal
 from pellucid.debug.judge import Output, Verdict
 from pellucid.debug.match import Matches
@@ -74,6 +75,7 @@ def bisected(found: Bisected) -> RenderableType:
 def cosimulated(found: Cosimulated) -> RenderableType:
     """The first wrong result and the others, or that there is none."""
     mode = "each step on eager's results" if found.mode == COMPLETE else "as the program runs"
+    mode += f", against {found.against}" if found.against != "eager" else ""
     seen = f"{len(found.differences)} results compared, {found.unseen} lie inside kernels ({mode})"
     first = found.first_divergence
     if first is None:
@@ -125,6 +127,27 @@ def tests_written(found: Tests) -> RenderableType:
         return Group(*missing, Text("there is no kernel to test"))
     folder = Path(found.files[0]).parent
     return Group(*missing, Text(f"{len(found.files)} tests of kernels: run them with `pytest {folder}`"))
+
+
+_LINES = 6  # of a plan's change that are printed
+
+
+def changes(found: Changes) -> RenderableType:
+    """What changed, by kind; long texts are cut, `--json` has all of them."""
+    if not found.changed:
+        return Text("nothing changed")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("kind", "what", found.before, found.after):
+        table.add_column(name, overflow="fold", ratio=None if name == "kind" else 1)
+    for each in found.changed:
+        table.add_row(each.kind, Text(_short(each.what)), Text(_short(each.before)), Text(_short(each.after)))
+    return table
+
+
+def _short(text: str) -> str:
+    lines = text.splitlines()
+    more = [f"... and {len(lines) - _LINES} lines more"] if len(lines) > _LINES else []
+    return "\n".join([line if len(line) <= 80 else f"{line[:77]}..." for line in lines[:_LINES]] + more)
 
 
 def matched(found: Matches, source: bool) -> RenderableType:

@@ -100,6 +100,9 @@ class Subject(ABC):
 
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    # How much it wants of the graphs that it compiles: where two are to compile the same, the greater captures it.
+    demands = 0
+
     @property
     @abstractmethod
     def name(self) -> str: ...

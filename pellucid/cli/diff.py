@@ -1,0 +1,27 @@
+"""`pellucid diff`: what changed between two runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pellucid.cli.target import end
+
+_RUN = click.Path(path_type=Path, file_okay=False)
+
+
+@click.command()
+@click.argument("before", metavar="RUN", type=_RUN)
+@click.argument("after", metavar="RUN", type=_RUN)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout instead of text.")
+def diff(before: Path, after: Path, as_json: bool) -> None:
+    """Which kernels, decisions, plans, numbers and times changed between two runs (of `pellucid capture`)?
+
+    Exits with 1 when something other than times did.
+    """
+    from pellucid.debug.diff import diff as run
+    from pellucid.debug.run import open_run
+    from pellucid.debug.show import changes
+
+    end(run(open_run(before), open_run(after)), changes, as_json)
