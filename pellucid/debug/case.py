@@ -52,8 +52,8 @@ def copied(tree: Any) -> Any:
             made = torch.empty(0, dtype=leaf.dtype).set_(
                 storages[key], leaf.storage_offset(), leaf.shape, leaf.stride()
             )  # type: ignore[call-overload]
-        if leaf.is_conj():
-            made = made.conj()
+        made = made.conj() if leaf.is_conj() else made
+        made = torch.ops.aten._neg_view.default(made) if leaf.is_neg() else made
         return made.requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(copy_of, tree)
