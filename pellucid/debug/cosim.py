@@ -20,7 +20,7 @@ from pellucid.debug.case import Case, copied
 from pellucid.debug.check import Request, captured
 from pellucid.debug.child import SECONDS, Failure, Marker, Worker, pass_on
 from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, widened, wider
-from pellucid.debug.judge import DRAWS, Judgement, Verdict, judge, worst
+from pellucid.debug.judge import DRAWS, Judgement, Verdict, close, judge, worst
 from pellucid.debug.passes import first_changed
 from pellucid.debug.subject import Compiled, Probe, Step, Subject
 from pellucid.debug.vary import change_in_place, nudge_in_place, overlapping
@@ -28,9 +28,6 @@ from pellucid.errors import UserError
 
 COMPLETE, LIVE = "complete", "live"
 PASSES = "graph passes"
-
-# Results that are this close to eager's, in roundings of their type on the scale of the tensor, need no float64.
-_CLOSE_ROUNDINGS = 64.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,22 +226,6 @@ class _Simulation(Probe):
             self.draws = self.draws or [self.reference.draw(seed) for seed in range(DRAWS)]
             found = [draw.get(name) for draw in self.draws]
         return [value for value in found if value is not None]
-
-
-def close(actual: torch.Tensor, eager: torch.Tensor) -> Judgement | None:
-    """The judgement on results that are equal, or so near that float64 need not be asked; None for all others."""
-    if actual.shape != eager.shape or actual.dtype != eager.dtype:
-        return None
-    if torch.equal(actual, eager):
-        return Judgement(Verdict.OK)
-    if not eager.is_floating_point():
-        return None
-    difference = (actual.to(torch.float32) - eager.to(torch.float32)).abs().max().item() if eager.numel() else 0.0
-    scale = eager.to(torch.float32).square().mean().sqrt().item()
-    bound = _CLOSE_ROUNDINGS * torch.finfo(eager.dtype).eps * scale
-    if not difference <= bound:  # also for NaN
-        return None
-    return Judgement(Verdict.ROUNDING, "", difference / scale, bound / scale, difference)
 
 
 class _Reference:
