@@ -9,7 +9,7 @@ import torch
 
 from pellucid.debug.case import copied
 from pellucid.debug.graphs import Graph, interpret, is_random
-from pellucid.debug.judge import judge
+from pellucid.debug.judge import near
 from pellucid.debug.vary import change_in_place
 
 
@@ -60,13 +60,7 @@ def _results(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[str, A
 
 def agree(ours: Any, theirs: Any) -> bool:
     """Whether two results are the same up to rounding, on the way to them as well."""
-    return all(_near(a, b) for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=False))
-
-
-def _near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    found = judge(ours, theirs, theirs.double() if theirs.is_floating_point() else theirs)
-    inexact = theirs.is_floating_point() and ours.dtype is theirs.dtype
-    return found.verdict.good or (inexact and 0 < found.error < torch.finfo(theirs.dtype).eps ** 0.5)
+    return all(near(a, b) for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=False))
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

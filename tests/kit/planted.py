@@ -929,20 +929,24 @@ def plant_inductor_bad_fusion() -> None:
 @planted("inductor", "wrong", "memory plan", "mm", chained)
 def plant_inductor_short_life() -> None:
     """A buffer's memory is given away as soon as it is written."""
-    from torch._inductor.codegen.wrapper import AllocateLine, FreeIfNotReusedLine, buffer_reuse_key
+    from torch._inductor import config
+    from torch._inductor.codegen.wrapper import AllocateLine, FreeIfNotReusedLine, ReuseLine, buffer_reuse_key
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def plan(self: Any, state: Any) -> Any:
             line = original(self, state)
-            if torch._inductor.config.allow_buffer_reuse:
-                free = mock.MagicMock(spec=FreeIfNotReusedLine, node=self.node, is_reused=False)
+            if isinstance(line, ReuseLine):
+                line.delete_old = False
+            if config.allow_buffer_reuse:
+                free = FreeIfNotReusedLine.__new__(FreeIfNotReusedLine)
+                free.wrapper, free.node, free.is_reused = self.wrapper, self.node, False
+                free.scheduler_node_index = self.scheduler_node_index
                 state.push(buffer_reuse_key(self.node), free)
             return line
 
         return plan
 
     patch(AllocateLine, "plan", make)
-    patch(AllocateLine, "should_reuse_buffer", lambda original: lambda *args: True)
 
 
 @planted("inductor", "wrong", "decompositions", "_log_softmax", classified)
