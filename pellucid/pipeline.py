@@ -66,11 +66,17 @@ Watch: TypeAlias = "Callable[[Unit], Mapping[str, Probe]]"
 Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
 
 
-def _transform(unit: Unit, options: Options) -> Step:
-    graph, decisions = transform(unit.captured)
-    if unit.kind == "inference":  # what a training graph saves must lie as the backward graph expects it
+def graph_passes(captured: torch.fx.GraphModule, kind: str) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
+    """A captured graph after our own passes on it; see `Unit` for its kind."""
+    graph, decisions = transform(captured)
+    if kind == "inference":  # what a training graph saves must lie as the backward graph expects it
         graph, laid_out = channels_last(graph)
         decisions += laid_out
+    return graph, decisions
+
+
+def _transform(unit: Unit, options: Options) -> Step:
+    graph, decisions = graph_passes(unit.captured, unit.kind)
     return replace(unit, graph=graph), decisions
 
 

@@ -52,17 +52,11 @@ def copied(tree: Any) -> Any:
             made = torch.empty(0, dtype=leaf.dtype).set_(
                 storages[key], leaf.storage_offset(), leaf.shape, leaf.stride()
             )  # type: ignore[call-overload]
-        if leaf.is_conj():
-            made = made.conj()
+        made = made.conj() if leaf.is_conj() else made
+        made = torch.ops.aten._neg_view.default(made) if leaf.is_neg() else made
         return made.requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(copy_of, tree)
-
-
-def overlapping(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie in the same place."""
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() > reach + 1
 
 
 def load_case(target: str) -> Case:

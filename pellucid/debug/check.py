@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,18 +10,19 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pellucid.capture.graph import origin_of
-from pellucid.debug.case import Case, copied, load_case, overlapping
+from pellucid.debug.case import Case, copied, load_case
 from pellucid.debug.child import SECONDS, Failure, Marker, Worker, failure_of, pass_on
-from pellucid.debug.graphs import LOW, Graph, widened
-from pellucid.debug.judge import DRAWS, Judgement, Output, Verdict, judge, kind_of, worst
+from pellucid.debug.graphs import Graph, widened
+from pellucid.debug.judge import DRAWS, Judgement, Output, Verdict, close, judge, kind_of, near, worst
 from pellucid.debug.judge_graph import judge_graph
 from pellucid.debug.run import open_run, split_run
 from pellucid.debug.subject import Probe, Subject, loss_of
 from pellucid.debug.subjects import subject_of
-from pellucid.debug.vary import variations
+from pellucid.debug.vary import change_in_place, nudge_in_place, variations
 from pellucid.errors import UserError
 
 EAGER = "eager"
+AGAIN = " in a second call, after floats were changed in place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,15 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What one run left: tensors by name, their strides where they matter, and who shares memory with whom."""
+    """What one run left: tensors by name, their strides where they matter, and who shares memory with whom.
+
+    calls: how many calls it made. The names of what the second one left end with `AGAIN`.
+    """
 
     tensors: dict[str, torch.Tensor]
     strides: dict[str, tuple[int, ...]]
     shared: frozenset[tuple[str, str]]
+    calls: int = 1
 
 
 def check(
@@ -124,8 +128,16 @@ def check_isolated(request: Request, seconds: float = SECONDS, memory: int = 0) 
         return isolated(worker, function, request, seconds=seconds, backend=request.backend)
 
 
-def isolated(worker: Worker, function: str, request: Request, *more: Any, seconds: float, backend: str) -> Checked:
-    """What `function` says of a request, a `Checked`; or what its end means, where it ends otherwise."""
+FIND_STEP = "pellucid.debug.check:find_step"
+
+
+def isolated(
+    worker: Worker, function: str, request: Request, *more: Any, seconds: float, backend: str, find: str = FIND_STEP
+) -> Checked:
+    """What `function` says of a request, a `Checked`; or what its end means, where it ends otherwise.
+
+    find: the function that knows the step of a name, for the same arguments.
+    """
     found = worker.call(function, request, *more, seconds=seconds)
     if not isinstance(found, Failure):
         return found
@@ -133,7 +145,7 @@ def isolated(worker: Worker, function: str, request: Request, *more: Any, second
     if found.kind == "error" or found.step == EAGER:
         context: dict[str, object] = {"in your code": "\n" + found.trace} if found.trace else {}
         raise UserError(f"{request.target} fails in eager mode: {found}", hint="correct that first", context=context)
-    step = worker.call("pellucid.debug.check:find_step", request, found.step, seconds=seconds) if found.step else None
+    step = worker.call(find, request, found.step, *more, seconds=seconds) if found.step else None
     return Checked(backend, Verdict(found.kind), (), found, step=step if isinstance(step, Culprit) else None)
 
 
@@ -218,44 +230,79 @@ def check_case(
 def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | None, probe: Probe | None) -> Checked:
     if isinstance(probe, Marker):
         probe.note(EAGER)
-    eager = _outcome(case.fresh(), backward)
-    _check_repeatable(eager, _outcome(case.fresh(), backward))
-    exact = _exactly(case, backward, eager)
-    draws = [_outcome(_nudged(case, seed), backward).tensors for seed in range(DRAWS)]
+    eager = _eager_outcome(case, backward)
+    first = {name: tensor for name, tensor in eager.tensors.items() if not name.endswith(AGAIN)}
+    _check_repeatable(first, _outcome(case.fresh(), backward, 1).tensors)
+    exact, draws = _exactly(case, backward, first, 1), _draws(case, backward, 1)
     try:
         fresh = case.fresh()
         torch._dynamo.reset()
         if isinstance(probe, Marker):
             probe.note("")
         compiled = subject.wrap(fresh.fn, dynamic) if probe is None else subject.watched(fresh.fn, probe, dynamic)
-        actual = _outcome(fresh, backward, compiled)
+        actual = _outcome(fresh, backward, eager.calls, compiled)
     except Exception as error:
         return Checked(subject.name, Verdict.ERROR, (), failure_of(error))
     finally:
         torch._dynamo.reset()
+    seconds = ((tensor, actual.tensors.get(name)) for name, tensor in eager.tensors.items() if name not in first)
+    if any(made is None or close(made, tensor) is None for tensor, made in seconds):
+        exact, draws = _exactly(case, backward, eager.tensors, 2), _draws(case, backward, 2)
     outputs = tuple(_compare(actual, eager, exact, draws))
     return Checked(subject.name, worst([output.verdict for output in outputs]), outputs)
 
 
-def _check_repeatable(once: _Outcome, again: _Outcome) -> None:
+def _draws(case: Case, backward: bool, calls: int) -> list[Mapping[str, torch.Tensor]]:
+    return [_outcome(_nudged(case, seed), backward, calls).tensors for seed in range(DRAWS)]
+
+
+def _check_repeatable(once: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> None:
     """Raises UserError when eager does not do the same again: nothing could be said of compiled code then."""
-    for name, tensor in once.tensors.items():
-        other = again.tensors.get(name)
-        if other is None or judge(other, tensor, tensor.to(torch.float64) if tensor.dtype in LOW else tensor).why:
+    for name, tensor in once.items():
+        other = again.get(name)
+        if other is None or not near(other, tensor):  # sums of many threads may be added up in any order
             raise UserError(
                 f"in eager mode the program gives another {name} when it is called again",
                 hint="let it start from the same state each time; random numbers of torch are seeded already",
             )
 
 
-def _outcome(case: Case, backward: bool, call: Callable[..., Any] | None = None) -> _Outcome:
-    """Run a program; its random numbers begin at the same seed on every run."""
+def _eager_outcome(case: Case, backward: bool) -> _Outcome:
+    """Two calls; or one, where eager does not take the changed values."""
+    try:
+        return _outcome(case.fresh(), backward, 2)
+    except Exception:
+        return _outcome(case.fresh(), backward, 1)
+
+
+def _outcome(case: Case, backward: bool, calls: int, call: Callable[..., Any] | None = None) -> _Outcome:
+    """Run a program, and then on the same tensors with other values: compiled code must not have kept the old ones."""
+    first = _called(case, backward, call)
+    kept = _Outcome(copied(first.tensors), first.strides, first.shared)  # results may be views of what is changed
+    floats = [leaf for leaf in pytree.tree_leaves((case.args, dict(case.kwargs))) if isinstance(leaf, torch.Tensor)]
+    if isinstance(case.fn, torch.nn.Module):
+        floats += [*case.fn.parameters(), *case.fn.buffers()]
+    if calls < 2 or not change_in_place(floats):
+        return kept
+    for tensor in floats:
+        tensor.grad = None
+    again = _called(case, backward, call)
+    return _Outcome(
+        {**kept.tensors, **{name + AGAIN: tensor for name, tensor in again.tensors.items()}},
+        {**kept.strides, **{name + AGAIN: strides for name, strides in again.strides.items()}},
+        kept.shared | {(a + AGAIN, b + AGAIN) for a, b in again.shared},
+        calls,
+    )
+
+
+def _called(case: Case, backward: bool, call: Callable[..., Any] | None) -> _Outcome:
+    """One call; its random numbers begin at the same seed every time."""
     torch.manual_seed(0)
-    before = {name: copied(tensor) for name, tensor in _named((case.args, dict(case.kwargs)), "input")}
+    before = {name: copied(tensor) for name, tensor in named_tensors((case.args, dict(case.kwargs)), "input")}
     with torch.set_grad_enabled(backward):
         result = (case.fn if call is None else call)(*case.args, **case.kwargs)
-        found = dict(_named(result, "output"))
-        inputs = dict(_named((case.args, dict(case.kwargs)), "input"))
+        found = dict(named_tensors(result, "output"))
+        inputs = dict(named_tensors((case.args, dict(case.kwargs)), "input"))
         if backward:
             loss_of(result).backward()
     sharing = _sharing({**found, **inputs})
@@ -278,7 +325,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
 
 
-def _named(tree: Any, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(tree: Any, what: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a tree with names like `output 0` or `output logits`."""
     for path, leaf in pytree.tree_leaves_with_path(tree):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
@@ -313,18 +360,18 @@ def _sharing(tensors: Mapping[str, torch.Tensor]) -> frozenset[tuple[str, str]]:
     )
 
 
-def _exactly(case: Case, backward: bool, eager: _Outcome) -> Mapping[str, torch.Tensor]:
+def _exactly(case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int) -> Mapping[str, torch.Tensor]:
     """The outcome in float64, or eager's own for a program that does not run in float64 or then does other things."""
     wide = case.fresh()
     fn = wide.fn.double() if isinstance(wide.fn, torch.nn.Module) else wide.fn
     args, kwargs = widened((wide.args, dict(wide.kwargs)))
     _keep_leaves((wide.args, dict(wide.kwargs)), (args, kwargs))
     try:
-        found = _outcome(Case(case.name, fn, args, kwargs), backward).tensors
+        found = _outcome(Case(case.name, fn, args, kwargs), backward, calls).tensors
     except Exception:
-        return eager.tensors
-    fits = all(name in found and found[name].shape == tensor.shape for name, tensor in eager.tensors.items())
-    return found if fits else eager.tensors
+        return eager
+    fits = all(name in found and found[name].shape == tensor.shape for name, tensor in eager.items())
+    return found if fits else eager
 
 
 def _keep_leaves(narrow: Any, wide: Any) -> None:
@@ -340,11 +387,7 @@ def _nudged(case: Case, seed: int) -> Case:
     tensors = [leaf for leaf in pytree.tree_leaves((fresh.args, dict(fresh.kwargs))) if isinstance(leaf, torch.Tensor)]
     if isinstance(fresh.fn, torch.nn.Module):
         tensors += [*fresh.fn.parameters(), *fresh.fn.buffers()]
-    with torch.no_grad():
-        for tensor in tensors:
-            if tensor.dtype in LOW and tensor.numel() and not overlapping(tensor):
-                towards = torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, -math.inf, math.inf)
-                tensor.copy_(torch.nextafter(tensor, towards.to(tensor.dtype)))
+    nudge_in_place(tensors, generator)
     return fresh
 
 
@@ -357,7 +400,9 @@ def _compare(
             yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "it is missing in the compiled program"))
             continue
         others = [draw[name] for draw in draws if name in draw]
-        found = judge(actual.tensors[name], expected, exact.get(name, expected), others)
+        made = actual.tensors[name]
+        near = None if name in exact else close(made, expected)  # then it was not asked of float64
+        found = near or judge(made, expected, exact.get(name, expected), others)
         if found.verdict.good and actual.strides.get(name) != eager.strides.get(name):
             why = f"strides {actual.tensors[name].stride()}, eager's are {expected.stride()}"
             found = Judgement(Verdict.WRONG, why)

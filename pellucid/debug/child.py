@@ -6,6 +6,7 @@ modules that it has imported. When one of them kills it, the next call starts a 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import io
 import mmap
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -36,7 +37,8 @@ SECONDS = 300.0
 _POLL_S = 0.02
 _NOTE_BYTES = 4096
 _NOTE = "PELLUCID_DEBUG_NOTE"
-_NOT_THE_USERS = (str(Path(pellucid.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+NOT_THE_USERS = (str(Path(pellucid.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,7 @@ class Marker(Probe):
 
 def serve(read: int, write: int) -> None:
     """Answer calls until the pipe closes."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # an endless loop would outlive a parent that is killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     calls, answers = Connection(read, writable=False), Connection(write, readable=False)
     while True:
@@ -224,10 +227,17 @@ def _answer(name: str, args: tuple[Any, ...]) -> Any:
         return failure_of(error)
 
 
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those behind it."""
+    while error is not None:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
 def failure_of(error: BaseException) -> Failure:
     """An exception as a failure: that of the backend itself where Dynamo has wrapped it."""
     inner = getattr(error, "inner_exception", None) or error
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
     trace = "".join(traceback.format_list(frames)).rstrip()
     text, context = str(inner), {}
     if isinstance(inner, PellucidError):

@@ -10,38 +10,39 @@ in a run. Where the two differ, float64 says which of them is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate, map_arg
+from torch.utils import _pytree as pytree
 
 from pellucid.capture.graph import attribute_of, origin_of
 from pellucid.debug.case import Case, copied
 from pellucid.debug.check import Request, graphs_for, subject_for
 from pellucid.debug.child import SECONDS, Failure, Marker, Worker, pass_on
 from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, widened, wider
-from pellucid.debug.judge import Judgement, Verdict, judge, worst
+from pellucid.debug.judge import DRAWS, Judgement, Verdict, close, judge, worst
+from pellucid.debug.passes import first_changed
 from pellucid.debug.run import Run, open_run, split_run, write_table
 from pellucid.debug.subject import Compiled, Probe, Step, Subject
 from pellucid.debug.subjects import subject_of
 from pellucid.debug.tensors import TensorStore
+from pellucid.debug.vary import change_in_place, nudge_in_place, overlapping
 from pellucid.errors import UserError
 
 COMPLETE, LIVE = "complete", "live"
-
-# Results that are this close to eager's, in roundings of their type on the scale of the tensor, need no float64.
-_CLOSE_ROUNDINGS = 64.0
+PASSES = "graph passes"
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A result of a step beside eager's.
 
-    graph: its name. kernel: the step, or `result` for what the graph returns. position: of the step. fx_node: whose
-    result it is. user_line: `file:line` of the node.
+    graph: its name. kernel: the step, `result` for what the graph returns, or `graph passes` where already the graph
+    that was compiled is wrong. position: of the step. fx_node: whose result it is. user_line: `file:line` of the node.
     """
 
     graph: str
@@ -219,9 +220,57 @@ class _Simulation(Probe):
         self.differences: list[Difference] = []
         self.positions = {step.name: position for position, step in enumerate(compiled.steps)}
         self.exact: Mapping[str, torch.Tensor] | None = None
+        self.draws: Sequence[Mapping[str, torch.Tensor]] | None = None
 
     def run(self) -> list[Difference]:
         inputs = list(copied(self.graph.inputs))
+        self._round(inputs)
+        self.differences += self._passes() if self._good() else ()
+        if self._good() and self._change(inputs):
+            seen = len(self.differences)
+            self._round(inputs)
+            self.differences[seen:] = [each for each in self.differences[seen:] if not each.verdict.good]
+        return self.differences
+
+    def _good(self) -> bool:
+        return all(each.verdict.good for each in self.differences)
+
+    def _passes(self) -> Iterator[Difference]:
+        """What is wrong with the passes on the graph: what they returned is what the steps were compared with."""
+        if any(is_random(node) for node in calls_of(self.graph.module)):
+            return  # not the same numbers
+        before, after = _Reference(self.graph.module, self.graph.inputs, set()), self.reference
+        writers = _writers(self.graph.module)
+        changed = [(after.given[position], before.given[position], name) for position, name in writers.items()]
+        for mine, given, name in [*zip(after.results, before.results, before.result_nodes, strict=True), *changed]:
+            if not name or not isinstance(mine, torch.Tensor) or not isinstance(given, torch.Tensor):
+                continue
+            found = close(mine, given) or judge(mine, given, before.float64().get(name, given), before.draws(name))
+            nodes = [] if found.verdict.good else first_changed(self.graph, self.compiled.graph)
+            if nodes:
+                line = str(([*origin_of(nodes[0]).users, ""])[0])
+                yield Difference(self.graph.name, PASSES, len(self.positions), nodes[0].name, line, found)
+                return
+
+    def _change(self, inputs: list[Any]) -> bool:
+        """Other values in the same memory: what the program has kept of the old ones shows now. False: no such values.
+
+        An operator that eager cannot call with them is no fault of the compiled program.
+        """
+        with torch.no_grad():
+            for mine, given in zip(inputs, self.graph.inputs, strict=True):
+                if isinstance(mine, torch.Tensor) and not overlapping(mine):
+                    mine.copy_(given)
+        try:
+            if not change_in_place(inputs):
+                return False
+            self.reference = _Reference(self.compiled.graph, copied(inputs), set(self.reference.values))
+        except Exception:
+            return False
+        self.exact = self.draws = None
+        return True
+
+    def _round(self, inputs: list[Any]) -> None:
         torch.manual_seed(0)
         results = self.compiled.run(inputs, self)
         expected = zip(results, self.reference.results, self.reference.result_nodes, strict=True)
@@ -231,7 +280,9 @@ class _Simulation(Probe):
                     self.seen[f"output {position}"] = actual.clone()
                 name = node or f"output {position}"
                 self._compare("result", name, node, actual, eager, f"output {position}")
-        return self.differences
+        for position, writer in _writers(self.compiled.graph).items():
+            if isinstance(inputs[position], torch.Tensor):
+                self._compare("result", writer, writer, inputs[position], self.reference.given[position], writer)
 
     def before(self, step: Step) -> None:
         self.marker.before(step)
@@ -265,7 +316,9 @@ class _Simulation(Probe):
         if found is not None:
             return found
         exact = self._exact(node) if node else None
-        return judge(actual, eager, eager if exact is None else exact)
+        exact = eager if exact is None else exact
+        found = judge(actual, eager, exact)
+        return found if found.verdict.good or not node else judge(actual, eager, exact, self._draws(node))
 
     def _judge_both(self, node: str, actual: torch.Tensor, eager: torch.Tensor, other: torch.Tensor) -> Judgement:
         """The difference from other code: no more than rounding, unless one of the two is wrong."""
@@ -285,21 +338,14 @@ class _Simulation(Probe):
             self.exact = self.reference.float64()
         return self.exact.get(name)
 
-
-def close(actual: torch.Tensor, eager: torch.Tensor) -> Judgement | None:
-    """The judgement on results that are equal, or so near that float64 need not be asked; None for all others."""
-    if actual.shape != eager.shape or actual.dtype != eager.dtype:
-        return None
-    if torch.equal(actual, eager):
-        return Judgement(Verdict.OK)
-    if not eager.is_floating_point():
-        return None
-    difference = (actual.to(torch.float32) - eager.to(torch.float32)).abs().max().item() if eager.numel() else 0.0
-    scale = eager.to(torch.float32).square().mean().sqrt().item()
-    bound = _CLOSE_ROUNDINGS * torch.finfo(eager.dtype).eps * scale
-    if not difference <= bound:  # also for NaN
-        return None
-    return Judgement(Verdict.ROUNDING, "", difference / scale, bound / scale, difference)
+    def _draws(self, name: str) -> list[torch.Tensor]:
+        """Eager's values for numbers, those from which the value comes, that differ in the last place."""
+        if self.mode == COMPLETE:
+            found = [self.reference.local_draw(name, seed) for seed in range(DRAWS)]
+        else:
+            self.draws = self.draws or [self.reference.draw(seed) for seed in range(DRAWS)]
+            found = [draw.get(name) for draw in self.draws]
+        return [value for value in found if value is not None]
 
 
 class _Reference:
@@ -321,26 +367,43 @@ class _Reference:
             return value
 
         torch.manual_seed(0)
-        self.results = interpret(module, copied(inputs), keep)
+        self.given = copied(inputs)
+        self.results = interpret(module, self.given, keep)
 
     def float64(self) -> dict[str, torch.Tensor]:
         """All wanted values from the inputs on; random numbers are those that eager drew."""
+        return self._values(in_float64(self.module), widened)
+
+    def draw(self, seed: int) -> dict[str, torch.Tensor]:
+        """The same for inputs that differ in the last place."""
+        return self._values(self.module, _nudging(seed))
+
+    def draws(self, name: str) -> list[torch.Tensor]:
+        """One value of each of these."""
+        return [value for seed in range(DRAWS) if (value := self.draw(seed).get(name)) is not None]
+
+    def _values(self, module: torch.fx.GraphModule, change: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
 
         def keep(node: torch.fx.Node, value: Any) -> Any:
-            value = widened(self.random[node.name]) if node.name in self.random else value
+            value = change(self.random[node.name]) if node.name in self.random else value
             if isinstance(value, torch.Tensor):
-                found[node.name] = value
+                found[node.name] = value.clone() if _is_changed(node) else value
             return value
 
-        interpret(in_float64(self.module), widened(list(self.inputs)), keep)
+        interpret(module, change(list(self.inputs)), keep)
         return found
 
     def local_float64(self, name: str) -> torch.Tensor | None:
-        """One value from eager's earlier ones: only what lies between them and it is computed in float64.
+        """One value from eager's earlier ones: only what lies between them and it is computed in float64."""
+        return self._local(name, widened, wider)
 
-        None when an operator in between has no float64.
-        """
+    def local_draw(self, name: str, seed: int) -> torch.Tensor | None:
+        """The same from values that differ in the last place, in the types of the program."""
+        return self._local(name, _nudging(seed), lambda each: each)
+
+    def _local(self, name: str, change: Callable[[Any], Any], constant: Callable[[Any], Any]) -> torch.Tensor | None:
+        """One value from eager's earlier ones after a change. None when an operator in between does not take that."""
         nodes = {node.name: node for node in self.module.graph.nodes}
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         given = dict(zip(placeholders, self.inputs, strict=True))
@@ -348,27 +411,45 @@ class _Reference:
         try:
             with torch.no_grad():
                 for node in _needed(nodes[name], {*self.values, *self.random} - {name}):
-                    known[node] = self._wide(node, given, known, name)
+                    known[node] = self._local_value(node, given, known, name, change, constant)
         except Exception:
             return None
         value = known[nodes[name]]
         return value if isinstance(value, torch.Tensor) else None
 
-    def _wide(
-        self, node: torch.fx.Node, given: Mapping[torch.fx.Node, Any], known: Mapping[torch.fx.Node, Any], name: str
+    def _local_value(
+        self,
+        node: torch.fx.Node,
+        given: Mapping[torch.fx.Node, Any],
+        known: Mapping[torch.fx.Node, Any],
+        name: str,
+        change: Callable[[Any], Any],
+        constant: Callable[[Any], Any],
     ) -> Any:
-        """The value of a node in float64, if the values that it needs are known."""
+        """The value of a node, if the values that it needs are known."""
         if node in given:
-            return widened(given[node])
+            return change(given[node])
         if node.op == "get_attr":
-            return widened(attribute_of(self.module, node))
+            return change(attribute_of(self.module, node))
         if node.name in self.random:
-            return widened(self.random[node.name])
+            return change(self.random[node.name])
         if node.name in self.values and node.name != name:
-            return widened(self.values[node.name])
+            return change(self.values[node.name])
         args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
-        args, kwargs = map_aggregate((args, kwargs), wider)
+        args, kwargs = map_aggregate((args, kwargs), constant)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _nudging(seed: int) -> Callable[[Any], Any]:
+    """Copies of tensors whose floats differ in the last place, other ones with each call."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(tree: Any) -> Any:
+        fresh = copied(tree)
+        nudge_in_place(pytree.tree_leaves(fresh), generator)
+        return fresh
+
+    return change
 
 
 def _needed(node: torch.fx.Node, known: set[str]) -> list[torch.fx.Node]:
@@ -383,6 +464,14 @@ def _needed(node: torch.fx.Node, known: set[str]) -> list[torch.fx.Node]:
             stack.append((each, True))
             stack += [(other, False) for other in each.all_input_nodes]
     return list(order)
+
+
+def _writers(module: torch.fx.GraphModule) -> dict[int, str]:
+    """By position of an input, the last operator that writes to it."""
+    positions = {node: at for at, node in enumerate(module.graph.find_nodes(op="placeholder"))}
+    schemas = ((node, getattr(node.target, "_schema", None)) for node in calls_of(module))
+    mutable = [node for node, schema in schemas if schema is not None and schema.is_mutable and node.args]
+    return {positions[node.args[0]]: node.name for node in mutable if node.args[0] in positions}  # type: ignore[index]
 
 
 def _is_changed(node: torch.fx.Node) -> bool:

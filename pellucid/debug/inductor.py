@@ -1,4 +1,4 @@
-"""TorchInductor as a subject: the only file of the kit that knows its insides.
+"""TorchInductor as a subject: with `inductor_loops`, all of the kit that knows its insides.
 
 Inductor writes a Python module whose function `call` allocates buffers and calls kernels and library operators. The
 hooks around its calls are put into that text, so what is observed is what runs: same kernels, same reuse of memory.
@@ -29,10 +29,24 @@ from torch._inductor.scheduler import WhyNoFuse
 from torch._inductor.virtualized import V
 
 from pellucid.capture.graph import origin_of
+from pellucid.debug.child import chain_of
 from pellucid.debug.explain import CPP_NAMES, DEFINITION, Refusal, Refused, Value
-from pellucid.debug.graphs import Graph, GraphCompiler
+from pellucid.debug.graphs import Graph, GraphCompiler, interpret, twin
+from pellucid.debug.inductor_loops import Loops
 from pellucid.debug.plain import front_rungs
-from pellucid.debug.subject import Captured, Compiled, Passed, Probe, Rung, Step, Subject, refusal
+from pellucid.debug.subject import (
+    Captured,
+    Compiled,
+    Interpreted,
+    Partial,
+    Passed,
+    Probe,
+    Rung,
+    Step,
+    Subject,
+    Undecomposed,
+    refusal,
+)
 from pellucid.errors import UserError
 from pellucid.ir.origin import GLUE, Origin, merge
 
@@ -62,23 +76,29 @@ class Inductor(Subject):
         patches = {**_SETTINGS, **self.options}
         return torch.compile(fn, backend=partial(compile_fx, config_patches=patches), dynamic=dynamic)
 
-    def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
         def inner(module: torch.fx.GraphModule, inputs: Sequence[Any], **about: Any) -> Any:
             kind = "backward" if about.get("is_backward") else "inference" if about.get("is_inference") else "forward"
             return compiler(kind)(module, inputs)
 
-        return partial(compile_fx, inner_compile=inner, config_patches={**_SETTINGS, **self.options})
+        table = None if decompose else {}
+        patches = {**_SETTINGS, **self.options}
+        return partial(compile_fx, inner_compile=inner, config_patches=patches, decompositions=table)
 
     def compile(self, graph: Graph) -> Compiled:
         return _InductorCompiled(graph, self.options)
 
     def refused(self, error: BaseException) -> Refused | None:
-        failed = next((each for each in _chain(error) if isinstance(each, CppCompileError)), None)
+        failed = next((each for each in chain_of(error) if isinstance(each, CppCompileError)), None)
         made: _Made | None = getattr(error, _MADE, None)
         return _refused(failed, made) if failed is not None and made is not None else None
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return select_decomp_table()
+
+    def passed(self, graph: Graph) -> torch.fx.GraphModule:
+        lowering = lowering_of(graph, self.options, "run")
+        return graph.module if lowering is None else _module_of(lowering)
 
     def ladder(self) -> tuple[Rung, ...]:
         simplest: dict[str, Any] = {
@@ -104,11 +124,38 @@ class Inductor(Subject):
             steps.append(Rung(component, Inductor(simplest), threads=1))
         return (
             *front_rungs(),
+            Rung("joint graph", Undecomposed({}, self)),
             Rung("decompositions", Captured({}, self)),
             Rung("graph passes", Passed({}, self)),
+            Rung("lowering", Lowered({}, self)),
             *steps,
             Rung("threads", self),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered(Partial):
+    """Graphs whose operators give what the loops say that Inductor lowers them to; all else in them runs eagerly."""
+
+    def compile(self, graph: Graph) -> Compiled:
+        lowering = lowering_of(graph, self.base.options, "codegen")
+        return Interpreted(graph.module) if lowering is None else _LoweredCompiled(lowering)
+
+
+class _LoweredCompiled(Compiled):
+    def __init__(self, lowering: GraphLowering) -> None:
+        self.graph, self.steps = _module_of(lowering), ()
+        self._lowering = lowering
+        self._buffers = {node: buffer for buffer, node in _holds(lowering).items()}
+
+    def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
+        loops = Loops(self._lowering, inputs)
+
+        def see(node: torch.fx.Node, value: Any) -> Any:
+            buffer = self._buffers.get(node.name)
+            return loops.value(buffer, value) if buffer and isinstance(value, torch.Tensor) else value
+
+        return interpret(self.graph, inputs, see)
 
 
 class _InductorCompiled(Compiled):
@@ -116,10 +163,9 @@ class _InductorCompiled(Compiled):
 
     def __init__(self, graph: Graph, options: Mapping[str, Any]) -> None:
         made: list[_Made] = []
-        about: dict[str, Any] = {"is_inference": graph.kind == "inference", "is_backward": graph.kind == "backward"}
         try:
-            with config.patch({**_SETTINGS, **options}), _listening(made), torch.no_grad():
-                self._call = compile_fx_inner(graph.module, _examples(graph), **about)
+            with _listening(made):
+                self._call = _compiled(graph, options)
         except Exception as error:
             if made:
                 setattr(error, _MADE, made[-1])  # what there was to compile, for `refused`
@@ -141,6 +187,41 @@ class _InductorCompiled(Compiled):
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
         with torch.no_grad():
             return self._call(list(inputs)) if probe is None else self._module.run(list(inputs), probe)
+
+
+def _compiled(graph: Graph, options: Mapping[str, Any]) -> Any:
+    """Inductor's compiled form of a graph, which stays as it is."""
+    about: dict[str, Any] = {"is_inference": graph.kind == "inference", "is_backward": graph.kind == "backward"}
+    with config.patch({**_SETTINGS, **options}), torch.no_grad():
+        return compile_fx_inner(twin(graph.module), _examples(graph), **about)
+
+
+class _Reached(BaseException):
+    """Where compilation shall stop; nothing in between takes it for an error."""
+
+    def __init__(self, lowering: GraphLowering) -> None:
+        super().__init__()
+        self.lowering = lowering
+
+
+def lowering_of(graph: Graph, options: Mapping[str, Any], method: str) -> GraphLowering | None:
+    """Inductor's lowering of a graph when it is about to call one of its methods: `run`, which lowers the graph after
+    its passes, or `codegen`. None for an empty graph, which is not lowered."""
+
+    def stop(self: GraphLowering, *_: Any, **__: Any) -> None:
+        raise _Reached(self)
+
+    with mock.patch.object(GraphLowering, method, stop):
+        try:
+            _compiled(graph, options)
+        except _Reached as reached:
+            return reached.lowering
+    return None
+
+
+def _module_of(lowering: GraphLowering) -> torch.fx.GraphModule:
+    assert isinstance(lowering.module, torch.fx.GraphModule)
+    return lowering.module
 
 
 def _examples(graph: Graph) -> list[Any]:
@@ -209,13 +290,6 @@ def _value(op: str, dtype: torch.dtype | None) -> Value:
     named = [node for node in origins if op in str(node.target)]
     origin = merge(map(origin_of, named or origins))
     return Value(op, CPP_NAMES.get(dtype, "") if dtype is not None else "", origin)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those behind it."""
-    while error is not None:
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
 
 
 def _refused(failed: CppCompileError, made: _Made) -> Refused | None:

@@ -19,6 +19,8 @@ import torch
 FACTOR = 4.0
 FLOOR_ROUNDINGS = 8.0
 DRAWS = 2
+# Results that are this close to eager's, in roundings of their type on the scale of the tensor, need no float64.
+_CLOSE_ROUNDINGS = 64.0
 
 
 class Verdict(str, Enum):
@@ -120,6 +122,29 @@ def judge(
         why = f"{values[first].item()} where eager has {reference[first].item()}, at {list(first)}"
         return Judgement(Verdict.WRONG, why, math.inf, 0.0, math.inf, math.inf, first, int(odd.sum()))
     return _distances(values, reference, truth, others, eager.dtype)
+
+
+def close(actual: torch.Tensor, eager: torch.Tensor) -> Judgement | None:
+    """The judgement on results that are equal, or so near that float64 need not be asked; None for all others."""
+    if actual.shape != eager.shape or actual.dtype != eager.dtype:
+        return None
+    if torch.equal(actual, eager):
+        return Judgement(Verdict.OK)
+    if not eager.is_floating_point():
+        return None
+    difference = (actual.to(torch.float32) - eager.to(torch.float32)).abs().max().item() if eager.numel() else 0.0
+    scale = eager.to(torch.float32).square().mean().sqrt().item()
+    bound = _CLOSE_ROUNDINGS * torch.finfo(eager.dtype).eps * scale
+    if not difference <= bound:  # also for NaN
+        return None
+    return Judgement(Verdict.ROUNDING, "", difference / scale, bound / scale, difference)
+
+
+def near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two results that nothing is known of are the same up to rounding, on the way to them as well."""
+    found = judge(ours, theirs, theirs.double() if theirs.is_floating_point() else theirs)
+    inexact = theirs.is_floating_point() and ours.dtype is theirs.dtype
+    return found.verdict.good or (inexact and 0 < found.error < torch.finfo(theirs.dtype).eps ** 0.5)
 
 
 def _distances(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from pellucid.debug.case import copied, overlapping
-from pellucid.debug.graphs import LOW, Graph, calls_of, in_float64, interpret, is_random, widened
+from pellucid.debug.case import copied
+from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, widened
 from pellucid.debug.judge import DRAWS, Output, judge, kind_of
 from pellucid.debug.subject import Probe, Subject
+from pellucid.debug.vary import nudge_in_place
 
 
 def judge_graph(graph: Graph, subject: Subject, probe: Probe | None = None) -> tuple[Output, ...]:
@@ -75,10 +75,6 @@ def outcome_in_float64(graph: Graph) -> dict[str, torch.Tensor] | None:
 
 def nudged(inputs: Sequence[Any], seed: int) -> list[Any]:
     """The inputs with every float moved to a neighbour, or left, at random."""
-    generator = torch.Generator().manual_seed(seed)
     moved = list(copied(list(inputs)))
-    for value in moved:
-        if isinstance(value, torch.Tensor) and value.dtype in LOW and value.numel() and not overlapping(value):
-            towards = torch.where(torch.rand(value.shape, generator=generator) < 0.5, -math.inf, math.inf)
-            value.detach().copy_(torch.nextafter(value.detach(), towards.to(value.dtype)))
+    nudge_in_place(moved, torch.Generator().manual_seed(seed))
     return moved

@@ -11,23 +11,35 @@ import torch
 
 from pellucid.backend import compile_fx
 from pellucid.capture.decompositions import decompositions
-from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel
 from pellucid.debug.explain import CPP_NAMES, DEFINITION, Refusal, Refused, Value
 from pellucid.debug.graphs import Graph, GraphCompiler, through_aot
 from pellucid.debug.plain import front_rungs
-from pellucid.debug.subject import Captured, Compiled, Partial, Passed, Probe, Rung, Step, Subject, refusal
+from pellucid.debug.subject import (
+    Captured,
+    Compiled,
+    Interpreted,
+    Partial,
+    Passed,
+    Probe,
+    Rung,
+    Step,
+    Subject,
+    Undecomposed,
+    refusal,
+)
 from pellucid.executable import Probe as NodeProbe
 from pellucid.ir.interp import run_program
 from pellucid.ir.nodes import Compute, Extern, Kernel, Node, Program, Reduce, View
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.printer import print_program
 from pellucid.ir.types import TORCH_DTYPES
-from pellucid.lower import lower
+from pellucid.lower import NotHeld, lower
 from pellucid.lower.graph import buffers_of
 from pellucid.native.build import KernelCompileError
 from pellucid.options import make_options
-from pellucid.pipeline import Unit, compile_graph
+from pellucid.pipeline import Unit, compile_graph, graph_passes
+from pellucid.schedule import schedule
 from pellucid.trace.record import GraphRecord
 
 _REFUSALS = (("fuse.", "fusion"), ("codegen.vectorize", "vectorisation"))
@@ -46,8 +58,8 @@ class Pellucid(Subject):
     def wrap(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
         return torch.compile(fn, backend=partial(compile_fx, options=dict(self.options)), dynamic=dynamic)
 
-    def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
-        return through_aot(compiler, decompositions())
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
+        return through_aot(compiler, decompositions() if decompose else {})
 
     def compile(self, graph: Graph) -> PellucidCompiled:
         return PellucidCompiled(graph, self.options)
@@ -60,6 +72,9 @@ class Pellucid(Subject):
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return decompositions()
+
+    def passed(self, graph: Graph) -> torch.fx.GraphModule:
+        return graph_passes(graph.module, graph.kind)[0]
 
     def ladder(self) -> tuple[Rung, ...]:
         simplest = {**self.options, "fusion": False, "vectorize": False, "reuse_memory": False}
@@ -74,9 +89,11 @@ class Pellucid(Subject):
             steps.append(Rung(component, Pellucid(simplest), threads=1))
         return (
             *front_rungs(),
+            Rung("joint graph", Undecomposed({}, self)),
             Rung("decompositions", Captured({}, self)),
             Rung("graph passes", Passed({}, self)),
             Rung("lowering", Lowered({}, self)),
+            Rung("scheduling", Lowered({}, self, scheduled=True)),
             *steps,
             Rung("threads", self),
         )
@@ -84,19 +101,30 @@ class Pellucid(Subject):
 
 @dataclass(frozen=True, slots=True)
 class Lowered(Partial):
-    """Graphs lowered to the loop language, one kernel for each operator, and executed by its interpreter."""
+    """Graphs lowered to the loop language, one kernel for each operator, and executed by its interpreter.
+
+    scheduled: brought into an order, and long reductions cut, but without fusion. What no program holds runs eagerly.
+    """
+
+    scheduled: bool = False
 
     def compile(self, graph: Graph) -> Compiled:
-        return _LoweredCompiled(graph)
+        passed = self.passed(graph)
+        try:
+            lowered = lower(passed)
+        except NotHeld:
+            return Interpreted(passed)
+        program = schedule(lowered.program, make_options({"fusion": False}))[0] if self.scheduled else lowered.program
+        return _LoweredCompiled(passed, program, lowered.constants)
 
 
 class _LoweredCompiled(Compiled):
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.steps = transform(graph.module)[0], ()
-        self._lowered = lower(self.graph)
+    def __init__(self, graph: torch.fx.GraphModule, program: Program, constants: Sequence[torch.Tensor]) -> None:
+        self.graph, self.steps = graph, ()
+        self._program, self._constants = program, constants
 
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
-        return run_program(self._lowered.program, [*inputs, *self._lowered.constants])
+        return run_program(self._program, [*inputs, *self._constants])
 
 
 class PellucidCompiled(Compiled):

@@ -10,8 +10,8 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 from pellucid.debug.case import Case
-from pellucid.debug.graphs import Graph, GraphCompiler, through_aot, twin
-from pellucid.debug.subject import Captured, Compiled, Probe, Rung, Subject
+from pellucid.debug.graphs import Graph, GraphCompiler, twin
+from pellucid.debug.subject import Compiled, Probe, Rung, Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Plain(Subject):
     def watched(self, fn: Callable[..., Any], probe: Probe, dynamic: bool | None = None) -> Callable[..., Any]:
         return self.wrap(fn, dynamic)  # there are no steps to watch
 
-    def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
         """Such a backend takes the graphs of Dynamo: before autograd, with the functions that the user called."""
 
         def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -48,14 +48,6 @@ class Plain(Subject):
 
     def ladder(self) -> tuple[Rung, ...]:
         return (*front_rungs(), Rung("backend", self))
-
-
-@dataclass(frozen=True, slots=True)
-class Undecomposed(Captured):
-    """The graphs of AOTAutograd with the operators that the user called, none of them decomposed."""
-
-    def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
-        return through_aot(compiler, {})
 
 
 def front_rungs() -> tuple[Rung, ...]:

@@ -112,8 +112,11 @@ class Subject(ABC):
         """`fn` compiled by this backend when it is called. No cache hides what this version of the backend does."""
 
     @abstractmethod
-    def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
-        """A backend for `torch.compile` that captures graphs as this one does; `compiler` of a kind gets each."""
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
+        """A backend for `torch.compile` that captures graphs as this one does; `compiler` of a kind gets each.
+
+        decompose: break operators up as the backend does; else they stay as the user called them.
+        """
 
     @abstractmethod
     def compile(self, graph: Graph) -> Compiled:
@@ -145,6 +148,10 @@ class Subject(ABC):
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """By ATen operator, what the backend replaces it with while it captures."""
         return {}
+
+    def passed(self, graph: Graph) -> torch.fx.GraphModule:
+        """A graph after the backend's own passes; the given one stays as it is."""
+        return graph.module
 
     @abstractmethod
     def ladder(self) -> tuple[Rung, ...]:
@@ -178,14 +185,17 @@ class Partial(Subject):
     def wrap(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
         return self.watched(fn, Probe(), dynamic)
 
-    def capturing(self, compiler: Callable[[str], GraphCompiler]) -> Callable[..., Any]:
-        return self.base.capturing(compiler)
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
+        return self.base.capturing(compiler, decompose)
 
     def refused(self, error: BaseException) -> Refused | None:
         return self.base.refused(error)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return self.base.decompositions()
+
+    def passed(self, graph: Graph) -> torch.fx.GraphModule:
+        return self.base.passed(graph)
 
     def ladder(self) -> tuple[Rung, ...]:
         return self.base.ladder()
@@ -200,11 +210,19 @@ class Captured(Partial):
 
 
 @dataclass(frozen=True, slots=True)
+class Undecomposed(Captured):
+    """The same with the operators that the user called, none of them decomposed."""
+
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
+        return self.base.capturing(compiler, decompose=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Passed(Partial):
     """The graphs after a backend's own passes, run eagerly."""
 
     def compile(self, graph: Graph) -> Compiled:
-        return Interpreted(self.base.compile(graph).graph)
+        return Interpreted(self.passed(graph))
 
 
 class Interpreted(Compiled):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from pellucid.debug.case import Case
+from pellucid.debug.graphs import LOW
 
 Change = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
@@ -33,6 +34,36 @@ def variations(case: Case, count: int) -> Iterator[tuple[str, Case]]:
 
         args, kwargs = pytree.tree_map(changed, (fresh.args, dict(fresh.kwargs)))
         yield f"{name} (seed {number})", Case(case.name, fresh.fn, args, kwargs)
+
+
+def change_in_place(tensors: Iterable[Any]) -> bool:
+    """Give every float other values without rounding: half of it, or a quarter for 0. False if there was none.
+
+    What was positive stays so, and no number leaves the range of those that were there.
+    """
+    changed = False
+    with torch.no_grad():
+        for tensor in tensors:
+            floats = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout is torch.strided
+            if floats and tensor.numel() and not overlapping(tensor):
+                tensor.copy_(torch.where(tensor == 0, 0.25, tensor / 2))
+                changed = True
+    return changed
+
+
+def nudge_in_place(tensors: Iterable[Any], generator: torch.Generator) -> None:
+    """Move every float to a neighbour, or leave it, at random: what changes by that is as uncertain as a rounding."""
+    with torch.no_grad():
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype in LOW and tensor.numel() and not overlapping(tensor):
+                towards = torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, -math.inf, math.inf)
+                tensor.copy_(torch.nextafter(tensor, towards.to(tensor.dtype)))
+
+
+def overlapping(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie in the same place."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > reach + 1
 
 
 def _values(scale: float) -> Change:

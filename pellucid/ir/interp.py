@@ -233,11 +233,11 @@ def _stored(frame: _Frame, line: Line, store: Store) -> tuple[Tensor, Tensor, Te
 
 def _write(memory: Tensor, index: Tensor, value: Tensor, join: str) -> None:
     """Write or join flat `value` into `memory`, one after the other where elements repeat."""
-    places = [int(place) for place in index]
-    if len(set(places)) == len(places):
+    places = index.sort().values
+    if not bool((places[1:] == places[:-1]).any()):
         memory[index] = _computed(join, [memory[index].to(value.dtype), value]).to(memory.dtype) if join else value
         return
-    for at, element in zip(places, value, strict=True):
+    for at, element in zip((int(place) for place in index), value, strict=True):
         old = memory[at].to(value.dtype)
         memory[at] = _computed(join, [old, element]) if join else element
 

@@ -6,21 +6,25 @@ for every command of the kit: calling it plants the fault for the rest of the pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A fault and what a tool should say of it.
 
-    subject: the backend. verdict: of `check`. component: of `bisect`. culprit: the ATen operator that is to blame.
+    subject: the backend. verdict: of `check`. component: of `bisect`. culprit: the ATen operator that is to blame, as
+    its node in the graph is called; empty where no operator is. backward: it shows in gradients only.
     """
 
     name: str
@@ -30,9 +34,11 @@ class Fault:
     culprit: str
     plant: Callable[[], None]
     program: Callable[[], Program]
+    backward: bool = False
 
 
 FAULTS: dict[str, Fault] = {}
+_PLANTED: set[str] = set()
 
 
 def __getattr__(name: str) -> Callable[[], Program]:
@@ -41,20 +47,28 @@ def __getattr__(name: str) -> Callable[[], Program]:
     fault = FAULTS[name]
 
     def make() -> Program:
-        fault.plant()
+        if name not in _PLANTED:  # the tools call this again in the same process: two swaps would be none
+            _PLANTED.add(name)
+            fault.plant()
         return fault.program()
 
     return make
 
 
 def planted(
-    subject: str, verdict: str, component: str, culprit: str, program: Callable[[], Program]
+    subject: str,
+    verdict: str,
+    component: str,
+    culprit: str,
+    program: Callable[[], Program],
+    *,
+    backward: bool = False,
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Enter a planting function into the library under its own name."""
 
     def enter(plant: Callable[[], None]) -> Callable[[], None]:
         name = plant.__name__.removeprefix("plant_")
-        FAULTS[name] = Fault(name, subject, verdict, component, culprit, plant, program)
+        FAULTS[name] = Fault(name, subject, verdict, component, culprit, plant, program, backward)
         return plant
 
     return enter
@@ -102,6 +116,244 @@ def summed() -> Program:
 
     torch.manual_seed(0)
     return total, (torch.rand(2000, 1000),)
+
+
+def convolved() -> Program:
+    """A convolution net in training: its batch norm changes the running statistics."""
+
+    def net(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        mean: torch.Tensor,
+        var: torch.Tensor,
+    ) -> torch.Tensor:
+        h = F.conv2d(x, w, padding=1)
+        h = F.batch_norm(h, mean, var, scale, shift, training=True, momentum=0.3)
+        return F.max_pool2d(torch.relu(h), 2).mean((2, 3))
+
+    torch.manual_seed(0)
+    state = (torch.rand(5), torch.randn(5), torch.zeros(5), torch.ones(5))
+    return net, (torch.randn(2, 3, 8, 8), torch.randn(5, 3, 3, 3), *state)
+
+
+def attended() -> Program:
+    """Attention with a mask; the scores are large, as they are early in training."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = q @ k.transpose(-1, -2) * 16.0
+        scores = scores.masked_fill(mask, -math.inf)
+        return torch.softmax(scores, -1) @ v
+
+    torch.manual_seed(0)
+    mask = torch.ones(33, 33, dtype=torch.bool).triu(1)
+    return attend, (torch.randn(3, 33, 16), torch.randn(3, 33, 16), torch.randn(3, 33, 16), mask)
+
+
+def embedded() -> Program:
+    """Looking up, layer norm, GELU; rows of the table are looked up several times."""
+
+    def embed(index: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        h = F.embedding(index, table)
+        h = F.layer_norm(h, (45,), scale, shift)
+        return F.gelu(h)
+
+    torch.manual_seed(0)
+    table = torch.randn(31, 45, requires_grad=True)
+    return embed, (torch.randint(0, 30, (4, 19)), table, torch.rand(45), torch.randn(45))
+
+
+def classified() -> Program:
+    """A step of training with cross entropy."""
+
+    def classify(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x @ w, target)
+
+    torch.manual_seed(0)
+    return classify, (torch.randn(26, 13), torch.randn(13, 11, requires_grad=True), torch.randint(0, 11, (26,)))
+
+
+def gated() -> Program:
+    """Two factors that the backward pass needs both."""
+
+    def gate(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.relu(a.sin() * b.exp())
+
+    torch.manual_seed(0)
+    return gate, (torch.randn(9, 21, requires_grad=True), torch.randn(9, 21, requires_grad=True))
+
+
+def scattered() -> Program:
+    """Very many values added up in few places."""
+
+    def scatter(y: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return y.index_put((index,), values, accumulate=True)
+
+    torch.manual_seed(0)
+    return scatter, (torch.zeros(8), torch.randint(0, 8, (1 << 16,)), torch.rand(1 << 16))
+
+
+def scanned() -> Program:
+    """Prefix sums."""
+
+    def scan(x: torch.Tensor) -> torch.Tensor:
+        return torch.cumsum(x, 1).clamp(max=5.0)
+
+    torch.manual_seed(0)
+    return scan, (torch.randn(9, 37),)
+
+
+def shifted() -> Program:
+    """Differences of neighbours."""
+
+    def differ(x: torch.Tensor) -> torch.Tensor:
+        return (x[:, 1:] - x[:, :-1]).abs()
+
+    torch.manual_seed(0)
+    return differ, (torch.randn(13, 46),)
+
+
+def centred() -> Program:
+    """Every row less the first one."""
+
+    def centre(x: torch.Tensor) -> torch.Tensor:
+        h = torch.exp(x)
+        return h - h[:1]
+
+    torch.manual_seed(0)
+    return centre, (torch.randn(14, 46),)
+
+
+def crossed() -> Program:
+    """The sum of each row is used in another row."""
+
+    def cross(x: torch.Tensor) -> torch.Tensor:
+        total = x.sum(1)
+        return x * total.flip(0)[:, None]
+
+    torch.manual_seed(0)
+    return cross, (torch.randn(64, 40),)
+
+
+def narrowed() -> Program:
+    """From float32 to integers and to bfloat16."""
+
+    def narrow(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count = (x * 100).to(torch.int32)
+        return count // 3, (x.to(torch.bfloat16) * 2).float().sum(-1)
+
+    torch.manual_seed(0)
+    return narrow, (torch.rand(7, 53) * 1000,)
+
+
+def chained() -> Program:
+    """A matrix product between pointwise operators: what goes in and what comes out lies in memory for a moment."""
+
+    def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.cos(torch.sin(x) @ w)
+
+    torch.manual_seed(0)
+    return chain, (torch.randn(48, 48), torch.randn(48, 48))
+
+
+def shrunk() -> Program:
+    """Two sums that differ in a constant only."""
+
+    def shrink(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x + 1) - torch.exp(x + 2)
+
+    torch.manual_seed(0)
+    return shrink, (torch.randn(12, 31),)
+
+
+def updated() -> Program:
+    """An input that is changed in place."""
+
+    def update(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y.add_(x)
+        return (y * 2).sum(-1)
+
+    torch.manual_seed(0)
+    return update, (torch.randn(6, 30), torch.randn(6, 30))
+
+
+def viewed() -> Program:
+    """A result that is a view of an input."""
+
+    def view(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.view(-1), x - 0.5
+
+    torch.manual_seed(0)
+    return view, (torch.randn(6, 30),)
+
+
+class Layer(torch.nn.Module):
+    """A linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(24, 40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.weight.permute(1, 0))
+
+
+def layered() -> Program:
+    """A module with a weight."""
+    torch.manual_seed(0)
+    return Layer(), (torch.randn(7, 40),)
+
+
+# ------------------------------------------------------------------------------------------------ for both
+
+
+WAIT = "for (volatile int i = 0; i < 3000; i = i + 1);"
+
+
+def weight_packer() -> Callable[[torch.fx.Graph], None]:
+    """A pass that lets the transposition of a weight be made once; a weight is known by its place in memory."""
+    made: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.library.custom_op("planted::packed", mutates_args=())
+    def packed(weight: torch.Tensor) -> torch.Tensor:
+        return made.setdefault((*weight.shape, weight.data_ptr()), weight.t().contiguous()).clone()
+
+    @packed.register_fake
+    def _(weight: torch.Tensor) -> torch.Tensor:
+        return weight.t().contiguous()
+
+    def pack(graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.target in (aten.t.default, aten.permute.default) and node.args[0].op == "placeholder":
+                node.target, node.args = torch.ops.planted.packed.default, node.args[:1]
+                node.meta["val"] = node.meta["val"].contiguous()
+
+    return pack
+
+
+def drop_relu(graph: torch.fx.Graph) -> None:
+    """Take relu for an operator that does nothing."""
+    for node in list(graph.find_nodes(op="call_function", target=aten.relu.default)):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+
+def mix_up_saved(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A partitioner that hands two tensors of the same form to the backward graph in the wrong order."""
+
+    def partition(*args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        forward, backward = original(*args, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        output = forward.graph.output_node()
+        results = list(output.args[0])
+        forms = [(each.meta["val"].shape, each.meta["val"].dtype) for each in results[num_fwd_outputs:]]
+        first, second = [at for at, form in enumerate(forms, num_fwd_outputs) if forms.count(form) > 1][:2]
+        results[first], results[second] = results[second], results[first]
+        output.args = (tuple(results),)
+        forward.recompile()
+        return forward, backward
+
+    return partition
 
 
 # ------------------------------------------------------------------------------------------------ Pellucid
@@ -186,10 +438,8 @@ def plant_pellucid_lowering_flip() -> None:
     RULES["flip.default"] = lambda graph, node: RULES["clone.default"](graph, node)
 
 
-@planted("pellucid", "wrong", "memory", "", mixed)
+@planted("pellucid", "wrong", "memory plan", "", mixed)
 def plant_pellucid_memory_plan() -> None:
-    from dataclasses import replace
-
     from pellucid import executable
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,6 +468,296 @@ def plant_pellucid_decomposition() -> None:
     from pellucid.debug import pellucid_subject
 
     patch(pellucid_subject, "decompositions", make)
+
+
+@planted("pellucid", "error", "codegen", "neg", negated)
+def plant_pellucid_neg_of_wrong_type() -> None:
+    """A vector stands where a number should, or a vector of another length."""
+    instead("neg", "pv::splat<8>({it})")
+
+
+@planted("pellucid", "wrong", "codegen", "sub", shifted)
+def plant_pellucid_wrong_index() -> None:
+    """A load that starts behind the first element starts one further on."""
+    from pellucid.codegen.cpp import _Printer
+
+    def make(original: Callable[..., str]) -> Callable[..., str]:
+        return lambda self, buffer, index: original(self, buffer, index + 1 if _constant_of(index) else index)
+
+    patch(_Printer, "pointer", make)
+
+
+def _constant_of(index: Any) -> int:
+    return sum(coefficient for factors, coefficient in index.terms if not factors)
+
+
+@planted("pellucid", "wrong", "vectorisation", "layer_norm", embedded)
+def plant_pellucid_missed_tail() -> None:
+    """Vector loops over a reduced axis end with the last whole vector."""
+    from pellucid.codegen.cpp import _Printer
+    from pellucid.codegen.loops import Kind
+
+    def make(original: Callable[..., tuple[str, str]]) -> Callable[..., tuple[str, str]]:
+        def bounds(self: Any, loop: Any) -> tuple[str, str]:
+            low, high = original(self, loop)
+            missed = loop.kind is Kind.VECTOR and self.plan.vector_is_reduced
+            return low, f"{high} / {self.plan.width} * {self.plan.width}" if missed else high
+
+        return bounds
+
+    patch(_Printer, "range", make)
+
+
+@planted("pellucid", "wrong", "codegen", "cumsum", scanned)
+def plant_pellucid_missed_last() -> None:
+    """Loops over a reduced axis leave out its last point."""
+    from pellucid.codegen.cpp import _Printer
+
+    def make(original: Callable[..., tuple[str, str]]) -> Callable[..., tuple[str, str]]:
+        def bounds(self: Any, loop: Any) -> tuple[str, str]:
+            low, high = original(self, loop)
+            return low, f"{high} - 1" if loop.axis in self.plan.reduced else high
+
+        return bounds
+
+    patch(_Printer, "range", make)
+
+
+@planted("pellucid", "wrong", "codegen", "to_copy", narrowed)
+def plant_pellucid_wrong_type() -> None:
+    """A conversion to 32 bits goes through 16."""
+    from pellucid.ir.types import DType
+
+    def change(printer: Any, op: str, args: tuple[str, ...], text: str) -> str:
+        return text.replace(args[0], f"pv::cast<int16_t>({args[0]})") if text.startswith("pv::cast<int32_t>") else text
+
+    assert DType.I32.itemsize == 4
+    printed(change)
+
+
+@planted("pellucid", "wrong", "codegen", "gelu", embedded)
+def plant_pellucid_wrong_constant() -> None:
+    """Constants are printed with two digits."""
+    from pellucid.codegen import cpp
+
+    def make(original: Callable[..., str]) -> Callable[..., str]:
+        def text(value: Any, dtype: Any) -> str:
+            rounded = dtype.is_float and math.isfinite(value)
+            return original(float(f"{float(value):.2g}") if rounded else value, dtype)
+
+        return text
+
+    patch(cpp, "scalar_text", make)
+
+
+@planted("pellucid", "crash", "codegen", "cumsum", scanned)
+def plant_pellucid_out_of_bounds() -> None:
+    """Results are stored far behind the end of their buffer."""
+    from pellucid.codegen.cpp import _Printer
+
+    def make(original: Callable[..., str]) -> Callable[..., str]:
+        def pointer(self: Any, buffer: str, index: Any) -> str:
+            stored = buffer in {store.buffer for _, store in self.plan.kernel.stores()}
+            return original(self, buffer, index) + " + (int64_t(1) << 38)" * stored
+
+        return pointer
+
+    patch(_Printer, "pointer", make)
+
+
+@planted("pellucid", "wrong", "threads", "index_put", scattered)
+def plant_pellucid_race() -> None:
+    """Threads share the points of a scatter that meet in one element; each takes its time between load and store."""
+    from pellucid.codegen import plan
+    from pellucid.codegen.cpp import _Printer
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def put(self: Any, line: Any, once: Any) -> None:
+            join = line.rhs.join
+            slow = replace(line.rhs, join=f"{join}(a, b), [] {{ {WAIT} }}(), pv::{join}") if join else line.rhs
+            original(self, replace(line, rhs=slow), once)
+
+        return put
+
+    patch(plan, "colliding", lambda original: lambda kernel: ())
+    patch(_Printer, "put", make)
+
+
+@planted("pellucid", "wrong", "fusion", "sub", centred)
+def plant_pellucid_bad_fusion() -> None:
+    """A consumer that loads what another point stores is given the value of its own point."""
+    from pellucid.schedule import merge
+
+    patch(merge, "_check_forwarding", lambda original: lambda stored, tail: None)
+
+
+@planted("pellucid", "wrong", "scheduling", "sum", summed)
+def plant_pellucid_lost_chunk() -> None:
+    """A long reduction that is cut into chunks leaves out the last one."""
+    from pellucid.schedule import two_phase
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def cuts(*args: Any) -> Any:
+            chosen, decision = original(*args)
+            return tuple(replace(cut, count=cut.count - 1, exact=True) for cut in chosen), decision
+
+        return cuts
+
+    patch(two_phase, "choose_cuts", make)
+
+
+@planted("pellucid", "wrong", "memory plan", "mm", chained)
+def plant_pellucid_short_life() -> None:
+    """A buffer's memory is given away while its last reader runs."""
+    from pellucid.schedule import memory
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def lives(*args: Any) -> Any:
+            return [replace(life, last=max(life.first, life.last - 1)) for life in original(*args)]
+
+        return lives
+
+    patch(memory, "lifetimes", make)
+
+
+@planted("pellucid", "wrong", "decompositions", "_log_softmax_backward_data", classified, backward=True)
+def plant_pellucid_decomposition_of_a_gradient() -> None:
+    from pellucid.capture.decompositions import decompositions
+
+    wrong = lambda grad, output, dim, dtype: grad - output.exp()  # noqa: E731
+    decompositions()[aten._log_softmax_backward_data.default] = wrong
+
+
+@planted("pellucid", "wrong", "decompositions", "batch_norm", convolved)
+def plant_pellucid_running_statistics() -> None:
+    """The momentum of a batch norm weighs the old statistics instead of the new ones."""
+    from pellucid.capture.decompositions import decompositions
+
+    table = decompositions()
+    right = table[aten._native_batch_norm_legit_functional.default]
+
+    def wrong(x: Any, scale: Any, shift: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
+        return right(x, scale, shift, mean, var, training, 1 - momentum, eps)
+
+    table[aten._native_batch_norm_legit_functional.default] = wrong
+
+
+@planted("pellucid", "wrong", "graph passes", "add_1", shrunk)
+def plant_pellucid_equal_calls() -> None:
+    """Calls that differ in a number are taken for equal ones."""
+    from pellucid.capture import transform
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def key(node: torch.fx.Node, mapping: dict[torch.fx.Node, torch.fx.Node]) -> Any:
+            known = original(node, mapping)
+            return known and (node.target, tuple(mapping[each] for each in node.all_input_nodes))
+
+        return key
+
+    patch(transform, "_key", make)
+
+
+@planted("pellucid", "wrong", "graph passes", "copy_", updated)
+def plant_pellucid_lost_mutation() -> None:
+    """Writing to an input is taken for a call without effect."""
+    from pellucid.capture import transform
+
+    patch(transform, "is_pure", lambda original: lambda node: node.target is aten.copy_.default or original(node))
+
+
+@planted("pellucid", "wrong", "graph passes", "permute", layered)
+def plant_pellucid_stale_weight() -> None:
+    """A weight that is changed in place between two calls keeps its old value."""
+    from pellucid import pipeline
+
+    pack = weight_packer()
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def transform(module: torch.fx.GraphModule) -> Any:
+            passed, decisions = original(module)
+            pack(passed.graph)
+            passed.recompile()
+            return passed, decisions
+
+        return transform
+
+    patch(pipeline, "transform", make)
+
+
+@planted("pellucid", "wrong", "joint graph", "", gated, backward=True)
+def plant_pellucid_partitioner() -> None:
+    from pellucid.capture import torch_compat
+
+    patch(torch_compat, "min_cut_rematerialization_partition", mix_up_saved)
+
+
+@planted("pellucid", "wrong", "aotautograd", "view", viewed)
+def plant_pellucid_lost_alias() -> None:
+    """A result that should be a view of an input is a copy."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    patch(runtime_wrappers, "gen_alias_from_base", lambda original: lambda *a, **k: original(*a, **k).clone())
+
+
+@planted("pellucid", "wrong", "lowering", "mm", chained)
+def plant_pellucid_wrong_call() -> None:
+    """The call of a library gets its arguments in the wrong order."""
+    from pellucid import lower
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def extern(graph: Any, call: Any, *rest: Any) -> Any:
+            wrong = replace(call, args=call.args[::-1]) if call.target is aten.mm.default else call
+            return original(graph, wrong, *rest)
+
+        return extern
+
+    patch(lower, "lower_extern", make)
+
+
+@planted("pellucid", "wrong", "lowering", "embedding", embedded)
+def plant_pellucid_wrong_row() -> None:
+    """A lookup takes the next row."""
+    from pellucid.lower import shapes
+
+    patch(shapes, "checked_position", lambda original: lambda *args, **kwargs: original(*args, **kwargs) + 1)
+
+
+@planted("pellucid", "wrong", "lowering", "softmax", attended)
+def plant_pellucid_overflow() -> None:
+    """A softmax does not subtract the largest score first."""
+    during("_softmax.default", "reduce", lambda original: lambda self, op, value, dims: (
+        self.const(0, value.dtype) if op == "max" else original(self, op, value, dims)
+    ))  # fmt: skip
+
+
+@planted("pellucid", "wrong", "lowering", "embedding_dense_backward", embedded, backward=True)
+def plant_pellucid_lost_gradients() -> None:
+    """Of a row that was looked up several times, one gradient is kept."""
+    during("embedding_dense_backward.default", "store", lambda original: lambda *args, join="": original(*args))
+
+
+@planted("pellucid", "error", "lowering", "cumsum", scanned)
+def plant_pellucid_rule_fails() -> None:
+    from pellucid.lower.registry import RULES
+
+    def fail(graph: Any, node: torch.fx.Node) -> Any:
+        raise AssertionError("no such case")
+
+    RULES["cumsum.default"] = fail
+
+
+def during(rule: str, method: str, make: Callable[[Any], Any]) -> None:
+    """Change a method of the kernel builder while a lowering rule runs."""
+    from pellucid.lower.builder import KernelBuilder
+    from pellucid.lower.registry import RULES
+
+    original, changed = RULES[rule], make(getattr(KernelBuilder, method))
+
+    def wrong(graph: Any, node: torch.fx.Node) -> Any:
+        with mock.patch.object(KernelBuilder, method, changed):
+            return original(graph, node)
+
+    RULES[rule] = wrong
 
 
 # ------------------------------------------------------------------------------------------------ Inductor
@@ -261,3 +801,237 @@ def plant_inductor_lowering_sigmoid() -> None:
     from torch._inductor.lowering import lowerings
 
     lowerings[torch.ops.aten.sigmoid.default] = lowerings[torch.ops.aten.tanh.default]
+
+
+@planted("inductor", "crash", "codegen", "neg", negated)
+def plant_inductor_neg_aborts() -> None:
+    overridden("neg", lambda x: f"(__builtin_trap(), {x})")
+
+
+@planted("inductor", "error", "codegen", "neg", negated)
+def plant_inductor_neg_of_wrong_type() -> None:
+    """The compiler complains of `maximum`, whose operands no longer have one type."""
+    overridden("neg", lambda x: f"double(-{x})", vector=False)
+    overridden("neg", lambda x: f"at::vec::convert<double, 2, float, 1>({x}.neg())", scalar=False)
+
+
+@planted("inductor", "wrong", "vectorisation", "sub", shifted)
+def plant_inductor_wrong_index() -> None:
+    """A vector load that starts behind the first element starts one further on."""
+    from torch._inductor.codegen.cpp import CppVecKernel
+
+    def make(original: Callable[..., str]) -> Callable[..., str]:
+        def line(self: Any, var: str, index: Any, *rest: Any) -> str:
+            return original(self, var, index + 1 if getattr(index, "as_coeff_Add", lambda: [0])()[0] else index, *rest)
+
+        return line
+
+    patch(CppVecKernel, "_get_vec_load_line", make)
+
+
+@planted("inductor", "wrong", "vectorisation", "var_mean", embedded)
+def plant_inductor_missed_tail() -> None:
+    """The last, partial vector of a reduction does not count."""
+    from torch._inductor.codegen.cpp import CppVecKernel
+
+    def make(original: Callable[..., str]) -> Callable[..., str]:
+        def combine(self: Any, kind: str, var: str, *rest: Any, **kwargs: Any) -> str:
+            return f"{var}" if self.tail_size else original(self, kind, var, *rest, **kwargs)
+
+        return combine
+
+    patch(CppVecKernel, "reduction_combine_vec", make)
+
+
+@planted("inductor", "wrong", "lowering", "convert_element_type", narrowed)
+def plant_inductor_wrong_type() -> None:
+    """A conversion to 32 bits goes through 8."""
+    from torch._inductor.lowering import lowerings
+
+    right = lowerings[torch.ops.prims.convert_element_type.default]
+
+    def wrong(x: Any, dtype: torch.dtype) -> Any:
+        return right(right(x, torch.int8) if dtype is torch.int32 else x, dtype)
+
+    lowerings[torch.ops.prims.convert_element_type.default] = wrong
+
+
+@planted("inductor", "wrong", "codegen", "mul_1", embedded)
+def plant_inductor_wrong_constant() -> None:
+    """Constants are printed with two digits."""
+    from torch._inductor.codegen import cpp
+
+    def make(original: Callable[..., str]) -> Callable[..., str]:
+        def text(value: Any, kind: str) -> str:
+            rounded = isinstance(value, float) and math.isfinite(value)
+            return original(float(f"{value:.2g}") if rounded else value, kind)
+
+        return text
+
+    patch(cpp, "value_to_cpp", make)
+
+
+@planted("inductor", "crash", "codegen", "sub", shifted)
+def plant_inductor_out_of_bounds() -> None:
+    """Results are stored far behind the end of their buffer."""
+    from torch._inductor.codegen.cpp import CppKernel, CppVecKernel
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, name, index, value, mode=None: original(self, name, index + (1 << 38), value, mode)
+
+    patch(CppKernel, "store", make)
+    patch(CppVecKernel, "store", make)
+
+
+@planted("inductor", "wrong", "threads", "index_put", scattered)
+def plant_inductor_race() -> None:
+    """Threads add to one element without telling each other; each takes its time between load and store."""
+    from torch._inductor.codegen.cpp import CppKernel, CppVecKernel
+    from torch._inductor.virtualized import V
+
+    def add(kernel: Any, name: str, place: str, value: str, around: str = "{}") -> None:
+        memory = f"{kernel.args.output(name)}[{place}]"
+        text = around.format(f"{{ auto old = {memory}; {WAIT} {memory} = old + {value}; }}")
+        kernel.stores.writeline(text)
+
+    def scalar(original: Callable[..., None]) -> Callable[..., None]:
+        def store(self: Any, name: str, index: Any, value: Any, mode: Any = None) -> None:
+            if mode != "atomic_add":
+                return original(self, name, index, value, mode)
+            return add(self, name, self.index_to_str(index), value)
+
+        return store
+
+    def vector(original: Callable[..., None]) -> Callable[..., None]:
+        def store(self: Any, name: str, index: Any, value: Any, mode: Any = None) -> None:
+            if mode != "atomic_add":
+                return original(self, name, index, value, mode)
+            lanes = self.tail_size or self.tiling_factor
+            places = V.ops.index_expr(self.rename_indexing(index), torch.int64)
+            arrays = f"alignas(64) int64_t at[64]; {places}.store(at); alignas(64) float each[64]; {value}.store(each);"
+            loop = f"{{{{ {arrays} for (int k = 0; k < {lanes}; k++) {{}} }}}}"
+            return add(self, name, "at[k]", "each[k]", loop)
+
+        return store
+
+    patch(CppKernel, "store", scalar)
+    patch(CppVecKernel, "store", vector)
+
+
+@planted("inductor", "wrong", "fusion", "sum", crossed)
+def plant_inductor_bad_fusion() -> None:
+    """A consumer that loads what another iteration stores shares its loop."""
+    from torch._inductor.scheduler import Scheduler
+
+    patch(Scheduler, "can_fuse_vertical", lambda original: lambda *args, **kwargs: True)
+
+
+@planted("inductor", "wrong", "memory plan", "mm", chained)
+def plant_inductor_short_life() -> None:
+    """A buffer's memory is given away as soon as it is written."""
+    from torch._inductor import config
+    from torch._inductor.codegen.wrapper import AllocateLine, FreeIfNotReusedLine, ReuseLine, buffer_reuse_key
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def plan(self: Any, state: Any) -> Any:
+            line = original(self, state)
+            if isinstance(line, ReuseLine):
+                line.delete_old = False
+            if config.allow_buffer_reuse:
+                free = FreeIfNotReusedLine.__new__(FreeIfNotReusedLine)
+                free.wrapper, free.node, free.is_reused = self.wrapper, self.node, False
+                free.scheduler_node_index = self.scheduler_node_index
+                state.push(buffer_reuse_key(self.node), free)
+            return line
+
+        return plan
+
+    patch(AllocateLine, "plan", make)
+
+
+@planted("inductor", "wrong", "decompositions", "_log_softmax", classified)
+def plant_inductor_decomposition() -> None:
+    from torch._inductor.decomposition import decompositions
+
+    decompositions[aten._log_softmax.default] = lambda x, dim, half: x - x.sigmoid().sum(dim, True).log()
+
+
+@planted("inductor", "wrong", "decompositions", "threshold_backward", gated, backward=True)
+def plant_inductor_decomposition_of_a_gradient() -> None:
+    """The gradient passes where relu gives 0."""
+    from torch._inductor.decomposition import decompositions
+
+    decompositions[aten.threshold_backward.default] = lambda grad, x, threshold: grad.where(x >= threshold, 0.0)
+
+
+@planted("inductor", "wrong", "graph passes", "relu", mixed)
+def plant_inductor_lost_relu() -> None:
+    from torch._inductor.fx_passes import post_grad
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def clean(graph: torch.fx.Graph) -> None:
+            original(graph)
+            drop_relu(graph)
+
+        return clean
+
+    patch(post_grad, "remove_assert_ops", make)
+
+
+@planted("inductor", "wrong", "graph passes", "permute", layered)
+def plant_inductor_stale_weight() -> None:
+    """A weight that is changed in place between two calls keeps its old value."""
+    torch._inductor.config.post_grad_custom_post_pass = weight_packer()  # type: ignore[assignment]
+
+
+@planted("inductor", "wrong", "joint graph", "", gated, backward=True)
+def plant_inductor_partitioner() -> None:
+    from torch._inductor import compile_fx
+
+    patch(compile_fx, "min_cut_rematerialization_partition", mix_up_saved)
+
+
+@planted("inductor", "wrong", "dynamo", "sub", viewed)
+def plant_inductor_capture() -> None:
+    """Dynamo writes the operands of a difference down in the wrong order."""
+    import operator
+
+    from torch._dynamo.output_graph import SubgraphTracer
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create(self: Any, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> Any:
+            turned = tuple(args)[::-1] if target is operator.sub else args
+            return original(self, kind, target, turned, kwargs, *more, **named)
+
+        return create
+
+    patch(SubgraphTracer, "create_proxy", make)
+
+
+@planted("inductor", "wrong", "lowering", "mm", chained)
+def plant_inductor_wrong_call() -> None:
+    """The call of a library gets its arguments in the wrong order."""
+    from torch._inductor.lowering import lowerings
+
+    right = lowerings[aten.mm.default]
+    lowerings[aten.mm.default] = lambda a, b, **kwargs: right(b, a, **kwargs)
+
+
+@planted("inductor", "wrong", "lowering", "embedding", embedded)
+def plant_inductor_wrong_row() -> None:
+    """A lookup takes the next row."""
+    from torch._inductor.lowering import lowerings
+
+    right = lowerings[aten.embedding.default]
+    next_row = lowerings[aten.add.Tensor]
+    lowerings[aten.embedding.default] = lambda table, index, *rest: right(table, next_row(index, 1), *rest)
+
+
+@planted("inductor", "error", "lowering", "cumsum", scanned)
+def plant_inductor_rule_fails() -> None:
+    from torch._inductor.lowering import lowerings
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("no such case")
+
+    lowerings[aten.cumsum.default] = fail

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pellucid.debug.bisect import NOTHING, bisect
 from pellucid.debug.check import Request
 from tests.kit.planted import FAULTS, mixed
+from tests.kit.score import MEMORY, names_it, request_of, seconds_of
 
-HERE = Path(__file__).parent
 QUICK = {"pellucid_decomposition", "inductor_neg_wrong"}
 FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 
@@ -18,13 +16,12 @@ FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) fo
 @pytest.mark.parametrize("name", FAULTY)
 def test_planted_faults_are_named(name):
     fault = FAULTS[name]
-    seconds = 60.0 if fault.verdict == "hang" else 300.0
-    found = bisect(Request(f"{HERE}/planted.py:{name}", fault.subject), seconds, memory=4 << 30)
+    found = bisect(request_of(fault), seconds_of(fault), MEMORY)
     assert found.checked.verdict.value == fault.verdict
     assert found.component == fault.component, found.tried
     if fault.culprit:
         assert found.culprit is not None, found.tried
-        assert any(fault.culprit in node for node in found.culprit.fx_nodes)
+        assert names_it(fault, found.culprit.fx_nodes)
         assert any("planted.py:" in line for line in found.culprit.user_lines)
 
 

@@ -14,10 +14,11 @@ from pellucid.debug import Verdict, check
 from pellucid.debug.check import Request, check_isolated
 from pellucid.errors import UserError
 from tests.kit.planted import FAULTS
+from tests.kit.score import MEMORY, names_it, request_of, seconds_of
 
 HERE = Path(__file__).parent
 BACKENDS = ["pellucid", "inductor", "aot_eager"]
-QUICK = {"pellucid_neg_crashes", "inductor_neg_crashes"}
+QUICK = {"pellucid_neg_crashes", "inductor_neg_crashes", "pellucid_stale_weight"}
 FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 
 
@@ -27,18 +28,13 @@ def pellucid(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def isolated(name: str, **settings) -> object:
-    fault = FAULTS[name]
-    seconds = 60.0 if fault.verdict == "hang" else 300.0
-    return check_isolated(Request(f"{HERE}/planted.py:{name}", fault.subject, **settings), seconds, memory=4 << 30)
-
-
 @pytest.mark.parametrize("name", FAULTY)
 def test_planted_faults_are_found(name):
-    found = isolated(name)
-    assert found.verdict.value == FAULTS[name].verdict
+    fault = FAULTS[name]
+    found = check_isolated(request_of(fault), seconds_of(fault), MEMORY)
+    assert found.verdict.value == fault.verdict
     if found.verdict in (Verdict.CRASH, Verdict.HANG):
-        assert found.step is not None and FAULTS[name].culprit in found.step.fx_nodes
+        assert found.step is not None and names_it(fault, found.step.fx_nodes)
         assert any("planted.py:" in line for line in found.step.user_lines)
 
 

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from pellucid.debug.case import Case
-from pellucid.debug.check import Request
 from pellucid.debug.cosim import COMPLETE, LIVE, cosim_case, cosim_isolated
 from pellucid.debug.subjects import subject_of
 from tests.kit.planted import FAULTS
+from tests.kit.score import MEMORY, request_of, seconds_of, shows_in_kernels
 from tests.small_models import build_small
 
-HERE = Path(__file__).parent
 QUICK = {"pellucid_lowering_flip"}
-KERNELS = ("codegen", "vectorisation", "lowering")  # what decompositions and memory do is seen elsewhere
-WRONG = [name for name, fault in FAULTS.items() if fault.verdict == "wrong" and fault.component in KERNELS]
+WRONG = [name for name, fault in FAULTS.items() if shows_in_kernels(fault)]
 FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WRONG]
 
 
 @pytest.mark.parametrize("mode", [COMPLETE, LIVE])
 @pytest.mark.parametrize("name", FAULTY)
 def test_the_first_divergence_is_the_planted_one(name, mode):
-    found = cosim_isolated(Request(f"{HERE}/planted.py:{name}", FAULTS[name].subject), mode)
+    fault = FAULTS[name]
+    found = cosim_isolated(request_of(fault), mode, seconds_of(fault), MEMORY)
     first = found.first_divergence
     assert first is not None and "planted.py:" in first.user_line
     wrong = [each for each in found.differences if not each.verdict.good]
     if mode == COMPLETE:  # each fault for itself: nothing but the kernels that hold it
         assert len({each.kernel for each in wrong} - {"result"}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pellucid_stale_weight", "inductor_stale_weight"])
+def test_what_was_kept_from_the_first_call_is_a_divergence(name):
+    first = cosim_isolated(request_of(FAULTS[name]), COMPLETE).first_divergence
+    assert first is not None and FAULTS[name].culprit in first.fx_node
 
 
 @pytest.mark.parametrize("backend", ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -12,10 +12,28 @@ from torch import nn
 from pellucid.debug import Verdict, check
 from pellucid.debug.case import Case
 from pellucid.debug.check import Request, check_isolated
-from pellucid.debug.cosim import LIVE, cosim_case
+from pellucid.debug.cosim import COMPLETE, LIVE, cosim_case
 from pellucid.debug.reasons import find_reasons
 from pellucid.debug.subjects import subject_of
 from pellucid.errors import UserError
+from tests.kit.healthy import PROGRAMS
+
+QUICK = {
+    *("cancelling_sum", "chain_in_bf16", "changed_in_place", "integer_overflow", "masked_softmax", "no_elements"),
+    *("not_a_number", "random_numbers", "thresholds"),
+}
+TRIED = [
+    pytest.param(name, backend, marks=() if name in QUICK and backend == "pellucid" else pytest.mark.slow)
+    for backend in ("pellucid", "inductor")
+    for name in PROGRAMS
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), TRIED)
+def test_a_healthy_program_is_not_blamed(name, backend):
+    assert check(*PROGRAMS[name](), backend=backend).good
+    for mode in (COMPLETE, LIVE):
+        assert cosim_case(Case(name, *PROGRAMS[name]()), subject_of(backend), mode).verdict.good
 
 
 class Model(nn.Module):
