@@ -139,35 +139,35 @@ def test_gradients_over_five_steps(name: str) -> None:
     assert len(last_compilations()) == before + 2, "one forward and one backward graph"
 
 
-def nudged(inputs: dict[str, Tensor], draw: int) -> dict[str, Tensor]:
-    """Inputs whose floats are moved to a neighbour at random; draw 0: as they are."""
-    generator = torch.Generator().manual_seed(draw)
-    return {
-        key: torch.nextafter(x, torch.where(torch.rand(x.shape, generator=generator) < 0.5, -math.inf, math.inf))
-        if draw and x.is_floating_point()
-        else x
-        for key, x in inputs.items()
-    }
+def worst_error(model: nn.Module, exact: nn.Module) -> float:
+    """The largest distance over all gradients, as the benchmarks have it."""
+    return gradient_error(gradients(model), gradients(exact))
 
 
-def error_of_step(model: nn.Module, call: Callable[..., Any], exact: nn.Module, inputs: dict[str, Tensor]) -> float:
-    """A step's worst error over all gradients; those of `exact` are there already."""
-    step(model, call, inputs)
-    grads = [{name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (model, exact)]
-    return gradient_error(*grads)
+def mean_error(model: nn.Module, exact: nn.Module) -> float:
+    """The distance of the gradient as one vector, relative to its length."""
+    ours, reference = gradients(model), gradients(exact)
+    distance = sum((ours[name].double() - gradient).square().sum() for name, gradient in reference.items())
+    return (distance / sum(gradient.square().sum() for gradient in reference.values())).sqrt().item()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size", "draws"), [
-    ("mobilebert", Size(), 1),
-    ("gpt2", Size(), 1),
-    ("t5", Size(), 1),
-    ("vit", Size(batch=2), 1),
-    # A rounding that flips one of its 40 million rectified values moves gradients a hundred times as far as others
-    # do, in eager as well: how far each can be off is seen on inputs that differ in the last place.
-    ("resnet50", Size(batch=4), 7),
+@pytest.mark.parametrize(("name", "size", "error_of"), [
+    ("mobilebert", Size(), worst_error),
+    ("gpt2", Size(), worst_error),
+    ("t5", Size(), worst_error),
+    ("vit", Size(batch=2), worst_error),
+    # A rounding that flips one of its 40 million rectified values moves a few gradients a hundred times as far as
+    # roundings move others. Which flip is chance, in eager as well: two largest distances say nothing of each other.
+    ("resnet50", Size(batch=4), mean_error),
 ])  # fmt: skip
-def test_gradients_over_five_steps_at_full_size(name: str, size: Size, draws: int) -> None:
+def test_gradients_over_five_steps_at_full_size(
+    name: str, size: Size, error_of: Callable[[nn.Module, nn.Module], float]
+) -> None:
     workload = build(name, replace(size, train=True))
     start, inputs = without_dropout(workload.fn), dict(workload.inputs)
     for path, module in start.named_modules():
@@ -178,12 +178,10 @@ def test_gradients_over_five_steps_at_full_size(name: str, size: Size, draws: in
     adopt([ours, eager], exact)
     optimiser = torch.optim.AdamW(exact.parameters(), lr=1e-4)
     for number in range(STEPS):
-        errors: list[tuple[float, float]] = []
-        for draw in range(draws):
-            given = nudged(inputs, draw)
-            step(exact, exact, widened(given))
-            errors.append((error_of_step(ours, run, exact, given), error_of_step(eager, eager, exact, given)))
-        error, allowed = (max(each) for each in zip(*errors, strict=True))
+        step(ours, run, inputs)
+        step(eager, eager, inputs)
+        step(exact, exact, widened(inputs))
+        error, allowed = error_of(ours, exact), error_of(eager, exact)
         print(f"{name}, step {number}: error {error:.3g}, eager {allowed:.3g}")
         assert is_accurate(error, allowed, torch.float32)
         optimiser.step()

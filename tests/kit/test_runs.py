@@ -1,0 +1,277 @@
+"""Runs: captured programs are data that replay without the program, and nothing in them executes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pellucid.debug.bisect import NOTHING, bisect
+from pellucid.debug.capture import capture, replay
+from pellucid.debug.check import Request, captured, check_isolated
+from pellucid.debug.cosim import LIVE, Other, cosim_isolated
+from pellucid.debug.diff import diff
+from pellucid.debug.graphs import interpret
+from pellucid.debug.match import match
+from pellucid.debug.reasons import reasons
+from pellucid.debug.run import FILES, open_run, write_json
+from pellucid.debug.script import capture_script
+from pellucid.debug.tensors import TensorStore
+from pellucid.errors import UserError
+
+HERE = Path(__file__).parent
+MIXED = f"{HERE}/planted.py:mixed"
+
+SCRIPT = """
+import sys
+import torch
+
+@torch.compile(backend="inductor", mode="max-autotune")
+def f(x, y):
+    return torch.softmax(x @ y, -1) + x.sum()
+
+def broken(x):
+    y = x.sin()
+    print("a graph break", sys.argv[1:])
+    return y.cos()
+
+model = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
+if __name__ == "__main__":
+    for n in (4, 5, 6):
+        f(torch.randn(n, 8), torch.randn(8, 8))
+    model(torch.randn(3, 8)).square().sum().backward()
+    torch.compile(broken)(torch.randn(5))
+"""
+
+
+@pytest.fixture(scope="module")
+def mixed_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "mixed"
+    found = capture(Request(MIXED), folder, intermediates=True)
+    assert found.good and found.kernels == 2 and found.megabytes < 1
+    return folder
+
+
+@pytest.fixture(scope="module")
+def script_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "script.py").write_text(SCRIPT)
+    capture_script([sys.executable, str(folder / "script.py"), "word"], folder / "run", "pellucid", {}, 300)
+    return folder / "run"
+
+
+def test_a_run_replays_as_it_was(mixed_run):
+    found = replay(Request(str(mixed_run)))
+    (graph,) = found.graphs
+    assert found.good and graph.before == graph.checked.verdict.value and not graph.moved
+    assert {path.name for path in mixed_run.iterdir()} <= FILES.keys()
+
+
+def test_a_run_has_the_graphs_of_the_program(mixed_run):
+    (ours,), _ = captured(Request(str(mixed_run)))
+    (theirs,), _ = captured(Request(MIXED))
+    assert ours.module.code == theirs.module.code and ours.kind == theirs.kind
+    for a, b in zip(interpret(ours.module, ours.inputs), interpret(theirs.module, theirs.inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_commands_take_a_run(mixed_run):
+    request = Request(str(mixed_run))
+    assert check_isolated(request).good
+    assert bisect(request).component == NOTHING
+    assert reasons(request).good
+    assert all("planted.py:" in line for kernel in match(request).kernels for line in kernel.user_lines)
+    assert cosim_isolated(request, LIVE, other=Other(str(mixed_run))).good
+    assert not check_isolated(Request(str(mixed_run), "relu_accuracy_error_TESTING_ONLY")).failure
+
+
+def test_what_changed_between_two_runs(mixed_run, tmp_path):
+    capture(Request(MIXED, options={"fusion": False}), tmp_path / "run")
+    same, other = diff(open_run(mixed_run), open_run(mixed_run)), diff(open_run(mixed_run), open_run(tmp_path / "run"))
+    assert same.good and not same.changed
+    kinds = {change.kind for change in other.changed}
+    assert {"environment", "kernel", "decision", "plan"} <= kinds and not {"graph", "result", "number"} & kinds
+
+
+def test_another_backend_is_compared_with():
+    found = cosim_isolated(Request(MIXED), other=Other("inductor"))
+    assert found.good and found.differences and found.against == "inductor"
+
+
+def test_other_options_show_which_of_two_is_wrong():
+    found = cosim_isolated(
+        Request(f"{HERE}/planted.py:pellucid_vector_exp"), other=Other("pellucid", {"vectorize": False})
+    )
+    first = found.first_divergence
+    assert first is not None and "clamp" in first.fx_node and "vectorize=False" in found.against
+
+
+def test_a_script_is_captured_as_it_is(script_run):
+    run = open_run(script_run)
+    kinds = [run.graph(name).kind for name in run.names]
+    assert kinds.count("forward") == kinds.count("backward") == 1 and kinds.count("inference") == 4
+    found = reasons(Request(str(script_run)))
+    told = {(each.kind, each.cause.split(":")[0]) for each in found.refusals if "script.py:" in each.user_line}
+    assert any(kind == "recompilation" for kind, _ in told) and any(kind == "graph break" for kind, _ in told)
+    assert check_isolated(Request(f"{script_run}:{run.names[0]}")).good
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["sh", "-c", "true"], "is no Python"),
+        ([sys.executable], "names no script"),
+        ([sys.executable, "nothing.py"], "the script ended with"),
+        ([sys.executable, "-m", "json.tool", "--help"], "compiled nothing"),
+        (["/nowhere/python3", "script.py"], "there is no program"),
+    ],
+)
+def test_a_command_that_cannot_be_looked_into(command, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        capture_script(command, tmp_path / "run", "pellucid", {}, 60)
+
+
+def test_the_failing_graph_replays_without_the_program(tmp_path):
+    """The folder alone, in a fresh process elsewhere: the fault is there, the program's module is not."""
+    file = tmp_path / "gone" / "program.py"
+    file.parent.mkdir()
+    file.write_text((HERE / "planted.py").read_text())
+    found = capture(Request(f"{file}:pellucid_lowering_sigmoid"), tmp_path / "run")
+    assert found.verdict.value == "wrong"
+    file.unlink()
+    plant = "from tests.kit.planted import FAULTS; FAULTS['pellucid_lowering_sigmoid'].plant()"
+    code = f"{plant}\nfrom pellucid.debug.capture import *\nfrom pellucid.debug.check import *\nimport sys\n"
+    code += "r = Request(sys.argv[1]); c = check_request.__wrapped__(r) if False else None\n"
+    code += "from pellucid.debug.judge_graph import judge_graph\n(g,), s = captured(r)\n"
+    code += "print([o.verdict.value for o in judge_graph(g, s)])"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, cwd=HERE.parents[1]
+    )
+    assert "wrong" in ended.stdout, ended.stderr
+    healthy = replay(Request(str(tmp_path / "run")))
+    assert healthy.good and healthy.graphs[0].before == "wrong"
+    assert any(output.name.startswith("compiled") for output in healthy.graphs[0].moved)
+
+
+# ------------------------------------------------------------------------------------------------ strangers
+
+
+def edited(folder, tmp_path, change):
+    """A copy of a run whose graph was changed."""
+    run = open_run(folder)
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(folder), str(copy)], check=True)
+    (name,) = run.names
+    saved = run.read(f"graphs/{name}.json")
+    change(saved)
+    write_json(copy / "graphs" / f"{name}.json", saved)
+    return open_run(copy), name
+
+
+def call(saved):
+    return next(node for node in saved["nodes"] if node["op"] == "call_function")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: call(s).update(target="os.system"), "an operator that may do more than compute"),
+        (lambda s: call(s).update(target="aten.from_file.default"), "an operator that may do more than compute"),
+        (lambda s: call(s).update(target="debugprims.load_tensor.default"), "may do more than compute"),
+        (lambda s: call(s).update(target="aten.no_such_operator.default"), "this PyTorch does not have"),
+        (lambda s: call(s).update(target="higher_order.__class__"), "may do more than compute"),
+        (lambda s: call(s).update(op="call_method"), "unknown kind"),
+        (lambda s: call(s).update(name="x):\n    import os\n    def g("), "impossible name"),
+        (lambda s: call(s).update(args={"object": "os"}), "a value that nobody knows"),
+        (lambda s: call(s).update(args={"dtype": "nn"}), "a value that nobody knows"),
+        (lambda s: s["inputs"]["value"][0]["tensor"].update(shape=[1 << 40]), "outside of its memory"),
+        (lambda s: s["inputs"]["value"][0]["tensor"].update(offset=-4), "cannot be"),
+        (lambda s: s["inputs"]["memory"].__setitem__(0, "0" * 64), "lacks the tensor"),
+    ],
+)
+def test_a_run_that_was_made_to_do_harm_is_refused(mixed_run, tmp_path, change, message):
+    run, name = edited(mixed_run, tmp_path, change)
+    with pytest.raises(UserError, match=message):
+        run.graph(name)
+
+
+def test_a_users_line_stays_a_comment(mixed_run, tmp_path):
+    """It ends in comments of C++ and Python."""
+    harm = 'x.py", line 1\n#error harm\\'
+    run, name = edited(mixed_run, tmp_path, lambda s: [n.update(users=[[harm, 1, harm]]) for n in s["nodes"]])
+    (graph,) = run.graphs(name)
+    assert all("\n#error" not in node.meta["stack_trace"] for node in graph.module.graph.nodes)
+    assert check_isolated(Request(str(run.folder))).good
+
+
+def test_damaged_runs(mixed_run, tmp_path):
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(mixed_run), str(copy)], check=True)
+    path = next((copy / "tensors").glob("*inputs*"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="is damaged"):
+        open_run(copy).graphs()
+    with pytest.raises(UserError, match="has no graph other"):
+        open_run(mixed_run).graph("other")
+    (copy / "run.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        open_run(copy)
+    with pytest.raises(UserError, match=r"has no run\.json"):
+        open_run(tmp_path)
+    with pytest.raises(UserError, match="has a run already"):
+        capture(Request(MIXED), mixed_run)
+
+
+def test_the_commands(mixed_run, tmp_path):
+    def pellucid(*arguments):
+        code = "from pellucid.cli import main; main()"
+        return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
+    assert pellucid("diff", str(mixed_run), str(mixed_run)).stdout == "nothing changed\n"
+    made = pellucid("cosim", str(mixed_run), "-o", str(tmp_path / "out"), "--json")
+    assert made.returncode == 0 and json.loads(made.stdout)["verdict"] in ("ok", "rounding"), made.stderr
+    with (tmp_path / "out" / "cosim.csv").open() as file:
+        assert {row["verdict"] for row in csv.DictReader(file)} <= {"ok", "rounding"}
+    assert json.loads((tmp_path / "out" / "cosim.json").read_text()) == json.loads(made.stdout)
+    wrong = pellucid("check", MIXED, "again")
+    assert wrong.returncode == 2 and "one TARGET too many" in wrong.stderr
+
+
+# ------------------------------------------------------------------------------------------------ tensors
+
+
+def test_tensors_keep_layout_and_shared_memory(tmp_path):
+    base = torch.arange(24, dtype=torch.float32)
+    tree = {
+        "view": base[4:].view(4, 5).t(),
+        "other": base.view(torch.uint8)[7:9],
+        "expanded": torch.ones(1).expand(3, 2),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(float("nan"), dtype=torch.bfloat16),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "list": [None, 3, -0.0, float("inf"), (True, "text"), torch.float16, 2j, slice(1, None), torch.strided],
+    }
+    store = TensorStore(tmp_path)
+    saved = json.loads(json.dumps(store.save("a", tree)))
+    size = (tmp_path / "tensors" / "a.safetensors").stat().st_size
+    assert store.save("b", tree) == saved and not (tmp_path / "tensors" / "b.safetensors").exists() and size < 2000
+    again = TensorStore(tmp_path).load(saved)
+    assert repr(again["list"]) == repr(tree["list"])
+    for name, tensor in tree.items():
+        if isinstance(tensor, torch.Tensor):
+            other = again[name]
+            assert other.dtype == tensor.dtype and other.stride() == tensor.stride() and other.shape == tensor.shape
+            assert torch.equal(other.nan_to_num(7), tensor.nan_to_num(7)) and other.is_conj() == tensor.is_conj()
+    again["view"][0, 0] = torch.pi
+    assert again["other"].untyped_storage().data_ptr() == again["view"].untyped_storage().data_ptr()
+    with pytest.raises(UserError, match="cannot be saved"):
+        store.save("c", [torch.eye(2).to_sparse()])
+    with pytest.raises(UserError, match="a value of type object"):
+        store.save("c", [object()])
