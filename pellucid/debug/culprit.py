@@ -90,7 +90,8 @@ def refused_part(subject: Subject, graph: Graph, error: BaseException) -> Culpri
     if refused is not None:
         why = explain(refused)
         if why.fx_node:
-            return Culprit(graph.name, why.kernel, "", tuple(why.fx_node.split(", ")), (why.user_line,))
+            users = (why.user_line,) if why.user_line else ()
+            return Culprit(graph.name, why.kernel, "", tuple(why.fx_node.split(", ")), users)
         whole = merge(value.origin for value in refused.values.values())
         return Culprit(graph.name, why.kernel, "", whole.nodes, tuple(map(str, whole.users)))
     for each in chain_of(error):
@@ -178,7 +179,11 @@ class Calls(TorchDispatchMode):
 def wrong_pass(request: Request, subject: Subject) -> Culprit | None:
     """The first operator that has another result after the backend's passes, or of which they lost the effect."""
     for graph in graphs_for(request, subject):
-        nodes = first_changed(graph, subject.passed(graph))
+        try:
+            passed = subject.passed(graph)
+        except Exception as error:
+            return refused_part(subject, graph, error)
+        nodes = first_changed(graph, passed)
         if nodes:
             users = [str(user) for node in nodes for user in origin_of(node).users]
             names = tuple(node.name for node in nodes)

@@ -146,7 +146,7 @@ def _describe(tensor: torch.Tensor, memories: Mapping[int, _Memory]) -> dict[str
 def _rebuilt(described: Mapping[str, Any], memory: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype, stretch = getattr(torch, described["dtype"], None), memory[described["memory"]]
     shape, stride, offset = described["shape"], described["stride"], described["offset"]
-    if not isinstance(dtype, torch.dtype) or min((*shape, *stride, offset), default=0) < 0:
+    if not isinstance(dtype, torch.dtype) or len(shape) != len(stride) or min((*shape, *stride, offset), default=0) < 0:
         raise UserError(f"the run describes a tensor that cannot be: {dict(described)}")
     first = offset // dtype.itemsize
     if offset % dtype.itemsize or (first + _elements(shape, stride)) * dtype.itemsize > stretch.numel():

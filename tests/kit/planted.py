@@ -313,11 +313,11 @@ WAIT = "for (volatile int i = 0; i < 3000; i = i + 1);"
 
 def weight_packer() -> Callable[[torch.fx.Graph], None]:
     """A pass that lets the transposition of a weight be made once; a weight is known by its place in memory."""
-    made: dict[tuple[int, ...], torch.Tensor] = {}
+    made: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # with the weight, so that its place stays
 
     @torch.library.custom_op("planted::packed", mutates_args=())
     def packed(weight: torch.Tensor) -> torch.Tensor:
-        return made.setdefault((*weight.shape, weight.data_ptr()), weight.t().contiguous()).clone()
+        return made.setdefault((*weight.shape, weight.data_ptr()), (weight, weight.t().contiguous()))[1].clone()
 
     @packed.register_fake
     def _(weight: torch.Tensor) -> torch.Tensor:
@@ -526,12 +526,10 @@ def plant_pellucid_missed_last() -> None:
 @planted("pellucid", "wrong", "codegen", "to_copy", narrowed)
 def plant_pellucid_wrong_type() -> None:
     """A conversion to 32 bits goes through 16."""
-    from pellucid.ir.types import DType
 
     def change(printer: Any, op: str, args: tuple[str, ...], text: str) -> str:
         return text.replace(args[0], f"pv::cast<int16_t>({args[0]})") if text.startswith("pv::cast<int32_t>") else text
 
-    assert DType.I32.itemsize == 4
     printed(change)
 
 
@@ -781,12 +779,12 @@ def plant_inductor_neg_does_not_compile() -> None:
     overridden("neg", lambda x: f"-{x}.no_such_member()")
 
 
-@planted("inductor", "crash", "codegen", "neg", negated)
+@planted("inductor", "crash", "vectorisation", "neg", negated)
 def plant_inductor_neg_crashes() -> None:
     overridden("neg", lambda x: f"(*(volatile int*)nullptr = 1, {x}.neg())", scalar=False)
 
 
-@planted("inductor", "hang", "codegen", "neg", negated)
+@planted("inductor", "hang", "vectorisation", "neg", negated)
 def plant_inductor_neg_hangs() -> None:
     overridden("neg", lambda x: f'([&] {{ while (true) asm volatile(""); }}(), {x}.neg())', scalar=False)
 

@@ -144,11 +144,15 @@ def test_the_failing_graph_replays_without_the_program(tmp_path):
     found = capture(Request(f"{file}:pellucid_lowering_sigmoid"), tmp_path / "run")
     assert found.verdict.value == "wrong"
     file.unlink()
-    plant = "from tests.kit.planted import FAULTS; FAULTS['pellucid_lowering_sigmoid'].plant()"
-    code = f"{plant}\nfrom pellucid.debug.capture import *\nfrom pellucid.debug.check import *\nimport sys\n"
-    code += "r = Request(sys.argv[1]); c = check_request.__wrapped__(r) if False else None\n"
-    code += "from pellucid.debug.judge_graph import judge_graph\n(g,), s = captured(r)\n"
-    code += "print([o.verdict.value for o in judge_graph(g, s)])"
+    code = """
+import sys
+from tests.kit.planted import FAULTS
+from pellucid.debug.check import Request, captured
+from pellucid.debug.judge_graph import judge_graph
+FAULTS["pellucid_lowering_sigmoid"].plant()
+(graph,), subject = captured(Request(sys.argv[1]))
+print([output.verdict.value for output in judge_graph(graph, subject)])
+"""
     ended = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, cwd=HERE.parents[1]
     )
@@ -189,8 +193,9 @@ def call(saved):
         (lambda s: call(s).update(name="x):\n    import os\n    def g("), "impossible name"),
         (lambda s: call(s).update(args={"object": "os"}), "a value that nobody knows"),
         (lambda s: call(s).update(args={"dtype": "nn"}), "a value that nobody knows"),
-        (lambda s: s["inputs"]["value"][0]["tensor"].update(shape=[1 << 40]), "outside of its memory"),
+        (lambda s: s["inputs"]["value"][0]["tensor"].update(shape=[1 << 40, 1]), "outside of its memory"),
         (lambda s: s["inputs"]["value"][0]["tensor"].update(offset=-4), "cannot be"),
+        (lambda s: s["inputs"]["value"][0]["tensor"].update(stride=[1]), "cannot be"),
         (lambda s: s["inputs"]["memory"].__setitem__(0, "0" * 64), "lacks the tensor"),
     ],
 )
