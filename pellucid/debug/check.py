@@ -22,7 +22,8 @@ from pellucid.debug.vary import change_in_place, nudge_in_place, variations
 from pellucid.errors import UserError
 
 EAGER = "eager"
-AGAIN = " in a second call, after floats were changed in place"
+AGAIN = " (again)"
+ABOUT_AGAIN = "a second call, after its floats were changed in place"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pellucid.debug.bisect import Bisected
 from pellucid.debug.capture import CapturedRun, Replay
-from pellucid.debug.check import Checked, Culprit
+from pellucid.debug.check import ABOUT_AGAIN, AGAIN, Checked, Culprit
 from pellucid.debug.cosim import COMPLETE, Cosimulated
 from pellucid.debug.diff import Changes
 from pellucid.debug.explain import Explanation, Refusal
@@ -243,7 +243,7 @@ def culprit(step: Culprit) -> Iterator[RenderableType]:
         yield Text(f"  at {line}")
 
 
-def _outputs(outputs: tuple[Output, ...]) -> Table:
+def _outputs(outputs: tuple[Output, ...]) -> RenderableType:
     """The bad ones first and all of them, the good ones up to ten."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("tensor", "type", "verdict", "error", "allowed", "ulp"):
@@ -255,11 +255,11 @@ def _outputs(outputs: tuple[Output, ...]) -> Table:
         numbers = (f"{found.error:.2g}", f"{found.allowed:.2g}", f"{found.ulp:.3g}")
         kind = f"{output.dtype}{list(output.shape)}"
         table.add_row(output.name, kind, Text(output.verdict.value, _style(output.verdict)), *numbers)
-        if found.why:
-            table.add_row("", "", Text(found.why), "", "", "")
     if len(good) > 10:
         table.add_row(f"and {len(good) - 10} more that are good")
-    return table
+    reasons = [Text(f"{each.name}: {each.judgement.why}") for each in bad[:3]]
+    again = [Text(f"{AGAIN.strip(' ()')}: {ABOUT_AGAIN}")] if any(AGAIN in each.name for each in outputs) else []
+    return Group(table, *reasons, *again)
 
 
 def _style(verdict: Verdict) -> str:

@@ -202,15 +202,18 @@ _INTERNAL = re.compile(r"internal compiler error: (.*)")
 def blame(output: str, kernels: Mapping[str, str]) -> Blame | None:
     """The kernel that the compiler's first error belongs to.
 
-    An error inside the header is the kernel's whose line, by the compiler's account ("required from"), led there.
+    An error inside the header is the kernel's whose line, by the compiler's account ("required from"), led there: the
+    innermost one, which stands first.
     """
     place: tuple[str, int] | None = None
     for text in output.splitlines():
         error = _ERROR.match(text) or _INTERNAL.search(text)
         at = _PLACE.match(text)
-        if at and at[1] in kernels:
+        if at and at[1] in kernels and (error or place is None):
             place = (at[1], int(at[2]))
         if error:
             message = error[error.re.groups]
             return Blame(*place, message) if place else None
+        if " warning: " in text:  # that was its place
+            place = None
     return None

@@ -139,35 +139,33 @@ def test_gradients_over_five_steps(name: str) -> None:
     assert len(last_compilations()) == before + 2, "one forward and one backward graph"
 
 
-def worst_error(model: nn.Module, exact: nn.Module) -> float:
-    """The largest distance over all gradients, as the benchmarks have it."""
-    return gradient_error(gradients(model), gradients(exact))
+def error_of(model: nn.Module, exact: nn.Module) -> float:
+    """The largest error over all gradients, as the benchmarks have it."""
+    found = ({name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (model, exact))
+    return gradient_error(*found)
 
 
-def mean_error(model: nn.Module, exact: nn.Module) -> float:
-    """The distance of the gradient as one vector, relative to its length."""
-    ours, reference = gradients(model), gradients(exact)
-    distance = sum((ours[name].double() - gradient).square().sum() for name, gradient in reference.items())
-    return (distance / sum(gradient.square().sum() for gradient in reference.values())).sqrt().item()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def nudged(model: nn.Module, draw: int) -> nn.Module:
+    """A copy whose parameters are moved to a neighbour, or left, at random; draw 0: as they are."""
+    moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(draw)
+    with torch.no_grad():
+        for p in moved.parameters() if draw else ():
+            towards = torch.where(torch.rand(p.shape, generator=generator) < 0.5, -math.inf, math.inf)
+            p.copy_(torch.nextafter(p, towards))
+    return moved
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size", "error_of"), [
-    ("mobilebert", Size(), worst_error),
-    ("gpt2", Size(), worst_error),
-    ("t5", Size(), worst_error),
-    ("vit", Size(batch=2), worst_error),
-    # A rounding that flips one of its 40 million rectified values moves a few gradients a hundred times as far as
-    # roundings move others. Which flip is chance, in eager as well: two largest distances say nothing of each other.
-    ("resnet50", Size(batch=4), mean_error),
+@pytest.mark.parametrize(("name", "size", "draws"), [
+    ("mobilebert", Size(), 1),
+    ("gpt2", Size(), 1),
+    ("t5", Size(), 1),
+    ("vit", Size(batch=2), 1),
+    # A rounding that flips one of its 40 million rectified values moves some gradients a hundred times as far as
+    # roundings move others. Which flip is chance, so eager's error is the largest of models that differ in last places.
+    ("resnet50", Size(batch=4), 8),
 ])  # fmt: skip
-def test_gradients_over_five_steps_at_full_size(
-    name: str, size: Size, error_of: Callable[[nn.Module, nn.Module], float]
-) -> None:
+def test_gradients_over_five_steps_at_full_size(name: str, size: Size, draws: int) -> None:
     workload = build(name, replace(size, train=True))
     start, inputs = without_dropout(workload.fn), dict(workload.inputs)
     for path, module in start.named_modules():
@@ -179,10 +177,14 @@ def test_gradients_over_five_steps_at_full_size(
     optimiser = torch.optim.AdamW(exact.parameters(), lr=1e-4)
     for number in range(STEPS):
         step(ours, run, inputs)
-        step(eager, eager, inputs)
         step(exact, exact, widened(inputs))
-        error, allowed = error_of(ours, exact), error_of(eager, exact)
-        print(f"{name}, step {number}: error {error:.3g}, eager {allowed:.3g}")
+        errors: list[float] = []
+        for draw in range(draws):
+            other = nudged(eager, draw)
+            step(other, other, inputs)
+            errors.append(error_of(other, exact))
+        error, allowed = error_of(ours, exact), max(errors)
+        print(f"{name}, step {number}: error {error:.3g}, eager {' '.join(f'{each:.3g}' for each in errors)}")
         assert is_accurate(error, allowed, torch.float32)
         optimiser.step()
         adopt([ours, eager], exact)
