@@ -467,6 +467,7 @@ class _Reader:
 
     def _names_of_results(self, body: list[ast.stmt], found: list[Step | None]) -> dict[int, list[str]]:
         """By statement, the names that it gives to (parts of) what a library call returned: `buf2 = buf1[0]`."""
+        lines = self.made.text.splitlines()
         results: set[str] = set()
         names: dict[int, list[str]] = {}
         for at, (statement, step) in enumerate(zip(body, found, strict=True)):
@@ -474,6 +475,8 @@ class _Reader:
                 continue
             if step is not None:
                 results.update(name.id for name in statement.targets if isinstance(name, ast.Name))
+            elif lines[statement.lineno - 1].endswith("# reuse"):
+                continue  # the memory of a result, for another one that is still to come
             elif isinstance(statement.value, ast.Subscript | ast.Name) and _base(statement.value) in results:
                 names.setdefault(at, []).append(statement.targets[0].id)
         return names

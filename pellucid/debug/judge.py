@@ -1,7 +1,7 @@
 """Is a compiled result wrong, or only rounded otherwise than eager's? float64 decides, and eager's own uncertainty.
 
 A value's error is its largest distance from float64 in units of the reference's scale (the rms of its finite
-elements). Eager's own error is that of its result, and of its results for inputs that differ in the last place
+elements). Eager's own error is that of its result, and of its results for inputs that differ in the last places
 (`DRAWS` of them): so a value that a rounding can move far, such as the sign of a difference that is nearly zero, may
 be moved as far by the compiler as well. A value is `wrong` when its error is more than `FACTOR` times that plus a few
 roundings of its type.

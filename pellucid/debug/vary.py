@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 from pellucid.debug.case import Case
 from pellucid.debug.graphs import LOW
 
+_PLACES = 8
+
 Change = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 
@@ -52,12 +54,17 @@ def change_in_place(tensors: Iterable[Any]) -> bool:
 
 
 def nudge_in_place(tensors: Iterable[Any], generator: torch.Generator) -> None:
-    """Move every float to a neighbour, or leave it, at random: what changes by that is as uncertain as a rounding."""
+    """Move every float up or down at random, by as much as its rounding matters in a sum.
+
+    Sums in another order differ by more than a rounding of each term: partial sums round too. So single precision moves
+    by a few places; shorter types, which are added up in single precision, by one.
+    """
     with torch.no_grad():
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.dtype in LOW and tensor.numel() and not overlapping(tensor):
                 towards = torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, -math.inf, math.inf)
-                tensor.copy_(torch.nextafter(tensor, towards.to(tensor.dtype)))
+                for _ in range(_PLACES if tensor.dtype is torch.float32 else 1):
+                    tensor.copy_(torch.nextafter(tensor, towards.to(tensor.dtype)))
 
 
 def overlapping(tensor: torch.Tensor) -> bool:
