@@ -90,6 +90,11 @@ def cosim_graphs(
     return Cosimulated(subject.name, mode, worst([each.verdict for each in found]), tuple(found), unseen)
 
 
+def simulate(graph: Graph, compiled: Compiled, mode: str, marker: Probe) -> list[Difference]:
+    """The results of one run of a graph that was compiled before."""
+    return _Simulation(graph, compiled, mode, marker).run()
+
+
 def cosim_isolated(request: Request, mode: str = COMPLETE, seconds: float = SECONDS, memory: int = 0) -> Cosimulated:
     """The same for `FILE.py:NAME` in a process of its own.
 
