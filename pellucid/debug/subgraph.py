@@ -322,10 +322,10 @@ def side_by_side(graphs: Sequence[Graph], symbolic: bool) -> Graph:
     """
     made = torch.fx.Graph()
     known: dict[torch.fx.Node, torch.fx.Node] = {}
-    for graph in graphs:
+    for number, graph in enumerate(graphs):
         for node in graph.module.graph.nodes:
             if node.op == "placeholder":
-                known[node] = made.placeholder(node.name)
+                known[node] = made.placeholder(node.name if len(graphs) == 1 else f"part{number}_{node.name}")
                 known[node].meta = dict(node.meta)
     results: list[torch.fx.Node] = []
     for graph in graphs:
