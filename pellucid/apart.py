@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,10 +25,10 @@ _SAID, _DONE, _REFUSED, _BROKE = "said", "done", "refused", "broke"
 
 
 class Died(Exception):
-    """The process ended without an answer. text: the end of what it wrote to stderr."""
+    """The process ended without an answer, or had to be ended. text: the end of what it wrote to stderr."""
 
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"exit status {status}" if status >= 0 else signal.Signals(-status).name)
+    def __init__(self, why: str, text: str) -> None:
+        super().__init__(why)
         self.text = text
 
 
@@ -35,7 +36,7 @@ def died(target: str, death: Died) -> UserError:
     """What to say of a target that ends the process that captures it."""
     said = death.text.strip().splitlines()
     return UserError(
-        f"{target} cannot be looked into: {death} while it was captured{': ' + said[-1] if said else ''}",
+        f"{target} cannot be looked into, {death}{': ' + said[-1] if said else ''}",
         hint="see `pellucid check`, which runs it in eager mode too",
     )
 
@@ -63,13 +64,14 @@ class Apart:
         with suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(pickle.dumps((function, args)))
 
-    def result(self, hear: Callable[[Any], None]) -> Any:
+    def result(self, hear: Callable[[Any], None], seconds: float) -> Any:
         """What the function returned. hear: gets what it says before.
 
-        Raises the function's UserError, InternalError for any other exception of it, or Died.
+        Raises the function's UserError, InternalError for any other exception of it, or Died, also after `seconds`.
         """
+        deadline = time.monotonic() + seconds
         try:
-            while True:
+            while self._from.poll(max(0.0, deadline - time.monotonic())):
                 kind, what = pickle.loads(self._from.recv_bytes())
                 if kind == _DONE:
                     return what
@@ -79,11 +81,16 @@ class Apart:
                 if kind == _BROKE:
                     raise InternalError(what)
                 hear(what)
+            raise Died(f"it did not end in {seconds:g} s", self._said())
         except EOFError:
             status = self._process.wait()
-            raise Died(status, self._errors.read_text(errors="replace")[-4000:]) from None
+            how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+            raise Died(f"its process ended {how}", self._said()) from None
         finally:
             self.close()
+
+    def _said(self) -> str:
+        return self._errors.read_text(errors="replace")[-4000:]
 
     def close(self) -> None:
         """End the process and what it started."""

@@ -50,7 +50,7 @@ def minify(
     with one_line() as tell:
         work = Apart("pellucid.cli.minify:search", target, about | {"dynamic": dynamic or None}, place, settings)
         try:
-            good, found, text = work.result(lambda progress: tell(str(progress)))
+            good, found, text = work.result(tell, budget + 2 * timeout)
         except Died as death:
             raise died(target, death) from None
     finish(found, as_json, lambda _: out.print(text), Exit.GOOD if good else Exit.BAD)

@@ -20,7 +20,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from pellucid.debug.check import Request
 from pellucid.debug.child import SECONDS, Failure
 from pellucid.debug.forks import Forks
 from pellucid.debug.judge import Verdict
+from pellucid.debug.literal import NotWritable
 from pellucid.debug.predicate import Predicate
 from pellucid.debug.repro import How, code_of, write_repro
 from pellucid.debug.subgraph import (
@@ -43,6 +46,7 @@ from pellucid.debug.subgraph import (
 )
 from pellucid.debug.subjects import subject_of
 from pellucid.debug.trial import GOOD, Found, Kind, found_of, open_shop, run_program, try_parts, try_whole
+from pellucid.errors import UserError
 
 __all__ = ["GOOD", "Kind", "Minified", "Settings", "Shrunk", "minify", "search"]
 
@@ -66,6 +70,11 @@ class Settings:
     seconds: float = SECONDS
     memory: int = 0
     command: str = ""
+
+    @property
+    def limit(self) -> float:
+        """Seconds for all of it: capturing and the last program may take as long as a candidate."""
+        return self.budget + 2 * self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +138,7 @@ def minify(
     settings = Settings(jobs, budget, seconds, memory, command)
     work = Apart("pellucid.debug.minify:search", request, str(Path(folder).absolute()), settings)
     try:
-        return work.result(tell)
+        return work.result(tell, settings.limit)
     except Died as death:
         raise died(request.target, death) from None
 
@@ -209,48 +218,71 @@ class _Search:
     def alone(self, part: Subgraph, wanted: Kind) -> bool:
         """Whether a part fails as wanted."""
         if part not in self.known:
-            self._note(self._try([(part,)], wanted)[0], (part,), wanted)
+            self._ask([part], wanted)
         return wanted.same(self.known[part].kind)
 
     def first(self, candidates: Sequence[Subgraph], wanted: Kind) -> Subgraph | None:
         """The first of several candidates that fails as wanted when it is alone."""
-        if self.predicate is not None or 1 < len(candidates) <= self.settings.jobs:
-            return self._one_by_one(candidates, wanted)
         fresh = [each for each in candidates if each not in self.known and each not in self.beside]
-        if len(fresh) > 1:
-            self._sift(fresh, wanted)
-        for each in candidates:
+        if len(fresh) > 1 and self._can_stand_together(fresh):
+            self._sift(fresh, self.settings.jobs, wanted)
+        tried = [each for each in candidates if each in self.known or each in self.beside]
+        order = [each for each in (*tried, *candidates) if self._may(each, wanted)]
+        for at in range(0, len(order), self.settings.jobs):
             if self.late():
                 return None
-            found = self.known.get(each) or self.beside.get(each)
-            if found is not None and wanted.same(found.kind) and self.alone(each, wanted):
-                return each
-            if found is None and self.alone(each, wanted):
-                return each
+            some = order[at : at + self.settings.jobs]
+            self._ask([each for each in some if each not in self.known], wanted)
+            found = next((each for each in some if wanted.same(self.known[each].kind)), None)
+            if found is not None:
+                return found
         return None
 
-    def _one_by_one(self, candidates: Sequence[Subgraph], wanted: Kind) -> Subgraph | None:
-        for at in range(0, len(candidates), self.settings.jobs):
+    def _can_stand_together(self, parts: Sequence[Subgraph]) -> bool:
+        """Not where a predicate judges, nor where one symbol would stand for several sizes."""
+        same = len({each.changes for each in parts}) == 1
+        return self.predicate is None and (same or not self.shop.symbolic(parts[0]))
+
+    def _may(self, part: Subgraph, wanted: Kind) -> bool:
+        """Whether a part may fail as wanted, by what is known."""
+        found = self.known.get(part) or self.beside.get(part)
+        return found is None or wanted.same(found.kind)
+
+    def _ask(self, parts: Sequence[Subgraph], wanted: Kind) -> None:
+        """Try parts, each alone."""
+        for part, found in zip(parts, self._try([(part,) for part in parts], wanted), strict=True):
+            self._note(found, (part,), wanted)
+
+    def _sift(self, candidates: Sequence[Subgraph], groups: int, wanted: Kind) -> bool:
+        """Try candidates in groups, side by side in each; a group that fails as a whole is divided further.
+
+        Returns whether one was found that fails as wanted: the others need not be known then.
+        """
+        size = -(-len(candidates) // groups)
+        several = [tuple(candidates[at : at + size]) for at in range(0, len(candidates), size)]
+        for at in range(0, len(several), self.settings.jobs):
             if self.late():
-                return None
-            some = [each for each in candidates[at : at + self.settings.jobs] if each not in self.known]
-            for each, found in zip(some, self._try([(each,) for each in some], wanted), strict=True):
-                self._note(found, (each,), wanted)
-            for each in candidates[at : at + self.settings.jobs]:
-                if wanted.same(self.known[each].kind):
-                    return each
-        return None
+                return False
+            some = several[at : at + self.settings.jobs]
+            answers = self._try(some, wanted)
+            for group, found in zip(some, answers, strict=True):
+                if isinstance(found, tuple) or len(group) == 1:
+                    self._note(found, group, wanted)
+            for group, found in zip(some, answers, strict=True):
+                if isinstance(found, tuple) or len(group) == 1:
+                    if any(self._may(each, wanted) for each in group):
+                        return True
+                elif self._divide(group, found, wanted):
+                    return True
+        return False
 
-    def _sift(self, candidates: Sequence[Subgraph], wanted: Kind) -> bool:
-        """Try candidates side by side; those that cannot be told apart so, in halves, until the first is found."""
-        if self.late():
-            return False
-        found = self._try([tuple(candidates)], wanted)[0]
-        if not isinstance(found, Found) or len(candidates) == 1:
-            self._note(found, candidates, wanted)
-            return any(wanted.same(self.beside.get(c, self.known.get(c, Found(GOOD))).kind) for c in candidates)
-        middle = len(candidates) // 2
-        return self._sift(candidates[:middle], wanted) or self._sift(candidates[middle:], wanted)
+    def _divide(self, group: Sequence[Subgraph], found: Found, wanted: Kind) -> bool:
+        """Look into a group that failed as a whole, first at what is suspected of it."""
+        suspects = [each for each in group if set(each.names) & set(found.nodes)]
+        if 0 < len(suspects) < len(group):
+            rest = [each for each in group if each not in suspects]
+            return self._sift(suspects, 1, wanted) or self._sift(rest, 1, wanted)
+        return self._sift(group, max(2, self.settings.jobs), wanted)
 
     def _try(self, parts: Sequence[tuple[Subgraph, ...]], wanted: Kind) -> list[Found | tuple[Found, ...]]:
         """What becomes of groups of parts; one for a group that failed as a whole."""
@@ -258,7 +290,8 @@ class _Search:
             return []
         self.queries += len(parts)
         if self.predicate is not None:
-            return [self.predicate.found(group[0]) for group in parts]
+            with ThreadPoolExecutor(self.settings.jobs) as pool:
+                return list(pool.map(self.predicate.found, (group[0] for group in parts)))
         limit = self.left(_HANG_SECONDS if wanted.verdict == Verdict.HANG.value else self.settings.seconds)
         answers = self.forks.map(try_parts, [(group,) for group in parts], limit)
         return [found_of(answer) if isinstance(answer, Failure) else answer for answer in answers]
@@ -282,7 +315,7 @@ def _minimised(work: _Search, name: str, folder: Path) -> Minified | None:
     work.tell(whole, str(found.kind))
     part = _timed(work, "calls", lambda: _fewer_calls(work, whole, found))
     simple = _timed(work, "inputs", lambda: _simpler_inputs(work, part, found.kind))
-    return _timed(work, "program", lambda: _written(work, simple, part, found.kind, folder))
+    return _written(work, simple, part, found.kind, folder)
 
 
 def _timed(work: _Search, step: str, do: Callable[[], Any]) -> Any:
@@ -299,7 +332,8 @@ def _whole(work: _Search, whole: Subgraph) -> Found:
         how = How(work.request.backend, work.request.options, work.request.dynamic)
         work.predicate = Predicate(work.settings.command, work.shop, how, work.settings.seconds)
         work.queries += 1
-        return work.predicate.found(whole)
+        work.known[whole] = work.predicate.found(whole)
+        return work.known[whole]
     answer = work.forks.call(try_whole, whole.graph, seconds=work.left(work.settings.seconds))
     work.queries += 1
     found = found_of(answer) if isinstance(answer, Failure) else answer
@@ -310,8 +344,9 @@ def _whole(work: _Search, whole: Subgraph) -> Found:
 def _fewer_calls(work: _Search, whole: Subgraph, found: Found) -> Subgraph:
     """The fewest calls that fail alike: one, where one alone does; else those that delta debugging leaves."""
     wanted, shop = found.kind, work.shop
-    suspects = found.nodes or whole.names
-    single = work.first(shop.units(whole.graph, suspects, alike=bool(found.nodes)), wanted)
+    single = work.first(shop.units(whole.graph, found.nodes), wanted) if found.nodes else None
+    if single is None and not wanted.operators:  # nothing is suspected, or only what a message happens to mention
+        single = work.first(shop.units(whole.graph, whole.names, alike=False), wanted)
     if single is not None:
         work.tell(single, "one call")
         return single
@@ -417,8 +452,11 @@ def _written(work: _Search, simple: Subgraph, part: Subgraph, wanted: Kind, fold
         graph = work.shop.cut(each)
         request = work.request
         how = How(request.backend, request.options, request.dynamic, work.known[each].tolerance)
-        program = write_repro(graph, how, folder, f"A graph that fails: {wanted}.")
-        shown = _shows(work, program, wanted)
+        try:
+            program = write_repro(graph, how, folder, f"A graph that fails: {wanted}.")
+        except NotWritable as error:
+            raise UserError(f"the inputs of the graph that fails cannot be written down: {error}") from error
+        shown = _timed(work, "program", partial(_shows, work, program, wanted))
         simple = each
         if shown:
             break

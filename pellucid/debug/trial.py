@@ -130,22 +130,21 @@ def _refusal(error: Exception, graph: Graph) -> Found:
     """An exception of the compiler: of the kernel that it refused, the call to blame stands first."""
     refused = shop().subject.refused(error)
     if refused is None:
-        nodes = _mentioned(str(error), graph)
-        return Found(Kind("error", failure_of(error).what, COMPILE, shop().operators(graph.name, nodes)), nodes)
+        return Found(_kind(failure_of(error), COMPILE), _mentioned(str(error), graph))
     blamed = explain(refused).fx_node.split(", ")
     every = [node for value in refused.values.values() for node in value.origin.nodes]
-    own = {name for line in refused.source.splitlines() for name in _defined(refused.values, line)}
+    own = [name for line in refused.source.splitlines() for name in _defined(refused.values, line)]
     nodes = tuple(node for node in dict.fromkeys((*blamed, *own)) if node in every)
     operators = shop().operators(graph.name, nodes)
     return Found(Kind("error", failure_of(error).what, COMPILE, operators), nodes)
 
 
 def _mentioned(text: str, graph: Graph) -> tuple[str, ...]:
-    """The calls whose names a message has as words, else those whose operators it has."""
+    """The calls whose operators a message names, else those whose names it has as words, which may be by chance."""
     words = set(re.findall(r"[\w.]+", text))
     calls = list(calls_of(graph.module))
-    named = [node.name for node in calls if node.name in words]
-    return tuple(named or [node.name for node in calls if str(node.target) in words])
+    named = [node.name for node in calls if str(node.target) in words]
+    return tuple(named or [node.name for node in calls if node.name in words])
 
 
 def _defined(values: Mapping[str, Any], line: str) -> Iterator[str]:
@@ -166,32 +165,37 @@ def try_parts(parts: Sequence[Subgraph]) -> Found | tuple[Found, ...]:
     """
     noted = Noted()
     noted.phase("eager")
-    references: list[Reference | None] = []
-    for part in parts:
-        try:
-            references.append(Reference(shop().bare(part)))
-        except NotAGraph:
-            references.append(None)
+    references = [_reference(part) for part in parts]
     able = [each for each in references if each is not None]
     if not able:
         return tuple(Found(GOOD) for _ in parts)
-    noted.phase(COMPILE)
     try:
-        compiled = _compile(side_by_side([each.graph for each in able], shop().symbolic(parts[0])))
+        graph = side_by_side([each.graph for each in able], shop().symbolic(parts[0]))
     except NotAGraph:
-        return tuple(Found(GOOD) for _ in parts) if len(parts) == 1 else Found(GOOD)
-    except Exception as error:
-        return Found(replaced(_kind(failure_of(error), COMPILE), parts))
-    noted.phase(RUN)
+        return (Found(GOOD),) if len(parts) == 1 else Found(GOOD)
+    phase = COMPILE
+    noted.phase(phase)
     try:
+        compiled = _compile(graph)
+        phase = RUN
+        noted.phase(phase)
         torch.manual_seed(0)
         results = compiled.run([each for one in able for each in one.fresh()], noted)
     except Exception as error:
-        return Found(replaced(_kind(failure_of(error), RUN), parts))
+        nodes = _refusal(error, graph).nodes if phase == COMPILE else ()
+        return Found(_with_operators(_kind(failure_of(error), phase), parts), nodes)
     return tuple(_judged(references, results, parts))
 
 
-def replaced(kind: Kind, parts: Sequence[Subgraph]) -> Kind:
+def _reference(part: Subgraph) -> Reference | None:
+    """What eager makes of a part; None where it cannot run it."""
+    try:
+        return Reference(shop().bare(part))
+    except NotAGraph:
+        return None
+
+
+def _with_operators(kind: Kind, parts: Sequence[Subgraph]) -> Kind:
     """A kind with the operators of parts."""
     operators = tuple(sorted({op for part in parts for op in shop().operators(part.graph, part.names)}))
     return Kind(kind.verdict, kind.what, kind.phase, operators)
@@ -225,7 +229,7 @@ def _judged(
             yield Found(GOOD)
             continue
         between = worst.max_error * math.sqrt(worst.allowed / worst.error) if worst.error else 0.0
-        kind = replaced(Kind(worst.verdict.value), [part])
+        kind = _with_operators(Kind(worst.verdict.value), [part])
         yield Found(kind, part.names, between if math.isfinite(between) else 0.0)
 
 
