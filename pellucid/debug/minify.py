@@ -35,7 +35,7 @@ from pellucid.debug.forks import Forks
 from pellucid.debug.judge import Verdict
 from pellucid.debug.literal import NotWritable
 from pellucid.debug.predicate import Predicate
-from pellucid.debug.repro import How, code_of, write_repro
+from pellucid.debug.repro import How, write_repro
 from pellucid.debug.subgraph import (
     Subgraph,
     Workshop,
@@ -413,10 +413,12 @@ def _merged(work: _Search, part: Subgraph, wanted: Kind) -> Subgraph:
 
 def _smaller(work: _Search, part: Subgraph, wanted: Kind) -> Subgraph:
     inputs = work.shop.inputs(part)
-    found = work.first(list(smaller_sizes(part, inputs, _SIZES)), wanted)
+    symbolic = work.shop.symbolic(part)
+    limits = [limit for limit in _SIZES if limit > 1 or not symbolic]  # a dimension of 1 is never dynamic
+    found = work.first(list(smaller_sizes(part, inputs, limits)), wanted)
     if found is None:
         return part
-    singles = single_sizes(found, work.shop.inputs(found))
+    singles = [] if symbolic else single_sizes(found, work.shop.inputs(found))
     if len({size for each in inputs for size in each.shape}) > 1 and len(singles) > 1:
         found = _all_or_each(work, found, singles, wanted)
     return found
@@ -447,22 +449,19 @@ def _plainer_numbers(work: _Search, part: Subgraph, wanted: Kind) -> Subgraph:
 def _written(work: _Search, simple: Subgraph, part: Subgraph, wanted: Kind, folder: Path) -> Minified:
     """Write the program and run it; where it does not fail with simpler inputs, with those that there were."""
     work.tell(simple, "the program")
-    shown, program, graph = False, folder, work.shop.cut(part)
+    shown, program, text = False, folder, ""
     for each in dict.fromkeys((simple, part)):
-        graph = work.shop.cut(each)
         request = work.request
         how = How(request.backend, request.options, request.dynamic, work.known[each].tolerance)
         try:
-            program = write_repro(graph, how, folder, f"A graph that fails: {wanted}.")
+            program, text = write_repro(work.shop.cut(each), how, folder, f"A graph that fails: {wanted}.")
         except NotWritable as error:
             raise UserError(f"the inputs of the graph that fails cannot be written down: {error}") from error
         shown = _timed(work, "program", partial(_shows, work, program, wanted))
         simple = each
         if shown:
             break
-    return work.result(
-        wanted, len(simple.names), graph=code_of(graph), repro=str(program), shown=shown, changes=simple.changes
-    )
+    return work.result(wanted, len(simple.names), graph=text, repro=str(program), shown=shown, changes=simple.changes)
 
 
 def _shows(work: _Search, program: Path, wanted: Kind) -> bool:

@@ -36,7 +36,7 @@ class Predicate:
         except NotAGraph:
             return Found(GOOD)
         with tempfile.TemporaryDirectory(prefix="pellucid-candidate-") as folder:
-            program = write_repro(graph, self.how, Path(folder), "A candidate.")
+            program, _ = write_repro(graph, self.how, Path(folder), "A candidate.")
             return Found(ACCEPTED if self.holds(program) else GOOD)
 
     def holds(self, program: Path) -> bool:

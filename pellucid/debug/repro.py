@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from jinja2 import Template
 
-from pellucid.debug.graphs import Graph
+from pellucid.debug.graphs import Graph, twin
 from pellucid.debug.literal import write_values
 
 PROGRAM = "repro.py"
@@ -49,7 +50,8 @@ if __name__ == "__main__":
     actual = run(torch.compile(Graph(), backend={{ backend }}{{ arguments }}))
     bad = 0
     for position, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        same = torch.allclose(a, e, rtol={{ rtol }}, atol={{ atol }}, equal_nan=True) if a.dtype == e.dtype else False
+        same = a.shape == e.shape and a.dtype == e.dtype
+        same = same and torch.allclose(a, e, rtol={{ rtol }}, atol={{ atol }}, equal_nan=True)
         print(f"output {position}: {'the same' if same else 'different'}, {tuple(e.shape)} {e.dtype}")
         bad += not same
     sys.exit(bad > 0)
@@ -67,16 +69,15 @@ class How:
     tolerance: float = 0.0
 
 
-def code_of(graph: Graph) -> str:
-    """The text of a graph."""
-    return graph.module.code.strip()
-
-
-def write_repro(graph: Graph, how: How, folder: Path, title: str) -> Path:
-    """Write `repro.py` into a folder, and `inputs.bin` where the numbers are many."""
+def write_repro(graph: Graph, how: How, folder: Path, title: str) -> tuple[Path, str]:
+    """Write `repro.py` into a folder, and `inputs.bin` where the numbers are many; returns the program's path
+    and the text of the graph in it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "inputs.bin").unlink(missing_ok=True)
+    graph = _used(graph)
     inputs = write_values(graph.inputs, folder)
-    code = "".join(f"    {line}\n" if line.strip() else "\n" for line in code_of(graph).splitlines())
+    code = textwrap.indent(graph.module.code.strip(), "    ") + "\n"
     arguments = f", options={dict(how.options)!r}" if how.options else ""
     arguments += f", dynamic={how.dynamic}" if how.dynamic is not None else ""
     text = _TEXT.render(
@@ -91,4 +92,16 @@ def write_repro(graph: Graph, how: How, folder: Path, title: str) -> Path:
     )
     program = folder / PROGRAM
     program.write_text(text)
-    return program
+    return program, graph.module.code.strip()
+
+
+def _used(graph: Graph) -> Graph:
+    """The graph without the inputs that it does not use: sizes that compiling it had to know."""
+    module = twin(graph.module)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = [each for node, each in zip(placeholders, graph.inputs, strict=True) if node.users]
+    for node in placeholders:
+        if not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+    return Graph(graph.name, graph.kind, module, tuple(inputs))

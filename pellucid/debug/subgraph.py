@@ -158,7 +158,7 @@ class Workshop:
         made = torch.fx.Graph()
         known: dict[torch.fx.Node, torch.fx.Node] = {}
         given: list[Any] = []
-        for each in (*self._symbols(part, nodes), *_needed(nodes)):
+        for each in dict.fromkeys((*self._symbols(part, nodes), *_needed(nodes))):
             value = attribute_of(whole.module, each) if each.op == "get_attr" else values[each.name]
             if not isinstance(value, torch.Tensor | int | float | bool):
                 raise NotAGraph(f"{each.name} is no tensor")
