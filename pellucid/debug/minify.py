@@ -54,6 +54,8 @@ __all__ = ["GOOD", "Kind", "Minified", "Settings", "Shrunk", "minify", "search"]
 _HANG_SECONDS = 30.0
 # Dimensions that are tried first: one, a vector and its rest, several of each.
 _SIZES = (1, 2, 17, 67)
+# How far before the suspects the cause is looked for, when it is none of them.
+_STEPS_BEFORE = 8
 # Calls before and after the suspects that are looked at before the whole graph is.
 _REACH = (1, 4, 16, 64)
 
@@ -313,9 +315,9 @@ def _minimised(work: _Search, name: str, folder: Path) -> Minified | None:
     if found.kind == GOOD:
         return None
     work.tell(whole, str(found.kind))
-    part = _timed(work, "calls", lambda: _fewer_calls(work, whole, found))
-    simple = _timed(work, "inputs", lambda: _simpler_inputs(work, part, found.kind))
-    return _written(work, simple, part, found.kind, folder)
+    part, wanted = _timed(work, "calls", lambda: _fewer_calls(work, whole, found))
+    simple = _timed(work, "inputs", lambda: _simpler_inputs(work, part, wanted))
+    return _written(work, simple, part, wanted, folder)
 
 
 def _timed(work: _Search, step: str, do: Callable[[], Any]) -> Any:
@@ -341,22 +343,30 @@ def _whole(work: _Search, whole: Subgraph) -> Found:
     return found
 
 
-def _fewer_calls(work: _Search, whole: Subgraph, found: Found) -> Subgraph:
-    """The fewest calls that fail alike: one, where one alone does; else those that delta debugging leaves."""
-    wanted, shop = found.kind, work.shop
-    single = work.first(shop.units(whole.graph, found.nodes), wanted) if found.nodes else None
-    if single is None and not wanted.operators:  # nothing is suspected, or only what a message happens to mention
-        single = work.first(shop.units(whole.graph, whole.names, alike=False), wanted)
-    if single is not None:
-        work.tell(single, "one call")
-        return single
+def _fewer_calls(work: _Search, whole: Subgraph, found: Found) -> tuple[Subgraph, Kind]:
+    """The fewest calls that fail alike: one, where one alone does; else those that delta debugging leaves.
+
+    Returns also what they have in common with the whole: not the operators that were suspected where none of them fails
+    alone. For the first result that is seen to be wrong may come from a wrong one that was not seen.
+    """
+    shop, name, wanted = work.shop, whole.graph, found.kind
     if found.nodes:
-        tries = [Subgraph(whole.graph, tuple(each for each in whole.names if each in set(found.nodes)))]
-        tries += [shop.around(whole.graph, found.nodes, reach) for reach in _REACH]
-        for part in dict.fromkeys(each for each in tries if len(each.names) < len(whole.names)):
-            if not work.late() and work.alone(part, wanted):
-                return _delta(work, part, wanted)
-    return _delta(work, whole, wanted)
+        single = work.first(shop.units(name, found.nodes), wanted)
+        if single is not None:
+            return single, wanted
+        wanted = replace(wanted, operators=())
+        single = work.first(shop.units(name, shop.before(name, found.nodes, _STEPS_BEFORE), alike=False), wanted)
+        if single is not None:
+            return single, wanted
+    single = work.first(shop.units(name, whole.names, alike=False), wanted)
+    if single is not None:
+        return single, wanted
+    tries = [Subgraph(name, tuple(each for each in whole.names if each in set(found.nodes)))]
+    tries += [shop.around(name, found.nodes, reach) for reach in _REACH]
+    for part in dict.fromkeys(each for each in tries if 0 < len(each.names) < len(whole.names)):
+        if not work.late() and work.alone(part, wanted):
+            return _delta(work, part, wanted), wanted
+    return _delta(work, whole, wanted), wanted
 
 
 def _delta(work: _Search, part: Subgraph, wanted: Kind) -> Subgraph:

@@ -110,6 +110,17 @@ class Workshop:
         near = {p for position in at for p in range(position - reach, position + reach + 1)}
         return Subgraph(name, tuple(each for position, each in enumerate(every) if position in near))
 
+    def before(self, name: str, names: Sequence[str], steps: int) -> tuple[str, ...]:
+        """The calls on which others depend, through that many calls at most, the nearest first."""
+        nodes = {node.name: node for node in calls_of(self.graphs[name].module)}
+        found: dict[str, None] = {}
+        last = [each for each in names if each in nodes]
+        for _ in range(steps):
+            last = [n.name for each in last for n in nodes[each].all_input_nodes if n.name in nodes]
+            last = [each for each in dict.fromkeys(last) if each not in found and each not in names]
+            found |= dict.fromkeys(last)
+        return tuple(found)
+
     def operators(self, name: str, names: Sequence[str]) -> tuple[str, ...]:
         """What the calls call, each once."""
         chosen = set(names)
