@@ -90,9 +90,18 @@ def cosim_graphs(
     return Cosimulated(subject.name, mode, worst([each.verdict for each in found]), tuple(found), unseen)
 
 
-def simulate(graph: Graph, compiled: Compiled, mode: str, marker: Probe) -> list[Difference]:
-    """The results of one run of a graph that was compiled before."""
-    return _Simulation(graph, compiled, mode, marker).run()
+def first_wrong(graph: Graph, compiled: Compiled, mode: str, marker: Probe) -> Difference | None:
+    """The first wrong result of a graph that was compiled before; what comes after it is not run."""
+    simulation = _Simulation(graph, compiled, mode, marker, stop=True)
+    try:
+        simulation.run()
+    except _Enough:
+        return simulation.differences[-1]
+    return None
+
+
+class _Enough(Exception):
+    """Ends a run."""
 
 
 def cosim_isolated(request: Request, mode: str = COMPLETE, seconds: float = SECONDS, memory: int = 0) -> Cosimulated:
@@ -115,10 +124,10 @@ def cosim_request(request: Request, mode: str) -> Cosimulated:
 
 
 class _Simulation(Probe):
-    """One graph: eager's results, and what becomes of them in compiled code."""
+    """One graph: eager's results, and what becomes of them in compiled code. stop: at the first wrong result."""
 
-    def __init__(self, graph: Graph, compiled: Compiled, mode: str, marker: Probe | None) -> None:
-        self.graph, self.compiled, self.mode = graph, compiled, mode
+    def __init__(self, graph: Graph, compiled: Compiled, mode: str, marker: Probe | None, stop: bool = False) -> None:
+        self.graph, self.compiled, self.mode, self.stop = graph, compiled, mode, stop
         self.marker = marker or Probe()
         self.nodes = {node.name: node for node in compiled.graph.graph.nodes}
         wanted = {name for step in compiled.steps for name in step.values}
@@ -160,6 +169,8 @@ class _Simulation(Probe):
         line = str(users[-1]) if users else ""
         position = self.positions.get(kernel, len(self.positions))
         self.differences.append(Difference(self.graph.name, kernel, position, name, line, found))
+        if self.stop and not found.verdict.good:
+            raise _Enough
 
     def _exact(self, name: str) -> torch.Tensor | None:
         """The value in float64: from eager's results of earlier steps, or for the live mode from the inputs."""

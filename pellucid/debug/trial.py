@@ -13,7 +13,7 @@ import torch
 
 from pellucid.debug.check import Request
 from pellucid.debug.child import Failure, Marker, failure_of
-from pellucid.debug.cosim import COMPLETE, LIVE, simulate
+from pellucid.debug.cosim import COMPLETE, LIVE, first_wrong
 from pellucid.debug.explain import explain
 from pellucid.debug.graphs import Graph, calls_of
 from pellucid.debug.judge import Verdict
@@ -115,10 +115,9 @@ def try_whole(name: str) -> Found:
     noted.phase(RUN)
     for mode in (COMPLETE, LIVE):
         try:
-            differences = simulate(graph, compiled, mode, noted)
+            wrong = first_wrong(graph, compiled, mode, noted)
         except Exception as error:
             return Found(_kind(failure_of(error), RUN))
-        wrong = next((each for each in differences if not each.verdict.good), None)
         if wrong is not None:
             steps = [step for step in compiled.steps if step.name == wrong.kernel]
             nodes = tuple(dict.fromkeys(node for step in steps for node in step.origin.nodes))
