@@ -50,6 +50,7 @@ def printed(vector: Mapping[str, Callable[..., str]], scalar: Mapping[str, Calla
     def plant(module: Any) -> None:
         for owner, changes in ((module.CppVecOverrides, vector), (module.CppOverrides, scalar or {})):
             for name, text in changes.items():
+                text.__name__ = name  # by which Inductor finds the scalar form of an operator
                 setattr(owner, name, staticmethod(text))
 
     return plant
