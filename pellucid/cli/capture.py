@@ -19,7 +19,5 @@ def capture(target: Target, intermediates: bool) -> None:
     from pellucid.debug.show import captured
 
     request = target.request()
-    found = run(
-        request, target.run_of(request), intermediates=intermediates, seconds=target.seconds, memory=target.memory
-    )
-    target.finish(found, captured)
+    folder, limits = target.run_of(request.target), {"seconds": target.seconds, "memory": target.memory}
+    target.finish(run(request, folder, intermediates=intermediates, **limits), captured)

@@ -24,4 +24,5 @@ def diff(before: Path, after: Path, as_json: bool) -> None:
     from pellucid.debug.run import open_run
     from pellucid.debug.show import changes
 
-    end(run(open_run(before), open_run(after)), changes, as_json)
+    found = run(open_run(before), open_run(after))
+    end(found, changes, as_json, found.good)

@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
+from typing import Any
+
 import click
 
-from pellucid.cli.target import Target, target_command
-from pellucid.cli.terminal import SECONDS, err
+from pellucid.apart import Apart, Died, died
+from pellucid.cli.target import Target, plain, target_command
+from pellucid.cli.terminal import SECONDS, one_line
 
 
 @target_command
+@click.option(
+    "--check",
+    "command",
+    metavar="CMD",
+    default="",
+    help="Keep what CMD says: it gets the path of a candidate's program, and exits with 0 if that shows the failure.",
+)
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Candidates tried at once.")
 @click.option("--budget", type=SECONDS, default=600.0, show_default=True, help="Seconds for the whole search.")
-def minify(target: Target, jobs: int, budget: float) -> None:
+def minify(target: Target, command: str, jobs: int, budget: float) -> None:
     """What is the smallest part of TARGET's graphs that still fails in the same way when it is compiled?
 
-    The standalone program is written to -o, by default a new run. Exits with 1 when something fails.
+    The standalone program is written to -o, by default a new run. Exits with 1 when something fails. With --check CMD,
+    a shell command judges instead: exit status 0 keeps a candidate, as for C-Reduce and llvm-reduce, and any other
+    drops it.
     """
-    from pellucid.debug.minify import minify as run
+    settings = {"jobs": jobs, "budget": budget, "seconds": target.seconds, "memory": target.memory, "command": command}
+    about = target.about()
+    place = os.path.abspath(target.run_of(about["target"]))
+    with one_line() as tell:
+        work = Apart("pellucid.cli.minify:search", about, place, settings)
+        try:
+            found = work.result(tell, budget + 2 * target.seconds)
+        except Died as death:
+            raise died(about["target"], death) from None
+    target.finish(found.result, lambda _: found.text, found.good)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found: as JSON's types, and to print. No class of the kit, whose modules import torch."""
+
+    good: bool
+    result: dict[str, Any]
+    text: Any
+
+
+def search(about: dict[str, Any], folder: str, settings: dict[str, Any]) -> Found:
+    """In a process of its own, so that this one need not import torch."""
+    from pellucid.debug.check import Request
+    from pellucid.debug.minify import Settings
+    from pellucid.debug.minify import search as run
     from pellucid.debug.show import minified
 
-    request = target.request()
-    found = run(
-        request,
-        target.run_of(request),
-        jobs=jobs,
-        budget=budget,
-        seconds=target.seconds,
-        memory=target.memory,
-        tell=lambda line: err.print(line, markup=False),
-    )
-    target.finish(found, minified)
+    found = run(Request(**about), folder, Settings(**settings), text=True)
+    return Found(found.good, plain(found), minified(found))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
+import os
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -66,48 +70,72 @@ class Target:
         """What stands behind the TARGET."""
         return () if self.is_script else tuple(self.words[1:])
 
-    def request(self, takes_more: bool = False, **settings: Any) -> Request:
-        """The program that is meant. A script is run and captured first, as its graphs are what can be looked into.
-
-        takes_more: whether words behind the TARGET mean something. settings: more of the request.
-        """
+    def request(self, takes_more: bool = False, fuzz: int = 0) -> Request:
+        """The program that is meant. takes_more: whether words behind the TARGET mean something."""
         from pellucid.debug.check import Request
-        from pellucid.debug.run import new_folder, open_run, split_run
-        from pellucid.debug.script import capture_script
 
+        return Request(**self.about(takes_more), fuzz=fuzz)
+
+    def about(self, takes_more: bool = False) -> dict[str, Any]:
+        """The fields of the request. A script is run and captured first, as its graphs are what can be looked into."""
         if self.more and not takes_more:
             raise click.UsageError(
                 f"{' '.join(self.more)} is one TARGET too many; a script is given as -- python SCRIPT.py"
             )
-        word, backend, options = self.words[0], self.backend, dict(self.options)
+        target, backend, options = self.words[0], self.backend, dict(self.options)
         if self.is_script:
-            word = str(self.folder or new_folder(Path(self.words[1]).stem))
-            capture_script(self.words, Path(word), backend or "pellucid", options, self.seconds)
-            err.print(f"captured into {word}", markup=False)
-        found = split_run(word)
-        if found is not None:
-            about = open_run(found[0], self.libraries).about
-            if backend in (None, about["backend"]):
-                backend, options = about["backend"], {**about["options"], **options}
-        shared = {"backward": self.backward, "dynamic": self.dynamic, "libraries": self.libraries, **settings}
-        return Request(word, backend or "pellucid", options, self.threads, **shared)
+            target = self._captured()
+        if os.path.isdir(target) or os.path.isdir(target.rpartition(":")[0]):
+            run = self._run(target)
+            if backend in (None, run["backend"]):
+                backend, options = run["backend"], {**run["options"], **options}
+        return {
+            "target": target,
+            "backend": backend or "pellucid",
+            "options": options,
+            "threads": self.threads,
+            "backward": self.backward,
+            "dynamic": self.dynamic,
+            "libraries": self.libraries,
+        }
 
-    def run_of(self, request: Request) -> Path:
+    def _captured(self) -> str:
+        """The run that a script is captured into."""
+        from pellucid.debug.script import capture_script
+
+        folder = self.folder or new_run(Path(self.words[1]).stem)
+        capture_script(self.words, folder, self.backend or "pellucid", dict(self.options), self.seconds)
+        err.print(f"captured into {folder}", markup=False)
+        return str(folder)
+
+    def _run(self, target: str) -> Mapping[str, Any]:
+        from pellucid.debug.run import open_run, split_run
+
+        folder = split_run(target)
+        assert folder is not None
+        return open_run(folder[0], self.libraries).about
+
+    def run_of(self, target: str) -> Path:
         """The run to write to: that of -o, the one that a script was captured into, or a new one."""
-        from pellucid.debug.run import new_folder
-
         if self.folder is not None:
             return self.folder
-        return Path(request.target) if self.is_script else new_folder(Path(self.words[0]).stem)
+        return Path(target) if self.is_script else new_run(Path(self.words[0]).stem)
 
-    def finish(self, result: Any, show: Callable[[Any], Any]) -> None:
-        """Print a result, keep it in the run if there is one to write to, and end the command."""
+    def finish(self, result: Any, show: Callable[[Any], Any], good: bool | None = None) -> None:
+        """Print a result, keep it in the run of -o, and end the command. good: by default, what the result says."""
         if self.folder is not None:
-            from pellucid.debug.run import write_json
-
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / f"{click.get_current_context().info_name}.json", plain(result))
-        end(result, show, self.as_json)
+            file = self.folder / f"{click.get_current_context().info_name}.json"
+            file.write_text(json.dumps(plain(result), indent=1) + "\n", encoding="utf-8")
+        end(result, show, self.as_json, result.good if good is None else good)
+
+
+def new_run(name: str) -> Path:
+    """A folder below `pellucid_runs` that is not there yet."""
+    plain_name = re.sub(r"\W+", "_", name).strip("_") or "program"
+    stem = Path("pellucid_runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{plain_name}"
+    names = (stem.with_name(f"{stem.name}-{n}") if n else stem for n in itertools.count())
+    return next(path for path in names if not path.exists())
 
 
 _SHARED = (
@@ -154,13 +182,13 @@ def target_command(command: Callable[..., None]) -> click.Command:
     return click.command()(made)
 
 
-def end(result: Any, show: Callable[[Any], Any], as_json: bool) -> None:
+def end(result: Any, show: Callable[[Any], Any], as_json: bool, good: bool) -> None:
     """Print a result and end the command: 0 if it is good, 1 if it is bad."""
     if as_json:
         click.echo(json.dumps(plain(result), indent=1))
     else:
         out.print(show(result))
-    raise click.exceptions.Exit(Exit.GOOD if result.good else Exit.BAD)
+    raise click.exceptions.Exit(Exit.GOOD if good else Exit.BAD)
 
 
 def plain(value: Any) -> Any:

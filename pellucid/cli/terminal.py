@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 out = Console(highlight=False)
@@ -43,6 +44,19 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda doing, done: bar.update(task, description=doing, completed=done)
+
+
+@contextmanager
+def one_line() -> Iterator[Callable[[str], None]]:
+    """Yields what to call with how far the work is: a line on stderr that is rewritten, and goes away when done.
+
+    Where stderr is no terminal, every line is kept.
+    """
+    if not err.is_terminal:
+        yield lambda line: err.print(line, markup=False, soft_wrap=True)
+        return
+    with err.status("") as status:
+        yield lambda line: status.update(escape(line))
 
 
 def _printer() -> Callable[[str, float], None]:

@@ -16,5 +16,5 @@ def testgen(target: Target) -> None:
     from pellucid.debug.testgen import testgen as run
 
     request = target.request(takes_more=True)
-    folder = target.run_of(request) / "tests"
+    folder = target.run_of(request.target) / "tests"
     target.finish(run(request, folder, target.more, target.seconds, target.memory), tests_written)

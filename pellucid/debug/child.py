@@ -35,8 +35,8 @@ from pellucid.errors import InternalError, PellucidError, UserError
 
 SECONDS = 300.0
 _POLL_S = 0.02
-_NOTE_BYTES = 4096
-_NOTE = "PELLUCID_DEBUG_NOTE"
+NOTE_BYTES = 4096
+NOTE = "NOTE_OF_PELLUCID_DEBUG"  # a name that does not begin like those of the compiler's options
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 NOT_THE_USERS = (str(Path(pellucid.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
@@ -81,7 +81,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="pellucid-debug-")
         self._note = Path(self._folder.name) / "note"
-        self._note.write_bytes(bytes(_NOTE_BYTES))
+        self._note.write_bytes(bytes(NOTE_BYTES))
         self._errors = Path(self._folder.name) / "stderr"
 
     def __enter__(self) -> Worker:
@@ -95,7 +95,7 @@ class Worker:
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._process is not None
-        self._note.write_bytes(bytes(_NOTE_BYTES))
+        self._note.write_bytes(bytes(NOTE_BYTES))
         try:
             self._to.send_bytes(pickle.dumps((function, args)))
         except (BrokenPipeError, OSError):
@@ -111,7 +111,7 @@ class Worker:
         down_read, down_write = os.pipe()
         up_read, up_write = os.pipe()
         code = f"from pellucid.debug.child import serve; serve({down_read}, {up_write})"
-        environment = {**os.environ, _NOTE: str(self._note), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, NOTE: str(self._note), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -134,7 +134,7 @@ class Worker:
                 return self._ended()
             if time.monotonic() > deadline:
                 return self._stopped("hang", f"no end after {seconds:g} s")
-            if _resident(watched) > self._memory:
+            if resident(watched) > self._memory:
                 return self._stopped("crash", f"out of memory: it used more than {self._memory >> 20} MB")
         try:
             return pickle.loads(self._from.recv_bytes())
@@ -151,7 +151,7 @@ class Worker:
         assert self._process is not None
         status = self._process.wait()
         _kill(self._process)
-        what = f"exit status {status}" if status >= 0 else _signal_name(-status)
+        what = f"exit status {status}" if status >= 0 else signal_name(-status)
         return Failure("crash", what, self._said(), self._step())
 
     def _step(self) -> str:
@@ -161,14 +161,16 @@ class Worker:
         return self._errors.read_text(errors="replace")[-4000:]
 
 
-def _resident(process: psutil.Process) -> int:
+def resident(process: psutil.Process) -> int:
+    """Bytes of memory that a process holds; 0 when it is gone."""
     try:
         return process.memory_info().rss
     except psutil.Error:
         return 0
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """The name of a signal, also of one that Python does not know."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -189,11 +191,11 @@ class Marker(Probe):
     """Notes the step that runs where the parent process finds it when this one is dead."""
 
     def __init__(self) -> None:
-        path = os.environ.get(_NOTE)
+        path = os.environ.get(NOTE)
         if path is None:
             raise InternalError("a marker outside a worker process")
         with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _NOTE_BYTES)
+            self._memory = mmap.mmap(file.fileno(), NOTE_BYTES)
 
     def before(self, step: Step) -> None:
         self.note(step.name)
@@ -202,8 +204,8 @@ class Marker(Probe):
         self.note("")
 
     def note(self, text: str) -> None:
-        raw = text.encode()[:_NOTE_BYTES]
-        self._memory[:] = raw + bytes(_NOTE_BYTES - len(raw))
+        raw = text.encode()[:NOTE_BYTES]
+        self._memory[:] = raw + bytes(NOTE_BYTES - len(raw))
 
 
 def serve(read: int, write: int) -> None:
@@ -216,7 +218,7 @@ def serve(read: int, write: int) -> None:
             name, args = pickle.loads(calls.recv_bytes())
         except EOFError:
             return
-        answers.send_bytes(_pickled(_answer(name, args)))
+        answers.send_bytes(pickled(_answer(name, args)))
 
 
 def _answer(name: str, args: tuple[Any, ...]) -> Any:
@@ -245,7 +247,8 @@ def failure_of(error: BaseException) -> Failure:
     return Failure("error", type(inner).__name__, text, "", trace, {key: str(value) for key, value in context.items()})
 
 
-def _pickled(answer: Any) -> bytes:
+def pickled(answer: Any) -> bytes:
+    """An answer as bytes; as a failure where it cannot be pickled."""
     buffer = io.BytesIO()
     try:
         pickle.dump(answer, buffer)

@@ -117,6 +117,20 @@ def cosim_graphs(
     return made if against is None else replace(made, against=against.name)
 
 
+def first_wrong(graph: Graph, compiled: Compiled, mode: str, marker: Probe) -> Difference | None:
+    """The first wrong result of a graph that was compiled before; what comes after it is not run."""
+    simulation = _Simulation(graph, compiled, mode, marker, stop=True)
+    try:
+        simulation.run()
+    except _Enough:
+        return simulation.differences[-1]
+    return None
+
+
+class _Enough(Exception):
+    """Ends a run."""
+
+
 def simulate(graph: Graph, compiled: Compiled, mode: str, marker: Probe | None = None) -> list[Difference]:
     """The results of a graph that was compiled before."""
     return _Simulation(graph, compiled, mode, marker).run()
@@ -203,7 +217,8 @@ def write_csv(found: Cosimulated, folder: Path) -> None:
 class _Simulation(Probe):
     """One graph: eager's results, and what becomes of them in compiled code.
 
-    other: results of other code to compare with. seen: is filled with the results of this code.
+    other: results of other code to compare with. seen: is filled with the results of this code. stop: at the first
+    wrong result.
     """
 
     def __init__(
@@ -214,9 +229,10 @@ class _Simulation(Probe):
         marker: Probe | None,
         other: Mapping[str, torch.Tensor] | None = None,
         seen: dict[str, torch.Tensor] | None = None,
+        stop: bool = False,
     ) -> None:
         self.graph, self.compiled, self.mode = graph, compiled, mode
-        self.other, self.seen = other, seen
+        self.other, self.seen, self.stop = other, seen, stop
         self.marker = marker or Probe()
         self.nodes = {node.name: node for node in compiled.graph.graph.nodes}
         wanted = {name for step in compiled.steps for name in step.values}
@@ -317,6 +333,8 @@ class _Simulation(Probe):
         line = str(users[-1]) if users else ""
         position = self.positions.get(kernel, len(self.positions))
         self.differences.append(Difference(self.graph.name, kernel, position, name, line, found))
+        if self.stop and not found.verdict.good:
+            raise _Enough
 
     def _judge(self, node: str, actual: torch.Tensor, eager: torch.Tensor) -> Judgement:
         found = close(actual, eager)

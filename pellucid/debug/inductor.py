@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,10 @@ from unittest import mock
 import torch
 import torch._inductor.debug
 from torch._inductor import config
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.codegen.common import CSE
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import CppCompileError
 from torch._inductor.graph import GraphLowering
@@ -51,13 +54,18 @@ from pellucid.errors import UserError
 from pellucid.ir.origin import GLUE, Origin, merge
 
 # A cache would serve code that another version of the compiler made, a patched one for example.
-_SETTINGS = {
+_SETTINGS: dict[str, Any] = {
     "force_disable_caches": True,
     "fallback_random": True,  # eager's random numbers, or no two runs could be compared
     "comment_origin": False,
     "trace.provenance_tracking_level": 1,
 }
 _MADE = "_pellucid_made"
+# The kernel that is soonest compiled; with vector code, because that takes other flags of the compiler.
+_SMALLEST = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" void kernel(float* out) { at::vec::Vectorized<float>(0.0f).store(out); }
+"""
 _ERROR = re.compile(r"^(?P<file>[^\s:]+):(?P<line>\d+):\d+: (?:fatal )?error: (?P<message>.*)$", re.MULTILINE)
 _HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
 
@@ -87,6 +95,17 @@ class Inductor(Subject):
 
     def compile(self, graph: Graph) -> Compiled:
         return _InductorCompiled(graph, self.options)
+
+    def warm_up(self) -> None:
+        """Find the vector instructions and precompile the headers: a second and more in each process."""
+        with suppress(Exception):  # the first graph meets the same error, and says what is wrong
+            valid_vec_isa_list()
+            CppPythonBindingsCodeCache.load_pybinding(["float*"], _SMALLEST)
+
+    def keep_kernels(self, folder: Path) -> None:
+        """Inductor names a kernel's file by its text, so only the caches of whole graphs could hide a change of it."""
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        _SETTINGS.update(force_disable_caches=False, fx_graph_cache=False, fx_graph_remote_cache=False)
 
     def refused(self, error: BaseException) -> Refused | None:
         failed = next((each for each in chain_of(error) if isinstance(each, CppCompileError)), None)
@@ -237,6 +256,7 @@ class _Made:
     text: its Python module. graph: the FX graph after its passes. holds: by buffer, the FX node whose result it is.
     constants: what the text names beside its arguments. nodes: by provenance handle, names of FX nodes. values: the
     variables of kernels by the text that defines them. unfused: buffers whose kernels were not fused, and why.
+    loaded: the names of the module that it became, with its kernels; empty before.
     """
 
     text: str
@@ -246,11 +266,12 @@ class _Made:
     nodes: Mapping[str, Sequence[str]]
     values: Mapping[str, Value] = field(default_factory=dict)
     unfused: Sequence[tuple[tuple[str, ...], str]] = ()
+    loaded: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
 def _listening(made: list[_Made]) -> Iterator[None]:
-    codegen, generate = GraphLowering.codegen, CSE.generate
+    codegen, load, generate = GraphLowering.codegen, GraphLowering.compile_to_module, CSE.generate
     values: dict[str, Value] = {}
 
     unfused: dict[tuple[tuple[str, ...], str], None] = {}
@@ -276,8 +297,15 @@ def _listening(made: list[_Made]) -> Iterator[None]:
         )
         return result
 
+    def keep(self: Any) -> Any:
+        module = load(self)
+        if made:
+            made[-1].loaded.update(vars(module))
+        return module
+
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(GraphLowering, "codegen", listen))
+        stack.enter_context(mock.patch.object(GraphLowering, "compile_to_module", keep))
         stack.enter_context(mock.patch.object(CSE, "generate", note))
         stack.enter_context(mock.patch.object(WhyNoFuse, "__call__", hear))
         yield
@@ -337,11 +365,14 @@ class _Instrumented:
         self.steps = self._reader.steps
         self._probe = Probe()
         self._space: dict[str, Any] = {
+            **made.loaded,
             "__name__": "pellucid_instrumented",
             "__before__": self._before,
             "__after__": self._after,
             **made.constants,
         }
+        if made.loaded:  # its kernels are there
+            tree.body = [each for each in tree.body if not _compiles(each)]
         self._code = compile(tree, "<instrumented>", "exec")
         self._loaded = False
 
@@ -358,6 +389,13 @@ class _Instrumented:
     def _after(self, position: int, *tensors: torch.Tensor) -> None:
         step = self.steps[position]
         self._probe.after(step, dict(zip(step.values, tensors, strict=True)))
+
+
+def _compiles(statement: ast.stmt) -> bool:
+    """Whether a statement of the module has to do with compiling its kernels."""
+    return any(
+        isinstance(node, ast.Name) and node.id in ("async_compile", "AsyncCompile") for node in ast.walk(statement)
+    )
 
 
 def _call_function(tree: ast.Module) -> ast.FunctionDef:

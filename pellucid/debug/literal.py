@@ -129,15 +129,12 @@ class _Writer:
 
     def tensor(self, tensor: torch.Tensor) -> str:
         """An expression for a tensor: written out if it is alone in its memory and fills it, else from the file."""
-        kind = f"torch.nn.Parameter({{}}, requires_grad={tensor.requires_grad})"
-        pattern = kind if isinstance(tensor, torch.nn.Parameter) else "{}.requires_grad_()"
         plain = tensor.detach()
-        text = self._literal(plain) if plain.untyped_storage().data_ptr() not in self.shared else None
-        if text is None:
-            text = self._stored(plain)
-        if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad:
-            return pattern.format(text)
-        return text
+        alone = plain.untyped_storage().data_ptr() not in self.shared
+        text = (self._literal(plain) if alone else None) or self._stored(plain)
+        if isinstance(tensor, torch.nn.Parameter):
+            return f"torch.nn.Parameter({text}, requires_grad={tensor.requires_grad})"
+        return f"{text}.requires_grad_()" if tensor.requires_grad else text
 
     def _literal(self, tensor: torch.Tensor) -> str | None:
         """None where the text would not give the same bits, or would be long."""

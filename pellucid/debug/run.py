@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from pellucid.errors import UserError
 from pellucid.trace.store import environment
 
 VERSION = 1
-RUNS = Path("pellucid_runs")
 
 FILES: Mapping[str, str] = {
     "run.json": "what was captured, with which backend, options and environment, and how it ended",
@@ -105,13 +103,6 @@ def split_run(target: str) -> tuple[Path, str] | None:
     if Path(target).is_dir():
         return Path(target), ""
     return (Path(folder), name) if folder and Path(folder).is_dir() else None
-
-
-def new_folder(name: str) -> Path:
-    """A name below `pellucid_runs` that nothing has yet."""
-    plain = re.sub(r"\W+", "_", name).strip("_") or "program"
-    stem = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{plain}"
-    return next(path for n in range(1000) if not (path := stem.with_name(f"{stem.name}{f'-{n}' * (n > 0)}")).exists())
 
 
 class RunWriter:

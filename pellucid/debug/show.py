@@ -177,7 +177,13 @@ def minified(found: Minified) -> RenderableType:
         return Text(f"nothing fails ({found.backend}): there is nothing to minify")
     head = Text.assemble((str(found.kind), "bold red"), f" ({found.backend}): {found.nodes_before} nodes became ")
     head.append(f"{found.nodes_after}, in {found.queries} queries and {found.seconds:.1f} s")
-    lines: list[RenderableType] = [head, Text(found.graph), Text(f"repro: {found.repro}")]
+    lines: list[RenderableType] = [head, Text(found.graph)]
+    if found.changes:
+        lines.append(Text(f"its inputs were changed: {', '.join(found.changes)}"))
+    seen = "it fails so" if found.shown else "but run alone it does not fail so"
+    lines.append(Text(f"repro: {found.repro} ({seen})"))
+    if not found.finished:
+        lines.append(Text("the budget was spent before the search was done"))
     if found.others:
         lines.append(Text(f"other failures were met and not followed: {', '.join(found.others)}"))
     return Group(*lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,6 +141,15 @@ class Subject(ABC):
             return compile_graph
 
         return torch.compile(fn, backend=self.capturing(compiler), dynamic=dynamic)
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Do once what every compilation of this process and of its forks needs, as far as that starts no threads."""
+
+    def keep_kernels(self, folder: Path) -> None:  # noqa: B027
+        """From now on this process and its forks keep kernels in a folder that they alone use, and compile none twice.
+
+        For a process that is about to compile many graphs that are much alike.
+        """
 
     def refused(self, error: BaseException) -> Refused | None:
         """The kernel that the C++ compiler refused, if that is what `error`, raised by `compile`, says."""
