@@ -350,8 +350,11 @@ def _fewer_calls(work: _Search, whole: Subgraph, found: Found) -> tuple[Subgraph
     alone. For the first result that is seen to be wrong may come from a wrong one that was not seen.
     """
     shop, name, wanted = work.shop, whole.graph, found.kind
-    if found.nodes:
-        single = work.first(shop.units(name, found.nodes), wanted)
+    suspects = shop.units(name, found.nodes)
+    if suspects:
+        if wanted.verdict == Verdict.ERROR.value and work.alone(suspects[0], wanted):  # whom the message blames
+            return suspects[0], wanted
+        single = work.first(suspects, wanted)
         if single is not None:
             return single, wanted
         wanted = replace(wanted, operators=())
@@ -425,7 +428,11 @@ def _smaller(work: _Search, part: Subgraph, wanted: Kind) -> Subgraph:
     inputs = work.shop.inputs(part)
     symbolic = work.shop.symbolic(part)
     limits = [limit for limit in _SIZES if limit > 1 or not symbolic]  # a dimension of 1 is never dynamic
-    found = work.first(list(smaller_sizes(part, inputs, limits)), wanted)
+    tries = list(smaller_sizes(part, inputs, limits))
+    if wanted.verdict == Verdict.WRONG.value:
+        found = work.first(tries, wanted)
+    else:  # side by side they would only fail together
+        found = next((each for each in tries if not work.late() and work.alone(each, wanted)), None)
     if found is None:
         return part
     singles = [] if symbolic else single_sizes(found, work.shop.inputs(found))
