@@ -25,7 +25,7 @@ from pellucid.debug.case import Case, copied
 from pellucid.debug.check import Request, graphs_for, subject_for
 from pellucid.debug.child import SECONDS, Failure, Marker, Worker, pass_on
 from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, widened, wider
-from pellucid.debug.judge import DRAWS, Judgement, Verdict, close, judge, worst
+from pellucid.debug.judge import CLOSE_ROUNDINGS, DRAWS, Judgement, Verdict, close, judge, worst
 from pellucid.debug.passes import first_changed
 from pellucid.debug.run import Run, open_run, split_run, write_table
 from pellucid.debug.subject import Compiled, Probe, Step, Subject
@@ -35,6 +35,9 @@ from pellucid.debug.vary import change_in_place, nudge_in_place, overlapping
 from pellucid.errors import UserError
 
 COMPLETE, LIVE = "complete", "live"
+
+# Results of a whole program that are this close need no float64: roundings add up from step to step.
+_LIVE_ROUNDINGS = 8 * CLOSE_ROUNDINGS
 PASSES = "graph passes"
 
 
@@ -342,7 +345,7 @@ class _Simulation(Probe):
             raise _Enough
 
     def _judge(self, node: str, actual: torch.Tensor, eager: torch.Tensor) -> Judgement:
-        found = close(actual, eager)
+        found = close(actual, eager, CLOSE_ROUNDINGS if self.mode == COMPLETE else _LIVE_ROUNDINGS)
         if found is not None:
             return found
         exact = self._exact(node) if node else None

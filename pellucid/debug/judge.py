@@ -20,7 +20,7 @@ FACTOR = 4.0
 FLOOR_ROUNDINGS = 8.0
 DRAWS = 2
 # Results that are this close to eager's, in roundings of their type on the scale of the tensor, need no float64.
-_CLOSE_ROUNDINGS = 64.0
+CLOSE_ROUNDINGS = 64.0
 
 
 class Verdict(str, Enum):
@@ -124,8 +124,11 @@ def judge(
     return _distances(values, reference, truth, others, eager.dtype)
 
 
-def close(actual: torch.Tensor, eager: torch.Tensor) -> Judgement | None:
-    """The judgement on results that are equal, or so near that float64 need not be asked; None for all others."""
+def close(actual: torch.Tensor, eager: torch.Tensor, roundings: float = CLOSE_ROUNDINGS) -> Judgement | None:
+    """The judgement on results that are equal, or so near that float64 need not be asked; None for all others.
+
+    roundings: of their type, on the scale of the tensor, that are near.
+    """
     if actual.shape != eager.shape or actual.dtype != eager.dtype:
         return None
     if torch.equal(actual, eager):
@@ -134,7 +137,7 @@ def close(actual: torch.Tensor, eager: torch.Tensor) -> Judgement | None:
         return None
     difference = (actual.to(torch.float32) - eager.to(torch.float32)).abs().max().item() if eager.numel() else 0.0
     scale = eager.to(torch.float32).square().mean().sqrt().item()
-    bound = _CLOSE_ROUNDINGS * torch.finfo(eager.dtype).eps * scale
+    bound = roundings * torch.finfo(eager.dtype).eps * scale
     if not difference <= bound:  # also for NaN
         return None
     return Judgement(Verdict.ROUNDING, "", difference / scale, bound / scale, difference)
