@@ -60,6 +60,14 @@ class Difference:
     def verdict(self) -> Verdict:
         return self.judgement.verdict
 
+    @property
+    def max_error(self) -> float:
+        return self.judgement.max_error
+
+    @property
+    def ulp(self) -> float:
+        return self.judgement.ulp
+
 
 @dataclass(frozen=True, slots=True)
 class Cosimulated:

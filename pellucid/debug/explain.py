@@ -71,15 +71,15 @@ class Refusal:
 class Explanation:
     """What went wrong. cpp_line: number and text of the line to blame. error_line: where the compiler stopped."""
 
-    kernel: str
-    cpp_line: str
-    error_line: str
-    ir_op: str
-    fx_node: str
-    user_line: str
-    cause: str
-    hint: str
-    message: str
+    kernel: str = ""
+    cpp_line: str = ""
+    error_line: str = ""
+    ir_op: str = ""
+    fx_node: str = ""
+    user_line: str = ""
+    cause: str = ""
+    hint: str = ""
+    message: str = ""
 
 
 DEFINITION = re.compile(r"^\s*(?:const\s+)?(?:auto|[\w:<>, ]+?)\s+(?P<name>[a-z]+\d+)\s*=\s*(?P<value>.+?);\s*$")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -15,20 +15,26 @@ from pellucid.debug.run import open_run, split_run
 KINDS = ("fusion", "vectorisation", "fallback", GRAPH_BREAK, RECOMPILATION)
 
 
-@dataclass(frozen=True, slots=True)
-class Reasons:
-    """error: the compile error explained, if there was one; failure: how compilation ended otherwise than well, if
-    that was no kernel's fault. refusals: what was not done in the graphs that compiled.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasons(Explanation):
+    """The compile error explained, with empty fields where there was none.
+
+    failure: how compilation ended otherwise than well, if that was no kernel's fault. refusals: what was not done in
+    the graphs that compiled.
     """
 
     backend: str
-    error: Explanation | None
-    failure: Failure | None
-    refusals: tuple[Refusal, ...]
+    failure: Failure | None = None
+    refusals: tuple[Refusal, ...] = ()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the C++ compiler refused a kernel."""
+        return bool(self.kernel)
 
     @property
     def good(self) -> bool:
-        return self.error is None and self.failure is None
+        return not self.refused and self.failure is None
 
 
 def reasons(request: Request, seconds: float = SECONDS, memory: int = 0) -> Reasons:
@@ -38,7 +44,7 @@ def reasons(request: Request, seconds: float = SECONDS, memory: int = 0) -> Reas
     if not isinstance(found, Failure):
         return found
     pass_on(found)
-    return Reasons(request.backend, None, found, ())
+    return Reasons(backend=request.backend, cause=str(found), failure=found)
 
 
 def find_reasons(request: Request) -> Reasons:
@@ -52,10 +58,12 @@ def find_reasons(request: Request) -> Reasons:
                 refusals += subject.compile(graph).refusals()
         except Exception as error:
             refused = subject.refused(error)
+            found = {"backend": subject.name, "refusals": tuple(refusals)}
             if refused is not None:
-                return Reasons(subject.name, explain(refused), None, tuple(refusals))
-            return Reasons(subject.name, None, failure_of(error), tuple(refusals))
-    return Reasons(subject.name, None, None, tuple(refusals))
+                return Reasons(**asdict(explain(refused)), **found)
+            failure = failure_of(error)
+            return Reasons(cause=str(failure), failure=failure, **found)
+    return Reasons(backend=subject.name, refusals=tuple(refusals))
 
 
 def _captured_refusals(request: Request) -> list[Refusal]:

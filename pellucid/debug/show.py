@@ -192,8 +192,8 @@ def minified(found: Minified) -> RenderableType:
 def explained(found: Reasons) -> RenderableType:
     """A compile error from the compiler's message to the user's line; or what was not done, by kind."""
     lines: list[RenderableType] = []
-    if found.error is not None:
-        lines += _explanation(found.error)
+    if found.refused:
+        lines += _explanation(found)
     if found.failure is not None:
         lines.append(Text.assemble(("it does not compile: ", "bold red"), str(found.failure)))
     for kind in KINDS:
