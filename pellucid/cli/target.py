@@ -85,7 +85,7 @@ class Target:
         target, backend, options = self.words[0], self.backend, dict(self.options)
         if self.is_script:
             target = self._captured()
-        if os.path.isdir(target) or os.path.isdir(target.rpartition(":")[0]):
+        if any(os.path.isfile(os.path.join(folder, "run.json")) for folder in (target, target.rpartition(":")[0])):
             run = self._run(target)
             if backend in (None, run["backend"]):
                 backend, options = run["backend"], {**run["options"], **options}

@@ -63,6 +63,10 @@ def load_case(target: str) -> Case:
     """The program that `FILE.py:NAME` names. Raises UserError when there is none."""
     file, colon, name = target.rpartition(":")
     path = Path(file)
+    if Path(target).is_dir():
+        raise UserError(
+            f"{target} is no run: it has no run.json", hint="make one with `pellucid capture TARGET -o RUN`"
+        )
     if not colon or not name.isidentifier():
         raise UserError(f"{target!r} names no program", hint=_FORM)
     if not path.is_file():

@@ -98,11 +98,11 @@ def open_run(folder: Path, libraries: Iterable[str] = ()) -> Run:
 
 
 def split_run(target: str) -> tuple[Path, str] | None:
-    """The folder and the graph (empty: all) that `RUN` or `RUN:GRAPH` names; None for a target that is no folder."""
+    """The folder and the graph (empty: all) that `RUN` or `RUN:GRAPH` names; None for what is no run."""
     folder, _, name = target.rpartition(":")
-    if Path(target).is_dir():
+    if (Path(target) / "run.json").is_file():
         return Path(target), ""
-    return (Path(folder), name) if folder and Path(folder).is_dir() else None
+    return (Path(folder), name) if folder and (Path(folder) / "run.json").is_file() else None
 
 
 class RunWriter:

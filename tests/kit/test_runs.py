@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pellucid.debug import Program
 from pellucid.debug.bisect import NOTHING, bisect
 from pellucid.debug.capture import capture, replay
 from pellucid.debug.check import Request, captured, check_isolated
@@ -23,6 +24,7 @@ from pellucid.debug.run import FILES, open_run, write_json
 from pellucid.debug.script import capture_script
 from pellucid.debug.tensors import TensorStore
 from pellucid.errors import UserError
+from tests.kit.planted import mixed
 
 HERE = Path(__file__).parent
 MIXED = f"{HERE}/planted.py:mixed"
@@ -160,6 +162,15 @@ print([output.verdict.value for output in judge_graph(graph, subject)])
     healthy = replay(Request(str(tmp_path / "run")))
     assert healthy.good and healthy.graphs[0].before == "wrong"
     assert any(output.name.startswith("compiled") for output in healthy.graphs[0].moved)
+
+
+def test_a_program_in_python(tmp_path):
+    program = Program(*mixed())
+    assert program.check().good and program.cosim().good and program.match().good
+    assert program.capture(tmp_path / "run").good and program.explain().good
+    assert program.bisect(tell=lambda line: None).component == NOTHING
+    assert len(program.testgen(tmp_path / "tests").files) == 2
+    assert program.minify(tmp_path / "smallest").good
 
 
 # ------------------------------------------------------------------------------------------------ strangers
