@@ -9,7 +9,7 @@ from pellucid.debug.check import Request
 from tests.kit.planted import FAULTS, mixed
 from tests.kit.score import MEMORY, names_it, request_of, seconds_of
 
-QUICK = {"pellucid_decomposition", "inductor_neg_wrong"}
+QUICK = {"pellucid_decomposition"}
 FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 
 

@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from pellucid.debug import Verdict, check
+from pellucid.debug.case import load_case
 from pellucid.debug.check import Request, check_isolated
 from pellucid.errors import UserError
 from tests.kit.planted import FAULTS
 from tests.kit.score import MEMORY, names_it, request_of, seconds_of
 
 HERE = Path(__file__).parent
-BACKENDS = ["pellucid", "inductor", "aot_eager"]
-QUICK = {"pellucid_neg_crashes", "inductor_neg_crashes", "pellucid_stale_weight"}
+SLOWER = pytest.param("inductor", marks=pytest.mark.slow)
+BACKENDS = ["pellucid", SLOWER, "aot_eager"]
+QUICK = {"pellucid_neg_crashes", "pellucid_stale_weight"}
 FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 
 
@@ -47,7 +49,7 @@ def test_a_reordered_sum_in_bf16_is_rounding(backend):
     assert check(function, (torch.rand(33, 1000, dtype=torch.bfloat16),), backend=backend).good
 
 
-@pytest.mark.parametrize("backend", ["pellucid", "inductor"])
+@pytest.mark.parametrize("backend", ["pellucid", SLOWER])
 def test_gradients_and_variations_of_the_inputs(backend):
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32))
     found = check(model, (torch.randn(8, 16),), backend=backend, backward=True, fuzz=3)
@@ -78,13 +80,19 @@ def test_the_command_prints_a_verdict_and_json():
     [
         ("nothing.py:make", "there is no file nothing.py"),
         ("planted.py", "names no program"),
+        (str(HERE), "is no run"),
         (f"{HERE}/planted.py:nothing", "has no function nothing"),
         (f"{HERE}/__init__.py:__name__", "has no function __name__"),
     ],
 )
-def test_a_target_that_is_none_is_an_error_of_the_tool(target, message):
-    run = pellucid("check", target)
-    assert run.returncode == 2 and message in run.stderr and "Traceback" not in run.stderr
+def test_a_target_that_is_none(target, message):
+    with pytest.raises(UserError, match=message):
+        load_case(target)
+
+
+def test_a_target_that_is_none_is_an_error_of_the_tool():
+    run = pellucid("check", "nothing.py:make")
+    assert run.returncode == 2 and "there is no file" in run.stderr and "Traceback" not in run.stderr
 
 
 def test_a_program_that_fails_in_eager_mode_is_not_judged(tmp_path):

@@ -16,7 +16,7 @@ from pellucid.ir.origin import Origin, UserLine
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("backend", ["pellucid", "inductor"])
+@pytest.mark.parametrize("backend", ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_planted_compile_error_is_led_back_to_the_operator(backend):
     found = reasons(Request(f"{HERE}/planted.py:{backend}_neg_does_not_compile", backend))
     assert found is not None

@@ -64,7 +64,7 @@ def assigned() -> Any:
     return f, (torch.randn(4),)
 
 
-@pytest.mark.parametrize("backend", ["pellucid", "inductor"])
+@pytest.mark.parametrize("backend", ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [model, assigned])
 def test_nothing_is_blamed(make, backend):
     fn, args, *kwargs = make()

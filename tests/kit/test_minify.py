@@ -18,7 +18,7 @@ from tests.kit.planted import FAULTS, mixed, negated
 
 HERE = Path(__file__).parent
 PLANTED = f"{HERE}/planted.py"
-QUICK = {"pellucid_neg_crashes", "inductor_lowering_sigmoid"}
+QUICK = {"pellucid_neg_crashes"}
 SMALL = ("codegen", "vectorisation", "lowering")
 FAULTY = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)

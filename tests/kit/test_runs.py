@@ -100,6 +100,7 @@ def test_what_changed_between_two_runs(mixed_run, tmp_path):
     assert {"environment", "kernel", "decision", "plan"} <= kinds and not {"graph", "result", "number"} & kinds
 
 
+@pytest.mark.slow
 def test_another_backend_is_compared_with():
     found = cosim_isolated(Request(MIXED), other=Other("inductor"))
     assert found.good and found.differences and found.against == "inductor"
