@@ -105,7 +105,7 @@ class Target:
 
         folder = self.folder or new_run(Path(self.words[1]).stem)
         capture_script(self.words, folder, self.backend or "pellucid", dict(self.options), self.seconds)
-        err.print(f"captured into {folder}", markup=False)
+        err.print(f"captured into {folder}: each graph, with the inputs of its first call", markup=False)
         return str(folder)
 
     def _run(self, target: str) -> Mapping[str, Any]:

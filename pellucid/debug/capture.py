@@ -109,12 +109,14 @@ class Replayed:
 
     checked: compiled code beside eager, here. before: the verdict in the run; empty where it has none. moved: results
     that differ from those in the run by more than rounding, by what made them: `eager` or `compiled`.
+    recorded: whether the run has any.
     """
 
     graph: str
     checked: Checked
     before: str
     moved: tuple[Output, ...] = ()
+    recorded: bool = True
 
     @property
     def verdict(self) -> Verdict:
@@ -161,8 +163,9 @@ def replay(request: Request, seconds: float = SECONDS, memory: int = 0) -> Repla
             moved = worker.call("pellucid.debug.capture:moved_results", part, checked.failure is None, seconds=seconds)
             if isinstance(moved, Failure):
                 pass_on(moved)
-                moved = ()
-            replayed.append(Replayed(name, checked, results.get(name, {}).get("verdict", ""), tuple(moved)))
+                moved = None
+            before = results.get(name, {}).get("verdict", "")
+            replayed.append(Replayed(name, checked, before, tuple(moved or ()), moved is not None))
     return Replay(str(folder), request.backend, run.about["backend"], tuple(replayed))
 
 
@@ -204,13 +207,16 @@ def save_compiled(request: Request, intermediates: bool, runs: bool) -> None:
     _add_rows(run, "decisions.csv", DECISION_COLUMNS, refusals)
 
 
-def moved_results(request: Request, compiled: bool) -> list[Output]:
-    """What differs between the numbers in a run and those here: eager's, and if it runs those of compiled code."""
+def moved_results(request: Request, compiled: bool) -> list[Output] | None:
+    """What differs between the numbers in a run and those here: eager's, and if it runs those of compiled code.
+
+    None: the run has no numbers of the graph.
+    """
     (graph,), subject = captured(request)
     run = _run_of(request)
     saved = run.read("numbers.json").get(graph.name) if (run.folder / "numbers.json").exists() else None
     if saved is None:
-        return []
+        return None
     then = TensorStore(run.folder).load(saved)
     now = {"eager": _seeded(lambda inputs: interpret(graph.module, inputs), graph)}
     if compiled:

@@ -61,12 +61,17 @@ def copied(tree: Any) -> Any:
 
 def load_case(target: str) -> Case:
     """The program that `FILE.py:NAME` names. Raises UserError when there is none."""
+    make = load_case_file(target)
+    torch.manual_seed(0)  # so that another process finds the same numbers
+    return case_of(make(), target)
+
+
+def load_case_file(target: str) -> Callable[[], Any]:
+    """The function that `FILE.py:NAME` names, which makes a program. Raises UserError when there is none."""
     file, colon, name = target.rpartition(":")
     path = Path(file)
     if Path(target).is_dir():
-        raise UserError(
-            f"{target} is no run: it has no run.json", hint="make one with `pellucid capture TARGET -o RUN`"
-        )
+        raise UserError(f"{target} is no run: it has no run.json", hint="`pellucid capture TARGET -o RUN` makes one")
     if not colon or not name.isidentifier():
         raise UserError(f"{target!r} names no program", hint=_FORM)
     if not path.is_file():
@@ -74,8 +79,7 @@ def load_case(target: str) -> Case:
     make = getattr(_module(path), name, None)
     if not callable(make):
         raise UserError(f"{file} has no function {name}", hint=_FORM)
-    torch.manual_seed(0)  # so that another process finds the same numbers
-    return case_of(make(), target)
+    return make
 
 
 def case_of(made: Any, name: str) -> Case:

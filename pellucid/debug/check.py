@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pellucid.capture.graph import origin_of
-from pellucid.debug.case import Case, copied, load_case
+from pellucid.debug.case import Case, copied, load_case, load_case_file
 from pellucid.debug.child import SECONDS, Failure, Marker, Worker, failure_of, pass_on
 from pellucid.debug.graphs import Graph, widened
 from pellucid.debug.judge import DRAWS, Judgement, Output, Verdict, close, judge, kind_of, near, worst
@@ -189,6 +189,8 @@ def subject_for(request: Request) -> Subject:
     """The backend that a request names; its number of threads is set from here on."""
     if request.threads:
         torch.set_num_threads(request.threads)
+    if split_run(request.target) is None:
+        load_case_file(request.target)  # it may register the backend
     return subject_of(request.backend, request.options)
 
 
@@ -234,6 +236,8 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
     eager = _eager_outcome(case, backward)
     first = {name: tensor for name, tensor in eager.tensors.items() if not name.endswith(AGAIN)}
     _check_repeatable(first, _outcome(case.fresh(), backward, 1).tensors)
+    if not eager.tensors:
+        raise UserError("the program leaves nothing that can be compared", hint="let it return what it computes")
     exact, draws = _exactly(case, backward, first, 1), _draws(case, backward, 1)
     try:
         fresh = case.fresh()
@@ -329,9 +333,18 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def named_tensors(tree: Any, what: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a tree with names like `output 0` or `output logits`."""
     for path, leaf in pytree.tree_leaves_with_path(tree):
+        name = f"{what} {_path(path[1:] if what == 'input' else path) or '0'}"
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            own = path[1:] if what == "input" else path
-            yield f"{what} {_path(own) or '0'}", leaf
+            yield name, leaf
+        elif what == "output" and isinstance(leaf, float):
+            yield name, torch.tensor(leaf, dtype=torch.float64)
+        elif what == "output" and isinstance(leaf, int) and abs(leaf) < 2**63:
+            yield name, torch.tensor(leaf)
+        elif any(isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()):
+            raise UserError(
+                f"{name} is a {type(leaf).__name__}: the tensors in it cannot be seen",
+                hint="use tuples and dicts, or make it known by torch.export.register_dataclass",
+            )
 
 
 def _path(path: Sequence[Any]) -> str:

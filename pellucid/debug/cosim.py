@@ -65,7 +65,7 @@ class Difference:
         return self.judgement.max_error
 
     @property
-    def ulp(self) -> float:
+    def ulp(self) -> float | None:
         return self.judgement.ulp
 
 

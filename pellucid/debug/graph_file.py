@@ -21,9 +21,12 @@ from pellucid.debug.values import decode, encode
 from pellucid.errors import UserError
 
 # Operators of other libraries can do anything, so whoever reads a run names the libraries whose operators it may call.
-_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "_quantized", "quantized"})
+_NAMESPACES = frozenset({"aten", "prims"})
 _REFUSED = frozenset({"aten.from_file", "aten.save"})  # these touch files
-_HIGHER_ORDER = "higher_order"
+_HIGHER_ORDER = frozenset(
+    f"higher_order.{name}"
+    for name in ("cond", "while_loop", "scan", "associative_scan", "flex_attention", "flex_attention_backward")
+)
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     f"{module.__name__.lstrip('_')}.{name}": getattr(module, name)
@@ -93,7 +96,7 @@ def _named(node: torch.fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._schema.name.partition('::')[2]}.{target._overloadname}"
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return f"{_HIGHER_ORDER}.{target.name()}"
+        return f"higher_order.{target.name()}"
     if target in _NAMES:
         return _NAMES[target]
     raise UserError(
@@ -119,6 +122,8 @@ class _Reader:
             args, kwargs = (decode(saved[part], _no_tensor, known.__getitem__) for part in ("args", "kwargs"))
             if not isinstance(args, tuple) or not isinstance(kwargs, dict):
                 raise UserError(f"the run's node {name} has no arguments")
+            for key in kwargs:
+                _identifier(key)
             if saved["op"] == "output":
                 made = graph.output(args[0])
             else:
@@ -167,10 +172,8 @@ def _operator(name: str, libraries: frozenset[str]) -> Any:
         return _FUNCTIONS[name]
     namespace, _, rest = str(name).partition(".")
     op, _, overload = rest.rpartition(".")
-    if namespace == _HIGHER_ORDER:
-        found = getattr(torch.ops.higher_order, rest, None)
-        if isinstance(found, torch._ops.HigherOrderOperator):
-            return found
+    if name in _HIGHER_ORDER:
+        return getattr(torch.ops.higher_order, rest)
     if namespace not in _NAMESPACES | libraries or f"{namespace}.{op}" in _REFUSED:
         raise UserError(
             f"the run calls {name}, an operator that may do more than compute",

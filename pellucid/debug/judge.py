@@ -54,8 +54,9 @@ class Judgement:
     """About one tensor.
 
     why: what is wrong, in words; empty when nothing is. error, allowed: see the module. max_error: the largest
-    distance from eager's value. ulp: the same in units of the last place of eager's value, where that is finite.
-    where: the index of the worst element, and how many elements differ by more than is allowed.
+    distance from eager's value. ulp: the same in units of the last place of eager's value, where that is finite; None:
+    it was near enough not to be measured. where: the index of the worst element, and how many elements differ by more
+    than is allowed.
     """
 
     verdict: Verdict
@@ -63,7 +64,7 @@ class Judgement:
     error: float = 0.0
     allowed: float = 0.0
     max_error: float = 0.0
-    ulp: float = 0.0
+    ulp: float | None = 0.0
     where: tuple[int, ...] = ()
     bad_elements: int = 0
 
@@ -140,7 +141,7 @@ def close(actual: torch.Tensor, eager: torch.Tensor, roundings: float = CLOSE_RO
     bound = roundings * torch.finfo(eager.dtype).eps * scale
     if not difference <= bound:  # also for NaN
         return None
-    return Judgement(Verdict.ROUNDING, "", difference / scale, bound / scale, difference)
+    return Judgement(Verdict.ROUNDING, "", difference / scale, bound / scale, difference, None)
 
 
 def near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,8 @@ def capture_script(
         raise UserError(f"the script did not end within {seconds:g} s", hint="give it more with --timeout") from None
     if ended.returncode:
         raise UserError(
-            f"the script ended with {ended.returncode} while its graphs ran eagerly", hint="what it printed is above"
+            f"the script ended with {ended.returncode} while its graphs ran eagerly",
+            hint=f"what it printed is above; it ran under {shutil.which(python)}, which needs torch and pellucid",
         )
     if not open_run(folder).names:
         raise UserError("the script compiled nothing", hint="what it calls torch.compile on is what is looked into")

@@ -15,7 +15,7 @@ from pellucid.debug.check import ABOUT_AGAIN, AGAIN, Checked, Culprit
 from pellucid.debug.cosim import COMPLETE, Cosimulated
 from pellucid.debug.diff import Changes
 from pellucid.debug.explain import Explanation, Refusal
-from pellucid.debug.judge import Output, Verdict
+from pellucid.debug.judge import Judgement, Output, Verdict
 from pellucid.debug.match import Matches
 from pellucid.debug.minify import Minified
 from pellucid.debug.reasons import KINDS, Reasons
@@ -87,9 +87,7 @@ def cosimulated(found: Cosimulated) -> RenderableType:
         table.add_column(name, overflow="fold", justify="right" if name in ("error", "allowed", "ulp") else "left")
     wrong = [each for each in found.differences if not each.verdict.good]
     for each in wrong[:10]:
-        found_there = each.judgement
-        numbers = (f"{found_there.error:.2g}", f"{found_there.allowed:.2g}", f"{found_there.ulp:.3g}")
-        table.add_row(each.kernel, each.fx_node, each.user_line, *numbers)
+        table.add_row(each.kernel, each.fx_node, each.user_line, *_numbers(each.judgement))
     more = [Text(f"and {len(wrong) - 10} more that are wrong")] if len(wrong) > 10 else []
     head = Text.assemble((found.verdict.value, _style(found.verdict)), f" ({found.backend}): {seen}")
     lead = Text(f"first: {first.fx_node} of graph {first.graph}, made by {first.kernel}: {first.judgement.why}")
@@ -115,6 +113,7 @@ def replayed(found: Replay) -> RenderableType:
         table.add_column(name, overflow="fold")
     for graph in found.graphs:
         moved = "; ".join(f"{each.name}: {each.judgement.why}" for each in graph.moved[:3]) or "nothing"
+        moved = moved if graph.recorded else "the run has no numbers"
         table.add_row(graph.graph, Text(graph.verdict.value, _style(graph.verdict)), graph.before, Text(moved))
     bad = [line for graph in found.graphs if not graph.verdict.good for line in _checked(graph.checked)]
     return Group(table, *bad)
@@ -257,15 +256,21 @@ def _outputs(outputs: tuple[Output, ...]) -> RenderableType:
     bad = [output for output in outputs if not output.verdict.good]
     good = [output for output in outputs if output.verdict.good]
     for output in (*bad, *good[:10]):
-        found = output.judgement
-        numbers = (f"{found.error:.2g}", f"{found.allowed:.2g}", f"{found.ulp:.3g}")
         kind = f"{output.dtype}{list(output.shape)}"
-        table.add_row(output.name, kind, Text(output.verdict.value, _style(output.verdict)), *numbers)
+        verdict = Text(output.verdict.value, _style(output.verdict))
+        table.add_row(output.name, kind, verdict, *_numbers(output.judgement))
     if len(good) > 10:
         table.add_row(f"and {len(good) - 10} more that are good")
     reasons = [Text(f"{each.name}: {each.judgement.why}") for each in bad[:3]]
     again = [Text(f"{AGAIN.strip(' ()')}: {ABOUT_AGAIN}")] if any(AGAIN in each.name for each in outputs) else []
-    return Group(table, *reasons, *again)
+    return Group(table, *reasons, *again, _LEGEND)
+
+
+_LEGEND = Text("error: from float64, in units of the tensor's rms; ulp: from eager", style="dim")
+
+
+def _numbers(found: Judgement) -> tuple[str, str, str]:
+    return f"{found.error:.2g}", f"{found.allowed:.2g}", "-" if found.ulp is None else f"{found.ulp:.3g}"
 
 
 def _style(verdict: Verdict) -> str:

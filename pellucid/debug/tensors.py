@@ -8,13 +8,14 @@ the weights of a forward and a backward graph are, are stored once. Reading make
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
@@ -44,7 +45,7 @@ class TensorStore:
 
     def __post_init__(self) -> None:
         for path in sorted((self.folder / FOLDER).glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
+            with _opened(path) as file:
                 self._known.update(dict.fromkeys(file.keys(), path))
 
     def save(self, name: str, tree: Any) -> Any:
@@ -82,11 +83,20 @@ class TensorStore:
     def _bytes(self, digest: str) -> torch.Tensor:
         if digest not in self._known:
             raise UserError(f"{self.folder} lacks the tensor {digest[:12]}", hint="copy the whole folder")
-        with safe_open(self._known[digest], framework="pt") as file:
+        with _opened(self._known[digest]) as file:
             stretch = file.get_tensor(digest).clone()
         if stretch.dtype is not torch.uint8 or _digest(stretch) != digest:
             raise UserError(f"the tensor {digest[:12]} in {self._known[digest]} is damaged", hint="copy the run again")
         return stretch
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged: {error}", hint="copy the run again") from None
 
 
 def _digest(stretch: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -121,3 +122,35 @@ def leaves() -> Any:
 def test_a_target_that_ends_the_process_is_not_the_backends_fault():
     with pytest.raises(UserError, match="fails in eager mode"):
         check_isolated(Request(f"{__file__}:leaves"))
+
+
+@dataclass
+class Held:
+    x: torch.Tensor
+
+
+def test_tensors_that_cannot_be_seen_are_not_said_to_be_right():
+    with pytest.raises(UserError, match="output 0 is a Held: the tensors in it cannot be seen"):
+        check(lambda x: Held(x + 1), (torch.ones(3),))
+    with pytest.raises(UserError, match="nothing that can be compared"):
+        check(lambda x: None, (torch.ones(3),))
+    assert check(lambda x: (x.sum().item(), x.dim() > 1), (torch.ones(3),)).outputs[1].dtype == "bool"
+
+
+def test_a_backend_that_the_file_registers(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN_BACKEND)
+    assert check_isolated(Request(f"{file}:make", "own_wrong_backend")).verdict is Verdict.WRONG
+
+
+OWN_BACKEND = """
+import torch
+from torch._dynamo import register_backend
+
+@register_backend
+def own_wrong_backend(module, inputs):
+    return lambda *args: [each + 1 for each in module(*args)]
+
+def make():
+    return torch.sin, (torch.ones(3),)
+"""

@@ -74,6 +74,14 @@ def test_a_run_replays_as_it_was(mixed_run):
     assert {path.name for path in mixed_run.iterdir()} <= FILES.keys()
 
 
+def test_a_run_without_numbers_is_not_said_to_agree(mixed_run, tmp_path):
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(mixed_run), str(copy)], check=True)
+    (copy / "numbers.json").unlink()
+    (graph,) = replay(Request(str(copy))).graphs
+    assert not graph.recorded and not graph.moved
+
+
 def test_a_run_has_the_graphs_of_the_program(mixed_run):
     (ours,), _ = captured(Request(str(mixed_run)))
     (theirs,), _ = captured(Request(MIXED))
@@ -201,6 +209,9 @@ def call(saved):
         (lambda s: call(s).update(target="debugprims.load_tensor.default"), "may do more than compute"),
         (lambda s: call(s).update(target="aten.no_such_operator.default"), "this PyTorch does not have"),
         (lambda s: call(s).update(target="higher_order.__class__"), "may do more than compute"),
+        (lambda s: call(s).update(target="inductor._reinterpret_tensor.default"), "may do more than compute"),
+        (lambda s: call(s).update(target="higher_order.print"), "may do more than compute"),
+        (lambda s: call(s).update(kwargs={"dict": [["a=print(1), b", 1]]}), "impossible name"),
         (lambda s: call(s).update(op="call_method"), "unknown kind"),
         (lambda s: call(s).update(name="x):\n    import os\n    def g("), "impossible name"),
         (lambda s: call(s).update(args={"object": "os"}), "a value that nobody knows"),
@@ -237,6 +248,10 @@ def test_damaged_runs(mixed_run, tmp_path):
         open_run(copy).graphs()
     with pytest.raises(UserError, match="has no graph other"):
         open_run(mixed_run).graph("other")
+    path.write_bytes(bytes(data[:200]))
+    with pytest.raises(UserError, match="is damaged"):
+        open_run(copy).graphs()
+    (copy / "numbers.json").unlink()
     (copy / "run.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
         open_run(copy)
