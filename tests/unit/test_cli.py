@@ -101,7 +101,8 @@ def test_a_tool_that_breaks_exits_with_2_not_1(monkeypatch):
 def test_version_and_help():
     assert run("--version").stdout.startswith("pellucid, version ")
     assert isinstance(main, click.Group)
-    assert set(main.commands) == {"bench", "bisect", "check", "cosim", "demo", "explain", "match", "minify"}
+    assert set(main.commands) == {"bench", "bisect", "capture", "check", "cosim", "demo", "diff", "explain", "match",
+                                  "minify", "replay", "testgen"}  # fmt: skip
     for args in (["--help"], ["bench", "-h"], ["demo", "-h"]):
         assert run(*args).exit_code == Exit.GOOD
 
