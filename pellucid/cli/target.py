@@ -86,9 +86,11 @@ class Target:
         if self.is_script:
             target = self._captured()
         if any(os.path.isfile(os.path.join(folder, "run.json")) for folder in (target, target.rpartition(":")[0])):
-            run = self._run(target)
-            if backend in (None, run["backend"]):
-                backend, options = run["backend"], {**run["options"], **options}
+            from pellucid.debug.run import run_of
+
+            run = run_of(target, self.libraries)
+            if run is not None and backend in (None, run.about["backend"]):
+                backend, options = run.about["backend"], {**run.about["options"], **options}
         return {
             "target": target,
             "backend": backend or "pellucid",
@@ -107,13 +109,6 @@ class Target:
         capture_script(self.words, folder, self.backend or "pellucid", dict(self.options), self.seconds)
         err.print(f"captured into {folder}: each graph, with the inputs of its first call", markup=False)
         return str(folder)
-
-    def _run(self, target: str) -> Mapping[str, Any]:
-        from pellucid.debug.run import open_run, split_run
-
-        folder = split_run(target)
-        assert folder is not None
-        return open_run(folder[0], self.libraries).about
 
     def run_of(self, target: str) -> Path:
         """The run to write to: that of -o, the one that a script was captured into, or a new one."""

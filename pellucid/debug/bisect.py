@@ -58,8 +58,7 @@ def bisect(
 
         def run(number: int | None, name: str) -> Checked:
             function = "pellucid.debug.bisect:check_rung"
-            find = "pellucid.debug.culprit:find_step"
-            found = isolated(worker, function, request, number, seconds=seconds, backend=request.backend, find=find)
+            found = isolated(worker, function, request, number, seconds=seconds, backend=request.backend)
             tried.append(Tried(name, found.verdict))
             tell(f"{name}: {found.verdict}")
             return found

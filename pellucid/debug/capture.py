@@ -22,9 +22,9 @@ from pellucid.debug.child import SECONDS, Failure, Worker, pass_on
 from pellucid.debug.frontend import listening
 from pellucid.debug.graphs import Graph, interpret
 from pellucid.debug.judge import Output, Verdict, judge, kind_of, near, worst
-from pellucid.debug.run import Run, RunWriter, open_run, split_run, write_json, write_table
+from pellucid.debug.run import Run, RunWriter, open_run, run_of, split_run, write_json, write_table
 from pellucid.debug.subject import Compiled, Probe, Step
-from pellucid.debug.tensors import FOLDER, TensorStore
+from pellucid.debug.tensors import FOLDER
 from pellucid.errors import UserError
 
 KERNEL_COLUMNS = ("graph", "kernel", "symbol", "op", "fx_nodes", "user_lines", "ir_ops", "seconds")
@@ -75,10 +75,9 @@ def capture(
     """
     with Worker(memory) as worker:
         if request.target != str(folder):  # a script was captured into it
-            found = worker.call("pellucid.debug.capture:save_graphs", request, str(folder), seconds=seconds)
-            if isinstance(found, Failure):
-                pass_on(found)
-                raise UserError(f"{request.target} cannot be captured: {found}", hint="see `pellucid check`")
+            refused, hint = f"{request.target} cannot be captured", "see `pellucid check`"
+            function = "pellucid.debug.capture:save_graphs"
+            worker.ask(function, request, str(folder), seconds=seconds, refused=refused, hint=hint)
         return _complete(worker, request, open_run(folder, request.libraries), intermediates, seconds)
 
 
@@ -188,7 +187,8 @@ def save_graphs(request: Request, folder: str) -> int:
 def save_compiled(request: Request, intermediates: bool, runs: bool) -> None:
     """Write what a backend makes of one graph of a run: its plan, kernels, decisions, and (if it runs) numbers."""
     (graph,), subject = captured(request)
-    run = _run_of(request)
+    run = run_of(request.target, request.libraries)
+    assert run is not None
     compiled = subject.compile(graph)
     _save_text(run, graph, compiled)
     times: Mapping[str, float] = {}
@@ -196,10 +196,7 @@ def save_compiled(request: Request, intermediates: bool, runs: bool) -> None:
         watch = _Watch(intermediates)
         results = _seeded(lambda inputs: compiled.run(inputs, watch), graph)
         eager = _seeded(lambda inputs: interpret(graph.module, inputs), graph)
-        numbers = {"eager": eager, "compiled": results, "intermediates": watch.values}
-        every = run.read("numbers.json") if (run.folder / "numbers.json").exists() else {}
-        every[graph.name] = TensorStore(run.folder).save(f"{graph.name}-results", numbers)
-        write_json(run.folder / "numbers.json", every)
+        run.add_numbers(graph.name, {"eager": eager, "compiled": results, "intermediates": watch.values})
         times = _times(compiled, graph)
     _add_rows(run, "kernels.csv", KERNEL_COLUMNS, [_kernel_row(graph, step, times) for step in compiled.steps])
     refusals = [(graph.name, each.kind, " ".join(each.subject), each.cause, " ".join(each.fx_nodes), each.user_line)
@@ -213,11 +210,10 @@ def moved_results(request: Request, compiled: bool) -> list[Output] | None:
     None: the run has no numbers of the graph.
     """
     (graph,), subject = captured(request)
-    run = _run_of(request)
-    saved = run.read("numbers.json").get(graph.name) if (run.folder / "numbers.json").exists() else None
-    if saved is None:
+    run = run_of(request.target, request.libraries)
+    then = run.numbers(graph.name) if run is not None else None
+    if then is None:
         return None
-    then = TensorStore(run.folder).load(saved)
     now = {"eager": _seeded(lambda inputs: interpret(graph.module, inputs), graph)}
     if compiled:
         now["compiled"] = _seeded(subject.compile(graph).run, graph)
@@ -228,12 +224,6 @@ def moved_results(request: Request, compiled: bool) -> list[Output] | None:
                 truth = b.double() if b.is_floating_point() else b
                 found.append(Output(f"{how}: output {number}", *kind_of(a), judge(a, b, truth)))
     return found
-
-
-def _run_of(request: Request) -> Run:
-    found = split_run(request.target)
-    assert found is not None
-    return open_run(found[0], request.libraries)
 
 
 def _seeded(run: Callable[[list[Any]], Sequence[Any]], graph: Graph) -> list[Any]:

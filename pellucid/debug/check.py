@@ -129,24 +129,19 @@ def check_isolated(request: Request, seconds: float = SECONDS, memory: int = 0) 
         return isolated(worker, function, request, seconds=seconds, backend=request.backend)
 
 
-FIND_STEP = "pellucid.debug.check:find_step"
-
-
 def isolated(
-    worker: Worker, function: str, request: Request, *more: Any, seconds: float, backend: str, find: str = FIND_STEP
+    worker: Worker, function: str, request: Request, *rung: int | None, seconds: float, backend: str
 ) -> Checked:
-    """What `function` says of a request, a `Checked`; or what its end means, where it ends otherwise.
-
-    find: the function that knows the step of a name, for the same arguments.
-    """
-    found = worker.call(function, request, *more, seconds=seconds)
+    """What `function` says of a request, and of a rung of its backend's ladder: a `Checked`; or what its end means."""
+    found = worker.call(function, request, *rung, seconds=seconds)
     if not isinstance(found, Failure):
         return found
     pass_on(found)
     if found.kind == "error" or found.step == EAGER:
         context: dict[str, object] = {"in your code": "\n" + found.trace} if found.trace else {}
         raise UserError(f"{request.target} fails in eager mode: {found}", hint="correct that first", context=context)
-    step = worker.call(find, request, found.step, *more, seconds=seconds) if found.step else None
+    find = "pellucid.debug.culprit:find_step"
+    step = worker.call(find, request, found.step, *rung, seconds=seconds) if found.step else None
     return Checked(backend, Verdict(found.kind), (), found, step=step if isinstance(step, Culprit) else None)
 
 
@@ -169,12 +164,6 @@ def check_target(request: Request, subject: Subject) -> Checked:
         except Exception as error:
             return Checked(subject.name, Verdict.ERROR, tuple(outputs), failure_of(error))
     return Checked(subject.name, worst([output.verdict for output in outputs]), tuple(outputs))
-
-
-def find_step(request: Request, name: str) -> Culprit | None:
-    """The step of this name in the compiled graphs of a program, which are not run."""
-    graphs, subject = captured(request)
-    return next((step for graph in graphs if (step := step_of(subject, graph, name)) is not None), None)
 
 
 def step_of(subject: Subject, graph: Graph, name: str) -> Culprit | None:
@@ -284,12 +273,10 @@ def _outcome(case: Case, backward: bool, calls: int, call: Callable[..., Any] | 
     """Run a program, and then on the same tensors with other values: compiled code must not have kept the old ones."""
     first = _called(case, backward, call)
     kept = _Outcome(copied(first.tensors), first.strides, first.shared)  # results may be views of what is changed
-    floats = [leaf for leaf in pytree.tree_leaves((case.args, dict(case.kwargs))) if isinstance(leaf, torch.Tensor)]
-    if isinstance(case.fn, torch.nn.Module):
-        floats += [*case.fn.parameters(), *case.fn.buffers()]
-    if calls < 2 or not change_in_place(floats):
+    tensors = _tensors_of(case)
+    if calls < 2 or not change_in_place(tensors):
         return kept
-    for tensor in floats:
+    for tensor in tensors:
         tensor.grad = None
     again = _called(case, backward, call)
     return _Outcome(
@@ -397,12 +384,15 @@ def _keep_leaves(narrow: Any, wide: Any) -> None:
 def _nudged(case: Case, seed: int) -> Case:
     """The program with every float of its inputs and parameters moved to a neighbour, or left, at random."""
     fresh = case.fresh()
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [leaf for leaf in pytree.tree_leaves((fresh.args, dict(fresh.kwargs))) if isinstance(leaf, torch.Tensor)]
-    if isinstance(fresh.fn, torch.nn.Module):
-        tensors += [*fresh.fn.parameters(), *fresh.fn.buffers()]
-    nudge_in_place(tensors, generator)
+    nudge_in_place(_tensors_of(fresh), torch.Generator().manual_seed(seed))
     return fresh
+
+
+def _tensors_of(case: Case) -> list[torch.Tensor]:
+    """What the results of a program depend on: its inputs, parameters and buffers."""
+    inputs = pytree.tree_leaves((case.args, dict(case.kwargs)))
+    own = [*case.fn.parameters(), *case.fn.buffers()] if isinstance(case.fn, torch.nn.Module) else []
+    return [*(leaf for leaf in inputs if isinstance(leaf, torch.Tensor)), *own]
 
 
 def _compare(

@@ -6,7 +6,6 @@ modules that it has imported. When one of them kills it, the next call starts a 
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import io
 import mmap
@@ -30,6 +29,7 @@ import psutil
 import torch
 
 import pellucid
+from pellucid.apart import die_with_parent
 from pellucid.debug.subject import Probe, Step
 from pellucid.errors import InternalError, PellucidError, UserError
 
@@ -37,7 +37,6 @@ SECONDS = 300.0
 _POLL_S = 0.02
 NOTE_BYTES = 4096
 NOTE = "NOTE_OF_PELLUCID_DEBUG"  # a name that does not begin like those of the compiler's options
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 NOT_THE_USERS = (str(Path(pellucid.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
 
@@ -101,6 +100,14 @@ class Worker:
         except (BrokenPipeError, OSError):
             return self._ended()
         return self._wait(time.monotonic() + seconds, seconds)
+
+    def ask(self, function: str, *args: Any, seconds: float, refused: str, hint: str) -> Any:
+        """The same for what should not fail. Raises UserError if it does: its own, else `refused` with how it ended."""
+        found = self.call(function, *args, seconds=seconds)
+        if not isinstance(found, Failure):
+            return found
+        pass_on(found)
+        raise UserError(f"{refused}: {found}", hint=hint)
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -210,7 +217,7 @@ class Marker(Probe):
 
 def serve(read: int, write: int) -> None:
     """Answer calls until the pipe closes."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # an endless loop would outlive a parent that is killed
+    die_with_parent()  # an endless loop would outlive a parent that is killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     calls, answers = Connection(read, writable=False), Connection(write, readable=False)
     while True:

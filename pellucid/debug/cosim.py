@@ -23,14 +23,13 @@ from torch.utils import _pytree as pytree
 from pellucid.capture.graph import attribute_of, origin_of
 from pellucid.debug.case import Case, copied
 from pellucid.debug.check import Request, graphs_for, subject_for
-from pellucid.debug.child import SECONDS, Failure, Marker, Worker, pass_on
+from pellucid.debug.child import SECONDS, Marker, Worker
 from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, widened, wider
 from pellucid.debug.judge import CLOSE_ROUNDINGS, DRAWS, Judgement, Verdict, close, judge, worst
 from pellucid.debug.passes import first_changed
-from pellucid.debug.run import Run, open_run, split_run, write_table
+from pellucid.debug.run import Run, run_of, write_table
 from pellucid.debug.subject import Compiled, Probe, Step, Subject
 from pellucid.debug.subjects import subject_of
-from pellucid.debug.tensors import TensorStore
 from pellucid.debug.vary import change_in_place, nudge_in_place, overlapping
 from pellucid.errors import UserError
 
@@ -164,10 +163,9 @@ def other_run(run: Run) -> Against:
     """The numbers that compiled code left in a run, on its machine and by its version."""
 
     def values(graph: Graph, mode: str) -> Mapping[str, torch.Tensor]:
-        saved = run.read("numbers.json").get(graph.name)
-        if saved is None:
+        numbers = run.numbers(graph.name)
+        if numbers is None:
             raise UserError(f"{run.folder} has no numbers of graph {graph.name}", hint="capture the same program")
-        numbers = TensorStore(run.folder).load(saved)
         results = {f"output {n}": value for n, value in enumerate(numbers["compiled"])}
         return {**numbers["intermediates"], **results}
 
@@ -182,10 +180,8 @@ class Other:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self, request: Request) -> Against:
-        found = split_run(self.name)
-        if found is not None:
-            return other_run(open_run(found[0], request.libraries))
-        return other_subject(subject_of(self.name, self.options))
+        run = run_of(self.name, request.libraries)
+        return other_run(run) if run is not None else other_subject(subject_of(self.name, self.options))
 
 
 def cosim_isolated(
@@ -195,12 +191,10 @@ def cosim_isolated(
 
     Raises UserError for a target that does not exist, fails in eager mode, or does not return when it is compiled.
     """
+    refused, hint = f"{request.target} cannot be cosimulated", "look at it with `pellucid check` first"
     with Worker(memory) as worker:
-        found = worker.call("pellucid.debug.cosim:cosim_request", request, mode, other, seconds=seconds)
-    if not isinstance(found, Failure):
-        return found
-    pass_on(found)
-    raise UserError(f"{request.target} cannot be cosimulated: {found}", hint="look at it with `pellucid check` first")
+        function = "pellucid.debug.cosim:cosim_request"
+        return worker.ask(function, request, mode, other, seconds=seconds, refused=refused, hint=hint)
 
 
 def cosim_request(request: Request, mode: str, other: Other | None = None) -> Cosimulated:

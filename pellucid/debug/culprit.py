@@ -31,8 +31,8 @@ from pellucid.ir.origin import merge
 _THREADS = torch.get_num_threads()
 
 
-def find_step(request: Request, name: str, number: int | None) -> Culprit | None:
-    """The step of this name on a rung, whose graphs are not run."""
+def find_step(request: Request, name: str, number: int | None = None) -> Culprit | None:
+    """The step of this name on a rung (None: the backend as it is), whose graphs are not run."""
     subject = stand_on(subject_for(request), number, request)
     graphs = graphs_for(request, subject)
     return next((step for graph in graphs if (step := step_of(subject, graph, name)) is not None), None)

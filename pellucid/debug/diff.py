@@ -15,7 +15,6 @@ import torch
 
 from pellucid.debug.judge import judge
 from pellucid.debug.run import Run
-from pellucid.debug.tensors import TensorStore
 
 KINDS = ("environment", "graph", "result", "kernel", "decision", "plan", "number", "time")
 _TIME_RATIO, _TIME_S = 1.25, 20e-6
@@ -112,20 +111,14 @@ def _plans(before: Run, after: Run) -> Iterator[Change]:
 def _numbers(before: Run, after: Run) -> Iterator[Change]:
     """Results, eager's and compiled, that differ by more than rounding: eager's of the first run are the reference."""
     for name in before.names:
-        a, b = (_saved_numbers(run, name) for run in (before, after))
-        if not a or not b:
+        a, b = before.numbers(name), after.numbers(name)
+        if a is None or b is None:
             continue
         for what, then, now in _pairs(a, b):
             if then.shape != now.shape or then.dtype != now.dtype:
                 yield Change("number", f"{name}: {what}", _kind(then), _kind(now))
             elif (found := judge(now, then, then.double() if then.is_floating_point() else then)).why:
                 yield Change("number", f"{name}: {what}", "", found.why.replace("eager", "before"))
-
-
-def _saved_numbers(run: Run, name: str) -> Mapping[str, Any]:
-    """What `capture` saved of a graph; nothing where it did not run."""
-    saved = run.read("numbers.json").get(name) if (run.folder / "numbers.json").exists() else None
-    return TensorStore(run.folder).load(saved) if saved else {}
 
 
 def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:

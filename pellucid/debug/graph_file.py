@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx.node import map_aggregate
 
 from pellucid.capture.graph import origin_of
 from pellucid.debug.values import decode, encode
@@ -70,13 +69,12 @@ def _node(module: torch.fx.GraphModule, node: torch.fx.Node, tensors: dict[str, 
     def no_tensor(value: torch.Tensor) -> Any:
         raise UserError(f"{node.name} has a tensor among its arguments", hint="make it an input of the program")
 
-    args, kwargs = map_aggregate((node.args, dict(node.kwargs)), lambda item: item)  # FX's own containers as plain ones
     made: dict[str, Any] = {
         "name": node.name,
         "op": node.op,
         "target": node.target if isinstance(node.target, str) else _named(node),
-        "args": encode(tuple(args), no_tensor, lambda other: other.name),
-        "kwargs": encode(dict(kwargs), no_tensor, lambda other: other.name),
+        "args": encode(node.args, no_tensor, lambda other: other.name),
+        "kwargs": encode(node.kwargs, no_tensor, lambda other: other.name),
     }
     if node.op == "get_attr":
         value: Any = operator.attrgetter(str(node.target))(module)

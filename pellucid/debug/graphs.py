@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -151,26 +151,35 @@ def rebound(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.Gra
 
 
 def cut(
-    module: torch.fx.GraphModule, names: Collection[str], values: Mapping[str, Any]
+    module: torch.fx.GraphModule,
+    names: Collection[str],
+    values: Mapping[str, Any],
+    first: Iterable[torch.fx.Node] = (),
 ) -> tuple[torch.fx.GraphModule, list[Any]]:
     """Some calls of a graph as a graph of its own, and its inputs: what they need from outside, by name in `values`.
 
-    It returns those of the results that are tensors and that nobody, or somebody else, needs. Raises KeyError when a
-    value is missing.
+    first: nodes of the graph that are inputs whether they are needed or not, before the others. It returns those of the
+    results that are tensors and that nobody, or somebody else, needs. Raises KeyError when a value is missing.
     """
     made = torch.fx.Graph()
     known: dict[torch.fx.Node, torch.fx.Node] = {}
     inputs: list[Any] = []
     nodes = [node for node in calls_of(module) if node.name in names]
+    for each in dict.fromkeys((*first, *needed_by(nodes))):
+        inputs.append(attribute_of(module, each) if each.op == "get_attr" else values[each.name])
+        known[each] = made.placeholder(each.name)
+        known[each].meta = dict(each.meta)
     for node in nodes:
-        for each in node.all_input_nodes:
-            if each not in known and each.name not in names:
-                inputs.append(attribute_of(module, each) if each.op == "get_attr" else values[each.name])
-                known[each] = made.placeholder(each.name)
         known[node] = made.node_copy(node, known.__getitem__)
     returned = [node for node in nodes if not node.users or any(user.name not in names for user in node.users)]
     made.output(tuple(known[node] for node in returned if isinstance(values[node.name], torch.Tensor)))
     return torch.fx.GraphModule(torch.nn.Module(), made), inputs
+
+
+def needed_by(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+    """What calls need from outside, in the order in which they need it."""
+    inside = set(nodes)
+    return list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside))
 
 
 def calls_of(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:

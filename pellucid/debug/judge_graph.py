@@ -64,11 +64,21 @@ def _writes(call: torch.fx.Node, operand: torch.fx.Node) -> bool:
 
 
 def outcome_in_float64(graph: Graph) -> dict[str, torch.Tensor] | None:
-    """The outcome in float64; None where an operator has none, or where it would draw other random numbers."""
+    """The outcome in float64; None as for `run_in_float64`."""
+    wide = run_in_float64(graph)
+    return None if wide is None else _named(graph, *wide)
+
+
+def run_in_float64(graph: Graph) -> tuple[Sequence[Any], Sequence[Any]] | None:
+    """What a graph returns in float64, and its inputs after that.
+
+    None where an operator has no float64, or where it would draw other random numbers.
+    """
     if any(is_random(node) for node in calls_of(graph.module)):
         return None
+    inputs = widened(list(graph.inputs))
     try:
-        return _outcome(graph, in_float64(graph.module), widened(list(graph.inputs)))
+        return interpret(in_float64(graph.module), inputs), inputs
     except Exception:
         return None
 

@@ -9,10 +9,9 @@ import torch
 from pellucid.capture.graph import origin_of
 from pellucid.codegen.linemap import annotate_source
 from pellucid.debug.check import Request, captured
-from pellucid.debug.child import SECONDS, Failure, Worker, pass_on
+from pellucid.debug.child import SECONDS, Worker
 from pellucid.debug.graphs import Graph
 from pellucid.debug.subject import Step, Subject
-from pellucid.errors import UserError
 from pellucid.ir.origin import merge
 
 
@@ -52,12 +51,9 @@ class Matches:
 
 def match(request: Request, seconds: float = SECONDS, memory: int = 0) -> Matches:
     """Compile a program, in a process of its own, and match its kernels with its graphs."""
+    refused, hint = f"{request.target} does not compile", "see `pellucid explain`"
     with Worker(memory) as worker:
-        found = worker.call("pellucid.debug.match:match_request", request, seconds=seconds)
-    if not isinstance(found, Failure):
-        return found
-    pass_on(found)
-    raise UserError(f"{request.target} does not compile: {found}", hint="see `pellucid explain`")
+        return worker.ask("pellucid.debug.match:match_request", request, seconds=seconds, refused=refused, hint=hint)
 
 
 def match_request(request: Request) -> Matches:

@@ -10,7 +10,7 @@ from pellucid.debug.check import Request, captured
 from pellucid.debug.child import SECONDS, Failure, Worker, failure_of, pass_on
 from pellucid.debug.explain import Explanation, Refusal, explain
 from pellucid.debug.frontend import GRAPH_BREAK, RECOMPILATION, listening
-from pellucid.debug.run import open_run, split_run
+from pellucid.debug.run import run_of
 
 KINDS = ("fusion", "vectorisation", "fallback", GRAPH_BREAK, RECOMPILATION)
 
@@ -68,6 +68,6 @@ def find_reasons(request: Request) -> Reasons:
 
 def _captured_refusals(request: Request) -> list[Refusal]:
     """What the front end did while a run was captured."""
-    found = split_run(request.target)
-    saved = open_run(found[0], request.libraries).about.get("refusals", []) if found is not None else []
+    run = run_of(request.target, request.libraries)
+    saved = run.about.get("refusals", []) if run is not None else []
     return [Refusal(each["kind"], tuple(each["subject"]), each["cause"], (), each["user_line"]) for each in saved]

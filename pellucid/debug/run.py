@@ -36,6 +36,7 @@ FILES: Mapping[str, str] = {
     "repro.py": "the smallest program that fails, from minify: running it executes its code",
 }
 
+_NUMBERS = "numbers.json"
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -75,6 +76,17 @@ class Run:
         except ValueError as error:
             raise UserError(f"{path} is damaged: {error}", hint="copy the run again") from None
 
+    def numbers(self, name: str) -> Mapping[str, Any] | None:
+        """What a graph returned: `eager`, `compiled`, and `intermediates` by FX node; None where that was not saved."""
+        saved = self.read(_NUMBERS).get(name) if (self.folder / _NUMBERS).is_file() else None
+        return None if saved is None else TensorStore(self.folder).load(saved)
+
+    def add_numbers(self, name: str, numbers: Mapping[str, Any]) -> None:
+        """Save what a graph returned."""
+        every = self.read(_NUMBERS) if (self.folder / _NUMBERS).is_file() else {}
+        every[name] = TensorStore(self.folder).save(f"{name}-results", dict(numbers))
+        write_json(self.folder / _NUMBERS, every)
+
     def table(self, file: str) -> list[dict[str, str]]:
         """The rows of a CSV file of the run; none when it has no such file."""
         path = self.folder / file
@@ -95,6 +107,12 @@ def open_run(folder: Path, libraries: Iterable[str] = ()) -> Run:
     if not all(isinstance(name, str) and _NAME.fullmatch(name) for name in about["graphs"]):
         raise UserError(f"{folder}/run.json names an impossible graph")
     return Run(folder, about, frozenset(libraries))
+
+
+def run_of(target: str, libraries: Iterable[str] = ()) -> Run | None:
+    """The run that a target names, be it with a graph; None for a target that is none."""
+    found = split_run(target)
+    return None if found is None else open_run(found[0], libraries)
 
 
 def split_run(target: str) -> tuple[Path, str] | None:

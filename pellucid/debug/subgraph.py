@@ -11,12 +11,12 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate
 
-from pellucid.capture.graph import attribute_of
 from pellucid.debug.case import copied
 from pellucid.debug.check import Request, captured
 from pellucid.debug.cosim import close
-from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, rebound, widened
+from pellucid.debug.graphs import Graph, calls_of, cut, interpret, needed_by, rebound
 from pellucid.debug.judge import DRAWS, Judgement, judge
+from pellucid.debug.judge_graph import run_in_float64
 
 _FLOATS = (torch.float64, torch.bfloat16, torch.float16)
 
@@ -164,42 +164,27 @@ class Workshop:
     def _cut(self, part: Subgraph) -> tuple[torch.fx.GraphModule, dict[int, Any]]:
         """The module, and its inputs by their numbers."""
         whole, chosen = self.graphs[part.graph], set(part.names)
-        values = self.values(part.graph)
         nodes = [node for node in calls_of(whole.module) if node.name in chosen]
-        made = torch.fx.Graph()
-        known: dict[torch.fx.Node, torch.fx.Node] = {}
-        given: list[Any] = []
-        for each in dict.fromkeys((*self._symbols(part, nodes), *_needed(nodes))):
-            value = attribute_of(whole.module, each) if each.op == "get_attr" else values[each.name]
+        module, given = cut(whole.module, chosen, self.values(part.graph), self._symbols(part, nodes))
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), given, strict=True):
             if not isinstance(value, torch.Tensor | int | float | bool):
-                raise NotAGraph(f"{each.name} is no tensor")
-            known[each] = made.placeholder(each.name)
-            known[each].meta = dict(each.meta)
-            given.append(value)
-        for node in nodes:
-            known[node] = made.node_copy(node, known.__getitem__)
-        returned = [node for node in nodes if not node.users or any(user.name not in chosen for user in node.users)]
-        made.output(tuple(known[node] for node in returned if isinstance(values[node.name], torch.Tensor)))
-        inputs = _changed(made, list(copied(given)), part.changes)
-        return torch.fx.GraphModule(torch.nn.Module(), made), inputs
+                raise NotAGraph(f"{node.name} is no tensor")
+        inputs = _changed(module.graph, list(copied(given)), part.changes)
+        if part.changes:
+            module.recompile()
+        return module, inputs
 
     def _symbols(self, part: Subgraph, nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
         """The inputs of the whole graph that are sizes on which the calls depend."""
         if not self.symbolic(part):
             return []
         wanted: set[Any] = set()
-        for node in (*_needed(nodes), *nodes):
+        for node in (*needed_by(nodes), *nodes):
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor | torch.SymInt):
                 wanted |= free_symbols(value)
         placeholders = [node for node in self.graphs[part.graph].module.graph.nodes if _is_symbol(node)]
         return [node for node in placeholders if free_symbols(node.meta["val"]) & wanted]
-
-
-def _needed(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
-    """What calls need from outside, in the order in which they need it."""
-    inside = set(nodes)
-    return list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside))
 
 
 def _is_symbol(node: torch.fx.Node) -> bool:
@@ -376,7 +361,8 @@ class Reference:
         pairs = [(a, e) for a, e in zip(actual, self.eager, strict=True) if isinstance(e, torch.Tensor)]
         if all(close(a, e) is not None for a, e in pairs):
             return None
-        exact = self._in_float64()
+        wide = run_in_float64(self.graph)
+        exact = self.eager if wide is None else wide[0]
         draws = [interpret(self.graph.module, _nudged(self.graph.inputs, seed)) for seed in range(DRAWS)]
         for number, (a, e) in enumerate(zip(actual, self.eager, strict=True)):
             if isinstance(e, torch.Tensor):
@@ -384,14 +370,6 @@ class Reference:
                 if not found.verdict.good:
                     return found
         return None
-
-    def _in_float64(self) -> Sequence[Any]:
-        if any(is_random(node) for node in calls_of(self.graph.module)):
-            return self.eager
-        try:
-            return interpret(in_float64(self.graph.module), widened(list(self.graph.inputs)))
-        except Exception:  # an operator without float64
-            return self.eager
 
 
 def _nudged(inputs: Sequence[Any], seed: int) -> list[Any]:

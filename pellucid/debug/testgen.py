@@ -7,6 +7,7 @@ measures its kernel against eager instead.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from jinja2 import Template
 
 from pellucid.debug.case import copied
 from pellucid.debug.check import Request, captured
-from pellucid.debug.child import SECONDS, Failure, Worker, pass_on
+from pellucid.debug.child import SECONDS, Worker
 from pellucid.debug.graphs import Graph, cut, interpret, rebound
 from pellucid.debug.judge import DRAWS, tolerance
 from pellucid.debug.judge_graph import nudged, outcome_in_float64
@@ -63,12 +64,10 @@ def testgen(
 
     Raises UserError for a program that does not compile, and for a kernel that it does not have.
     """
+    what = (request, str(folder), tuple(kernels))
+    refused, hint = f"{request.target} does not compile", "see `pellucid explain`"
     with Worker(memory) as worker:
-        found = worker.call("pellucid.debug.testgen:generate", request, str(folder), tuple(kernels), seconds=seconds)
-    if not isinstance(found, Failure):
-        return found
-    pass_on(found)
-    raise UserError(f"{request.target} does not compile: {found}", hint="see `pellucid explain`")
+        return worker.ask("pellucid.debug.testgen:generate", *what, seconds=seconds, refused=refused, hint=hint)
 
 
 # ------------------------------------------------------------------------------------------------ in the worker
@@ -145,13 +144,12 @@ def _part(graph: Graph, compiled: Compiled, names: Collection[str], values: dict
 
 def _write(part: Graph, step: Step, file: Path, request: Request) -> None:
     inputs = write_values(part.inputs, file.parent, file.stem)
-    code = part.module.code.strip()
     file.write_text(
         _TEXT.render(
             graph=part.name,
             step=step,
             users=[str(user) for user in step.origin.users],
-            code="".join(f"    {line}\n" if line.strip() else "\n" for line in code.splitlines()),
+            code=textwrap.indent(part.module.code.strip(), "    ") + "\n",
             inputs=inputs.function(),
             stored=inputs.file is not None,
             tolerances=list(_tolerances(part)),
