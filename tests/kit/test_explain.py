@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.debug.check import Request
-from pellucid.debug.explain import Refused, Value, explain
+from pellucid.debug.explain import Refusal, Refused, Value, explain
 from pellucid.debug.reasons import reasons
 from pellucid.ir.origin import Origin, UserLine
 
@@ -43,6 +43,41 @@ def test_the_tutorials_compile_error(tmp_path):
     assert found.cpp_line.endswith("auto tmp2 = -tmp1;")
     assert (found.ir_op, found.fx_node, found.user_line) == ("ops.neg", "neg", f"{file}:4")
     assert "unsigned char and int" in found.cause
+
+
+WITHOUT_VECTORS = """
+import torch
+def make():
+    def several(x, shorts, columns):
+        element_by_element = torch.special.zeta(x.abs() + 2, 2.0)
+        not_in_vectors = shorts.sum()
+        too_short = x[:, :2].sin()
+        strided = columns.exp()
+        return element_by_element, not_in_vectors, too_short, strided
+    columns = torch.randn(64, 300)[:, ::3]
+    return several, (torch.randn(100, 300), torch.ones(70_000, dtype=torch.int16), columns)
+"""
+
+
+def test_what_inductor_does_not_vectorise_has_a_cause(tmp_path):
+    file = tmp_path / "several.py"
+    file.write_text(WITHOUT_VECTORS.strip())
+    found = vectorisation_refusals(Request(f"{file}:make", "inductor"))
+    parts = ("ops.zeta has no vector form", "no vectors of int16", "shorter than a quarter", "1 of 3 operations")
+    for number, (part, refusal) in enumerate(zip(parts, found, strict=True)):
+        assert part in refusal.cause and refusal.user_line == f"{file}:{4 + number}"
+
+
+@pytest.mark.slow
+def test_vectors_that_are_forbidden_are_the_cause(tmp_path):
+    file = tmp_path / "several.py"
+    file.write_text(WITHOUT_VECTORS.strip())
+    found = vectorisation_refusals(Request(f"{file}:make", "inductor", {"cpp.simdlen": 1}))
+    assert len(found) == 4 and all("cpp.simdlen" in each.cause for each in found)
+
+
+def vectorisation_refusals(request: Request) -> list[Refusal]:
+    return [each for each in reasons(request).refusals if each.kind == "vectorisation"]
 
 
 def test_the_operand_with_the_wrong_type_is_to_blame():
