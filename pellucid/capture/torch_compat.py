@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch._decomp import get_decompositions
+from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, detect_fake_mode
 from torch._logging._internal import getArtifactLogger
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import CallMethodKey, resolve_unbacked_bindings
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, DimDynamic, ShapeEnv, resolve_unbacked_bindings
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._pytree import (
     KeyPath,
@@ -44,6 +45,7 @@ __all__ = [
     "fake_graph",
     "fake_mode_of",
     "fake_result",
+    "fake_symbols",
     "is_symbolic",
     "key_get",
     "keystr",
@@ -191,11 +193,30 @@ def fake_result(node: torch.fx.Node) -> Any:
         return cast(Any, node.target)(*args, **kwargs)
 
 
-def fake_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
-    """The graph, each of whose nodes now carries the fake tensor that it makes of (static) inputs like these."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    FakeTensorProp(module, mode).propagate(*inputs)
+def fake_graph(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode | None = None
+) -> torch.fx.GraphModule:
+    """The graph, each of whose nodes now carries the fake tensor that it makes of (static) inputs like these.
+
+    mode: the inputs are fake tensors of this one already.
+    """
+    made = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    propagation = FakeTensorProp(module, made)
+    (propagation.propagate if mode is None else propagation.propagate_dont_convert_inputs)(*inputs)
     return module
+
+
+def fake_symbols(values: Mapping[str, int]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
+    """A mode for fake tensors, with symbols of these names that had these values when they were captured."""
+    shape_env = ShapeEnv()
+    symbols: dict[str, torch.SymInt] = {}
+    for name, value in values.items():
+        source, size = ConstantSource(name), value > 1  # a size of 0 or 1 would be taken for a constant
+        symbol = shape_env.create_symbol(
+            value, source, DimDynamic.DYNAMIC, None, positive=size or None, do_not_specialize_zero_one=not size
+        )
+        symbols[name] = cast(torch.SymInt, shape_env.create_symintnode(symbol, hint=value, source=source))
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True), symbols
 
 
 def symbol_paths(value: Any) -> dict[str, KeyPath]:

@@ -145,9 +145,12 @@ def is_random(node: torch.fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "inductor_" in str(node.target)
 
 
-def rebound(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
-    """A copy of the graph whose nodes know the sizes and types that they have with these (static) inputs."""
-    return fake_graph(twin(module), inputs)
+def rebound(module: torch.fx.GraphModule, inputs: Sequence[Any], mode: Any = None) -> torch.fx.GraphModule:
+    """A copy of the graph whose nodes know the sizes and types that they have with these (static) inputs.
+
+    mode: of fake tensors, where the inputs are some already.
+    """
+    return fake_graph(twin(module), inputs, mode)
 
 
 def cut(

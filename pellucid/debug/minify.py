@@ -203,6 +203,12 @@ class _Search:
             finished=not self.late(), times=times, **more,
         )  # fmt: skip
 
+    def how(self, part: Subgraph, tolerance: float = 0.0) -> How:
+        """How a part is compiled and compared: sizes that are symbols, in a run say, stay so."""
+        request = self.request
+        dynamic = (self.shop.symbolic(part) or None) if request.dynamic is None else request.dynamic
+        return How(request.backend, request.options, dynamic, tolerance)
+
     def tell(self, part: Subgraph, step: str) -> None:
         """Say how far it is."""
         seconds = time.monotonic() - self.started
@@ -331,8 +337,7 @@ def _timed(work: _Search, step: str, do: Callable[[], Any]) -> Any:
 def _whole(work: _Search, whole: Subgraph) -> Found:
     """How a whole graph fails, and what is suspected; a predicate suspects nothing."""
     if work.settings.command:
-        how = How(work.request.backend, work.request.options, work.request.dynamic)
-        work.predicate = Predicate(work.settings.command, work.shop, how, work.settings.seconds)
+        work.predicate = Predicate(work.settings.command, work.shop, work.how(whole), work.settings.seconds)
         work.queries += 1
         work.known[whole] = work.predicate.found(whole)
         return work.known[whole]
@@ -468,8 +473,7 @@ def _written(work: _Search, simple: Subgraph, part: Subgraph, wanted: Kind, fold
     work.tell(simple, "the program")
     shown, program, text = False, folder, ""
     for each in dict.fromkeys((simple, part)):
-        request = work.request
-        how = How(request.backend, request.options, request.dynamic, work.known[each].tolerance)
+        how = work.how(each, work.known[each].tolerance)
         try:
             program, text = write_repro(work.shop.cut(each), how, folder, f"A graph that fails: {wanted}.")
         except NotWritable as error:

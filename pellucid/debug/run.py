@@ -16,11 +16,12 @@ from typing import Any
 
 from pellucid.debug.graph_file import graph_from_json, graph_to_json
 from pellucid.debug.graphs import Graph, rebound
+from pellucid.debug.sizes import fake_inputs, sizes_to_json
 from pellucid.debug.tensors import TensorStore
 from pellucid.errors import UserError
 from pellucid.trace.store import environment
 
-VERSION = 1
+VERSION = 2
 
 FILES: Mapping[str, str] = {
     "run.json": "what was captured, with which backend, options and environment, and how it ended",
@@ -57,10 +58,15 @@ class Run:
         """A graph with its inputs. Raises UserError when the run has none of this name, or files are damaged."""
         if name not in self.names:
             raise UserError(f"{self.folder} has no graph {name}", hint=f"it has {', '.join(self.names)}")
-        saved, tensors = self.read(f"graphs/{name}.json"), TensorStore(self.folder)
-        module = graph_from_json(saved, tensors.load, self.libraries)
-        inputs = tuple(tensors.load(saved["inputs"]))
-        return Graph(name, saved["kind"], rebound(module, inputs), inputs)
+        file = f"graphs/{name}.json"
+        saved, tensors = self.read(file), TensorStore(self.folder)
+        try:
+            module = graph_from_json(saved, tensors.load, self.libraries)
+            inputs, sizes = tuple(tensors.load(saved["inputs"])), saved["sizes"]
+            mode, given = (None, inputs) if sizes is None else fake_inputs(sizes, inputs)
+            return Graph(name, saved["kind"], rebound(module, given, mode), inputs)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{self.folder}/{file} is damaged: {error!r:.80}", hint="copy the run again") from error
 
     def graphs(self, name: str = "") -> list[Graph]:
         """All graphs, or the one of this name."""
@@ -152,6 +158,7 @@ class RunWriter:
             "kind": graph.kind,
             **graph_to_json(graph.module, lambda values: self._tensors.save(f"{graph.name}-attributes", dict(values))),
             "inputs": self._tensors.save(f"{graph.name}-inputs", list(graph.inputs)),
+            "sizes": sizes_to_json(graph.module),
         }
         write_json(self.folder / "graphs" / f"{graph.name}.json", saved)
         readable = graph.module.print_readable(print_output=False)

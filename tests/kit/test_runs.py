@@ -307,3 +307,47 @@ def test_tensors_keep_layout_and_shared_memory(tmp_path):
         store.save("c", [torch.eye(2).to_sparse()])
     with pytest.raises(UserError, match="a value of type object"):
         store.save("c", [object()])
+
+
+DYNAMIC = """
+import torch
+def make():
+    def f(x, y, n):
+        z = torch.cat([x, x * n], 0).relu().sum(1)
+        return z.exp(), (y[1:] + 1).softmax(-1), x.t().contiguous() * 2
+    return f, (torch.randn(5, 70), torch.randn(9, 33)[:, 2:], 3)
+"""
+
+
+@pytest.fixture(scope="module")
+def dynamic_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dynamic")
+    (folder / "model.py").write_text(DYNAMIC)
+    assert capture(Request(f"{folder}/model.py:make", dynamic=True), folder / "run").good
+    return folder / "run"
+
+
+def test_sizes_that_are_symbols_stay_so_in_a_run(dynamic_run):
+    (graph,) = open_run(dynamic_run).graphs()
+    sizes = [node.meta["val"] for node in graph.module.graph.find_nodes(op="placeholder")]
+    assert [torch.SymInt if isinstance(each, torch.SymInt) else each.shape for each in sizes][:2] == [torch.SymInt] * 2
+    first, strided = (each for each in sizes if isinstance(each, torch.Tensor))
+    assert all(isinstance(n, torch.SymInt) for n in (*first.shape, *strided.shape, strided.stride(0)))
+    kernels = list((dynamic_run / "kernels").iterdir())
+    (again,), subject = captured(Request(str(dynamic_run)))
+    here = {step.symbol for step in subject.compile(again).steps}
+    assert here == {path.stem for path in kernels}, "the same kernels, which take sizes"
+    assert replay(Request(str(dynamic_run))).good
+
+
+@pytest.mark.parametrize("size", ["s0 +", "__import__('os')", "s0", "999", None, 7])
+def test_a_size_in_a_run_is_a_formula_that_fits(dynamic_run, tmp_path, size):
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(dynamic_run), str(copy)], check=True)
+    (file,) = (copy / "graphs").glob("*.json")
+    saved = json.loads(file.read_text())
+    tensor = next(each for each in saved["sizes"]["inputs"] if isinstance(each, dict))
+    tensor["size"][0] = size
+    write_json(file, saved)
+    with pytest.raises(UserError):
+        open_run(copy).graphs()
