@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from pellucid.debug.vary import change_in_place
 
 
 def first_changed(graph: Graph, passed: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """The first operator that has another result after graph passes, behind those before it that they took away.
+    """The first operators whose results are others after graph passes: what these took away comes first.
 
     Else the first whose effect they lost; nothing where all is as it was.
     """
@@ -26,7 +26,7 @@ def first_changed(graph: Graph, passed: torch.fx.GraphModule) -> list[torch.fx.N
         after = _results(passed, inputs)
         for name, value in after.items():
             if name in before and not agree(value, before[name]):
-                return _with_lost(nodes[name], kept)
+                return _unexplained(_with_lost(nodes[name], kept), before, list(after.values())) or [nodes[name]]
         if not change_in_place(inputs):
             break
     effects = (node for node in nodes.values() if getattr(getattr(node.target, "_schema", None), "is_mutable", False))
@@ -43,6 +43,25 @@ def _with_lost(node: torch.fx.Node, kept: set[str]) -> list[torch.fx.Node]:
         found.add(each)
         pending += [arg for arg in each.all_input_nodes if arg.name not in kept and arg not in found]
     return sorted(found)
+
+
+def _unexplained(lost: list[torch.fx.Node], before: Mapping[str, Any], after: Sequence[Any]) -> list[torch.fx.Node]:
+    """Those whose result is nowhere after the passes, nor the result of one that needs it.
+
+    A product that became one operator with the sum that takes it is gone, but the sum's result is there.
+    """
+    explained: set[torch.fx.Node] = set()
+    for node in reversed(lost):
+        if not explained.isdisjoint(node.users) or any(_equal(before.get(node.name), value) for value in after):
+            explained.add(node)
+    return [node for node in lost if node not in explained]
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Whether both are tensors of one shape and the same up to rounding."""
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return False
+    return ours.shape == theirs.shape and ours.dtype == theirs.dtype and near(ours, theirs)
 
 
 def _results(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:

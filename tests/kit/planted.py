@@ -248,13 +248,16 @@ def narrowed() -> Program:
 
 
 def chained() -> Program:
-    """A matrix product between pointwise operators: what goes in and what comes out lies in memory for a moment."""
+    """A matrix product between pointwise operators: what goes in and what comes out lies in memory for a moment.
+
+    It is large, because libraries copy small matrices before they write.
+    """
 
     def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.cos(torch.sin(x) @ w)
 
     torch.manual_seed(0)
-    return chain, (torch.randn(48, 48), torch.randn(48, 48))
+    return chain, (torch.randn(640, 640), torch.randn(640, 640))
 
 
 def shrunk() -> Program:
