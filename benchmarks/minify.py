@@ -4,8 +4,9 @@ A case is a fault and a program. PyTorch's minifier takes two runs: under `TORCH
 program writes a launcher, and the launcher minifies; its time is that of both. Ours is that of the command. They take
 turns, each with a cache folder of its own, a copy of one in which a small program was compiled: so both know the
 machine's vector instructions, and neither knows a kernel. The calls of the graph that is left are counted alike: those
-that FX finds in the class that the program defines. PyTorch's minifier is stopped after `--budget` seconds. With
-`--no-isolate` its launcher tries all candidates in one process, which is faster; by default it starts one for each.
+that FX finds in the class that the program defines. PyTorch's minifier is stopped after `--budget` seconds, or after
+`--times` as long as ours took: then it is known to be slower, not what it would have found. With `--no-isolate` its
+launcher tries all candidates in one process, which is faster; by default it starts one for each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import os
 import shutil
 import signal
@@ -203,6 +205,16 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """When PyTorch's minifier is stopped: after `budget` seconds, and after `times` as long as ours took, but not
+    before `least` seconds."""
+
+    budget: float
+    times: float
+    least: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """A fault in a program, and what became of it. before: calls of the graph."""
 
@@ -218,7 +230,7 @@ class Case:
         return self.ours.seconds / self.stock.seconds
 
 
-def measure(fault: str, name: str, budget: float, warm: Path, isolate: bool = True) -> Case:
+def measure(fault: str, name: str, limits: Limits, warm: Path, isolate: bool = True) -> Case:
     """Both minifiers on one case."""
     with tempfile.TemporaryDirectory(prefix="minify-") as place:
         folder = Path(place)
@@ -228,6 +240,7 @@ def measure(fault: str, name: str, budget: float, warm: Path, isolate: bool = Tr
         for cache in ("cache-ours", "cache-stock"):
             shutil.copytree(warm, folder / cache)
         before, ours = run_ours(fault, folder)
+        budget = min(limits.budget, max(limits.least, limits.times * ours.seconds))
         return Case(fault, name, before, ours, run_stock(fault, folder, budget, isolate))
 
 
@@ -320,9 +333,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="FAULT:PROGRAM")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for PyTorch's minifier in each case")
+    parser.add_argument("--times", type=float, default=math.inf, help="as long as ours took, at most, for theirs")
     parser.add_argument("--no-isolate", action="store_true", help="one process for PyTorch's minifier")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     arguments = parser.parse_args()
+    limits = Limits(arguments.budget, arguments.times)
     warm = tempfile.TemporaryDirectory(prefix="minify-")
     warm_up(Path(warm.name))
     titles = f"{'fault':14} {'program':18} {'before':>6} {'ours':>6} {'stock':>6} {'ours s':>8} {'stock s':>8}   ratio"
@@ -330,7 +345,7 @@ def main() -> None:
     done: list[Case] = []
     for name in arguments.cases:
         fault, _, subject = name.partition(":")
-        done.append(measure(fault, subject, arguments.budget, Path(warm.name), not arguments.no_isolate))
+        done.append(measure(fault, subject, limits, Path(warm.name), not arguments.no_isolate))
         print(row(done[-1]), flush=True)
         if arguments.json:
             cases = [{**asdict(each), "ratio": each.ratio} for each in done]
