@@ -2,7 +2,8 @@
 
 Two modes. `complete`: after each step its results are compared and then replaced by eager's, so that every step works
 on eager's numbers; all wrong steps are found, each for a fault of its own. `live`: nothing is replaced; what is seen
-is what the program does, and the first wrong step is the cause of the later ones.
+is what the program does, and a result that is not near eager's is compared with what eager makes of the live results
+before it: so neither roundings that added up nor the fault of an earlier step are held against a step.
 
 Compiled code can also be compared with other compiled code (`Against`): another backend, other options, or the numbers
 in a run. Where the two differ, float64 says which of them is wrong.
@@ -10,7 +11,7 @@ in a run. Where the two differ, float64 says which of them is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,7 @@ from pellucid.debug.case import Case, copied
 from pellucid.debug.check import Request, graphs_for, subject_for
 from pellucid.debug.child import SECONDS, Marker, Worker
 from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, widened, wider
-from pellucid.debug.judge import CLOSE_ROUNDINGS, DRAWS, Judgement, Verdict, close, judge, worst
+from pellucid.debug.judge import DRAWS, Judgement, Verdict, close, judge, worst
 from pellucid.debug.passes import first_changed
 from pellucid.debug.run import Run, run_of, write_table
 from pellucid.debug.subject import Compiled, Probe, Step, Subject
@@ -35,8 +36,6 @@ from pellucid.errors import UserError
 
 COMPLETE, LIVE = "complete", "live"
 
-# Results of a whole program that are this close need no float64: roundings add up from step to step.
-_LIVE_ROUNDINGS = 8 * CLOSE_ROUNDINGS
 PASSES = "graph passes"
 
 
@@ -246,8 +245,7 @@ class _Simulation(Probe):
         self.reference = _Reference(compiled.graph, graph.inputs, wanted)
         self.differences: list[Difference] = []
         self.positions = {step.name: position for position, step in enumerate(compiled.steps)}
-        self.exact: Mapping[str, torch.Tensor] | None = None
-        self.draws: Sequence[Mapping[str, torch.Tensor]] | None = None
+        self.known: dict[str, torch.Tensor] = {}  # what later steps work on: eager's results, or the live ones
 
     def run(self) -> list[Difference]:
         inputs = list(copied(self.graph.inputs))
@@ -300,10 +298,10 @@ class _Simulation(Probe):
             self.reference = _Reference(self.compiled.graph, copied(inputs), set(self.reference.values))
         except Exception:
             return False
-        self.exact = self.draws = None
         return True
 
     def _round(self, inputs: list[Any]) -> None:
+        self.known = self.reference.values if self.mode == COMPLETE else {}
         torch.manual_seed(0)
         results = self.compiled.run(inputs, self)
         expected = zip(results, self.reference.results, self.reference.result_nodes, strict=True)
@@ -329,12 +327,14 @@ class _Simulation(Probe):
             if self.seen is not None:
                 self.seen[name] = actual.clone()
             self._compare(step.name, name, name, actual, eager, name)
-            if self.mode == COMPLETE and actual.shape == eager.shape and actual.dtype == eager.dtype:
+            if self.mode == LIVE:
+                self.known[name] = actual.clone()
+            elif actual.shape == eager.shape and actual.dtype == eager.dtype:
                 actual.copy_(eager)
 
     def _compare(self, kernel: str, name: str, node: str, actual: torch.Tensor, eager: torch.Tensor, key: str) -> None:
         if self.other is None:
-            found = self._judge(node, actual, eager)
+            found = self._judge(node, actual, eager, self.known)
         elif key in self.other:
             found = self._judge_both(node, actual, eager, self.other[key])
         else:
@@ -346,41 +346,38 @@ class _Simulation(Probe):
         if self.stop and not found.verdict.good:
             raise _Enough
 
-    def _judge(self, node: str, actual: torch.Tensor, eager: torch.Tensor) -> Judgement:
-        found = close(actual, eager, CLOSE_ROUNDINGS if self.mode == COMPLETE else _LIVE_ROUNDINGS)
-        if found is not None:
-            return found
-        exact = self._exact(node) if node else None
+    def _judge(
+        self, node: str, actual: torch.Tensor, eager: torch.Tensor, known: Mapping[str, torch.Tensor]
+    ) -> Judgement:
+        """known: the results that this one was made of, by FX node."""
+        found = close(actual, eager)
+        if found is not None or not node:
+            return found or judge(actual, eager, eager)
+        if self.mode == LIVE:
+            here = self.reference.local(node, known)
+            eager = eager if here is None else here
+            found = close(actual, eager)
+            if found is not None:
+                return found
+        exact = self.reference.local_float64(node, known)
         exact = eager if exact is None else exact
         found = judge(actual, eager, exact)
-        return found if found.verdict.good or not node else judge(actual, eager, exact, self._draws(node))
+        if found.verdict.good:
+            return found
+        draws = (self.reference.local_draw(node, seed, known) for seed in range(DRAWS))
+        return judge(actual, eager, exact, [draw for draw in draws if draw is not None])
 
     def _judge_both(self, node: str, actual: torch.Tensor, eager: torch.Tensor, other: torch.Tensor) -> Judgement:
         """The difference from other code: no more than rounding, unless one of the two is wrong."""
         found = close(actual, other)
         if found is not None:
             return found
-        ours, theirs = self._judge(node, actual, eager), self._judge(node, other, eager)
+        assert self.other is not None
+        theirs_known = self.known if self.mode == COMPLETE else self.other
+        ours, theirs = self._judge(node, actual, eager, self.known), self._judge(node, other, eager, theirs_known)
         if not ours.verdict.good:
             return ours
         return theirs if theirs.verdict.good else replace(theirs, why=f"the other one is wrong: {theirs.why}")
-
-    def _exact(self, name: str) -> torch.Tensor | None:
-        """The value in float64: from eager's results of earlier steps, or for the live mode from the inputs."""
-        if self.mode == COMPLETE:
-            return self.reference.local_float64(name)
-        if self.exact is None:
-            self.exact = self.reference.float64()
-        return self.exact.get(name)
-
-    def _draws(self, name: str) -> list[torch.Tensor]:
-        """Eager's values for numbers, those from which the value comes, that differ in the last place."""
-        if self.mode == COMPLETE:
-            found = [self.reference.local_draw(name, seed) for seed in range(DRAWS)]
-        else:
-            self.draws = self.draws or [self.reference.draw(seed) for seed in range(DRAWS)]
-            found = [draw.get(name) for draw in self.draws]
-        return [value for value in found if value is not None]
 
 
 class _Reference:
@@ -426,48 +423,55 @@ class _Reference:
         interpret(module, change(list(self.inputs)), keep)
         return found
 
-    def local_float64(self, name: str) -> torch.Tensor | None:
-        """One value from eager's earlier ones: only what lies between them and it is computed in float64."""
-        return self._local(name, widened, wider)
+    def local(self, name: str, known: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """One value from known results of earlier nodes: only what lies between them and it is computed."""
+        return self._local(name, known, copied, lambda each: each)
 
-    def local_draw(self, name: str, seed: int) -> torch.Tensor | None:
+    def local_float64(self, name: str, known: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The same in float64."""
+        return self._local(name, known, widened, wider)
+
+    def local_draw(self, name: str, seed: int, known: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The same from values that differ in the last place, in the types of the program."""
-        return self._local(name, _nudging(seed), lambda each: each)
+        return self._local(name, known, _nudging(seed), lambda each: each)
 
-    def _local(self, name: str, change: Callable[[Any], Any], constant: Callable[[Any], Any]) -> torch.Tensor | None:
-        """One value from eager's earlier ones after a change. None when an operator in between does not take that."""
+    def _local(
+        self,
+        name: str,
+        known: Mapping[str, torch.Tensor],
+        change: Callable[[Any], Any],
+        constant: Callable[[Any], Any],
+    ) -> torch.Tensor | None:
+        """One value from known ones after a change. None when an operator in between does not take that."""
         nodes = {node.name: node for node in self.module.graph.nodes}
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         given = dict(zip(placeholders, self.inputs, strict=True))
-        known: dict[torch.fx.Node, Any] = {}
+        given |= {nodes[each]: known[each] for each in known if each in nodes and each != name}
+        given |= {nodes[each]: value for each, value in self.random.items()}
+        values: dict[torch.fx.Node, Any] = {}
         try:
             with torch.no_grad():
-                for node in _needed(nodes[name], {*self.values, *self.random} - {name}):
-                    known[node] = self._local_value(node, given, known, name, change, constant)
+                for node in _needed(nodes[name], given.keys()):
+                    values[node] = self._local_value(node, given, values, change, constant)
         except Exception:
             return None
-        value = known[nodes[name]]
+        value = values[nodes[name]]
         return value if isinstance(value, torch.Tensor) else None
 
     def _local_value(
         self,
         node: torch.fx.Node,
         given: Mapping[torch.fx.Node, Any],
-        known: Mapping[torch.fx.Node, Any],
-        name: str,
+        values: Mapping[torch.fx.Node, Any],
         change: Callable[[Any], Any],
         constant: Callable[[Any], Any],
     ) -> Any:
-        """The value of a node, if the values that it needs are known."""
+        """The value of a node, if the values that it needs are there."""
         if node in given:
             return change(given[node])
         if node.op == "get_attr":
             return change(attribute_of(self.module, node))
-        if node.name in self.random:
-            return change(self.random[node.name])
-        if node.name in self.values and node.name != name:
-            return change(self.values[node.name])
-        args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         args, kwargs = map_aggregate((args, kwargs), constant)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -484,13 +488,13 @@ def _nudging(seed: int) -> Callable[[Any], Any]:
     return change
 
 
-def _needed(node: torch.fx.Node, known: set[str]) -> list[torch.fx.Node]:
-    """What has to be computed for a node, in order, itself the last; nothing behind what is known by name."""
+def _needed(node: torch.fx.Node, known: Collection[torch.fx.Node]) -> list[torch.fx.Node]:
+    """What has to be computed for a node, in order, itself the last; nothing behind what is known."""
     order: dict[torch.fx.Node, None] = {}
     stack: list[tuple[torch.fx.Node, bool]] = [(node, False)]
     while stack:
         each, ready = stack.pop()
-        if ready or each.name in known:
+        if ready or each in known:
             order[each] = None
         elif each not in order:
             stack.append((each, True))
