@@ -188,3 +188,23 @@ def needed_by(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
 def calls_of(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
     """The nodes that call an operator, in order."""
     return (node for node in module.graph.nodes if node.op == "call_function")
+
+
+def writes(call: torch.fx.Node, operand: torch.fx.Node) -> bool:
+    """Whether a call of an operator changes this operand."""
+    schema = getattr(call.target, "_schema", None)
+    if schema is None:
+        return False
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = {**dict(zip((a.name for a in schema.arguments), call.args, strict=False)), **call.kwargs}
+    return any(given.get(name) is operand for name in written)
+
+
+def writers_of(module: torch.fx.GraphModule) -> dict[int, str]:
+    """By position of an input, the last operator that writes to it."""
+    found: dict[int, str] = {}
+    for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        writers = sorted(user for user in node.users if writes(user, node))
+        if writers:
+            found[position] = writers[-1].name
+    return found

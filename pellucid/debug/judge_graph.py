@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pellucid.debug.case import copied
-from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, widened
+from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, widened, writes
 from pellucid.debug.judge import DRAWS, Output, judge, kind_of
 from pellucid.debug.subject import Probe, Subject
 from pellucid.debug.vary import nudge_in_place
@@ -48,19 +48,9 @@ def _named(graph: Graph, results: Sequence[Any], inputs: Sequence[Any]) -> dict[
     found = {f"output {n}": value for n, value in enumerate(results) if isinstance(value, torch.Tensor)}
     placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
     for node, value in zip(placeholders, inputs, strict=True):
-        if isinstance(value, torch.Tensor) and any(_writes(user, node) for user in node.users):
+        if isinstance(value, torch.Tensor) and any(writes(user, node) for user in node.users):
             found[f"input {node.name} (changed)"] = value
     return found
-
-
-def _writes(call: torch.fx.Node, operand: torch.fx.Node) -> bool:
-    """Whether a call of an operator changes this operand."""
-    schema = getattr(call.target, "_schema", None)
-    if schema is None:
-        return False
-    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    given = {**dict(zip((a.name for a in schema.arguments), call.args, strict=False)), **call.kwargs}
-    return any(given.get(name) is operand for name in written)
 
 
 def outcome_in_float64(graph: Graph) -> dict[str, torch.Tensor] | None:
