@@ -11,7 +11,7 @@ from pellucid.debug.case import copied
 from pellucid.debug.graphs import Graph, calls_of, in_float64, interpret, is_random, widened, writes
 from pellucid.debug.judge import DRAWS, Output, judge, kind_of
 from pellucid.debug.subject import Probe, Subject
-from pellucid.debug.vary import nudge_in_place
+from pellucid.debug.vary import nudged
 
 
 def judge_graph(graph: Graph, subject: Subject, probe: Probe | None = None) -> tuple[Output, ...]:
@@ -71,10 +71,3 @@ def run_in_float64(graph: Graph) -> tuple[Sequence[Any], Sequence[Any]] | None:
         return interpret(in_float64(graph.module), inputs), inputs
     except Exception:
         return None
-
-
-def nudged(inputs: Sequence[Any], seed: int) -> list[Any]:
-    """The inputs with every float moved to a neighbour, or left, at random."""
-    moved = list(copied(list(inputs)))
-    nudge_in_place(moved, torch.Generator().manual_seed(seed))
-    return moved

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from pellucid.debug.repro import How, write_repro
-from pellucid.debug.subgraph import NotAGraph, Reference, Subgraph, Workshop
+from pellucid.debug.subgraph import EagerPart, NotAGraph, Subgraph, Workshop
 from pellucid.debug.trial import GOOD, Found, Kind
 from pellucid.errors import UserError
 
@@ -32,7 +32,7 @@ class Predicate:
         """Whether the command accepts a part."""
         try:
             graph = self.shop.cut(part)
-            Reference(graph)
+            EagerPart(graph)
         except NotAGraph:
             return Found(GOOD)
         with tempfile.TemporaryDirectory(prefix="pellucid-candidate-") as folder:

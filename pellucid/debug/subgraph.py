@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +12,10 @@ from torch.fx.node import map_aggregate
 
 from pellucid.debug.case import copied
 from pellucid.debug.check import Request, captured
-from pellucid.debug.cosim import close
 from pellucid.debug.graphs import Graph, calls_of, cut, interpret, needed_by, rebound
-from pellucid.debug.judge import DRAWS, Judgement, judge
+from pellucid.debug.judge import DRAWS, Judgement, close, judge
 from pellucid.debug.judge_graph import run_in_float64
+from pellucid.debug.vary import nudged
 
 _FLOATS = (torch.float64, torch.bfloat16, torch.float16)
 
@@ -338,7 +337,7 @@ def side_by_side(graphs: Sequence[Graph], symbolic: bool) -> Graph:
     return Graph(graphs[0].name, graphs[0].kind, module, inputs)
 
 
-class Reference:
+class EagerPart:
     """What eager makes of a graph, and as much of what float64 and other draws make of it as has to be known.
 
     Raises NotAGraph when eager cannot run it.
@@ -363,24 +362,13 @@ class Reference:
             return None
         wide = run_in_float64(self.graph)
         exact = self.eager if wide is None else wide[0]
-        draws = [interpret(self.graph.module, _nudged(self.graph.inputs, seed)) for seed in range(DRAWS)]
+        draws = [interpret(self.graph.module, nudged(self.graph.inputs, seed)) for seed in range(DRAWS)]
         for number, (a, e) in enumerate(zip(actual, self.eager, strict=True)):
             if isinstance(e, torch.Tensor):
                 found = judge(a, e, exact[number], [draw[number] for draw in draws])
                 if not found.verdict.good:
                     return found
         return None
-
-
-def _nudged(inputs: Sequence[Any], seed: int) -> list[Any]:
-    generator = torch.Generator().manual_seed(seed)
-    moved = copied(list(inputs))
-    for value in moved:
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() and value.is_contiguous():
-            towards = torch.where(torch.rand(value.shape, generator=generator) < 0.5, -math.inf, math.inf)
-            if value.dtype is not torch.float64:
-                value.copy_(torch.nextafter(value, towards.to(value.dtype)))
-    return moved
 
 
 def shape_key(graph: Graph) -> str:

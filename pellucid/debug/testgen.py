@@ -21,9 +21,10 @@ from pellucid.debug.check import Request, captured
 from pellucid.debug.child import SECONDS, Worker
 from pellucid.debug.graphs import Graph, cut, interpret, rebound
 from pellucid.debug.judge import DRAWS, tolerance
-from pellucid.debug.judge_graph import nudged, outcome_in_float64
+from pellucid.debug.judge_graph import outcome_in_float64
 from pellucid.debug.literal import NotWritable, write_values
 from pellucid.debug.subject import Compiled, Step
+from pellucid.debug.vary import nudged
 from pellucid.errors import UserError
 
 

@@ -17,7 +17,7 @@ from pellucid.debug.cosim import COMPLETE, LIVE, first_wrong
 from pellucid.debug.explain import explain
 from pellucid.debug.graphs import Graph, calls_of
 from pellucid.debug.judge import Verdict
-from pellucid.debug.subgraph import NotAGraph, Reference, Subgraph, Workshop, shape_key, side_by_side
+from pellucid.debug.subgraph import EagerPart, NotAGraph, Subgraph, Workshop, shape_key, side_by_side
 from pellucid.debug.subject import Compiled, Step
 
 COMPILE, RUN = "compile", "run"
@@ -186,10 +186,10 @@ def try_parts(parts: Sequence[Subgraph]) -> Found | tuple[Found, ...]:
     return tuple(_judged(references, results, parts))
 
 
-def _reference(part: Subgraph) -> Reference | None:
+def _reference(part: Subgraph) -> EagerPart | None:
     """What eager makes of a part; None where it cannot run it."""
     try:
-        return Reference(shop().bare(part))
+        return EagerPart(shop().bare(part))
     except NotAGraph:
         return None
 
@@ -214,7 +214,7 @@ def _compile(graph: Graph) -> Compiled:
 
 
 def _judged(
-    references: Sequence[Reference | None], results: Sequence[Any], parts: Sequence[Subgraph]
+    references: Sequence[EagerPart | None], results: Sequence[Any], parts: Sequence[Subgraph]
 ) -> Iterator[Found]:
     at = 0
     for reference, part in zip(references, parts, strict=True):

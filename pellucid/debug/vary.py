@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from pellucid.debug.case import Case
+from pellucid.debug.case import Case, copied
 from pellucid.debug.graphs import LOW
 
 _PLACES = 8
@@ -65,6 +65,13 @@ def nudge_in_place(tensors: Iterable[Any], generator: torch.Generator) -> None:
                 towards = torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, -math.inf, math.inf)
                 for _ in range(_PLACES if tensor.dtype is torch.float32 else 1):
                     tensor.copy_(torch.nextafter(tensor, towards.to(tensor.dtype)))
+
+
+def nudged(inputs: Sequence[Any], seed: int) -> list[Any]:
+    """Copies of inputs with every float moved like that."""
+    moved = copied(list(inputs))
+    nudge_in_place(moved, torch.Generator().manual_seed(seed))
+    return moved
 
 
 def overlapping(tensor: torch.Tensor) -> bool:
