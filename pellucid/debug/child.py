@@ -1,7 +1,7 @@
 """Running what may crash, hang or eat all memory, in a process of its own whose end is a result.
 
-A `Worker` is a Python process that runs functions of this package by name, one after the other, and remembers the
-modules that it has imported. When one of them kills it, the next call starts a new one.
+A `Child` is a process that answers calls and is watched: a `Worker` is a fresh one, which remembers the modules that
+it has imported, and is started anew when a call has killed it; `forks.Forks` are copies of this process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import torch
@@ -34,8 +36,10 @@ from pellucid.debug.subject import Probe, Step
 from pellucid.errors import InternalError, PellucidError, UserError
 
 SECONDS = 300.0
-_POLL_S = 0.02
+POLL_S = 0.02
+PENDING = object()
 NOTE_BYTES = 4096
+_SAID_BYTES = 4000
 NOTE = "NOTE_OF_PELLUCID_DEBUG"  # a name that does not begin like those of the compiler's options
 NOT_THE_USERS = (str(Path(pellucid.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
@@ -69,19 +73,99 @@ def pass_on(failure: Failure) -> None:
         raise UserError(failure.text, hint=failure.context["hint"])
 
 
+class Child:
+    """A process that answers calls, one at a time, and may die of one. It leads a session, and ends with all in it.
+
+    start: begins it, given this end of a pipe, the end that it serves, and the files for notes and for what it writes.
+    memory: bytes that it may use.
+    """
+
+    def __init__(
+        self, start: Callable[[Connection, Connection, Path, Path], psutil.Process], folder: Path, memory: int
+    ) -> None:
+        self._memory = memory
+        name = uuid4().hex
+        self._note, self._errors = folder / f"{name}.note", folder / f"{name}.stderr"
+        self._note.write_bytes(bytes(NOTE_BYTES))
+        self.pipe, theirs = Pipe()
+        self._process = start(self.pipe, theirs, self._note, self._errors)
+        theirs.close()
+        self._seconds = self._deadline = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return self._status() is None
+
+    def ask(self, function: str | Callable[..., Any], args: Sequence[Any], seconds: float) -> None:
+        """Let it call a function (pickled on the way, or `package.module:name`); `answer` tells what came of it."""
+        self._note.write_bytes(bytes(NOTE_BYTES))
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        with suppress(OSError):  # it is dead, as `answer` will see
+            self.pipe.send_bytes(pickle.dumps((function, tuple(args))))
+
+    def answer(self, wait: float = 0.0) -> Any:
+        """What the function returned, or the `Failure` that it ended with; `PENDING` after so many seconds of neither.
+
+        A failure may have ended the process.
+        """
+        if self.pipe.poll(wait):
+            try:
+                return pickle.loads(self.pipe.recv_bytes())
+            except (EOFError, OSError):
+                return self._ended()
+        if not self.alive and not self.pipe.poll(0):
+            return self._ended()
+        if time.monotonic() > self._deadline:
+            return self._stopped("hang", f"no end after {self._seconds:g} s")
+        if self._resident() > self._memory:
+            return self._stopped("crash", f"out of memory: it used more than {self._memory >> 20} MB")
+        return PENDING
+
+    def end(self) -> None:
+        """Kill it and what it started, once."""
+        if self.pipe.closed:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            self._process.kill()  # it has no session of its own yet
+        self._process.wait()
+        self.pipe.close()
+
+    def _status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it lives."""
+        try:
+            return self._process.wait(timeout=0)
+        except psutil.TimeoutExpired:
+            return None
+
+    def _resident(self) -> int:
+        try:
+            return self._process.memory_info().rss
+        except psutil.Error:
+            return 0
+
+    def _ended(self) -> Failure:
+        status = self._process.wait() or 0
+        return self._stopped("crash", f"exit status {status}" if status >= 0 else _signal_name(-status))
+
+    def _stopped(self, kind: str, what: str) -> Failure:
+        step = self._note.read_bytes().rstrip(b"\0").decode(errors="replace")
+        self.end()
+        said = self._errors.read_text(errors="replace")[-_SAID_BYTES:] if self._errors.exists() else ""
+        return Failure(kind, what, said, step)
+
+
 class Worker:
-    """A process to call functions in. Close it, or use it as a context manager.
+    """A fresh Python process to call functions in, and another one when it dies. Use it as a context manager.
 
     memory: bytes that its memory may grow to; by default three quarters of what is available now.
     """
 
     def __init__(self, memory: int = 0) -> None:
-        self._memory = memory or psutil.virtual_memory().available * 3 // 4
-        self._process: subprocess.Popen[bytes] | None = None
+        self._memory = memory or most_memory()
         self._folder = tempfile.TemporaryDirectory(prefix="pellucid-debug-")
-        self._note = Path(self._folder.name) / "note"
-        self._note.write_bytes(bytes(NOTE_BYTES))
-        self._errors = Path(self._folder.name) / "stderr"
+        self._child: Child | None = None
 
     def __enter__(self) -> Worker:
         return self
@@ -91,15 +175,12 @@ class Worker:
 
     def call(self, function: str, *args: Any, seconds: float = SECONDS) -> Any:
         """What `package.module:function` returns for these arguments (pickled on the way); else a `Failure`."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        assert self._process is not None
-        self._note.write_bytes(bytes(NOTE_BYTES))
-        try:
-            self._to.send_bytes(pickle.dumps((function, args)))
-        except (BrokenPipeError, OSError):
-            return self._ended()
-        return self._wait(time.monotonic() + seconds, seconds)
+        if self._child is None or not self._child.alive:
+            self._child = Child(_spawn, Path(self._folder.name), self._memory)
+        self._child.ask(function, args, seconds)
+        while (found := self._child.answer(POLL_S)) is PENDING:
+            pass
+        return found
 
     def ask(self, function: str, *args: Any, seconds: float, refused: str, hint: str) -> Any:
         """The same for what should not fail. Raises UserError if it does: its own, else `refused` with how it ended."""
@@ -110,85 +191,35 @@ class Worker:
         raise UserError(f"{refused}: {found}", hint=hint)
 
     def close(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            _kill(self._process)
+        if self._child is not None:
+            self._child.end()
         self._folder.cleanup()
 
-    def _start(self) -> None:
-        down_read, down_write = os.pipe()
-        up_read, up_write = os.pipe()
-        code = f"from pellucid.debug.child import serve; serve({down_read}, {up_write})"
-        environment = {**os.environ, NOTE: str(self._note), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                pass_fds=(down_read, up_write),
-                stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
-                env=environment,
-                start_new_session=True,
-            )
-        os.close(down_read)
-        os.close(up_write)
-        self._to, self._from = Connection(down_write, readable=False), Connection(up_read, writable=False)
 
-    def _wait(self, deadline: float, seconds: float) -> Any:
-        assert self._process is not None
-        watched = psutil.Process(self._process.pid)
-        while not self._from.poll(_POLL_S):
-            if self._process.poll() is not None and not self._from.poll(0):
-                return self._ended()
-            if time.monotonic() > deadline:
-                return self._stopped("hang", f"no end after {seconds:g} s")
-            if resident(watched) > self._memory:
-                return self._stopped("crash", f"out of memory: it used more than {self._memory >> 20} MB")
-        try:
-            return pickle.loads(self._from.recv_bytes())
-        except EOFError:
-            return self._ended()
-
-    def _stopped(self, kind: str, what: str) -> Failure:
-        assert self._process is not None
-        step = self._step()
-        _kill(self._process)
-        return Failure(kind, what, self._said(), step)
-
-    def _ended(self) -> Failure:
-        assert self._process is not None
-        status = self._process.wait()
-        _kill(self._process)
-        what = f"exit status {status}" if status >= 0 else signal_name(-status)
-        return Failure("crash", what, self._said(), self._step())
-
-    def _step(self) -> str:
-        return self._note.read_bytes().rstrip(b"\0").decode(errors="replace")
-
-    def _said(self) -> str:
-        return self._errors.read_text(errors="replace")[-4000:]
+def most_memory() -> int:
+    """Bytes that a process may use if nothing else is said."""
+    return psutil.virtual_memory().available * 3 // 4
 
 
-def resident(process: psutil.Process) -> int:
-    """Bytes of memory that a process holds; 0 when it is gone."""
-    try:
-        return process.memory_info().rss
-    except psutil.Error:
-        return 0
+def _spawn(_ours: Connection, theirs: Connection, note: Path, errors: Path) -> psutil.Process:
+    with errors.open("wb") as file:
+        return psutil.Popen(
+            [sys.executable, "-c", f"from pellucid.debug.child import serve; serve({theirs.fileno()})"],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, NOTE: str(note), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,
+        )
 
 
-def signal_name(number: int) -> str:
+def _signal_name(number: int) -> str:
     """The name of a signal, also of one that Python does not know."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process and what it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 # ------------------------------------------------------------------------------------------------ in the worker
@@ -215,23 +246,25 @@ class Marker(Probe):
         self._memory[:] = raw + bytes(NOTE_BYTES - len(raw))
 
 
-def serve(read: int, write: int) -> None:
-    """Answer calls until the pipe closes."""
+def serve(handle: int) -> None:
+    """Answer the calls that come through a pipe, until it closes."""
     die_with_parent()  # an endless loop would outlive a parent that is killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    calls, answers = Connection(read, writable=False), Connection(write, readable=False)
+    pipe = Connection(handle)
     while True:
         try:
-            name, args = pickle.loads(calls.recv_bytes())
-        except EOFError:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
             return
-        answers.send_bytes(pickled(_answer(name, args)))
+        pipe.send_bytes(_pickled(_answer(function, args)))
 
 
-def _answer(name: str, args: tuple[Any, ...]) -> Any:
-    module, _, function = name.partition(":")
+def _answer(function: str | Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
-        return getattr(importlib.import_module(module), function)(*args)
+        if isinstance(function, str):
+            module, _, name = function.partition(":")
+            function = getattr(importlib.import_module(module), name)
+        return function(*args)  # type: ignore[operator]
     except Exception as error:
         return failure_of(error)
 
@@ -254,7 +287,7 @@ def failure_of(error: BaseException) -> Failure:
     return Failure("error", type(inner).__name__, text, "", trace, {key: str(value) for key, value in context.items()})
 
 
-def pickled(answer: Any) -> bytes:
+def _pickled(answer: Any) -> bytes:
     """An answer as bytes; as a failure where it cannot be pickled."""
     buffer = io.BytesIO()
     try:
