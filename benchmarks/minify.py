@@ -31,6 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULT = "MINIFY_BENCHMARK_FAULT"
+NOT_TAKEN = "it does not see that the program fails"
 
 
 # ------------------------------------------------------------------------------------------------ faults
@@ -271,7 +272,7 @@ def run_stock(fault: str, folder: Path, budget: float, isolate: bool) -> Side:
     _, dumped, _ = timed([sys.executable, str(folder / "run.py")], folder, env, budget)
     launchers = sorted(folder.glob("torch_compile_debug/**/minifier_launcher.py"))
     if not launchers:
-        return Side(dumped, -1, "no launcher")
+        return Side(dumped, -1, NOT_TAKEN)
     launcher = [sys.executable, str(launchers[0]), *([] if isolate else ["minify", "--no-isolate"])]
     out, seconds, status = timed(launcher, folder, env, budget - dumped)
     total = dumped + seconds
@@ -322,9 +323,10 @@ def row(case: Case) -> str:
     """A line of the table."""
     stock = f"{case.stock.nodes:6}" if case.stock.nodes >= 0 else "  none"
     less = "<" if case.stock.nodes < 0 else " "
+    ratio = "      -" if case.stock.note == NOT_TAKEN else f"{less}{case.ratio:6.3f}"
     return (
         f"{case.fault:14} {case.program:18} {case.before:6} {case.ours.nodes:6} {stock} "
-        f"{case.ours.seconds:8.1f} {case.stock.seconds:8.1f} {less}{case.ratio:6.3f}   {case.stock.note}"
+        f"{case.ours.seconds:8.1f} {case.stock.seconds:8.1f} {ratio}   {case.stock.note}"
     )
 
 
@@ -354,10 +356,10 @@ def main() -> None:
     larger = [f"{each.fault}:{each.program}" for each in both if each.ours.nodes > each.stock.nodes]
     if both:
         print(f"median ratio where both have a result ({len(both)}): {statistics.median(e.ratio for e in both):.3f}")
-    every = [each for each in done if each.ours.nodes >= 0]
-    if every:
-        median = statistics.median(each.ratio for each in every)
-        print(f"median ratio of all ({len(every)}), theirs as long as it ran: {median:.3f}")
+    taken = [each for each in done if each.ours.nodes >= 0 and each.stock.note != NOT_TAKEN]
+    if taken:
+        median = statistics.median(each.ratio for each in taken)
+        print(f"median ratio of all that it takes ({len(taken)}), theirs as long as it ran: {median:.3f}")
     print(f"ours larger: {', '.join(larger) or 'never'}")
 
 

@@ -189,7 +189,8 @@ class _InductorCompiled(Compiled):
         yield from super().refusals()
         nodes = {node.name: node for node in self.graph.graph.nodes}
         for undone in self._made.undone:
-            held = [self._made.holds.get(name) for name in undone.buffers]
+            # Loops that were fused before have the names of all their buffers.
+            held = [self._made.holds.get(name) for names in undone.buffers for name in names.split("_")]
             origin = merge(origin_of(nodes[name]) for name in held if name in nodes)
             yield refusal(undone.kind, undone.buffers, undone.why, origin)
 
