@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._decomp import get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -202,7 +203,8 @@ def fake_graph(
     """
     made = mode or FakeTensorMode(allow_non_fake_inputs=True)
     propagation = FakeTensorProp(module, made)
-    (propagation.propagate if mode is None else propagation.propagate_dont_convert_inputs)(*inputs)
+    with enable_python_dispatcher():  # without it operators made of others take no symbols
+        (propagation.propagate if mode is None else propagation.propagate_dont_convert_inputs)(*inputs)
     return module
 
 

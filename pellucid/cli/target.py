@@ -90,7 +90,7 @@ class Target:
 
             run = run_of(target, self.libraries)
             if run is not None and backend in (None, run.about["backend"]):
-                backend, options = run.about["backend"], {**run.about["options"], **options}
+                backend, options = run.backend, {**run.options_but(options), **options}
         return {
             "target": target,
             "backend": backend or "pellucid",

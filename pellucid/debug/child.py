@@ -40,6 +40,7 @@ POLL_S = 0.02
 PENDING = object()
 NOTE_BYTES = 4096
 _SAID_BYTES = 4000
+_END_S = 1.0
 NOTE = "NOTE_OF_PELLUCID_DEBUG"  # a name that does not begin like those of the compiler's options
 NOT_THE_USERS = (str(Path(pellucid.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
@@ -113,6 +114,8 @@ class Child:
                 return pickle.loads(self.pipe.recv_bytes())
             except (EOFError, OSError):
                 return self._ended()
+            except Exception as error:  # an answer that cannot be unpickled here
+                return failure_of(error)
         if not self.alive and not self.pipe.poll(0):
             return self._ended()
         if time.monotonic() > self._deadline:
@@ -146,7 +149,10 @@ class Child:
             return 0
 
     def _ended(self) -> Failure:
-        status = self._process.wait() or 0
+        try:
+            status = self._process.wait(timeout=max(_END_S, self._deadline - time.monotonic())) or 0
+        except psutil.TimeoutExpired:
+            return self._stopped("hang", f"no end after {self._seconds:g} s, and no answer to come")
         return self._stopped("crash", f"exit status {status}" if status >= 0 else _signal_name(-status))
 
     def _stopped(self, kind: str, what: str) -> Failure:
@@ -175,11 +181,17 @@ class Worker:
 
     def call(self, function: str, *args: Any, seconds: float = SECONDS) -> Any:
         """What `package.module:function` returns for these arguments (pickled on the way); else a `Failure`."""
-        if self._child is None or not self._child.alive:
-            self._child = Child(_spawn, Path(self._folder.name), self._memory)
-        self._child.ask(function, args, seconds)
-        while (found := self._child.answer(POLL_S)) is PENDING:
-            pass
+        if self._child is not None and not self._child.alive:
+            self._child.end()
+            self._child = None
+        child = self._child = self._child or Child(_spawn, Path(self._folder.name), self._memory)
+        try:
+            child.ask(function, args, seconds)
+            while (found := child.answer(POLL_S)) is PENDING:
+                pass
+        except BaseException:  # interrupted: its answer would be taken for another's
+            child.end()
+            raise
         return found
 
     def ask(self, function: str, *args: Any, seconds: float, refused: str, hint: str) -> Any:

@@ -55,7 +55,7 @@ class Forks:
         try:
             while len(answers) < len(arguments):
                 while waiting and len(self._busy) < self._count:
-                    child = self._free.pop() if self._free else self._fork()
+                    child = self._spare() or self._fork()
                     self._busy[child] = waiting.pop(0)
                     child.ask(function, arguments[self._busy[child]], seconds)
                 answers |= self._collected()
@@ -77,6 +77,15 @@ class Forks:
             if not isinstance(answer, Failure) or child.alive:
                 self._free.append(child)
         return found
+
+    def _spare(self) -> Child | None:
+        """A child that waits for a call; those that somebody killed are done with."""
+        while self._free:
+            child = self._free.pop()
+            if child.alive:
+                return child
+            child.end()
+        return None
 
     def _fork(self) -> Child:
         return Child(self._start, Path(self._folder.name), self._memory)

@@ -73,6 +73,7 @@ def _results(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[str, A
             found[node.name] = copied(value)
         return value
 
+    torch.manual_seed(0)
     interpret(module, inputs, keep)
     return found
 

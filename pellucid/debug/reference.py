@@ -60,7 +60,7 @@ class Reference:
 
     def local(self, name: str, known: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """One value from known results of earlier nodes: only what lies between them and it is computed."""
-        return self._local(name, known, copied, lambda each: each)
+        return self._local(name, known, lambda each: each, lambda each: each)
 
     def local_float64(self, name: str, known: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The same in float64."""
@@ -82,11 +82,14 @@ class Reference:
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         given = dict(zip(placeholders, self.inputs, strict=True))
         given |= {nodes[each]: known[each] for each in known if each in nodes and each != name}
-        given |= {nodes[each]: value for each, value in self.random.items()}
+        given |= {nodes[each]: value for each, value in self.random.items() if nodes[each].target is not _DROPOUT}
+        needed = _needed(nodes[name], given.keys())
+        if any(_writes(node) for node in needed if node not in given):
+            given = copied(given)
         values: dict[torch.fx.Node, Any] = {}
         try:
             with torch.no_grad():
-                for node in _needed(nodes[name], given.keys()):
+                for node in needed:
                     values[node] = self._local_value(node, given, values, change, constant)
         except Exception:
             return None
@@ -107,8 +110,20 @@ class Reference:
         if node.op == "get_attr":
             return change(attribute_of(self.module, node))
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.name in self.random:
+            return _dropped(args, self.random[node.name][1])
         args, kwargs = map_aggregate((args, kwargs), constant)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+_DROPOUT = torch.ops.aten.native_dropout.default
+
+
+def _dropped(args: Sequence[Any], mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What dropout makes of its arguments with the elements that it drew before."""
+    x, p = args[:2]
+    scale = 0.0 if p == 1 else 1.0 / (1.0 - p) if args[2] in (None, True) else 1.0
+    return x * mask * scale, mask
 
 
 def _nudging(seed: int) -> Callable[[Any], Any]:
@@ -139,4 +154,8 @@ def _needed(node: torch.fx.Node, known: Collection[torch.fx.Node]) -> list[torch
 
 def _is_changed(node: torch.fx.Node) -> bool:
     """Whether an operator that works in place may change the result of a node later."""
-    return any(getattr(getattr(user.target, "_schema", None), "is_mutable", False) for user in node.users)
+    return any(map(_writes, node.users))
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)

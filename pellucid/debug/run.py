@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ FILES: Mapping[str, str] = {
 }
 
 _NUMBERS = "numbers.json"
+_BACKENDS = ("pellucid", "inductor")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -54,6 +55,27 @@ class Run:
         """Of its graphs, in the order of their first calls."""
         return tuple(self.about["graphs"])
 
+    @property
+    def backend(self) -> str:
+        """What captured it. Raises UserError for a backend that is not the kit's own subject: it may be anything."""
+        if self.about["backend"] not in _BACKENDS:
+            raise UserError(f"{self.folder} was captured with {self.about['backend']!r:.40}", hint="give --backend")
+        return self.about["backend"]
+
+    def options_but(self, given: Collection[str]) -> dict[str, Any]:
+        """The options of its backend that are not given.
+
+        Raises UserError for one that is no number or switch: a text may name a compiler, a flag or a file.
+        """
+        options = {name: value for name, value in self.about["options"].items() if name not in given}
+        for name, value in options.items():
+            if not isinstance(value, bool | int | float | None):
+                raise UserError(
+                    f"{self.folder} was captured with {name}={value!r:.60}, which a run may not choose",
+                    hint=f"give --option {name}=VALUE, the same or another, if you trust it",
+                )
+        return options
+
     def graph(self, name: str) -> Graph:
         """A graph with its inputs. Raises UserError when the run has none of this name, or files are damaged."""
         if name not in self.names:
@@ -65,8 +87,8 @@ class Run:
             inputs, sizes = tuple(tensors.load(saved["inputs"])), saved["sizes"]
             mode, given = (None, inputs) if sizes is None else fake_inputs(sizes, inputs)
             return Graph(name, saved["kind"], rebound(module, given, mode), inputs)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{self.folder}/{file} is damaged: {error!r:.80}", hint="copy the run again") from error
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(f"{self.folder}/{file} makes no graph: {error!r:.99}", hint="copy the run again") from error
 
     def graphs(self, name: str = "") -> list[Graph]:
         """All graphs, or the one of this name."""

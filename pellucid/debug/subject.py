@@ -74,7 +74,7 @@ class Compiled(ABC):
 
     def refusals(self) -> Iterator[Refusal]:
         """What was not fused, not vectorised and not compiled, and why, as far as the subject tells."""
-        for step in self.steps:
+        for step in {step.name: step for step in self.steps}.values():  # one may stand for several results
             if step.op:
                 yield refusal("fallback", (step.op,), step.reason or "a call of a library", step.origin)
 

@@ -23,7 +23,6 @@ from pellucid.debug.values import decode, encode
 from pellucid.errors import UserError
 
 FOLDER = "tensors"
-_ALIGNMENT = 16
 
 
 @dataclass(slots=True)
@@ -122,10 +121,9 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, rounded down so that any type fits, and the byte after it."""
+    """From the first byte of its storage, as operators count offsets from there, to the byte after a tensor."""
     size, start = tensor.element_size(), int(tensor.storage_offset())
-    aligned = start * size // _ALIGNMENT * _ALIGNMENT
-    return aligned, (start + _elements(tensor.shape, tensor.stride())) * size
+    return 0, (start + _elements(tensor.shape, tensor.stride())) * size
 
 
 def _elements(shape: Sequence[int], stride: Sequence[int]) -> int:

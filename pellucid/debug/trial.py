@@ -120,7 +120,7 @@ def try_whole(name: str) -> Found:
             return Found(_kind(failure_of(error), RUN))
         if wrong is not None:
             steps = [step for step in compiled.steps if step.name == wrong.kernel]
-            nodes = tuple(dict.fromkeys(node for step in steps for node in step.origin.nodes))
+            nodes = tuple(dict.fromkeys(node for step in steps for node in step.origin.nodes)) or (wrong.fx_node,)
             return Found(Kind(Verdict.WRONG.value, operators=shop().operators(name, nodes)), nodes)
     return Found(GOOD)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pellucid import pipeline
 from pellucid.debug.case import Case
 from pellucid.debug.cosim import COMPLETE, LIVE, cosim_case, cosim_isolated
 from pellucid.debug.subjects import subject_of
-from tests.kit.planted import FAULTS
+from tests.kit.planted import FAULTS, drop_relu
 from tests.kit.score import MEMORY, request_of, seconds_of, shows_in_kernels
 from tests.small_models import build_small
 
@@ -52,3 +53,29 @@ def test_random_numbers_and_changed_inputs_are_no_divergence():
 
     found = cosim_case(Case("f", function, (torch.randn(3, 4), torch.randn(4))), subject_of("pellucid"), LIVE)
     assert found.verdict.good, found.first_divergence
+
+
+def test_dropout_is_judged_by_its_own_input():
+    """In the live mode its input differs from eager's, by roundings that add up."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        noise = x.exp().sum(-1, keepdim=True) - x.flip(-1).exp().sum(-1, keepdim=True)
+        return torch.nn.functional.dropout((x * noise * 1e6).sin(), 0.3) @ x.t()
+
+    found = cosim_case(Case("f", function, (torch.randn(64, 257),)), subject_of("pellucid"), LIVE)
+    assert found.verdict.good, found.first_divergence
+
+
+@pytest.mark.parametrize("mode", [COMPLETE, LIVE])
+def test_a_wrong_pass_shows_beside_random_numbers(mode, monkeypatch):
+    def without_relu(module):
+        passed, decisions = transform(module)
+        drop_relu(passed.graph)
+        passed.recompile()
+        return passed, decisions
+
+    transform = pipeline.transform
+    monkeypatch.setattr(pipeline, "transform", without_relu)
+    case = Case("f", lambda x: (x.sin().relu() * 2, torch.rand(3) + 1), (torch.randn(9, 7),))
+    first = cosim_case(case, subject_of("pellucid"), mode).first_divergence
+    assert first is not None and first.fx_node == "relu"

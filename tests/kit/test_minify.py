@@ -43,6 +43,12 @@ def test_one_node_is_left(name, tmp_path):
     assert found.shown and found.finished
 
 
+def test_a_wrong_pass_on_the_graph(tmp_path):
+    """No kernel is to blame; what is left are the two calls that are taken for one, and what shows it."""
+    found = minify(Request(f"{PLANTED}:pellucid_equal_calls"), tmp_path)
+    assert (found.kind.verdict, found.nodes_before, found.nodes_after) == ("wrong", 5, 3) and found.shown
+
+
 def test_the_program_that_is_written_runs_by_itself(tmp_path):
     told = []
     found = minify(Request(f"{PLANTED}:pellucid_vector_exp"), tmp_path, tell=told.append)

@@ -314,8 +314,9 @@ import torch
 def make():
     def f(x, y, n):
         z = torch.cat([x, x * n], 0).relu().sum(1)
-        return z.exp(), (y[1:] + 1).softmax(-1), x.t().contiguous() * 2
-    return f, (torch.randn(5, 70), torch.randn(9, 33)[:, 2:], 3)
+        w = torch.nn.functional.pad(y[1:] + 1, (1, x.shape[0] % 4))
+        return z.exp(), w.softmax(-1), x.t().contiguous() * 2
+    return f, (torch.randn(5, 70), torch.randn(29, 33)[20:, 2:], 3)
 """
 
 
@@ -351,3 +352,18 @@ def test_a_size_in_a_run_is_a_formula_that_fits(dynamic_run, tmp_path, size):
     write_json(file, saved)
     with pytest.raises(UserError):
         open_run(copy).graphs()
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("inductor", {"cpp.cxx": [None, "./compiler"]}), ("pellucid", {"trace": "anywhere"}), ("tvm", {})],
+)
+def test_a_run_chooses_no_compiler_and_no_file(mixed_run, tmp_path, backend, options):
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(mixed_run), str(copy)], check=True)
+    about = json.loads((copy / "run.json").read_text())
+    write_json(copy / "run.json", {**about, "backend": backend, "options": options})
+    run = open_run(copy)
+    with pytest.raises(UserError, match="captured with"):
+        run.options_but(()), run.backend
+    assert run.options_but(options) == {}, "what the user gives is the user's"
