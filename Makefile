@@ -5,7 +5,7 @@
 #   make check    the quick part, under a minute: style, types, layers, unit and golden tests
 #   make test-ops every sample of PyTorch's operator and module databases, static and dynamic: an hour on two cores
 #   make test-models
-#                 the models of the suite at full size, and long training runs: minutes each
+#                 the models of the suite at full size, long training runs, more operators: minutes each
 #   make test-kit every planted fault through the commands of the debugging kit: minutes
 #   make bench    pellucid bench; choose with ARGS="bert --batch 8"
 #   make format   rewrite the sources in the project's style

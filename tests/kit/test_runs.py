@@ -90,6 +90,7 @@ def test_a_run_has_the_graphs_of_the_program(mixed_run):
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_commands_take_a_run(mixed_run):
     request = Request(str(mixed_run))
     assert check_isolated(request).good
@@ -173,6 +174,7 @@ print([output.verdict.value for output in judge_graph(graph, subject)])
     assert any(output.name.startswith("compiled") for output in healthy.graphs[0].moved)
 
 
+@pytest.mark.slow
 def test_a_program_in_python(tmp_path):
     program = Program(*mixed())
     assert program.check().good and program.cosim().good and program.match().good
