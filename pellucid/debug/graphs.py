@@ -190,6 +190,11 @@ def calls_of(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
     return (node for node in module.graph.nodes if node.op == "call_function")
 
 
+def mutates(call: torch.fx.Node) -> bool:
+    """Whether an operator works in place."""
+    return getattr(getattr(call.target, "_schema", None), "is_mutable", False)
+
+
 def writes(call: torch.fx.Node, operand: torch.fx.Node) -> bool:
     """Whether a call of an operator changes this operand."""
     schema = getattr(call.target, "_schema", None)

@@ -126,11 +126,8 @@ def judge(
     return _distances(values, reference, truth, others, eager.dtype)
 
 
-def close(actual: torch.Tensor, eager: torch.Tensor, roundings: float = CLOSE_ROUNDINGS) -> Judgement | None:
-    """The judgement on results that are equal, or so near that float64 need not be asked; None for all others.
-
-    roundings: of their type, on the scale of the tensor, that are near.
-    """
+def close(actual: torch.Tensor, eager: torch.Tensor) -> Judgement | None:
+    """The judgement on results that are equal, or so near that float64 need not be asked; None for all others."""
     if actual.shape != eager.shape or actual.dtype != eager.dtype:
         return None
     if torch.equal(actual, eager):
@@ -140,7 +137,7 @@ def close(actual: torch.Tensor, eager: torch.Tensor, roundings: float = CLOSE_RO
     wide = torch.promote_types(eager.dtype, torch.float32)
     difference = _largest_difference(actual, eager, wide)
     scale = torch.linalg.vector_norm(eager, dtype=wide).item() / max(eager.numel(), 1) ** 0.5
-    bound = roundings * torch.finfo(eager.dtype).eps * scale
+    bound = CLOSE_ROUNDINGS * torch.finfo(eager.dtype).eps * scale
     if not difference <= bound:  # also for NaN
         return None
     return Judgement(Verdict.ROUNDING, "", difference / scale, bound / scale, difference, None)

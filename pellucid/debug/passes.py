@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pellucid.debug.case import copied
-from pellucid.debug.graphs import Graph, interpret, is_random
+from pellucid.debug.graphs import Graph, interpret, is_random, mutates
 from pellucid.debug.judge import near
 from pellucid.debug.vary import change_in_place
 
@@ -29,7 +29,7 @@ def first_changed(graph: Graph, passed: torch.fx.GraphModule) -> list[torch.fx.N
                 return _unexplained(_with_lost(nodes[name], kept), before, list(after.values())) or [nodes[name]]
         if not change_in_place(inputs):
             break
-    effects = (node for node in nodes.values() if getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+    effects = (node for node in nodes.values() if mutates(node))
     gone = next((node for node in effects if node.name not in kept), None)
     return [] if gone is None else [gone]
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pellucid.capture.graph import attribute_of
 from pellucid.debug.case import copied
-from pellucid.debug.graphs import in_float64, interpret, is_random, widened, wider
+from pellucid.debug.graphs import in_float64, interpret, is_random, mutates, widened, wider
 from pellucid.debug.vary import nudge_in_place
 
 
@@ -20,6 +20,7 @@ class Reference:
 
     def __init__(self, module: torch.fx.GraphModule, inputs: Sequence[Any], wanted: set[str]) -> None:
         self.module, self.inputs = module, inputs
+        self._nodes = {node.name: node for node in module.graph.nodes}
         self.values: dict[str, torch.Tensor] = {}
         self.random: dict[str, Any] = {}
         output = next(iter(reversed(module.graph.nodes)))
@@ -34,7 +35,7 @@ class Reference:
             return value
 
         torch.manual_seed(0)
-        self.given = copied(inputs) if any(map(_writes, module.graph.nodes)) else inputs
+        self.given = copied(inputs) if any(map(mutates, module.graph.nodes)) else inputs
         self.results = interpret(module, self.given, keep)
 
     def float64(self) -> dict[str, torch.Tensor]:
@@ -78,13 +79,12 @@ class Reference:
         constant: Callable[[Any], Any],
     ) -> torch.Tensor | None:
         """One value from known ones after a change. None when an operator in between does not take that."""
-        nodes = {node.name: node for node in self.module.graph.nodes}
-        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
-        given = dict(zip(placeholders, self.inputs, strict=True))
+        nodes = self._nodes
+        given = dict(zip(self.module.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
         given |= {nodes[each]: known[each] for each in known if each in nodes and each != name}
         given |= {nodes[each]: value for each, value in self.random.items() if nodes[each].target is not _DROPOUT}
         needed = _needed(nodes[name], given.keys())
-        if any(_writes(node) for node in needed if node not in given):
+        if any(mutates(node) for node in needed if node not in given):
             given = copied(given)
         values: dict[torch.fx.Node, Any] = {}
         try:
@@ -154,8 +154,4 @@ def _needed(node: torch.fx.Node, known: Collection[torch.fx.Node]) -> list[torch
 
 def _is_changed(node: torch.fx.Node) -> bool:
     """Whether an operator that works in place may change the result of a node later."""
-    return any(map(_writes, node.users))
-
-
-def _writes(node: torch.fx.Node) -> bool:
-    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    return any(map(mutates, node.users))

@@ -6,6 +6,7 @@ no form for becomes a symbol of its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def sizes_to_json(module: torch.fx.GraphModule) -> dict[str, Any] | None:
     """
     inputs = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     symbols: dict[str, int] = {}
-    for number in (number for value in inputs for number in _numbers(value)):
+    for number in itertools.chain.from_iterable(map(_numbers, inputs)):
         symbols.update({name: size_hint(each) for name, each in needed_by(number).items()})
         own = plain_name(expr_of(number))
         if own is not None:
