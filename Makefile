@@ -12,6 +12,7 @@
 #   make clean    remove .venv and everything that the commands above made
 #
 # PYTHON       the interpreter that makes .venv (3.10 or later, and one that your torch wheel was built for)
+# JOBS         how many processes share the tests (2)
 # TORCH_INDEX  a package index to take torch from, for example https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3
@@ -19,9 +20,11 @@ CXX ?= g++
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= 2
 
 BIN := .venv/bin
 READY := .venv/.ready
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 SOURCES := $(wildcard pellucid tests examples benchmarks)
 QUICK_TESTS := $(wildcard tests/unit tests/golden)
 
@@ -59,9 +62,10 @@ demo: $(READY)
 bench: $(READY)
 	$(BIN)/pellucid bench $(ARGS)
 
-# pytest exits with 5 when it ran no test, which fails these targets, as it should.
+# pytest exits with 5 when it ran no test, which fails these targets, as it should. What needs the memory of the whole
+# machine, the models at full size, runs alone.
 test: lint
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(PYTEST) tests $(ARGS)
 
 # -O1 saves time here, and the vector code is written out either way.
 test-ops: $(READY)
@@ -71,10 +75,10 @@ test-models: $(READY)
 	$(BIN)/python -m pytest -m slow tests/integration $(ARGS)
 
 test-kit: $(READY)
-	$(BIN)/python -m pytest -m "slow or not slow" tests/kit $(ARGS)
+	$(PYTEST) -m "slow or not slow" tests/kit $(ARGS)
 
 check: lint
-	$(BIN)/python -m pytest $(QUICK_TESTS) $(ARGS)
+	$(PYTEST) $(QUICK_TESTS) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)
