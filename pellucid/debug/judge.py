@@ -10,8 +10,8 @@ roundings of its type.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -21,7 +21,7 @@ FLOOR_ROUNDINGS = 8.0
 DRAWS = 2
 # Results that are this close to eager's, in roundings of their type on the scale of the tensor, need no float64.
 CLOSE_ROUNDINGS = 64.0
-_PART = 1 << 20
+_PART = 1 << 18
 
 
 class Verdict(str, Enum):
@@ -94,12 +94,8 @@ def kind_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
 
 def tolerance(eager: torch.Tensor, exact: torch.Tensor, draws: Sequence[torch.Tensor] = ()) -> float:
     """How far from eager's value a result may be that differs by rounding only. The arguments are those of `judge`."""
-    reference, truth = _real(eager.detach()), _real(exact.detach()).reshape_as(_real(eager.detach()))
-    others = [_real(draw) for draw in draws if draw.shape == eager.shape]
-    finite = truth.isfinite() & reference.isfinite()
-    scale = _scale(truth[finite])
-    own = _own_error(reference, truth, others, finite) / scale
-    return (_allowed(own, eager.dtype) + own) * scale
+    seen = _Seen.of(eager, eager, exact, draws)
+    return seen.allowed(eager.dtype) + seen.own
 
 
 def judge(
@@ -109,21 +105,30 @@ def judge(
 
     exact: the value in float64. draws: eager's values for inputs that differ in the last place.
     """
-    actual, eager, exact = actual.detach(), eager.detach(), exact.detach()
     if actual.shape != eager.shape:
         return Judgement(Verdict.WRONG, f"shape {tuple(actual.shape)}, eager's is {tuple(eager.shape)}")
     if actual.dtype != eager.dtype:
         return Judgement(Verdict.WRONG, f"dtype {actual.dtype}, eager's is {eager.dtype}")
-    if _identical(actual, eager):
+    if torch.equal(actual, eager):
         return Judgement(Verdict.OK)
-    values, reference, truth = _real(actual), _real(eager), _real(exact).reshape_as(_real(eager))
-    others = [_real(draw) for draw in draws if draw.shape == eager.shape]
-    odd = _not_finite(values, reference, truth, others)
-    if odd.any():
-        first = _first(odd)
-        why = f"{values[first].item()} where eager has {reference[first].item()}, at {list(first)}"
-        return Judgement(Verdict.WRONG, why, math.inf, 0.0, math.inf, math.inf, first, int(odd.sum()))
-    return _distances(values, reference, truth, others, eager.dtype)
+    seen = _Seen.of(actual, eager, exact, draws)
+    if seen.alike:  # NaN in the same places
+        return Judgement(Verdict.OK)
+    shape = (*eager.shape, 2) if eager.is_complex() else eager.shape
+    values, reference, truth = (_flat(each) for each in (actual, eager, exact))
+    if seen.odd:
+        at, where = seen.first_odd, _index(seen.first_odd, shape)
+        why = f"{values[at].item()} where eager has {reference[at].item()}, at {list(where)}"
+        return Judgement(Verdict.WRONG, why, math.inf, 0.0, math.inf, math.inf, where, seen.odd)
+    allowed, at, where = seen.allowed(eager.dtype), seen.farthest, _index(seen.farthest, shape)
+    numbers = (seen.away / seen.scale, allowed / seen.scale, seen.difference, seen.ulp, where)
+    if seen.away <= allowed:
+        return Judgement(Verdict.ROUNDING, "", *numbers)
+    bad = sum(int((part.distance(0, 2) > allowed).sum()) for _, part in _parts(actual, eager, exact))
+    ours, eagers, exactly = (_text(each[at]) for each in (values, reference, truth))
+    counted = f"{bad} of {values.numel()} elements differ"
+    why = f"{counted}, most at {list(where)}: {ours}, eager {eagers}, float64 {exactly}"
+    return Judgement(Verdict.WRONG, why, *numbers, bad)
 
 
 def close(actual: torch.Tensor, eager: torch.Tensor) -> Judgement | None:
@@ -154,102 +159,127 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) ->
 
 def near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Whether two results that nothing is known of are the same up to rounding, on the way to them as well."""
-    found = judge(ours, theirs, theirs.double() if theirs.is_floating_point() else theirs)
+    found = judge(ours, theirs, theirs)
     inexact = theirs.is_floating_point() and ours.dtype is theirs.dtype
     return found.verdict.good or (inexact and 0 < found.error < torch.finfo(theirs.dtype).eps ** 0.5)
 
 
-def _distances(
-    values: torch.Tensor,
-    reference: torch.Tensor,
-    truth: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-) -> Judgement:
-    finite = truth.isfinite() & values.isfinite() & reference.isfinite()
-    scale = _scale(truth[finite])
-    zero = torch.zeros((), dtype=torch.float64)
-    away = torch.where(finite, (values - truth).abs(), zero) / scale
-    allowed = _allowed(_own_error(reference, truth, others, finite) / scale, dtype)
-    worst_at = _index(away, int(away.argmax()))
-    difference = torch.where(finite, (values - reference).abs(), zero)
-    step = _ulp(reference, dtype)
-    bad = int((away > allowed).sum())
-    found = Judgement(
-        Verdict.WRONG if bad else Verdict.ROUNDING,
-        "",
-        away.max().item(),
-        allowed,
-        difference.max().item(),
-        (difference / step).max().item(),
-        worst_at,
-        bad,
-    )
-    if not bad:
-        return found
-    why = (
-        f"{bad} of {values.numel()} elements differ, most at {list(worst_at)}: {values[worst_at].item():.9g}, "
-        f"eager {reference[worst_at].item():.9g}, float64 {truth[worst_at].item():.9g}"
-    )
-    return replace(found, why=why)
+class _Part:
+    """Some neighbouring elements of several tensors, of which the first three are the actual value, eager's, and
+    that in float64; the others are eager's for other inputs."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.wide = [each.double() for each in tensors]
+        self.all_finite = math.isfinite(sum(each.sum().item() for each in self.wide))
+
+    def distance(self, a: int, b: int) -> torch.Tensor:
+        """Between two of the tensors, where float64, both and the first two are finite; 0 elsewhere."""
+        if self.tensors[a].is_floating_point() or self.tensors[b].is_floating_point():
+            away = (self.wide[a] - self.wide[b]).abs_()
+            return away if self.all_finite else away.masked_fill_(~self.finite(a, b), 0.0)
+        return (self.tensors[a].long() - self.tensors[b].long()).double().abs_()  # float64 has not all integers
+
+    def finite(self, *more: int) -> torch.Tensor:
+        """Where float64, the first two, and others are finite."""
+        return torch.stack([self.wide[n].isfinite() for n in {0, 1, 2, *more}]).all(0)
+
+    def odd(self) -> torch.Tensor:
+        """Where NaN or an infinity stands in one and not in the other, unless float64 or another draw has it so too."""
+        ours, *others = (
+            torch.where(t.isfinite(), 0.0, t).nan_to_num(nan=3.0, posinf=1.0, neginf=2.0) for t in self.wide
+        )
+        return torch.stack([ours != other for other in others]).all(0)
 
 
-def _scale(finite: torch.Tensor) -> float:
-    """The rms of the finite elements, in whose units errors are; 1 where that says nothing."""
-    scale = finite.square().mean().sqrt().item() if finite.numel() else 0.0
-    return scale if scale > 0 and math.isfinite(scale) else 1.0
+@dataclass(slots=True)
+class _Seen:
+    """What holds of all elements. One pass in parts: fresh memory for each step would cost more than computing it.
+
+    alike: actual and eager's value are the same. odd, first_odd: how many elements are oddly not finite, and the
+    first. squares, count: of the finite ones in float64. own, away: eager's and the actual value's largest distance
+    from float64, this one at `farthest`. difference, ulp: the largest between actual and eager's value.
+    """
+
+    alike: bool = True
+    odd: int = 0
+    first_odd: int = 0
+    squares: float = 0.0
+    count: int = 0
+    own: float = 0.0
+    away: float = 0.0
+    farthest: int = 0
+    difference: float = 0.0
+    ulp: float = 0.0
+
+    @classmethod
+    def of(cls, actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, draws: Sequence[torch.Tensor]) -> _Seen:
+        seen = cls()
+        for start, part in _parts(actual, eager, exact, *(each for each in draws if each.shape == eager.shape)):
+            seen._add(start, part)
+        return seen
+
+    @property
+    def scale(self) -> float:
+        """The rms of the finite elements, in whose units errors are; 1 where that says nothing."""
+        scale = math.sqrt(self.squares / self.count) if self.count else 0.0
+        return scale if 0 < scale < math.inf else 1.0
+
+    def allowed(self, dtype: torch.dtype) -> float:
+        """How far from float64 a value may be."""
+        inexact = dtype.is_floating_point or dtype.is_complex
+        roundings = FLOOR_ROUNDINGS * torch.finfo(dtype).eps if inexact else 0.0
+        return FACTOR * self.own + roundings * self.scale
+
+    def _add(self, start: int, part: _Part) -> None:
+        actual, eager, truth = part.wide[:3]
+        if part.all_finite:
+            self.count += truth.numel()
+        else:
+            odd, finite = part.odd(), part.finite()
+            self.first_odd = self.first_odd if self.odd or not odd.any() else start + int(odd.int().argmax())
+            self.odd += int(odd.sum())
+            self.alike &= bool(((actual == eager) | (actual.isnan() & eager.isnan())).all())
+            self.count += int(finite.sum())
+            truth = truth[finite]
+        self.squares += truth.square().sum().item()
+        self.own = max(self.own, *(part.distance(n, 2).max().item() for n in range(1, len(part.wide))))
+        away = part.distance(0, 2)
+        farthest = int(away.argmax())
+        if away[farthest] > self.away:
+            self.away, self.farthest = away[farthest].item(), start + farthest
+        difference = part.distance(0, 1)
+        largest = difference.max().item()
+        if largest:
+            self.alike, self.difference = False, max(self.difference, largest)
+            self.ulp = max(self.ulp, (difference / _ulp(eager, part.tensors[1].dtype)).max().item())
 
 
-def _own_error(
-    reference: torch.Tensor, truth: torch.Tensor, others: Sequence[torch.Tensor], finite: torch.Tensor
-) -> float:
-    """How far eager's values are from float64, at most."""
-    zero = torch.zeros((), dtype=torch.float64)
-    distances = [torch.where(finite & each.isfinite(), (each - truth).abs(), zero) for each in (reference, *others)]
-    return max(each.max().item() for each in distances) if reference.numel() else 0.0
+def _parts(*tensors: torch.Tensor) -> Iterator[tuple[int, _Part]]:
+    """Tensors of as many elements each, in parts, each with the position of its first element."""
+    flat = [_flat(each) for each in tensors]
+    for start in range(0, flat[0].numel(), _PART):
+        yield start, _Part([each[start : start + _PART] for each in flat])
 
 
-def _allowed(own: float, dtype: torch.dtype) -> float:
-    return FACTOR * own + (FLOOR_ROUNDINGS * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
-def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(torch.equal(a, b)) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+def _text(element: torch.Tensor) -> str:
+    return f"{element.item():.9g}" if element.is_floating_point() else str(element.item())
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """As float64, complex numbers as pairs; bool as 0 and 1."""
-    tensor = tensor.resolve_conj()
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64)
+def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), tuple(shape)))
 
 
-def _not_finite(
-    values: torch.Tensor, reference: torch.Tensor, truth: torch.Tensor, others: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Where NaN or an infinity stands in one and not in the other, unless float64 or another draw has it so too."""
-
-    def kind(t: torch.Tensor) -> torch.Tensor:
-        return torch.where(t.isnan(), 3, torch.where(t == math.inf, 1, torch.where(t == -math.inf, 2, 0)))
-
-    ours = kind(values)
-    odd = ours != kind(reference)
-    for other in (truth, *others):
-        odd &= ours != kind(other)
-    return odd
-
-
-def _first(mask: torch.Tensor) -> tuple[int, ...]:
-    return _index(mask, int(mask.flatten().int().argmax()))
-
-
-def _index(tensor: torch.Tensor, flat: int) -> tuple[int, ...]:
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)) if tensor.dim() else ()
-
-
-def _ulp(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _ulp(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | float:
     """The distance between neighbours in `dtype` at each value; 1 for integers."""
-    if not dtype.is_floating_point:
-        return torch.ones_like(reference)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return 1.0
     info = torch.finfo(dtype)
-    exponent = torch.frexp(reference.abs().clamp(min=info.tiny)).exponent.to(torch.float64)
-    return torch.exp2(exponent - 1) * info.eps
+    exponent = torch.frexp(reference.abs().clamp_(min=info.tiny)).exponent.double()
+    return exponent.exp2_().mul_(info.eps / 2)

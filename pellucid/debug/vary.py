@@ -48,7 +48,8 @@ def change_in_place(tensors: Iterable[Any]) -> bool:
         for tensor in tensors:
             floats = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout is torch.strided
             if floats and tensor.numel() and not overlapping(tensor):
-                tensor.copy_(torch.where(tensor == 0, 0.25, tensor / 2))
+                zero = tensor == 0
+                tensor.mul_(0.5).masked_fill_(zero, 0.25)
                 changed = True
     return changed
 
