@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pellucid.capture.graph import attribute_of
 from pellucid.debug.case import copied
 from pellucid.debug.graphs import in_float64, interpret, is_random, mutates, widened, wider
-from pellucid.debug.vary import nudge_in_place
+from pellucid.debug.vary import nudge_in_place, overlapping
 
 
 class Reference:
@@ -37,6 +38,14 @@ class Reference:
         torch.manual_seed(0)
         self.given = copied(inputs) if any(map(mutates, module.graph.nodes)) else inputs
         self.results = interpret(module, self.given, keep)
+        lasting = [*self.values.values(), *self.results, *self.given, *self.inputs, *self.random.values()]
+        self._owners = Counter(_memory(each) for each in pytree.tree_leaves(lasting) if isinstance(each, torch.Tensor))
+
+    def replaced(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A copy of a value, in the memory of eager's if nothing else lies there: fresh memory costs more."""
+        mine = self.values[name]
+        alone = self._owners[_memory(mine)] == 1 and not overlapping(mine)
+        return mine.copy_(value) if alone and mine.shape == value.shape and mine.dtype == value.dtype else value.clone()
 
     def float64(self) -> dict[str, torch.Tensor]:
         """All wanted values from the inputs on; random numbers are those that eager drew."""
@@ -124,6 +133,10 @@ def _dropped(args: Sequence[Any], mask: torch.Tensor) -> tuple[torch.Tensor, tor
     x, p = args[:2]
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p) if args[2] in (None, True) else 1.0
     return x * mask * scale, mask
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _nudging(seed: int) -> Callable[[Any], Any]:
