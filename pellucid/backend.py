@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pellucid.capture.decompositions import decompositions
+from pellucid.capture.layout import lay_out_joint
 from pellucid.capture.torch_compat import capture_with_aot
 from pellucid.errors import UserError
 from pellucid.ir.nodes import Extern, Kernel
@@ -84,6 +85,7 @@ def compile_fx(
             backward=partial(_compile, kind="backward", options=settings),
             inference=partial(_compile, kind="inference", options=settings),
             decompositions=decompositions(),
+            joint=lay_out_joint,
         )
 
 

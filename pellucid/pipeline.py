@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pellucid.capture.layout import channels_last
+from pellucid.capture.layout import channels_last, laid_out_jointly
 from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
 from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger
@@ -69,10 +69,10 @@ Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
 def graph_passes(captured: torch.fx.GraphModule, kind: str) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
     """A captured graph after our own passes on it; see `Unit` for its kind."""
     graph, decisions = transform(captured)
-    if kind == "inference":  # what a training graph saves must lie as the backward graph expects it
-        graph, laid_out = channels_last(graph)
-        decisions += laid_out
-    return graph, decisions
+    if kind != "inference":
+        return graph, decisions + laid_out_jointly(captured.graph)
+    graph, laid_out = channels_last(graph)
+    return graph, decisions + laid_out
 
 
 def _transform(unit: Unit, options: Options) -> Step:

@@ -75,12 +75,18 @@ def capture_with_aot(
     backward: Compiler,
     inference: Compiler,
     decompositions: dict[Any, Callable[..., Any]],
+    joint: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda graph: graph,
 ) -> Callable[..., Any]:
     """Functionalise, decompose and (for training) differentiate a Dynamo graph, compiling each resulting graph.
 
+    joint: a pass on forward and backward as one graph, before it is cut in two.
     The compilers return functions in the boxed calling convention: one list of arguments, which they may empty.
     Mutations of inputs stay in the graph as `copy_` at its end.
     """
+
+    def partition(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return min_cut_rematerialization_partition(joint(graph), *args, **kwargs)
+
     return aot_module_simplified(
         graph_module,
         example_inputs,
@@ -88,7 +94,7 @@ def capture_with_aot(
         bw_compiler=cast(Any, backward),
         inference_compiler=cast(Any, inference),
         decompositions=decompositions,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
     )
 

@@ -25,7 +25,7 @@ from pellucid.debug.explain import explain
 from pellucid.debug.graphs import Graph, interpret, is_random
 from pellucid.debug.passes import agree, first_changed, tensors_of
 from pellucid.debug.run import split_run
-from pellucid.debug.subject import Compiled, Rung, Subject, Undecomposed
+from pellucid.debug.subject import AsTraced, Compiled, Rung, Subject, Undecomposed
 from pellucid.ir.origin import merge
 
 _THREADS = torch.get_num_threads()
@@ -183,12 +183,26 @@ def wrong_pass(request: Request, subject: Subject) -> Culprit | None:
             passed = subject.passed(graph)
         except Exception as error:
             return refused_part(subject, graph, error)
-        nodes = first_changed(graph, passed)
-        if nodes:
-            users = [str(user) for node in nodes for user in origin_of(node).users]
-            names = tuple(node.name for node in nodes)
-            return Culprit(graph.name, "", str(nodes[-1].target), names, tuple(dict.fromkeys(users)))
+        found = _changed(graph, passed)
+        if found is not None:
+            return found
     return None
+
+
+def wrong_layout(request: Request, subject: Subject) -> Culprit | None:
+    """The first operator of a forward graph that has another result where the backend lays both halves out."""
+    pairs = zip(graphs_for(request, AsTraced({}, subject)), graphs_for(request, subject), strict=True)
+    found = (_changed(before, after.module) for before, after in pairs if before.kind == "forward")
+    return next(filter(None, found), None) or wrong_output(request, subject)
+
+
+def _changed(graph: Graph, passed: torch.fx.GraphModule) -> Culprit | None:
+    nodes = first_changed(graph, passed)
+    if not nodes:
+        return None
+    users = [str(user) for node in nodes for user in origin_of(node).users]
+    names = tuple(node.name for node in nodes)
+    return Culprit(graph.name, "", str(nodes[-1].target), names, tuple(dict.fromkeys(users)))
 
 
 def wrong_decomposition(request: Request, subject: Subject) -> Culprit | None:
@@ -224,5 +238,6 @@ _BEFORE_STEPS: Mapping[str, Callable[[Request, Subject], Culprit | None]] = {
     "aotautograd": wrong_output,
     "joint graph": wrong_output,
     "decompositions": wrong_decomposition,
+    "layout": wrong_layout,
     "graph passes": wrong_pass,
 }

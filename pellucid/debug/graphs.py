@@ -39,9 +39,14 @@ class Graph:
 
 
 def through_aot(
-    compiler: Callable[[str], GraphCompiler], decompositions: dict[Any, Callable[..., Any]]
+    compiler: Callable[[str], GraphCompiler],
+    decompositions: dict[Any, Callable[..., Any]],
+    joint: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda graph: graph,
 ) -> Callable[..., Any]:
-    """A backend for `torch.compile` behind AOTAutograd; `compiler` of a kind gets each graph."""
+    """A backend for `torch.compile` behind AOTAutograd; `compiler` of a kind gets each graph.
+
+    joint: a pass on forward and backward as one graph, before it is cut in two.
+    """
 
     def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return capture_with_aot(
@@ -51,6 +56,7 @@ def through_aot(
             backward=compiler("backward"),
             inference=compiler("inference"),
             decompositions=decompositions,
+            joint=joint,
         )
 
     return backend

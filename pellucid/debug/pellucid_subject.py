@@ -11,11 +11,13 @@ import torch
 
 from pellucid.backend import compile_fx
 from pellucid.capture.decompositions import decompositions
+from pellucid.capture.layout import lay_out_joint
 from pellucid.codegen import CppKernel
 from pellucid.debug.explain import CPP_NAMES, DEFINITION, Refusal, Refused, Value
 from pellucid.debug.graphs import Graph, GraphCompiler, through_aot
 from pellucid.debug.plain import front_rungs
 from pellucid.debug.subject import (
+    AsTraced,
     Captured,
     Compiled,
     Interpreted,
@@ -59,7 +61,7 @@ class Pellucid(Subject):
         return torch.compile(fn, backend=partial(compile_fx, options=dict(self.options)), dynamic=dynamic)
 
     def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
-        return through_aot(compiler, decompositions() if decompose else {})
+        return through_aot(compiler, decompositions(), lay_out_joint) if decompose else through_aot(compiler, {})
 
     def compile(self, graph: Graph) -> PellucidCompiled:
         return PellucidCompiled(graph, self.options)
@@ -90,7 +92,8 @@ class Pellucid(Subject):
         return (
             *front_rungs(),
             Rung("joint graph", Undecomposed({}, self)),
-            Rung("decompositions", Captured({}, self)),
+            Rung("decompositions", AsTraced({}, self)),
+            Rung("layout", Captured({}, self)),
             Rung("graph passes", Passed({}, self)),
             Rung("lowering", Lowered({}, self)),
             Rung("scheduling", Lowered({}, self, scheduled=True)),

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pellucid.debug.case import Case
 from pellucid.debug.explain import Refusal, Refused
-from pellucid.debug.graphs import Graph, GraphCompiler, Recorder, interpret
+from pellucid.debug.graphs import Graph, GraphCompiler, Recorder, interpret, through_aot
 from pellucid.ir.origin import Origin
 
 
@@ -225,6 +225,14 @@ class Undecomposed(Captured):
 
     def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
         return self.base.capturing(compiler, decompose=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AsTraced(Captured):
+    """The same without what the backend does to forward and backward while they are one graph."""
+
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
+        return through_aot(compiler, dict(self.decompositions()) if decompose else {})
 
 
 @dataclass(frozen=True, slots=True)

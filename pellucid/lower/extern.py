@@ -18,12 +18,10 @@ from pellucid.lower.registry import overload_name
 
 # Why ATen computes an operator although it is known well; everything else lacks a lowering.
 _GEMM = "matrix multiplication: ATen's BLAS computes it"
-CONVOLUTION = "convolution: oneDNN computes it"
 _ATTENTION = "attention: ATen's fused kernel computes it"
 _RANDOM = "random numbers come from eager's own stream"
 CHOSEN: dict[str, str] = {
     **dict.fromkeys(("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "_int_mm.default"), _GEMM),
-    **dict.fromkeys(("convolution_backward.default",), CONVOLUTION),
     **dict.fromkeys(
         (
             "_scaled_dot_product_flash_attention_for_cpu.default",

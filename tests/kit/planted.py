@@ -138,6 +138,19 @@ def convolved() -> Program:
     return net, (torch.randn(2, 3, 8, 8), torch.randn(5, 3, 3, 3), *state)
 
 
+def separable() -> Program:
+    """Depthwise and pointwise convolutions: to be trained they lie channels-last."""
+
+    def net(x: torch.Tensor, wide: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(F.conv2d(x, wide, padding=1, groups=6))
+        h = torch.relu(F.conv2d(h, across))
+        return F.conv2d(h, wide, padding=1, groups=6).mean((2, 3))
+
+    torch.manual_seed(0)
+    weights = (torch.randn(6, 1, 3, 3, requires_grad=True), torch.randn(6, 6, 1, 1, requires_grad=True))
+    return net, (torch.randn(2, 6, 9, 8), *weights)
+
+
 def attended() -> Program:
     """Attention with a mask; the scores are large, as they are early in training."""
 
@@ -690,6 +703,27 @@ def plant_pellucid_partitioner() -> None:
     from pellucid.capture import torch_compat
 
     patch(torch_compat, "min_cut_rematerialization_partition", mix_up_saved)
+
+
+@planted("pellucid", "wrong", "layout", "convolution", separable, backward=True)
+def plant_pellucid_layout() -> None:
+    """What should be copied to lie channels-last is only called so."""
+    from pellucid import backend
+    from pellucid.debug import pellucid_subject
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def lay_out(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
+            result = original(joint)
+            for node in result.graph.find_nodes(op="call_function", target=aten.clone.default):
+                value = node.meta["val"]
+                node.target, node.kwargs = aten.as_strided.default, {}
+                node.args = (node.args[0], list(value.shape), list(value.stride()))
+            return result
+
+        return lay_out
+
+    patch(backend, "lay_out_joint", make)
+    patch(pellucid_subject, "lay_out_joint", make)
 
 
 @planted("pellucid", "wrong", "aotautograd", "view", viewed)

@@ -21,7 +21,7 @@ from tests.kit.planted import FAULTS, Fault
 HERE = Path(__file__).parent
 MEMORY = 4 << 30
 KERNELS = ("codegen", "vectorisation", "lowering")
-CAPTURE = ("dynamo", "aotautograd", "joint graph", "decompositions")
+CAPTURE = ("dynamo", "aotautograd", "joint graph", "decompositions", "layout")
 
 
 def request_of(fault: Fault) -> Request:
