@@ -8,6 +8,7 @@ from pellucid.options import Options
 from pellucid.schedule.cleanup import clean_up
 from pellucid.schedule.dead import remove_dead
 from pellucid.schedule.fuse import fuse
+from pellucid.schedule.hoist import hoist
 from pellucid.schedule.normalize import normalize
 from pellucid.schedule.order import order
 from pellucid.schedule.two_phase import split_reductions
@@ -27,5 +28,7 @@ def schedule(program: Program, options: Options) -> tuple[Program, list[Decision
     program, split = split_reductions(program, options)
     decisions += split
     program = clean_up(program)
+    program, hoisted = hoist(program)
+    decisions += hoisted
     program, ordered = order(program)
     return program, decisions + ordered

@@ -12,9 +12,9 @@ from pellucid.schedule.inline import Inlined, Recipe, loads_of
 
 # What things cost, in bytes moved from memory: an operator at one point, a stored byte (its cache line is fetched
 # before it is written back), and the start of one more kernel.
-_OPS_PER_BYTE = 2
+OPS_PER_BYTE = 2
 _STORE_WEIGHT = 2
-_KERNEL_BYTES = 65536
+KERNEL_BYTES = 65536
 
 _MOST_LINES = 64
 _MOST_READERS = 16
@@ -31,8 +31,8 @@ def inlining_costs(
     """Whether inlining pays, and the numbers: bytes that are saved, and what computing again costs in bytes."""
     gain = _bytes_saved(graph, recipe, producer, consumer)
     work, expensive = _work(inlined)
-    price = work // _OPS_PER_BYTE + _bytes_added(consumer.kernel, inlined)
-    again = expensive and work > _KERNEL_BYTES
+    price = work // OPS_PER_BYTE + _bytes_added(consumer.kernel, inlined)
+    again = expensive and work > KERNEL_BYTES
     pays = price <= gain and len(recipe.lines) <= _MOST_LINES and not again
     return pays, (("bytes_saved", gain), ("bytes_spent", price), ("lines", len(recipe.lines)))
 
@@ -52,7 +52,7 @@ def _bytes_saved(graph: FusionGraph, recipe: Recipe, producer: Group, consumer: 
             ranges = recipe.kernel.ranges
             loads = {(load.buffer, load.index) for load in loads_of(recipe.lines)}
             loaded = total(touched_bytes(index, sizes[name], ranges) for name, index in loads)
-            vanishing += estimate(loaded) + _KERNEL_BYTES
+            vanishing += estimate(loaded) + KERNEL_BYTES
         saved += vanishing // len(readers)
     return saved
 

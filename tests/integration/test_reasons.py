@@ -36,9 +36,9 @@ def neighbours(record: GraphRecord) -> Iterator[tuple[Kernel, Kernel]]:
 
 
 def whole(name: str, cut: set[str]) -> str:
-    """The kernel of which this one is a phase, for those whose reduction was cut into chunks."""
+    """The kernel of which this one is a phase or computes the rows, for those that were taken apart."""
     stem = name.rpartition("_")[0]
-    return stem if stem in cut else name
+    return whole(stem, cut) if stem in cut else name
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -58,7 +58,8 @@ def test_what_was_not_done_has_a_reason(name, train, monkeypatch):
         refused = [decision for decision in record.decisions if not decision.ok]
         parts = {d.subject[0]: set(d.subject) for d in record.decisions if d.rule == "fuse.kernel" and d.ok}
         unfused = [set(d.subject) for d in refused if d.rule.startswith("fuse")]
-        cut = {d.subject[0] for d in record.decisions if d.rule == "schedule.two_phases" and d.ok}
+        rules = ("schedule.two_phases", "schedule.hoist")
+        cut = {d.subject[0] for d in record.decisions if d.rule in rules and d.ok}
         for first, second in neighbours(record):
             one, two = (whole(kernel.name, cut) for kernel in (first, second))
             a, b = (parts.get(name, set()) | {name} for name in (one, two))

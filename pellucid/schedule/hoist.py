@@ -1,0 +1,170 @@
+"""What depends on inner axes alone is computed once, in a kernel of its own, instead of again for each outer point.
+
+Code lifts a line out of the loops inside of those that it needs, but not out of the loops around them:
+
+    before: `y[i, c] = x[i, c] * rsqrt(var[c])`    for each of 50176 rows i
+    after:  `row[c] = rsqrt(var[c])`
+            `y[i, c] = x[i, c] * row[c]`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from pellucid.ir.decision import Decision
+from pellucid.ir.index import ZERO, Expr, product, var
+from pellucid.ir.nodes import (
+    Axis,
+    Buffer,
+    CheckIndex,
+    Compute,
+    Kernel,
+    Line,
+    Load,
+    Node,
+    Param,
+    Program,
+    Reduce,
+    Store,
+    axes_of,
+    operands,
+)
+from pellucid.ir.ops import EXPENSIVE
+from pellucid.schedule.cleanup import clean_kernel
+from pellucid.schedule.cost import estimate, evaluations, op_cost
+from pellucid.schedule.rewrite import make_kernel
+from pellucid.schedule.worth import KERNEL_BYTES, OPS_PER_BYTE
+
+STEP = "hoist"
+# Elements of a row: more would come from farther away than the first caches.
+_LONGEST = 16384
+
+
+def hoist(program: Program) -> tuple[Program, list[Decision]]:
+    """`program`, whose kernels are in canonical form, with rows that are dear to compute in kernels of their own."""
+    nodes: list[Node] = []
+    buffers = list(program.buffers)
+    decisions: list[Decision] = []
+    taken = {*program.symbols, *(buffer.name for buffer in buffers), *(node.name for node in program.nodes)}
+    for node in program.nodes:
+        for rows in find_rows(node) if isinstance(node, Kernel) else ():
+            assert isinstance(node, Kernel)
+            decisions.append(rows.decision)
+            if rows.decision.ok:
+                first, node, made = rows.apart(node, taken)
+                nodes.append(first)
+                buffers += made
+        nodes.append(node)
+    return replace(program, nodes=tuple(nodes), buffers=tuple(buffers)), decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Values over `axes` that the rest of a kernel uses again and again, and whether to keep them."""
+
+    axes: tuple[Axis, ...]
+    values: tuple[Line, ...]
+    decision: Decision
+
+    def apart(self, kernel: Kernel, taken: set[str]) -> tuple[Kernel, Kernel, list[Buffer]]:
+        """The kernel that stores the values, the one that loads them, and the memory between the two."""
+        params = {param.name: param for param in kernel.params}
+        index, numel = _position(self.axes), product(axis.extent for axis in self.axes)
+        made: list[Buffer] = []
+        loads: dict[str, Line] = {}
+        stores: list[Line] = []
+        for line in self.values:
+            buffer = Buffer(_unique(f"{kernel.name}_row", taken), line.dtype, numel, "temp")
+            made.append(buffer)
+            params[buffer.name] = Param(buffer.name, line.dtype, numel)
+            origin = line.origin.step(STEP)
+            loads[line.out] = replace(line, rhs=Load(buffer.name, index), origin=origin)
+            stores.append(Line(f"{line.out}.store", Store(buffer.name, index, line.out), line.dtype, origin))
+        body = [*_needed_by(self.values, kernel), *stores]
+        first = make_kernel(_unique(f"{kernel.name}_rows", taken), self.axes, body, params)
+        rest = tuple(loads.get(line.out, line) for line in kernel.body)
+        return clean_kernel(first), clean_kernel(make_kernel(kernel.name, kernel.space, rest, params)), made
+
+
+def find_rows(kernel: Kernel) -> list[Rows]:
+    """The rows of a kernel that are dear to compute, by the axes that they depend on."""
+    scopes, movable = axes_of(kernel), _movable(kernel)
+    users: dict[frozenset[str], dict[str, Line]] = {}
+    lines = {line.out: line for line in kernel.body}
+    for line in kernel.body:
+        for name in operands(line.rhs):
+            value = lines[name]
+            if name in movable and isinstance(value.rhs, Compute) and scopes[name] < scopes[line.out]:
+                users.setdefault(scopes[name], {})[name] = value
+    found = (_weigh(kernel, scope, tuple(values.values())) for scope, values in users.items() if scope)
+    return [rows for rows in found if rows is not None]
+
+
+def _movable(kernel: Kernel) -> set[str]:
+    """Lines that give the same before the kernel as in it: they need no reduction and nothing that it stores."""
+    stored = {store.buffer for _, store in kernel.stores()}
+    movable: set[str] = set()
+    for line in kernel.body:
+        match line.rhs:
+            case Reduce() | Store() | CheckIndex():
+                continue
+            case Load(buffer, index) if buffer in stored or index.vals():
+                continue
+            case _ if all(name in movable for name in operands(line.rhs)):
+                movable.add(line.out)
+            case _:
+                continue
+    return movable
+
+
+def _weigh(kernel: Kernel, scope: frozenset[str], values: tuple[Line, ...]) -> Rows | None:
+    """The rows over the axes `scope`, and whether they are worth a kernel; None where they cost little anyway."""
+    scopes = axes_of(kernel)
+    axes = tuple(axis for axis in kernel.space if axis.name in scope)
+    points = estimate(product(axis.extent for axis in axes))
+    times = estimate(evaluations(scope, kernel.space)) // max(points, 1)
+    cost = sum(op_cost(line.rhs) for line in _needed_by(values, kernel) if scopes[line.out] == scope)
+    if times < 2 or cost < EXPENSIVE:
+        return None
+    moved = KERNEL_BYTES + points * sum(2 * line.dtype.itemsize for line in values)
+    saved = cost * points * (times - 1)
+    names = ", ".join(axis.name for axis in axes)
+    facts = (("instructions_saved", saved), ("bytes_moved", moved), ("values", len(values)))
+
+    def told(ok: bool, why: str) -> Rows:
+        return Rows(axes, values, Decision("schedule.hoist", (kernel.name,), ok, why, facts))
+
+    if points > _LONGEST:
+        return told(False, f"{points} points of {names} are too many to stay in the cache")
+    if saved <= OPS_PER_BYTE * moved:
+        return told(False, f"computing what depends on {names} alone {times} times costs less than a kernel more")
+    return told(True, f"what depends on {names} alone is computed once instead of {times} times")
+
+
+def _needed_by(values: Iterable[Line], kernel: Kernel) -> list[Line]:
+    """The values and all that they are made of, in order."""
+    needed = {line.out for line in values}
+    kept: list[Line] = []
+    for line in reversed(kernel.body):
+        if line.out in needed:
+            needed.update(operands(line.rhs))
+            kept.append(line)
+    return kept[::-1]
+
+
+def _position(axes: Iterable[Axis]) -> Expr:
+    """The position among all points of `axes`, the last axis running fastest."""
+    place = ZERO
+    for axis in axes:
+        place = place * axis.extent + var(axis.name)
+    return place
+
+
+def _unique(stem: str, taken: set[str]) -> str:
+    name, number = stem, 0
+    while name in taken:
+        number += 1
+        name = f"{stem}_{number}"
+    taken.add(name)
+    return name
