@@ -728,7 +728,10 @@ def _is_vague(op: str, x: list[Tensor], radii: list[Tensor]) -> Tensor:
     if op in ("sin", "cos", "tan"):
         vague = x[0].abs() > 1e4
     if op in ("remainder", "fmod"):
-        vague = radii[0] + (x[0] / x[1]).abs() * radii[1] > x[1].abs() / 4
+        quotient = x[0] / x[1]
+        slack = (radii[0] + quotient.abs() * radii[1]) / x[1].abs()
+        jumps = (slack > 0) & ((quotient - quotient.round()).abs() <= 2 * slack)  # by the divisor, at a multiple of it
+        vague = jumps | (slack > 0.25)
     if op in _LINEAR:
         return vague
     for position, (value, radius) in enumerate(zip(x, radii, strict=True)):
