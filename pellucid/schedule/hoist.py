@@ -48,13 +48,16 @@ def hoist(program: Program) -> tuple[Program, list[Decision]]:
     decisions: list[Decision] = []
     taken = {*program.symbols, *(buffer.name for buffer in buffers), *(node.name for node in program.nodes)}
     for node in program.nodes:
-        for rows in find_rows(node) if isinstance(node, Kernel) else ():
-            assert isinstance(node, Kernel)
-            decisions.append(rows.decision)
-            if rows.decision.ok:
-                first, node, made = rows.apart(node, taken)
-                nodes.append(first)
-                buffers += made
+        while isinstance(node, Kernel):
+            found = find_rows(node)
+            best = next((rows for rows in found if rows.decision.ok), None)
+            if best is None:
+                decisions += [rows.decision for rows in found]
+                break
+            first, node, made = best.apart(node, taken)  # the names in other rows are no longer the kernel's
+            nodes.append(first)
+            buffers += made
+            decisions.append(best.decision)
         nodes.append(node)
     return replace(program, nodes=tuple(nodes), buffers=tuple(buffers)), decisions
 
@@ -95,7 +98,9 @@ def find_rows(kernel: Kernel) -> list[Rows]:
     for line in kernel.body:
         for name in operands(line.rhs):
             value = lines[name]
-            if name in movable and isinstance(value.rhs, Compute) and scopes[name] < scopes[line.out]:
+            if not isinstance(value.rhs, Compute) or not value.dtype.is_float:
+                continue  # masks and positions are better known to the code than loaded
+            if name in movable and scopes[name] < scopes[line.out]:
                 users.setdefault(scopes[name], {})[name] = value
     found = (_weigh(kernel, scope, tuple(values.values())) for scope, values in users.items() if scope)
     return [rows for rows in found if rows is not None]

@@ -61,6 +61,22 @@ kernel masked(x: f32[40000], w: f32[7], o: f32[40000]) {
 """
 
 
+# Two rows over different axes.
+TWO = """\
+kernel two(x: f32[400000], w: f32[10], u: f32[400], o: f32[400000]) {
+  axes i: 1000, j: 40, c: 10
+  a: f32 = load x[400*i + 10*j + c]
+  v: f32 = load w[c]
+  e: f32 = exp v
+  y: f32 = load u[10*j + c]
+  f: f32 = exp y
+  t: f32 = mul a, e
+  q: f32 = add t, f
+  st: f32 = store o[400*i + 10*j + c], q
+}
+"""
+
+
 def norm(n: int, c: int) -> Kernel:
     return parse_kernel(NORM.format(n=n, c=c, numel=n * c))
 
@@ -103,6 +119,23 @@ def test_hoisting_computes_the_same(kernel: Kernel, moved: set[str]) -> None:
         run_kernel(each, given, {})
     for param in kernel.params:
         assert torch.equal(given[param.name], before[param.name]), param.name
+
+
+def test_rows_over_several_axes_are_taken_out_one_after_the_other() -> None:
+    kernel = parse_kernel(TWO)
+    program, decisions = hoist(program_of(kernel))
+    assert [decision.ok for decision in decisions] == [True, True]
+    assert [node.name for node in program.nodes] == ["two_rows", "two_rows_1", "two"]
+    given: dict[str, torch.Tensor] = {}
+    for node in program.nodes:
+        assert isinstance(node, Kernel)
+        verify_kernel(node)
+        given.update({param.name: torch.rand(int(param.numel.value or 0)) for param in node.params})
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    run_kernel(kernel, before, {})
+    for node in program.nodes:
+        run_kernel(node, given, {})  # type: ignore[arg-type]
+    assert torch.equal(given["o"], before["o"])
 
 
 def test_what_the_kernel_stores_itself_stays() -> None:
