@@ -215,13 +215,19 @@ class _Relayout:
     def _as_captured(self, node: torch.fx.Node) -> torch.fx.Node:
         """The new counterpart of a result, with the strides that eager gives it; of a view, the base is copied."""
         new, expected = self._new[node], node.meta.get("val")
-        if not isinstance(expected, torch.Tensor) or new.meta["val"].stride() == expected.stride():
+        if _strides(new) == _strides(node):
             return new
-        if expected.is_contiguous():
+        if isinstance(expected, torch.Tensor) and expected.is_contiguous():
             return self._laid_out(new, node, torch.contiguous_format)
-        if not aliases(node) or not isinstance(node.args[0], torch.fx.Node):
-            raise _Refused(f"the result {node.name} must have the strides {tuple(expected.stride())}")
-        base = self._as_captured(node.args[0])
-        view = self._graph.node_copy(node, lambda argument: base if argument is node.args[0] else self._new[argument])
-        view.meta["val"] = self._evaluate(view)
-        return view
+        if aliases(node) and isinstance(node.args[0], torch.fx.Node):
+            base = self._as_captured(node.args[0])
+            view = self._graph.node_copy(node, lambda each: base if each is node.args[0] else self._new[each])
+            view.meta["val"] = self._evaluate(view)
+            if _strides(view) == _strides(node):
+                return view
+        raise _Refused(f"the result {node.name} must have the strides {_strides(node)}")
+
+
+def _strides(node: torch.fx.Node) -> list[tuple[int, ...]]:
+    """Those of the tensor, or of each of the tensors, that a call returns."""
+    return [leaf.stride() for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]

@@ -75,7 +75,7 @@ def capture_with_aot(
     backward: Compiler,
     inference: Compiler,
     decompositions: dict[Any, Callable[..., Any]],
-    joint: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda graph: graph,
+    joint: Callable[[torch.fx.GraphModule], torch.fx.GraphModule],
 ) -> Callable[..., Any]:
     """Functionalise, decompose and (for training) differentiate a Dynamo graph, compiling each resulting graph.
 

@@ -54,7 +54,7 @@ def hoist(program: Program) -> tuple[Program, list[Decision]]:
             if best is None:
                 decisions += [rows.decision for rows in found]
                 break
-            first, node, made = best.apart(node, taken)  # the names in other rows are no longer the kernel's
+            first, node, made = best.apart(taken)  # what is left has other names: its rows are looked for again
             nodes.append(first)
             buffers += made
             decisions.append(best.decision)
@@ -64,14 +64,16 @@ def hoist(program: Program) -> tuple[Program, list[Decision]]:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Values over `axes` that the rest of a kernel uses again and again, and whether to keep them."""
+    """Values over `axes` that the rest of `kernel` uses again and again, and whether they are worth a kernel."""
 
+    kernel: Kernel
     axes: tuple[Axis, ...]
     values: tuple[Line, ...]
     decision: Decision
 
-    def apart(self, kernel: Kernel, taken: set[str]) -> tuple[Kernel, Kernel, list[Buffer]]:
+    def apart(self, taken: set[str]) -> tuple[Kernel, Kernel, list[Buffer]]:
         """The kernel that stores the values, the one that loads them, and the memory between the two."""
+        kernel = self.kernel
         params = {param.name: param for param in kernel.params}
         index, numel = _position(self.axes), product(axis.extent for axis in self.axes)
         made: list[Buffer] = []
@@ -138,7 +140,7 @@ def _weigh(kernel: Kernel, scope: frozenset[str], values: tuple[Line, ...]) -> R
     facts = (("instructions_saved", saved), ("bytes_moved", moved), ("values", len(values)))
 
     def told(ok: bool, why: str) -> Rows:
-        return Rows(axes, values, Decision("schedule.hoist", (kernel.name,), ok, why, facts))
+        return Rows(kernel, axes, values, Decision("schedule.hoist", (kernel.name,), ok, why, facts))
 
     if points > _LONGEST:
         return told(False, f"{points} points of {names} are too many to stay in the cache")

@@ -279,6 +279,36 @@ def test_a_view_between_convolutions_that_channels_last_has_not_gets_a_copy(tmp_
     assert row["ok"] == "1", row
 
 
+def twice(x: torch.Tensor) -> torch.Tensor:
+    """Enough depthwise convolutions for a layout of their own."""
+    weight = torch.linspace(-1, 1, 8 * 9).reshape(8, 1, 3, 3)
+    return F.conv2d(F.conv2d(x, weight, padding=1, groups=8), weight, padding=1, groups=8)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.dropout(twice(x).chunk(2, 1)[0], 0.5, True),
+        lambda x: torch.rand_like(twice(x).transpose(2, 3).sort(1)[0]),
+        lambda x: twice(x).chunk(2, 1)[0],
+        lambda x: twice(x).split([3, 5], 1)[1],
+        lambda x: twice(x).unbind(1)[0],
+        lambda x: twice(x).transpose(2, 3).sort(1)[0],
+        lambda x: first_row_in_memory(twice(x).chunk(2, 0)[1]),
+    ],
+)
+def test_what_operators_with_several_results_give_has_eagers_strides(
+    tmp_path: Path, function: Callable[..., Any]
+) -> None:
+    x = torch.randn(2, 8, 16, 12)
+    torch.manual_seed(1)
+    result, _ = traced(function, tmp_path, x)
+    torch.manual_seed(1)
+    eager = function(x)
+    assert result.stride() == eager.stride()
+    torch.testing.assert_close(result, eager)
+
+
 def test_training_with_symbolic_sizes_keeps_the_layout(tmp_path: Path) -> None:
     (row,) = trains_like_eager(Block(), tmp_path, torch.randn(2, 3, 30, 26), dynamic=True)
     assert (row["ok"], row["why"]) == ("0", "the sizes are symbolic")

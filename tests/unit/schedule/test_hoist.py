@@ -61,7 +61,7 @@ kernel masked(x: f32[40000], w: f32[7], o: f32[40000]) {
 """
 
 
-# Two rows over different axes.
+# Two rows over different axes, of which the longer one needs the other.
 TWO = """\
 kernel two(x: f32[400000], w: f32[10], u: f32[400], o: f32[400000]) {
   axes i: 1000, j: 40, c: 10
@@ -69,7 +69,8 @@ kernel two(x: f32[400000], w: f32[10], u: f32[400], o: f32[400000]) {
   v: f32 = load w[c]
   e: f32 = exp v
   y: f32 = load u[10*j + c]
-  f: f32 = exp y
+  z: f32 = mul y, e
+  f: f32 = exp z
   t: f32 = mul a, e
   q: f32 = add t, f
   st: f32 = store o[400*i + 10*j + c], q
