@@ -105,10 +105,9 @@ def _spared(node: torch.fx.Node) -> int:
     """
     channels = _argument(node, "input").meta["val"].shape[1]
     times = 2 if channels > 1 and _argument(node, "groups") == channels else 1
-    result = node.meta["val"]
     if node.target is _BACKWARD:
         return times * 2 * sum(math.prod(_shape(node, position)) for position in (0, 1))
-    return times * (math.prod(_shape(node, 0)) + math.prod(result.shape))
+    return times * (math.prod(_shape(node, 0)) + math.prod(node.meta["val"].shape))
 
 
 def _caused(node: torch.fx.Node) -> int:

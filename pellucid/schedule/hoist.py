@@ -9,11 +9,11 @@ Code lifts a line out of the loops inside of those that it needs, but not out of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ZERO, Expr, product, var
+from pellucid.ir.index import product
 from pellucid.ir.nodes import (
     Axis,
     Buffer,
@@ -33,7 +33,7 @@ from pellucid.ir.nodes import (
 from pellucid.ir.ops import EXPENSIVE
 from pellucid.schedule.cleanup import clean_kernel
 from pellucid.schedule.cost import estimate, evaluations, op_cost
-from pellucid.schedule.rewrite import make_kernel
+from pellucid.schedule.rewrite import make_kernel, row_major, unique_name
 from pellucid.schedule.worth import KERNEL_BYTES, OPS_PER_BYTE
 
 STEP = "hoist"
@@ -75,19 +75,19 @@ class Rows:
         """The kernel that stores the values, the one that loads them, and the memory between the two."""
         kernel = self.kernel
         params = {param.name: param for param in kernel.params}
-        index, numel = _position(self.axes), product(axis.extent for axis in self.axes)
+        index, numel = row_major(self.axes), product(axis.extent for axis in self.axes)
         made: list[Buffer] = []
         loads: dict[str, Line] = {}
         stores: list[Line] = []
         for line in self.values:
-            buffer = Buffer(_unique(f"{kernel.name}_row", taken), line.dtype, numel, "temp")
+            buffer = Buffer(unique_name(f"{kernel.name}_row", taken), line.dtype, numel, "temp")
             made.append(buffer)
             params[buffer.name] = Param(buffer.name, line.dtype, numel)
             origin = line.origin.step(STEP)
             loads[line.out] = replace(line, rhs=Load(buffer.name, index), origin=origin)
             stores.append(Line(f"{line.out}.store", Store(buffer.name, index, line.out), line.dtype, origin))
         body = [*_needed_by(self.values, kernel), *stores]
-        first = make_kernel(_unique(f"{kernel.name}_rows", taken), self.axes, body, params)
+        first = make_kernel(unique_name(f"{kernel.name}_rows", taken), self.axes, body, params)
         rest = tuple(loads.get(line.out, line) for line in kernel.body)
         return clean_kernel(first), clean_kernel(make_kernel(kernel.name, kernel.space, rest, params)), made
 
@@ -104,7 +104,7 @@ def find_rows(kernel: Kernel) -> list[Rows]:
                 continue  # masks and positions are better known to the code than loaded
             if name in movable and scopes[name] < scopes[line.out]:
                 users.setdefault(scopes[name], {})[name] = value
-    found = (_weigh(kernel, scope, tuple(values.values())) for scope, values in users.items() if scope)
+    found = (_weigh(kernel, scopes, scope, tuple(values.values())) for scope, values in users.items() if scope)
     return [rows for rows in found if rows is not None]
 
 
@@ -125,9 +125,10 @@ def _movable(kernel: Kernel) -> set[str]:
     return movable
 
 
-def _weigh(kernel: Kernel, scope: frozenset[str], values: tuple[Line, ...]) -> Rows | None:
+def _weigh(
+    kernel: Kernel, scopes: Mapping[str, frozenset[str]], scope: frozenset[str], values: tuple[Line, ...]
+) -> Rows | None:
     """The rows over the axes `scope`, and whether they are worth a kernel; None where they cost little anyway."""
-    scopes = axes_of(kernel)
     axes = tuple(axis for axis in kernel.space if axis.name in scope)
     points = estimate(product(axis.extent for axis in axes))
     times = estimate(evaluations(scope, kernel.space)) // max(points, 1)
@@ -158,20 +159,3 @@ def _needed_by(values: Iterable[Line], kernel: Kernel) -> list[Line]:
             needed.update(operands(line.rhs))
             kept.append(line)
     return kept[::-1]
-
-
-def _position(axes: Iterable[Axis]) -> Expr:
-    """The position among all points of `axes`, the last axis running fastest."""
-    place = ZERO
-    for axis in axes:
-        place = place * axis.extent + var(axis.name)
-    return place
-
-
-def _unique(stem: str, taken: set[str]) -> str:
-    name, number = stem, 0
-    while name in taken:
-        number += 1
-        name = f"{stem}_{number}"
-    taken.add(name)
-    return name

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from typing_extensions import assert_never
 
-from pellucid.ir.index import Atom, Expr, Val, Var, val
+from pellucid.ir.index import ZERO, Atom, Expr, Val, Var, val, var
 from pellucid.ir.nodes import (
     Axis,
     CheckIndex,
@@ -107,6 +107,24 @@ def make_kernel(name: str, space: Iterable[Axis], body: Iterable[Line], params: 
     body = tuple(body)
     used = dict.fromkeys(line.rhs.buffer for line in body if isinstance(line.rhs, Load | Store))
     return Kernel(name, tuple([params[buffer] for buffer in used]), tuple(space), body)
+
+
+def row_major(axes: Iterable[Axis]) -> Expr:
+    """The position among all points of `axes`, the last axis running fastest."""
+    place = ZERO
+    for axis in axes:
+        place = place * axis.extent + var(axis.name)
+    return place
+
+
+def unique_name(stem: str, taken: set[str]) -> str:
+    """`stem`, with a number if it is taken; it is taken from now on."""
+    name, number = stem, 0
+    while name in taken:
+        number += 1
+        name = f"{stem}_{number}"
+    taken.add(name)
+    return name
 
 
 def live_lines(body: Iterable[Line], dead_stores: frozenset[str] = frozenset()) -> tuple[Line, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, ZERO, Expr, product, val, var
+from pellucid.ir.index import ONE, Expr, product, val, var
 from pellucid.ir.nodes import (
     Axis,
     Buffer,
@@ -39,7 +39,7 @@ from pellucid.ir.origin import merge
 from pellucid.ir.types import DType
 from pellucid.options import Options
 from pellucid.schedule.cut import Cut, choose_cuts
-from pellucid.schedule.rewrite import Rewrite, make_kernel
+from pellucid.schedule.rewrite import Rewrite, make_kernel, row_major, unique_name
 
 STEP = "two phases"
 
@@ -143,7 +143,7 @@ class _Split:
                 partial = Reduce(op, chunked.rhs.arg, self.inside)
                 body.append(Line(value, partial, kind, chunked.origin.step(STEP)))
                 name = self.parts[value] = self._buffer("part", kind, product(a.extent for a in self._place(line)))
-                body.append(self._store(name, self._index(self._place(line)), value, body[-1]))
+                body.append(self._store(name, row_major(self._place(line)), value, body[-1]))
         return self._kernel(f"{self.kernel.name}_part{now}", self.chunked.space, body)
 
     def _second(self, now: int, joins: Sequence[Line], results: Sequence[Line], needed: bool) -> Kernel:
@@ -156,7 +156,7 @@ class _Split:
         for line in joins if needed else ():
             kept = self._kept(line)
             name = self.totals[line.out] = self._buffer("all", line.dtype, product(a.extent for a in kept))
-            rest.append(self._store(name, self._index(kept), line.out, line))
+            rest.append(self._store(name, row_major(kept), line.out, line))
         axes = (*(axis for axis in self.kernel.space if axis.name not in self.kernel.reduced), *self.chunks)
         return self._kernel(f"{self.kernel.name}_all{now}", axes, [*body, *rest])
 
@@ -170,13 +170,13 @@ class _Split:
             return Line(f"{line.out}.{what}.of", Load(self.parts[f"{line.out}.{what}"], index), kind, origin)
 
         if op not in ("argmax", "argmin"):
-            partial = load("value", self._index(place), line.dtype)
+            partial = load("value", row_major(place), line.dtype)
             return [partial, Line(line.out, Reduce(op, partial.out, names), line.dtype, origin)]
         # The chunk with the best value, the first of equals, then the position inside of it.
-        best = load("value", self._index(place), self.lines[line.rhs.arg].dtype)
+        best = load("value", row_major(place), self.lines[line.rhs.arg].dtype)
         chunk = Line(f"{line.out}.chunk", Reduce(op, best.out, names), line.dtype, origin)
         kept = self._kept(line)
-        index = val(chunk.out) * product(axis.extent for axis in kept) + self._index(kept)
+        index = val(chunk.out) * product(axis.extent for axis in kept) + row_major(kept)
         within = load("position", index, line.dtype)
         size = product(self.chunked.ranges[name] for name in self.inside)
         before = Line(f"{line.out}.before", IndexValue(val(chunk.out) * size), line.dtype, origin)
@@ -212,7 +212,7 @@ class _Split:
 
     def _loaded(self, line: Line) -> Line:
         """A reduction of an earlier stage, from memory."""
-        return replace(line, rhs=Load(self.totals[line.out], self._index(self._kept(line))))
+        return replace(line, rhs=Load(self.totals[line.out], row_major(self._kept(line))))
 
     def _partial(self, op: str) -> dict[str, str]:
         """What is kept of each chunk, and the reduction that makes it."""
@@ -231,32 +231,17 @@ class _Split:
     def _place(self, line: Line) -> tuple[Axis, ...]:
         return (*self.chunks, *self._kept(line))
 
-    def _index(self, axes: Iterable[Axis]) -> Expr:
-        """The position among all points of `axes`, the last axis running fastest."""
-        place = ZERO
-        for axis in axes:
-            place = place * axis.extent + var(axis.name)
-        return place
-
     def _buffer(self, stem: str, dtype: DType, numel: Expr) -> str:
-        name = self._unique(f"{self.kernel.name}_{stem}")
+        name = unique_name(f"{self.kernel.name}_{stem}", self.taken)
         self.buffers.append(Buffer(name, dtype, numel, "temp"))
         self.params[name] = Param(name, dtype, numel)
         return name
 
     def _kernel(self, name: str, space: Iterable[Axis], body: Sequence[Line]) -> Kernel:
         """A kernel over those axes that its lines use."""
-        kernel = make_kernel(self._unique(name), space, body, self.params)
+        kernel = make_kernel(unique_name(name, self.taken), space, body, self.params)
         used = set(kernel.reduced).union(*axes_of(kernel).values())
         return replace(kernel, space=tuple(axis for axis in kernel.space if axis.name in used))
-
-    def _unique(self, stem: str) -> str:
-        name, number = stem, 0
-        while name in self.taken:
-            number += 1
-            name = f"{stem}_{number}"
-        self.taken.add(name)
-        return name
 
 
 def chunk_axes(kernel: Kernel, cuts: Sequence[Cut]) -> tuple[Kernel, tuple[Axis, ...], tuple[str, ...]]:
