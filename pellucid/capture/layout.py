@@ -34,7 +34,8 @@ def channels_last(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphMod
     out all that comes after it, and results get eager's strides back at the end.
 
     oneDNN works on channels-last activations where they lie, others it copies into a layout of its own and back. In
-    return it copies weights and their gradients, and we copy inputs and results: what is spared must be a multiple.
+    return we copy weights, their gradients, inputs and results: what is spared must be a multiple. Weights could be
+    left to ATen, which copies them at every call, but element by element.
 
     Before: `convolution(%x, %w, ...)`. After: `clone(%x, memory_format=channels_last)`, and the convolution of that.
     """
@@ -161,8 +162,9 @@ class _Relayout:
 
     @property
     def copied(self) -> int:
-        """Elements of the copies that were put in."""
-        return sum(clone.meta["val"].numel() for clone in self._clones.values())
+        """Elements of the copies that were put in, but of weights: `_caused` counts those."""
+        weights = {self._new[_argument(node, "weight")] for node in self._new if _is_planar(node)}
+        return sum(clone.meta["val"].numel() for (value, _), clone in self._clones.items() if value not in weights)
 
     def run(self) -> torch.fx.GraphModule:
         for node in self._module.graph.nodes:
@@ -179,7 +181,7 @@ class _Relayout:
         given = self._as_captured if _sees_memory(node) else self._new.__getitem__
         copy = self._graph.node_copy(node, given)
         if _is_planar(node):
-            self._lay_out(copy, 1 if node.target is _FORWARD else 2, torch.channels_last)
+            self._lay_out(copy, 2 if node.target is _FORWARD else 3, torch.channels_last)
         try:
             copy.meta["val"] = self._evaluate(copy)
         except (RuntimeError, ValueError):  # of a fake tensor, ValueError of a view's decomposition

@@ -16,7 +16,8 @@ from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, Expr
 from pellucid.ir.nodes import Kernel, Load, Store, axes_of
 
-WIDTH = 32  # a square of so many rows is transposed in as many registers, of which AVX-512 has 32
+# Rows of the squares: as many as the registers they are transposed in, of which AVX-512 has 32, or half of that.
+SQUARES = (16, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ def tiling(kernel: Kernel, vector: str | None, width: int, target: Target) -> Ti
     A masked load reads the whole square, as far as that lies in the buffer, and chooses afterwards. So nobody may
     write to the buffer meanwhile, and its size must be known.
     """
-    if vector is None or kernel.reduced or width > WIDTH or scatters(kernel):
+    if vector is None or kernel.reduced or width > max(SQUARES) or scatters(kernel):
         return Tiling()
     params = {param.name: param for param in kernel.params}
     kept = frozenset(axis.name for axis in kernel.space)

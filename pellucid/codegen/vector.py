@@ -13,7 +13,7 @@ from math import prod
 from pellucid.codegen.scatter import colliding
 from pellucid.codegen.space import hint
 from pellucid.codegen.target import Target
-from pellucid.codegen.tiles import WIDTH, Tiling, tiling, told
+from pellucid.codegen.tiles import SQUARES, Tiling, tiling, told
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
@@ -85,7 +85,7 @@ def choose(kernel: Kernel, target: Target, enabled: bool) -> VectorChoice:
     scalar = cost(kernel, None, 1)
     prices: dict[tuple[str, int], float] = {}
     for name in _candidates(kernel, meeting):
-        for lanes in sorted({base_lanes(kernel, target), min(WIDTH, base_lanes(kernel, target))}):
+        for lanes in _widths(base_lanes(kernel, target)):
             prices[name, lanes] = cost(kernel, name, lanes, tiling(kernel, name, lanes, target).lines)
     best, lanes = min(prices, key=lambda each: (prices[each], -each[1]))
     price = prices[best, lanes]
@@ -101,6 +101,11 @@ def choose(kernel: Kernel, target: Target, enabled: bool) -> VectorChoice:
     tiles = tiling(kernel, best, width, target)
     reasons = (chosen, *told(kernel, tiles), *_lane_by_lane(kernel, best, tiles.lines))
     return VectorChoice(best, width, tiles, reasons)
+
+
+def _widths(base: int) -> tuple[int, ...]:
+    """The lanes to try: narrower than a register where a square as wide as one would be too large or mostly empty."""
+    return tuple(sorted({base, *(lanes for lanes in SQUARES if lanes < base)}))
 
 
 def _refusal(kernel: Kernel, enabled: bool, meeting: tuple[str, ...]) -> str:

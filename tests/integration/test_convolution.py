@@ -143,6 +143,18 @@ def test_a_parameter_per_channel_is_loaded_once_per_row_under_a_mask_that_depend
     assert len(masked) == 1, "only the load of x may be masked"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(17, 33, 3, 3), (8, 64, 5, 5), (4, 40, 7, 1), (3, 70, 3, 2), (1, 16, 4, 4)])
+def test_weights_are_laid_out_in_squares_that_fit_their_taps(
+    tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    weights = torch.randint(-9, 9, (shape[0] + 1, *shape[1:])).to(dtype)[1:]
+    result, rows = traced(lambda w: w.clone(memory_format=LAST), tmp_path, weights)
+    assert result.is_contiguous(memory_format=LAST) and torch.equal(result, weights)
+    if shape[2] * shape[3] == 9 and dtype is torch.bfloat16:
+        assert said(rows, "codegen.tile"), rows
+
+
 def gradients(model: nn.Module, call: Callable[..., Any], *args: torch.Tensor) -> dict[str, torch.Tensor]:
     """What a training step leaves in each parameter and buffer, and in each argument that wants a gradient."""
     model.zero_grad(set_to_none=True)
@@ -202,7 +214,9 @@ def test_training_runs_channels_last_and_returns_eagers_strides(
     (row,) = trains_like_eager(Block(bias), tmp_path, x)
     assert row["ok"] == "1", row
     backward, forward = (file.read_text() for file in sorted(tmp_path.glob("*/fx_graph_transformed.py"), key=_kind))
-    assert ("channels_last" in forward) == (layout is torch.contiguous_format), "one copy, of what lies otherwise"
+    weights = 2  # of more than one tap
+    copies = weights + (layout is torch.contiguous_format)
+    assert forward.count("channels_last)") == copies, "of weights, and of what lies otherwise"
     assert backward.count("aten.convolution_backward") == 4
     assert "channels_last" not in backward, "what is saved lies as it is wanted"
 
