@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from pellucid.capture.decompositions import decompositions
-from pellucid.capture.layout import lay_out_joint
 from pellucid.capture.torch_compat import capture_with_aot
 from pellucid.errors import UserError
 from pellucid.ir.nodes import Extern, Kernel
 from pellucid.native.build import warm_up
 from pellucid.options import Options, make_options
-from pellucid.pipeline import compile_graph
+from pellucid.pipeline import compile_graph, joint_passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def compile_fx(
             backward=partial(_compile, kind="backward", options=settings),
             inference=partial(_compile, kind="inference", options=settings),
             decompositions=decompositions(),
-            joint=lay_out_joint,
+            joint=joint_passes,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pellucid.capture.layout import channels_last, laid_out_jointly
+from pellucid.capture.layout import channels_last, laid_out_jointly, lay_out_joint
 from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
 from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger
@@ -23,7 +23,7 @@ from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Kernel, Program, View
 from pellucid.ir.printer import print_program
 from pellucid.ir.verify import verify_program
-from pellucid.lower import NotHeld, lower
+from pellucid.lower import NotHeld, has_loops, lower
 from pellucid.native.build import BuildReport, build
 from pellucid.options import Options
 from pellucid.schedule import schedule
@@ -66,12 +66,17 @@ Watch: TypeAlias = "Callable[[Unit], Mapping[str, Probe]]"
 Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
 
 
+def joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Forward and backward as one graph, after our own passes on it."""
+    return lay_out_joint(joint, has_loops)
+
+
 def graph_passes(captured: torch.fx.GraphModule, kind: str) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
     """A captured graph after our own passes on it; see `Unit` for its kind."""
     graph, decisions = transform(captured)
     if kind != "inference":
         return graph, decisions + laid_out_jointly(captured.graph)
-    graph, laid_out = channels_last(graph)
+    graph, laid_out = channels_last(graph, has_loops)
     return graph, decisions + laid_out
 
 

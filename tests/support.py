@@ -12,7 +12,6 @@ import torch
 
 from pellucid import pipeline
 from pellucid.capture.decompositions import decompositions
-from pellucid.capture.layout import lay_out_joint
 from pellucid.capture.torch_compat import capture_with_aot
 from pellucid.capture.transform import transform
 from pellucid.ir.interp import run_program
@@ -45,7 +44,7 @@ def interpreted(
             backward=compile_graph,
             inference=compile_graph,
             decompositions=decompositions(),
-            joint=lay_out_joint,
+            joint=pipeline.joint_passes,
         )
 
     torch._dynamo.reset()

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.torch_compat import fake_mode_of, is_symbolic
+from pellucid.capture.torch_compat import fake_mode_of, is_symbolic, quiet_fake_tensors
 from pellucid.capture.transform import aliases
 from pellucid.ir.decision import Decision
 
 aten = torch.ops.aten
+ReadsElements: TypeAlias = "Callable[[torch.fx.Node], bool]"
+"""Whether a call goes by the elements of its arguments alone, in loops that follow their strides."""
+
 _RULE = "transform.channels-last"
 _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.default
 # How much more must be spared than caused, for types of four bytes and more, and for shorter ones: measured with
 # ResNet-50 at several batch sizes, on CPUs of two makers.
 _WORTH, _WORTH_SHORT = 2.5, 1.0
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
+# Calls of ATen with a kernel for every layout, and worth it: others are given their arguments as they were captured,
+# since those that only PyTorch itself calls trust their callers to have made them contiguous.
+_ANY_LAYOUT = frozenset(
+    "convolution convolution_backward mm addmm bmm baddbmm upsample_nearest2d upsample_nearest2d_backward"
+    " upsample_bilinear2d upsample_bilinear2d_backward".split()
+)
 # Calls whose meaning depends on how their argument lies in memory.
 _BY_STRIDES = (aten.as_strided.default, aten.as_strided_.default, aten.set_.source_Tensor, aten.resize_.default)
 
@@ -27,8 +36,12 @@ class _Refused(Exception):
     """The graph cannot be laid out anew; the text says why."""
 
 
-def channels_last(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
+def channels_last(
+    graph_module: torch.fx.GraphModule, reads_elements: ReadsElements
+) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
     """The graph with the inputs of its convolutions channels-last, or as it is, with the reason.
+
+    reads_elements: for the calls whose arguments may lie otherwise than captured.
 
     Strides are not written into FX graphs, they follow from the inputs': so one copy before the first convolution lays
     out all that comes after it, and results get eager's strides back at the end.
@@ -47,7 +60,7 @@ def channels_last(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphMod
         spared, caused = sum(map(_spared, nodes)), sum(map(_caused, nodes))
         short = nodes[0].args[0].meta["val"].itemsize < 4  # type: ignore[union-attr]
         _weigh(spared, caused, short)
-        relayout = _Relayout(graph_module)
+        relayout = _Relayout(graph_module, reads_elements)
         result = relayout.run()
         why = _weigh(spared, caused + relayout.copied, short)
         return result, (Decision(_RULE, ("convolutions",), True, why),)
@@ -63,12 +76,12 @@ def _weigh(spared: int, caused: int, short: bool) -> str:
     return why
 
 
-def lay_out_joint(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+def lay_out_joint(graph_module: torch.fx.GraphModule, reads_elements: ReadsElements) -> torch.fx.GraphModule:
     """The same for forward and backward as one graph: so both halves agree on how what is saved between them lies.
 
     The decision stays with the first convolution, for `laid_out_jointly`.
     """
-    result, decisions = channels_last(graph_module)
+    result, decisions = channels_last(graph_module, reads_elements)
     if decisions:
         next(filter(_is_planar, result.graph.nodes)).meta[_RULE] = decisions
     return result
@@ -134,17 +147,6 @@ def _is_dynamic(value: Any) -> bool:
     return any(map(is_symbolic, value.shape if isinstance(value, torch.Tensor) else [value]))
 
 
-def _sees_memory(node: torch.fx.Node) -> bool:
-    """True if a call may do something else with the same values in another order in memory.
-
-    Random numbers are drawn in that order, and who writes an operator of their own may rely on eager's strides.
-    """
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (
-        target.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in target.tags
-    )
-
-
 def _plainest(value: Any) -> Any:
     """A gradient without odd strides where a dimension has one element: fake tensors of one-tap weights come so."""
     return value.flatten().view(value.shape) if isinstance(value, torch.Tensor) and value.is_contiguous() else value
@@ -153,8 +155,9 @@ def _plainest(value: Any) -> Any:
 class _Relayout:
     """Copies a graph, computing anew the fake tensors of all nodes."""
 
-    def __init__(self, graph_module: torch.fx.GraphModule) -> None:
+    def __init__(self, graph_module: torch.fx.GraphModule, reads_elements: ReadsElements) -> None:
         self._module = graph_module
+        self._reads_elements = reads_elements
         self._graph = torch.fx.Graph()
         self._new: dict[torch.fx.Node, torch.fx.Node] = {}
         self._clones: dict[tuple[torch.fx.Node, torch.memory_format], torch.fx.Node] = {}
@@ -178,23 +181,45 @@ class _Relayout:
         return torch.fx.GraphModule(self._module, self._graph)
 
     def _call(self, node: torch.fx.Node) -> torch.fx.Node:
-        given = self._as_captured if _sees_memory(node) else self._new.__getitem__
-        copy = self._graph.node_copy(node, given)
-        if _is_planar(node):
-            self._lay_out(copy, 2 if node.target is _FORWARD else 3, torch.channels_last)
-        try:
-            copy.meta["val"] = self._evaluate(copy)
-        except (RuntimeError, ValueError):  # of a fake tensor, ValueError of a view's decomposition
-            if node.target not in _VIEWS:
-                raise _Refused(f"{node.name} does not take a channels-last argument") from None
-            self._lay_out(copy, 1, torch.contiguous_format)
-            copy.meta["val"] = self._evaluate(copy)
+        if self._takes_any_layout(node):
+            copy = self._graph.node_copy(node, self._new.__getitem__)
+            if _is_planar(node):
+                self._lay_out(copy, 2 if node.target is _FORWARD else 3)
+            if self._evaluated(copy):
+                return copy
+            self._graph.erase_node(copy)
+        copy = self._graph.node_copy(node, self._as_captured)
+        if not self._evaluated(copy):
+            raise _Refused(f"{node.name} does not take its arguments again")
         return copy
 
-    def _lay_out(self, call: torch.fx.Node, count: int, layout: torch.memory_format) -> None:
-        """Have the first `count` arguments of a call lie in memory as `layout` says."""
+    def _evaluated(self, node: torch.fx.Node) -> bool:
+        """Compute the fake result of a call; False if it does not take such arguments: a view has not all strides."""
+        try:
+            with quiet_fake_tensors():
+                node.meta["val"] = self._evaluate(node)
+        except (RuntimeError, ValueError):  # of a fake tensor, ValueError of a view's decomposition
+            return False
+        return True
+
+    def _takes_any_layout(self, node: torch.fx.Node) -> bool:
+        """True if a call does the same with the same values in another order in memory, see `_ANY_LAYOUT`.
+
+        Random numbers are drawn in that order.
+        """
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            return True  # it picks a result, or computes a size
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            return False
+        known = target.namespace == "aten" and target._opname in _ANY_LAYOUT
+        return known or torch.Tag.pointwise in target.tags or self._reads_elements(node)
+
+    def _lay_out(self, call: torch.fx.Node, count: int) -> None:
+        """Have the first `count` arguments of a call lie channels-last in memory."""
         with self._graph.inserting_before(call):
-            call.args = (*(self._laid_out(each, call, layout) for each in call.args[:count]), *call.args[count:])
+            laid_out = (self._laid_out(each, call, torch.channels_last) for each in call.args[:count])
+            call.args = (*laid_out, *call.args[count:])
 
     def _laid_out(self, value: Any, user: torch.fx.Node, layout: torch.memory_format) -> torch.fx.Node:
         """`value` in memory as `layout` says, made by a copy on behalf of `user` unless it lies so already."""

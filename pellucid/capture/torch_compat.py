@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -52,6 +55,7 @@ __all__ = [
     "keystr",
     "needed_by",
     "plain_name",
+    "quiet_fake_tensors",
     "size_hint",
     "stride_of",
     "symbol_paths",
@@ -91,7 +95,7 @@ def capture_with_aot(
         graph_module,
         example_inputs,
         fw_compiler=cast(Any, forward),
-        bw_compiler=cast(Any, backward),
+        bw_compiler=cast(Any, _out_of_sight(backward)),
         inference_compiler=cast(Any, inference),
         decompositions=decompositions,
         partition_fn=partition,
@@ -99,10 +103,37 @@ def capture_with_aot(
     )
 
 
+def _out_of_sight(backward: Compiler) -> Compiler:
+    """A compiler that Dynamo does not capture: who calls `loss.backward()` in a compiled function calls it there."""
+    unseen = cast(Any, partial(torch.compiler.disable, reason="Pellucid compiles and runs a backward graph"))
+
+    def compile_unseen(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        run = unseen(backward)(graph, inputs)
+
+        def run_unseen(args: list[Any]) -> list[Any]:
+            return run(args)
+
+        run_unseen._boxed_call = True  # type: ignore[attr-defined]
+        return unseen(run_unseen)
+
+    return compile_unseen
+
+
 def decomposition_table(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
     """PyTorch's decompositions of the operators with these names (`native_batch_norm`, `addcmul`, ...)."""
     packets = [getattr(torch.ops.aten, name) for name in names]
     return get_decompositions(packets)
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """For calls that may fail: fake tensors log the error that they raise."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
 
 
 # Stands for a size that depends on data, where an example is needed.

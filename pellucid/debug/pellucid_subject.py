@@ -11,7 +11,6 @@ import torch
 
 from pellucid.backend import compile_fx
 from pellucid.capture.decompositions import decompositions
-from pellucid.capture.layout import lay_out_joint
 from pellucid.codegen import CppKernel
 from pellucid.debug.explain import CPP_NAMES, DEFINITION, Refusal, Refused, Value
 from pellucid.debug.graphs import Graph, GraphCompiler, through_aot
@@ -40,7 +39,7 @@ from pellucid.lower import NotHeld, lower
 from pellucid.lower.graph import buffers_of
 from pellucid.native.build import KernelCompileError
 from pellucid.options import make_options
-from pellucid.pipeline import Unit, compile_graph, graph_passes
+from pellucid.pipeline import Unit, compile_graph, graph_passes, joint_passes
 from pellucid.schedule import schedule
 from pellucid.trace.record import GraphRecord
 
@@ -61,7 +60,7 @@ class Pellucid(Subject):
         return torch.compile(fn, backend=partial(compile_fx, options=dict(self.options)), dynamic=dynamic)
 
     def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
-        return through_aot(compiler, decompositions(), lay_out_joint) if decompose else through_aot(compiler, {})
+        return through_aot(compiler, decompositions(), joint_passes) if decompose else through_aot(compiler, {})
 
     def compile(self, graph: Graph) -> PellucidCompiled:
         return PellucidCompiled(graph, self.options)

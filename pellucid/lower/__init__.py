@@ -22,7 +22,7 @@ from pellucid.lower.graph import GraphBuilder, Result, overlaps_itself
 from pellucid.lower.registry import RULES, TAKES_FLOATS, NotLowered, overload_name
 from pellucid.lower.shapes import is_view, lower_view
 
-__all__ = ["Lowered", "NotHeld", "lower"]
+__all__ = ["Lowered", "NotHeld", "has_loops", "lower"]
 
 
 class NotHeld(UnsupportedError):
@@ -44,6 +44,11 @@ class Lowered:
     constants: tuple[torch.Tensor, ...]
     values: Mapping[str, View]
     decisions: tuple[Decision, ...]
+
+
+def has_loops(node: torch.fx.Node) -> bool:
+    """True if a call becomes loops that follow the strides of its arguments, or a view."""
+    return is_view(node) or overload_name(node) in RULES
 
 
 def lower(graph_module: torch.fx.GraphModule) -> Lowered:

@@ -560,6 +560,26 @@ def test_five_steps_with_the_optimizer_compiled(name: str) -> None:
     assert_matches(*([p.detach() for p in model.parameters()] for model in models))
 
 
+def test_a_backward_call_inside_a_compiled_function_leaves_the_compiler_uncaptured() -> None:
+    """Dynamo compiles what comes after such a call, and would compile Pellucid too, which runs in it."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3))
+    wide = copy.deepcopy(model).double()
+
+    def step(model: torch.nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach() * 2
+
+    call, x = compiled(step, fullgraph=False), randn(2, 3, 16, 16)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        results = [call(model, x) for _ in range(3)]
+    eager, exact = copy.deepcopy(model), [step(wide, x.double()) for _ in range(3)]
+    eager.zero_grad()
+    assert_matches(results, [step(eager, x) for _ in range(3)], exact)
+    ours, theirs, judge = ([p.grad for p in each.parameters()] for each in (model, eager, wide))
+    assert_matches(ours, theirs, judge)
+
+
 def test_hooks_and_checkpoints() -> None:
     def checkpointed(x: Tensor, w: Tensor) -> Tensor:
         return checkpoint(lambda x: F.dropout((x @ w).sin(), 0.0) * 2, x, use_reentrant=False) + 1

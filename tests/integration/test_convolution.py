@@ -293,6 +293,43 @@ def test_a_view_between_convolutions_that_channels_last_has_not_gets_a_copy(tmp_
     assert row["ok"] == "1", row
 
 
+class After(nn.Module):
+    """A call after convolutions, enough of them for a layout of their own."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(8, 8, 3, 3) / 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = F.conv2d(x.tanh(), self.weight, padding=1)
+        return self.function(x, self.weight)
+
+
+def weight_normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    weight = torch._weight_norm(weight, weight.detach().sum((1, 2, 3), keepdim=True), 0)
+    return F.conv2d(F.conv2d(x.tanh(), weight * 1.0, padding=1).tanh(), weight, padding=1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, _: F.scaled_dot_product_attention(x, x, x),
+        weight_normed,
+        lambda x, _: F.grid_sample(x, torch.linspace(-1, 1, 256).reshape(2, 8, 8, 2).to(x.dtype), align_corners=False),
+        lambda x, _: F.pad(x, (1, 2, 3, 4), mode="reflect"),
+        lambda x, _: torch.cdist(x, x + 1),
+        lambda x, _: torch.view_as_real(torch.view_as_complex(x.unflatten(3, (-1, 2))) * 1j),
+        lambda x, _: F.interpolate(x, scale_factor=2.0, mode="bicubic"),
+    ],
+)
+def test_calls_of_aten_get_arguments_that_lie_as_in_eager(tmp_path: Path, function: Callable[..., Any]) -> None:
+    """Those that only PyTorch makes, of the gradients above all, trust them to be contiguous."""
+    (row,) = trains_like_eager(After(function), tmp_path, torch.randn(2, 8, 24, 24).requires_grad_())
+    assert row["ok"] == "1", row
+
+
 def twice(x: torch.Tensor) -> torch.Tensor:
     """Enough depthwise convolutions for a layout of their own."""
     weight = torch.linspace(-1, 1, 8 * 9).reshape(8, 1, 3, 3)

@@ -722,8 +722,8 @@ def plant_pellucid_layout() -> None:
 
         return lay_out
 
-    patch(backend, "lay_out_joint", make)
-    patch(pellucid_subject, "lay_out_joint", make)
+    patch(backend, "joint_passes", make)
+    patch(pellucid_subject, "joint_passes", make)
 
 
 @planted("pellucid", "wrong", "aotautograd", "view", viewed)
