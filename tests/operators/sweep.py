@@ -1,11 +1,12 @@
 """PyTorch's own operator and module databases against eager.
 
-    python -m tests.operators.sweep [--database ops|modules] [--engine native|dynamic|interpreter] [--dtypes f32,...]
-                                    [--directions forward,training] [--share K/N] [NAME ...]
+    python -m tests.operators.sweep [--database ops|modules] [--engine native|dynamic|convolved|interpreter]
+                                    [--dtypes f32,...] [--directions forward,training] [--share K/N] [NAME ...]
     python -m tests.operators.sweep --all
 
 For every operator and dtype, three samples (first, middle, last) are run in eager mode, in float64 as the judge, and
-compiled. With `--engine interpreter` the lowered IR is interpreted, which tests capture and lowering without any C++.
+compiled. With `--engine interpreter` the lowered IR is interpreted, which tests capture and lowering without any C++;
+with `--engine convolved` what the operator gets lies channels-last, as results of convolutions do.
 Each row of the JSON file is a sample: `ok`, or why not. The exit status is 1 if a sample fails that is not listed in
 `exceptions.py`; with `--all`, which runs every column of `GRID`, also if nothing fails any more that is listed there.
 """
@@ -39,6 +40,8 @@ GRID = (
     ("native", "ops", "training", "f64"),
     ("dynamic", "ops", "forward", "f32,f64,bf16,f16,i64,u8,bool"),
     ("dynamic", "ops", "training", "f64"),
+    ("convolved", "ops", "forward", "f32"),
+    ("convolved", "ops", "training", "f64"),
     ("native", "modules", "forward,training", "f32,f64"),
     ("dynamic", "modules", "forward,training", "f32,f64"),
 )

@@ -16,6 +16,7 @@ from tests.operators.workers import run_all
 SHARES = (
     ("native", "ops", "forward", "f32,f64,bf16,f16,i64,u8,bool", 50),
     ("native", "ops", "training", "f64", 50),
+    ("convolved", "ops", "training", "f64", 50),
     ("dynamic", "ops", "forward", "f32,i64,bool", 50),
     ("dynamic", "ops", "training", "f64", 100),
     ("native", "modules", "training", "f32", 20),
@@ -80,3 +81,14 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     [case, *_] = cases(Task("ops", "exp", "f32", "forward"))
     assert engines.check([case], "wrong")[case].startswith("mismatch")
     assert engines.check([case], "native")[case] == "ok"
+
+
+def test_a_wrong_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that puts convolutions before an operator fails where results keep the layout of those."""
+    from pellucid.capture import layout
+    from tests.operators.engines import check
+
+    samples = list(cases(Task("ops", "sort", "f32", "forward")))
+    assert {*check(samples, "convolved").values()} == {"ok"}
+    monkeypatch.setattr(layout._Relayout, "_as_captured", lambda self, node: self._new[node])
+    assert any("strides" in why for why in check(samples, "convolved").values())
