@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pellucid.codegen import CppKernel
+from pellucid.errors import UserError
 from pellucid.ir.derived import Float, Numbers, by_name
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Arg, Enum, Extern, Kernel, Node, Program, View
@@ -65,9 +66,14 @@ class Executable:
         probes: Mapping[str, Probe] | None = None,
         *,
         reuse: bool = True,
+        checked: tuple[View, ...] = (),
     ) -> None:
-        """probes: by the name of the node. reuse: let temporaries that are not alive at once share memory."""
+        """probes: by the name of the node. reuse: let temporaries that are not alive at once share memory.
+
+        checked: arguments that may not lie in memory as these say, since nobody but the program looks at them before.
+        """
         self.program = program
+        self._checked = checked
         self._probes = probes or {}
         self._reuse = reuse
         self._kernels = kernels
@@ -79,7 +85,11 @@ class Executable:
             self._static = self._make_instance(())
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        run, supplied = self._instance(args) if self._positions else self._static
+        run, supplied, expected = self._instance(args) if self._positions else self._static
+        for name, position, dtype, shape, strides in expected:
+            given = args[position]
+            if given.stride() != strides or given.shape != shape or given.dtype is not dtype:
+                args[position] = fitted(name, given, dtype, shape, strides)
         if supplied:
             args.extend(supplied)
         outputs = run(args)
@@ -98,15 +108,36 @@ class Executable:
     def _make_instance(self, sizes: tuple[int, ...]) -> _Ready:
         assembler = _Assembler(self.program, self._kernels, self._addresses, self._probes, sizes, self._reuse)
         floats = [torch.tensor([assembler.size.of(name)], dtype=torch.float64) for name in self.program.supplied]
-        ready = assembler.instance().run, [*self._constants, *floats]
+        expected = [assembler.expected(view) for view in self._checked]
+        ready = assembler.instance().run, [*self._constants, *floats], expected
         self._instances[sizes] = ready
         if len(self._instances) > _INSTANCES:
             self._instances.popitem(last=False)
         return ready
 
 
-# How to run an instance, and the tensors that it expects after the caller's.
-_Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor]]"
+# An argument's name, position, dtype, shape and strides.
+_Expected: TypeAlias = "tuple[str, int, torch.dtype, tuple[int, ...], tuple[int, ...]]"
+# How to run an instance, the tensors that it expects after the caller's, and what it expects of some of the caller's.
+_Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor], list[_Expected]]"
+
+
+def fitted(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor:
+    """`tensor`, copied if it does not lie in memory as `strides` say. Raises UserError for another dtype or shape."""
+    if tensor.shape != shape or tensor.dtype is not dtype:
+        raise UserError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {dtype} of shape {shape} when captured",
+            hint="correct what makes it: the fake implementation of an operator, or a hook on saved tensors",
+        )
+    steps = zip(shape, strides, tensor.stride(), strict=True)
+    if not tensor.numel() or all(size == 1 or wanted == given for size, wanted, given in steps):
+        return tensor
+    for dim, stride in enumerate(strides):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return torch.empty_strided(tensor.shape, strides, dtype=dtype).copy_(tensor).expand(shape)
 
 
 class _Assembler:
@@ -139,6 +170,11 @@ class _Assembler:
         results = [self._result(output) for output in self.program.outputs]
         count = len(self.program.inputs) + len(self.program.supplied)
         return Instance(slots, calls, results, inputs=count, arena=memory.arena_bytes)
+
+    def expected(self, view: View) -> _Expected:
+        """What an argument must be, of which `view` is the whole."""
+        given = self._view(view)
+        return view.buffer, self.inputs[view.buffer], given.dtype, given.shape, given.strides
 
     def _slot(self, name: str, allocated: frozenset[str], offsets: Mapping[str, int]) -> Slot:
         buffer = self.program.buffers[self.slots[name]]

@@ -23,7 +23,7 @@ from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Kernel, Program, View
 from pellucid.ir.printer import print_program
 from pellucid.ir.verify import verify_program
-from pellucid.lower import NotHeld, has_loops, lower
+from pellucid.lower import NotHeld, has_loops, lower, tensors_of
 from pellucid.native.build import BuildReport, build
 from pellucid.options import Options
 from pellucid.schedule import schedule
@@ -108,7 +108,14 @@ def _build(unit: Unit, options: Options) -> Step:
 def _load(unit: Unit, options: Options) -> Step:
     probes = unit.watch(unit) if unit.watch else {}
     executable = Executable(
-        unit.scheduled, unit.kernels, unit.addresses, unit.constants, probes, reuse=options.reuse_memory
+        unit.scheduled,
+        unit.kernels,
+        unit.addresses,
+        unit.constants,
+        probes,
+        reuse=options.reuse_memory,
+        # Dynamo guards arguments; what forward saved comes by way of hooks, which may have packed and unpacked it.
+        checked=tensors_of(unit.graph) if unit.kind == "backward" else (),
     )
     return replace(unit, executable=executable), ()
 

@@ -9,8 +9,7 @@ import torch
 
 from pellucid.capture.outline import Bind, Call, Fit, Layout, Number, Outline, Ref, Segment, Step
 from pellucid.capture.torch_compat import key_get, tree_flatten, tree_unflatten
-from pellucid.errors import UserError
-from pellucid.executable import Executable
+from pellucid.executable import Executable, fitted
 from pellucid.ir.derived import Numbers
 
 Values: TypeAlias = dict[str, Any]
@@ -100,17 +99,8 @@ def _fitted(name: str, value: Any, layouts: tuple[Layout | None, ...], numbers: 
 
 
 def _fit(name: str, tensor: torch.Tensor, layout: Layout, numbers: Numbers) -> torch.Tensor:
-    shape = tuple(numbers(size) for size in layout.shape)
-    strides = tuple(numbers(stride) for stride in layout.strides)
-    if tuple(tensor.shape) != shape or tensor.dtype != layout.dtype:
-        raise UserError(
-            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, its fake said {layout.dtype} of shape {shape}",
-            hint="correct the fake implementation of this operator",
-        )
-    steps = zip(shape, strides, tensor.stride(), strict=True)
-    if not tensor.numel() or all(size == 1 or wanted == given for size, wanted, given in steps):
-        return tensor
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype).copy_(tensor)
+    shape, strides = (tuple(map(numbers, each)) for each in (layout.shape, layout.strides))
+    return fitted(name, tensor, layout.dtype, shape, strides)
 
 
 def _last_uses(outline: Outline) -> dict[str, int]:

@@ -13,6 +13,7 @@ import torch
 from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.utils import flatten_graph_inputs
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, detect_fake_mode
@@ -85,8 +86,12 @@ def capture_with_aot(
 
     joint: a pass on forward and backward as one graph, before it is cut in two.
     The compilers return functions in the boxed calling convention: one list of arguments, which they may empty.
-    Mutations of inputs stay in the graph as `copy_` at its end.
+    Mutations of inputs stay in the graph as `copy_` at its end. Compiled autograd puts a list among the inputs.
     """
+    if any(isinstance(each, list | tuple | dict) for each in example_inputs):
+        again = partial(capture_with_aot, forward=forward, backward=backward, inference=inference,
+                        decompositions=decompositions, joint=joint)  # fmt: skip
+        return flatten_graph_inputs(graph_module, example_inputs, again)
 
     def partition(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         return min_cut_rematerialization_partition(joint(graph), *args, **kwargs)

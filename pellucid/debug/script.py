@@ -44,8 +44,6 @@ def capture_script(
     call = [python, *flags, "-m", "pellucid.debug.script", about, *rest]
     try:
         ended = subprocess.run(call, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": search}, timeout=seconds)
-    except FileNotFoundError:
-        raise UserError(f"there is no program {python}", hint="give -- python SCRIPT.py ...") from None
     except subprocess.TimeoutExpired:
         raise UserError(f"the script did not end within {seconds:g} s", hint="give it more with --timeout") from None
     if ended.returncode:
@@ -62,11 +60,15 @@ def _split(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
     python, *rest = command
     if not Path(python).name.startswith("python"):
         raise UserError(f"{python} is no Python", hint="give -- python SCRIPT.py ...")
+    if shutil.which(python) is None:
+        raise UserError(f"there is no program {python}", hint="give -- python SCRIPT.py ...")
     flags: list[str] = []
     while rest and rest[0].startswith("-") and rest[0] != "-m":
         flags += [rest.pop(0)] if rest[0] not in ("-X", "-W") else [rest.pop(0), rest.pop(0)]
     if not rest or "-c" in flags or rest == ["-m"]:
         raise UserError("the command names no script", hint="give -- python SCRIPT.py ... or -- python -m MODULE ...")
+    if rest[0] != "-m" and not Path(rest[0]).exists():
+        raise UserError(f"there is no file {rest[0]}", hint="give -- python SCRIPT.py ...")
     return python, flags, rest
 
 

@@ -18,11 +18,11 @@ from pellucid.ir.nodes import Program, View
 # Their rules register themselves.
 from pellucid.lower import convolution, pointwise, pool, reduce, scatter, shapes  # noqa: F401
 from pellucid.lower.extern import CHOSEN, call_of, fallback_reason, lower_conjugate, lower_effect, lower_extern
-from pellucid.lower.graph import GraphBuilder, Result, overlaps_itself
+from pellucid.lower.graph import GraphBuilder, Result, overlaps_itself, whole
 from pellucid.lower.registry import RULES, TAKES_FLOATS, NotLowered, overload_name
 from pellucid.lower.shapes import is_view, lower_view
 
-__all__ = ["Lowered", "NotHeld", "has_loops", "lower"]
+__all__ = ["Lowered", "NotHeld", "has_loops", "lower", "tensors_of"]
 
 
 class NotHeld(UnsupportedError):
@@ -67,6 +67,12 @@ def lower(graph_module: torch.fx.GraphModule) -> Lowered:
             outputs = returned if isinstance(returned, tuple) else (returned,)
     program = graph.finish(outputs)
     return Lowered(program, tuple(graph.constants.values()), graph.computed(), tuple(graph.decisions))
+
+
+def tensors_of(graph_module: torch.fx.GraphModule) -> tuple[View, ...]:
+    """The tensors among a graph's arguments, as they lay in memory when it was captured."""
+    given = {node.name: node.meta.get("val") for node in graph_module.graph.find_nodes(op="placeholder")}
+    return tuple(whole(name, value) for name, value in given.items() if isinstance(value, torch.Tensor))
 
 
 def _bind_inputs(graph: GraphBuilder, graph_module: torch.fx.GraphModule) -> None:

@@ -121,7 +121,7 @@ class GraphBuilder:
 
     def add_input(self, name: str, tensor: torch.Tensor) -> TensorRef:
         """A tensor that the caller owns; addresses are relative to its data pointer."""
-        view = View(name, shape_of(tensor), strides_of(tensor), ZERO)
+        view = whole(name, tensor)
         self._buffers[name] = Buffer(name, dtype_of(tensor), storage_extent(view), "input")
         self._offsets[name] = expr_of(tensor.storage_offset())
         self._inputs.append(name)
@@ -135,7 +135,7 @@ class GraphBuilder:
     def new(self, meta: torch.Tensor, hint: str) -> TensorRef:
         """A fresh buffer with the layout that eager gives to `meta`."""
         name = f"b{len(self._buffers)}_{hint}"
-        view = View(name, shape_of(meta), strides_of(meta), ZERO)
+        view = whole(name, meta)
         self._buffers[name] = Buffer(name, dtype_of(meta), storage_extent(view), "temp")
         # Some fake results, those of slice_scatter among them, claim an offset: views of them count from it.
         self._offsets[name] = expr_of(meta.storage_offset())
@@ -238,6 +238,11 @@ def _output(value: Result) -> View | Expr | None:
             return ONE * value
         case _:
             raise InternalError(f"a graph cannot return {value!r}")
+
+
+def whole(buffer: str, tensor: torch.Tensor) -> View:
+    """All of a buffer that holds what lies in memory like `tensor`."""
+    return View(buffer, shape_of(tensor), strides_of(tensor), ZERO)
 
 
 def storage_extent(view: View) -> Expr:

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from pellucid.backend import last_compilations
+from pellucid.errors import UserError
 from tests.support import assert_matches, widened
 
 Tensor = torch.Tensor
@@ -578,6 +579,52 @@ def test_a_backward_call_inside_a_compiled_function_leaves_the_compiler_uncaptur
     assert_matches(results, [step(eager, x) for _ in range(3)], exact)
     ours, theirs, judge = ([p.grad for p in each.parameters()] for each in (model, eager, wide))
     assert_matches(ours, theirs, judge)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: (x.t().exp() * w.t()).sin(),
+        lambda x, w: (x * w[:1].expand(6, 5).exp()).sin() * x[:1].expand(6, 5).cos(),
+    ],
+)
+def test_saved_tensors_that_hooks_lay_out_otherwise(function: Callable[..., Tensor], dynamic: bool) -> None:
+    def gradients(call: Callable[..., Tensor], *args: Tensor) -> list[Tensor]:
+        args = tuple(arg.clone().requires_grad_() for arg in args)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t):
+            result = call(*args)
+        (result * torch.arange(result.numel()).view(result.shape)).sum().backward()
+        return [arg.grad for arg in args if arg.grad is not None]
+
+    x, w = randn(6, 5), randn(6, 5)
+    ours = gradients(compiled(function, dynamic=dynamic), x, w)
+    assert_matches(ours, gradients(function, x, w), gradients(function, x.double(), w.double()))
+
+
+def test_saved_tensors_that_hooks_change() -> None:
+    x = randn(6, 5).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().bfloat16(), lambda t: t):
+        result = compiled(lambda x: x.exp().sin())(x)
+    with pytest.raises(UserError, match=r"is torch.bfloat16 .* was torch.float32 (?s:.*) a hook on"):
+        result.sum().backward()
+
+
+def test_compiled_autograd() -> None:
+    """Its graphs take a list among their arguments."""
+    model = torch.nn.Linear(3, 3)
+    wide, x = copy.deepcopy(model).double(), randn(2, 3)
+
+    def step(model: torch.nn.Module, x: Tensor) -> None:
+        model(x).sin().sum().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled(step, fullgraph=False)(model, x)
+    ours = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    step(model, x)
+    step(wide, x.double())
+    assert_matches(ours, [p.grad for p in model.parameters()], [p.grad for p in wide.parameters()])
 
 
 def test_hooks_and_checkpoints() -> None:

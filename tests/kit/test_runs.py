@@ -138,7 +138,8 @@ def test_a_script_is_captured_as_it_is(script_run):
     [
         (["sh", "-c", "true"], "is no Python"),
         ([sys.executable], "names no script"),
-        ([sys.executable, "nothing.py"], "the script ended with"),
+        ([sys.executable, "nothing.py"], "there is no file nothing.py"),
+        ([sys.executable, "-m", "nothing_there"], "the script ended with"),
         ([sys.executable, "-m", "json.tool", "--help"], "compiled nothing"),
         (["/nowhere/python3", "script.py"], "there is no program"),
     ],
