@@ -108,7 +108,7 @@ class Executable:
     def _make_instance(self, sizes: tuple[int, ...]) -> _Ready:
         assembler = _Assembler(self.program, self._kernels, self._addresses, self._probes, sizes, self._reuse)
         floats = [torch.tensor([assembler.size.of(name)], dtype=torch.float64) for name in self.program.supplied]
-        expected = [assembler.expected(view) for view in self._checked]
+        expected = [assembler.expected(view) for view in self._checked if view.buffer in assembler.slots]
         ready = assembler.instance().run, [*self._constants, *floats], expected
         self._instances[sizes] = ready
         if len(self._instances) > _INSTANCES:

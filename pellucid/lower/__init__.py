@@ -47,8 +47,12 @@ class Lowered:
 
 
 def has_loops(node: torch.fx.Node) -> bool:
-    """True if a call becomes loops that follow the strides of its arguments, or a view."""
-    return is_view(node) or overload_name(node) in RULES
+    """True if a call becomes loops that follow the strides of its arguments, or a view.
+
+    Where a rule does not apply, ATen takes over: in any layout as well, but for the pooling of volumes.
+    """
+    name = overload_name(node)
+    return is_view(node) or (name in RULES and "pool3d" not in name)
 
 
 def lower(graph_module: torch.fx.GraphModule) -> Lowered:

@@ -322,6 +322,7 @@ def weight_normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         lambda x, _: torch.cdist(x, x + 1),
         lambda x, _: torch.view_as_real(torch.view_as_complex(x.unflatten(3, (-1, 2))) * 1j),
         lambda x, _: F.interpolate(x, scale_factor=2.0, mode="bicubic"),
+        lambda x, _: F.max_pool3d(x, 2, dilation=2),
     ],
 )
 def test_calls_of_aten_get_arguments_that_lie_as_in_eager(tmp_path: Path, function: Callable[..., Any]) -> None:

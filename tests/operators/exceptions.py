@@ -61,6 +61,18 @@ KNOWN: tuple[Known, ...] = (
         dtype="f64",
         engine="dynamic",
     ),
+    Known(
+        "cauchy,exponential,geometric,log_normal,normal.in_place,uniform,nn.functional.embedding,nn.functional.embedding_bag",
+        "it changes its argument, the result of a convolution, and the sweep compares what went into that",
+        direction="forward",
+        engine="convolved",
+    ),
+    Known(
+        "unfold",
+        "AOTAutograd copies the gradient of a returned view with overlapping windows to overlapping strides",
+        direction="training",
+        engine="convolved",
+    ),
 )
 
 
