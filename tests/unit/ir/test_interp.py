@@ -610,7 +610,7 @@ def test_generated_kernels_are_worth_running():
     reduced: list[bool] = []
 
     @given(st.data())
-    @settings(max_examples=80, database=None, deadline=None)
+    @settings(max_examples=200, database=None, deadline=None, derandomize=True)
     def collect(data: st.DataObject) -> None:
         kernel = data.draw(kernels())
         known.append(expect(kernel, data.draw(inputs_for(kernel))).known)
