@@ -70,7 +70,7 @@ class Executable:
     ) -> None:
         """probes: by the name of the node. reuse: let temporaries that are not alive at once share memory.
 
-        checked: arguments that may not lie in memory as these say, since nobody but the program looks at them before.
+        checked: arguments that no guard has looked at: those that lie in memory otherwise than these say are copied.
         """
         self.program = program
         self._checked = checked
@@ -135,7 +135,7 @@ def fitted(
     if not tensor.numel() or all(size == 1 or wanted == given for size, wanted, given in steps):
         return tensor
     for dim, stride in enumerate(strides):
-        if stride == 0:
+        if stride == 0:  # elements that share one place are written once
             tensor = tensor.narrow(dim, 0, 1)
     return torch.empty_strided(tensor.shape, strides, dtype=dtype).copy_(tensor).expand(shape)
 
