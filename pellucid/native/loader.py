@@ -24,7 +24,7 @@ from pellucid.native.library import open_library
 from pellucid.native.locks import Lock
 from pellucid.native.toolchain import include_dir
 
-_FILES = ("runtime.cpp", "instance.h", "memory.h", "torch_abi.h", "python_abi.h")
+_FILES = ("runtime.cpp", "contention.h", "instance.h", "memory.h", "openmp_abi.h", "torch_abi.h", "python_abi.h")
 _WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # PyObject* THPVariable_Wrap(const at::TensorBase&)
 _TORCH_2_13 = "0x020d000000000000"
 _HINT = "Pellucid works with PyTorch 2.13; please report this with the output of `python -m torch.utils.collect_env`"
@@ -67,6 +67,8 @@ def _library() -> ctypes.PyDLL:
     lib.pellucid_pool_trim.restype = ctypes.c_int64
     lib.pellucid_pool_limit.argtypes = [ctypes.c_int64]
     lib.pellucid_pool_limit.restype = None
+    lib.pellucid_contended.argtypes = []
+    lib.pellucid_contended.restype = ctypes.c_bool
     lib.pellucid_init.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     lib.pellucid_init.restype = None
     host = _host(lib)

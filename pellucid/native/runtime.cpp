@@ -5,7 +5,9 @@
 #include <atomic>
 #include <exception>
 
+#include "contention.h"
 #include "instance.h"
+#include "openmp_abi.h"
 
 namespace pellucid {
 namespace {
@@ -23,6 +25,7 @@ struct Host {
 Host host;
 Pool& pool = *new Pool;        // both outlive every tensor, so they are never destroyed
 Arenas& arenas = *new Arenas;
+Contention& contention = *new Contention;
 bool single_threaded = false;  // in a child of fork whose team of threads did not survive
 
 // ------------------------------------------------------------------------------------------------ tensors
@@ -617,6 +620,7 @@ PyObject* run(PyObject* self, PyObject* args) {
                                       std::to_string(n)).c_str());
     return nullptr;
   }
+  contention.observe();
   Arena* arena = arenas.acquire(plan.arena_bytes);
   if (!arena) {
     PyErr_SetString(PyExc_MemoryError, ("out of memory: cannot allocate " + std::to_string(plan.arena_bytes) +
@@ -634,6 +638,7 @@ PyObject* run(PyObject* self, PyObject* args) {
 // libgomp's threads do not survive a fork, and a child that still counts on them waits for ever. So the team of the
 // forking thread is dismissed before; parent and child start a new one when they next need it.
 void before_fork() {
+  contention.end();
   bool dismissed = omp_pause_resource_all && omp_pause_resource_all(2) == 0;
   single_threaded = !dismissed;
   pool.mutex.lock();
@@ -699,5 +704,7 @@ void pellucid_pool_stats(int64_t* out) {
 int64_t pellucid_pool_trim(int64_t keep) { return pool.trim(keep) + (keep == 0 ? arenas.trim() : 0); }
 
 void pellucid_pool_limit(int64_t bytes) { pool.set_limit(bytes); }
+
+bool pellucid_contended() { return contention.contended(); }
 
 }  // extern "C"

@@ -83,3 +83,8 @@ def pool_trim(keep: int = 0) -> int:
 def pool_limit(nbytes: int) -> None:
     """Bound the bytes cached by the output pool (default: 1/8 of the memory this process may use, at least 256 MB)."""
     library().pellucid_pool_limit(nbytes)
+
+
+def contended() -> bool:
+    """Whether other processes were seen to want the cores: threads that wait for one another then sleep, not spin."""
+    return library().pellucid_contended()

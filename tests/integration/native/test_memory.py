@@ -17,6 +17,8 @@ import torch
 
 from pellucid.errors import UnsupportedError
 from pellucid.native import loader
+from pellucid.native.build import default_toolchain
+from pellucid.native.compiler import SOURCES
 from pellucid.native.plan import (
     ArenaSlot,
     ExternSlot,
@@ -310,6 +312,60 @@ def test_fork_while_other_threads_run():
         print(statuses)
     """)
     assert done.stdout.strip() == str([0] * 10), done.stdout + done.stderr
+
+
+def test_contended_cores_are_noticed_and_forks_start_afresh():
+    done = run_script("""
+        import subprocess, time
+        from pellucid.native.runtime import contended
+        if not os.path.exists("/proc/thread-self/schedstat"):
+            print("True 0 True")               # this kernel does not tell
+            sys.exit()
+        core = min(os.sched_getaffinity(0))
+        spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        os.sched_setaffinity(spinner.pid, {core})
+        os.sched_setaffinity(0, {core})        # this thread; so the two share a core, whatever else runs
+        try:
+            end = time.monotonic() + 60
+            while not contended() and time.monotonic() < end:
+                instance.run([x])
+            seen = contended()
+            child = os.fork()
+            if child == 0:
+                import signal
+                signal.alarm(30)
+                fresh = not contended()
+                os._exit(0 if fresh and bool((instance.run([x])[0] == 2).all()) else 3)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            print(seen, status, bool((instance.run([x])[0] == 2).all()))
+        finally:
+            spinner.kill()
+    """)
+    assert done.stdout.strip() == "True 0 True", done.stdout + done.stderr
+
+
+def test_contention_ends_after_calm_windows_in_a_row(tmp_path):
+    program, source = tmp_path / "contention", tmp_path / "contention.cpp"
+    source.write_text("""
+        #include "contention.h"
+        int main() {
+          pellucid::Contention cores;
+          auto weigh = [&](int ran, int waited) {
+            cores.weigh(ran, waited);
+            std::putchar(cores.contended() ? '1' : '0');
+          };
+          weigh(100, 0), weigh(90, 10);                              // 10% is not contended
+          weigh(80, 20), weigh(90, 10);                              // 20% is, and then 10% still
+          weigh(100, 0), weigh(100, 0), weigh(100, 0), weigh(90, 10);  // three calm windows, then none
+          weigh(100, 0), weigh(100, 0), weigh(100, 0), weigh(100, 0);  // four
+          weigh(0, 100);
+          cores.end();
+          std::putchar(cores.contended() ? '1' : '0');
+        }
+    """)
+    compiler = (*default_toolchain().compiler, "-std=c++20", "-I", SOURCES)
+    subprocess.run([*compiler, source, "-o", program, "-lgomp", "-pthread"], check=True)
+    assert subprocess.check_output([program], text=True) == "00111111111010"
 
 
 def test_tensors_that_live_at_exit_do_no_harm():
