@@ -10,6 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -20,7 +21,7 @@
 
 namespace pellucid {
 
-// A team of threads that sleeps, one more than there are cores.
+// A team of threads that sleeps, just large enough that with the calling thread's team there are more than cores.
 class SleepingTeam {
  public:
   bool exists() const { return exists_.load(std::memory_order_relaxed); }
@@ -29,6 +30,9 @@ class SleepingTeam {
     std::lock_guard<std::mutex> lock(mutex_);
     if (exists_) return;
     leave_ = false;
+    cpu_set_t cores;
+    int count = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+    size_ = std::max(2, count - omp_get_max_threads() + 2);
     exists_ = pthread_create(&thread_, nullptr, live, this) == 0;
   }
 
@@ -48,9 +52,7 @@ class SleepingTeam {
  private:
   static void* live(void* self) {
     auto& team = *static_cast<SleepingTeam*>(self);
-    cpu_set_t cores;
-    int count = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-    GOMP_parallel([](void*) {}, nullptr, static_cast<unsigned>(count + 1), 0);
+    GOMP_parallel([](void*) {}, nullptr, static_cast<unsigned>(team.size_), 0);
     std::unique_lock<std::mutex> lock(team.sleep_);
     team.woken_.wait(lock, [&] { return team.leave_; });
     return nullptr;  // libgomp ends the team with the thread that made it
@@ -61,6 +63,7 @@ class SleepingTeam {
   pthread_t thread_;
   std::atomic<bool> exists_ = false;
   bool leave_ = false;
+  int size_ = 0;
 };
 
 // Watches how long the calling thread waits for a core, and keeps the sleeping team while that is long.

@@ -5,6 +5,7 @@
 // nothing links another one: a process with two of them has two pools of threads and worse.
 extern "C" {
 void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+int omp_get_max_threads();
 int omp_get_num_threads();
 int omp_get_thread_num();
 int omp_in_parallel();
