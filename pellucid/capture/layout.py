@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
+from pellucid.capture.convolution_trial import convolution_seconds
 from pellucid.capture.torch_compat import fake_mode_of, is_symbolic, quiet_fake_tensors
 from pellucid.capture.transform import aliases
 from pellucid.ir.decision import Decision
@@ -19,9 +20,11 @@ ReadsElements: TypeAlias = "Callable[[torch.fx.Node], bool]"
 
 _RULE = "transform.channels-last"
 _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.default
-# How much more must be spared than caused, for types of four bytes and more, and for shorter ones: measured with
-# ResNet-50 at several batch sizes, on CPUs of two makers.
-_WORTH, _WORTH_SHORT = 2.5, 1.0
+# How much more must be spared than caused, for inference and for training, each for types of four bytes and more and
+# for shorter ones: where ResNet-18, ResNet-50 and VGG-11 at several sizes of image and batch neither gain nor lose.
+_WORTH = {"inference": (1.0, 0.15), "training": (2.5, 0.6)}
+# How much longer grouped convolutions may take channels-last.
+_GROUPED_SLOWER = 1.05
 # Calls of ATen with a kernel for every layout, and worth it: others are given their arguments as they were captured,
 # since those that only PyTorch itself calls trust their callers to have made them contiguous.
 _ANY_LAYOUT = frozenset(
@@ -37,11 +40,11 @@ class _Refused(Exception):
 
 
 def channels_last(
-    graph_module: torch.fx.GraphModule, reads_elements: ReadsElements
+    graph_module: torch.fx.GraphModule, reads_elements: ReadsElements, use: str = "inference"
 ) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
     """The graph with the inputs of its convolutions channels-last, or as it is, with the reason.
 
-    reads_elements: for the calls whose arguments may lie otherwise than captured.
+    reads_elements: for the calls whose arguments may lie otherwise than captured. use: `inference` or `training`.
 
     Strides are not written into FX graphs, they follow from the inputs': so one copy before the first convolution lays
     out all that comes after it, and results get eager's strides back at the end.
@@ -58,22 +61,52 @@ def channels_last(
     try:
         _check_graph(graph_module.graph)
         spared, caused = sum(map(_spared, nodes)), sum(map(_caused, nodes))
-        short = nodes[0].args[0].meta["val"].itemsize < 4  # type: ignore[union-attr]
-        _weigh(spared, caused, short)
+        worth = _worth(use, nodes[0].args[0].meta["val"].itemsize)  # type: ignore[union-attr]
+        _weigh(spared, caused, worth)
         relayout = _Relayout(graph_module, reads_elements)
         result = relayout.run()
-        why = _weigh(spared, caused + relayout.copied, short)
+        why = _weigh(spared, caused + relayout.copied, worth)
+        _try_grouped(nodes)
         return result, (Decision(_RULE, ("convolutions",), True, why),)
     except _Refused as refusal:
         return graph_module, (Decision(_RULE, ("convolutions",), False, str(refusal)),)
 
 
-def _weigh(spared: int, caused: int, short: bool) -> str:
+def _worth(use: str, itemsize: int) -> float:
+    """How much more must be spared than caused, for elements of so many bytes."""
+    return _WORTH[use][itemsize < 4]
+
+
+def _weigh(spared: int, caused: int, worth: float) -> str:
     """Why it pays; raises `_Refused` if it does not."""
     why = f"spares oneDNN {spared:,} copied elements of activations, costs {caused:,} of weights and at the ends"
-    if spared <= (_WORTH_SHORT if short else _WORTH) * caused:
+    if spared <= worth * caused:
         raise _Refused(why)
     return why
+
+
+def _try_grouped(nodes: Sequence[torch.fx.Node]) -> None:
+    """Refuse if the convolutions of several groups, but for depthwise ones, are slower channels-last on this machine.
+
+    oneDNN's kernels for those gain by it on some processors and lose on others; nothing that we can see tells which.
+    """
+    tried = [convolution_seconds(*_configuration(node)) for node in nodes if _is_grouped(node)]
+    planar, last = (sum(seconds) for seconds in zip(*tried, strict=True)) if tried else (0.0, 0.0)
+    if last > _GROUPED_SLOWER * planar:
+        raise _Refused(f"grouped convolutions take {last / planar:.2f} times as long channels-last on this machine")
+
+
+def _is_grouped(node: torch.fx.Node) -> bool:
+    groups = _argument(node, "groups")
+    return node.target is _FORWARD and 1 < groups < _argument(node, "input").meta["val"].shape[1]
+
+
+def _configuration(node: torch.fx.Node) -> tuple[Any, ...]:
+    """The arguments of `convolution_seconds` for a call."""
+    sizes = (_argument(node, name).meta["val"].shape for name in ("input", "weight"))
+    steps = (_argument(node, name) for name in ("stride", "padding", "dilation"))
+    dtype = _argument(node, "input").meta["val"].dtype
+    return (*map(tuple, sizes), *map(tuple, steps), _argument(node, "groups"), dtype)
 
 
 def lay_out_joint(graph_module: torch.fx.GraphModule, reads_elements: ReadsElements) -> torch.fx.GraphModule:
@@ -81,7 +114,7 @@ def lay_out_joint(graph_module: torch.fx.GraphModule, reads_elements: ReadsEleme
 
     The decision stays with the first convolution, for `laid_out_jointly`.
     """
-    result, decisions = channels_last(graph_module, reads_elements)
+    result, decisions = channels_last(graph_module, reads_elements, "training")
     if decisions:
         next(filter(_is_planar, result.graph.nodes)).meta[_RULE] = decisions
     return result

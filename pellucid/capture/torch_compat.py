@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, DimDynamic, ShapeEnv, resolve_unbacked_bindings
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import (
     KeyPath,
     SequenceKey,
@@ -57,6 +58,7 @@ __all__ = [
     "needed_by",
     "plain_name",
     "quiet_fake_tensors",
+    "real_tensors",
     "size_hint",
     "stride_of",
     "symbol_paths",
@@ -128,6 +130,13 @@ def decomposition_table(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
     """PyTorch's decompositions of the operators with these names (`native_batch_norm`, `addcmul`, ...)."""
     packets = [getattr(torch.ops.aten, name) for name in names]
     return get_decompositions(packets)
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """For work on tensors with elements while a graph is compiled: without fake tensors, gradients or autocast."""
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
 
 
 @contextmanager

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from pellucid.capture import layout as layout_pass
+from pellucid.capture.convolution_trial import convolution_seconds
 from tests.support import assert_matches, widened
 
 F = torch.nn.functional
@@ -119,6 +121,30 @@ def test_a_layout_that_is_refused_has_a_reason(tmp_path: Path, function: Callabl
     with torch.no_grad():
         assert_matches(result, function(x), function(x))
     assert why in said(rows, "transform.channels-last")[0]
+
+
+@pytest.mark.parametrize(("seconds", "ok"), [((1.0, 1.2), "0"), ((1.0, 1.0), "1")])
+def test_grouped_convolutions_are_tried_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], ok: str
+) -> None:
+    tried: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(layout_pass, "convolution_seconds", lambda *key: tried.append(key) or seconds)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=4), nn.ReLU(), nn.Conv2d(8, 8, 1)).eval()
+    x = torch.randn(2, 8, 40, 40)
+    result, rows = traced(model, tmp_path, x)
+    with torch.no_grad():
+        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
+    assert tried == [((2, 8, 40, 40), (8, 2, 3, 3), (1, 1), (0, 0), (1, 1), 4, torch.float32)]
+    assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == [ok]
+    if ok == "0":
+        (why,) = said(rows, "transform.channels-last")
+        assert why == "grouped convolutions take 1.20 times as long channels-last on this machine"
+
+
+def test_a_trial_of_a_convolution_leaves_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    seconds = convolution_seconds((9, 8, 12, 12), (8, 2, 3, 3), (1, 1), (1, 1), (1, 1), 4, torch.bfloat16)
+    assert min(seconds) > 0 and torch.equal(torch.get_rng_state(), before)
 
 
 def test_symbolic_sizes_keep_the_layout(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def _convolved(program: Program) -> Program:
     compiled = _native(lambda states: program([[_carried(item) for item in state] for state in states]))
 
     def run(states: list[list[Any]]) -> list[Any]:
-        with mock.patch.multiple(layout, _WORTH=-1.0, _WORTH_SHORT=-1.0):
+        with mock.patch.object(layout, "_worth", return_value=-1.0):
             return compiled(states)
 
     return run
