@@ -16,7 +16,7 @@ from pellucid.capture.decompositions import decompositions
 from pellucid.capture.torch_compat import capture_with_aot
 from pellucid.errors import UserError
 from pellucid.ir.nodes import Extern, Kernel
-from pellucid.native.build import warm_up
+from pellucid.native.warm_up import warm_up
 from pellucid.options import Options, make_options
 from pellucid.pipeline import compile_graph, joint_passes
 
@@ -120,6 +120,12 @@ def _compile(graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, 
     return executable
 
 
-# Dynamo imports this module when `torch.compile` is called, and then takes seconds to capture the first graph. An empty
-# store takes seconds to fill as well: side by side they cost half.
-warm_up()
+def __getattr__(name: str) -> Callable[..., Any]:
+    """`looked_up`, what `torch.compile(backend="pellucid")` asks for: `compile_fx`, and the first build begins.
+
+    Dynamo takes seconds to capture a graph, an empty store as long to fill: side by side they cost half.
+    """
+    if name != "looked_up":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warm_up()
+    return compile_fx

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 import shlex
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from pellucid.errors import InternalError, ToolchainError
-from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, explain, prelude_hash, source_text
+from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, explain, source_text
 from pellucid.native.cpu import usable_cores
 from pellucid.native.library import open_library
 from pellucid.native.locks import Lock
+from pellucid.native.sources import prelude_hash
 from pellucid.native.store import KernelStore, batch_id, default_root, text_hash
 from pellucid.native.toolchain import Toolchain, detect, remember
 
@@ -117,15 +117,6 @@ def default_store(toolchain: Toolchain | None = None) -> KernelStore:
     return store
 
 
-def warm_up() -> None:
-    """Start making what every compilation needs (precompiled header, runtime) in the background; returns at once.
-
-    Errors are left to the first `build`, which meets them again.
-    """
-    for task in (_warm_headers, _warm_runtime):
-        threading.Thread(target=task, name="pellucid-warm-up", daemon=True).start()
-
-
 # ----------------------------------------------------------------------------------------------- private
 
 _lock = Lock()
@@ -142,25 +133,6 @@ def _store(key: str, _root: Path) -> KernelStore:
 class _Times:
     compile: float = 0.0
     link: float = 0.0
-
-
-def _warm_headers() -> None:
-    try:
-        compiler = Compiler(default_toolchain(), default_store())
-        compiler.prepare_stub()
-        if not (compiler.store.directory / "files" / "prelude.h").exists():
-            compiler.prepare_headers()
-    except Exception:
-        return
-
-
-def _warm_runtime() -> None:
-    from pellucid.native import loader  # it builds on this module
-
-    try:
-        loader.library()
-    except Exception:
-        return
 
 
 def _identity(name: str, text: str, store: KernelStore) -> tuple[str, str, str]:

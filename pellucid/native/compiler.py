@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shlex
@@ -12,15 +11,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 from pellucid.errors import ToolchainError
 from pellucid.native.children import Children
+from pellucid.native.sources import SOURCES, include_dir
 from pellucid.native.store import KernelStore
-from pellucid.native.toolchain import INSTALL_HINT, Toolchain, include_dir
+from pellucid.native.toolchain import INSTALL_HINT, Toolchain
 
-SOURCES = Path(__file__).parent
 _TIMEOUT_S = 600
 _OTHER = "try another compiler: set CXX; GCC 12 and 13 are the best tested"
 _KILLED = "the compiler was ended by signal"
@@ -44,12 +42,6 @@ class CompilerFailed(Exception):
     def killed(self) -> bool:
         """Whether a signal ended it, as the system's does when memory runs out; or it could not get any itself."""
         return any(text in self.output for text in (_KILLED, "terminated program", "out of memory", "bad_alloc"))
-
-
-@lru_cache(maxsize=1)
-def prelude_hash() -> str:
-    """Identity of the header that every kernel includes."""
-    return hashlib.sha256((SOURCES / "prelude.h").read_bytes()).hexdigest()[:12]
 
 
 @dataclass(slots=True)

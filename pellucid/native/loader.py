@@ -18,11 +18,11 @@ import torch.autograd.profiler
 
 from pellucid.errors import ToolchainError, UnsupportedError
 from pellucid.native.build import default_store, default_toolchain
-from pellucid.native.compiler import SOURCES, Compiler, CompilerFailed, explain
+from pellucid.native.compiler import Compiler, CompilerFailed, explain
 from pellucid.native.cpu import cpu
 from pellucid.native.library import open_library
 from pellucid.native.locks import Lock
-from pellucid.native.toolchain import include_dir
+from pellucid.native.sources import SOURCES, include_dir
 
 _FILES = ("runtime.cpp", "contention.h", "instance.h", "memory.h", "openmp_abi.h", "torch_abi.h", "python_abi.h")
 _WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # PyObject* THPVariable_Wrap(const at::TensorBase&)

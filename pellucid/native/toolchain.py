@@ -23,6 +23,7 @@ import torch
 
 from pellucid.errors import ToolchainError, UnsupportedError
 from pellucid.native.cpu import Cpu, cpu
+from pellucid.native.sources import prelude_hash
 
 INSTALL_HINT = (
     "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL), zypper install gcc-c++ (SUSE), "
@@ -59,11 +60,6 @@ class Toolchain:
     isa: str
     key: str
     absent: str = ""
-
-
-def include_dir() -> Path:
-    """Directory of PyTorch's headers (Sleef's among them)."""
-    return Path(torch.__file__).parent / "include"
 
 
 @lru_cache(maxsize=8)
@@ -122,8 +118,6 @@ def _recall(root: Path, flags: tuple[str, ...], isa: str, absent: str) -> Toolch
     The note must yield the key under which it was found: a damaged one never does. The header is part of the
     directory's name, and checked when the store is opened.
     """
-    from pellucid.native.compiler import prelude_hash  # which imports this module
-
     suffix = f"-{prelude_hash()}"
     asked = _words(os.environ, "CXX")
     for path in sorted(root.glob(f"v1-*{suffix}/{_NOTE}"), reverse=True):

@@ -11,15 +11,18 @@ import torch
 from pellucid import backend
 
 SCRIPT = """
-import pellucid.native.build as build
-build.warm_up = lambda: print("started")
+import threading
+import torch
 import pellucid.backend
+print([thread.name for thread in threading.enumerate() if "pellucid" in thread.name])
+pellucid.backend.warm_up = lambda: print("started")
+torch.compile(lambda x: x + 1, backend="pellucid")
 """
 
 
-def test_the_store_is_filled_while_dynamo_captures() -> None:
+def test_the_store_is_filled_while_dynamo_captures_and_not_by_an_import() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    assert done.stdout == "started\n"
+    assert done.stdout == "[]\nstarted\n"
 
 
 def test_the_garbage_collector_rests_during_compilation_and_is_on_again_afterwards(monkeypatch) -> None:

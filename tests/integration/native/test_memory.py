@@ -18,7 +18,6 @@ import torch
 from pellucid.errors import UnsupportedError
 from pellucid.native import loader
 from pellucid.native.build import default_toolchain
-from pellucid.native.compiler import SOURCES
 from pellucid.native.plan import (
     ArenaSlot,
     ExternSlot,
@@ -29,6 +28,7 @@ from pellucid.native.plan import (
     PythonCall,
 )
 from pellucid.native.runtime import Instance, pool_limit, pool_stats, pool_trim
+from pellucid.native.sources import SOURCES
 from tests.unit.native.support import view
 
 MB = 1 << 20
@@ -429,7 +429,8 @@ def test_warm_up_returns_at_once_and_serves_the_first_build(tmp_path):
     script = """
         import time
         import torch
-        from pellucid.native.build import build, default_store, warm_up
+        from pellucid.native.build import build, default_store
+        from pellucid.native.warm_up import warm_up
         from pellucid.native.runtime import Instance
         from tests.unit.native.support import DOUBLE, kernel_text
         started = time.perf_counter()
