@@ -7,8 +7,10 @@ result, a failing backend), 2 the tool failed (also: it was called wrongly), 125
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
+import warnings
 from importlib import metadata
 from typing import Any
 
@@ -27,13 +29,23 @@ from pellucid.cli.match import match
 from pellucid.cli.minify import minify
 from pellucid.cli.replay import replay
 from pellucid.cli.testgen import testgen
-from pellucid.errors import PellucidError
+from pellucid.errors import PellucidError, near
+from pellucid.options import check_environment
 
 
 class _Group(click.Group):
     """A group whose commands never say "bad" (1, Python's habit) when it was the tool that broke."""
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            hint = near(args[0], self.commands)
+            error.message += f" {hint[0].upper()}{hint[1:]}" if hint else ""
+            raise
+
     def invoke(self, ctx: click.Context) -> Any:
+        _check_environment()
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -47,6 +59,17 @@ class _Group(click.Group):
             traceback.print_exc()
             click.echo("error: pellucid itself failed, see above", err=True)
             sys.exit(Exit.FAILED)
+
+
+def _check_environment() -> None:
+    """Tell of variables that mean nothing; the processes that the command starts need not say it again."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check_environment()
+    for each in said:
+        click.echo(f"warning: {each.message}", err=True)
+    filters = os.environ.get("PYTHONWARNINGS"), "ignore:the environment variable PELLUCID_"
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, filters))
 
 
 def _version() -> str:

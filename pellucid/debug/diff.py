@@ -15,6 +15,7 @@ import torch
 
 from pellucid.debug.judge import judge
 from pellucid.debug.run import Run
+from pellucid.debug.shown import Shown
 
 KINDS = ("environment", "graph", "result", "kernel", "decision", "plan", "number", "time")
 _TIME_RATIO, _TIME_S = 1.25, 20e-6
@@ -33,7 +34,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class Changes(Shown):
     """changed: in the order of KINDS."""
 
     before: str
