@@ -356,7 +356,10 @@ def test_an_index_out_of_range_is_an_error_with_its_value_and_the_line(function,
     run = compiled(function)
     good, value = GOOD[:3], int(index[1])
     assert torch.allclose(run(good), function(good))
-    with pytest.raises(IndexError, match=rf"index {value} is out of bounds for dimension {dim} with size 50, in \w+ at .*test_real_world\.py:\d+"):
+    with pytest.raises(
+        IndexError,
+        match=rf"index {value} is out of bounds for dimension {dim} with size 50, in \w+ at .*test_real_world\.py:\d+",
+    ):
         run(index)
     assert torch.allclose(run(good), function(good))
 
@@ -364,7 +367,9 @@ def test_an_index_out_of_range_is_an_error_with_its_value_and_the_line(function,
 def test_an_index_out_of_range_under_autograd() -> None:
     table = TABLE.clone().requires_grad_()
     run = compiled(backward)
-    with pytest.raises(IndexError, match=r"index 50 is out of bounds for dimension 0 with size 50, in .*test_real_world\.py:\d+"):
+    with pytest.raises(
+        IndexError, match=r"index 50 is out of bounds for dimension 0 with size 50, in .*test_real_world\.py:\d+"
+    ):
         run(table, HIGH)
     run(table, GOOD).sum().backward()
     expected = TABLE.clone().requires_grad_()
