@@ -56,7 +56,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A path, with what stands before it and after it (`:12 (blocks.1)`)."""
+    """A path or a long name, with what stands before it and after it (`:12 (blocks.1)`)."""
 
     path: str
     before: str = ""
@@ -125,6 +125,11 @@ def place(text: str, before: str = "") -> Place:
     return Place(relative(found["path"]), before, found["after"] or "")
 
 
+def name(text: str, before: str = "", after: str = "") -> Place:
+    """A name that may be too long for a terminal."""
+    return Place(text, before, after)
+
+
 def relative(path: str) -> str:
     """A path as seen from the working directory, if it lies below that."""
     inside = os.path.isabs(path) and os.path.relpath(path)
@@ -132,7 +137,7 @@ def relative(path: str) -> str:
 
 
 def shortened(path: str, width: int) -> str:
-    """A path of at most `width` columns, unless its last name is longer: directories in the middle become `…`."""
+    """A path or name of at most `width` columns: directories in the middle become `…`, and else letters do."""
     if cell_len(path) <= width:
         return path
     first, *middle, last = path.split(os.sep) if os.sep in path.strip(os.sep) else ["", path]
@@ -142,7 +147,10 @@ def shortened(path: str, width: int) -> str:
         found = head + os.sep.join(("…", *middle, last))
         if cell_len(found) <= width:
             return found
-    return f"…{os.sep}{last}"
+    if cell_len(last) + 2 <= width:
+        return f"…{os.sep}{last}"
+    front = max(0, width - 1) // 3
+    return f"{last[:front]}…{last[len(last) - max(1, width - 1 - front) :]}"
 
 
 def plain(what: RenderableType) -> str:

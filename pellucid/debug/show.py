@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from pellucid.debug.bisect import Bisected
 from pellucid.debug.capture import CapturedRun, Replay
 from pellucid.debug.check import ABOUT_AGAIN, AGAIN, Checked, Culprit
-from pellucid.debug.cosim import COMPLETE, Cosimulated
+from pellucid.debug.cosim import COMPLETE, Cosimulated, Difference
 from pellucid.debug.diff import Changes
 from pellucid.debug.explain import Explanation, Refusal
 from pellucid.debug.judge import Judgement, Output, Verdict
@@ -20,7 +20,7 @@ from pellucid.debug.match import Matches
 from pellucid.debug.minify import Minified
 from pellucid.debug.reasons import KINDS, Reasons
 from pellucid.debug.testgen import Tests
-from pellucid.printing import Part, Sentence, Table, code, place, relative, sentence
+from pellucid.printing import Part, Sentence, Table, code, name, place, relative, sentence
 
 _NOT_DONE = {
     "fusion": "not fused",
@@ -98,8 +98,8 @@ def _outputs(outputs: Sequence[Output]) -> Iterator[RenderableType]:
 def _output(output: Output, why: bool) -> tuple[Any, ...]:
     """A row. why: in words; said always where it is not in the numbers."""
     found = output.judgement
-    tensor = code(f"{output.name}: {output.dtype}{list(output.shape)}")
-    return *_numbers(found), (tensor, sentence(found.why)) if why or _share(found) <= 1 else tensor
+    told = (sentence(f"{output.dtype}{list(output.shape)}: {found.why}"),) if why or _share(found) <= 1 else ()
+    return *_numbers(found), (name(output.name), *told)
 
 
 def _share(found: Judgement) -> float:
@@ -132,25 +132,27 @@ def _cosimulated(found: Cosimulated) -> Iterator[RenderableType]:
     mode += f", against {found.against}" if found.against != "eager" else ""
     seen = f"{len(found.differences)} results compared, {found.unseen} lie inside kernels ({mode})"
     yield _verdict(found.verdict, f" ({found.backend}): {seen}")
-    first = found.first_divergence
-    if first is None:
+    wrong = [each for each in found.differences if not each.verdict.good]
+    if not wrong:
         worst = max((each.judgement.error for each in found.differences), default=0.0)
         yield sentence(f"largest error {worst:.2g}, in units of the rms of the result")
         return
-    yield sentence(f"first: {first.fx_node} of graph {first.graph}, made by {first.kernel}: {first.judgement.why}")
-    wrong = [each for each in found.differences if not each.verdict.good]
-    rows = []
-    for each in wrong[:_MOST]:
-        what = [
-            code(each.fx_node),
-            code(f"by {each.kernel}"),
-            *([place(each.user_line, "at ")] if each.user_line else []),
-        ]
-        rows.append((*_numbers(each.judgement), what))
-    yield Table(("error", "allowed", "ulp", "result, in the order of the program"), rows, right=_NUMBERS)
+    yield Table(
+        ("error", "allowed", "ulp", "result, the first wrong one first"),
+        [_difference(each, number < _WHYS) for number, each in enumerate(wrong[:_MOST])],
+        right=_NUMBERS,
+    )
     if len(wrong) > _MOST:
         yield sentence(f"and {len(wrong) - _MOST} more that are wrong")
     yield _LEGEND
+
+
+def _difference(found: Difference, why: bool) -> tuple[Any, ...]:
+    """A row. why: also in words."""
+    what: list[Part] = [name(found.fx_node), name(found.kernel, "by ", f" of graph {found.graph}")]
+    what += [place(found.user_line, "at ")] if found.user_line else []
+    what += [sentence(found.judgement.why)] if why else []
+    return *_numbers(found.judgement), what
 
 
 def _captured(found: CapturedRun) -> Iterator[RenderableType]:

@@ -25,7 +25,7 @@ from pellucid.native import children as children_module
 from pellucid.native.build import build
 from pellucid.native.runtime import pool_trim
 from pellucid.native.store import KernelStore
-from pellucid.options import _check_environment, make_options
+from pellucid.options import check_environment, make_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -367,9 +367,8 @@ def test_an_index_out_of_range_is_an_error_with_its_value_and_the_line(function,
 def test_an_index_out_of_range_under_autograd() -> None:
     table = TABLE.clone().requires_grad_()
     run = compiled(backward)
-    with pytest.raises(
-        IndexError, match=r"index 50 is out of bounds for dimension 0 with size 50, in .*test_real_world\.py:\d+"
-    ):
+    message = r"index 50 is out of bounds for dimension 0 with size 50, in .*test_real_world\.py:\d+"
+    with pytest.raises(IndexError, match=message):
         run(table, HIGH)
     run(table, GOOD).sum().backward()
     expected = TABLE.clone().requires_grad_()
@@ -450,14 +449,14 @@ def test_results_do_not_depend_on_chance() -> None:
 
 def test_a_variable_that_means_nothing_is_named(monkeypatch) -> None:
     monkeypatch.setenv("PELLUCID_VECTORISE", "1")
-    _check_environment.cache_clear()
+    check_environment.cache_clear()
     with pytest.warns(UserWarning, match="PELLUCID_VECTORISE means nothing.*did you mean PELLUCID_VECTORIZE") as caught:
         make_options()
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_options()  # said once
-    _check_environment.cache_clear()
+    check_environment.cache_clear()
 
 
 def test_a_value_of_the_wrong_type_in_the_environment_is_named(monkeypatch) -> None:

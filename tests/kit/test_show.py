@@ -53,7 +53,7 @@ def test_a_wrong_tensor_is_not_told_again_of_the_second_call():
     lines = str(
         checked(output("output 0", 2), output("output 0" + AGAIN, 2), output("output 1" + AGAIN, 3))
     ).splitlines()
-    assert [line for line in lines if "output 0" in line] == ["    2        1    0  output 0: float32[8]"]
+    assert [line for line in lines if "output 0" in line] == ["    2        1    0  output 0"]
     assert "and 1 more that are wrong" in lines and any(line.startswith("again: a second call") for line in lines)
 
 
@@ -96,15 +96,14 @@ def results() -> list[object]:
 @pytest.mark.parametrize("found", results(), ids=lambda found: type(found).__name__)
 def test_no_name_path_or_number_is_broken_at_80_columns(found):
     piped = str(found).split()
-    broken = [word for line in terminal(found) for word in line.split() if word not in piped and "…/" not in word]
-    assert not broken
-    assert all(len(line) <= 80 for line in terminal(found) if KERNEL not in line and "of.a.long.name" not in line)
+    assert not [word for line in terminal(found) for word in line.split() if word not in piped and "…" not in word]
+    assert all(len(line) <= 80 for line in terminal(found) if KERNEL not in line)  # which stands alone on its line
 
 
 def test_a_cause_is_told_once_with_how_often_it_was_met():
     lines = str(results()[3]).splitlines()
-    assert lines == ["not fused", "times  cause, and an example", "    3  b12 is a reduction", f"         {KERNEL}, {KERNEL}",
-                     f"         at {FILE}"]  # fmt: skip
+    assert lines[:3] == ["not fused", "times  cause, and an example", "    3  b12 is a reduction"]
+    assert lines[3:] == [f"         {KERNEL}, {KERNEL}", f"         at {FILE}"]
 
 
 def test_what_changed_reads_like_a_diff():

@@ -38,7 +38,15 @@ def test_a_path_is_shortened_in_the_middle_in_a_terminal_and_whole_in_a_pipe():
 
 @pytest.mark.parametrize(
     ("width", "text"),
-    [(11, "a/b/c/d.py"), (10, "a/b/c/d.py"), (9, "a/…/d.py"), (8, "a/…/d.py"), (7, "…/d.py"), (2, "…/d.py")],
+    [
+        (11, "a/b/c/d.py"),
+        (10, "a/b/c/d.py"),
+        (9, "a/…/d.py"),
+        (8, "a/…/d.py"),
+        (7, "…/d.py"),
+        (5, "d….py"),
+        (4, "d…py"),
+    ],
 )
 def test_the_ends_of_a_path_are_kept_longest(width, text):
     assert shortened("a/b/c/d.py", width) == text
