@@ -28,6 +28,7 @@ from pellucid.cli.explain import explain
 from pellucid.cli.match import match
 from pellucid.cli.minify import minify
 from pellucid.cli.replay import replay
+from pellucid.cli.terminal import complain
 from pellucid.cli.testgen import testgen
 from pellucid.errors import PellucidError, near
 from pellucid.options import check_environment
@@ -51,7 +52,7 @@ class _Group(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except PellucidError as error:
-            click.echo(f"error: {error}", err=True)
+            complain(error)
             if "--json" in sys.argv:
                 click.echo(json.dumps({"error": error.message, "hint": error.hint}))
             sys.exit(Exit.FAILED)

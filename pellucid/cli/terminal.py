@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pellucid.cli.exits import Exit
-from pellucid.printing import show
+from pellucid.errors import PellucidError
+from pellucid.printing import code, sentence, show
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -32,6 +33,15 @@ class _Seconds(click.ParamType):
 
 
 SECONDS = _Seconds()
+
+
+def complain(error: PellucidError) -> None:
+    """Say what went wrong, the facts about it, and what can be done."""
+    show(err, sentence(f"error: [{error.code}] {error.message}", hang=2))
+    for name, value in error.context.items():
+        show(err, code(f"{name}: {value}", "  "))
+    if error.hint:
+        show(err, sentence(f"  hint: {error.hint}", hang=4))
 
 
 @contextmanager

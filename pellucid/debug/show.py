@@ -212,15 +212,13 @@ def _matched(found: Matches, source: bool = False) -> Iterator[RenderableType]:
     """Each kernel with what it implements. source: and its annotated C++."""
     for kernel in found.kernels:
         yield sentence((kernel.kernel, "bold"), f" of graph {kernel.graph}")
-        yield Table(
-            (),
-            [
-                ("C++", code(kernel.symbol)),
-                ("IR", sentence(" ".join(kernel.ir_ops))),
-                ("FX nodes", code("\n".join(kernel.fx_nodes))),
-                ("your lines", [place(line) for line in kernel.user_lines]),
-            ],
+        rows: tuple[tuple[str, Sequence[str], Callable[[str], Part]], ...] = (
+            ("C++", (kernel.symbol,), code),
+            ("IR", tuple(filter(None, (" ".join(kernel.ir_ops),))), sentence),
+            ("FX nodes", kernel.fx_nodes, code),
+            ("your lines", kernel.user_lines, place),
         )
+        yield Table((), [(what, [part(text) for text in texts]) for what, texts, part in rows if texts])
         if source:
             yield code(kernel.annotated)
     unmatched = sum(not kernel.fx_nodes for kernel in found.kernels)
