@@ -11,7 +11,7 @@ from pellucid.bench.models import MODELS
 from pellucid.bench.results import Environment, ModelResult, Report, Startup, SubjectResult
 from pellucid.bench.stats import Summary, geometric_mean
 from pellucid.bench.subjects import EAGER
-from pellucid.printing import Sentence, Table, code, sentence
+from pellucid.printing import Part, Sentence, Table, code, sentence
 
 Row = SubjectResult
 NOTHING = "–"
@@ -44,8 +44,10 @@ def _shown(result: ModelResult) -> list[tuple[str, Callable[[Row], str], str]]:
 
 def _fallbacks(subject: SubjectResult) -> tuple[RenderableType, RenderableType]:
     """What is not compiled, the dearest first, and how much of the time it takes."""
-    rows = [(f"{row.share:.1%}", str(row.calls), (code(row.op.partition("::")[2] or row.op), sentence(row.reason)))
-            for row in subject.fallback_times]  # fmt: skip
+    rows: list[tuple[str, str, tuple[Part, ...]]] = []
+    for row in subject.fallback_times:
+        what = code(row.op.partition("::")[2] or row.op), sentence(row.reason)
+        rows.append((f"{row.share:.1%}", str(row.calls), what))
     total = sum(row.share for row in subject.fallback_times)
     rows.append((f"{total:.1%}", str(sum(row.calls for row in subject.fallback_times)), (sentence("all"),)))
     title = sentence((f"{subject.name}: calls that are not compiled", "italic"))

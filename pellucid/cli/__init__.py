@@ -30,20 +30,12 @@ from pellucid.cli.minify import minify
 from pellucid.cli.replay import replay
 from pellucid.cli.terminal import complain
 from pellucid.cli.testgen import testgen
-from pellucid.errors import PellucidError, near
+from pellucid.errors import PellucidError
 from pellucid.options import check_environment
 
 
 class _Group(click.Group):
     """A group whose commands never say "bad" (1, Python's habit) when it was the tool that broke."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            hint = near(args[0], self.commands)
-            error.message += f" {hint[0].upper()}{hint[1:]}" if hint else ""
-            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         _check_environment()

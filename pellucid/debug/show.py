@@ -197,9 +197,13 @@ def _changes(found: Changes) -> Iterator[RenderableType]:
     yield code(f"- {relative(found.before)}\n+ {relative(found.after)}")
     rows = []
     for each in found.changed:
-        sides = [code(_short(text), sign) for sign, text in (("- ", each.before), ("+ ", each.after)) if text]
+        sides = [_side(each.kind, sign, text) for sign, text in (("- ", each.before), ("+ ", each.after)) if text]
         rows.append((each.kind, (sentence(each.what, hang=2), *sides)))
     yield Table((), rows)
+
+
+def _side(kind: str, sign: str, text: str) -> Part:
+    return code(_short(text), sign) if kind in ("kernel", "plan") else sentence(f"{sign}{text}", hang=2)
 
 
 def _short(text: str) -> str:
