@@ -81,11 +81,13 @@ def _outputs(outputs: Sequence[Output]) -> Iterator[RenderableType]:
             right=_NUMBERS,
         )
         if len(bad) > len(rows[:_MOST]):
-            yield sentence(f"and {len(bad) - len(rows[:_MOST])} more that are wrong")
+            yield sentence(f"and {len(bad) - len(rows[:_MOST])} more wrong")
         if any(each.name.endswith(AGAIN) for each in rows[:_MOST]):
             yield sentence(f"{AGAIN.strip(' ()')}: {ABOUT_AGAIN}")
         yield _LEGEND
     good = [output for output in outputs if output.verdict.good]
+    if not good:
+        return
     rounded = [output for output in good if output.verdict is not Verdict.OK]
     equal = f"{_count(len(good), 'tensor')} compared" if not bad else f"{_count(len(good), 'tensor')} good"
     if rounded:
@@ -143,7 +145,7 @@ def _cosimulated(found: Cosimulated) -> Iterator[RenderableType]:
         right=_NUMBERS,
     )
     if len(wrong) > _MOST:
-        yield sentence(f"and {len(wrong) - _MOST} more that are wrong")
+        yield sentence(f"and {len(wrong) - _MOST} more wrong")
     yield _LEGEND
 
 
