@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -98,8 +99,7 @@ def main(arguments: Sequence[str]) -> None:
 def _own_lines(error: traceback.TracebackException) -> str:
     """A traceback without the lines of PyTorch and of ours, and without exceptions that have no others."""
     _leave_out(error)
-    text = "".join(error.format())
-    return text.partition("\nSet TORCHDYNAMO_VERBOSE")[0].rstrip()
+    return re.sub(r"^Set TORCHDYNAMO_VERBOSE.*\n+", "", "".join(error.format()), flags=re.MULTILINE).rstrip()
 
 
 def _leave_out(error: traceback.TracebackException) -> bool:
