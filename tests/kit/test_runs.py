@@ -169,7 +169,7 @@ except Exception as error:
     said = capfd.readouterr().err
     assert 'script.py", line 8' in said and 'script.py", line 10' in said and "ValueError: no batch" in said
     assert "reshape(3, 5)" in said and 'script.py", line 5, in folded' in said
-    assert "_dynamo" not in said and "runpy" not in said and len(said.splitlines()) < 25
+    assert "site-packages" not in said and "runpy" not in said and len(said.splitlines()) < 30
 
 
 def test_the_failing_graph_replays_without_the_program(tmp_path):
