@@ -132,7 +132,7 @@ def _cosimulated(found: Cosimulated) -> Iterator[RenderableType]:
     """The first wrong result and the others, or that there is none."""
     mode = "each step on eager's results" if found.mode == COMPLETE else "as the program runs"
     mode += f", against {found.against}" if found.against != "eager" else ""
-    seen = f"{len(found.differences)} results compared, {found.unseen} lie inside kernels ({mode})"
+    seen = f"{_count(len(found.differences), 'result')} compared, {found.unseen} lie inside kernels ({mode})"
     yield _verdict(found.verdict, f" ({found.backend}): {seen}")
     wrong = [each for each in found.differences if not each.verdict.good]
     if not wrong:
