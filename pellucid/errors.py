@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import sys
 import threading
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,12 @@ class InternalError(PellucidError):
     """A bug in Pellucid: an invariant of the compiler does not hold."""
 
     code = "internal"
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """`did you mean inductor?` where a known name is like this one; else empty."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {found[0]}?" if found else ""
 
 
 def warn(message: str) -> None:

@@ -224,7 +224,7 @@ class _Assembler:
             extent=self.size(compiled.extent),
             grain=compiled.grain,
             name=kernel.name,
-            checks=tuple(f"index out of range in {where(origin)}" for origin in compiled.checks),
+            checks=tuple(_check_text(dim, origin) for dim, origin in compiled.checks),
             where=where(kernel.body[-1].origin),
         )
 
@@ -288,6 +288,10 @@ def operator_of(name: str) -> torch._ops.OpOverload:
     packet, _, overload = qualified.partition(".")
     operator: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
     return operator  # type: ignore[return-value]
+
+
+def _check_text(dim: int, origin: Origin) -> str:
+    return f"index {{index}} is out of bounds for dimension {dim} with size {{size}}, in {where(origin)}"
 
 
 def where(origin: Origin) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache
 
-from pellucid.errors import UserError, warn
+from pellucid.errors import UserError, near, warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,8 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 def make_options(given: Mapping[str, object] | None = None) -> Options:
     """Options from the environment and from `given`; raises `UserError` for an unknown name or a bad value."""
+    check_environment()
     known = {field.name: field.default for field in fields(Options)}
-    _check_environment((*(f"PELLUCID_{name.upper()}" for name in known), *VARIABLES))
     values: dict[str, object] = {}
     for name in known:
         text = os.environ.get(f"PELLUCID_{name.upper()}")
@@ -52,21 +51,20 @@ def make_options(given: Mapping[str, object] | None = None) -> Options:
             values[name] = _convert(name, text, known[name], source=f"PELLUCID_{name.upper()}")
     for name, value in (given or {}).items():
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            guess = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"unknown option {name!r}", hint=f"{guess}known options: {', '.join(known)}")
+            hint = near(str(name), known) or f"known options: {', '.join(known)}"
+            raise UserError(f"unknown option {name!r}", hint=hint)
         values[name] = _convert(name, value, known[name], source="options")
     return Options(**values)  # type: ignore[arg-type]
 
 
-@lru_cache(maxsize=1)
-def _check_environment(known: tuple[str, ...]) -> None:
+@cache
+def check_environment() -> None:
     """Warn, once, of variables that mean nothing: most often a name misspelt."""
+    known = (*(f"PELLUCID_{field.name.upper()}" for field in fields(Options)), *VARIABLES)
     for name in sorted(os.environ):
         if name.startswith("PELLUCID_") and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            guess = f"did you mean {near[0]}? " if near else ""
-            warn(f"the environment variable {name} means nothing to Pellucid; {guess}Known: {', '.join(known)}")
+            hint = near(name, known) or f"known are {', '.join(known)}"
+            warn(f"the environment variable {name} means nothing to Pellucid: {hint}")
 
 
 def _convert(name: str, value: object, default: object, *, source: str) -> object:

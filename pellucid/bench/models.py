@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from pellucid.errors import near
+
 SEED = 20
 DTYPES: Mapping[str, torch.dtype] = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -26,7 +28,7 @@ class UnknownName(ValueError):
     """A model, backend or dtype that nobody knows; `known` lists those there are."""
 
     def __init__(self, kind: str, name: str, known: list[str]) -> None:
-        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(known)}")
+        super().__init__(f"unknown {kind} {name!r}: {near(name, known) or 'known are ' + ', '.join(known)}")
         self.kind, self.name, self.known = kind, name, known
 
 

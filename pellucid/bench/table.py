@@ -1,69 +1,62 @@
-"""Reports as tables that fit a terminal of 80 columns."""
+"""Reports as tables that fit a terminal of 80 columns, but for long names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from pellucid.bench.models import MODELS
 from pellucid.bench.results import Environment, ModelResult, Report, Startup, SubjectResult
 from pellucid.bench.stats import Summary, geometric_mean
 from pellucid.bench.subjects import EAGER
+from pellucid.printing import Part, Sentence, Table, code, sentence
 
 Row = SubjectResult
 NOTHING = "–"
-_STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "show_edge": False}
 
 
 def report_table(report: Report) -> RenderableType:
     """One table per model, the geometric means where there are several, and the machine below."""
     parts: list[RenderableType] = [part for m in report.models for part in (model_table(m), "")]
-    parts += [Text(line) for line in _means(report)]
-    parts.append(Text(_machine(report.environment), style="dim"))
-    return Group(*parts)
+    parts += [sentence(line) for line in _means(report)]
+    return Group(*parts, sentence((_machine(report.environment), "dim")), _legend(report))
 
 
 def model_table(result: ModelResult) -> RenderableType:
     """One row per subject, and below the table one line for each thing that went wrong."""
-    table = Table(title=_title(result), title_justify="left", **_STYLE)
-    shown = [c for c in _COLUMNS if c[0] in _ALWAYS or any(c[1](s) != NOTHING for s in result.subjects)]
-    table.add_column("subject", no_wrap=True, overflow="ellipsis", max_width=9 if len(shown) > 6 else 24)
-    for heading, _ in shown:
-        table.add_column(heading, justify="right", no_wrap=True)
+    shown = _shown(result)
+    rows = []
     for subject in result.subjects:
-        style = None if subject.good else "red"
-        table.add_row(subject.name, *(cell(subject) for _, cell in shown), style=style)
-    fallbacks = [_fallback_table(s) for s in result.subjects if s.fallback_times]
-    return Group(table, *(Text(line, style="red") for line in _complaints(result)), *fallbacks)
+        style = "" if subject.good else "red"
+        rows.append([*(Text(cell, style) for cell in (subject.name, *(cell(subject) for _, cell, _ in shown))), ""])
+    table = Table(("subject", *(name for name, _, _ in shown), ""), rows, frozenset(range(1, 1 + len(shown))), gap=" ")
+    fallbacks = [part for s in result.subjects if s.fallback_times for part in _fallbacks(s)]
+    complaints = [sentence((line, "red")) for line in _complaints(result)]
+    return Group(sentence((_title(result), "italic")), table, *complaints, *fallbacks)
 
 
-def _fallback_table(subject: SubjectResult) -> RenderableType:
+def _shown(result: ModelResult) -> list[tuple[str, Callable[[Row], str], str]]:
+    """The columns that somebody fills, and those that are always there."""
+    return [c for c in _COLUMNS if c[0] in _ALWAYS or any(c[1](s) != NOTHING for s in result.subjects)]
+
+
+def _fallbacks(subject: SubjectResult) -> tuple[RenderableType, RenderableType]:
     """What is not compiled, the dearest first, and how much of the time it takes."""
-    table = Table(title=f"{subject.name}: calls that are not compiled", title_justify="left", **_STYLE)
-    for heading in ("share", "calls"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("operator", overflow="fold", max_width=30)
-    table.add_column("why", overflow="fold")
+    rows: list[tuple[str, str, tuple[Part, ...]]] = []
     for row in subject.fallback_times:
-        table.add_row(f"{row.share:.1%}", str(row.calls), row.op.partition("::")[2] or row.op, row.reason)
+        what = code(row.op.partition("::")[2] or row.op), sentence(row.reason)
+        rows.append((f"{row.share:.1%}", str(row.calls), what))
     total = sum(row.share for row in subject.fallback_times)
-    table.add_row(f"{total:.1%}", str(sum(row.calls for row in subject.fallback_times)), "all", "", end_section=True)
-    return table
+    rows.append((f"{total:.1%}", str(sum(row.calls for row in subject.fallback_times)), (sentence("all"),)))
+    title = sentence((f"{subject.name}: calls that are not compiled", "italic"))
+    return title, Table(("share", "calls", "operator, and why"), rows, right=frozenset((0, 1)))
 
 
 def model_list() -> RenderableType:
     """The registry: what `pellucid bench` can be asked for."""
-    table = Table(**_STYLE)
-    table.add_column("model")
-    table.add_column("what it is")
-    for name, model in MODELS.items():
-        table.add_row(name, model.summary)
-    return table
+    return Table(("model", "what it is"), [(name, model.summary) for name, model in MODELS.items()])
 
 
 # ---------------------------------------------------------------------------------------------------- cells
@@ -118,28 +111,31 @@ def _first(row: Row) -> str:
 
 
 _ALWAYS = ("time/call", "vs eager", "faults", "error")
-_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("time/call", lambda row: _spread(row.seconds, seconds_text)),
-    ("vs eager", lambda row: NOTHING if row.name == EAGER else _spread(row.speedup, lambda x: f"{x:.2f}x")),
-    ("first", _first),
-    ("cold", lambda row: _start(row.cold)),
-    ("warm", lambda row: _start(row.warm)),
-    ("MiB", _peak),
-    ("faults", _faults),
-    ("error", _error),
-    ("kernels", _generated),
+# Heading, cell, and what it means.
+_COLUMNS: tuple[tuple[str, Callable[[Row], str], str], ...] = (
+    ("time/call", lambda row: _spread(row.seconds, seconds_text), "median ± half the quartile distance"),
+    (
+        "vs eager",
+        lambda row: NOTHING if row.name == EAGER else _spread(row.speedup, lambda x: f"{x:.2f}x"),
+        "speed-up, by rounds",
+    ),
+    ("first", _first, "seconds to the first result, in this process"),
+    ("cold", lambda row: _start(row.cold), "seconds to the first result in a fresh process with empty caches"),
+    ("warm", lambda row: _start(row.warm), "the same in a second one"),
+    ("MiB", _peak, "peak memory of the latter"),
+    ("faults", _faults, "minor page faults per call"),
+    ("error", _error, "max |x - float64| / rms"),
+    ("kernels", _generated, "generated + operators left to ATen"),
 )
 
 
 # ------------------------------------------------------------------------------------------ around the table
 
-LEGEND = (
-    "time/call: median ± half the quartile distance. vs eager: speed-up, by rounds.\n"
-    "first: seconds to the first result, in this process; cold, warm: in a fresh one\n"
-    "with empty caches, and in a second one. MiB: peak memory of the latter. faults:\n"
-    "minor page faults per call. error: max |x - float64| / rms. kernels: generated\n"
-    "+ operators left to ATen."
-)
+
+def _legend(report: Report) -> Sentence:
+    """What the columns of the report mean."""
+    names = {name for model in report.models for name, _, _ in _shown(model)}
+    return sentence((" ".join(f"{name}: {meaning}." for name, _, meaning in _COLUMNS if name in names), "dim"))
 
 
 def _title(result: ModelResult) -> str:

@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.torch_compat import derived_in, expr_of, is_symbolic, stride_of, tree_leaves, user_frames
+from pellucid.capture.torch_compat import (
+    derived_in,
+    expr_of,
+    is_symbolic,
+    module_path,
+    stride_of,
+    tree_leaves,
+    user_frames,
+)
 from pellucid.errors import UnsupportedError
 from pellucid.ir.derived import Derived
 from pellucid.ir.index import Expr
@@ -71,7 +79,7 @@ def origin_of(node: torch.fx.Node) -> Origin:
     The line is the innermost one outside PyTorch; a module of a library counts as the user's program.
     """
     line = _innermost_line(user_frames(node))
-    own = Origin((node.name,), () if line is None else (line,))
+    own = Origin((node.name,), () if line is None else (line._replace(module=module_path(node)),))
     return merge((own, *node.meta.get(_MERGED, ())))
 
 

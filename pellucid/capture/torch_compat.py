@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -326,6 +327,17 @@ def fake_mode_of(graph: torch.fx.Graph) -> Any:
 def user_frames(node: torch.fx.Node) -> str:
     """The stack trace of the user's code that made `node`, outermost frame first; empty if unknown."""
     return node.meta.get("stack_trace") or ""
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """The path of the `nn.Module` whose `forward` made `node`, or the forward node of its gradient: `blocks.1.norm`.
+
+    Empty for the compiled module itself and where there is none.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {"": ("", None)}
+    path = str(list(stack.values())[-1][0])
+    name = re.sub(r"^[LG]\['(\w+)'\]", lambda root: "" if root[1] == "self" else root[1], path)
+    return re.sub(r"\._modules\['([^']*)'\]|\['?([^']*?)'?\]", r".\1\2", name).strip(".")
 
 
 def artifact_logger(name: str) -> Any:

@@ -7,8 +7,10 @@ result, a failing backend), 2 the tool failed (also: it was called wrongly), 125
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
+import warnings
 from importlib import metadata
 from typing import Any
 
@@ -26,20 +28,23 @@ from pellucid.cli.explain import explain
 from pellucid.cli.match import match
 from pellucid.cli.minify import minify
 from pellucid.cli.replay import replay
+from pellucid.cli.terminal import complain
 from pellucid.cli.testgen import testgen
 from pellucid.errors import PellucidError
+from pellucid.options import check_environment
 
 
 class _Group(click.Group):
     """A group whose commands never say "bad" (1, Python's habit) when it was the tool that broke."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        _check_environment()
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except PellucidError as error:
-            click.echo(f"error: {error}", err=True)
+            complain(error)
             if "--json" in sys.argv:
                 click.echo(json.dumps({"error": error.message, "hint": error.hint}))
             sys.exit(Exit.FAILED)
@@ -47,6 +52,17 @@ class _Group(click.Group):
             traceback.print_exc()
             click.echo("error: pellucid itself failed, see above", err=True)
             sys.exit(Exit.FAILED)
+
+
+def _check_environment() -> None:
+    """Tell of variables that mean nothing; the processes that the command starts need not say it again."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check_environment()
+    for each in said:
+        click.echo(f"warning: {each.message}", err=True)
+    filters = os.environ.get("PYTHONWARNINGS"), "ignore:the environment variable PELLUCID_"
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, filters))
 
 
 def _version() -> str:

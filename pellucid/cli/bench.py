@@ -5,10 +5,12 @@ from __future__ import annotations
 import click
 
 from pellucid.cli.exits import Exit
-from pellucid.cli.terminal import SECONDS, out, progress_bar
+from pellucid.cli.target import example
+from pellucid.cli.terminal import SECONDS, complaints, out, progress_bar
+from pellucid.printing import sentence, show
 
 
-@click.command()
+@click.command(epilog=example("pellucid bench bert --backend inductor --backend pellucid"))
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option(
     "--backend",
@@ -45,28 +47,19 @@ def bench(
     from pellucid.bench import bench as run
     from pellucid.bench.models import DoesNotFit
     from pellucid.bench.subjects import DEFAULT_SUBJECTS, known_subjects
-    from pellucid.bench.table import LEGEND, model_list, report_table
+    from pellucid.bench.table import model_list, report_table
 
     if list_models:
-        out.print(model_list())
-        out.print("backends: " + ", ".join(known_subjects()))
+        show(out, model_list())
+        show(out, sentence("backends: " + ", ".join(known_subjects())))
         return
     settings = Settings(
         backends or DEFAULT_SUBJECTS, batch, seq, dtype, threads or 0, budget, cold, train, dynamic, fallbacks
     )
-    try:
-        with progress_bar() as progress:
-            report = run(models or ["mobilebert"], settings, progress)
-    except (UnknownName, DoesNotFit) as e:
-        raise click.UsageError(str(e)) from e
-    except ModuleNotFoundError as e:
-        if e.name != "transformers":
-            raise
-        click.echo(f"skipped: {e}; install the models' extra: pip install 'pellucid[bench]'", err=True)
-        raise click.exceptions.Exit(Exit.SKIP) from e
+    with complaints(UnknownName, DoesNotFit), progress_bar() as progress:
+        report = run(models or ["mobilebert"], settings, progress)
     if as_json:
         click.echo(report.to_json())
     else:
-        out.print(report_table(report))
-        out.print(LEGEND, style="dim")
+        show(out, report_table(report))
     raise click.exceptions.Exit(Exit.GOOD if report.good else Exit.BAD)

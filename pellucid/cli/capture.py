@@ -7,7 +7,7 @@ import click
 from pellucid.cli.target import Target, target_command
 
 
-@target_command
+@target_command("pellucid capture model.py:make -o run")
 @click.option("--intermediates", is_flag=True, help="Save every result that compiled code leaves in memory.")
 def capture(target: Target, intermediates: bool) -> None:
     """Save TARGET's graphs with their inputs, and what the backend makes of them, into a run (-o).
@@ -16,8 +16,7 @@ def capture(target: Target, intermediates: bool) -> None:
     Exits with 1 when compiled code is wrong or fails.
     """
     from pellucid.debug.capture import capture as run
-    from pellucid.debug.show import captured
 
     request = target.request()
     folder, limits = target.run_of(request.target), {"seconds": target.seconds, "memory": target.memory}
-    target.finish(run(request, folder, intermediates=intermediates, **limits), captured)
+    target.finish(run(request, folder, intermediates=intermediates, **limits))

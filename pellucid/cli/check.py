@@ -7,7 +7,7 @@ import click
 from pellucid.cli.target import Target, target_command
 
 
-@target_command
+@target_command("pellucid check model.py:make --backward --fuzz 16")
 @click.option("--fuzz", type=click.IntRange(min=0), default=0, metavar="N", help="Try N variations of the inputs too.")
 def check(target: Target, fuzz: int) -> None:
     """Is what TARGET computes when compiled wrong, or only rounded otherwise? float64 decides.
@@ -15,6 +15,5 @@ def check(target: Target, fuzz: int) -> None:
     Exits with 1 when it is wrong, fails, crashes or hangs.
     """
     from pellucid.debug.check import check_isolated
-    from pellucid.debug.show import checked
 
-    target.finish(check_isolated(target.request(fuzz=fuzz), target.seconds, target.memory), checked)
+    target.finish(check_isolated(target.request(fuzz=fuzz), target.seconds, target.memory))

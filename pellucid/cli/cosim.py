@@ -9,7 +9,7 @@ import click
 from pellucid.cli.target import SETTING, Target, target_command
 
 
-@target_command
+@target_command("pellucid cosim model.py:make --against inductor")
 @click.option(
     "--live", is_flag=True, help="Observe only; otherwise each step works on eager's results, so that all faults show."
 )
@@ -24,7 +24,6 @@ def cosim(target: Target, live: bool, against: str | None, others: tuple[tuple[s
     """
     from pellucid.debug.cosim import COMPLETE, LIVE, Other, cosim_isolated, write_csv
     from pellucid.debug.run import split_run
-    from pellucid.debug.show import cosimulated
 
     request = target.request()
     other = Other(against or request.backend, dict(others)) if against or others else None
@@ -32,4 +31,4 @@ def cosim(target: Target, live: bool, against: str | None, others: tuple[tuple[s
     found = cosim_isolated(request, mode, target.seconds, target.memory, other)
     if target.folder is not None:
         write_csv(found, target.folder)
-    target.finish(found, cosimulated)
+    target.finish(found)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from pellucid.cli.target import end
+from pellucid.cli.target import end, example
 
 _RUN = click.Path(path_type=Path, file_okay=False)
 
 
-@click.command()
+@click.command(epilog=example("pellucid diff run other_run"))
 @click.argument("before", metavar="RUN", type=_RUN)
 @click.argument("after", metavar="RUN", type=_RUN)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout instead of text.")
@@ -22,7 +22,7 @@ def diff(before: Path, after: Path, as_json: bool) -> None:
     """
     from pellucid.debug.diff import diff as run
     from pellucid.debug.run import open_run
-    from pellucid.debug.show import changes
+    from pellucid.debug.show import shown
 
     found = run(open_run(before), open_run(after))
-    end(found, changes, as_json, found.good)
+    end(found, shown(found), as_json, found.good)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import click
 
 from pellucid.cli.target import Target, target_command
 
 
-@target_command
+@target_command("pellucid match model.py:make --source")
 @click.option("--source", is_flag=True, help="Print the C++ too, with FX nodes and your lines beside it.")
 def match(target: Target, source: bool) -> None:
     """Which IR operators, FX nodes and lines of yours does each kernel of TARGET implement?
@@ -17,6 +15,5 @@ def match(target: Target, source: bool) -> None:
     Exits with 1 if a kernel is unknown.
     """
     from pellucid.debug.match import match as run
-    from pellucid.debug.show import matched
 
-    target.finish(run(target.request(), target.seconds, target.memory), partial(matched, source=source))
+    target.finish(run(target.request(), target.seconds, target.memory), source=source)

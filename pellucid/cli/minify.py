@@ -13,7 +13,7 @@ from pellucid.cli.target import Target, plain, target_command
 from pellucid.cli.terminal import SECONDS, one_line
 
 
-@target_command
+@target_command("pellucid minify model.py:make --backend inductor -o smallest")
 @click.option(
     "--check",
     "command",
@@ -39,7 +39,7 @@ def minify(target: Target, command: str, jobs: int, budget: float) -> None:
             found = work.result(tell, budget + 2 * target.seconds)
         except Died as death:
             raise died(about["target"], death) from None
-    target.finish(found.result, lambda _: found.text, found.good)
+    target.end(found.result, found.text, found.good)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def search(about: dict[str, Any], folder: str, settings: dict[str, Any]) -> Foun
     from pellucid.debug.check import Request
     from pellucid.debug.minify import Settings
     from pellucid.debug.minify import search as run
-    from pellucid.debug.show import minified
+    from pellucid.debug.show import shown
 
     found = run(Request(**about), folder, Settings(**settings), text=True)
-    return Found(found.good, plain(found), minified(found))
+    return Found(found.good, plain(found), shown(found))

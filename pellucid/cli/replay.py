@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pellucid.cli.target import Target, target_command
+from pellucid.cli.target import ABOUT_RUN, Target, target_command
 
 
-@target_command
+@target_command("pellucid replay run --backend inductor", metavar="RUN", about=ABOUT_RUN)
 def replay(target: Target) -> None:
     """Run the graphs of a run again, eagerly and compiled, and compare: with each other, and with the numbers in it.
 
     Exits with 1 when compiled code is wrong or fails here.
     """
     from pellucid.debug.capture import replay as run
-    from pellucid.debug.show import replayed
 
-    target.finish(run(target.request(), target.seconds, target.memory), replayed)
+    target.finish(run(target.request(), target.seconds, target.memory))

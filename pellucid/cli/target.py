@@ -19,12 +19,16 @@ import click
 
 from pellucid.cli.exits import Exit
 from pellucid.cli.terminal import SECONDS, err, out
+from pellucid.printing import relative, show
 
 if TYPE_CHECKING:
     from pellucid.debug.check import Request
 
 ABOUT_TARGET = """TARGET is FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs); or a run, the folder
     that `pellucid capture` wrote; or -- python SCRIPT.py ..., a program whose torch.compile calls are looked into."""
+
+
+ABOUT_RUN = """RUN is the folder that `pellucid capture` wrote, or RUN:GRAPH for one graph of it."""
 
 
 class _Setting(click.ParamType):
@@ -107,7 +111,7 @@ class Target:
 
         folder = self.folder or new_run(Path(self.words[1]).stem)
         capture_script(self.words, folder, self.backend or "pellucid", dict(self.options), self.seconds)
-        err.print(f"captured into {folder}: each graph, with the inputs of its first call", markup=False)
+        show(err, f"captured into {relative(str(folder))}: each graph, with the inputs of its first call")
         return str(folder)
 
     def run_of(self, target: str) -> Path:
@@ -116,13 +120,19 @@ class Target:
             return self.folder
         return Path(target) if self.is_script else new_run(Path(self.words[0]).stem)
 
-    def finish(self, result: Any, show: Callable[[Any], Any], good: bool | None = None) -> None:
-        """Print a result, keep it in the run of -o, and end the command. good: by default, what the result says."""
+    def finish(self, result: Any, **how: Any) -> None:
+        """Print a result, keep it in the run of -o, and end the command. how: to print it, see `debug.show`."""
+        from pellucid.debug.show import shown
+
+        self.end(result, shown(result, **how), result.good)
+
+    def end(self, result: Any, text: Any, good: bool) -> None:
+        """The same for a result as JSON's types, with what to print of it."""
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / f"{click.get_current_context().info_name}.json"
             file.write_text(json.dumps(plain(result), indent=1) + "\n", encoding="utf-8")
-        end(result, show, self.as_json, result.good if good is None else good)
+        end(result, text, self.as_json, good)
 
 
 def new_run(name: str) -> Path:
@@ -134,7 +144,6 @@ def new_run(name: str) -> Path:
 
 
 _SHARED = (
-    click.argument("words", metavar="TARGET", nargs=-1, required=True, type=click.UNPROCESSED),
     click.option("--backend", metavar="NAME", help="The subject. Default: pellucid, or that of the run."),
     click.option("--option", "options", type=SETTING, multiple=True, help="An option of the backend; repeatable."),
     click.option("--threads", type=click.IntRange(min=1), help="Threads to use. Default: torch's choice."),
@@ -158,31 +167,45 @@ _SHARED = (
 )
 
 
-def target_command(command: Callable[..., None]) -> click.Command:
-    """A command on a TARGET: `command(target, **own options)`; its docstring is completed with what a TARGET is."""
+def target_command(
+    call_of_it: str, *, metavar: str = "TARGET", about: str = ABOUT_TARGET
+) -> Callable[[Callable[..., None]], click.Command]:
+    """A command on a TARGET: `command(target, **own options)`.
 
-    @functools.wraps(command)
-    def call(**given: Any) -> None:
-        shared = {name: given.pop(name) for name in (each.name for each in fields(Target))}
-        shared["options"] = dict(shared["options"])
-        shared["threads"] = shared["threads"] or 0
-        shared["memory"] = (shared["memory"] or 0) << 20
-        shared["dynamic"] = shared["dynamic"] or None
-        command(Target(**shared), **given)
+    call_of_it: an example. Its docstring is completed with what a TARGET is (`about`).
+    """
 
-    call.__doc__ = f"{command.__doc__}\n\n    {ABOUT_TARGET}\n"
-    made: Any = call
-    for option in reversed(_SHARED):
-        made = option(made)
-    return click.command()(made)
+    def decorate(command: Callable[..., None]) -> click.Command:
+        @functools.wraps(command)
+        def call(**given: Any) -> None:
+            shared = {name: given.pop(name) for name in (each.name for each in fields(Target))}
+            shared["options"] = dict(shared["options"])
+            shared["threads"] = shared["threads"] or 0
+            shared["memory"] = (shared["memory"] or 0) << 20
+            shared["dynamic"] = shared["dynamic"] or None
+            command(Target(**shared), **given)
+
+        call.__doc__ = f"{command.__doc__}\n\n    {about}\n"
+        made: Any = call
+        for option in reversed(_SHARED):
+            made = option(made)
+        made = click.argument("words", metavar=metavar, nargs=-1, required=True, type=click.UNPROCESSED)(made)
+        return click.command(epilog=example(call_of_it))(made)
+
+    return decorate
 
 
-def end(result: Any, show: Callable[[Any], Any], as_json: bool, good: bool) -> None:
-    """Print a result and end the command: 0 if it is good, 1 if it is bad."""
+def example(*calls: str) -> str:
+    """The end of a command's help."""
+    return "\n".join(("\b", "For example:", *(f"  {call}" for call in calls)))
+
+
+def end(result: Any, text: Any, as_json: bool, good: bool) -> None:
+    """Print a result, as JSON or as text, and end the command: 0 if it is good, 1 if it is bad."""
     if as_json:
         click.echo(json.dumps(plain(result), indent=1))
     else:
-        out.print(show(result))
+        show(out, text)
     raise click.exceptions.Exit(Exit.GOOD if good else Exit.BAD)
 
 

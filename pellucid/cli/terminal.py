@@ -12,6 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pellucid.cli.exits import Exit
+from pellucid.errors import PellucidError
+from pellucid.printing import code, sentence, show
+
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -29,6 +33,29 @@ class _Seconds(click.ParamType):
 
 
 SECONDS = _Seconds()
+
+
+def complain(error: PellucidError) -> None:
+    """Say what went wrong, the facts about it, and what can be done."""
+    show(err, sentence(f"error: [{error.code}] {error.message}", hang=2))
+    for name, value in error.context.items():
+        show(err, code(f"{name}: {value}", "  "))
+    if error.hint:
+        show(err, sentence(f"  hint: {error.hint}", hang=4))
+
+
+@contextmanager
+def complaints(*wrong: type[Exception]) -> Iterator[None]:
+    """Exceptions of a type in `wrong` mean a wrong call; a missing library of models, that nothing can be told here."""
+    try:
+        yield
+    except wrong as error:
+        raise click.UsageError(str(error)) from error
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        click.echo(f"skipped: {error}; install the models' extra: pip install 'pellucid[bench]'", err=True)
+        raise click.exceptions.Exit(Exit.SKIP) from error
 
 
 @contextmanager
@@ -53,7 +80,7 @@ def one_line() -> Iterator[Callable[[str], None]]:
     Where stderr is no terminal, every line is kept.
     """
     if not err.is_terminal:
-        yield lambda line: err.print(line, markup=False, soft_wrap=True)
+        yield lambda line: show(err, line)
         return
     with err.status("") as status:
         yield lambda line: status.update(escape(line))
@@ -65,6 +92,6 @@ def _printer() -> Callable[[str, float], None]:
     def tell(doing: str, done: float) -> None:
         if doing != said[0]:
             said[0] = doing
-            err.print(f"[{done:4.0%}] {doing}", markup=False)
+            show(err, f"[{done:4.0%}] {doing}")
 
     return tell

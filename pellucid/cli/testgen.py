@@ -5,16 +5,15 @@ from __future__ import annotations
 from pellucid.cli.target import Target, target_command
 
 
-@target_command
+@target_command("pellucid testgen run", metavar="TARGET [KERNEL]...")
 def testgen(target: Target) -> None:
     """Write a standalone test for every kernel of TARGET, or for each KERNEL named after it, to -o.
 
     A test has the small FX graph that its kernel implements, with the inputs that it has in the program. Exits with 1
     if a kernel got none.
     """
-    from pellucid.debug.show import tests_written
     from pellucid.debug.testgen import testgen as run
 
     request = target.request(takes_more=True)
     folder = target.run_of(request.target) / "tests"
-    target.finish(run(request, folder, target.more, target.seconds, target.memory), tests_written)
+    target.finish(run(request, folder, target.more, target.seconds, target.memory))

@@ -38,7 +38,7 @@ class CppKernel:
     source: the text that follows `#include "prelude.h"`.
     params: names of the buffers whose pointers make up `p`. symbols: names of the sizes that make up `s`.
     extent: number of parallel iterations. grain: the least of them that are worth a thread.
-    checks: origin of the index check that status `1 + k` stands for.
+    checks: the dimension that each index check is about, and the check's origin.
     line_map: origin of each line of the source.
     """
 
@@ -48,7 +48,7 @@ class CppKernel:
     symbols: tuple[str, ...]
     extent: Expr
     grain: int
-    checks: tuple[Origin, ...]
+    checks: tuple[tuple[int, Origin], ...]
     line_map: tuple[Origin, ...]
     plan: Plan
     decisions: tuple[Decision, ...]
@@ -72,7 +72,7 @@ def generate(kernel: Kernel, options: Options, target: Target | None = None) -> 
         symbols=simple.symbols,
         extent=plan.extent.substitute(original),
         grain=plan.grain,
-        checks=tuple(line.origin for line in plan.kernel.body if isinstance(line.rhs, CheckIndex)),
+        checks=tuple((line.rhs.dim, line.origin) for line in plan.kernel.body if isinstance(line.rhs, CheckIndex)),
         line_map=tuple(written.origins),
         plan=plan,
         decisions=tuple(_with_original_names(decision, simple) for decision in plan.decisions),

@@ -56,8 +56,8 @@ def map_indices(rhs: Rhs, change: Callable[[Expr], Expr]) -> Rhs:
             return Load(buffer, change(index), mask, other)
         case Store(buffer, index, arg, join):
             return Store(buffer, change(index), arg, join)
-        case CheckIndex(arg, size, wrap):
-            return CheckIndex(arg, change(size), wrap)
+        case CheckIndex(size=size):
+            return replace(rhs, size=change(size))
         case Const() | Compute() | Reduce():
             return rhs
 
@@ -107,8 +107,8 @@ def canonicalise(kernel: Kernel) -> Canonical:
                 return Compute(op, tuple(values[arg] for arg in args))
             case Reduce(op, arg, over):
                 return Reduce(op, values[arg], tuple(axes[name] for name in over))
-            case CheckIndex(arg, size, wrap):
-                return CheckIndex(values[arg], size, wrap)
+            case CheckIndex(arg):
+                return replace(rhs, arg=values[arg])
             case Const() | IndexValue():
                 return rhs
 

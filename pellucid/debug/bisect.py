@@ -14,6 +14,7 @@ from pellucid.debug.check import Checked, Culprit, Request, check_target, isolat
 from pellucid.debug.child import SECONDS, Failure, Worker
 from pellucid.debug.culprit import stand_on
 from pellucid.debug.judge import Verdict
+from pellucid.debug.shown import Shown
 from pellucid.errors import UserError
 
 NOTHING = "nothing"
@@ -28,7 +29,7 @@ class Tried:
 
 
 @dataclass(frozen=True, slots=True)
-class Bisected:
+class Bisected(Shown):
     """component: to blame; `nothing` where the program is good. culprit: what in it, as far as that can be told.
 
     checked: the program under the whole backend. tried: the rungs that were run, in that order.
@@ -50,17 +51,17 @@ def bisect(
 ) -> Bisected:
     """Find the component that makes a program fail; every attempt runs in a process of its own.
 
-    seconds, memory (bytes): what an attempt may take. tell: is given a line for each attempt. Raises UserError as
+    seconds, memory (bytes): what an attempt may take. tell: is given a line before each attempt. Raises UserError as
     `check_isolated` does.
     """
     with Worker(memory) as worker:
         tried: list[Tried] = []
 
         def run(number: int | None, name: str) -> Checked:
+            tell(f"trying {name}")
             function = "pellucid.debug.bisect:check_rung"
             found = isolated(worker, function, request, number, seconds=seconds, backend=request.backend)
             tried.append(Tried(name, found.verdict))
-            tell(f"{name}: {found.verdict}")
             return found
 
         whole = run(None, "all of it")

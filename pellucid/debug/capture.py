@@ -23,6 +23,7 @@ from pellucid.debug.frontend import listening
 from pellucid.debug.graphs import Graph, interpret
 from pellucid.debug.judge import Output, Verdict, judge, kind_of, near, worst
 from pellucid.debug.run import Run, RunWriter, open_run, run_of, split_run, write_json, write_table
+from pellucid.debug.shown import Shown
 from pellucid.debug.subject import Compiled, Probe, Step
 from pellucid.debug.tensors import FOLDER
 from pellucid.errors import UserError
@@ -45,7 +46,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedRun:
+class CapturedRun(Shown):
     """graphs: in the order of their first calls. kernels: the different ones. megabytes: of tensors in the folder."""
 
     folder: str
@@ -123,7 +124,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class Replay(Shown):
     """backend: that ran it here. captured_by: that of the run."""
 
     folder: str

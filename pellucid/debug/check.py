@@ -16,6 +16,7 @@ from pellucid.debug.graphs import Graph, widened
 from pellucid.debug.judge import DRAWS, Judgement, Output, Verdict, close, judge, kind_of, near, worst
 from pellucid.debug.judge_graph import judge_graph
 from pellucid.debug.run import open_run, split_run
+from pellucid.debug.shown import Shown
 from pellucid.debug.subject import Probe, Subject, loss_of
 from pellucid.debug.subjects import subject_of
 from pellucid.debug.vary import change_in_place, nudge_in_place, variations
@@ -46,7 +47,7 @@ class Culprit:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(Shown):
     """What became of one program under one backend.
 
     variation: how its inputs differ from the given ones; empty for those themselves. tried: variations looked at,

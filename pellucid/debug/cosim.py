@@ -29,6 +29,7 @@ from pellucid.debug.judge import DRAWS, Judgement, Verdict, close, judge, near, 
 from pellucid.debug.passes import first_changed
 from pellucid.debug.reference import Reference
 from pellucid.debug.run import Run, run_of, write_table
+from pellucid.debug.shown import Shown
 from pellucid.debug.subject import Compiled, Probe, Step, Subject
 from pellucid.debug.subjects import subject_of
 from pellucid.debug.vary import change_in_place, overlapping
@@ -68,7 +69,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Cosimulated:
+class Cosimulated(Shown):
     """All results that could be compared, in the order in which they came to be. unseen: FX nodes whose results never
     lay in memory: they are parts of kernels. against: what they were compared with."""
 

@@ -7,6 +7,7 @@ changed when it did so by a quarter or more, and more than a launch costs: runs 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 
 from pellucid.debug.judge import judge
 from pellucid.debug.run import Run
+from pellucid.debug.shown import Shown
 
 KINDS = ("environment", "graph", "result", "kernel", "decision", "plan", "number", "time")
+_ORIGIN = re.compile(r" +# .*$", re.MULTILINE)  # where a line of a plan comes from: not what it does
 _TIME_RATIO, _TIME_S = 1.25, 20e-6
 
 
@@ -33,7 +36,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class Changes(Shown):
     """changed: in the order of KINDS."""
 
     before: str
@@ -100,7 +103,7 @@ def _plans(before: Run, after: Run) -> Iterator[Change]:
     for name in before.names:
         texts = [run.folder / "plans" / f"{name}.txt" for run in (before, after)]
         if all(path.is_file() for path in texts):
-            a, b = (path.read_text(encoding="utf-8").splitlines() for path in texts)
+            a, b = (_ORIGIN.sub("", path.read_text(encoding="utf-8")).splitlines() for path in texts)
             lines = [line for line in difflib.unified_diff(a, b, lineterm="", n=0) if line[:3] not in ("---", "+++")]
             removed = [line[1:].strip() for line in lines if line.startswith("-")]
             added = [line[1:].strip() for line in lines if line.startswith("+")]

@@ -85,7 +85,7 @@ def _node(module: torch.fx.GraphModule, node: torch.fx.Node, tensors: dict[str, 
             tensors[path] = value
     users = origin_of(node).users
     if users:
-        made["users"] = [[line.file, line.line, line.code] for line in users[-1:]]
+        made["users"] = [[line.file, line.line, line.code, line.module] for line in users[-1:]]
     return made
 
 
@@ -129,7 +129,9 @@ class _Reader:
                 made = graph.create_node(saved["op"], target, args, kwargs, name)
             if made.name != name:
                 raise UserError(f"the run has two nodes {name}, or one whose name means something else")
-            made.meta["stack_trace"] = "\n".join(_frames(saved.get("users", ())))
+            users = saved.get("users", ())
+            made.meta["stack_trace"] = "\n".join(_frames(users))
+            made.meta["nn_module_stack"] = {"": (_module(users), None)}
             known[name] = made
         return torch.fx.GraphModule(root, graph)
 
@@ -185,6 +187,11 @@ def _operator(name: str, libraries: frozenset[str]) -> Any:
 
 def _frames(users: Any) -> Iterator[str]:
     """User lines as PyTorch writes them. They end in comments of generated code, which must not end before they do."""
-    for file, line, code in users:
+    for file, line, code, *_ in users:
         file, code = ("".join(c if c.isprintable() and c not in '"\\' else "?" for c in str(s)) for s in (file, code))
         yield f'  File "{file}", line {int(line)}, in forward\n    {code}'
+
+
+def _module(users: Any) -> str:
+    """The path of the module that ran the innermost line; a run that was written earlier has none."""
+    return "".join(filter(str.isprintable, "".join(str(path) for _, _, _, *module in users[-1:] for path in module)))

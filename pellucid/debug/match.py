@@ -11,6 +11,7 @@ from pellucid.codegen.linemap import annotate_source
 from pellucid.debug.check import Request, captured
 from pellucid.debug.child import SECONDS, Worker
 from pellucid.debug.graphs import Graph
+from pellucid.debug.shown import Shown
 from pellucid.debug.subject import Step, Subject
 from pellucid.ir.origin import merge
 
@@ -36,7 +37,7 @@ class Matched:
 
 
 @dataclass(frozen=True, slots=True)
-class Matches:
+class Matches(Shown):
     """kernels: of all graphs. calls: of libraries, by graph, call and operator."""
 
     backend: str

@@ -36,6 +36,7 @@ from pellucid.debug.judge import Verdict
 from pellucid.debug.literal import NotWritable
 from pellucid.debug.predicate import Predicate
 from pellucid.debug.repro import How, write_repro
+from pellucid.debug.shown import Shown
 from pellucid.debug.subgraph import (
     Subgraph,
     Workshop,
@@ -96,7 +97,7 @@ class Shrunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Minified:
+class Minified(Shown):
     """kind: of failure. graph: its text. repro: the standalone program; shown: whether it was seen to fail so.
     changes: what was done to the inputs. others: failures of another kind that were met on the way, and not followed.
     finished: whether the search came to its end within its budget. times: seconds by step.

@@ -11,12 +11,13 @@ from pellucid.debug.child import SECONDS, Failure, Worker, failure_of, pass_on
 from pellucid.debug.explain import Explanation, Refusal, explain
 from pellucid.debug.frontend import GRAPH_BREAK, RECOMPILATION, listening
 from pellucid.debug.run import run_of
+from pellucid.debug.shown import Shown
 
 KINDS = ("fusion", "vectorisation", "fallback", GRAPH_BREAK, RECOMPILATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reasons(Explanation):
+class Reasons(Shown, Explanation):
     """The compile error explained, with empty fields where there was none.
 
     failure: how compilation ended otherwise than well, if that was no kernel's fault. refusals: what was not done in

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from pellucid.debug.child import NOT_THE_USERS
 from pellucid.debug.frontend import listening
 from pellucid.debug.graphs import Recorder
 from pellucid.debug.run import RunWriter, open_run
@@ -86,9 +89,28 @@ def main(arguments: Sequence[str]) -> None:
     with listening() as refusals:
         try:
             _run(command)
+        except Exception as error:
+            sys.exit(_own_lines(traceback.TracebackException.from_exception(error)))
         finally:
             writer.note()
     writer.note(refusals=[asdict(each) for each in refusals])
+
+
+def _own_lines(error: traceback.TracebackException) -> str:
+    """A traceback without the lines of PyTorch and of ours, and without exceptions that have no others."""
+    _leave_out(error)
+    return re.sub(r"^Set TORCHDYNAMO_VERBOSE.*\n+", "", "".join(error.format()), flags=re.MULTILINE).rstrip()
+
+
+def _leave_out(error: traceback.TracebackException) -> bool:
+    """False: nothing is left."""
+    left = [frame for frame in error.stack if not frame.filename.startswith(NOT_THE_USERS)]
+    error.stack = traceback.StackSummary.from_list(left)
+    for name in ("__cause__", "__context__"):
+        inner = getattr(error, name)
+        if inner is not None and not _leave_out(inner):
+            setattr(error, name, None)
+    return bool(left)
 
 
 def _replace_compile(backend: Callable[..., Any]) -> None:

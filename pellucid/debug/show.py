@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from pellucid.debug.bisect import Bisected
 from pellucid.debug.capture import CapturedRun, Replay
 from pellucid.debug.check import ABOUT_AGAIN, AGAIN, Checked, Culprit
-from pellucid.debug.cosim import COMPLETE, Cosimulated
+from pellucid.debug.cosim import COMPLETE, Cosimulated, Difference
 from pellucid.debug.diff import Changes
 from pellucid.debug.explain import Explanation, Refusal
 from pellucid.debug.judge import Judgement, Output, Verdict
@@ -20,6 +20,7 @@ from pellucid.debug.match import Matches
 from pellucid.debug.minify import Minified
 from pellucid.debug.reasons import KINDS, Reasons
 from pellucid.debug.testgen import Tests
+from pellucid.printing import Part, Sentence, Table, code, name, place, relative, sentence
 
 _NOT_DONE = {
     "fusion": "not fused",
@@ -39,239 +40,290 @@ _MEANINGS = {
 }
 
 
-def checked(found: Checked) -> RenderableType:
-    """A verdict, what it rests on, and where to look."""
-    return Group(*_checked(found))
+_MOST = 10  # rows of one kind that are printed; `--json` has all of them
+_WHYS = 3  # of them with what is wrong in words
+_LINES = 6  # of a plan's change that are printed
+_ONE_LINE = 62  # columns within which an example and its place stand on one line
+_BAD = "bold red"
+_NUMBERS = frozenset(range(3))
+_LEGEND = sentence(("error: from float64, in units of the tensor's rms; ulp: from eager", "dim"))
+
+
+def shown(found: Any, **how: Any) -> RenderableType:
+    """What the command prints of its result. how: see the functions below."""
+    return Group(*_SHOW[type(found)](found, **how))
 
 
 def _checked(found: Checked) -> Iterator[RenderableType]:
-    yield Text.assemble((found.verdict.value, _style(found.verdict)), f" ({found.backend}): {_MEANINGS[found.verdict]}")
+    """A verdict, what it rests on, and where to look."""
+    yield _verdict(found.verdict, f" ({found.backend}): {_MEANINGS[found.verdict]}")
     if found.variation:
-        yield Text(f"with inputs varied: {found.variation}")
+        yield sentence(f"with inputs varied: {found.variation}")
     elif found.tried > 1:
-        yield Text(f"{found.tried} variations of the inputs tried")
+        yield sentence(f"{found.tried} variations of the inputs tried")
     if found.failure is not None:
-        yield Text(str(found.failure))
+        yield sentence(str(found.failure))
     if found.step is not None:
-        yield from culprit(found.step)
+        yield from _culprit(found.step)
     if found.outputs:
-        yield _outputs(found.outputs)
+        yield from _outputs(found.outputs)
 
 
-def bisected(found: Bisected) -> RenderableType:
+def _outputs(outputs: Sequence[Output]) -> Iterator[RenderableType]:
+    """The bad ones, the worst first and buffers after what the program computes; the good ones are counted."""
+    bad = {output.name: output for output in outputs if not output.verdict.good}
+    rows = [each for each in bad.values() if not each.name.endswith(AGAIN) or each.name.removesuffix(AGAIN) not in bad]
+    rows.sort(key=lambda each: ("buffer " in each.name, -_share(each.judgement)))
+    if rows:
+        yield Table(
+            ("error", "allowed", "ulp", "tensor"),
+            [_output(each, n < _WHYS) for n, each in enumerate(rows[:_MOST])],
+            right=_NUMBERS,
+        )
+        if len(bad) > len(rows[:_MOST]):
+            yield sentence(f"and {len(bad) - len(rows[:_MOST])} more wrong")
+        if any(each.name.endswith(AGAIN) for each in rows[:_MOST]):
+            yield sentence(f"{AGAIN.strip(' ()')}: {ABOUT_AGAIN}")
+        yield _LEGEND
+    good = [output for output in outputs if output.verdict.good]
+    if not good:
+        return
+    rounded = [output for output in good if output.verdict is not Verdict.OK]
+    equal = f"{_count(len(good), 'tensor')} compared" if not bad else f"{_count(len(good), 'tensor')} good"
+    if rounded:
+        worst = max(rounded, key=lambda each: _share(each.judgement))
+        equal += f", {len(good) - len(rounded)} bit for bit equal; the nearest to its limit is {worst.name}: error"
+        equal += f" {worst.judgement.error:.2g}, allowed {worst.judgement.allowed:.2g}"
+    yield sentence(equal)
+
+
+def _output(output: Output, why: bool) -> tuple[Any, ...]:
+    """A row. why: in words; said always where it is not in the numbers."""
+    found = output.judgement
+    told = (sentence(f"{output.dtype}{list(output.shape)}: {found.why}"),) if why or _share(found) <= 1 else ()
+    return *_numbers(found), (name(output.name), *told)
+
+
+def _share(found: Judgement) -> float:
+    """How much of what is allowed an error is; infinite where nothing is, or the error is no number."""
+    share = found.error / found.allowed if found.allowed else math.inf if found.error else 0.0
+    return math.inf if math.isnan(share) else share
+
+
+def _bisected(found: Bisected) -> Iterator[RenderableType]:
     """The component, what in it, and how that was found."""
     if found.good:
-        return Group(*_checked(found.checked))
-    lines: list[RenderableType] = [Text.assemble("to blame: ", (found.component, "bold red"), f" ({found.backend})")]
-    lines += culprit(found.culprit) if found.culprit else []
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("used up to")
-    table.add_column("verdict")
-    for tried in found.tried:
-        table.add_row(tried.component, Text(tried.verdict.value, _style(tried.verdict)))
-    return Group(*lines, table)
+        yield from _checked(found.checked)
+        return
+    yield sentence("to blame: ", (found.component, _BAD), f" ({found.backend})")
+    yield from _culprit(found.culprit) if found.culprit else ()
+    yield Table(("used up to", "verdict"), [(each.component, _verdict(each.verdict)) for each in found.tried])
 
 
-def cosimulated(found: Cosimulated) -> RenderableType:
+def _culprit(step: Culprit) -> Iterator[RenderableType]:
+    """Which call of which graph, what it implements, and the user's lines."""
+    called = f", called as {step.kernel}" if step.kernel else ""
+    yield code((f"{step.op}{called}" if step.op else f"kernel {step.kernel}") + f" of graph {step.graph}")
+    yield sentence(f"  FX nodes: {', '.join(step.fx_nodes) or 'none'}", hang=4)
+    yield from (place(line, "  at ") for line in step.user_lines)
+
+
+def _cosimulated(found: Cosimulated) -> Iterator[RenderableType]:
     """The first wrong result and the others, or that there is none."""
     mode = "each step on eager's results" if found.mode == COMPLETE else "as the program runs"
     mode += f", against {found.against}" if found.against != "eager" else ""
-    seen = f"{len(found.differences)} results compared, {found.unseen} lie inside kernels ({mode})"
-    first = found.first_divergence
-    if first is None:
-        worst = max((each.judgement.error for each in found.differences), default=0.0)
-        verdict = Text.assemble((found.verdict.value, _style(found.verdict)), f" ({found.backend}): {seen}")
-        return Group(verdict, Text(f"largest error {worst:.2g}, in units of the rms of the result"))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("kernel", "FX node", "your line", "error", "allowed", "ulp"):
-        table.add_column(name, overflow="fold", justify="right" if name in ("error", "allowed", "ulp") else "left")
+    seen = f"{_count(len(found.differences), 'result')} compared, {found.unseen} lie inside kernels ({mode})"
+    yield _verdict(found.verdict, f" ({found.backend}): {seen}")
     wrong = [each for each in found.differences if not each.verdict.good]
-    for each in wrong[:10]:
-        table.add_row(each.kernel, each.fx_node, each.user_line, *_numbers(each.judgement))
-    more = [Text(f"and {len(wrong) - 10} more that are wrong")] if len(wrong) > 10 else []
-    head = Text.assemble((found.verdict.value, _style(found.verdict)), f" ({found.backend}): {seen}")
-    lead = Text(f"first: {first.fx_node} of graph {first.graph}, made by {first.kernel}: {first.judgement.why}")
-    return Group(head, lead, table, *more)
+    if not wrong:
+        worst = max((each.judgement.error for each in found.differences), default=0.0)
+        yield sentence(f"largest error {worst:.2g}, in units of the rms of the result")
+        return
+    yield Table(
+        ("error", "allowed", "ulp", "result, the first wrong one first"),
+        [_difference(each, number < _WHYS) for number, each in enumerate(wrong[:_MOST])],
+        right=_NUMBERS,
+    )
+    if len(wrong) > _MOST:
+        yield sentence(f"and {len(wrong) - _MOST} more wrong")
+    yield _LEGEND
 
 
-def captured(found: CapturedRun) -> RenderableType:
+def _difference(found: Difference, why: bool) -> tuple[Any, ...]:
+    """A row. why: also in words."""
+    what: list[Part] = [name(found.fx_node), name(found.kernel, "by ", f" of graph {found.graph}")]
+    what += [place(found.user_line, "at ")] if found.user_line else []
+    what += [sentence(found.judgement.why)] if why else []
+    return *_numbers(found.judgement), what
+
+
+def _captured(found: CapturedRun) -> Iterator[RenderableType]:
     """The graphs of a new run, and how compiled code does on them."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("graph", "calls", "verdict", "failure"):
-        table.add_column(name, justify="right" if name == "calls" else "left", overflow="fold")
-    for graph in found.graphs:
-        verdict = Text(graph.verdict.value, _style(graph.verdict))
-        table.add_row(graph.name, str(graph.calls), verdict, str(graph.failure or ""))
-    size = f"{found.megabytes:.3g} MB of tensors, {found.kernels} different kernels of {found.backend}"
-    return Group(table, Text(f"{found.folder}: {size}"))
+    rows = [(each.name, str(each.calls), _verdict(each.verdict), str(each.failure or "")) for each in found.graphs]
+    failed = any(each.failure for each in found.graphs)
+    names = ("graph", "calls", "verdict", "failure")
+    yield Table(names if failed else names[:-1], rows if failed else [row[:-1] for row in rows], right=frozenset((1,)))
+    size = f"{found.megabytes:.3g} MB of tensors, {_count(found.kernels, 'different kernel')} of {found.backend}"
+    yield sentence(f"{relative(found.folder)}: {size}")
 
 
-def replayed(found: Replay) -> RenderableType:
+def _replayed(found: Replay) -> Iterator[RenderableType]:
     """Each graph: the verdict here, the one in the run, and what is not as it was."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("graph", f"here ({found.backend})", f"in the run ({found.captured_by})", "other than in the run"):
-        table.add_column(name, overflow="fold")
+    names = ("graph", f"here ({found.backend})", f"in the run ({found.captured_by})", "other than in the run")
+    rows = []
     for graph in found.graphs:
-        moved = "; ".join(f"{each.name}: {each.judgement.why}" for each in graph.moved[:3]) or "nothing"
-        moved = moved if graph.recorded else "the run has no numbers"
-        table.add_row(graph.graph, Text(graph.verdict.value, _style(graph.verdict)), graph.before, Text(moved))
-    bad = [line for graph in found.graphs if not graph.verdict.good for line in _checked(graph.checked)]
-    return Group(table, *bad)
+        moved = [sentence(f"{each.name}: {each.judgement.why}") for each in graph.moved[:3]]
+        nothing = [sentence("nothing" if graph.recorded else "the run has no numbers")]
+        rows.append((graph.graph, _verdict(graph.verdict), graph.before, moved or nothing))
+    yield Table(names, rows)
+    for graph in found.graphs:
+        if not graph.verdict.good:
+            yield from _checked(graph.checked)
 
 
-def tests_written(found: Tests) -> RenderableType:
+def _tests(found: Tests) -> Iterator[RenderableType]:
     """The kernels without a test and why, and how to run the others."""
-    missing = [Text(f"no test for {test.symbol}: {test.why}") for test in found.tests if not test.file]
+    yield from (sentence(f"no test for {test.symbol}: {test.why}") for test in found.tests if not test.file)
     if not found.files:
-        return Group(*missing, Text("there is no kernel to test"))
-    folder = Path(found.files[0]).parent
-    return Group(*missing, Text(f"{len(found.files)} tests of kernels: run them with `pytest {folder}`"))
+        yield sentence("there is no kernel to test")
+        return
+    folder = relative(str(Path(found.files[0]).parent))
+    yield sentence(f"{_count(len(found.files), 'test')} of kernels: run with `pytest {folder}`")
 
 
-_LINES = 6  # of a plan's change that are printed
-
-
-def changes(found: Changes) -> RenderableType:
+def _changes(found: Changes) -> Iterator[RenderableType]:
     """What changed, by kind; long texts are cut, `--json` has all of them."""
     if not found.changed:
-        return Text("nothing changed")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("kind", "what", found.before, found.after):
-        table.add_column(name, overflow="fold", ratio=None if name == "kind" else 1)
+        yield sentence("nothing changed")
+        return
+    yield code(f"- {relative(found.before)}\n+ {relative(found.after)}")
+    rows = []
     for each in found.changed:
-        table.add_row(each.kind, Text(_short(each.what)), Text(_short(each.before)), Text(_short(each.after)))
-    return table
+        sides = [_side(each.kind, sign, text) for sign, text in (("- ", each.before), ("+ ", each.after)) if text]
+        rows.append((each.kind, (sentence(each.what, hang=2), *sides)))
+    yield Table((), rows)
+
+
+def _side(kind: str, sign: str, text: str) -> Part:
+    return code(_short(text), sign) if kind in ("kernel", "plan") else sentence(f"{sign}{text}", hang=2)
 
 
 def _short(text: str) -> str:
     lines = text.splitlines()
     more = [f"... and {len(lines) - _LINES} lines more"] if len(lines) > _LINES else []
-    return "\n".join([line if len(line) <= 80 else f"{line[:77]}..." for line in lines[:_LINES]] + more)
+    return "\n".join([*lines[:_LINES], *more])
 
 
-def matched(found: Matches, source: bool) -> RenderableType:
-    """Each kernel with what it implements, and its annotated C++ if asked."""
-    parts: list[RenderableType] = []
+def _matched(found: Matches, source: bool = False) -> Iterator[RenderableType]:
+    """Each kernel with what it implements. source: and its annotated C++."""
     for kernel in found.kernels:
-        parts.append(Text.assemble((kernel.kernel, "bold"), f" of graph {kernel.graph} ({kernel.symbol})"))
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_column(style="dim")
-        table.add_column(overflow="fold")
-        table.add_row("IR", Text(" ".join(kernel.ir_ops)))
-        for name, rows in (("FX nodes", kernel.fx_nodes), ("your lines", kernel.user_lines)):
-            table.add_row(name, Text("\n".join(rows)))
-        parts.append(table)
+        yield sentence((kernel.kernel, "bold"), f" of graph {kernel.graph}")
+        rows: tuple[tuple[str, Sequence[str], Callable[[str], Part]], ...] = (
+            ("C++", (kernel.symbol,), code),
+            ("IR", tuple(filter(None, (" ".join(kernel.ir_ops),))), sentence),
+            ("FX nodes", kernel.fx_nodes, code),
+            ("your lines", kernel.user_lines, place),
+        )
+        yield Table((), [(what, [part(text) for text in texts]) for what, texts, part in rows if texts])
         if source:
-            parts.append(Text(kernel.annotated))
+            yield code(kernel.annotated)
     unmatched = sum(not kernel.fx_nodes for kernel in found.kernels)
-    parts.append(
-        Text(f"{len(found.kernels)} kernels, {unmatched} of them unmatched, and {len(found.calls)} calls of libraries")
-    )
-    return Group(*parts)
+    calls = f"{_count(len(found.calls), 'call')} of libraries"
+    yield sentence(f"{_count(len(found.kernels), 'kernel')}, {unmatched} of them unmatched, and {calls}")
 
 
-def minified(found: Minified) -> RenderableType:
+def _minified(found: Minified) -> Iterator[RenderableType]:
     """The graph that is left, how much was cut away, and the program that shows the failure."""
     if found.good:
-        return Text(f"nothing fails ({found.backend}): there is nothing to minify")
-    head = Text.assemble((str(found.kind), "bold red"), f" ({found.backend}): {found.nodes_before} nodes became ")
-    head.append(f"{found.nodes_after}, in {found.queries} queries and {found.seconds:.1f} s")
-    lines: list[RenderableType] = [head, Text(found.graph)]
+        yield sentence(f"nothing fails ({found.backend}): there is nothing to minify")
+        return
+    cut = f"{_count(found.nodes_before, 'node')} became {found.nodes_after}, in {found.queries} queries"
+    yield sentence((str(found.kind), _BAD), f" ({found.backend}): {cut} and {found.seconds:.1f} s")
+    yield code(found.graph)
     if found.changes:
-        lines.append(Text(f"its inputs were changed: {', '.join(found.changes)}"))
+        yield sentence(f"its inputs were changed: {', '.join(found.changes)}")
     seen = "it fails so" if found.shown else "but run alone it does not fail so"
-    lines.append(Text(f"repro: {found.repro} ({seen})"))
+    yield place(found.repro, "repro: ")
+    yield sentence(seen)
     if not found.finished:
-        lines.append(Text("the budget was spent before the search was done"))
+        yield sentence("the budget was spent before the search was done")
     if found.others:
-        lines.append(Text(f"other failures were met and not followed: {', '.join(found.others)}"))
-    return Group(*lines)
+        yield sentence(f"other failures were met and not followed: {', '.join(found.others)}")
 
 
-def explained(found: Reasons) -> RenderableType:
+def _explained(found: Reasons) -> Iterator[RenderableType]:
     """A compile error from the compiler's message to the user's line; or what was not done, by kind."""
-    lines: list[RenderableType] = []
     if found.refused:
-        lines += _explanation(found)
+        yield from _explanation(found)
     if found.failure is not None:
-        lines.append(Text.assemble(("it does not compile: ", "bold red"), str(found.failure)))
+        yield sentence(("it does not compile: ", _BAD), str(found.failure))
+    if found.good and not found.refusals:
+        yield sentence(f"{found.backend} compiled all of it, and refused nothing")
     for kind in KINDS:
         refusals = [each for each in found.refusals if each.kind == kind]
         if refusals:
-            lines.append(_refusals(kind, refusals))
-    return Group(*lines) if lines else Text(f"{found.backend} compiled all of it, and refused nothing")
+            yield sentence((_NOT_DONE[kind], "bold"))
+            yield _refusals(refusals)
 
 
 def _explanation(found: Explanation) -> Iterator[RenderableType]:
-    yield Text.assemble(("the C++ compiler refused a kernel", "bold red"))
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
+    yield sentence(("the C++ compiler refused a kernel", _BAD))
     rows = (
-        ("message", found.message),
-        ("stopped at line", found.error_line),
-        ("to blame, line", found.cpp_line),
-        ("kernel", found.kernel),
-        ("operator", found.ir_op),
-        ("FX node", found.fx_node),
-        ("your line", found.user_line),
-        ("cause", found.cause),
-        ("hint", found.hint),
+        ("message", sentence(found.message)),
+        ("stopped at line", code(found.error_line)),
+        ("to blame, line", code(found.cpp_line)),
+        ("kernel", code(found.kernel)),
+        ("operator", code(found.ir_op)),
+        ("FX node", sentence(found.fx_node)),
+        ("your line", place(found.user_line)),
+        ("cause", sentence(found.cause)),
+        ("hint", sentence(found.hint)),
     )
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    yield table
+    yield Table((), rows)
 
 
-def _refusals(kind: str, refusals: list[Refusal]) -> Table:
-    """Each cause once, with what it hit first and how often."""
-    table = Table(box=None, pad_edge=False, header_style="dim", title=_NOT_DONE[kind], title_justify="left")
-    for name in ("times", "cause", "for example"):
-        table.add_column(name, overflow="fold", justify="right" if name == "times" else "left")
+def _refusals(refusals: Sequence[Refusal]) -> Table:
+    """Each cause once, the most frequent first, with what it hit first and how often."""
     by_cause: dict[str, list[Refusal]] = {}
     for each in refusals:
         by_cause.setdefault(each.cause, []).append(each)
-    for cause, each in sorted(by_cause.items(), key=lambda item: -len(item[1])):
-        example = ", ".join(each[0].subject) + (f" at {each[0].user_line}" if each[0].user_line else "")
-        table.add_row(str(len(each)), Text(cause), Text(example))
-    return table
+    causes = sorted(by_cause.items(), key=lambda item: -len(item[1]))
+    rows = [(str(len(each)), (sentence(cause), *_example(each[0]))) for cause, each in causes]
+    return Table(("times", "cause, and an example"), rows, right=frozenset((0,)))
 
 
-def culprit(step: Culprit) -> Iterator[RenderableType]:
-    """Which call of which graph, what it implements, and the user's lines."""
-    what = (
-        f"kernel {step.kernel}" if not step.op else f"{step.op}" + (f", called as {step.kernel}" if step.kernel else "")
-    )
-    yield Text(f"{what} of graph {step.graph}")
-    yield Text(f"  FX nodes: {', '.join(step.fx_nodes) or 'none'}")
-    for line in step.user_lines:
-        yield Text(f"  at {line}")
-
-
-def _outputs(outputs: tuple[Output, ...]) -> RenderableType:
-    """The bad ones first and all of them, the good ones up to ten."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("tensor", "type", "verdict", "error", "allowed", "ulp"):
-        table.add_column(name, justify="right" if name in ("error", "allowed", "ulp") else "left", overflow="fold")
-    bad = [output for output in outputs if not output.verdict.good]
-    good = [output for output in outputs if output.verdict.good]
-    for output in (*bad, *good[:10]):
-        kind = f"{output.dtype}{list(output.shape)}"
-        verdict = Text(output.verdict.value, _style(output.verdict))
-        table.add_row(output.name, kind, verdict, *_numbers(output.judgement))
-    if len(good) > 10:
-        table.add_row(f"and {len(good) - 10} more that are good")
-    reasons = [Text(f"{each.name}: {each.judgement.why}") for each in bad[:3]]
-    again = [Text(f"{AGAIN.strip(' ()')}: {ABOUT_AGAIN}")] if any(AGAIN in each.name for each in outputs) else []
-    return Group(table, *reasons, *again, _LEGEND)
-
-
-_LEGEND = Text("error: from float64, in units of the tensor's rms; ulp: from eager", style="dim")
+def _example(refusal: Refusal) -> list[Part]:
+    """What was hit, and where."""
+    subject = ", ".join(refusal.subject)
+    found = place(refusal.user_line, "  at ")
+    if not refusal.user_line:
+        return [sentence(f"  {subject}", hang=4)] if subject else []
+    if subject and len(subject) + sum(map(len, (found.before, found.path, found.after))) <= _ONE_LINE:
+        return [place(refusal.user_line, f"  {subject} at ")]
+    return [*([sentence(f"  {subject}", hang=4)] if subject else []), found]
 
 
 def _numbers(found: Judgement) -> tuple[str, str, str]:
     return f"{found.error:.2g}", f"{found.allowed:.2g}", "-" if found.ulp is None else f"{found.ulp:.3g}"
 
 
-def _style(verdict: Verdict) -> str:
-    return _STYLES.get(verdict, "bold red")
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _verdict(verdict: Verdict, rest: str = "") -> Sentence:
+    return sentence((verdict.value, _STYLES.get(verdict, _BAD)), rest)
+
+
+_SHOW: Mapping[type, Callable[..., Iterator[RenderableType]]] = {
+    Bisected: _bisected,
+    CapturedRun: _captured,
+    Changes: _changes,
+    Checked: _checked,
+    Cosimulated: _cosimulated,
+    Matches: _matched,
+    Minified: _minified,
+    Reasons: _explained,
+    Replay: _replayed,
+    Tests: _tests,
+}

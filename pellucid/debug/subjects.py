@@ -7,7 +7,7 @@ from typing import Any
 
 from pellucid.debug.plain import Plain
 from pellucid.debug.subject import Subject
-from pellucid.errors import UserError
+from pellucid.errors import UserError, near
 
 
 def subject_of(backend: str, options: Mapping[str, Any] | None = None) -> Subject:
@@ -28,5 +28,7 @@ def subject_of(backend: str, options: Mapping[str, Any] | None = None) -> Subjec
 
     known = list_backends(exclude_tags=())
     if backend not in known:
-        raise UserError(f"there is no backend {backend!r}", hint=f"known are {', '.join(known)}")
+        usual = sorted({"pellucid", "inductor", "eager", *list_backends()})
+        hint = near(backend, {*known, *usual}) or f"known are {', '.join(usual)}, and those for debugging PyTorch"
+        raise UserError(f"there is no backend {backend!r}", hint=hint)
     return Plain(options, backend)

@@ -23,6 +23,7 @@ from pellucid.debug.graphs import Graph, cut, interpret, rebound
 from pellucid.debug.judge import DRAWS, tolerance
 from pellucid.debug.judge_graph import outcome_in_float64
 from pellucid.debug.literal import NotWritable, write_values
+from pellucid.debug.shown import Shown
 from pellucid.debug.subject import Compiled, Step
 from pellucid.debug.vary import nudged
 from pellucid.errors import UserError
@@ -42,7 +43,7 @@ class Generated:
 
 
 @dataclass(frozen=True, slots=True)
-class Tests:
+class Tests(Shown):
     """The tests of a program's kernels: one for each different kernel."""
 
     backend: str

@@ -136,8 +136,8 @@ def _value(frame: _Frame, line: Line) -> Tensor:
             return torch.full([1] * rank, value, dtype=dtype)
         case IndexValue(index):
             return _index(frame, index)
-        case CheckIndex(arg, size, wrap):
-            return _checked(values[arg], _size(size, frame.symbols), wrap)
+        case CheckIndex(arg, size, wrap, dim):
+            return _checked(values[arg], _size(size, frame.symbols), wrap, dim)
         case Load():
             return _loaded(frame, line, line.rhs)
         case Compute("cast", (arg,)):
@@ -169,10 +169,10 @@ def _index(frame: _Frame, index: Expr) -> Tensor:
     return value if isinstance(value, Tensor) else torch.full([1] * len(frame.extents), value)
 
 
-def _checked(value: Tensor, size: int, wrap: bool) -> Tensor:
+def _checked(value: Tensor, size: int, wrap: bool, dim: int) -> Tensor:
     outside = (value >= size) | (value < (-size if wrap else 0))
     if outside.any():
-        raise IndexError(f"index {int(value[outside][0])} is out of bounds for dimension with size {size}")
+        raise IndexError(f"index {int(value[outside][0])} is out of bounds for dimension {dim} with size {size}")
     return torch.where(value < 0, value + size, value)
 
 

@@ -69,12 +69,13 @@ class IndexValue:
 @dataclass(frozen=True, slots=True)
 class CheckIndex:
     """The `i64` value `arg`, with `size` added where it is negative; the program fails with IndexError at that
-    line unless `-size <= arg < size`. With `wrap` false, a negative value fails as well.
+    line unless `-size <= arg < size`. With `wrap` false, a negative value fails as well. dim: for the message.
     """
 
     arg: str
     size: Expr
     wrap: bool = True
+    dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 
 class UserLine(NamedTuple):
-    """One line of the user's program."""
+    """One line of the user's program. module: the path of the `nn.Module` that ran it, `blocks.1.norm`, if one did."""
 
     file: str
     line: int
     code: str = ""
+    module: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}" + (f" ({self.module})" if self.module else "")
 
 
 @dataclass(frozen=True, slots=True)

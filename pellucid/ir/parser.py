@@ -333,7 +333,9 @@ class _Parser:
         arg = self.name("a value")
         self.expect(",")
         size = self.expr()
-        return CheckIndex(arg, size, wrap=not self.accept("nowrap"))
+        wrap = not self.accept("nowrap")
+        dim = int(self.expect_kind("number", "a dimension").text) if self.accept("dim") else 0
+        return CheckIndex(arg, size, wrap, dim)
 
     def load(self) -> Load:
         buffer, index = self.element()

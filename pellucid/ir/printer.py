@@ -110,8 +110,8 @@ def _rhs_text(rhs: Rhs) -> str:
             return f"const {print_scalar(value)}"
         case IndexValue(index):
             return f"index {text(index)}"
-        case CheckIndex(arg, size, wrap):
-            return f"check {arg}, {text(size)}" + ("" if wrap else " nowrap")
+        case CheckIndex(arg, size, wrap, dim):
+            return f"check {arg}, {text(size)}" + ("" if wrap else " nowrap") + (f" dim {dim}" if dim else "")
         case Load(buffer, index, None, other) if _same_scalar(other, 0):
             return f"load {buffer}[{text(index)}]"
         case Load(buffer, index, mask, other):

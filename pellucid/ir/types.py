@@ -25,9 +25,9 @@ class DType(Enum):
     I8 = "i8"
     U8 = "u8"
     BOOL = "bool"
-    C32 = "c32"
-    C64 = "c64"
-    C128 = "c128"
+    COMPLEX32 = "complex32"
+    COMPLEX64 = "complex64"
+    COMPLEX128 = "complex128"
     U16 = "u16"
     U32 = "u32"
     U64 = "u64"
@@ -73,9 +73,9 @@ _ITEMSIZE = {
     DType.I8: 1,
     DType.U8: 1,
     DType.BOOL: 1,
-    DType.C32: 4,
-    DType.C64: 8,
-    DType.C128: 16,
+    DType.COMPLEX32: 4,
+    DType.COMPLEX64: 8,
+    DType.COMPLEX128: 16,
     DType.U16: 2,
     DType.U32: 4,
     DType.U64: 8,
@@ -83,7 +83,7 @@ _ITEMSIZE = {
     DType.F8E5M2: 1,
 }
 
-_OPAQUE = frozenset(list(DType)[list(DType).index(DType.C32) :])
+_OPAQUE = frozenset(list(DType)[list(DType).index(DType.COMPLEX32) :])
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.F64: torch.float64,
@@ -96,9 +96,9 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.I8: torch.int8,
     DType.U8: torch.uint8,
     DType.BOOL: torch.bool,
-    DType.C32: torch.complex32,
-    DType.C64: torch.complex64,
-    DType.C128: torch.complex128,
+    DType.COMPLEX32: torch.complex32,
+    DType.COMPLEX64: torch.complex64,
+    DType.COMPLEX128: torch.complex128,
     DType.U16: torch.uint16,
     DType.U32: torch.uint32,
     DType.U64: torch.uint64,

@@ -141,9 +141,9 @@ class KernelBuilder:
         """The `i64` value of an index expression."""
         return self._line(IndexValue(as_expr(index)), DType.I64)
 
-    def check_index(self, value: Value, size: Expr, *, wrap: bool) -> Value:
-        """`value` as an index into a dimension of `size` elements; the program raises IndexError beyond it."""
-        return self._line(CheckIndex(value.to(DType.I64).name, size, wrap), DType.I64)
+    def check_index(self, value: Value, size: Expr, dim: int, *, wrap: bool) -> Value:
+        """`value` as an index into dimension `dim` of `size` elements; the program raises IndexError beyond it."""
+        return self._line(CheckIndex(value.to(DType.I64).name, size, wrap, dim), DType.I64)
 
     def load(
         self, view: View, dtype: DType, index: Sequence[Expr], mask: Value | None = None, other: Scalar = 0

@@ -63,7 +63,7 @@ def embedding_backward(graph: GraphBuilder, node: torch.fx.Node) -> Result:
         raise NotLowered("gradients that are divided by how often a row was looked up")
     result = _constant(graph, node, 0)
     kernel = graph.kernel(node, grad.shape)
-    row = checked_position(kernel, indices, kernel.index[:-1], result.shape[0], wrap=False)
+    row = checked_position(kernel, indices, kernel.index[:-1], result, 0, wrap=False)
     value = kernel.load(grad.view, grad.dtype, kernel.index)
     padding = given["padding_idx"]
     if not isinstance(padding, int) or padding >= 0:
@@ -93,7 +93,7 @@ def index_along(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     result = _copied(graph, node, x)
     kernel = graph.kernel(node, (*x.shape[:dim], count, *x.shape[dim + 1 :]))
     at = (kernel.index[dim],) if indices.shape else ()
-    position = checked_position(kernel, indices, at, x.shape[dim], wrap=op_name(node) == "index_fill")
+    position = checked_position(kernel, indices, at, x, dim, wrap=op_name(node) == "index_fill")
     value = _source(kernel, source, x.dtype, kernel.index if isinstance(source, TensorRef) and source.shape else ())
     if alpha != 1:
         value = value * kernel.const(alpha, x.dtype)
@@ -139,7 +139,7 @@ def _choose(
     kernel = graph.kernel(node, result.shape)
     at = tuple(ZERO if d == dim else i for d, i in enumerate(kernel.index))
     wanted = kernel.load(indices.view, indices.dtype, at)
-    wanted = kernel.check_index(wanted, x.shape[dim], wrap=False)
+    wanted = kernel.check_index(wanted, x.shape[dim], dim, wrap=False)
     old = kernel.load(x.view, x.dtype, kernel.index)
     new = _source(kernel, source, x.dtype, at)
     new = old.op(join, new) if join else new
@@ -157,7 +157,7 @@ def _scatter_into(
     graph: GraphBuilder, node: torch.fx.Node, result: TensorRef, indices: TensorRef, source: Any, dim: int, join: str
 ) -> None:
     kernel = graph.kernel(node, indices.shape)
-    position = checked_position(kernel, indices, kernel.index, result.shape[dim], wrap=False)
+    position = checked_position(kernel, indices, kernel.index, result, dim, wrap=False)
     value = _source(kernel, source, result.dtype, kernel.index)
     index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
     kernel.store(result.view, result.dtype, index, value, join=join)
@@ -213,7 +213,7 @@ def index_put(graph: GraphBuilder, node: torch.fx.Node) -> Result:
             index.append(next(others))
         else:
             at = broadcast_index(given_index.shape, coordinates)
-            index.append(checked_position(kernel, given_index, at, x.shape[d], wrap=True))
+            index.append(checked_position(kernel, given_index, at, x, d, wrap=True))
     value = kernel.load(values.view, values.dtype, broadcast_index(values.shape, kernel.index))
     kernel.store(result.view, result.dtype, index, value, join=join)
     graph.emit(kernel)

@@ -209,13 +209,15 @@ def repeat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 # Indexing by tensors.
 
 
-def checked_position(kernel: KernelBuilder, index: TensorRef, at: Sequence[Expr], size: Expr, *, wrap: bool) -> Expr:
-    """The checked element of an index tensor, usable in an index expression."""
+def checked_position(
+    kernel: KernelBuilder, index: TensorRef, at: Sequence[Expr], x: TensorRef, dim: int, *, wrap: bool
+) -> Expr:
+    """The element of an index tensor, checked to name a place in dimension `dim` of `x`; for an index expression."""
     for i, extent in zip(kernel.index, kernel.shape, strict=True):
         if extent == ZERO:
             return i  # nothing is looked up, so nothing can be out of range
     loaded = kernel.load(index.view, index.dtype, at)
-    return val(kernel.check_index(loaded, size, wrap=wrap).name)
+    return val(kernel.check_index(loaded, x.shape[dim], dim, wrap=wrap).name)
 
 
 @rule("embedding.default")
@@ -223,7 +225,7 @@ def embedding(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     weight, indices = graph.value(node.args[0]), graph.value(node.args[1])
     result = graph.new(node.meta["val"], "embedding")
     kernel = graph.kernel(node, result.shape)
-    row = checked_position(kernel, indices, kernel.index[:-1], weight.shape[0], wrap=False)
+    row = checked_position(kernel, indices, kernel.index[:-1], weight, 0, wrap=False)
     return _moved(graph, kernel, result, weight, (row, kernel.index[-1]))
 
 
@@ -237,7 +239,7 @@ def index_select(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     result = graph.new(node.meta["val"], "index_select")
     kernel = graph.kernel(node, result.shape)
     at = (kernel.index[dim],) if indices.shape else ()
-    position = checked_position(kernel, indices, at, x.shape[dim], wrap=False)
+    position = checked_position(kernel, indices, at, x, dim, wrap=False)
     index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
     return _moved(graph, kernel, result, x, index)
 
@@ -251,7 +253,7 @@ def gather(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     dim = given["dim"] % len(x.shape)
     result = graph.new(node.meta["val"], "gather")
     kernel = graph.kernel(node, result.shape)
-    position = checked_position(kernel, indices, kernel.index, x.shape[dim], wrap=False)
+    position = checked_position(kernel, indices, kernel.index, x, dim, wrap=False)
     index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
     return _moved(graph, kernel, result, x, index)
 
@@ -278,5 +280,5 @@ def index_tensor(graph: GraphBuilder, node: torch.fx.Node) -> Result:
             coordinates.append(next(others))
         else:
             at = broadcast_index(index.shape, shared)
-            coordinates.append(checked_position(kernel, index, at, x.shape[d], wrap=True))
+            coordinates.append(checked_position(kernel, index, at, x, d, wrap=True))
     return _moved(graph, kernel, result, x, coordinates)

@@ -68,12 +68,14 @@ Arg: TypeAlias = "TensorView | int | float | bool | str | Constant | tuple[Arg, 
 class KernelCall:
     """A compiled kernel, `int64_t (*)(void* const* p, const int64_t* s, int64_t begin, int64_t end)`.
 
+    It returns 0, or the address of the index check that failed, the index and the size (three `int64_t`).
+
     address: of that function.
     slots: whose pointers make up `p`.
     symbols: the values of `s`.
     extent: number of parallel iterations; they are split evenly over
         `max(1, min(torch.get_num_threads(), extent // grain))` threads. Nothing is called when it is 0.
-    checks: the message of IndexError for each index check of the kernel: status `1 + k` raises `checks[k]`.
+    checks: the message of IndexError for each index check of the kernel, with `{index}` and `{size}` in it.
     where: the user's line, for error messages.
     """
 

@@ -1127,11 +1127,23 @@ template <class T, int W> PV_FN Vec<T, W> round_f16(const Vec<T, W>& a) {
 
 // ------------------------------------------------------------------------------------------------ index checks
 
+// Why a kernel failed: which of its checks, and the index that names nothing in a dimension of `size`.
+struct IndexFailure {
+  int64_t check, index, size;
+};
+
+// What a kernel returns for it: an address that is good until the next failure of this thread.
+[[gnu::cold, gnu::noinline]] inline int64_t index_failure(int64_t check, int64_t index, int64_t size) {
+  static thread_local IndexFailure failure;
+  failure = {check, index, size};
+  return reinterpret_cast<int64_t>(&failure);
+}
+
 // The index that `a` names in a dimension of `size`, or 0 and a failed `status` when it names none.
 PV_FN int64_t check_index(int64_t a, int64_t size, bool wrap, int64_t& status, int64_t check) {
   const int64_t index = wrap && a < 0 ? a + size : a;
   if (index >= 0 && index < size) return index;
-  if (status == 0) status = 1 + check;
+  if (status == 0) status = index_failure(check, a, size);
   return 0;
 }
 template <int W, class N>

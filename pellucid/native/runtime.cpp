@@ -109,6 +109,15 @@ struct Shape {
 
 // ------------------------------------------------------------------------------------------------ kernels
 
+// What a kernel that fails returns the address of; `index_failure` in prelude.h makes it.
+struct IndexFailure {
+  int64_t check, index, size;
+};
+
+void fill_in(std::string& message, const std::string& name, int64_t value) {
+  message.replace(message.find(name), name.size(), std::to_string(value));
+}
+
 struct Share {
   const KernelCall& call;
   void* const* parameters;
@@ -261,12 +270,11 @@ class Run {
   bool kernel(const KernelCall& call) {
     int64_t status = run_kernel(call, frame_);
     if (status == 0) [[likely]] return true;
-    bool known = status > 0 && status <= static_cast<int64_t>(call.checks.size());
-    with_gil([&] {
-      PyErr_SetString(known ? PyExc_IndexError : PyExc_RuntimeError,
-                      known ? call.checks[status - 1].c_str()
-                            : describe({"unknown status " + std::to_string(status)}).c_str());
-    });
+    const IndexFailure& failure = *reinterpret_cast<const IndexFailure*>(status);
+    std::string message = call.checks.at(failure.check);
+    fill_in(message, "{index}", failure.index);
+    fill_in(message, "{size}", failure.size);
+    with_gil([&] { PyErr_SetString(PyExc_IndexError, message.c_str()); });
     return false;
   }
 

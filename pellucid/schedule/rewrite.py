@@ -64,8 +64,8 @@ class Rewrite:
                 return rhs
             case IndexValue(index):
                 return IndexValue(self.index(index)) if self.axes or index.vals() else rhs
-            case CheckIndex(arg, size, wrap):
-                return CheckIndex(rename(arg, arg), size, wrap) if arg in self.values else rhs
+            case CheckIndex(arg):
+                return replace(rhs, arg=rename(arg, arg)) if arg in self.values else rhs
             case Load(buffer, index, mask, other):
                 if not self.axes and mask not in self.values and not index.vals():
                     return rhs

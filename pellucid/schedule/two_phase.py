@@ -308,8 +308,8 @@ def _masked(kernel: Kernel, body: Sequence[Line], limits: dict[str, tuple[Expr, 
                 if old is not None:
                     both = line(f"{each.out}.mask", Compute("bitwise_and", (old, mask)), DType.BOOL)
                 made.append(replace(each, rhs=Load(buffer, index, both, other)))
-            case CheckIndex(arg, size, wrap) if beyond:
-                made.append(replace(each, rhs=CheckIndex(chosen(each.out, arg, 0, DType.I64), size, wrap)))
+            case CheckIndex(arg) if beyond:
+                made.append(replace(each, rhs=replace(each.rhs, arg=chosen(each.out, arg, 0, DType.I64))))
             case Reduce(op, arg, axes):
                 value = chosen(each.out, arg, identity(op, dtypes[arg]), dtypes[arg])
                 made.append(replace(each, rhs=Reduce(op, value, axes)))

@@ -47,6 +47,6 @@ def _origin(origin: Origin) -> dict[str, Any]:
         return {"glue": True}
     return {
         "fx_nodes": list(origin.nodes),
-        "user_lines": [{"file": u.file, "line": u.line, "code": u.code} for u in origin.users],
+        "user_lines": [user._asdict() for user in origin.users],
         "steps": list(origin.steps),
     }

@@ -67,7 +67,8 @@ def _callable(name: str, address: int) -> Kernel:
         sizes = (ctypes.c_int64 * max(1, len(symbols)))(*symbols)
         status = function(ctypes.addressof(pointers), ctypes.addressof(sizes), 0, extent)
         if status:
-            raise IndexError(f"{name}: index check {status - 1} failed")
+            _, index, size = (ctypes.c_int64 * 3).from_address(status)
+            raise IndexError(f"{name}: index {index} is out of bounds for a dimension with size {size}")
 
     return call
 

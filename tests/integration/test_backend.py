@@ -27,7 +27,7 @@ def compiled(function: Any, **options: object) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vectorise": True}, "did you mean 'vectorize'"),
+        ({"vectorise": True}, "did you mean vectorize"),
         ({"fusion": "perhaps"}, "true or false"),
         ({"max_fused_lines": -1}, "positive integer"),
     ],

@@ -25,7 +25,7 @@ from pellucid.native import children as children_module
 from pellucid.native.build import build
 from pellucid.native.runtime import pool_trim
 from pellucid.native.store import KernelStore
-from pellucid.options import _check_environment, make_options
+from pellucid.options import check_environment, make_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -338,25 +338,28 @@ def backward(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("index", [HIGH, LOW], ids=["high", "low"])
 @pytest.mark.parametrize(
-    "function",
+    ("function", "dim"),
     [
-        lambda i: F.embedding(i, TABLE) * 2,
-        lambda i: TABLE[i].sin(),
-        lambda i: TABLE[:, 0][i] + 1,
-        lambda i: ROWS[:, :50].gather(1, i[: len(ROWS), None]) + 1,
-        lambda i: TABLE.index_select(0, i) * 3,
-        lambda i: torch.zeros(50).index_put((i,), torch.tensor(1.0)) * 2,
-        lambda i: torch.zeros(3, 50).scatter(1, i[:3, None], 1.0) * 2,
-        lambda i: F.cross_entropy(ROWS, i[:3]),
-        lambda i: TABLE[i.repeat(20_000)].sum(1),
+        (lambda i: F.embedding(i, TABLE) * 2, 0),
+        (lambda i: TABLE[i].sin(), 0),
+        (lambda i: TABLE[:, 0][i] + 1, 0),
+        (lambda i: ROWS[:, :50].gather(1, i[: len(ROWS), None]) + 1, 1),
+        (lambda i: TABLE.index_select(0, i) * 3, 0),
+        (lambda i: torch.zeros(50).index_put((i,), torch.tensor(1.0)) * 2, 0),
+        (lambda i: torch.zeros(3, 50).scatter(1, i[:3, None], 1.0) * 2, 1),
+        (lambda i: F.cross_entropy(ROWS, i[:3]), 1),
+        (lambda i: TABLE[i.repeat(20_000)].sum(1), 0),
     ],
     ids="embedding index index_1d gather index_select index_put scatter cross_entropy threads".split(),
 )
-def test_an_index_out_of_range_is_an_error_with_the_line(function, index) -> None:
+def test_an_index_out_of_range_is_an_error_with_its_value_and_the_line(function, dim, index) -> None:
     run = compiled(function)
-    good = GOOD[:3]
+    good, value = GOOD[:3], int(index[1])
     assert torch.allclose(run(good), function(good))
-    with pytest.raises(IndexError, match=r"index out of range in \w+ at .*test_real_world\.py:\d+"):
+    with pytest.raises(
+        IndexError,
+        match=rf"index {value} is out of bounds for dimension {dim} with size 50, in \w+ at .*test_real_world\.py:\d+",
+    ):
         run(index)
     assert torch.allclose(run(good), function(good))
 
@@ -364,7 +367,8 @@ def test_an_index_out_of_range_is_an_error_with_the_line(function, index) -> Non
 def test_an_index_out_of_range_under_autograd() -> None:
     table = TABLE.clone().requires_grad_()
     run = compiled(backward)
-    with pytest.raises(IndexError, match=r"index out of range in .*test_real_world\.py:\d+"):
+    message = r"index 50 is out of bounds for dimension 0 with size 50, in .*test_real_world\.py:\d+"
+    with pytest.raises(IndexError, match=message):
         run(table, HIGH)
     run(table, GOOD).sum().backward()
     expected = TABLE.clone().requires_grad_()
@@ -445,14 +449,14 @@ def test_results_do_not_depend_on_chance() -> None:
 
 def test_a_variable_that_means_nothing_is_named(monkeypatch) -> None:
     monkeypatch.setenv("PELLUCID_VECTORISE", "1")
-    _check_environment.cache_clear()
+    check_environment.cache_clear()
     with pytest.warns(UserWarning, match="PELLUCID_VECTORISE means nothing.*did you mean PELLUCID_VECTORIZE") as caught:
         make_options()
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_options()  # said once
-    _check_environment.cache_clear()
+    check_environment.cache_clear()
 
 
 def test_a_value_of_the_wrong_type_in_the_environment_is_named(monkeypatch) -> None:

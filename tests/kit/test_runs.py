@@ -149,6 +149,29 @@ def test_a_command_that_cannot_be_looked_into(command, message, tmp_path):
         capture_script(command, tmp_path / "run", "pellucid", {}, 60)
 
 
+def test_an_exception_in_a_script_shows_its_own_lines(tmp_path, capfd):
+    """Not those of Dynamo, which met it while it traced; and of what the script raised from it, both."""
+    script = tmp_path / "script.py"
+    script.write_text("""\
+import torch
+
+@torch.compile
+def folded(x):
+    return (x * 2).reshape(3, 5)
+
+try:
+    folded(torch.ones(7))
+except Exception as error:
+    raise ValueError("no batch") from error
+""")
+    with pytest.raises(UserError, match="the script ended with 1"):
+        capture_script([sys.executable, str(script)], tmp_path / "run", "pellucid", {}, 100)
+    said = capfd.readouterr().err
+    assert 'script.py", line 8' in said and 'script.py", line 10' in said and "ValueError: no batch" in said
+    assert "reshape(3, 5)" in said and 'script.py", line 5, in folded' in said
+    assert "site-packages" not in said and "runpy" not in said and len(said.splitlines()) < 30
+
+
 def test_the_failing_graph_replays_without_the_program(tmp_path):
     """The folder alone, in a fresh process elsewhere: the fault is there, the program's module is not."""
     file = tmp_path / "gone" / "program.py"

@@ -1,8 +1,12 @@
 """The command line: exit codes, what goes to which stream, and tables at 80 columns."""
 
 import dataclasses
+import io
 import json
 import math
+import os
+import subprocess
+import sys
 
 import click
 import pytest
@@ -12,9 +16,10 @@ from rich.console import Console
 from pellucid.bench.demo import explained
 from pellucid.bench.results import SCHEMA, Environment, ModelResult, Report, Startup, SubjectResult
 from pellucid.bench.stats import Summary
-from pellucid.bench.table import LEGEND, model_list, model_table, report_table, seconds_text
+from pellucid.bench.table import model_list, model_table, report_table, seconds_text
 from pellucid.cli import main
 from pellucid.cli.exits import Exit
+from pellucid.printing import show
 
 SMALL = ["bench", "pointwise_small", "--backend", "aot_eager", "--no-cold", "--budget", "0.05"]
 
@@ -37,10 +42,9 @@ def run(*args: str):
 
 
 def rendered(renderable, width: int = 80) -> str:
-    console = Console(width=width, highlight=False)
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get()
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, highlight=False)
+    show(console, renderable)
+    return console.file.getvalue()
 
 
 # ----------------------------------------------------------------------------------------------- exit codes
@@ -64,12 +68,13 @@ def test_a_bad_report_exits_with_1(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["bench", "bart"], "unknown model 'bart'; known: addaddmuladd, bert, "),
-        (["bench", "foo2", "--backend", "indictor"], "unknown backend 'indictor'; known: "),
-        (["bench", "foo2", "--dtype", "f8"], "unknown dtype 'f8'; known: bf16, f32"),
+        (["bench", "bart"], "unknown model 'bart': did you mean bert?"),
+        (["bench", "xyz"], "unknown model 'xyz': known are addaddmuladd, bert, "),
+        (["bench", "foo2", "--backend", "indictor"], "unknown backend 'indictor': did you mean inductor?"),
+        (["bench", "foo2", "--dtype", "f8"], "unknown dtype 'f8': known are bf16, f32"),
         (["bench", "foo2", "--batch", "0"], "--batch"),
         (["demo", "--model", "bart"], "unknown model 'bart'"),
-        (["bensch"], "No such command"),
+        (["bensch"], "No such command 'bensch'"),
     ],
 )
 def test_a_wrong_call_exits_with_2_and_says_what_would_be_right(args, complaint):
@@ -88,6 +93,16 @@ def test_a_model_that_cannot_be_built_here_exits_with_125(monkeypatch):
     assert "pellucid[bench]" in result.stderr
 
 
+def test_a_demo_without_transformers_exits_with_125(monkeypatch):
+    def no_transformers(*args):
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setattr("pellucid.bench.demo.demo", no_transformers)
+    result = run("demo")
+    assert result.exit_code == Exit.SKIP
+    assert "pellucid[bench]" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_a_tool_that_breaks_exits_with_2_not_1(monkeypatch):
     def broken(*args):
         raise RuntimeError("a bug of ours")
@@ -103,8 +118,37 @@ def test_version_and_help():
     assert isinstance(main, click.Group)
     assert set(main.commands) == {"bench", "bisect", "capture", "check", "cosim", "demo", "diff", "explain", "match",
                                   "minify", "replay", "testgen"}  # fmt: skip
-    for args in (["--help"], ["bench", "-h"], ["demo", "-h"]):
-        assert run(*args).exit_code == Exit.GOOD
+    assert run("--help").exit_code == Exit.GOOD
+
+
+@pytest.mark.parametrize("command", sorted(main.commands))
+def test_the_help_of_a_command_has_an_example_that_names_it(command):
+    result = run(command, "--help")
+    assert result.exit_code == Exit.GOOD
+    *_, heading, call = [line.strip() for line in result.output.splitlines() if line.strip()]
+    assert heading == "For example:" and call.startswith(f"pellucid {command} ")
+
+
+def test_usage_says_what_a_command_takes():
+    assert "testgen [OPTIONS] TARGET [KERNEL]..." in run("testgen", "--help").output
+    replay = run("replay", "--help").output
+    assert "replay [OPTIONS] RUN" in replay and "FILE.py:NAME" not in replay
+
+
+def test_python_m_pellucid_is_the_command():
+    ended = subprocess.run([sys.executable, "-m", "pellucid", "--version"], capture_output=True, text=True)
+    assert ended.stdout.startswith("pellucid, version "), ended.stderr
+
+
+@pytest.mark.parametrize(
+    "call", [["bench", "--list"], ["diff", "no_run", "no_run"], ["check", "no.py:x", "--backend", "eager"]]
+)
+def test_every_command_tells_once_of_variables_that_mean_nothing(call):
+    environment = {**os.environ, "PELLUCID_VECTORISE": "0"}
+    command = [sys.executable, "-m", "pellucid", *call]
+    said = subprocess.run(command, capture_output=True, text=True, env=environment).stderr
+    assert said.count("PELLUCID_VECTORISE") == 1
+    assert "means nothing to Pellucid: did you mean PELLUCID_VECTORIZE?" in said
 
 
 # ------------------------------------------------------------------------------------------------- output
@@ -142,7 +186,7 @@ def test_the_fullest_table_fits_80_columns():
     report = example_report()
     full = report.models[0].subjects[1]
     assert full.kernels is not None
-    text = rendered(report_table(report)) + LEGEND
+    text = rendered(report_table(report))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text  # nothing was cut
     for cell in ("1.50 ms ±10%", "2.35x ±4%", "12.5", "512", "9876", "1e-07", "240+96", "inf"):
@@ -154,6 +198,15 @@ def test_columns_that_nobody_fills_are_left_out():
     plain = SubjectResult("eager", None, summary, summary, summary, 0.1, error=0.0, accurate=True)
     text = rendered(model_table(ModelResult("own", 1, 128, "f32", 5, (plain,))))
     assert "first" in text and "cold" not in text and "kernels" not in text and "MiB" not in text
+
+
+def test_the_legend_is_of_the_columns_that_are_there():
+    summary = Summary(1.0, 1.0, 1.0, 5)
+    own = SubjectResult("eager", None, summary, summary, summary, 0.1, error=0.0, accurate=True)
+    report = dataclasses.replace(example_report(), models=(ModelResult("own", 1, 128, "f32", 5, (own,)),))
+    text = rendered(report_table(report))
+    assert "faults: minor" in text and "cold:" not in text and "MiB:" not in text and "kernels:" not in text
+    assert "cold:" in rendered(report_table(example_report()))
 
 
 def test_the_model_list_fits_80_columns():

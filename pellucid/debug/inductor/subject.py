@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,7 +40,7 @@ from pellucid.debug.subject import (
     Undecomposed,
     refusal,
 )
-from pellucid.errors import UserError
+from pellucid.errors import UserError, near
 from pellucid.ir.origin import merge
 
 # A cache would serve code that another version of the compiler made, a patched one for example.
@@ -245,6 +244,5 @@ def check_options(options: Mapping[str, Any]) -> None:
     known = config.get_config_copy()
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            guess = f"did you mean {near[0]!r}?" if near else "see torch._inductor.config"
-            raise UserError(f"Inductor has no setting {name!r}", hint=guess)
+            hint = near(name, known) or "see torch._inductor.config"
+            raise UserError(f"Inductor has no setting {name!r}", hint=hint)

@@ -67,14 +67,14 @@ kernel k(x: i64[8], y: i64[8], w: f32[50], o: f32[8]) {
   k: i64 = load x[i]
   c: i64 = check k, 5
   l: i64 = load y[i]
-  d: i64 = check l, 10
+  d: i64 = check l, 10 nowrap dim 1
   a: f32 = load w[10*[c] + [d]]
   st: f32 = store o[i], a
 }
 """
     )
     checks = generate(with_origins(kernel), Options(), AVX512).checks
-    assert [origin.nodes for origin in checks] == [("node_c",), ("node_d",)]
+    assert [(dim, origin.nodes) for dim, origin in checks] == [(0, ("node_c",)), (1, ("node_d",))]
 
 
 @pytest.mark.parametrize(

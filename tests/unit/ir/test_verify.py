@@ -104,7 +104,7 @@ BROKEN_KERNELS: list[tuple[str, str, Kernel]] = [
     (
         "check_params",
         "parameter y is complex",
-        replace(body(LOAD, STORE), params=(Param("x", DType.F32, const(64)), Param("y", DType.C64, const(64)))),
+        replace(body(LOAD, STORE), params=(Param("x", DType.F32, const(64)), Param("y", DType.COMPLEX64, const(64)))),
     ),
     ("check_types", "no value has the type bf16", with_line(Load("x", const(0)), DType.BF16)),
     ("check_types", "a load of f32 gives f32", body(LOAD, STORE, "z: f64 = load x[i]")),

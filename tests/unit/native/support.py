@@ -25,8 +25,9 @@ DOUBLE = """
 """
 CHECK = """
   const int64_t* x = (const int64_t*)p[0];
-  for (int64_t i = begin; i < end; i++) if (x[i] < 0 || x[i] >= s[0]) return 2;
-  return 0;
+  int64_t status = 0;
+  for (int64_t i = begin; i < end; i++) pv::check_index(x[i], s[0], false, status, 1);
+  return status;
 """
 WHO = """
   // Which share does each iteration belong to, and how many iterations has the share?
