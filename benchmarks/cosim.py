@@ -16,11 +16,11 @@ from statistics import median, quantiles
 import click
 import torch
 
-from pellucid.debug.case import copied
-from pellucid.debug.check import Request, captured
-from pellucid.debug.cosim import COMPLETE, LIVE, simulate
-from pellucid.debug.graphs import Graph, interpret
-from pellucid.debug.subject import Compiled
+from pellucid.kit.debug.check import Request, captured
+from pellucid.kit.debug.cosim import COMPLETE, LIVE, simulate
+from pellucid.kit.programs.case import copied
+from pellucid.kit.programs.graphs import Graph, interpret
+from pellucid.kit.subjects.base import Compiled
 
 DEFAULT = ("tests/kit/suite.py:mobilebert", "tests/kit/suite.py:gpt2_training")
 

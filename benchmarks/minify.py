@@ -164,7 +164,7 @@ def program(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
         fn, inputs = build_small(name.removeprefix("small-"))
         return fn, (), inputs
-    from pellucid.bench.models import build
+    from pellucid.kit.bench.models import build
 
     workload = build(name)
     return workload.fn, (), dict(workload.inputs)

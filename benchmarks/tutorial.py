@@ -32,7 +32,7 @@ def serve(backend: str, name: str) -> None:
 
     import torch
 
-    from pellucid.bench.models import build
+    from pellucid.kit.bench.models import build
 
     workload = build(name)
     function = workload.fn if backend == "eager" else torch.compile(workload.fn, backend=backend)

@@ -1,6 +1,7 @@
 """The benchmark's ten models with two layers each and narrow widths: every kind of layer, a few seconds to compile.
 
-`pellucid.bench.models` builds them at full size. Widths are no multiples of the vector width where a model allows it.
+`pellucid.kit.bench.models` builds them at full size. Widths are no multiples of the vector width where a model
+allows it.
 """
 
 from __future__ import annotations

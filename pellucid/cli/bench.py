@@ -45,9 +45,9 @@ def bench(
     """
     from pellucid.bench import Settings, UnknownName
     from pellucid.bench import bench as run
-    from pellucid.bench.models import DoesNotFit
-    from pellucid.bench.subjects import DEFAULT_SUBJECTS, known_subjects
-    from pellucid.bench.table import model_list, report_table
+    from pellucid.kit.bench.models import DoesNotFit
+    from pellucid.kit.bench.subjects import DEFAULT_SUBJECTS, known_subjects
+    from pellucid.kit.bench.table import model_list, report_table
 
     if list_models:
         show(out, model_list())

@@ -12,7 +12,7 @@ def bisect(target: Target) -> None:
 
     Exits with 1 when something is.
     """
-    from pellucid.debug.bisect import bisect as run
+    from pellucid.kit.debug.bisect import bisect as run
 
     with one_line() as tell:
         found = run(target.request(), target.seconds, target.memory, tell)

@@ -15,7 +15,7 @@ def capture(target: Target, intermediates: bool) -> None:
     A run needs neither the program nor its modules: every command takes it as its TARGET, here or on another machine.
     Exits with 1 when compiled code is wrong or fails.
     """
-    from pellucid.debug.capture import capture as run
+    from pellucid.kit.debug.capture import capture as run
 
     request = target.request()
     folder, limits = target.run_of(request.target), {"seconds": target.seconds, "memory": target.memory}

@@ -14,6 +14,6 @@ def check(target: Target, fuzz: int) -> None:
 
     Exits with 1 when it is wrong, fails, crashes or hangs.
     """
-    from pellucid.debug.check import check_isolated
+    from pellucid.kit.debug.check import check_isolated
 
     target.finish(check_isolated(target.request(fuzz=fuzz), target.seconds, target.memory))

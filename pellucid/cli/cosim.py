@@ -22,8 +22,8 @@ def cosim(target: Target, live: bool, against: str | None, others: tuple[tuple[s
 
     A run is compared with (--against RUN) as it was: its results were only observed. Exits with 1 when one is wrong.
     """
-    from pellucid.debug.cosim import COMPLETE, LIVE, Other, cosim_isolated, write_csv
-    from pellucid.debug.run import split_run
+    from pellucid.kit.debug.cosim import COMPLETE, LIVE, Other, cosim_isolated, write_csv
+    from pellucid.kit.runs.run import split_run
 
     request = target.request()
     other = Other(against or request.backend, dict(others)) if against or others else None

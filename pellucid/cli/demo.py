@@ -20,9 +20,9 @@ from pellucid.printing import place, sentence, show
 def demo(model: str, budget: float, folder: Path | None) -> None:
     """Compile and run a model with eager, Inductor and Pellucid, and write a run folder to look into."""
     from pellucid.bench import UnknownName
-    from pellucid.bench.demo import demo as run
-    from pellucid.bench.demo import explained
-    from pellucid.bench.table import report_table
+    from pellucid.kit.bench.demo import demo as run
+    from pellucid.kit.bench.demo import explained
+    from pellucid.kit.bench.table import report_table
 
     folder = folder or Path("pellucid_runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
     with complaints(UnknownName), progress_bar() as progress:

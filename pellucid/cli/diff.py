@@ -20,9 +20,9 @@ def diff(before: Path, after: Path, as_json: bool) -> None:
 
     Exits with 1 when something other than times did.
     """
-    from pellucid.debug.diff import diff as run
-    from pellucid.debug.run import open_run
-    from pellucid.debug.show import shown
+    from pellucid.kit.debug.diff import diff as run
+    from pellucid.kit.runs.run import open_run
+    from pellucid.kit.show import shown
 
     found = run(open_run(before), open_run(after))
     end(found, shown(found), as_json, found.good)

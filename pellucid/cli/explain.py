@@ -11,6 +11,6 @@ def explain(target: Target) -> None:
 
     Graph breaks and recompilations are told as well. Exits with 1 if it does not compile.
     """
-    from pellucid.debug.reasons import reasons
+    from pellucid.kit.debug.reasons import reasons
 
     target.finish(reasons(target.request(), target.seconds, target.memory))

@@ -14,6 +14,6 @@ def match(target: Target, source: bool) -> None:
 
     Exits with 1 if a kernel is unknown.
     """
-    from pellucid.debug.match import match as run
+    from pellucid.kit.debug.match import match as run
 
     target.finish(run(target.request(), target.seconds, target.memory), source=source)

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from pellucid.apart import Apart, Died, died
 from pellucid.cli.target import Target, plain, target_command
 from pellucid.cli.terminal import SECONDS, one_line
+from pellucid.kit.process.apart import Apart, Died, died
 
 
 @target_command("pellucid minify model.py:make --backend inductor -o smallest")
@@ -53,10 +53,10 @@ class Found:
 
 def search(about: dict[str, Any], folder: str, settings: dict[str, Any]) -> Found:
     """In a process of its own, so that this one need not import torch."""
-    from pellucid.debug.check import Request
-    from pellucid.debug.minify import Settings
-    from pellucid.debug.minify import search as run
-    from pellucid.debug.show import shown
+    from pellucid.kit.debug.check import Request
+    from pellucid.kit.minify.minify import Settings
+    from pellucid.kit.minify.minify import search as run
+    from pellucid.kit.show import shown
 
     found = run(Request(**about), folder, Settings(**settings), text=True)
     return Found(found.good, plain(found), shown(found))

@@ -11,6 +11,6 @@ def replay(target: Target) -> None:
 
     Exits with 1 when compiled code is wrong or fails here.
     """
-    from pellucid.debug.capture import replay as run
+    from pellucid.kit.debug.capture import replay as run
 
     target.finish(run(target.request(), target.seconds, target.memory))

@@ -22,7 +22,7 @@ from pellucid.cli.terminal import SECONDS, err, out
 from pellucid.printing import relative, show
 
 if TYPE_CHECKING:
-    from pellucid.debug.check import Request
+    from pellucid.kit.debug.check import Request
 
 ABOUT_TARGET = """TARGET is FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs); or a run, the folder
     that `pellucid capture` wrote; or -- python SCRIPT.py ..., a program whose torch.compile calls are looked into."""
@@ -76,7 +76,7 @@ class Target:
 
     def request(self, takes_more: bool = False, fuzz: int = 0) -> Request:
         """The program that is meant. takes_more: whether words behind the TARGET mean something."""
-        from pellucid.debug.check import Request
+        from pellucid.kit.debug.check import Request
 
         return Request(**self.about(takes_more), fuzz=fuzz)
 
@@ -90,7 +90,7 @@ class Target:
         if self.is_script:
             target = self._captured()
         if any(os.path.isfile(os.path.join(folder, "run.json")) for folder in (target, target.rpartition(":")[0])):
-            from pellucid.debug.run import run_of
+            from pellucid.kit.runs.run import run_of
 
             run = run_of(target, self.libraries)
             if run is not None and backend in (None, run.about["backend"]):
@@ -107,7 +107,7 @@ class Target:
 
     def _captured(self) -> str:
         """The run that a script is captured into."""
-        from pellucid.debug.script import capture_script
+        from pellucid.kit.debug.script import capture_script
 
         folder = self.folder or new_run(Path(self.words[1]).stem)
         capture_script(self.words, folder, self.backend or "pellucid", dict(self.options), self.seconds)
@@ -122,7 +122,7 @@ class Target:
 
     def finish(self, result: Any, **how: Any) -> None:
         """Print a result, keep it in the run of -o, and end the command. how: to print it, see `debug.show`."""
-        from pellucid.debug.show import shown
+        from pellucid.kit.show import shown
 
         self.end(result, shown(result, **how), result.good)
 

@@ -12,7 +12,7 @@ def testgen(target: Target) -> None:
     A test has the small FX graph that its kernel implements, with the inputs that it has in the program. Exits with 1
     if a kernel got none.
     """
-    from pellucid.debug.testgen import testgen as run
+    from pellucid.kit.debug.testgen import testgen as run
 
     request = target.request(takes_more=True)
     folder = target.run_of(request.target) / "tests"

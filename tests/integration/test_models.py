@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pellucid.backend import last_compilations
-from pellucid.bench.models import Size, build
+from pellucid.kit.bench.models import Size, build
 from tests.small_models import SMALL, build_small
 from tests.support import error, recorded_fallbacks, tensors
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pellucid import pipeline
-from pellucid.debug.subject import loss_of
 from pellucid.ir.nodes import Kernel
+from pellucid.kit.subjects.base import loss_of
 from pellucid.schedule.deps import reads, writes
 from pellucid.trace.record import GraphRecord
 from tests.small_models import build_small

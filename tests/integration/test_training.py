@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pellucid.backend import last_compilations
-from pellucid.bench.accuracy import gradient_error, is_accurate
-from pellucid.bench.models import Size, build
+from pellucid.kit.bench.models import Size, build
+from pellucid.kit.judge.accuracy import gradient_error, is_accurate
 from tests.small_models import build_small
 from tests.support import FLOORS, recorded_fallbacks, tensors
 

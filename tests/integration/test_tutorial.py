@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pellucid.backend import last_compilations
-from pellucid.bench.models import Workload, build
+from pellucid.kit.bench.models import Workload, build
 from tests.support import error
 
 

@@ -481,7 +481,7 @@ def plant_pellucid_decomposition() -> None:
         return table
 
     patch(backend, "decompositions", make)
-    from pellucid.debug import pellucid_subject
+    from pellucid.kit.subjects import pellucid as pellucid_subject
 
     patch(pellucid_subject, "decompositions", make)
 
@@ -709,7 +709,7 @@ def plant_pellucid_partitioner() -> None:
 def plant_pellucid_layout() -> None:
     """What should be copied to lie channels-last is only called so."""
     from pellucid import backend
-    from pellucid.debug import pellucid_subject
+    from pellucid.kit.subjects import pellucid as pellucid_subject
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def lay_out(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pellucid.debug.bisect import bisect
-from pellucid.debug.check import Culprit, Request, captured, step_of
-from pellucid.debug.child import Marker, Worker
-from pellucid.debug.cosim import COMPLETE, LIVE, cosim_graphs
+from pellucid.kit.debug.bisect import bisect
+from pellucid.kit.debug.check import Culprit, Request, captured, step_of
+from pellucid.kit.debug.cosim import COMPLETE, LIVE, cosim_graphs
+from pellucid.kit.process.child import Worker
+from pellucid.kit.subjects.marker import Marker
 from tests.kit.planted import FAULTS, Fault
 
 HERE = Path(__file__).parent

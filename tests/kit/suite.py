@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pellucid.bench.models import Size, build
+from pellucid.kit.bench.models import Size, build
 
 MODELS = ("mobilebert", "bert", "gpt2", "t5", "llama", "resnet50", "vit", "convnext", "mobilenet", "whisper")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pellucid.debug.bisect import NOTHING, bisect
-from pellucid.debug.check import Request
+from pellucid.kit.debug.bisect import NOTHING, bisect
+from pellucid.kit.debug.check import Request
 from tests.kit.planted import FAULTS, mixed
 from tests.kit.score import MEMORY, names_it, request_of, seconds_of
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pellucid.debug import Verdict, check
-from pellucid.debug.case import load_case
-from pellucid.debug.check import Request, check_isolated
 from pellucid.errors import UserError
+from pellucid.kit.debug.check import Request, check_isolated
+from pellucid.kit.programs.case import load_case
 from tests.kit.planted import FAULTS
 from tests.kit.score import MEMORY, names_it, request_of, seconds_of
 

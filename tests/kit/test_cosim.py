@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pellucid import pipeline
-from pellucid.debug.case import Case
-from pellucid.debug.cosim import COMPLETE, LIVE, cosim_case, cosim_isolated
-from pellucid.debug.subjects import subject_of
+from pellucid.kit.debug.cosim import COMPLETE, LIVE, cosim_case, cosim_isolated
+from pellucid.kit.programs.case import Case
+from pellucid.kit.subjects.registry import subject_of
 from tests.kit.planted import FAULTS, drop_relu
 from tests.kit.score import MEMORY, request_of, seconds_of, shows_in_kernels
 from tests.small_models import build_small

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pellucid.debug.check import Request
-from pellucid.debug.explain import Refusal, Refused, Value, explain
-from pellucid.debug.reasons import reasons
 from pellucid.ir.origin import Origin, UserLine
+from pellucid.kit.debug.check import Request
+from pellucid.kit.debug.reasons import reasons
+from pellucid.kit.subjects.explain import Refusal, Refused, Value, explain
 
 HERE = Path(__file__).parent
 

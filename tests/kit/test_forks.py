@@ -8,9 +8,9 @@ import time
 
 import torch
 
-from pellucid.apart import Apart
-from pellucid.debug.child import Failure
-from pellucid.debug.forks import Forks
+from pellucid.kit.process.apart import Apart
+from pellucid.kit.process.child import Failure
+from pellucid.kit.process.forks import Forks
 
 
 def multiply(size, how=""):

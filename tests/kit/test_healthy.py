@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from pellucid.debug import Verdict, check
-from pellucid.debug.case import Case
-from pellucid.debug.check import Request, check_isolated
-from pellucid.debug.cosim import COMPLETE, LIVE, cosim_case
-from pellucid.debug.reasons import find_reasons
-from pellucid.debug.subjects import subject_of
 from pellucid.errors import UserError
+from pellucid.kit.debug.check import Request, check_isolated
+from pellucid.kit.debug.cosim import COMPLETE, LIVE, cosim_case
+from pellucid.kit.debug.reasons import find_reasons
+from pellucid.kit.programs.case import Case
+from pellucid.kit.subjects.registry import subject_of
 from tests.kit.healthy import PROGRAMS
 
 QUICK = {

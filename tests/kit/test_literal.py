@@ -7,7 +7,7 @@ import runpy
 import pytest
 import torch
 
-from pellucid.debug.literal import LITERAL, NotWritable, write_values
+from pellucid.kit.runs.literal import LITERAL, NotWritable, write_values
 
 
 def read_back(values, folder):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from pellucid.capture.torch_compat import module_path
-from pellucid.debug.case import Case
-from pellucid.debug.match import Matches, match_graphs
-from pellucid.debug.run import RunWriter, open_run
-from pellucid.debug.subjects import subject_of
+from pellucid.kit.debug.match import Matches, match_graphs
+from pellucid.kit.programs.case import Case
+from pellucid.kit.runs.run import RunWriter, open_run
+from pellucid.kit.subjects.registry import subject_of
 from tests.kit.planted import negated
 from tests.small_models import build_small
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pellucid.debug.check import Request
-from pellucid.debug.graphs import interpret
-from pellucid.debug.minify import Kind, minify
-from pellucid.debug.subgraph import NotAGraph, Subgraph, Workshop, merged_inputs, side_by_side
 from pellucid.errors import UserError
+from pellucid.kit.debug.check import Request
+from pellucid.kit.minify.minify import Kind, minify
+from pellucid.kit.minify.subgraph import NotAGraph, Subgraph, Workshop, merged_inputs, side_by_side
+from pellucid.kit.programs.graphs import interpret
 from tests.kit.planted import FAULTS, mixed, negated
 
 HERE = Path(__file__).parent

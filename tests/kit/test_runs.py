@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from pellucid.debug import Program
-from pellucid.debug.bisect import NOTHING, bisect
-from pellucid.debug.capture import capture, replay
-from pellucid.debug.check import Request, captured, check_isolated
-from pellucid.debug.cosim import LIVE, Other, cosim_isolated
-from pellucid.debug.diff import diff
-from pellucid.debug.graphs import interpret
-from pellucid.debug.match import match
-from pellucid.debug.reasons import reasons
-from pellucid.debug.run import FILES, open_run, write_json
-from pellucid.debug.script import capture_script
-from pellucid.debug.tensors import TensorStore
 from pellucid.errors import UserError
+from pellucid.kit.debug.bisect import NOTHING, bisect
+from pellucid.kit.debug.capture import capture, replay
+from pellucid.kit.debug.check import Request, captured, check_isolated
+from pellucid.kit.debug.cosim import LIVE, Other, cosim_isolated
+from pellucid.kit.debug.diff import diff
+from pellucid.kit.debug.match import match
+from pellucid.kit.debug.reasons import reasons
+from pellucid.kit.debug.script import capture_script
+from pellucid.kit.programs.graphs import interpret
+from pellucid.kit.runs.run import FILES, open_run, write_json
+from pellucid.kit.runs.tensors import TensorStore
 from tests.kit.planted import mixed
 
 HERE = Path(__file__).parent
@@ -183,8 +183,8 @@ def test_the_failing_graph_replays_without_the_program(tmp_path):
     code = """
 import sys
 from tests.kit.planted import FAULTS
-from pellucid.debug.check import Request, captured
-from pellucid.debug.judge_graph import judge_graph
+from pellucid.kit.debug.check import Request, captured
+from pellucid.kit.judge.graph import judge_graph
 FAULTS["pellucid_lowering_sigmoid"].plant()
 (graph,), subject = captured(Request(sys.argv[1]))
 print([output.verdict.value for output in judge_graph(graph, subject)])

@@ -7,15 +7,15 @@ import io
 import pytest
 from rich.console import Console
 
-from pellucid.debug.bisect import Bisected, Tried
-from pellucid.debug.check import AGAIN, Checked, Culprit
-from pellucid.debug.cosim import COMPLETE, Cosimulated, Difference
-from pellucid.debug.diff import Change, Changes
-from pellucid.debug.explain import Refusal
-from pellucid.debug.judge import Judgement, Output, Verdict
-from pellucid.debug.match import Matched, Matches
-from pellucid.debug.reasons import Reasons
-from pellucid.debug.show import shown
+from pellucid.kit.debug.bisect import Bisected, Tried
+from pellucid.kit.debug.check import AGAIN, Checked, Culprit
+from pellucid.kit.debug.cosim import COMPLETE, Cosimulated, Difference
+from pellucid.kit.debug.diff import Change, Changes
+from pellucid.kit.debug.match import Matched, Matches
+from pellucid.kit.debug.reasons import Reasons
+from pellucid.kit.judge.judge import Judgement, Output, Verdict
+from pellucid.kit.show import shown
+from pellucid.kit.subjects.explain import Refusal
 from pellucid.printing import show
 
 FILE = "/usr/lib/python3/site-packages/transformers/models/mobilebert/modeling_mobilebert.py:1038 (encoder.layer.11)"

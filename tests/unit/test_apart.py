@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from pellucid.apart import Apart, Died, say
 from pellucid.errors import InternalError, UserError
+from pellucid.kit.process.apart import Apart, Died, say
 
 
 def apart(function, *args, seconds=60.0, hear=lambda said: None):

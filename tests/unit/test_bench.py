@@ -24,23 +24,22 @@ from pellucid.bench import (
     bench,
     build,
     compare,
-    models,
-    startup,
 )
-from pellucid.bench.accuracy import error, gradient_error, is_accurate, tensors
-from pellucid.bench.interleave import MIN_ROUNDS, interleave
-from pellucid.bench.results import Startup
-from pellucid.bench.startup import Request, cold_and_warm
-from pellucid.bench.stats import Summary, geometric_mean, pairwise_ratio, summarise
-from pellucid.bench.subjects import compiled
-from pellucid.bench.table import model_table
+from pellucid.kit.bench import models, startup
+from pellucid.kit.bench.interleave import MIN_ROUNDS, interleave
+from pellucid.kit.bench.results import Startup
+from pellucid.kit.bench.startup import Request, cold_and_warm
+from pellucid.kit.bench.stats import Summary, geometric_mean, pairwise_ratio, summarise
+from pellucid.kit.bench.subjects import compiled
+from pellucid.kit.bench.table import model_table
+from pellucid.kit.judge.accuracy import error, gradient_error, is_accurate, tensors
 
 TINY = Settings(subjects=("aot_eager",), cold=False, budget=0.05)
 
 
-@pytest.mark.parametrize("name", ["stats", "accuracy", "models", "harness"])
+@pytest.mark.parametrize("name", ["bench.stats", "judge.accuracy", "bench.models", "bench.harness"])
 def test_the_examples_in_the_docstrings_run(name):
-    result = doctest.testmod(importlib.import_module(f"pellucid.bench.{name}"))
+    result = doctest.testmod(importlib.import_module(f"pellucid.kit.bench.{name}"))
     assert result.attempted > 0 and result.failed == 0
 
 
@@ -146,7 +145,7 @@ def test_outputs_are_found_in_any_nesting():
 
 
 def test_rounds_rotate_and_every_subject_gets_as_many_slots(monkeypatch):
-    monkeypatch.setattr("pellucid.bench.interleave._calls_per_slot", lambda call: 1)
+    monkeypatch.setattr("pellucid.kit.bench.interleave._calls_per_slot", lambda call: 1)
     heard: list[float] = []
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
@@ -306,7 +305,7 @@ def test_a_program_that_fails_in_eager_mode_is_the_callers_error():
 def test_counts_are_those_of_the_compilations_that_were_added(monkeypatch):
     from types import ModuleType, SimpleNamespace
 
-    from pellucid.bench.subjects import Counter, Counts
+    from pellucid.kit.bench.subjects import Counter, Counts
 
     done = [SimpleNamespace(kernels=100, fallbacks=100)]
     backend = ModuleType("pellucid.backend")

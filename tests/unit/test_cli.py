@@ -13,12 +13,12 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from pellucid.bench.demo import explained
-from pellucid.bench.results import SCHEMA, Environment, ModelResult, Report, Startup, SubjectResult
-from pellucid.bench.stats import Summary
-from pellucid.bench.table import model_list, model_table, report_table, seconds_text
 from pellucid.cli import main
 from pellucid.cli.exits import Exit
+from pellucid.kit.bench.demo import explained
+from pellucid.kit.bench.results import SCHEMA, Environment, ModelResult, Report, Startup, SubjectResult
+from pellucid.kit.bench.stats import Summary
+from pellucid.kit.bench.table import model_list, model_table, report_table, seconds_text
 from pellucid.printing import show
 
 SMALL = ["bench", "pointwise_small", "--backend", "aot_eager", "--no-cold", "--budget", "0.05"]
@@ -97,7 +97,7 @@ def test_a_demo_without_transformers_exits_with_125(monkeypatch):
     def no_transformers(*args):
         raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
-    monkeypatch.setattr("pellucid.bench.demo.demo", no_transformers)
+    monkeypatch.setattr("pellucid.kit.bench.demo.demo", no_transformers)
     result = run("demo")
     assert result.exit_code == Exit.SKIP
     assert "pellucid[bench]" in result.stderr and "Traceback" not in result.stderr
@@ -243,7 +243,7 @@ def test_the_run_folder_is_explained_file_by_file(tmp_path):
 def test_a_demo_in_which_pellucid_fails_has_no_run_folder(monkeypatch, tmp_path):
     failed = SubjectResult("pellucid", "KeyError: 'x'")
     report = dataclasses.replace(example_report(), models=(ModelResult("bert", 1, 128, "f32", 12, (failed,)),))
-    monkeypatch.setattr("pellucid.bench.demo.bench", lambda *args: report)
+    monkeypatch.setattr("pellucid.kit.bench.demo.bench", lambda *args: report)
     result = run("demo", "--dir", str(tmp_path / "run"))
     assert result.exit_code == Exit.BAD
     assert "pellucid: KeyError: 'x'" in result.stdout and "run folder" not in result.stdout
@@ -252,12 +252,12 @@ def test_a_demo_in_which_pellucid_fails_has_no_run_folder(monkeypatch, tmp_path)
 
 def test_the_demo_prints_the_table_and_the_folder(monkeypatch, tmp_path):
     def demo(folder, *rest):
-        from pellucid.bench.demo import Demo
+        from pellucid.kit.bench.demo import Demo
 
         (folder / "decisions.csv").touch()
         return Demo(example_report(), folder)
 
-    monkeypatch.setattr("pellucid.bench.demo.demo", demo)
+    monkeypatch.setattr("pellucid.kit.bench.demo.demo", demo)
     result = run("demo", "--dir", str(tmp_path))
     assert result.exit_code == Exit.BAD  # the example has failures
     assert "bert: batch 1 x 128" in result.stdout

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pellucid.debug.judge import Verdict, close, judge, tolerance
+from pellucid.kit.judge.judge import Verdict, close, judge, tolerance
 
 NAN, INF = math.nan, math.inf
 

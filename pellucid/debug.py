@@ -1,0 +1,127 @@
+"""The debugging kit: what is wrong with a compiled program, where, and the smallest proof.
+
+Its tools work on any backend of `torch.compile`, through a `Subject`; they know most of Pellucid and of TorchInductor.
+`check(fn, args)` compares; `Program(fn, args)` has all of the commands as methods, for a program that is there in
+Python: `fn(*args, **kwargs)`; `replay` and `diff` take runs.
+
+What needs processes of its own works on a run, which the program is captured into: a function cannot be sent to another
+process, its graphs can. So Dynamo, AOTAutograd and decompositions, which come before the graphs, are for the commands.
+Each raises UserError for a program that cannot be captured, and what `fn` raises in eager mode.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pellucid.kit.debug import bisect as _bisect
+from pellucid.kit.debug import capture as _capture
+from pellucid.kit.debug import reasons as _reasons
+from pellucid.kit.debug import testgen as _testgen
+from pellucid.kit.debug.capture import replay
+from pellucid.kit.debug.check import Checked, Culprit, Request, check, check_case
+from pellucid.kit.debug.cosim import COMPLETE, Cosimulated, cosim_graphs
+from pellucid.kit.debug.diff import diff
+from pellucid.kit.debug.match import Matches, match_graphs
+from pellucid.kit.judge.judge import Judgement, Output, Verdict
+from pellucid.kit.minify import minify as _minify
+from pellucid.kit.programs.case import Case
+from pellucid.kit.runs.run import RunWriter, open_run
+from pellucid.kit.subjects.base import Subject
+from pellucid.kit.subjects.registry import subject_of
+
+__all__ = [
+    "Checked",
+    "Culprit",
+    "Judgement",
+    "Output",
+    "Program",
+    "Request",
+    "Verdict",
+    "check",
+    "diff",
+    "open_run",
+    "replay",
+]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function or module with what it is called with, and how it is compiled.
+
+    backward: look at gradients and the backward graph as well. dynamic: as for `torch.compile`.
+    """
+
+    fn: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = "pellucid"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    backward: bool = False
+    dynamic: bool | None = None
+
+    @property
+    def case(self) -> Case:
+        name = getattr(self.fn, "__name__", type(self.fn).__name__)
+        return Case(name, self.fn, tuple(self.args), dict(self.kwargs))
+
+    @property
+    def subject(self) -> Subject:
+        return subject_of(self.backend, self.options)
+
+    def check(self, fuzz: int = 0) -> Checked:
+        """Compare it with eager in this process: code that crashes takes it along. See `pellucid check`."""
+        return check_case(self.case, self.subject, self.backward, self.dynamic, fuzz)
+
+    def cosim(self, mode: str = COMPLETE) -> Cosimulated:
+        """Compare every intermediate result, in this process. See `pellucid cosim`."""
+        subject = self.subject
+        return cosim_graphs(subject.graphs(self.case, backward=self.backward, dynamic=self.dynamic), subject, mode)
+
+    def match(self) -> Matches:
+        """What each kernel implements. See `pellucid match`."""
+        subject = self.subject
+        return match_graphs(subject.graphs(self.case, backward=self.backward, dynamic=self.dynamic), subject)
+
+    def explain(self) -> _reasons.Reasons:
+        """Why it does not compile, or what was not done. See `pellucid explain`."""
+        with self._run() as request:
+            return _reasons.reasons(request)
+
+    def bisect(self, tell: Callable[[str], None] = print) -> _bisect.Bisected:
+        """The component behind the graphs that is to blame. See `pellucid bisect`."""
+        with self._run() as request:
+            return _bisect.bisect(request, tell=tell)
+
+    def minify(self, folder: str | Path, **settings: Any) -> _minify.Minified:
+        """Write the smallest program that fails into a folder. See `pellucid minify` and `minify.Settings`."""
+        with self._run() as request:
+            return _minify.minify(request, Path(folder), **settings)
+
+    def testgen(self, folder: str | Path, kernels: Sequence[str] = ()) -> _testgen.Tests:
+        """Write a test for each kernel into a folder. See `pellucid testgen`."""
+        with self._run() as request:
+            return _testgen.testgen(request, Path(folder), kernels)
+
+    def capture(self, folder: str | Path, *, intermediates: bool = False) -> _capture.CapturedRun:
+        """Write its graphs and what the backend makes of them into a new folder. See `pellucid capture`."""
+        self._write(Path(folder))
+        return _capture.capture(self._request(Path(folder)), Path(folder), intermediates=intermediates)
+
+    @contextmanager
+    def _run(self) -> Iterator[Request]:
+        with tempfile.TemporaryDirectory(prefix="pellucid-run-") as folder:
+            self._write(Path(folder) / "run")
+            yield self._request(Path(folder) / "run")
+
+    def _write(self, folder: Path) -> None:
+        writer = RunWriter(folder, backend=self.backend, options=self.options, target=self.case.name)
+        for graph in self.subject.graphs(self.case, backward=self.backward, dynamic=self.dynamic):
+            writer.add(graph)
+
+    def _request(self, folder: Path) -> Request:
+        return Request(str(folder), self.backend, self.options)

@@ -1,0 +1,1 @@
+"""Eager and compiled programs measured side by side."""

@@ -1,0 +1,163 @@
+"""What a benchmark found: frozen data that goes to JSON and comes back equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from pellucid.kit.bench.stats import Summary
+
+SCHEMA = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """A fresh process that ran one call: times in seconds, memory in bytes of resident set.
+
+    `seconds` runs from torch.compile to the first result, with torch imported and the model built before it.
+    `built_bytes` is the memory at that point and `peak_bytes` the most until the end, compilers that ran as
+    child processes not counted. `failure` says why there is no figure.
+    """
+
+    seconds: float | None = None
+    built_bytes: int | None = None
+    peak_bytes: int | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackTime:
+    """Calls of one operator that a compiled program makes instead of running a kernel of its own, and why.
+
+    `calls` per call of the program; `share` of its time, as torch.profiler sees it.
+    """
+
+    op: str
+    reason: str
+    calls: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class SubjectResult:
+    """One backend on one model.
+
+    `seconds` and `faults` are per call: wall time and minor page faults. `speedup` is eager's time over this
+    one's, taken round by round. `first_seconds` is the first call here, with the caches as they were found;
+    `cold` and `warm` are fresh processes on an empty cache and on the cache that the cold one left. `error`
+    is e(x) = max |x - reference| / rms(reference) against float64, the worst over all outputs or gradients; `accurate`
+    says whether it is near eager's (see `pellucid.kit.judge.accuracy`). `failure` is the exception that ended it.
+    `kernels` were generated and `fallbacks` left to ATen, over all graphs; None where a backend doesn't tell.
+    `fallback_times` lists the latter where that was asked for, the dearest first.
+    """
+
+    name: str
+    failure: str | None = None
+    seconds: Summary | None = None
+    speedup: Summary | None = None
+    faults: Summary | None = None
+    first_seconds: float | None = None
+    cold: Startup | None = None
+    warm: Startup | None = None
+    error: float | None = None
+    accurate: bool | None = None
+    kernels: int | None = None
+    fallbacks: int | None = None
+    fallback_times: tuple[FallbackTime, ...] = ()
+
+    @property
+    def good(self) -> bool:
+        """It ran everywhere it was asked to, and its numbers are right."""
+        starts = [s for s in (self.cold, self.warm) if s is not None]
+        return self.failure is None and self.accurate is not False and all(s.failure is None for s in starts)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak memory of a fresh process with warm caches, or with cold ones where there is no warm."""
+        start = self.warm or self.cold
+        return start.peak_bytes if start else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """All subjects on one model, measured side by side in `rounds` interleaved rounds."""
+
+    model: str
+    batch: int
+    seq: int
+    dtype: str
+    rounds: int
+    subjects: tuple[SubjectResult, ...]
+    train: bool = False
+    dynamic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The machine and the versions that a figure belongs to.
+
+    `load` is the load average of the minute before: a busy machine makes doubtful figures.
+    """
+
+    pellucid: str
+    torch: str
+    python: str
+    cpu: str
+    cores: int
+    threads: int
+    load: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole run of the benchmark."""
+
+    schema: int
+    environment: Environment
+    models: tuple[ModelResult, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether every subject is good on every model."""
+        return all(s.good for m in self.models for s in m.subjects)
+
+    def to_json(self) -> str:
+        """One JSON object. Numbers that are not finite are written as strings ("inf"): JSON has none."""
+        return json.dumps(_encode(dataclasses.asdict(self)), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The inverse of `to_json`. Raises `ValueError` for another schema version."""
+        data = json.loads(text)
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"schema {data.get('schema')!r} is not {SCHEMA}, which this version reads")
+        return decode(cls, data)
+
+
+def _encode(value: Any) -> Any:
+    match value:
+        case dict():
+            return {k: _encode(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_encode(v) for v in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+        case _:
+            return value
+
+
+def decode(kind: Any, value: Any) -> Any:
+    """Rebuild a value of type `kind` (dataclass, tuple[X, ...], X | None, or plain) from decoded JSON."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return typing.cast(Any, kind)(**{k: decode(hints[k], v) for k, v in value.items()})
+    if typing.get_origin(kind) is tuple:
+        return tuple(decode(typing.get_args(kind)[0], v) for v in value)
+    if isinstance(kind, types.UnionType):
+        return None if value is None else decode(typing.get_args(kind)[0], value)
+    return kind(value)

@@ -1,0 +1,424 @@
+"""Does a compiled program do what eager does? Outputs, gradients, and inputs that it changes, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pellucid.capture.graph import origin_of
+from pellucid.errors import UserError
+from pellucid.kit.judge.graph import judge_graph
+from pellucid.kit.judge.judge import DRAWS, Judgement, Output, Verdict, close, judge, kind_of, near, worst
+from pellucid.kit.judge.vary import change_in_place, nudge_in_place, variations
+from pellucid.kit.process.child import SECONDS, Failure, Worker, failure_of, pass_on
+from pellucid.kit.programs.case import Case, copied, load_case, load_case_file
+from pellucid.kit.programs.graphs import Graph, widened
+from pellucid.kit.runs.run import open_run, split_run
+from pellucid.kit.shown import Shown
+from pellucid.kit.subjects.base import Probe, Subject, loss_of
+from pellucid.kit.subjects.marker import Marker
+from pellucid.kit.subjects.registry import subject_of
+
+EAGER = "eager"
+AGAIN = " (again)"
+ABOUT_AGAIN = "a second call, after its floats were changed in place"
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A step of a compiled graph.
+
+    op: of a library call; empty for a generated kernel. fx_nodes: in graph order. user_lines: `file:line`.
+    """
+
+    graph: str
+    kernel: str
+    op: str
+    fx_nodes: tuple[str, ...]
+    user_lines: tuple[str, ...]
+
+    @classmethod
+    def of(cls, graph: str, op: str, node: torch.fx.Node) -> Culprit:
+        """One operator of a graph."""
+        return cls(graph, "", op, (node.name,), tuple(map(str, origin_of(node).users)))
+
+
+@dataclass(frozen=True, slots=True)
+class Checked(Shown):
+    """What became of one program under one backend.
+
+    variation: how its inputs differ from the given ones; empty for those themselves. tried: variations looked at,
+    the given inputs included. failure: how it ended, when it did not return; step: what it was doing then.
+    """
+
+    backend: str
+    verdict: Verdict
+    outputs: tuple[Output, ...] = ()
+    failure: Failure | None = None
+    variation: str = ""
+    tried: int = 1
+    step: Culprit | None = None
+
+    @property
+    def good(self) -> bool:
+        return self.verdict.good
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What one run left: tensors by name, their strides where they matter, and who shares memory with whom.
+
+    calls: how many calls it made. The names of what the second one left end with `AGAIN`.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    strides: dict[str, tuple[int, ...]]
+    shared: frozenset[tuple[str, str]]
+    calls: int = 1
+
+
+def check(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    backend: str = "pellucid",
+    options: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    dynamic: bool | None = None,
+    fuzz: int = 0,
+) -> Checked:
+    """Compare `fn(*args, **kwargs)` compiled by `backend` with eager, float64 as the judge.
+
+    backward: gradients as well, of a fixed weighting of the results. fuzz: how many variations of the inputs to try
+    beside the given ones; the first bad one is returned. Runs in this process: code that crashes takes it along.
+    Raises what `fn` raises in eager mode.
+    """
+    case = Case(getattr(fn, "__name__", type(fn).__name__), fn, tuple(args), dict(kwargs or {}))
+    return check_case(case, subject_of(backend, options), backward=backward, dynamic=dynamic, fuzz=fuzz)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to look at in a worker process.
+
+    target: `FILE.py:NAME`, or a run (`RUN` or `RUN:GRAPH`). threads: torch's; 0 for its own choice. libraries: whose
+    operators the graphs of a run may call beside PyTorch's.
+    """
+
+    target: str
+    backend: str = "pellucid"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = 0
+    backward: bool = False
+    dynamic: bool | None = None
+    fuzz: int = 0
+    libraries: tuple[str, ...] = ()
+
+
+def check_isolated(request: Request, seconds: float = SECONDS, memory: int = 0) -> Checked:
+    """`check` in a process of its own: a crash, a hang and running out of memory are verdicts that name the kernel.
+
+    seconds, memory (bytes): what the process may take. Raises UserError for a target that does not exist, or fails in
+    eager mode.
+    """
+    with Worker(memory) as worker:
+        function = "pellucid.kit.debug.check:check_request"
+        return isolated(worker, function, request, seconds=seconds, backend=request.backend)
+
+
+def isolated(
+    worker: Worker, function: str, request: Request, *rung: int | None, seconds: float, backend: str
+) -> Checked:
+    """What `function` says of a request, and of a rung of its backend's ladder: a `Checked`; or what its end means."""
+    found = worker.call(function, request, *rung, seconds=seconds)
+    if not isinstance(found, Failure):
+        return found
+    pass_on(found)
+    if found.kind == "error" or found.step == EAGER:
+        context: dict[str, object] = {"in your code": "\n" + found.trace} if found.trace else {}
+        raise UserError(f"{request.target} fails in eager mode: {found}", hint="correct that first", context=context)
+    find = "pellucid.kit.debug.culprit:find_step"
+    step = worker.call(find, request, found.step, *rung, seconds=seconds) if found.step else None
+    return Checked(backend, Verdict(found.kind), (), found, step=step if isinstance(step, Culprit) else None)
+
+
+def check_request(request: Request) -> Checked:
+    """In a worker process: the step that runs is noted for who finds the process dead."""
+    return check_target(request, subject_for(request))
+
+
+def check_target(request: Request, subject: Subject) -> Checked:
+    """The program of a request, or each graph of its run, under a subject."""
+    marker = Marker()
+    marker.note(EAGER)
+    if split_run(request.target) is None:
+        case = load_case(request.target)
+        return check_case(case, subject, request.backward, request.dynamic, request.fuzz, marker)
+    outputs: list[Output] = []
+    for graph in graphs_for(request, subject):
+        try:
+            outputs += judge_graph(graph, subject, marker)
+        except Exception as error:
+            return Checked(subject.name, Verdict.ERROR, tuple(outputs), failure_of(error))
+    return Checked(subject.name, worst([output.verdict for output in outputs]), tuple(outputs))
+
+
+def step_of(subject: Subject, graph: Graph, name: str) -> Culprit | None:
+    """The step of this name that a subject makes of a graph."""
+    for step in subject.compile(graph).steps:
+        if step.name == name:
+            return Culprit(graph.name, step.name, step.op, step.origin.nodes, tuple(map(str, step.origin.users)))
+    return None
+
+
+def subject_for(request: Request) -> Subject:
+    """The backend that a request names; its number of threads is set from here on."""
+    if request.threads:
+        torch.set_num_threads(request.threads)
+    if split_run(request.target) is None:
+        load_case_file(request.target)  # it may register the backend
+    return subject_of(request.backend, request.options)
+
+
+def graphs_for(request: Request, subject: Subject) -> list[Graph]:
+    """The graphs that a subject captures of the program of a request, or those of its run."""
+    found = split_run(request.target)
+    if found is not None:
+        return open_run(found[0], request.libraries).graphs(found[1])
+    return subject.graphs(load_case(request.target), backward=request.backward, dynamic=request.dynamic)
+
+
+def captured(request: Request) -> tuple[list[Graph], Subject]:
+    """The graphs of a request, and the backend."""
+    subject = subject_for(request)
+    return graphs_for(request, subject), subject
+
+
+def check_case(
+    case: Case,
+    subject: Subject,
+    backward: bool = False,
+    dynamic: bool | None = None,
+    fuzz: int = 0,
+    probe: Probe | None = None,
+) -> Checked:
+    """See `check`. probe: around each step of the compiled graphs."""
+    found = _check_inputs(case, subject, backward, dynamic, probe)
+    tried = 1
+    for what, other in variations(case, fuzz) if found.good and fuzz else ():
+        try:
+            varied = _check_inputs(other, subject, backward, dynamic, probe)
+        except Exception:  # eager does not take these inputs: nothing to compare with
+            continue
+        tried += 1
+        if not varied.good:
+            return Checked(subject.name, varied.verdict, varied.outputs, varied.failure, what, tried)
+    return Checked(subject.name, found.verdict, found.outputs, found.failure, "", tried)
+
+
+def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | None, probe: Probe | None) -> Checked:
+    if isinstance(probe, Marker):
+        probe.note(EAGER)
+    eager = _eager_outcome(case, backward)
+    first = {name: tensor for name, tensor in eager.tensors.items() if not name.endswith(AGAIN)}
+    _check_repeatable(first, _outcome(case.fresh(), backward, 1).tensors)
+    if not eager.tensors:
+        raise UserError("the program leaves nothing that can be compared", hint="let it return what it computes")
+    exact, draws = _exactly(case, backward, first, 1), _draws(case, backward, 1)
+    try:
+        fresh = case.fresh()
+        torch._dynamo.reset()
+        if isinstance(probe, Marker):
+            probe.note("")
+        compiled = subject.wrap(fresh.fn, dynamic) if probe is None else subject.watched(fresh.fn, probe, dynamic)
+        actual = _outcome(fresh, backward, eager.calls, compiled)
+    except Exception as error:
+        return Checked(subject.name, Verdict.ERROR, (), failure_of(error))
+    finally:
+        torch._dynamo.reset()
+    seconds = ((tensor, actual.tensors.get(name)) for name, tensor in eager.tensors.items() if name not in first)
+    if any(made is None or close(made, tensor) is None for tensor, made in seconds):
+        exact, draws = _exactly(case, backward, eager.tensors, 2), _draws(case, backward, 2)
+    outputs = tuple(_compare(actual, eager, exact, draws))
+    return Checked(subject.name, worst([output.verdict for output in outputs]), outputs)
+
+
+def _draws(case: Case, backward: bool, calls: int) -> list[Mapping[str, torch.Tensor]]:
+    return [_outcome(_nudged(case, seed), backward, calls).tensors for seed in range(DRAWS)]
+
+
+def _check_repeatable(once: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> None:
+    """Raises UserError when eager does not do the same again: nothing could be said of compiled code then."""
+    for name, tensor in once.items():
+        other = again.get(name)
+        if other is None or not near(other, tensor):  # sums of many threads may be added up in any order
+            raise UserError(
+                f"in eager mode the program gives another {name} when it is called again",
+                hint="let it start from the same state each time; random numbers of torch are seeded already",
+            )
+
+
+def _eager_outcome(case: Case, backward: bool) -> _Outcome:
+    """Two calls; or one, where eager does not take the changed values."""
+    try:
+        return _outcome(case.fresh(), backward, 2)
+    except Exception:
+        return _outcome(case.fresh(), backward, 1)
+
+
+def _outcome(case: Case, backward: bool, calls: int, call: Callable[..., Any] | None = None) -> _Outcome:
+    """Run a program, and then on the same tensors with other values: compiled code must not have kept the old ones."""
+    first = _called(case, backward, call)
+    kept = _Outcome(copied(first.tensors), first.strides, first.shared)  # results may be views of what is changed
+    tensors = _tensors_of(case)
+    if calls < 2 or not change_in_place(tensors):
+        return kept
+    for tensor in tensors:
+        tensor.grad = None
+    again = _called(case, backward, call)
+    return _Outcome(
+        {**kept.tensors, **{name + AGAIN: tensor for name, tensor in again.tensors.items()}},
+        {**kept.strides, **{name + AGAIN: strides for name, strides in again.strides.items()}},
+        kept.shared | {(a + AGAIN, b + AGAIN) for a, b in again.shared},
+        calls,
+    )
+
+
+def _called(case: Case, backward: bool, call: Callable[..., Any] | None) -> _Outcome:
+    """One call; its random numbers begin at the same seed every time."""
+    torch.manual_seed(0)
+    before = {name: copied(tensor) for name, tensor in named_tensors((case.args, dict(case.kwargs)), "input")}
+    with torch.set_grad_enabled(backward):
+        result = (case.fn if call is None else call)(*case.args, **case.kwargs)
+        found = dict(named_tensors(result, "output"))
+        inputs = dict(named_tensors((case.args, dict(case.kwargs)), "input"))
+        if backward:
+            loss_of(result).backward()
+    sharing = _sharing({**found, **inputs})
+    strides = {name: _meaningful_strides(tensor) for name, tensor in found.items()}
+    tensors = {name: tensor.detach() for name, tensor in found.items()}
+    for name, tensor in inputs.items():
+        if not _same(tensor, before[name]):
+            tensors[f"{name} (changed)"] = tensor.detach()
+        if backward and tensor.is_leaf and tensor.grad is not None:
+            tensors[f"gradient of {name}"] = tensor.grad
+    if isinstance(case.fn, torch.nn.Module):
+        tensors.update({f"buffer {name}": buffer for name, buffer in case.fn.named_buffers()})
+        if backward:
+            parameters = case.fn.named_parameters()
+            tensors.update({f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None})
+    return _Outcome(tensors, strides, sharing)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
+
+
+def named_tensors(tree: Any, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a tree with names like `output 0` or `output logits`."""
+    for path, leaf in pytree.tree_leaves_with_path(tree):
+        name = f"{what} {_path(path[1:] if what == 'input' else path) or '0'}"
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield name, leaf
+        elif what == "output" and isinstance(leaf, float):
+            yield name, torch.tensor(leaf, dtype=torch.float64)
+        elif what == "output" and isinstance(leaf, int) and abs(leaf) < 2**63:
+            yield name, torch.tensor(leaf)
+        elif any(isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()):
+            raise UserError(
+                f"{name} is a {type(leaf).__name__}: the tensors in it cannot be seen",
+                hint="use tuples and dicts, or make it known by torch.export.register_dataclass",
+            )
+
+
+def _path(path: Sequence[Any]) -> str:
+    parts = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", key))) for key in path]
+    return ".".join(str(part) for part in parts)
+
+
+def _meaningful_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return (
+        tuple(s if n > 1 else 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True)) if tensor.numel() else ()
+    )
+
+
+def _sharing(tensors: Mapping[str, torch.Tensor]) -> frozenset[tuple[str, str]]:
+    """Pairs of an output and an input, or of two outputs, in the same memory."""
+    by_storage: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    groups = [sorted(names) for names in by_storage.values()]
+    return frozenset(
+        (a, b)
+        for names in groups
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+        if not a.startswith("input") or not b.startswith("input")
+    )
+
+
+def _exactly(case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int) -> Mapping[str, torch.Tensor]:
+    """The outcome in float64, or eager's own for a program that does not run in float64 or then does other things."""
+    wide = case.fresh()
+    fn = wide.fn.double() if isinstance(wide.fn, torch.nn.Module) else wide.fn
+    args, kwargs = widened((wide.args, dict(wide.kwargs)))
+    _keep_leaves((wide.args, dict(wide.kwargs)), (args, kwargs))
+    try:
+        found = _outcome(Case(case.name, fn, args, kwargs), backward, calls).tensors
+    except Exception:
+        return eager
+    fits = all(name in found and found[name].shape == tensor.shape for name, tensor in eager.items())
+    return found if fits else eager
+
+
+def _keep_leaves(narrow: Any, wide: Any) -> None:
+    for a, b in zip(pytree.tree_leaves(narrow), pytree.tree_leaves(wide), strict=True):
+        if isinstance(a, torch.Tensor) and a.requires_grad:
+            b.detach_().requires_grad_()
+
+
+def _nudged(case: Case, seed: int) -> Case:
+    """The program with every float of its inputs and parameters moved to a neighbour, or left, at random."""
+    fresh = case.fresh()
+    nudge_in_place(_tensors_of(fresh), torch.Generator().manual_seed(seed))
+    return fresh
+
+
+def _tensors_of(case: Case) -> list[torch.Tensor]:
+    """What the results of a program depend on: its inputs, parameters and buffers."""
+    inputs = pytree.tree_leaves((case.args, dict(case.kwargs)))
+    own = [*case.fn.parameters(), *case.fn.buffers()] if isinstance(case.fn, torch.nn.Module) else []
+    return [*(leaf for leaf in inputs if isinstance(leaf, torch.Tensor)), *own]
+
+
+def _compare(
+    actual: _Outcome, eager: _Outcome, exact: Mapping[str, torch.Tensor], draws: Sequence[Mapping[str, torch.Tensor]]
+) -> Iterator[Output]:
+    for name, expected in eager.tensors.items():
+        shape, dtype = kind_of(expected)
+        if name not in actual.tensors:
+            yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "it is missing in the compiled program"))
+            continue
+        others = [draw[name] for draw in draws if name in draw]
+        made = actual.tensors[name]
+        near = None if name in exact else close(made, expected)  # then it was not asked of float64
+        found = near or judge(made, expected, exact.get(name, expected), others)
+        if found.verdict.good and actual.strides.get(name) != eager.strides.get(name):
+            why = f"strides {actual.tensors[name].stride()}, eager's are {expected.stride()}"
+            found = Judgement(Verdict.WRONG, why)
+        yield Output(name, shape, dtype, found)
+    for name, tensor in actual.tensors.items():
+        if name not in eager.tensors and (not name.startswith("gradient") or tensor.any()):
+            shape, dtype = kind_of(tensor)
+            yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "eager has no such thing"))
+    for a, b in sorted(actual.shared ^ eager.shared):
+        what = "share memory, in eager they do not" if (a, b) in actual.shared else "share memory in eager only"
+        tensor = actual.tensors.get(a, eager.tensors.get(a))
+        shape, dtype = kind_of(tensor) if tensor is not None else ((), "")
+        yield Output(f"{a} and {b}", shape, dtype, Judgement(Verdict.WRONG, what))

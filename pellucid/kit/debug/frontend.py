@@ -1,0 +1,49 @@
+"""What Dynamo did otherwise than its user may think: it broke a graph, or compiled a function again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch._dynamo import utils
+
+from pellucid.kit.subjects.explain import Refusal
+
+GRAPH_BREAK, RECOMPILATION = "graph break", "recompilation"
+_MOST = 100_000  # compilations that are remembered; Dynamo keeps 64 by itself
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@contextmanager
+def listening() -> Iterator[list[Refusal]]:
+    """The graph breaks and recompilations of the block, each place and cause once; the list is filled at its end."""
+    found: list[Refusal] = []
+    utils.set_compilation_metrics_limit(_MOST)
+    utils.clear_compilation_metrics()
+    utils.graph_break_reasons.clear()
+    try:
+        yield found
+    finally:
+        found += dict.fromkeys((*_breaks(), *_recompilations()))
+
+
+def _breaks() -> Iterator[Refusal]:
+    for each in utils.graph_break_reasons:
+        if each.graph_break:
+            frames = [frame for frame in each.user_stack if not frame.filename.startswith(_TORCH)] or each.user_stack
+            line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+            yield Refusal(GRAPH_BREAK, (), _sentence(each.reason), (), line)
+
+
+def _recompilations() -> Iterator[Refusal]:
+    for each in utils.get_compilation_metrics():
+        if each.recompile_reason:
+            line = f"{each.co_filename}:{each.co_firstlineno}"
+            yield Refusal(RECOMPILATION, (each.co_name or "",), _sentence(each.recompile_reason), (), line)
+
+
+def _sentence(text: str) -> str:
+    """The first paragraph, on one line: Dynamo's advice for developers of Dynamo comes after it."""
+    return " ".join(text.strip().split("\n\n")[0].split())

@@ -1,0 +1,95 @@
+"""What each kernel implements: IR operators, FX nodes in order, user lines; its C++ with these written beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pellucid.capture.graph import origin_of
+from pellucid.codegen.linemap import annotate_source
+from pellucid.ir.origin import merge
+from pellucid.kit.debug.check import Request, captured
+from pellucid.kit.process.child import SECONDS, Worker
+from pellucid.kit.programs.graphs import Graph
+from pellucid.kit.shown import Shown
+from pellucid.kit.subjects.base import Step, Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A kernel of a compiled graph.
+
+    symbol: its C++ function; equal kernels share it. ir_ops: in the order of the C++. fx_nodes: in graph order, as
+    `name = operator`. user_lines: `file:line`. annotated: the C++, each line with the nodes and user lines behind it.
+    glue: how many of its lines belong to no operator (loops, braces); lines: how many there are.
+    """
+
+    graph: str
+    kernel: str
+    symbol: str
+    ir_ops: tuple[str, ...]
+    fx_nodes: tuple[str, ...]
+    user_lines: tuple[str, ...]
+    annotated: str
+    lines: int
+    glue: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matches(Shown):
+    """kernels: of all graphs. calls: of libraries, by graph, call and operator."""
+
+    backend: str
+    kernels: tuple[Matched, ...]
+    calls: tuple[tuple[str, str, str], ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether every kernel is known to implement something."""
+        return all(kernel.fx_nodes for kernel in self.kernels)
+
+
+def match(request: Request, seconds: float = SECONDS, memory: int = 0) -> Matches:
+    """Compile a program, in a process of its own, and match its kernels with its graphs."""
+    refused, hint = f"{request.target} does not compile", "see `pellucid explain`"
+    with Worker(memory) as worker:
+        return worker.ask(
+            "pellucid.kit.debug.match:match_request", request, seconds=seconds, refused=refused, hint=hint
+        )
+
+
+def match_request(request: Request) -> Matches:
+    """The same in this process."""
+    graphs, subject = captured(request)
+    return match_graphs(graphs, subject)
+
+
+def match_graphs(graphs: list[Graph], subject: Subject) -> Matches:
+    """Match the kernels of graphs that were captured before."""
+    kernels: list[Matched] = []
+    calls: list[tuple[str, str, str]] = []
+    for graph in graphs:
+        compiled = subject.compile(graph)
+        order = {node.name: (position, node) for position, node in enumerate(compiled.graph.graph.nodes)}
+        for step in compiled.steps:
+            if not step.generated:
+                calls.append((graph.name, step.name, step.op))
+                continue
+            nodes = sorted({name for name in step.origin.nodes if name in order}, key=lambda name: order[name][0])
+            kernels.append(_matched(graph.name, step, [order[name][1] for name in nodes]))
+    return Matches(subject.name, tuple(kernels), tuple(calls))
+
+
+def _matched(graph: str, step: Step, nodes: list[torch.fx.Node]) -> Matched:
+    return Matched(
+        graph=graph,
+        kernel=step.name,
+        symbol=step.symbol,
+        ir_ops=step.ops,
+        fx_nodes=tuple(f"{node.name} = {node.target}" for node in nodes),
+        user_lines=tuple(map(str, merge(map(origin_of, nodes)).users)),
+        annotated=annotate_source(step.source, step.lines),
+        lines=len(step.lines),
+        glue=sum(origin.is_glue for origin in step.lines),
+    )

@@ -1,0 +1,89 @@
+"""Does a graph still mean the same after a backend's passes? Results are compared by the names of the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pellucid.kit.judge.judge import near
+from pellucid.kit.judge.vary import change_in_place
+from pellucid.kit.programs.case import copied
+from pellucid.kit.programs.graphs import Graph, interpret, is_random, mutates
+
+
+def first_changed(graph: Graph, passed: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """The first operators whose results are others after graph passes: what these took away comes first.
+
+    Else the first whose effect they lost; nothing where all is as it was.
+    """
+    nodes = {node.name: node for node in graph.module.graph.nodes if node.op == "call_function"}
+    kept = {node.name for node in passed.graph.nodes}
+    inputs = copied(graph.inputs)
+    for _ in range(2):  # the second time with other values in the same memory, which a pass may have kept
+        before = _results(graph.module, copied(inputs))
+        after = _results(passed, inputs)
+        for name, value in after.items():
+            if name in before and not agree(value, before[name]):
+                return _unexplained(_with_lost(nodes[name], kept), before, list(after.values())) or [nodes[name]]
+        if not change_in_place(inputs):
+            break
+    effects = (node for node in nodes.values() if mutates(node))
+    gone = next((node for node in effects if node.name not in kept), None)
+    return [] if gone is None else [gone]
+
+
+def _with_lost(node: torch.fx.Node, kept: set[str]) -> list[torch.fx.Node]:
+    """A node and what it needs, in graph order, as far as its names are gone from the graph after the passes."""
+    found: set[torch.fx.Node] = set()
+    pending = [node]
+    while pending:
+        each = pending.pop()
+        found.add(each)
+        pending += [arg for arg in each.all_input_nodes if arg.name not in kept and arg not in found]
+    return sorted(found)
+
+
+def _unexplained(lost: list[torch.fx.Node], before: Mapping[str, Any], after: Sequence[Any]) -> list[torch.fx.Node]:
+    """Those whose result is nowhere after the passes, nor the result of one that needs it.
+
+    A product that became one operator with the sum that takes it is gone, but the sum's result is there.
+    """
+    explained: set[torch.fx.Node] = set()
+    for node in reversed(lost):
+        if not explained.isdisjoint(node.users) or any(_equal(before.get(node.name), value) for value in after):
+            explained.add(node)
+    return [node for node in lost if node not in explained]
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Whether both are tensors of one shape and the same up to rounding."""
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return False
+    return ours.shape == theirs.shape and ours.dtype == theirs.dtype and near(ours, theirs)
+
+
+def _results(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
+    """The result of each call by its name, but for random numbers."""
+    found: dict[str, Any] = {}
+
+    def keep(node: torch.fx.Node, value: Any) -> Any:
+        if not is_random(node):
+            found[node.name] = copied(value)
+        return value
+
+    torch.manual_seed(0)
+    interpret(module, inputs, keep)
+    return found
+
+
+def agree(ours: Any, theirs: Any) -> bool:
+    """Whether two results are the same up to rounding, on the way to them as well."""
+    return all(near(a, b) for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=False))
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors that an operator returns."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [item for item in items if isinstance(item, torch.Tensor)]

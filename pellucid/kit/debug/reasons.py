@@ -1,0 +1,74 @@
+"""Why: the compile error of a program, or else all that its backend did not do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from pellucid.kit.debug.check import Request, captured
+from pellucid.kit.debug.frontend import GRAPH_BREAK, RECOMPILATION, listening
+from pellucid.kit.process.child import SECONDS, Failure, Worker, failure_of, pass_on
+from pellucid.kit.runs.run import run_of
+from pellucid.kit.shown import Shown
+from pellucid.kit.subjects.explain import Explanation, Refusal, explain
+
+KINDS = ("fusion", "vectorisation", "fallback", GRAPH_BREAK, RECOMPILATION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasons(Shown, Explanation):
+    """The compile error explained, with empty fields where there was none.
+
+    failure: how compilation ended otherwise than well, if that was no kernel's fault. refusals: what was not done in
+    the graphs that compiled.
+    """
+
+    backend: str
+    failure: Failure | None = None
+    refusals: tuple[Refusal, ...] = ()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the C++ compiler refused a kernel."""
+        return bool(self.kernel)
+
+    @property
+    def good(self) -> bool:
+        return not self.refused and self.failure is None
+
+
+def reasons(request: Request, seconds: float = SECONDS, memory: int = 0) -> Reasons:
+    """Compile a program, in a process of its own, and tell what went wrong or was not done."""
+    with Worker(memory) as worker:
+        found = worker.call("pellucid.kit.debug.reasons:find_reasons", request, seconds=seconds)
+    if not isinstance(found, Failure):
+        return found
+    pass_on(found)
+    return Reasons(backend=request.backend, cause=str(found), failure=found)
+
+
+def find_reasons(request: Request) -> Reasons:
+    """The same in this process."""
+    with listening() as refusals:
+        graphs, subject = captured(request)
+    refusals += _captured_refusals(request)
+    for graph in graphs:
+        try:
+            with torch.no_grad():
+                refusals += subject.compile(graph).refusals()
+        except Exception as error:
+            refused = subject.refused(error)
+            found = {"backend": subject.name, "refusals": tuple(refusals)}
+            if refused is not None:
+                return Reasons(**asdict(explain(refused)), **found)
+            failure = failure_of(error)
+            return Reasons(cause=str(failure), failure=failure, **found)
+    return Reasons(backend=subject.name, refusals=tuple(refusals))
+
+
+def _captured_refusals(request: Request) -> list[Refusal]:
+    """What the front end did while a run was captured."""
+    run = run_of(request.target, request.libraries)
+    saved = run.about.get("refusals", []) if run is not None else []
+    return [Refusal(each["kind"], tuple(each["subject"]), each["cause"], (), each["user_line"]) for each in saved]

@@ -1,0 +1,141 @@
+"""Looking into a program as it is: its script runs with `torch.compile` capturing into a run instead of compiling.
+
+The graphs run eagerly, so the script does what it does uncompiled, and cannot crash of what is being looked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+
+from pellucid.errors import UserError
+from pellucid.kit.debug.frontend import listening
+from pellucid.kit.process.child import NOT_THE_USERS
+from pellucid.kit.programs.graphs import Recorder
+from pellucid.kit.runs.run import RunWriter, open_run
+from pellucid.kit.subjects.registry import subject_of
+
+
+def capture_script(
+    command: Sequence[str], folder: Path, backend: str, options: Mapping[str, Any], seconds: float
+) -> None:
+    """Run `python [-m MODULE | SCRIPT.py] ...` and write each graph that it compiles, with its first inputs, into a run
+    (a new folder).
+
+    backend, options: how graphs are captured, and what the run is for. What the script prints goes to stderr. Raises
+    UserError when it is no Python command, fails, takes longer than `seconds`, or compiles nothing.
+    """
+    subject_of(backend, options)
+    python, flags, rest = _split(command)
+    about = json.dumps(
+        {"folder": str(folder), "backend": backend, "options": dict(options), "target": " ".join(command)}
+    )
+    search = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", ""))))
+    call = [python, *flags, "-m", "pellucid.kit.debug.script", about, *rest]
+    try:
+        ended = subprocess.run(call, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": search}, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"the script did not end within {seconds:g} s", hint="give it more with --timeout") from None
+    if ended.returncode:
+        raise UserError(
+            f"the script ended with {ended.returncode} while its graphs ran eagerly",
+            hint=f"what it printed is above; it ran under {shutil.which(python)}, which needs torch and pellucid",
+        )
+    if not open_run(folder).names:
+        raise UserError("the script compiled nothing", hint="what it calls torch.compile on is what is looked into")
+
+
+def _split(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
+    """The interpreter, its flags, and what it runs."""
+    python, *rest = command
+    if not Path(python).name.startswith("python"):
+        raise UserError(f"{python} is no Python", hint="give -- python SCRIPT.py ...")
+    if shutil.which(python) is None:
+        raise UserError(f"there is no program {python}", hint="give -- python SCRIPT.py ...")
+    flags: list[str] = []
+    while rest and rest[0].startswith("-") and rest[0] != "-m":
+        flags += [rest.pop(0)] if rest[0] not in ("-X", "-W") else [rest.pop(0), rest.pop(0)]
+    if not rest or "-c" in flags or rest == ["-m"]:
+        raise UserError("the command names no script", hint="give -- python SCRIPT.py ... or -- python -m MODULE ...")
+    if rest[0] != "-m" and not Path(rest[0]).exists():
+        raise UserError(f"there is no file {rest[0]}", hint="give -- python SCRIPT.py ...")
+    return python, flags, rest
+
+
+# ------------------------------------------------------------------------------------------------ in its process
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a script with `torch.compile` replaced."""
+    about, *command = json.loads(arguments[0]), *arguments[1:]
+    writer = RunWriter(
+        Path(about["folder"]), backend=about["backend"], options=about["options"], target=about["target"]
+    )
+    recorder = Recorder(writer.add)
+    _replace_compile(subject_of(about["backend"], about["options"]).capturing(recorder.compiler))
+    with listening() as refusals:
+        try:
+            _run(command)
+        except Exception as error:
+            sys.exit(_own_lines(traceback.TracebackException.from_exception(error)))
+        finally:
+            writer.note()
+    writer.note(refusals=[asdict(each) for each in refusals])
+
+
+def _own_lines(error: traceback.TracebackException) -> str:
+    """A traceback without the lines of PyTorch and of ours, and without exceptions that have no others."""
+    _leave_out(error)
+    return re.sub(r"^Set TORCHDYNAMO_VERBOSE.*\n+", "", "".join(error.format()), flags=re.MULTILINE).rstrip()
+
+
+def _leave_out(error: traceback.TracebackException) -> bool:
+    """False: nothing is left."""
+    left = [frame for frame in error.stack if not frame.filename.startswith(NOT_THE_USERS)]
+    error.stack = traceback.StackSummary.from_list(left)
+    for name in ("__cause__", "__context__"):
+        inner = getattr(error, name)
+        if inner is not None and not _leave_out(inner):
+            setattr(error, name, None)
+    return bool(left)
+
+
+def _replace_compile(backend: Callable[..., Any]) -> None:
+    """Every later `torch.compile` uses this backend, whatever backend, mode and options it names."""
+    original = torch.compile
+
+    def compile(model: Any = None, **given: Any) -> Any:
+        if model is None:
+            return lambda fn: compile(fn, **given)
+        kept = {name: given[name] for name in ("fullgraph", "dynamic", "disable") if name in given}
+        return original(model, backend=backend, **kept)
+
+    torch.compile = compile  # type: ignore[assignment]
+
+
+def _run(command: Sequence[str]) -> None:
+    if command[0] == "-m":
+        sys.argv = list(command[1:])
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(command)
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))
+        runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Wrong, or rounding: eager is the specification, float64 the judge."""

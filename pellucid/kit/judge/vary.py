@@ -1,0 +1,143 @@
+"""Variations of a program's inputs: other values, other layouts, other sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pellucid.kit.programs.case import Case, copied
+from pellucid.kit.programs.graphs import LOW
+
+_PLACES = 8
+
+Change = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+
+
+def variations(case: Case, count: int) -> Iterator[tuple[str, Case]]:
+    """`count` variations with what is varied, the kinds in turn, each time with other random numbers.
+
+    Integers stay between the least and the largest that was given, because they may be indices.
+    """
+    kinds = list(_KINDS.items())
+    for number in range(count):
+        name, change = kinds[number % len(kinds)]
+        generator = torch.Generator().manual_seed(number)
+        fresh = case.fresh()
+
+        def changed(leaf: Any, change: Change = change, generator: torch.Generator = generator) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+                return leaf
+            with torch.no_grad():
+                return change(leaf.detach(), generator).requires_grad_(leaf.requires_grad)
+
+        args, kwargs = pytree.tree_map(changed, (fresh.args, dict(fresh.kwargs)))
+        yield f"{name} (seed {number})", Case(case.name, fresh.fn, args, kwargs)
+
+
+def change_in_place(tensors: Iterable[Any]) -> bool:
+    """Give every float other values without rounding: half of it, or a quarter for 0. False if there was none.
+
+    What was positive stays so, and no number leaves the range of those that were there.
+    """
+    changed = False
+    with torch.no_grad():
+        for tensor in tensors:
+            floats = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout is torch.strided
+            if floats and tensor.numel() and not overlapping(tensor):
+                zero = tensor == 0
+                tensor.mul_(0.5).masked_fill_(zero, 0.25)
+                changed = True
+    return changed
+
+
+def nudge_in_place(tensors: Iterable[Any], generator: torch.Generator) -> None:
+    """Move every float up or down at random, by as much as its rounding matters in a sum.
+
+    Sums in another order differ by more than a rounding of each term: partial sums round too. So single precision moves
+    by a few places; shorter types, which are added up in single precision, by one.
+    """
+    with torch.no_grad():
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype in LOW and tensor.numel() and not overlapping(tensor):
+                towards = torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, -math.inf, math.inf)
+                for _ in range(_PLACES if tensor.dtype is torch.float32 else 1):
+                    tensor.copy_(torch.nextafter(tensor, towards.to(tensor.dtype)))
+
+
+def nudged(inputs: Sequence[Any], seed: int) -> list[Any]:
+    """Copies of inputs with every float moved like that."""
+    moved = copied(list(inputs))
+    nudge_in_place(moved, torch.Generator().manual_seed(seed))
+    return moved
+
+
+def overlapping(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie in the same place."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > reach + 1
+
+
+def _values(scale: float) -> Change:
+    def change(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        made = torch.empty_strided(tensor.shape, _dense_strides(tensor), dtype=tensor.dtype)
+        if tensor.dtype.is_floating_point:
+            return made.copy_(torch.randn(tensor.shape, generator=generator) * scale)
+        if tensor.dtype is torch.bool:
+            return made.copy_(torch.rand(tensor.shape, generator=generator) < 0.5)
+        if tensor.is_complex() or not tensor.numel():
+            return tensor
+        low, high = int(tensor.min()), int(tensor.max())
+        return made.copy_(torch.randint(low, min(high, 2**62) + 1, tensor.shape, generator=generator))
+
+    return change
+
+
+def _special(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Ordinary numbers with NaN, infinities and zeros of both signs among them."""
+    made = _values(1.0)(tensor, generator)
+    if tensor.dtype.is_floating_point and tensor.numel():
+        kinds = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0], dtype=tensor.dtype)
+        drawn = kinds[torch.randint(5, tensor.shape, generator=generator)]
+        made = torch.where(torch.rand(tensor.shape, generator=generator) < 0.2, drawn, made)
+    return made
+
+
+def _transposed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The same values, the dimensions in the opposite order in memory."""
+    return tensor.permute(*reversed(range(tensor.dim()))).contiguous().permute(*reversed(range(tensor.dim())))
+
+
+def _spread(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The same values with a gap after each, and before the first."""
+    memory = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)
+    memory[..., 1] = tensor
+    return memory[..., 1]
+
+
+def _longer(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One more along the first dimension."""
+    return torch.cat([tensor, tensor[:1]]) if tensor.dim() and tensor.shape[0] else tensor
+
+
+def _shorter(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return tensor[:-1].clone() if tensor.dim() and tensor.shape[0] > 1 else tensor
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty_like(tensor).stride()
+
+
+_KINDS: dict[str, Change] = {
+    "other values": _values(1.0),
+    "NaN, infinities and zeros": _special,
+    "large values": _values(1e4),
+    "transposed in memory": _transposed,
+    "tiny values": _values(1e-30),
+    "one longer in the first dimension": _longer,
+    "spread in memory": _spread,
+    "one shorter in the first dimension": _shorter,
+}

@@ -1,0 +1,247 @@
+"""What becomes of a graph, or of parts of it, in a fork: how it fails, in what step, and which calls are suspected."""
+
+from __future__ import annotations
+
+import math
+import re
+import runpy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pellucid.kit.debug.check import Request
+from pellucid.kit.debug.cosim import COMPLETE, LIVE, first_wrong
+from pellucid.kit.judge.judge import Verdict
+from pellucid.kit.minify.subgraph import EagerPart, NotAGraph, Subgraph, Workshop, shape_key, side_by_side
+from pellucid.kit.process.child import Failure, failure_of
+from pellucid.kit.programs.graphs import Graph, calls_of
+from pellucid.kit.subjects.base import Compiled, Step
+from pellucid.kit.subjects.explain import explain
+from pellucid.kit.subjects.marker import Marker
+
+COMPILE, RUN = "compile", "run"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How something fails: what a smaller graph has to have in common with the original.
+
+    verdict: as `check` has it. what: the exception's type or the signal; empty for wrong numbers. phase: `compile` or
+    `run`; empty for wrong numbers, and where it is unknown. operators: of the calls that are suspected; none where
+    nothing is known.
+    """
+
+    verdict: str
+    what: str = ""
+    phase: str = ""
+    operators: tuple[str, ...] = ()
+
+    def same(self, other: Kind) -> bool:
+        """Whether another failure is of this kind. Of operators, one in common is enough."""
+        if (self.verdict, self.what, self.phase) != (other.verdict, other.what, other.phase):
+            return False
+        return not (self.operators and other.operators) or not set(self.operators).isdisjoint(other.operators)
+
+    def __str__(self) -> str:
+        during = f" in {self.phase}" if self.phase else ""
+        return f"{self.verdict} ({self.what}{during})" if self.what else self.verdict
+
+
+GOOD = Kind("good")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """nodes: the calls that are suspected, the most suspect first. tolerance: see `repro.How`."""
+
+    kind: Kind
+    nodes: tuple[str, ...] = ()
+    tolerance: float = 0.0
+
+
+_shop: Workshop | None = None
+_compiled: dict[str, Compiled | Exception] = {}
+
+
+def open_shop(request: Request) -> Workshop:
+    """Capture the graphs of a program, for this process and its forks."""
+    global _shop
+    _shop = Workshop(request)
+    _compiled.clear()
+    return _shop
+
+
+def shop() -> Workshop:
+    """What `open_shop` made."""
+    assert _shop is not None
+    return _shop
+
+
+class Noted(Marker):
+    """Notes the phase, the step and the calls that it implements, for who finds the process dead."""
+
+    def phase(self, name: str) -> None:
+        self.note(name)
+
+    def before(self, step: Step) -> None:
+        self.note("\n".join((RUN, step.name, *step.origin.nodes)))
+
+    def after(self, step: Step, values: Mapping[str, Any]) -> None:
+        self.note(RUN)
+
+
+def found_of(failure: Failure) -> Found:
+    """What the end of a process says. The last name in a full note may be cut off, and is no call then."""
+    phase, _, rest = failure.step.partition("\n")
+    nodes = tuple(rest.split("\n")[1:])
+    operators: tuple[str, ...] = ()
+    if nodes and _shop is not None:
+        operators = tuple(sorted({name for graph in _shop.graphs for name in _shop.operators(graph, nodes)}))
+    return Found(Kind(failure.kind, failure.what, phase, operators), nodes)
+
+
+# ------------------------------------------------------------------------------------------------ in a fork
+
+
+def try_whole(name: str) -> Found:
+    """How a whole graph fails, and which calls are suspected; dies of it where that is how it fails."""
+    graph, noted = shop().graphs[name], Noted()
+    noted.phase(COMPILE)
+    try:
+        compiled = shop().subject.compile(graph)
+    except Exception as error:
+        return _refusal(error, graph)
+    noted.phase(RUN)
+    for mode in (COMPLETE, LIVE):
+        try:
+            wrong = first_wrong(graph, compiled, mode, noted)
+        except Exception as error:
+            return Found(_kind(failure_of(error), RUN))
+        if wrong is not None:
+            steps = [step for step in compiled.steps if step.name == wrong.kernel]
+            nodes = tuple(dict.fromkeys(node for step in steps for node in step.origin.nodes)) or (wrong.fx_node,)
+            return Found(Kind(Verdict.WRONG.value, operators=shop().operators(name, nodes)), nodes)
+    return Found(GOOD)
+
+
+def _refusal(error: Exception, graph: Graph) -> Found:
+    """An exception of the compiler: of the kernel that it refused, the call to blame stands first."""
+    refused = shop().subject.refused(error)
+    if refused is None:
+        return Found(_kind(failure_of(error), COMPILE), _mentioned(str(error), graph))
+    blamed = explain(refused).fx_node.split(", ")
+    every = [node for value in refused.values.values() for node in value.origin.nodes]
+    own = [name for line in refused.source.splitlines() for name in _defined(refused.values, line)]
+    nodes = tuple(node for node in dict.fromkeys((*blamed, *own)) if node in every)
+    operators = shop().operators(graph.name, nodes)
+    return Found(Kind("error", failure_of(error).what, COMPILE, operators), nodes)
+
+
+def _mentioned(text: str, graph: Graph) -> tuple[str, ...]:
+    """The calls whose operators a message names, else those whose names it has as words, which may be by chance."""
+    words = set(re.findall(r"[\w.]+", text))
+    calls = list(calls_of(graph.module))
+    named = [node.name for node in calls if str(node.target) in words]
+    return tuple(named or [node.name for node in calls if node.name in words])
+
+
+def _defined(values: Mapping[str, Any], line: str) -> Iterator[str]:
+    """The calls behind a line of a kernel."""
+    for text, value in values.items():
+        if text in line:
+            yield from value.origin.nodes
+
+
+def _kind(failure: Failure, phase: str) -> Kind:
+    return Kind(failure.kind, failure.what, phase)
+
+
+def try_parts(parts: Sequence[Subgraph]) -> Found | tuple[Found, ...]:
+    """How parts fail that are compiled as one graph: one by one where their results are wrong or good, else together.
+
+    A part that cannot stand alone, or that eager cannot run, is good.
+    """
+    noted = Noted()
+    noted.phase("eager")
+    references = [_reference(part) for part in parts]
+    able = [each for each in references if each is not None]
+    if not able:
+        return tuple(Found(GOOD) for _ in parts)
+    try:
+        graph = side_by_side([each.graph for each in able], shop().symbolic(parts[0]))
+    except NotAGraph:
+        return (Found(GOOD),) if len(parts) == 1 else Found(GOOD)
+    phase = COMPILE
+    noted.phase(phase)
+    try:
+        compiled = _compile(graph)
+        phase = RUN
+        noted.phase(phase)
+        torch.manual_seed(0)
+        results = compiled.run([each for one in able for each in one.fresh()], noted)
+    except Exception as error:
+        nodes = _refusal(error, graph).nodes if phase == COMPILE else ()
+        return Found(_with_operators(_kind(failure_of(error), phase), parts), nodes)
+    return tuple(_judged(references, results, parts))
+
+
+def _reference(part: Subgraph) -> EagerPart | None:
+    """What eager makes of a part; None where it cannot run it."""
+    try:
+        return EagerPart(shop().bare(part))
+    except NotAGraph:
+        return None
+
+
+def _with_operators(kind: Kind, parts: Sequence[Subgraph]) -> Kind:
+    """A kind with the operators of parts."""
+    operators = tuple(sorted({op for part in parts for op in shop().operators(part.graph, part.names)}))
+    return Kind(kind.verdict, kind.what, kind.phase, operators)
+
+
+def _compile(graph: Graph) -> Compiled:
+    key = shape_key(graph)
+    if key not in _compiled:
+        try:
+            _compiled[key] = shop().subject.compile(graph)
+        except Exception as error:
+            _compiled[key] = error
+    made = _compiled[key]
+    if isinstance(made, Exception):
+        raise made
+    return made
+
+
+def _judged(
+    references: Sequence[EagerPart | None], results: Sequence[Any], parts: Sequence[Subgraph]
+) -> Iterator[Found]:
+    at = 0
+    for reference, part in zip(references, parts, strict=True):
+        if reference is None:
+            yield Found(GOOD)
+            continue
+        own = results[at : at + len(reference.eager)]
+        at += len(reference.eager)
+        worst = reference.worst(own)
+        if worst is None:
+            yield Found(GOOD)
+            continue
+        between = worst.max_error * math.sqrt(worst.allowed / worst.error) if worst.error else 0.0
+        kind = _with_operators(Kind(worst.verdict.value), [part])
+        yield Found(kind, part.names, between if math.isfinite(between) else 0.0)
+
+
+def run_program(program: str) -> Found:
+    """How a program fails that is run as `python PROGRAM`."""
+    noted = Noted()
+    noted.phase(RUN)
+    torch._dynamo.reset()
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        return Found(Kind(Verdict.WRONG.value) if end.code == 1 else GOOD)
+    except Exception as error:
+        return Found(_kind(failure_of(error), COMPILE))
+    return Found(GOOD)

@@ -1,0 +1,1 @@
+"""What may crash, hang or eat all memory, in processes of its own."""

@@ -1,0 +1,135 @@
+"""Work in a fresh process that tells how it gets on. This module is small, so that the process begins at once."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from pellucid.errors import InternalError, UserError
+
+_PR_SET_PDEATHSIG = 1
+_SAID, _DONE, _REFUSED, _BROKE = "said", "done", "refused", "broke"
+
+
+class Died(Exception):
+    """The process ended without an answer, or had to be ended. text: the end of what it wrote to stderr."""
+
+    def __init__(self, why: str, text: str) -> None:
+        super().__init__(why)
+        self.text = text
+
+
+def died(target: str, death: Died) -> UserError:
+    """What to say of a target that ends the process that captures it."""
+    said = death.text.strip().splitlines()
+    return UserError(
+        f"{target} cannot be looked into, {death}{': ' + said[-1] if said else ''}",
+        hint="see `pellucid check`, which runs it in eager mode too",
+    )
+
+
+class Apart:
+    """One call of `package.module:function` in a process of its own, begun at once."""
+
+    def __init__(self, function: str, *args: Any) -> None:
+        read, write = os.pipe()
+        self._folder = tempfile.TemporaryDirectory(prefix="pellucid-apart-")
+        self._errors = Path(self._folder.name) / "stderr"
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from pellucid.kit.process.apart import serve; serve({write})"],
+                pass_fds=(write,),
+                stdin=subprocess.PIPE,
+                stdout=errors,
+                stderr=errors,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,
+            )
+        os.close(write)
+        self._from = Connection(read, writable=False)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(pickle.dumps((function, args)))
+
+    def result(self, hear: Callable[[Any], None], seconds: float) -> Any:
+        """What the function returned. hear: gets what it says before.
+
+        Raises the function's UserError, InternalError for any other exception of it, or Died, also after `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        try:
+            while self._from.poll(max(0.0, deadline - time.monotonic())):
+                kind, what = pickle.loads(self._from.recv_bytes())
+                if kind == _DONE:
+                    return what
+                if kind == _REFUSED:
+                    message, hint, context = what
+                    raise UserError(message, hint=hint, context=context)
+                if kind == _BROKE:
+                    raise InternalError(what)
+                hear(what)
+            raise Died(f"it did not end in {seconds:g} s", self._said())
+        except EOFError:
+            status = self._process.wait()
+            how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+            raise Died(f"its process ended {how}", self._said()) from None
+        finally:
+            self.close()
+
+    def _said(self) -> str:
+        return self._errors.read_text(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        """End the process and what it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._from.close()
+        self._folder.cleanup()
+
+
+# ------------------------------------------------------------------------------------------------ in the process
+
+_answers: Connection | None = None
+
+
+def die_with_parent() -> None:
+    """Let this process be killed when the one that started it ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def say(what: Any) -> None:
+    """Tell the process that waits for this one; nothing where none does."""
+    if _answers is not None:
+        _answers.send_bytes(pickle.dumps((_SAID, what)))
+
+
+def serve(write: int) -> None:
+    """Do what stands on standard input, and end the process: what else runs in it is not waited for."""
+    global _answers
+    die_with_parent()
+    _answers = Connection(write, readable=False)
+    try:
+        name, args = pickle.loads(sys.stdin.buffer.read())
+        module, _, function = name.partition(":")
+        message = pickle.dumps((_DONE, getattr(importlib.import_module(module), function)(*args)))
+    except UserError as error:
+        context = {key: str(value) for key, value in error.context.items()}
+        message = pickle.dumps((_REFUSED, (error.message, error.hint, context)))
+    except Exception:
+        message = pickle.dumps((_BROKE, traceback.format_exc()))
+    _answers.send_bytes(message)
+    os._exit(0)

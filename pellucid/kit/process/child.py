@@ -1,0 +1,302 @@
+"""Running what may crash, hang or eat all memory, in a process of its own whose end is a result.
+
+A `Child` is a process that answers calls and is watched: a `Worker` is a fresh one, which remembers the modules that
+it has imported, and is started anew when a call has killed it; `forks.Forks` are copies of this process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import mmap
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+import torch
+
+import pellucid
+from pellucid.errors import InternalError, PellucidError, UserError
+from pellucid.kit.process.apart import die_with_parent
+
+SECONDS = 300.0
+POLL_S = 0.02
+PENDING = object()
+NOTE_BYTES = 4096
+_SAID_BYTES = 4000
+_END_S = 1.0
+NOTE = "NOTE_OF_PELLUCID_DEBUG"  # a name that does not begin like those of the compiler's options
+NOT_THE_USERS = (str(Path(pellucid.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a call ended that did not return.
+
+    kind: `error` (an exception), `crash` (a signal, an abort, no memory left) or `hang`.
+    what: the exception's type, the signal's name, or the limit. text: the message, or the end of stderr.
+    step: the step of a compiled graph that was running, if any was. trace: the user's frames of the exception.
+    context: what the exception carries to explain it.
+    """
+
+    kind: str
+    what: str
+    text: str = ""
+    step: str = ""
+    trace: str = ""
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        during = f" during {self.step}" if self.step else ""
+        said = f": {self.text.strip().splitlines()[0]}" if self.text.strip() else ""
+        return f"{self.what}{during}{said}"
+
+
+def pass_on(failure: Failure) -> None:
+    """Raise the UserError that a call ended with, if it did."""
+    if failure.what == UserError.__name__:
+        raise UserError(failure.text, hint=failure.context["hint"])
+
+
+class Child:
+    """A process that answers calls, one at a time, and may die of one. It leads a session, and ends with all in it.
+
+    start: begins it, given this end of a pipe, the end that it serves, and the files for notes and for what it writes.
+    memory: bytes that it may use.
+    """
+
+    def __init__(
+        self, start: Callable[[Connection, Connection, Path, Path], psutil.Process], folder: Path, memory: int
+    ) -> None:
+        self._memory = memory
+        name = uuid4().hex
+        self._note, self._errors = folder / f"{name}.note", folder / f"{name}.stderr"
+        self._note.write_bytes(bytes(NOTE_BYTES))
+        self.pipe, theirs = Pipe()
+        self._process = start(self.pipe, theirs, self._note, self._errors)
+        theirs.close()
+        self._seconds = self._deadline = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return self._status() is None
+
+    def ask(self, function: str | Callable[..., Any], args: Sequence[Any], seconds: float) -> None:
+        """Let it call a function (pickled on the way, or `package.module:name`); `answer` tells what came of it."""
+        self._note.write_bytes(bytes(NOTE_BYTES))
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        with suppress(OSError):  # it is dead, as `answer` will see
+            self.pipe.send_bytes(pickle.dumps((function, tuple(args))))
+
+    def answer(self, wait: float = 0.0) -> Any:
+        """What the function returned, or the `Failure` that it ended with; `PENDING` after so many seconds of neither.
+
+        A failure may have ended the process.
+        """
+        if self.pipe.poll(wait):
+            try:
+                return pickle.loads(self.pipe.recv_bytes())
+            except (EOFError, OSError):
+                return self._ended()
+            except Exception as error:  # an answer that cannot be unpickled here
+                return failure_of(error)
+        if not self.alive and not self.pipe.poll(0):
+            return self._ended()
+        if time.monotonic() > self._deadline:
+            return self._stopped("hang", f"no end after {self._seconds:g} s")
+        if self._resident() > self._memory:
+            return self._stopped("crash", f"out of memory: it used more than {self._memory >> 20} MB")
+        return PENDING
+
+    def end(self) -> None:
+        """Kill it and what it started, once."""
+        if self.pipe.closed:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            self._process.kill()  # it has no session of its own yet
+        self._process.wait()
+        self.pipe.close()
+
+    def _status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it lives."""
+        try:
+            return self._process.wait(timeout=0)
+        except psutil.TimeoutExpired:
+            return None
+
+    def _resident(self) -> int:
+        try:
+            return self._process.memory_info().rss
+        except psutil.Error:
+            return 0
+
+    def _ended(self) -> Failure:
+        try:
+            status = self._process.wait(timeout=max(_END_S, self._deadline - time.monotonic())) or 0
+        except psutil.TimeoutExpired:
+            return self._stopped("hang", f"no end after {self._seconds:g} s, and no answer to come")
+        return self._stopped("crash", f"exit status {status}" if status >= 0 else _signal_name(-status))
+
+    def _stopped(self, kind: str, what: str) -> Failure:
+        step = self._note.read_bytes().rstrip(b"\0").decode(errors="replace")
+        self.end()
+        said = self._errors.read_text(errors="replace")[-_SAID_BYTES:] if self._errors.exists() else ""
+        return Failure(kind, what, said, step)
+
+
+class Worker:
+    """A fresh Python process to call functions in, and another one when it dies. Use it as a context manager.
+
+    memory: bytes that its memory may grow to; by default three quarters of what is available now.
+    """
+
+    def __init__(self, memory: int = 0) -> None:
+        self._memory = memory or most_memory()
+        self._folder = tempfile.TemporaryDirectory(prefix="pellucid-debug-")
+        self._child: Child | None = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, function: str, *args: Any, seconds: float = SECONDS) -> Any:
+        """What `package.module:function` returns for these arguments (pickled on the way); else a `Failure`."""
+        if self._child is not None and not self._child.alive:
+            self._child.end()
+            self._child = None
+        child = self._child = self._child or Child(_spawn, Path(self._folder.name), self._memory)
+        try:
+            child.ask(function, args, seconds)
+            while (found := child.answer(POLL_S)) is PENDING:
+                pass
+        except BaseException:  # interrupted: its answer would be taken for another's
+            child.end()
+            raise
+        return found
+
+    def ask(self, function: str, *args: Any, seconds: float, refused: str, hint: str) -> Any:
+        """The same for what should not fail. Raises UserError if it does: its own, else `refused` with how it ended."""
+        found = self.call(function, *args, seconds=seconds)
+        if not isinstance(found, Failure):
+            return found
+        pass_on(found)
+        raise UserError(f"{refused}: {found}", hint=hint)
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.end()
+        self._folder.cleanup()
+
+
+def most_memory() -> int:
+    """Bytes that a process may use if nothing else is said."""
+    return psutil.virtual_memory().available * 3 // 4
+
+
+def _spawn(_ours: Connection, theirs: Connection, note: Path, errors: Path) -> psutil.Process:
+    with errors.open("wb") as file:
+        return psutil.Popen(
+            [sys.executable, "-c", f"from pellucid.kit.process.child import serve; serve({theirs.fileno()})"],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, NOTE: str(note), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,
+        )
+
+
+def _signal_name(number: int) -> str:
+    """The name of a signal, also of one that Python does not know."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# ------------------------------------------------------------------------------------------------ in the worker
+
+
+class Note:
+    """A few bytes that the parent process reads when this one is dead: what it was about."""
+
+    def __init__(self) -> None:
+        path = os.environ.get(NOTE)
+        if path is None:
+            raise InternalError("a marker outside a worker process")
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), NOTE_BYTES)
+
+    def write(self, text: str) -> None:
+        raw = text.encode()[:NOTE_BYTES]
+        self._memory[:] = raw + bytes(NOTE_BYTES - len(raw))
+
+
+def serve(handle: int) -> None:
+    """Answer the calls that come through a pipe, until it closes."""
+    die_with_parent()  # an endless loop would outlive a parent that is killed
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pipe = Connection(handle)
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        pipe.send_bytes(_pickled(_answer(function, args)))
+
+
+def _answer(function: str | Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        if isinstance(function, str):
+            module, _, name = function.partition(":")
+            function = getattr(importlib.import_module(module), name)
+        return function(*args)  # type: ignore[operator]
+    except Exception as error:
+        return failure_of(error)
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those behind it."""
+    while error is not None:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An exception as a failure: that of the backend itself where Dynamo has wrapped it."""
+    inner = getattr(error, "inner_exception", None) or error
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
+    trace = "".join(traceback.format_list(frames)).rstrip()
+    text, context = str(inner), {}
+    if isinstance(inner, PellucidError):
+        text, context = inner.message, {**inner.context, "hint": inner.hint}
+    return Failure("error", type(inner).__name__, text, "", trace, {key: str(value) for key, value in context.items()})
+
+
+def _pickled(answer: Any) -> bytes:
+    """An answer as bytes; as a failure where it cannot be pickled."""
+    buffer = io.BytesIO()
+    try:
+        pickle.dump(answer, buffer)
+    except Exception as error:
+        return pickle.dumps(failure_of(error))
+    return buffer.getvalue()

@@ -1,0 +1,221 @@
+"""The ATen graphs that a program becomes, with the arguments that they were called with, and running them eagerly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from pellucid.capture.graph import attribute_of
+from pellucid.capture.torch_compat import capture_with_aot, fake_graph
+from pellucid.kit.programs.case import copied
+
+GraphCompiler: TypeAlias = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One graph as AOTAutograd hands it to a compiler.
+
+    name: `forward_0`. kind: `inference`, `forward` or `backward`. inputs: of its first call, for its placeholders.
+    """
+
+    name: str
+    kind: str
+    module: torch.fx.GraphModule
+    inputs: tuple[Any, ...]
+
+    @property
+    def calls(self) -> int:
+        """How many operators it calls."""
+        return sum(node.op == "call_function" for node in self.module.graph.nodes)
+
+
+def through_aot(
+    compiler: Callable[[str], GraphCompiler],
+    decompositions: dict[Any, Callable[..., Any]],
+    joint: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda graph: graph,
+) -> Callable[..., Any]:
+    """A backend for `torch.compile` behind AOTAutograd; `compiler` of a kind gets each graph.
+
+    joint: a pass on forward and backward as one graph, before it is cut in two.
+    """
+
+    def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return capture_with_aot(
+            module,
+            inputs,
+            forward=compiler("forward"),
+            backward=compiler("backward"),
+            inference=compiler("inference"),
+            decompositions=decompositions,
+            joint=joint,
+        )
+
+    return backend
+
+
+class Recorder:
+    """Stands in for a compiler: graphs run eagerly, and are kept with the arguments of their first call.
+
+    keep: is given each; by default it is appended to `graphs`.
+    """
+
+    def __init__(self, keep: Callable[[Graph], None] | None = None) -> None:
+        self.graphs: list[Graph] = []
+        self._keep = keep or self.graphs.append
+        self._count = 0
+
+    def compiler(self, kind: str) -> GraphCompiler:
+        def compile_graph(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+            name = f"{kind}_{self._count}"
+            self._count += 1
+            kept, called = twin(module), []
+
+            def run(args: list[Any]) -> list[Any]:
+                if not called:
+                    called.append(True)
+                    self._keep(Graph(name, kind, kept, tuple(copied(args))))
+                return list(interpret(module, args))
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return compile_graph
+
+
+def twin(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A graph of its own over the same tensors."""
+    return torch.fx.GraphModule(module, copy.deepcopy(module.graph))
+
+
+def interpret(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], see: Callable[[torch.fx.Node, Any], Any] | None = None
+) -> Sequence[Any]:
+    """What a graph returns when it runs eagerly. The inputs are changed where the graph mutates them.
+
+    see: told each call's result; what it returns takes its place.
+    """
+
+    class Interpreter(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            result = super().run_node(n)
+            return see(n, result) if see is not None and n.op == "call_function" else result
+
+    with torch.no_grad():
+        result = Interpreter(module).run(*inputs, enable_io_processing=False)
+    return result if isinstance(result, list | tuple) else (result,)
+
+
+def in_float64(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The graph with float64 wherever it says float32, bfloat16 or float16: in conversions, factories and constants."""
+    wide = twin(module)
+    for node in wide.graph.nodes:
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), wider)  # type: ignore[misc]
+        if node.op == "get_attr":
+            owner, _, leaf = str(node.target).rpartition(".")
+            holder = wide.get_submodule(owner)
+            value = getattr(holder, leaf)
+            if isinstance(value, torch.Tensor):
+                delattr(holder, leaf)
+                holder.register_buffer(leaf, widened(value.detach()))
+    wide.recompile()
+    return wide
+
+
+def wider(value: Any) -> Any:
+    """float64 for a shorter type; anything else as it is."""
+    return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
+
+
+def widened(tree: Any) -> Any:
+    """Copies of all tensors of a tree, floats as float64."""
+
+    def widen(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return copied(leaf).to(torch.float64) if leaf.dtype in LOW else copied(leaf)
+
+    return pytree.tree_map(widen, tree)
+
+
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether a call draws random numbers: in float64 it would draw others. Inductor's own operators have no tag."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "inductor_" in str(node.target)
+
+
+def rebound(module: torch.fx.GraphModule, inputs: Sequence[Any], mode: Any = None) -> torch.fx.GraphModule:
+    """A copy of the graph whose nodes know the sizes and types that they have with these (static) inputs.
+
+    mode: of fake tensors, where the inputs are some already.
+    """
+    return fake_graph(twin(module), inputs, mode)
+
+
+def cut(
+    module: torch.fx.GraphModule,
+    names: Collection[str],
+    values: Mapping[str, Any],
+    first: Iterable[torch.fx.Node] = (),
+) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """Some calls of a graph as a graph of its own, and its inputs: what they need from outside, by name in `values`.
+
+    first: nodes of the graph that are inputs whether they are needed or not, before the others. It returns those of the
+    results that are tensors and that nobody, or somebody else, needs. Raises KeyError when a value is missing.
+    """
+    made = torch.fx.Graph()
+    known: dict[torch.fx.Node, torch.fx.Node] = {}
+    inputs: list[Any] = []
+    nodes = [node for node in calls_of(module) if node.name in names]
+    for each in dict.fromkeys((*first, *needed_by(nodes))):
+        inputs.append(attribute_of(module, each) if each.op == "get_attr" else values[each.name])
+        known[each] = made.placeholder(each.name)
+        known[each].meta = dict(each.meta)
+    for node in nodes:
+        known[node] = made.node_copy(node, known.__getitem__)
+    returned = [node for node in nodes if not node.users or any(user.name not in names for user in node.users)]
+    made.output(tuple(known[node] for node in returned if isinstance(values[node.name], torch.Tensor)))
+    return torch.fx.GraphModule(torch.nn.Module(), made), inputs
+
+
+def needed_by(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+    """What calls need from outside, in the order in which they need it."""
+    inside = set(nodes)
+    return list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside))
+
+
+def calls_of(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    """The nodes that call an operator, in order."""
+    return (node for node in module.graph.nodes if node.op == "call_function")
+
+
+def mutates(call: torch.fx.Node) -> bool:
+    """Whether an operator works in place."""
+    return getattr(getattr(call.target, "_schema", None), "is_mutable", False)
+
+
+def writes(call: torch.fx.Node, operand: torch.fx.Node) -> bool:
+    """Whether a call of an operator changes this operand."""
+    schema = getattr(call.target, "_schema", None)
+    if schema is None:
+        return False
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = {**dict(zip((a.name for a in schema.arguments), call.args, strict=False)), **call.kwargs}
+    return any(given.get(name) is operand for name in written)
+
+
+def writers_of(module: torch.fx.GraphModule) -> dict[int, str]:
+    """By position of an input, the last operator that writes to it."""
+    found: dict[int, str] = {}
+    for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        writers = sorted(user for user in node.users if writes(user, node))
+        if writers:
+            found[position] = writers[-1].name
+    return found

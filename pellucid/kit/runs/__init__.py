@@ -1,0 +1,1 @@
+"""Graphs and tensors as files: the folder that `capture` writes, and every tool takes."""

@@ -1,0 +1,329 @@
+"""What the commands of the kit print."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from pellucid.kit.debug.bisect import Bisected
+from pellucid.kit.debug.capture import CapturedRun, Replay
+from pellucid.kit.debug.check import ABOUT_AGAIN, AGAIN, Checked, Culprit
+from pellucid.kit.debug.cosim import COMPLETE, Cosimulated, Difference
+from pellucid.kit.debug.diff import Changes
+from pellucid.kit.debug.match import Matches
+from pellucid.kit.debug.reasons import KINDS, Reasons
+from pellucid.kit.debug.testgen import Tests
+from pellucid.kit.judge.judge import Judgement, Output, Verdict
+from pellucid.kit.minify.minify import Minified
+from pellucid.kit.subjects.explain import Explanation, Refusal
+from pellucid.printing import Part, Sentence, Table, code, name, place, relative, sentence
+
+_NOT_DONE = {
+    "fusion": "not fused",
+    "vectorisation": "not vectorised",
+    "fallback": "not compiled: calls of a library",
+    "graph break": "graph breaks",
+    "recompilation": "recompilations",
+}
+_STYLES = {Verdict.OK: "green", Verdict.ROUNDING: "green"}
+_MEANINGS = {
+    Verdict.OK: "the compiled program does what eager does, bit for bit",
+    Verdict.ROUNDING: "the compiled program differs from eager by rounding only",
+    Verdict.WRONG: "the compiled program is wrong",
+    Verdict.ERROR: "compiling or running it raised an exception",
+    Verdict.CRASH: "compiling or running it ended the process",
+    Verdict.HANG: "compiling or running it did not end in time",
+}
+
+
+_MOST = 10  # rows of one kind that are printed; `--json` has all of them
+_WHYS = 3  # of them with what is wrong in words
+_LINES = 6  # of a plan's change that are printed
+_ONE_LINE = 62  # columns within which an example and its place stand on one line
+_BAD = "bold red"
+_NUMBERS = frozenset(range(3))
+_LEGEND = sentence(("error: from float64, in units of the tensor's rms; ulp: from eager", "dim"))
+
+
+def shown(found: Any, **how: Any) -> RenderableType:
+    """What the command prints of its result. how: see the functions below."""
+    return Group(*_SHOW[type(found)](found, **how))
+
+
+def _checked(found: Checked) -> Iterator[RenderableType]:
+    """A verdict, what it rests on, and where to look."""
+    yield _verdict(found.verdict, f" ({found.backend}): {_MEANINGS[found.verdict]}")
+    if found.variation:
+        yield sentence(f"with inputs varied: {found.variation}")
+    elif found.tried > 1:
+        yield sentence(f"{found.tried} variations of the inputs tried")
+    if found.failure is not None:
+        yield sentence(str(found.failure))
+    if found.step is not None:
+        yield from _culprit(found.step)
+    if found.outputs:
+        yield from _outputs(found.outputs)
+
+
+def _outputs(outputs: Sequence[Output]) -> Iterator[RenderableType]:
+    """The bad ones, the worst first and buffers after what the program computes; the good ones are counted."""
+    bad = {output.name: output for output in outputs if not output.verdict.good}
+    rows = [each for each in bad.values() if not each.name.endswith(AGAIN) or each.name.removesuffix(AGAIN) not in bad]
+    rows.sort(key=lambda each: ("buffer " in each.name, -_share(each.judgement)))
+    if rows:
+        yield Table(
+            ("error", "allowed", "ulp", "tensor"),
+            [_output(each, n < _WHYS) for n, each in enumerate(rows[:_MOST])],
+            right=_NUMBERS,
+        )
+        if len(bad) > len(rows[:_MOST]):
+            yield sentence(f"and {len(bad) - len(rows[:_MOST])} more wrong")
+        if any(each.name.endswith(AGAIN) for each in rows[:_MOST]):
+            yield sentence(f"{AGAIN.strip(' ()')}: {ABOUT_AGAIN}")
+        yield _LEGEND
+    good = [output for output in outputs if output.verdict.good]
+    if not good:
+        return
+    rounded = [output for output in good if output.verdict is not Verdict.OK]
+    equal = f"{_count(len(good), 'tensor')} compared" if not bad else f"{_count(len(good), 'tensor')} good"
+    if rounded:
+        worst = max(rounded, key=lambda each: _share(each.judgement))
+        equal += f", {len(good) - len(rounded)} bit for bit equal; the nearest to its limit is {worst.name}: error"
+        equal += f" {worst.judgement.error:.2g}, allowed {worst.judgement.allowed:.2g}"
+    yield sentence(equal)
+
+
+def _output(output: Output, why: bool) -> tuple[Any, ...]:
+    """A row. why: in words; said always where it is not in the numbers."""
+    found = output.judgement
+    told = (sentence(f"{output.dtype}{list(output.shape)}: {found.why}"),) if why or _share(found) <= 1 else ()
+    return *_numbers(found), (name(output.name), *told)
+
+
+def _share(found: Judgement) -> float:
+    """How much of what is allowed an error is; infinite where nothing is, or the error is no number."""
+    share = found.error / found.allowed if found.allowed else math.inf if found.error else 0.0
+    return math.inf if math.isnan(share) else share
+
+
+def _bisected(found: Bisected) -> Iterator[RenderableType]:
+    """The component, what in it, and how that was found."""
+    if found.good:
+        yield from _checked(found.checked)
+        return
+    yield sentence("to blame: ", (found.component, _BAD), f" ({found.backend})")
+    yield from _culprit(found.culprit) if found.culprit else ()
+    yield Table(("used up to", "verdict"), [(each.component, _verdict(each.verdict)) for each in found.tried])
+
+
+def _culprit(step: Culprit) -> Iterator[RenderableType]:
+    """Which call of which graph, what it implements, and the user's lines."""
+    called = f", called as {step.kernel}" if step.kernel else ""
+    yield code((f"{step.op}{called}" if step.op else f"kernel {step.kernel}") + f" of graph {step.graph}")
+    yield sentence(f"  FX nodes: {', '.join(step.fx_nodes) or 'none'}", hang=4)
+    yield from (place(line, "  at ") for line in step.user_lines)
+
+
+def _cosimulated(found: Cosimulated) -> Iterator[RenderableType]:
+    """The first wrong result and the others, or that there is none."""
+    mode = "each step on eager's results" if found.mode == COMPLETE else "as the program runs"
+    mode += f", against {found.against}" if found.against != "eager" else ""
+    seen = f"{_count(len(found.differences), 'result')} compared, {found.unseen} lie inside kernels ({mode})"
+    yield _verdict(found.verdict, f" ({found.backend}): {seen}")
+    wrong = [each for each in found.differences if not each.verdict.good]
+    if not wrong:
+        worst = max((each.judgement.error for each in found.differences), default=0.0)
+        yield sentence(f"largest error {worst:.2g}, in units of the rms of the result")
+        return
+    yield Table(
+        ("error", "allowed", "ulp", "result, the first wrong one first"),
+        [_difference(each, number < _WHYS) for number, each in enumerate(wrong[:_MOST])],
+        right=_NUMBERS,
+    )
+    if len(wrong) > _MOST:
+        yield sentence(f"and {len(wrong) - _MOST} more wrong")
+    yield _LEGEND
+
+
+def _difference(found: Difference, why: bool) -> tuple[Any, ...]:
+    """A row. why: also in words."""
+    what: list[Part] = [name(found.fx_node), name(found.kernel, "by ", f" of graph {found.graph}")]
+    what += [place(found.user_line, "at ")] if found.user_line else []
+    what += [sentence(found.judgement.why)] if why else []
+    return *_numbers(found.judgement), what
+
+
+def _captured(found: CapturedRun) -> Iterator[RenderableType]:
+    """The graphs of a new run, and how compiled code does on them."""
+    rows = [(each.name, str(each.calls), _verdict(each.verdict), str(each.failure or "")) for each in found.graphs]
+    failed = any(each.failure for each in found.graphs)
+    names = ("graph", "calls", "verdict", "failure")
+    yield Table(names if failed else names[:-1], rows if failed else [row[:-1] for row in rows], right=frozenset((1,)))
+    size = f"{found.megabytes:.3g} MB of tensors, {_count(found.kernels, 'different kernel')} of {found.backend}"
+    yield sentence(f"{relative(found.folder)}: {size}")
+
+
+def _replayed(found: Replay) -> Iterator[RenderableType]:
+    """Each graph: the verdict here, the one in the run, and what is not as it was."""
+    names = ("graph", f"here ({found.backend})", f"in the run ({found.captured_by})", "other than in the run")
+    rows = []
+    for graph in found.graphs:
+        moved = [sentence(f"{each.name}: {each.judgement.why}") for each in graph.moved[:3]]
+        nothing = [sentence("nothing" if graph.recorded else "the run has no numbers")]
+        rows.append((graph.graph, _verdict(graph.verdict), graph.before, moved or nothing))
+    yield Table(names, rows)
+    for graph in found.graphs:
+        if not graph.verdict.good:
+            yield from _checked(graph.checked)
+
+
+def _tests(found: Tests) -> Iterator[RenderableType]:
+    """The kernels without a test and why, and how to run the others."""
+    yield from (sentence(f"no test for {test.symbol}: {test.why}") for test in found.tests if not test.file)
+    if not found.files:
+        yield sentence("there is no kernel to test")
+        return
+    folder = relative(str(Path(found.files[0]).parent))
+    yield sentence(f"{_count(len(found.files), 'test')} of kernels: run with `pytest {folder}`")
+
+
+def _changes(found: Changes) -> Iterator[RenderableType]:
+    """What changed, by kind; long texts are cut, `--json` has all of them."""
+    if not found.changed:
+        yield sentence("nothing changed")
+        return
+    yield code(f"- {relative(found.before)}\n+ {relative(found.after)}")
+    rows = []
+    for each in found.changed:
+        sides = [_side(each.kind, sign, text) for sign, text in (("- ", each.before), ("+ ", each.after)) if text]
+        rows.append((each.kind, (sentence(each.what, hang=2), *sides)))
+    yield Table((), rows)
+
+
+def _side(kind: str, sign: str, text: str) -> Part:
+    return code(_short(text), sign) if kind in ("kernel", "plan") else sentence(f"{sign}{text}", hang=2)
+
+
+def _short(text: str) -> str:
+    lines = text.splitlines()
+    more = [f"... and {len(lines) - _LINES} lines more"] if len(lines) > _LINES else []
+    return "\n".join([*lines[:_LINES], *more])
+
+
+def _matched(found: Matches, source: bool = False) -> Iterator[RenderableType]:
+    """Each kernel with what it implements. source: and its annotated C++."""
+    for kernel in found.kernels:
+        yield sentence((kernel.kernel, "bold"), f" of graph {kernel.graph}")
+        rows: tuple[tuple[str, Sequence[str], Callable[[str], Part]], ...] = (
+            ("C++", (kernel.symbol,), code),
+            ("IR", tuple(filter(None, (" ".join(kernel.ir_ops),))), sentence),
+            ("FX nodes", kernel.fx_nodes, code),
+            ("your lines", kernel.user_lines, place),
+        )
+        yield Table((), [(what, [part(text) for text in texts]) for what, texts, part in rows if texts])
+        if source:
+            yield code(kernel.annotated)
+    unmatched = sum(not kernel.fx_nodes for kernel in found.kernels)
+    calls = f"{_count(len(found.calls), 'call')} of libraries"
+    yield sentence(f"{_count(len(found.kernels), 'kernel')}, {unmatched} of them unmatched, and {calls}")
+
+
+def _minified(found: Minified) -> Iterator[RenderableType]:
+    """The graph that is left, how much was cut away, and the program that shows the failure."""
+    if found.good:
+        yield sentence(f"nothing fails ({found.backend}): there is nothing to minify")
+        return
+    cut = f"{_count(found.nodes_before, 'node')} became {found.nodes_after}, in {found.queries} queries"
+    yield sentence((str(found.kind), _BAD), f" ({found.backend}): {cut} and {found.seconds:.1f} s")
+    yield code(found.graph)
+    if found.changes:
+        yield sentence(f"its inputs were changed: {', '.join(found.changes)}")
+    seen = "it fails so" if found.shown else "but run alone it does not fail so"
+    yield place(found.repro, "repro: ")
+    yield sentence(seen)
+    if not found.finished:
+        yield sentence("the budget was spent before the search was done")
+    if found.others:
+        yield sentence(f"other failures were met and not followed: {', '.join(found.others)}")
+
+
+def _explained(found: Reasons) -> Iterator[RenderableType]:
+    """A compile error from the compiler's message to the user's line; or what was not done, by kind."""
+    if found.refused:
+        yield from _explanation(found)
+    if found.failure is not None:
+        yield sentence(("it does not compile: ", _BAD), str(found.failure))
+    if found.good and not found.refusals:
+        yield sentence(f"{found.backend} compiled all of it, and refused nothing")
+    for kind in KINDS:
+        refusals = [each for each in found.refusals if each.kind == kind]
+        if refusals:
+            yield sentence((_NOT_DONE[kind], "bold"))
+            yield _refusals(refusals)
+
+
+def _explanation(found: Explanation) -> Iterator[RenderableType]:
+    yield sentence(("the C++ compiler refused a kernel", _BAD))
+    rows = (
+        ("message", sentence(found.message)),
+        ("stopped at line", code(found.error_line)),
+        ("to blame, line", code(found.cpp_line)),
+        ("kernel", code(found.kernel)),
+        ("operator", code(found.ir_op)),
+        ("FX node", sentence(found.fx_node)),
+        ("your line", place(found.user_line)),
+        ("cause", sentence(found.cause)),
+        ("hint", sentence(found.hint)),
+    )
+    yield Table((), rows)
+
+
+def _refusals(refusals: Sequence[Refusal]) -> Table:
+    """Each cause once, the most frequent first, with what it hit first and how often."""
+    by_cause: dict[str, list[Refusal]] = {}
+    for each in refusals:
+        by_cause.setdefault(each.cause, []).append(each)
+    causes = sorted(by_cause.items(), key=lambda item: -len(item[1]))
+    rows = [(str(len(each)), (sentence(cause), *_example(each[0]))) for cause, each in causes]
+    return Table(("times", "cause, and an example"), rows, right=frozenset((0,)))
+
+
+def _example(refusal: Refusal) -> list[Part]:
+    """What was hit, and where."""
+    subject = ", ".join(refusal.subject)
+    found = place(refusal.user_line, "  at ")
+    if not refusal.user_line:
+        return [sentence(f"  {subject}", hang=4)] if subject else []
+    if subject and len(subject) + sum(map(len, (found.before, found.path, found.after))) <= _ONE_LINE:
+        return [place(refusal.user_line, f"  {subject} at ")]
+    return [*([sentence(f"  {subject}", hang=4)] if subject else []), found]
+
+
+def _numbers(found: Judgement) -> tuple[str, str, str]:
+    return f"{found.error:.2g}", f"{found.allowed:.2g}", "-" if found.ulp is None else f"{found.ulp:.3g}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _verdict(verdict: Verdict, rest: str = "") -> Sentence:
+    return sentence((verdict.value, _STYLES.get(verdict, _BAD)), rest)
+
+
+_SHOW: Mapping[type, Callable[..., Iterator[RenderableType]]] = {
+    Bisected: _bisected,
+    CapturedRun: _captured,
+    Changes: _changes,
+    Checked: _checked,
+    Cosimulated: _cosimulated,
+    Matches: _matched,
+    Minified: _minified,
+    Reasons: _explained,
+    Replay: _replayed,
+    Tests: _tests,
+}

@@ -1,0 +1,275 @@
+"""A backend under test, behind one interface: every tool of the kit speaks to subjects only."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pellucid.ir.origin import Origin
+from pellucid.kit.programs.case import Case
+from pellucid.kit.programs.graphs import Graph, GraphCompiler, Recorder, interpret, through_aot
+from pellucid.kit.subjects.explain import Refusal, Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call that a compiled graph makes: a generated kernel, or an operator of a library.
+
+    name: unique in the graph. op: of a library call, as the dispatcher names it; empty for a kernel.
+    reason: why a library call is not compiled. ops: of the loop language, in the order of a kernel's C++.
+    origin: the FX nodes that it implements, in graph order, and their user lines.
+    reads, writes: names of buffers. values: the FX nodes whose whole result lies in memory once this call is done.
+    symbol: the C++ function; equal kernels share it. source: its C++. lines: where each line of that comes from.
+    """
+
+    name: str
+    op: str
+    origin: Origin
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    symbol: str = ""
+    source: str = ""
+    lines: tuple[Origin, ...] = ()
+    reason: str = ""
+    ops: tuple[str, ...] = ()
+
+    @property
+    def generated(self) -> bool:
+        return not self.op
+
+
+def refusal(kind: str, subject: tuple[str, ...], cause: str, origin: Origin) -> Refusal:
+    """One thing that was not done, with where it comes from."""
+    return Refusal(kind, subject, cause, origin.nodes, str(origin.users[-1]) if origin.users else "")
+
+
+class Probe:
+    """What happens around the steps of a run. By default nothing."""
+
+    def before(self, step: Step) -> None:
+        """Called before the step."""
+
+    def after(self, step: Step, values: Mapping[str, torch.Tensor]) -> None:
+        """Called after the step with live tensors: the results of `step.values`. They may be written to, not kept."""
+
+
+class Compiled(ABC):
+    """A graph that a subject compiled.
+
+    graph: the FX graph whose nodes the steps name: the given one after the subject's own graph passes.
+    steps: in the order in which they run; empty where the subject does not tell. plan: the compiled graph as the
+    subject prints it; empty where it does not.
+    """
+
+    graph: torch.fx.GraphModule
+    steps: tuple[Step, ...]
+    plan: str = ""
+
+    def refusals(self) -> Iterator[Refusal]:
+        """What was not fused, not vectorised and not compiled, and why, as far as the subject tells."""
+        for step in {step.name: step for step in self.steps}.values():  # one may stand for several results
+            if step.op:
+                yield refusal("fallback", (step.op,), step.reason or "a call of a library", step.origin)
+
+    @abstractmethod
+    def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
+        """What the graph returns. The inputs are changed where the graph mutates them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A way to run a program that uses part of a backend.
+
+    component: what it adds to the rung below it. subject: how. threads: torch's; 0 for its own choice.
+    """
+
+    component: str
+    subject: Subject
+    threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Subject(ABC):
+    """A backend of `torch.compile` with its options."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    # How much it wants of the graphs that it compiles: where two are to compile the same, the greater captures it.
+    demands = 0
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @abstractmethod
+    def wrap(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+        """`fn` compiled by this backend when it is called. No cache hides what this version of the backend does."""
+
+    @abstractmethod
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
+        """A backend for `torch.compile` that captures graphs as this one does; `compiler` of a kind gets each.
+
+        decompose: break operators up as the backend does; else they stay as the user called them.
+        """
+
+    @abstractmethod
+    def compile(self, graph: Graph) -> Compiled:
+        """Compile one graph for inputs like its own. Raises what the backend raises."""
+
+    def watched(self, fn: Callable[..., Any], probe: Probe, dynamic: bool | None = None) -> Callable[..., Any]:
+        """`fn` compiled by this backend, with `probe` around each step of its graphs."""
+
+        def compiler(kind: str) -> GraphCompiler:
+            def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+                compiled = self.compile(Graph(kind, kind, module, tuple(inputs)))
+
+                def run(args: list[Any]) -> list[Any]:
+                    given = list(args)
+                    args.clear()
+                    return list(compiled.run(given, probe))
+
+                run._boxed_call = True  # type: ignore[attr-defined]
+                return run
+
+            return compile_graph
+
+        return torch.compile(fn, backend=self.capturing(compiler), dynamic=dynamic)
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Do once what every compilation of this process and of its forks needs, as far as that starts no threads."""
+
+    def keep_kernels(self, folder: Path) -> None:  # noqa: B027
+        """From now on this process and its forks keep kernels in a folder that they alone use, and compile none twice.
+
+        For a process that is about to compile many graphs that are much alike.
+        """
+
+    def refused(self, error: BaseException) -> Refused | None:
+        """The kernel that the C++ compiler refused, if that is what `error`, raised by `compile`, says."""
+        return None
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        """By ATen operator, what the backend replaces it with while it captures."""
+        return {}
+
+    def passed(self, graph: Graph) -> torch.fx.GraphModule:
+        """A graph after the backend's own passes; the given one stays as it is."""
+        return graph.module
+
+    @abstractmethod
+    def ladder(self) -> tuple[Rung, ...]:
+        """Ways to run a program from eager to this backend as it is, each with one more component of it."""
+
+    def graphs(self, case: Case, *, backward: bool = False, dynamic: bool | None = None) -> list[Graph]:
+        """The graphs that a program becomes, in the order of their first calls, which are made eagerly."""
+        recorder = Recorder()
+        torch._dynamo.reset()
+        fresh = case.fresh()
+        with torch.set_grad_enabled(backward):
+            result = torch.compile(fresh.fn, backend=self.capturing(recorder.compiler), dynamic=dynamic)(
+                *fresh.args, **fresh.kwargs
+            )
+            if backward:
+                loss_of(result).backward()
+        torch._dynamo.reset()
+        return recorder.graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(Subject):
+    """A backend of which only a part is used: `wrap` goes through `compile`, which says what part."""
+
+    base: Subject = None  # type: ignore[assignment]
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    def wrap(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+        return self.watched(fn, Probe(), dynamic)
+
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
+        return self.base.capturing(compiler, decompose)
+
+    def refused(self, error: BaseException) -> Refused | None:
+        return self.base.refused(error)
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return self.base.decompositions()
+
+    def passed(self, graph: Graph) -> torch.fx.GraphModule:
+        return self.base.passed(graph)
+
+    def ladder(self) -> tuple[Rung, ...]:
+        return self.base.ladder()
+
+
+@dataclass(frozen=True, slots=True)
+class Captured(Partial):
+    """The graphs as a backend captures them, run eagerly."""
+
+    def compile(self, graph: Graph) -> Compiled:
+        return Interpreted(graph.module)
+
+
+@dataclass(frozen=True, slots=True)
+class Undecomposed(Captured):
+    """The same with the operators that the user called, none of them decomposed."""
+
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
+        return self.base.capturing(compiler, decompose=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AsTraced(Captured):
+    """The same without what the backend does to forward and backward while they are one graph."""
+
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
+        return through_aot(compiler, dict(self.decompositions()) if decompose else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Passed(Partial):
+    """The graphs after a backend's own passes, run eagerly."""
+
+    def compile(self, graph: Graph) -> Compiled:
+        return Interpreted(self.passed(graph))
+
+
+class Interpreted(Compiled):
+    """A graph that runs eagerly, operator by operator."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        self.graph, self.steps = module, ()
+
+    def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
+        return interpret(self.graph, inputs)
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """A number to differentiate: the loss that a model returns, else all floating-point results, weighted at random.
+
+    The weights are the same on every call: a sum of a softmax's results, say, has no gradient at all.
+    """
+    loss = getattr(result, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    total = [_weighted(leaf) for leaf in leaves if leaf.requires_grad and leaf.numel()]
+    if not total:
+        raise ValueError("nothing that the program returns requires a gradient")
+    return torch.stack(total).sum()
+
+
+def _weighted(tensor: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    real = torch.view_as_real(tensor).sum(-1) if tensor.is_complex() else tensor
+    return (real.double() * weights).sum()

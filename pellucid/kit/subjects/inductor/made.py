@@ -1,0 +1,214 @@
+"""What Inductor makes of a graph, heard while it compiles: its module, its variables, and what it refuses to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.debug
+from torch._inductor.codegen.common import CSE
+from torch._inductor.codegen.cpp import (
+    VECTORIZABLE_DTYPES,
+    CppKernelProxy,
+    CppVecKernel,
+    KernelOpStats,
+    TilingSelect,
+)
+from torch._inductor.codegen.cpp_utils import _get_dtype_from_loopbodies, _get_loop_body
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import SchedulerNode, WhyNoFuse
+from torch._inductor.virtualized import V
+
+from pellucid.capture.graph import origin_of
+from pellucid.ir.origin import merge
+from pellucid.kit.subjects.explain import CPP_NAMES, Value
+
+# As `TilingSelect` has it: from so many accesses that are not contiguous on, no vectors.
+_STRIDED_LIMIT = 35
+# In C++ that computes the elements of a vector one by one.
+_ELEMENT_BY_ELEMENT = "tmpbuf_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """A refusal: its kind (see `explain.Refusal`), the buffers that it is about, and why."""
+
+    kind: str
+    buffers: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """What Inductor chose the vector loops of a kernel by."""
+
+    dtypes: set[torch.dtype]
+    stats: KernelOpStats
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What Inductor made of a graph.
+
+    text: its Python module. graph: the FX graph after its passes. holds: by buffer, the FX node whose result it is.
+    constants: what the text names beside its arguments. nodes: by provenance handle, names of FX nodes. values: the
+    variables of kernels by the text that defines them. undone: what was not fused or vectorised.
+    loaded: the names of the module that it became, with its kernels; empty before.
+    """
+
+    text: str
+    graph: torch.fx.GraphModule
+    holds: Mapping[str, str]
+    constants: Mapping[str, Any]
+    nodes: Mapping[str, Sequence[str]]
+    values: Mapping[str, Value] = field(default_factory=dict)
+    undone: Sequence[Undone] = ()
+    loaded: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def listening(made: list[Made]) -> Iterator[None]:
+    """What Inductor makes of each graph that it compiles in this context is appended."""
+    with ExitStack() as stack:
+        for owner, name, replacement in _Ear(made).hooks():
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+class _Ear:
+    """Stands before functions of Inductor, calls them, and notes what they were given and gave."""
+
+    def __init__(self, made: list[Made]) -> None:
+        self.made = made
+        self.values: dict[str, Value] = {}
+        self.undone: dict[Undone, None] = {}
+        self.tiling: _Tiling | None = None  # of the kernel that is being written
+
+    def hooks(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """By class and method, what takes its place; it is given the method first."""
+        for owner, name, hear in (
+            (GraphLowering, "codegen", self.wrote),
+            (GraphLowering, "compile_to_module", self.loaded),
+            (CSE, "generate", self.defined),
+            (WhyNoFuse, "__call__", self.unfused),
+            (TilingSelect, "select_tiling", self.tiled),
+            (CppKernelProxy, "codegen_nodes", self.looped),
+        ):
+            yield owner, name, _method(hear, getattr(owner, name))
+
+    def wrote(self, codegen: Callable[..., Any], lowering: GraphLowering) -> Any:
+        """Inductor wrote the module of a graph."""
+        result = codegen(lowering)
+        handles = torch._inductor.debug._inductor_triton_kernel_to_post_grad_node_info
+        made = Made(
+            result[0].value,
+            lowering.module,  # type: ignore[arg-type]
+            holds_of(lowering),
+            dict(lowering.constants),
+            {key: list(names) for key, names in handles.items()},
+            dict(self.values),
+            tuple(self.undone),
+        )
+        self.made.append(made)
+        return result
+
+    def loaded(self, load: Callable[..., Any], lowering: GraphLowering) -> Any:
+        """The module was imported."""
+        module = load(lowering)
+        if self.made:
+            self.made[-1].loaded.update(vars(module))
+        return module
+
+    def defined(self, generate: Callable[..., Any], cse: CSE, buffer: Any, expression: Any, **about: Any) -> Any:
+        """A variable was defined in a kernel."""
+        made = generate(cse, buffer, expression, **about)
+        node = getattr(V.interpreter, "current_node", None)
+        if node is None:
+            return made
+        if isinstance(expression, str):
+            self.values[f"{made} = {expression}"] = _value(str(node.target), about.get("dtype"))
+        elif _ELEMENT_BY_ELEMENT in getattr(expression, "getvalue", str)():
+            why = f"ops.{node.target} has no vector form: it is computed one element at a time"
+            self.undone[Undone("vectorisation", _buffers(_current()), why)] = None
+        return made
+
+    def unfused(self, refuse: Callable[..., Any], pair: WhyNoFuse, reason: str, *args: Any) -> None:
+        """Two loops were not fused."""
+        refuse(pair, reason, *args)
+        names = tuple(name.replace("op", "buf") for name in (pair.name1, pair.name2))
+        self.undone[Undone("fusion", names, reason % args)] = None
+
+    def tiled(self, select: Callable[..., Any], tiling: TilingSelect, functions: Sequence[Any], sizes: Any) -> Any:
+        """The loops of a kernel that vectors go along were chosen."""
+        factors, indices, stats = select(tiling, functions, sizes)
+        self.tiling = _Tiling(_dtypes(functions), stats)
+        return factors, indices, stats
+
+    def looped(self, codegen: Callable[..., Any], proxy: CppKernelProxy, nodes: Sequence[SchedulerNode]) -> None:
+        """The loops of a kernel were written, with vectors or without."""
+        self.tiling = None
+        codegen(proxy, nodes)
+        if not any(isinstance(kernel, CppVecKernel) for kernel in proxy.kernels):
+            self.undone[Undone("vectorisation", _buffers(nodes), _why_scalar(proxy, self.tiling))] = None
+
+
+def _method(hear: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: hear(method, *args, **kwargs)
+
+
+def _buffers(nodes: Iterable[SchedulerNode]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for node in nodes for name in node.get_buffer_names()))
+
+
+def _dtypes(functions: Sequence[Any]) -> set[torch.dtype]:
+    return set(_get_dtype_from_loopbodies(_get_loop_body(functions)))
+
+
+def _why_scalar(proxy: CppKernelProxy, tiling: _Tiling | None) -> str:
+    """Why a kernel has no vector code, by the rules of `TilingSelect`."""
+    if not proxy.picked_vec_isa:
+        return "no vector instructions: cpp.simdlen forbids them, or none of this processor are supported"
+    if tiling is None:
+        return "a single element: there is no loop"
+    narrow = [str(dtype).removeprefix("torch.") for dtype in tiling.dtypes if dtype not in VECTORIZABLE_DTYPES]
+    if narrow:
+        return f"no vectors of {', '.join(sorted(narrow))}"
+    strided, ops = (sum(c.values()) for c in (tiling.stats.non_contig_indexing_op_counter, tiling.stats.op_counter))
+    if strided >= _STRIDED_LIMIT or (strided > 0 and strided / ops >= KernelOpStats.OVERHEAD_RATIO_THRESHOLD):
+        return f"{strided} of {ops} operations access memory with a stride or through an index: vectors would not pay"
+    return "the inner loop is shorter than a quarter of a vector, and does little"
+
+
+def _current() -> list[SchedulerNode]:
+    """The part of a kernel that is being written, or nothing."""
+    current = getattr(V.kernel, "current_node", None)
+    return [] if current is None else [current]
+
+
+def _value(op: str, dtype: torch.dtype | None) -> Value:
+    """A variable of the kernel that is being written; of the FX nodes behind it, the one that is this operator."""
+    origins = [node for current in _current() if current.node is not None for node in current.node.get_origins()]
+    named = [node for node in origins if op in str(node.target)]
+    origin = merge(map(origin_of, named or origins))
+    return Value(op, CPP_NAMES.get(dtype, "") if dtype is not None else "", origin)
+
+
+def holds_of(lowering: Any) -> dict[str, str]:
+    """By buffer, the FX node whose whole result it is."""
+    found: dict[str, str] = {}
+    for name, buffer in lowering.name_to_buffer.items():
+        node = buffer.get_origin_node()
+        if node is None:
+            continue
+        value = node.meta.get("val")
+        try:
+            size = tuple(buffer.get_size())
+        except (NotImplementedError, AttributeError, AssertionError):
+            continue
+        if isinstance(value, torch.Tensor) and tuple(map(str, value.shape)) == tuple(map(str, size)):
+            found[name] = node.name
+    return found

@@ -1,0 +1,262 @@
+"""The module that Inductor wrote: the steps in its text, the hooks around them, the kernels and their lines."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.exc import CppCompileError
+
+from pellucid.capture.graph import origin_of
+from pellucid.ir.origin import GLUE, Origin, merge
+from pellucid.kit.subjects.base import Probe, Step
+from pellucid.kit.subjects.explain import DEFINITION, Refused
+from pellucid.kit.subjects.inductor.made import Made
+
+_ERROR = re.compile(r"^(?P<file>[^\s:]+):(?P<line>\d+):\d+: (?:fatal )?error: (?P<message>.*)$", re.MULTILINE)
+_HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
+
+
+class Instrumented:
+    """The module that Inductor wrote, with a hook before and after each call it makes."""
+
+    def __init__(self, made: Made) -> None:
+        tree = ast.parse(made.text)
+        self._reader = _Reader(made, tree)
+        call = _call_function(tree)
+        call.body = list(self._reader.instrument(call.body))
+        ast.fix_missing_locations(tree)
+        self.steps = self._reader.steps
+        self._probe = Probe()
+        self._space: dict[str, Any] = {
+            **made.loaded,
+            "__name__": "pellucid_instrumented",
+            "__before__": self._before,
+            "__after__": self._after,
+            **made.constants,
+        }
+        if made.loaded:  # its kernels are there
+            tree.body = [each for each in tree.body if not _compiles(each)]
+        self._code = compile(tree, "<instrumented>", "exec")
+        self._loaded = False
+
+    def run(self, inputs: list[Any], probe: Probe) -> Sequence[Any]:
+        if not self._loaded:
+            exec(self._code, self._space)
+            self._loaded = True
+        self._probe = probe
+        return self._space["call"](inputs)
+
+    def _before(self, position: int) -> None:
+        self._probe.before(self.steps[position])
+
+    def _after(self, position: int, *tensors: torch.Tensor) -> None:
+        step = self.steps[position]
+        self._probe.after(step, dict(zip(step.values, tensors, strict=True)))
+
+
+def _compiles(statement: ast.stmt) -> bool:
+    """Whether a statement of the module has to do with compiling its kernels."""
+    return any(
+        isinstance(node, ast.Name) and node.id in ("async_compile", "AsyncCompile") for node in ast.walk(statement)
+    )
+
+
+def _call_function(tree: ast.Module) -> ast.FunctionDef:
+    """The function that runs the graph: of the module, or of its class `Runner`."""
+    return next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "call")
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Finds the steps in the text of `call`."""
+
+    made: Made
+    tree: ast.Module
+    steps: list[Step] = field(default_factory=list)
+    _kernels: dict[str, tuple[str, tuple[bool, ...]]] = field(default_factory=dict)
+    _roots: dict[str, str] = field(default_factory=dict)
+
+    def instrument(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
+        """The statements with hooks between them."""
+        self._kernels = dict(kernels_of(self.tree))
+        found = [self._step(statement) for statement in body]
+        last = {buffer: at for at, step in enumerate(found) if step for buffer in step.writes}
+        names = self._names_of_results(body, found)
+        nodes = {node.name: node for node in self.made.graph.graph.nodes}
+        for at, (statement, step) in enumerate(zip(body, found, strict=True)):
+            if step is None:
+                yield statement
+                yield from self._late(names.get(at, ()))
+                continue
+            held = [b for b in step.writes if last[b] == at and b in self.made.holds and self._lives(b, body, at)]
+            origin = merge(origin_of(nodes[n]) for n in self._nodes_of(statement, step) if n in nodes)
+            values = tuple(self.made.holds[b] for b in held)
+            number = len(self.steps)
+            self.steps.append(_replaced(step, self._unique(step.name), origin, values))
+            yield _hook("__before__", number)
+            yield statement
+            yield _hook("__after__", number, *held)
+
+    def _late(self, results: Sequence[str]) -> Iterator[ast.stmt]:
+        """A name given to a result of the last step."""
+        held = [name for name in results if name in self.made.holds]
+        if held and self.steps:
+            number = len(self.steps) - 1
+            step = self.steps[number]
+            fresh = [name for name in held if self.made.holds[name] not in step.values]
+            if fresh:
+                self.steps.append(_replaced(step, step.name, step.origin, tuple(self.made.holds[n] for n in fresh)))
+                yield _hook("__after__", len(self.steps) - 1, *fresh)
+
+    def _step(self, statement: ast.stmt) -> Step | None:
+        call = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
+        if isinstance(statement, ast.Assign):
+            self._note_alias(statement)
+        if not isinstance(call, ast.Call):
+            return None
+        name = ast.unparse(call.func)
+        if name in self._kernels:
+            source, written = self._kernels[name]
+            arguments = [_base(arg) for arg in call.args]
+            writes = [a for a, w in zip(arguments, written, strict=False) if a and w]
+            reads = [a for a, w in zip(arguments, written, strict=False) if a and not w]
+            lines, ops = self._annotations(source)
+            return Step(name, "", GLUE, tuple(reads), self._with_roots(writes), (), name, source, lines, ops=ops)
+        if not name.startswith(("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")):
+            return None
+        out = [_base(keyword.value) for keyword in call.keywords if keyword.arg == "out"]
+        targets = (
+            [t.id for t in statement.targets if isinstance(t, ast.Name)] if isinstance(statement, ast.Assign) else []
+        )
+        reads = [buffer for arg in call.args if (buffer := _base(arg))]
+        if not out and not targets:
+            out = reads[:1]  # an operator that works in place
+        operator = name.removeprefix("torch.ops.").removeprefix("extern_kernels.")
+        return Step(operator, operator, GLUE, tuple(reads), self._with_roots([*filter(None, out), *targets]))
+
+    def _annotations(self, source: str) -> tuple[tuple[Origin, ...], tuple[str, ...]]:
+        """Where each line of a kernel comes from, and its operators in order; lines that define no value are glue."""
+        origins: list[Origin] = []
+        ops: list[str] = []
+        for line in source.splitlines():
+            found = DEFINITION.match(line)
+            value = self.made.values.get(f"{found['name']} = {found['value']}") if found else None
+            origins.append(value.origin if value else GLUE)
+            ops += [value.op] if value else []
+        return tuple(origins), tuple(ops)
+
+    def _note_alias(self, statement: ast.Assign) -> None:
+        """`buf2 = reinterpret_tensor(buf1, ...)  # alias`: what is written to buf2 is written to buf1."""
+        target, value = statement.targets[0], statement.value
+        if (
+            isinstance(target, ast.Name)
+            and isinstance(value, ast.Call)
+            and ast.unparse(value.func) == "reinterpret_tensor"
+        ):
+            base = _base(value)
+            if base:
+                self._roots[target.id] = base
+
+    def _with_roots(self, names: Sequence[str]) -> tuple[str, ...]:
+        found: dict[str, None] = {}
+        for name in names:
+            found[name] = None
+            while name in self._roots:
+                name = self._roots[name]
+                found[name] = None
+        return tuple(found)
+
+    def _names_of_results(self, body: list[ast.stmt], found: list[Step | None]) -> dict[int, list[str]]:
+        """By statement, the names that it gives to (parts of) what a library call returned: `buf2 = buf1[0]`."""
+        lines = self.made.text.splitlines()
+        results: set[str] = set()
+        names: dict[int, list[str]] = {}
+        for at, (statement, step) in enumerate(zip(body, found, strict=True)):
+            if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+                continue
+            if step is not None:
+                results.update(name.id for name in statement.targets if isinstance(name, ast.Name))
+            elif lines[statement.lineno - 1].endswith("# reuse"):
+                continue  # the memory of a result, for another one that is still to come
+            elif isinstance(statement.value, ast.Subscript | ast.Name) and _base(statement.value) in results:
+                names.setdefault(at, []).append(statement.targets[0].id)
+        return names
+
+    def _lives(self, name: str, body: list[ast.stmt], at: int) -> bool:
+        """Whether a name means something after a statement."""
+        known = False
+        for statement in body[: at + 1]:
+            if isinstance(statement, ast.Assign):
+                known |= any(isinstance(t, ast.Name) and t.id == name for t in statement.targets)
+            if isinstance(statement, ast.Delete) and any(
+                isinstance(t, ast.Name) and t.id == name for t in statement.targets
+            ):
+                known = False
+        return known
+
+    def _nodes_of(self, statement: ast.stmt, step: Step) -> Sequence[str]:
+        """From the comment that stands above a call, else from what its buffers hold."""
+        lines = self.made.text.splitlines()
+        for line in reversed(lines[max(0, statement.lineno - 3) : statement.lineno - 1]):
+            handle = _HANDLE.search(line)
+            if handle and handle.group(1) in self.made.nodes:
+                return self.made.nodes[handle.group(1)]
+        return [self.made.holds[b] for b in step.writes if b in self.made.holds]
+
+    def _unique(self, name: str) -> str:
+        count = sum(step.name.partition("#")[0] == name for step in self.steps)
+        return f"{name}#{count + 1}" if count else name
+
+
+def _replaced(step: Step, name: str, origin: Origin, values: tuple[str, ...]) -> Step:
+    return replace(step, name=name, origin=origin, values=values)
+
+
+def _hook(name: str, number: int, *arguments: str) -> ast.stmt:
+    text = ", ".join((str(number), *arguments))
+    return ast.parse(f"{name}({text})").body[0]
+
+
+def _base(node: ast.expr) -> str:
+    """The buffer that an argument is, or is a view of; empty for what is no buffer."""
+    match node:
+        case ast.Name(name):
+            return name
+        case ast.Subscript(value):
+            return _base(value)
+        case ast.Call(func=ast.Name("reinterpret_tensor"), args=[first, *_]):
+            return _base(first)
+        case _:
+            return ""
+
+
+def kernels_of(tree: ast.Module) -> Iterator[tuple[str, tuple[str, tuple[bool, ...]]]]:
+    """The C++ of each kernel and, by parameter, whether it may write to it: a pointer to what is not const."""
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(
+                [ast.Name(name)], ast.Call(ast.Attribute(attr="cpp_pybinding"), [types, ast.Constant(text)])
+            ):
+                declared = ast.literal_eval(types)
+                yield name, (str(text), tuple("*" in each and not each.startswith("const") for each in declared))
+
+
+def refused_kernel(failed: CppCompileError, made: Made) -> Refused | None:
+    """The kernel that the C++ compiler refused, if the error names a line of one."""
+    found = _ERROR.search(failed.output)
+    if found is None:
+        return None
+    file, number, message = found["file"], int(found["line"]), found["message"]
+    compiled = Path(file).read_text().splitlines() if Path(file).is_file() else []
+    for name, (source, _) in kernels_of(ast.parse(made.text)):
+        lines = source.splitlines()
+        for start in range(len(compiled) - len(lines) + 1):
+            if compiled[start : start + len(lines)] == lines:
+                return Refused(name, source, number - start, message, failed.output, made.values)
+    return None

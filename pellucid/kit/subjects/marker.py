@@ -1,0 +1,25 @@
+"""The probe that names the step that a process died in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pellucid.kit.process.child import Note
+from pellucid.kit.subjects.base import Probe, Step
+
+
+class Marker(Probe):
+    """Notes the step that runs where the parent process finds it when this one is dead."""
+
+    def __init__(self) -> None:
+        self._note = Note()
+
+    def before(self, step: Step) -> None:
+        self.note(step.name)
+
+    def after(self, step: Step, values: Mapping[str, Any]) -> None:
+        self.note("")
+
+    def note(self, text: str) -> None:
+        self._note.write(text)

@@ -1,0 +1,246 @@
+"""Pellucid as a subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pellucid.backend import compile_fx
+from pellucid.capture.decompositions import decompositions
+from pellucid.codegen import CppKernel
+from pellucid.executable import Probe as NodeProbe
+from pellucid.ir.interp import run_program
+from pellucid.ir.nodes import Compute, Extern, Kernel, Node, Program, Reduce, View
+from pellucid.ir.origin import Origin, merge
+from pellucid.ir.printer import print_program
+from pellucid.ir.types import TORCH_DTYPES
+from pellucid.kit.programs.graphs import Graph, GraphCompiler, through_aot
+from pellucid.kit.subjects.base import (
+    AsTraced,
+    Captured,
+    Compiled,
+    Interpreted,
+    Partial,
+    Passed,
+    Probe,
+    Rung,
+    Step,
+    Subject,
+    Undecomposed,
+    refusal,
+)
+from pellucid.kit.subjects.explain import CPP_NAMES, DEFINITION, Refusal, Refused, Value
+from pellucid.kit.subjects.plain import front_rungs
+from pellucid.lower import NotHeld, lower
+from pellucid.lower.graph import buffers_of
+from pellucid.native.build import KernelCompileError
+from pellucid.options import make_options
+from pellucid.pipeline import Unit, compile_graph, graph_passes, joint_passes
+from pellucid.schedule import schedule
+from pellucid.trace.record import GraphRecord
+
+_REFUSALS = (("fuse.", "fusion"), ("codegen.vectorize", "vectorisation"))
+
+
+@dataclass(frozen=True, slots=True)
+class Pellucid(Subject):
+    """This package's own compiler; `options` are those of `pellucid.options.Options`."""
+
+    demands = 1  # operators of ATen, any
+
+    @property
+    def name(self) -> str:
+        return "pellucid"
+
+    def wrap(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+        return torch.compile(fn, backend=partial(compile_fx, options=dict(self.options)), dynamic=dynamic)
+
+    def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
+        return through_aot(compiler, decompositions(), joint_passes) if decompose else through_aot(compiler, {})
+
+    def compile(self, graph: Graph) -> PellucidCompiled:
+        return PellucidCompiled(graph, self.options)
+
+    def refused(self, error: BaseException) -> Refused | None:
+        if not isinstance(error, KernelCompileError) or error.record is None:
+            return None
+        kernel = next(kernel for kernel in error.record.kernels.values() if kernel.name == error.kernel)
+        return Refused(error.kernel, kernel.source, error.line, error.detail, error.output, dict(_values(kernel)))
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return decompositions()
+
+    def passed(self, graph: Graph) -> torch.fx.GraphModule:
+        return graph_passes(graph.module, graph.kind)[0]
+
+    def ladder(self) -> tuple[Rung, ...]:
+        simplest = {**self.options, "fusion": False, "vectorize": False, "reuse_memory": False}
+        steps: list[Rung] = []
+        for component, more in (
+            ("codegen", {}),
+            ("memory plan", {"reuse_memory": True}),
+            ("vectorisation", {"vectorize": True}),
+            ("fusion", {"fusion": True}),
+        ):
+            simplest = {**simplest, **more}
+            steps.append(Rung(component, Pellucid(simplest), threads=1))
+        return (
+            *front_rungs(),
+            Rung("joint graph", Undecomposed({}, self)),
+            Rung("decompositions", AsTraced({}, self)),
+            Rung("layout", Captured({}, self)),
+            Rung("graph passes", Passed({}, self)),
+            Rung("lowering", Lowered({}, self)),
+            Rung("scheduling", Lowered({}, self, scheduled=True)),
+            *steps,
+            Rung("threads", self),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered(Partial):
+    """Graphs lowered to the loop language, one kernel for each operator, and executed by its interpreter.
+
+    scheduled: brought into an order, and long reductions cut, but without fusion. What no program holds runs eagerly.
+    """
+
+    scheduled: bool = False
+
+    def compile(self, graph: Graph) -> Compiled:
+        passed = self.passed(graph)
+        try:
+            lowered = lower(passed)
+        except NotHeld:
+            return Interpreted(passed)
+        program = schedule(lowered.program, make_options({"fusion": False}))[0] if self.scheduled else lowered.program
+        return _LoweredCompiled(passed, program, lowered.constants)
+
+
+class _LoweredCompiled(Compiled):
+    def __init__(self, graph: torch.fx.GraphModule, program: Program, constants: Sequence[torch.Tensor]) -> None:
+        self.graph, self.steps = graph, ()
+        self._program, self._constants = program, constants
+
+    def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
+        return run_program(self._program, [*inputs, *self._constants])
+
+
+class PellucidCompiled(Compiled):
+    """A graph that Pellucid compiled, with a hook around each call of its programs."""
+
+    def __init__(self, graph: Graph, options: Mapping[str, Any]) -> None:
+        self._probe = Probe()
+        self._steps: dict[str, Step] = {}
+        executable, record = compile_graph(graph.module, graph.kind, make_options(options), self._watch)
+        self._executable = executable
+        self.record: GraphRecord = record
+        self.graph = record.graph
+        self.steps = tuple(self._steps.values())
+        self.plan = "\n".join(print_program(each.scheduled) for each in record.programs)
+
+    def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
+        self._probe = probe or Probe()
+        with torch.no_grad():
+            return self._executable(list(inputs))
+
+    def refusals(self) -> Iterator[Refusal]:
+        yield from super().refusals()
+        for record in self.record.programs:
+            origins = {node.name: _origin(node) for node in (*record.lowered.nodes, *record.scheduled.nodes)}
+            for decision in record.decisions:
+                kind = next((kind for rule, kind in _REFUSALS if decision.rule.startswith(rule)), "")
+                if kind and not decision.ok:
+                    origin = merge(origins[name] for name in decision.subject if name in origins)
+                    yield refusal(kind, decision.subject, decision.why, origin)
+
+    def _watch(self, unit: Unit) -> dict[str, NodeProbe]:
+        """A probe for each node of a program; called while the graph is compiled, once per program."""
+        complete = _completed(unit.scheduled, unit.values)
+        probes: dict[str, NodeProbe] = {}
+        for node in unit.scheduled.nodes:
+            nodes = complete[node.name]
+            step = _step(unit, node, tuple(nodes))
+            self._steps[f"{unit.name}.{node.name}"] = step
+            probes[node.name] = NodeProbe(
+                before=partial(self._before, step),
+                views=tuple(unit.values[name] for name in nodes),
+                after=partial(self._after, step),
+            )
+        return probes
+
+    def _before(self, step: Step) -> None:
+        self._probe.before(step)
+
+    def _after(self, step: Step, *tensors: torch.Tensor) -> None:
+        self._probe.after(step, dict(zip(step.values, tensors, strict=True)))
+
+
+def _values(kernel: CppKernel) -> Iterator[tuple[str, Value]]:
+    """The variables of a kernel by the text that defines them."""
+    body = {line.out: line for line in kernel.plan.kernel.body}
+    for text, origin in zip(kernel.source.splitlines(), kernel.line_map, strict=True):
+        found = DEFINITION.match(text)
+        line = body.get(found["name"]) if found else None
+        if found and line is not None:
+            op = line.rhs.op if isinstance(line.rhs, Compute | Reduce) else type(line.rhs).__name__.lower()
+            yield f"{found['name']} = {found['value']}", Value(op, CPP_NAMES[TORCH_DTYPES[line.dtype]], origin)
+
+
+def _step(unit: Unit, node: Node, values: tuple[str, ...]) -> Step:
+    match node:
+        case Kernel():
+            kernel: CppKernel = unit.kernels[node.name]
+            return Step(
+                name=node.name,
+                op="",
+                origin=_origin(node),
+                reads=tuple(dict.fromkeys(load.buffer for _, load in node.loads())),
+                writes=_written(node),
+                values=values,
+                symbol=kernel.name,
+                source=kernel.source,
+                lines=tuple(kernel.line_map),
+                ops=tuple(line.rhs.op for line in node.body if isinstance(line.rhs, Compute | Reduce)),
+            )
+        case Extern():
+            written = _written(node)
+            read = tuple(sorted(buffers_of(node) - set(written)))
+            return Step(node.name, node.op, node.origin, read, written, values, reason=node.reason)
+
+
+def _origin(node: Node) -> Origin:
+    return merge(line.origin for line in node.body) if isinstance(node, Kernel) else node.origin
+
+
+def _written(node: Node) -> tuple[str, ...]:
+    match node:
+        case Kernel():
+            return tuple(dict.fromkeys(store.buffer for _, store in node.stores()))
+        case Extern():
+            outputs = [view.buffer for view in node.outputs if view is not None]
+            return tuple(dict.fromkeys((*outputs, *node.mutates)))
+
+
+def _completed(program: Program, values: Mapping[str, View]) -> dict[str, list[str]]:
+    """By node, the FX nodes whose result is in memory once it has run, and was not before.
+
+    A result may be stored in parts, as a concatenation is: it is complete after the last node that writes its buffer,
+    before anything changes the buffer in place. What is a view of an earlier result is not listed again.
+    """
+    owner: dict[str, str] = {}
+    for name, view in values.items():
+        owner.setdefault(view.buffer, name)
+    writers: dict[str, str] = {}
+    for node in program.nodes:
+        for buffer in _written(node):
+            writers[buffer] = node.name
+    inputs = {buffer.name for buffer in program.buffers if buffer.role == "input"}
+    complete: dict[str, list[str]] = {node.name: [] for node in program.nodes}
+    for buffer, name in owner.items():
+        if buffer in writers and buffer not in inputs:
+            complete[writers[buffer]].append(name)
+    return complete

@@ -1,0 +1,34 @@
+"""Which subject stands for which backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pellucid.errors import UserError, near
+from pellucid.kit.subjects.base import Subject
+from pellucid.kit.subjects.plain import Plain
+
+
+def subject_of(backend: str, options: Mapping[str, Any] | None = None) -> Subject:
+    """The subject for a backend of `torch.compile`. Raises UserError when there is none of this name."""
+    options = dict(options or {})
+    if backend == "pellucid":
+        from pellucid.kit.subjects.pellucid import Pellucid
+        from pellucid.options import make_options
+
+        make_options(options)
+        return Pellucid(options)
+    if backend == "inductor":
+        from pellucid.kit.subjects.inductor import Inductor, check_options
+
+        check_options(options)
+        return Inductor(options)
+    from torch._dynamo.backends.registry import list_backends
+
+    known = list_backends(exclude_tags=())
+    if backend not in known:
+        usual = sorted({"pellucid", "inductor", "eager", *list_backends()})
+        hint = near(backend, {*known, *usual}) or f"known are {', '.join(usual)}, and those for debugging PyTorch"
+        raise UserError(f"there is no backend {backend!r}", hint=hint)
+    return Plain(options, backend)
