@@ -10,7 +10,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from pellucid.capture.torch_compat import decomposition_table
+import torch
+
+from pellucid.capture.torch_compat import decomposition_table, suggested_format
 
 _POINTWISE = """
     celu clamp_max clamp_min elu_backward fill frac gelu_backward glu glu_backward hardshrink
@@ -52,4 +54,17 @@ NAMES: tuple[str, ...] = tuple(
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The table in the form that AOTAutograd takes."""
-    return decomposition_table(NAMES)
+    table = decomposition_table(NAMES)
+    roll = torch.ops.aten.roll.default
+    return {**table, roll: _rolled(table[roll])}
+
+
+def _rolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's decomposition of `roll` is contiguous; eager's result is channels-last where its argument is, except
+    that without dimensions the elements are rolled as one row."""
+
+    def roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
+        result = decomposition(x, shifts, dims)
+        return result.contiguous(memory_format=suggested_format(x)) if dims else result
+
+    return roll
