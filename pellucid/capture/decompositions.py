@@ -60,8 +60,11 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _rolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch's decomposition of `roll` is contiguous; eager's result is channels-last where its argument is, except
-    that without dimensions the elements are rolled as one row."""
+    """PyTorch's decomposition of `roll` is contiguous; eager's result is channels-last where its argument is.
+
+    Without dimensions the elements are rolled as one row, which is contiguous. So is eager's result where a shift is a
+    multiple of the size, which is not worth a guard on sizes.
+    """
 
     def roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
         result = decomposition(x, shifts, dims)
