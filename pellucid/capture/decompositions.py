@@ -6,9 +6,8 @@ calls ATen. Operators that the lowering writes as one kernel (softmax, layer nor
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -74,7 +73,7 @@ def _rolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
         if not dims or not static or len(shifts) != len(dims):
             result = decomposition(x, shifts, dims)
         else:
-            result = functools.reduce(_rolled_once, turns, x)
+            result = reduce(_rolled_once, turns, x)
         return result.contiguous(memory_format=suggested_format(x)) if dims else result
 
     return roll
