@@ -7,10 +7,12 @@ calls ATen. Operators that the lowering writes as one kernel (softmax, layer nor
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
-from pellucid.capture.torch_compat import decomposition_table
+import torch
+
+from pellucid.capture.torch_compat import decomposition_table, suggested_format
 
 _POINTWISE = """
     celu clamp_max clamp_min elu_backward fill frac gelu_backward glu glu_backward hardshrink
@@ -52,4 +54,35 @@ NAMES: tuple[str, ...] = tuple(
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The table in the form that AOTAutograd takes."""
-    return decomposition_table(NAMES)
+    table = decomposition_table(NAMES)
+    roll = torch.ops.aten.roll.default
+    return {**table, roll: _rolled(table[roll])}
+
+
+def _rolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """`roll` as the end of each row before its beginning: two loads in the order of memory, where PyTorch's gathers.
+
+    Its decomposition is kept for sizes or shifts that are symbols, whose slices would need guards. It is contiguous;
+    eager's result is channels-last where its argument is. Without dimensions the elements are rolled as one row, which
+    is contiguous. So is eager's result where a shift is a multiple of the size, which is not worth a guard on sizes.
+    """
+
+    def roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
+        turns = list(zip(shifts, dims, strict=False))
+        static = all(type(size) is int for size in (*x.shape, *shifts)) and x.numel() > 0
+        if not dims or not static or len(shifts) != len(dims):
+            result = decomposition(x, shifts, dims)
+        else:
+            result = reduce(_rolled_once, turns, x)
+        return result.contiguous(memory_format=suggested_format(x)) if dims else result
+
+    return roll
+
+
+def _rolled_once(x: torch.Tensor, turn: tuple[int, int]) -> torch.Tensor:
+    shift, dim = turn
+    size = x.shape[dim]
+    start = -shift % size
+    if start == 0:
+        return x.clone()
+    return torch.cat((x.narrow(dim, start, size - start), x.narrow(dim, 0, start)), dim)

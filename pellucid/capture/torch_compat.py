@@ -19,6 +19,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, detect_fake_mode
 from torch._logging._internal import getArtifactLogger
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, DimDynamic, ShapeEnv, resolve_unbacked_bindings
@@ -131,6 +132,11 @@ def decomposition_table(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
     """PyTorch's decompositions of the operators with these names (`native_batch_norm`, `addcmul`, ...)."""
     packets = [getattr(torch.ops.aten, name) for name in names]
     return get_decompositions(packets)
+
+
+def suggested_format(x: torch.Tensor) -> torch.memory_format:
+    """The memory format in which ATen makes a result that follows the layout of `x`."""
+    return suggest_memory_format(x)
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from pellucid.ir.nodes import Kernel, Reduce, axes_of
 from pellucid.options import Options
 
 # Terms that one accumulator adds up before it starts afresh, blocks then being added pairwise; and the longest sum
-# that is not worth it.
-PAIRWISE_BLOCK = 32
-SHORT_SUM = 48
+# that is not worth it. Eager adds up 16 terms before it starts afresh.
+PAIRWISE_BLOCK = 16
+SHORT_SUM = 24
 # Work of one parallel iteration that makes the loop around it negligible, in instructions.
 CHUNK_WORK = 4096
 # Squares of a tiled kernel that are walked in one go: few enough rows for the cache and the TLB to hold, so that the

@@ -10,7 +10,7 @@ import torch
 
 from pellucid.capture.graph import DTYPES
 from pellucid.ir.index import ZERO, Expr
-from pellucid.ir.types import DType
+from pellucid.ir.types import TORCH_DTYPES, DType
 from pellucid.lower.builder import KernelBuilder, Value
 from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, numel, op_name
 from pellucid.lower.registry import NotLowered, rule
@@ -134,11 +134,23 @@ def any_all(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     return lower_reduction(graph, node, given.get("dim"), given.get("keepdim", False), bodies, DType.BOOL)
 
 
-def _variance(kernel: KernelBuilder, value: Value, dims: tuple[int, ...]) -> tuple[Value, Value]:
-    """(mean, sum of squared distances from it): two sweeps, as accurate as Welford's method."""
-    mean = kernel.reduce("sum", value, dims) / kernel.size_value(kernel.count(dims), value.dtype)
-    distance = value - mean
-    return mean, kernel.reduce("sum", distance * distance, dims)
+def _moments(kernel: KernelBuilder, value: Value, dims: tuple[int, ...]) -> tuple[Value, Value]:
+    """(mean, sum of squared distances from it), in two sweeps: the second also sums the distances from the mean of the
+    first, which tells how far that mean is off.
+
+    Of equal elements the mean is exact and the sum of squares 0: each distance is the same few units in the last place,
+    and their sums have no rounding errors. The distances themselves are rounded, all of them alike, so a correction
+    of less than a unit in their last place would do harm.
+    """
+    count = kernel.size_value(kernel.count(dims), value.dtype)
+    near = kernel.reduce("sum", value, dims) / count
+    distance = value - near
+    total = kernel.reduce("sum", distance, dims)
+    off = total / count
+    shift = total * off
+    squares = (kernel.reduce("sum", distance * distance, dims) - shift).op("maximum", 0)
+    unit = torch.finfo(TORCH_DTYPES[value.dtype]).eps
+    return kernel.where(shift >= squares * unit**2, near + off, near), squares
 
 
 @rule("var.correction", "var_mean.correction")
@@ -150,10 +162,10 @@ def var(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     def variance(kernel: KernelBuilder, value: Value, dims: tuple[int, ...]) -> Value:
         count = kernel.size_value(kernel.count(dims), value.dtype)
         degrees = (count - kernel.const(correction, value.dtype)).op("maximum", 0)
-        return _variance(kernel, value, dims)[1] / degrees
+        return _moments(kernel, value, dims)[1] / degrees
 
     def average(kernel: KernelBuilder, value: Value, dims: tuple[int, ...]) -> Value:
-        return _variance(kernel, value, dims)[0]
+        return _moments(kernel, value, dims)[0]
 
     bodies = [variance] if op_name(node) == "var" else [variance, average]
     return lower_reduction(graph, node, given["dim"], given["keepdim"], bodies, x.dtype)
@@ -194,7 +206,7 @@ def layer_norm(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     results = tuple(graph.new(meta, op_name(node)) for meta in node.meta["val"])
     kernel = graph.kernel(node, x.shape)
     value = kernel.load(x.view, x.dtype, kernel.index)
-    mean, squares = _variance(kernel, value, dims)
+    mean, squares = _moments(kernel, value, dims)
     variance = squares / kernel.size_value(kernel.count(dims), value.dtype)
     scale = (variance + given["eps"]).op("rsqrt")
     answer = (value - mean) * scale

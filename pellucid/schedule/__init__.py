@@ -25,9 +25,9 @@ def schedule(program: Program, options: Options) -> tuple[Program, list[Decision
         program, fused = fuse(program, options)
         decisions += fused
         program = remove_dead(program)
+    program = clean_up(program)
     program, split = split_reductions(program, options)
     decisions += split
-    program = clean_up(program)
     program, hoisted = hoist(program)
     decisions += hoisted
     program, ordered = order(program)

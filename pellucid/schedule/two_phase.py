@@ -38,6 +38,7 @@ from pellucid.ir.nodes import (
 from pellucid.ir.origin import merge
 from pellucid.ir.types import DType
 from pellucid.options import Options
+from pellucid.schedule.cleanup import clean_kernel
 from pellucid.schedule.cut import Cut, choose_cuts
 from pellucid.schedule.rewrite import Rewrite, make_kernel, row_major, unique_name
 
@@ -57,7 +58,7 @@ def split_reductions(program: Program, options: Options) -> tuple[Program, list[
             decisions.append(decision)
         if isinstance(node, Kernel) and cuts:
             split = _Split(node, cuts, taken)
-            nodes += split.kernels()
+            nodes += map(clean_kernel, split.kernels())
             buffers += split.buffers
         else:
             nodes.append(node)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from pellucid.backend import last_compilations
 from pellucid.ir.nodes import Kernel, Program
@@ -81,3 +83,47 @@ def test_training_with_sizes_that_change() -> None:
             grads.append([parameter.grad for parameter in module.parameters()])
         assert_matches(*grads)
     assert len(last_compilations()) - before <= 4
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "pellucid"])
+def test_what_aotautograd_refuses_of_changed_inputs_is_refused_as_in_aot_eager(backend: str) -> None:
+    """With symbolic sizes: a view of a changed input, returned while another argument shares its memory."""
+
+    def changed(x: torch.Tensor, view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.add_(1)[1:], view * 2
+
+    torch._dynamo.reset()
+    base = torch.arange(24.0).view(6, 4)
+    with pytest.raises(AssertionError, match="ViewMeta"):
+        torch.compile(changed, backend=backend, dynamic=True)(base, base[1:])
+
+
+@pytest.mark.parametrize("n", [6, 9])
+def test_an_input_of_which_another_is_a_view_is_changed_in_place(n: int) -> None:
+    def changed(x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return view * 2
+
+    ours, eagers = (torch.arange(4.0 * n).view(n, 4) for _ in range(2))
+    result = torch.compile(changed, backend="pellucid", dynamic=True)(ours, ours[1:])
+    assert torch.equal(result, changed(eagers, eagers[1:])) and torch.equal(ours, eagers)
+
+
+@pytest.mark.parametrize("backend", ["eager", "pellucid"])
+def test_bounds_that_dynamo_refuses_are_refused_before_any_backend(backend: str) -> None:
+    """A slice to half of a bounded size: Dynamo makes guards that it cannot prove for the bounds."""
+    torch._dynamo.reset()
+    x = torch.randn(2, 10)
+    torch._dynamo.mark_dynamic(x, 1, min=4, max=64)  # type: ignore[attr-defined]
+    with pytest.raises(ConstraintViolationError, match="satisfy the generated guard"):
+        torch.compile(lambda x: x[:, : x.shape[1] // 2] * 2, backend=backend)(x)
+
+
+def test_half_of_a_dynamic_size_is_compiled_once() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("pellucid")
+    half = torch.compile(lambda x: x[:, : x.shape[1] // 2] * 2, backend=counter, dynamic=True)
+    for n in (10, 11, 64, 5):
+        x = torch.randn(2, n)
+        assert torch.equal(half(x), x[:, : n // 2] * 2)
+    assert counter.frame_count == 1

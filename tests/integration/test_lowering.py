@@ -39,3 +39,15 @@ def test_matches_eager(function: Callable[..., Any], args: tuple[Any, ...]) -> N
         reference = function(*wide_args)
     assert programs
     assert_matches((compiled, compiled_args), (eager, eager_args), (reference, wide_args))
+
+
+def test_results_of_roll_lie_as_eagers_do() -> None:
+    def rolled(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.roll(1, -1), x.roll((1, 2), (1, 2)), x.roll(3), x.int().roll(1, 1), torch.flip(x.roll(1, 0), (1,))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(rolled, backend="pellucid", dynamic=False)
+    x = torch.randn(2, 4, 6, 5).to(memory_format=torch.channels_last)
+    for each in (x, x[:, ::2], x.contiguous(), x.permute(0, 3, 1, 2), x[:, :1].expand(2, 4, 6, 5)):
+        for ours, eagers in zip(compiled(each), rolled(each), strict=True):
+            assert torch.equal(ours, eagers) and ours.stride() == eagers.stride()
