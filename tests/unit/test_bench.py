@@ -39,7 +39,7 @@ TINY = Settings(subjects=("aot_eager",), cold=False, budget=0.05)
 
 @pytest.mark.parametrize("name", ["bench.stats", "judge.accuracy", "bench.models", "bench.harness"])
 def test_the_examples_in_the_docstrings_run(name):
-    result = doctest.testmod(importlib.import_module(f"pellucid.kit.bench.{name}"))
+    result = doctest.testmod(importlib.import_module(f"pellucid.kit.{name}"))
     assert result.attempted > 0 and result.failed == 0
 
 
