@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, detect_fake_mode
 from torch._logging._internal import getArtifactLogger
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, DimDynamic, ShapeEnv, resolve_unbacked_bindings
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -43,6 +44,7 @@ __all__ = [
     "artifact_logger",
     "capture_with_aot",
     "current_graph_name",
+    "decomposed_call",
     "decomposition_table",
     "depends_on_floats",
     "derived_in",
@@ -128,6 +130,21 @@ def decomposition_table(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
     """PyTorch's decompositions of the operators with these names (`native_batch_norm`, `addcmul`, ...)."""
     packets = [getattr(torch.ops.aten, name) for name in names]
     return get_decompositions(packets)
+
+
+def decomposed_call(node: torch.fx.Node, table: Mapping[Any, Callable[..., Any]]) -> torch.fx.GraphModule:
+    """What a call becomes under a table of decompositions: a graph of its `all_input_nodes`, with fake results."""
+    operands = node.all_input_nodes
+
+    def call(*values: Any) -> Any:
+        given = dict(zip(operands, values, strict=True))
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        return cast(Any, node.target)(*args, **kwargs)
+
+    examples = [operand.meta["val"] for operand in operands]
+    mode = detect_fake_mode([leaf for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)])
+    with mode or nullcontext(), enable_python_dispatcher():
+        return make_fx(call, decomposition_table=dict(table))(*examples)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from pellucid.capture.graph import origin_of
 from pellucid.debug.case import Case, copied, load_case, load_case_file
 from pellucid.debug.child import SECONDS, Failure, Marker, Worker, failure_of, pass_on
+from pellucid.debug.decompose import decomposed
 from pellucid.debug.graphs import Graph, widened
 from pellucid.debug.judge import DRAWS, Judgement, Output, Verdict, close, judge, kind_of, near, worst
 from pellucid.debug.judge_graph import judge_graph
@@ -184,10 +185,12 @@ def subject_for(request: Request) -> Subject:
 
 
 def graphs_for(request: Request, subject: Subject) -> list[Graph]:
-    """The graphs that a subject captures of the program of a request, or those of its run."""
+    """The graphs that a subject captures of the program of a request; or those of its run, decomposed for the subject."""
     found = split_run(request.target)
     if found is not None:
-        return open_run(found[0], request.libraries).graphs(found[1])
+        run = open_run(found[0], request.libraries)
+        table = {} if run.about["backend"] == subject.name else subject.decompositions()
+        return [decomposed(graph, table) for graph in run.graphs(found[1])]
     return subject.graphs(load_case(request.target), backward=request.backward, dynamic=request.dynamic)
 
 
