@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -19,11 +19,12 @@ from pellucid.debug.judge_graph import judge_graph
 from pellucid.debug.run import open_run, split_run
 from pellucid.debug.subject import Probe, Subject, loss_of
 from pellucid.debug.subjects import subject_of
-from pellucid.debug.vary import change_in_place, nudge_in_place, variations
+from pellucid.debug.vary import change_in_place, nudge_in_place, variations, zeros_of
 from pellucid.errors import UserError
 
 EAGER = "eager"
 AGAIN = " (again)"
+Zeros: TypeAlias = Sequence[torch.Tensor | None] | None
 ABOUT_AGAIN = "a second call, after its floats were changed in place"
 
 
@@ -71,13 +72,15 @@ class Checked:
 class _Outcome:
     """What one run left: tensors by name, their strides where they matter, and who shares memory with whom.
 
-    calls: how many calls it made. The names of what the second one left end with `AGAIN`.
+    calls: how many calls it made. The names of what the second one left end with `AGAIN`. zeros: where its arguments
+    and parameters were 0 when they were changed for that.
     """
 
     tensors: dict[str, torch.Tensor]
     strides: dict[str, tuple[int, ...]]
     shared: frozenset[tuple[str, str]]
     calls: int = 1
+    zeros: Zeros = None
 
 
 def check(
@@ -237,20 +240,21 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
         if isinstance(probe, Marker):
             probe.note("")
         compiled = subject.wrap(fresh.fn, dynamic) if probe is None else subject.watched(fresh.fn, probe, dynamic)
-        actual = _outcome(fresh, backward, eager.calls, compiled)
+        actual = _outcome(fresh, backward, eager.calls, compiled, eager.zeros)
     except Exception as error:
         return Checked(subject.name, Verdict.ERROR, (), failure_of(error))
     finally:
         torch._dynamo.reset()
     seconds = ((tensor, actual.tensors.get(name)) for name, tensor in eager.tensors.items() if name not in first)
     if any(made is None or close(made, tensor) is None for tensor, made in seconds):
-        exact, draws = _exactly(case, backward, eager.tensors, 2), _draws(case, backward, 2)
+        exact = _exactly(case, backward, eager.tensors, 2, eager.zeros)
+        draws = _draws(case, backward, 2, eager.zeros)
     outputs = tuple(_compare(actual, eager, exact, draws))
     return Checked(subject.name, worst([output.verdict for output in outputs]), outputs)
 
 
-def _draws(case: Case, backward: bool, calls: int) -> list[Mapping[str, torch.Tensor]]:
-    return [_outcome(_nudged(case, seed), backward, calls).tensors for seed in range(DRAWS)]
+def _draws(case: Case, backward: bool, calls: int, zeros: Zeros = None) -> list[Mapping[str, torch.Tensor]]:
+    return [_outcome(_nudged(case, seed), backward, calls, zeros=zeros).tensors for seed in range(DRAWS)]
 
 
 def _check_repeatable(once: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> None:
@@ -272,12 +276,20 @@ def _eager_outcome(case: Case, backward: bool) -> _Outcome:
         return _outcome(case.fresh(), backward, 1)
 
 
-def _outcome(case: Case, backward: bool, calls: int, call: Callable[..., Any] | None = None) -> _Outcome:
-    """Run a program, and then on the same tensors with other values: compiled code must not have kept the old ones."""
+def _outcome(
+    case: Case, backward: bool, calls: int, call: Callable[..., Any] | None = None, zeros: Zeros = None
+) -> _Outcome:
+    """Run a program, and then on the same tensors with other values: compiled code must not have kept the old ones.
+
+    zeros: of eager's outcome, so that the values are changed as they were there.
+    """
     first = _called(case, backward, call)
     kept = _Outcome(copied(first.tensors), first.strides, first.shared)  # results may be views of what is changed
     tensors = _tensors_of(case)
-    if calls < 2 or not change_in_place(tensors):
+    if calls < 2:
+        return kept
+    zeros = zeros_of(tensors) if zeros is None else zeros
+    if not change_in_place(tensors, zeros):
         return kept
     for tensor in tensors:
         tensor.grad = None
@@ -287,6 +299,7 @@ def _outcome(case: Case, backward: bool, calls: int, call: Callable[..., Any] | 
         {**kept.strides, **{name + AGAIN: strides for name, strides in again.strides.items()}},
         kept.shared | {(a + AGAIN, b + AGAIN) for a, b in again.shared},
         calls,
+        zeros,
     )
 
 
@@ -364,14 +377,16 @@ def _sharing(tensors: Mapping[str, torch.Tensor]) -> frozenset[tuple[str, str]]:
     )
 
 
-def _exactly(case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int) -> Mapping[str, torch.Tensor]:
+def _exactly(
+    case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int, zeros: Zeros = None
+) -> Mapping[str, torch.Tensor]:
     """The outcome in float64, or eager's own for a program that does not run in float64 or then does other things."""
     wide = case.fresh()
     fn = wide.fn.double() if isinstance(wide.fn, torch.nn.Module) else wide.fn
     args, kwargs = widened((wide.args, dict(wide.kwargs)))
     _keep_leaves((wide.args, dict(wide.kwargs)), (args, kwargs))
     try:
-        found = _outcome(Case(case.name, fn, args, kwargs), backward, calls).tensors
+        found = _outcome(Case(case.name, fn, args, kwargs), backward, calls, zeros=zeros).tensors
     except Exception:
         return eager
     fits = all(name in found and found[name].shape == tensor.shape for name, tensor in eager.items())
