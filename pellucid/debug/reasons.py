@@ -8,11 +8,11 @@ import torch
 
 from pellucid.debug.check import Request, captured
 from pellucid.debug.child import SECONDS, Failure, Worker, failure_of, pass_on
-from pellucid.debug.explain import Explanation, Refusal, explain
+from pellucid.debug.explain import BY_PYTHON, Explanation, Refusal, explain
 from pellucid.debug.frontend import GRAPH_BREAK, RECOMPILATION, listening
 from pellucid.debug.run import run_of
 
-KINDS = ("fusion", "vectorisation", "fallback", GRAPH_BREAK, RECOMPILATION)
+KINDS = ("fusion", "vectorisation", "fallback", BY_PYTHON, GRAPH_BREAK, RECOMPILATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

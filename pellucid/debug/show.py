@@ -25,6 +25,7 @@ _NOT_DONE = {
     "fusion": "not fused",
     "vectorisation": "not vectorised",
     "fallback": "not compiled: calls of a library",
+    "call by Python": "held by no program: calls by Python between programs",
     "graph break": "graph breaks",
     "recompilation": "recompilations",
 }
