@@ -122,7 +122,8 @@ class Target:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / f"{click.get_current_context().info_name}.json"
             file.write_text(json.dumps(plain(result), indent=1) + "\n", encoding="utf-8")
-        end(result, show, self.as_json, result.good if good is None else good)
+        unsure = str(getattr(result, "verdict", "")) == "unsure"
+        end(result, show, self.as_json, result.good if good is None else good, unsure)
 
 
 def new_run(name: str) -> Path:
@@ -177,13 +178,13 @@ def target_command(command: Callable[..., None]) -> click.Command:
     return click.command()(made)
 
 
-def end(result: Any, show: Callable[[Any], Any], as_json: bool, good: bool) -> None:
-    """Print a result and end the command: 0 if it is good, 1 if it is bad."""
+def end(result: Any, show: Callable[[Any], Any], as_json: bool, good: bool, unsure: bool = False) -> None:
+    """Print a result and end the command: 0 if it is good, 1 if it is bad, 125 if that cannot be told."""
     if as_json:
         click.echo(json.dumps(plain(result), indent=1))
     else:
         out.print(show(result))
-    raise click.exceptions.Exit(Exit.GOOD if good else Exit.BAD)
+    raise click.exceptions.Exit(Exit.GOOD if good else Exit.SKIP if unsure else Exit.BAD)
 
 
 def plain(value: Any) -> Any:

@@ -11,16 +11,16 @@ from torch.utils import _pytree as pytree
 
 from pellucid.capture.graph import origin_of
 from pellucid.debug.case import Case, copied, load_case, load_case_file
-from pellucid.debug.child import SECONDS, Failure, Marker, Worker, failure_of, pass_on
+from pellucid.debug.child import SECONDS, Failure, Marker, Worker, failure_of, pass_on, raise_if_nothing_compiles
 from pellucid.debug.decompose import decomposed
 from pellucid.debug.graphs import Graph, widened
-from pellucid.debug.judge import DRAWS, Judgement, Output, Verdict, close, judge, kind_of, near, worst
+from pellucid.debug.judge import DRAWS, ORDER, Judgement, Output, Verdict, close, judge, kind_of, near, worst
 from pellucid.debug.judge_graph import judge_graph
 from pellucid.debug.run import open_run, split_run
 from pellucid.debug.subject import Probe, Subject, loss_of
 from pellucid.debug.subjects import subject_of
 from pellucid.debug.vary import change_in_place, nudge_in_place, variations, zeros_of
-from pellucid.errors import UserError
+from pellucid.errors import NotJudged, StoreError, ToolchainError
 
 EAGER = "eager"
 AGAIN = " (again)"
@@ -143,7 +143,7 @@ def isolated(
     pass_on(found)
     if found.kind == "error" or found.step == EAGER:
         context: dict[str, object] = {"in your code": "\n" + found.trace} if found.trace else {}
-        raise UserError(f"{request.target} fails in eager mode: {found}", hint="correct that first", context=context)
+        raise NotJudged(f"{request.target} fails in eager mode: {found}", hint="correct that first", context=context)
     find = "pellucid.debug.culprit:find_step"
     step = worker.call(find, request, found.step, *rung, seconds=seconds) if found.step else None
     return Checked(backend, Verdict(found.kind), (), found, step=step if isinstance(step, Culprit) else None)
@@ -166,6 +166,7 @@ def check_target(request: Request, subject: Subject) -> Checked:
         try:
             outputs += judge_graph(graph, subject, marker)
         except Exception as error:
+            raise_if_nothing_compiles(error)
             return Checked(subject.name, Verdict.ERROR, tuple(outputs), failure_of(error))
     return Checked(subject.name, worst([output.verdict for output in outputs]), tuple(outputs))
 
@@ -188,13 +189,29 @@ def subject_for(request: Request) -> Subject:
 
 
 def graphs_for(request: Request, subject: Subject) -> list[Graph]:
-    """The graphs that a subject captures of the program of a request; or those of its run, decomposed for the subject."""
+    """The graphs that a subject captures of the program of a request; or those of its run, decomposed for it."""
     found = split_run(request.target)
     if found is not None:
         run = open_run(found[0], request.libraries)
         table = {} if run.about["backend"] == subject.name else subject.decompositions()
         return [decomposed(graph, table) for graph in run.graphs(found[1])]
-    return subject.graphs(load_case(request.target), backward=request.backward, dynamic=request.dynamic)
+    case = load_case(request.target)
+    try:
+        return subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
+    except Exception:
+        _run_eagerly(case, request)
+        raise
+
+
+def _run_eagerly(case: Case, request: Request) -> None:
+    """Raises NotJudged for a program that fails without a compiler too."""
+    try:
+        _called(case.fresh(), request.backward, None)
+    except Exception as error:
+        found = failure_of(error)
+        context: dict[str, object] = {"in your code": "\n" + found.trace} if found.trace else {}
+        message = f"{request.target} fails in eager mode: {found}"
+        raise NotJudged(message, hint="correct that first", context=context) from error
 
 
 def captured(request: Request) -> tuple[list[Graph], Subject]:
@@ -213,16 +230,20 @@ def check_case(
 ) -> Checked:
     """See `check`. probe: around each step of the compiled graphs."""
     found = _check_inputs(case, subject, backward, dynamic, probe)
-    tried = 1
-    for what, other in variations(case, fuzz) if found.good and fuzz else ():
+    variation, tried = "", 1
+    for what, other in variations(case, fuzz) if fuzz and not found.verdict.bad else ():
         try:
             varied = _check_inputs(other, subject, backward, dynamic, probe)
+        except (ToolchainError, StoreError):
+            raise
         except Exception:  # eager does not take these inputs: nothing to compare with
             continue
         tried += 1
-        if not varied.good:
-            return Checked(subject.name, varied.verdict, varied.outputs, varied.failure, what, tried)
-    return Checked(subject.name, found.verdict, found.outputs, found.failure, "", tried)
+        if ORDER.index(varied.verdict) > ORDER.index(found.verdict) and not varied.good:
+            found, variation = varied, what
+        if found.verdict.bad:
+            break
+    return Checked(subject.name, found.verdict, found.outputs, found.failure, variation, tried)
 
 
 def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | None, probe: Probe | None) -> Checked:
@@ -232,7 +253,7 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
     first = {name: tensor for name, tensor in eager.tensors.items() if not name.endswith(AGAIN)}
     _check_repeatable(first, _outcome(case.fresh(), backward, 1).tensors)
     if not eager.tensors:
-        raise UserError("the program leaves nothing that can be compared", hint="let it return what it computes")
+        raise NotJudged("the program leaves nothing that can be compared", hint="let it return what it computes")
     exact, draws = _exactly(case, backward, first, 1), _draws(case, backward, 1)
     try:
         fresh = case.fresh()
@@ -242,6 +263,7 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
         compiled = subject.wrap(fresh.fn, dynamic) if probe is None else subject.watched(fresh.fn, probe, dynamic)
         actual = _outcome(fresh, backward, eager.calls, compiled, eager.zeros)
     except Exception as error:
+        raise_if_nothing_compiles(error)
         return Checked(subject.name, Verdict.ERROR, (), failure_of(error))
     finally:
         torch._dynamo.reset()
@@ -262,7 +284,7 @@ def _check_repeatable(once: Mapping[str, torch.Tensor], again: Mapping[str, torc
     for name, tensor in once.items():
         other = again.get(name)
         if other is None or not near(other, tensor):  # sums of many threads may be added up in any order
-            raise UserError(
+            raise NotJudged(
                 f"in eager mode the program gives another {name} when it is called again",
                 hint="let it start from the same state each time; random numbers of torch are seeded already",
             )
@@ -344,7 +366,7 @@ def named_tensors(tree: Any, what: str) -> Iterator[tuple[str, torch.Tensor]]:
         elif what == "output" and isinstance(leaf, int) and abs(leaf) < 2**63:
             yield name, torch.tensor(leaf)
         elif any(isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()):
-            raise UserError(
+            raise NotJudged(
                 f"{name} is a {type(leaf).__name__}: the tensors in it cannot be seen",
                 hint="use tuples and dicts, or make it known by torch.export.register_dataclass",
             )

@@ -33,6 +33,7 @@ _STYLES = {Verdict.OK: "green", Verdict.ROUNDING: "green"}
 _MEANINGS = {
     Verdict.OK: "the compiled program does what eager does, bit for bit",
     Verdict.ROUNDING: "the compiled program differs from eager by rounding only",
+    Verdict.UNSURE: "it cannot be told whether the compiled program is wrong",
     Verdict.WRONG: "the compiled program is wrong",
     Verdict.ERROR: "compiling or running it raised an exception",
     Verdict.CRASH: "compiling or running it ended the process",

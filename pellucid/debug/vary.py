@@ -69,7 +69,7 @@ def nudge_in_place(tensors: Iterable[Any], generator: torch.Generator) -> None:
     """Move every float up or down at random, by as much as its rounding matters in a sum.
 
     Sums in another order differ by more than a rounding of each term: partial sums round too. So single precision moves
-    by a few places; shorter types, which are added up in single precision, by one. No rounding makes another number of 0.
+    by a few places; shorter types, which are added up in single precision, by one. A 0 stays 0.
     """
     with torch.no_grad():
         for tensor in tensors:

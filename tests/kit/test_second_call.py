@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo import register_backend
 
 from pellucid.debug import check
-from pellucid.debug.vary import change_in_place, nudge_in_place
+from pellucid.debug.vary import nudge_in_place
 
 FAULTY = "ten_percent_off_from_the_second_call_on"
 
