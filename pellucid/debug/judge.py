@@ -265,8 +265,9 @@ class _Seen:
     def allowed(self, dtype: torch.dtype, own: float | None = None) -> float:
         """How far from float64 a value may be. own: eager's own error; by default that of the draws too."""
         inexact = dtype.is_floating_point or dtype.is_complex
-        roundings = FLOOR_ROUNDINGS * torch.finfo(dtype).eps if inexact else 0.0
-        return FACTOR * (self.own if own is None else own) + roundings * self.scale
+        info = torch.finfo(dtype) if inexact else None
+        rounding = max(info.eps * self.scale, info.smallest_normal * info.eps) if info else 0.0  # or of subnormals
+        return FACTOR * (self.own if own is None else own) + FLOOR_ROUNDINGS * rounding
 
     def _add(self, start: int, part: _Part) -> None:
         actual, eager, truth = part.wide[:3]

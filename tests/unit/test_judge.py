@@ -28,6 +28,7 @@ def verdict(actual: list[float], eager: list[float], exact: list[float], *draws:
     ([1.0, 1.001], [1.0, 1.0], [1.0, 1.0], [], Verdict.WRONG),
     ([1.0, 1.001], [1.0, 1.0], [1.0, 1.0], [[1.0, 1.002]], Verdict.ROUNDING),
     ([0.0, 1.0], [-0.0, 1.0], [0.0, 1.0], [], Verdict.OK),
+    ([0.0, 0.0], [0.0, -1.4e-45], [0.0, -1e-46], [], Verdict.ROUNDING),  # neighbours: there is nothing between them
 ])  # fmt: skip
 def test_float64_decides(actual, eager, exact, draws, expected):
     assert verdict(actual, eager, exact, *draws) is expected
