@@ -45,6 +45,12 @@ class UserError(PellucidError):
     code = "user"
 
 
+class NotJudged(UserError):
+    """Nothing can be said of the user's program: it fails without a compiler, or does not repeat itself."""
+
+    code = "not judged"
+
+
 class UnsupportedError(PellucidError):
     """The request makes sense but Pellucid, this torch or this machine does not support it."""
 

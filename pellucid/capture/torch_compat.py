@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from torch._guards import CompileContext, detect_fake_mode
 from torch._logging._internal import getArtifactLogger
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, DimDynamic, ShapeEnv, resolve_unbacked_bindings
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -46,6 +47,7 @@ __all__ = [
     "artifact_logger",
     "capture_with_aot",
     "current_graph_name",
+    "decomposed_call",
     "decomposition_table",
     "depends_on_floats",
     "derived_in",
@@ -144,6 +146,21 @@ def real_tensors() -> Iterator[None]:
     """For work on tensors with elements while a graph is compiled: without fake tensors, gradients or autocast."""
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
+
+
+def decomposed_call(node: torch.fx.Node, table: Mapping[Any, Callable[..., Any]]) -> torch.fx.GraphModule:
+    """What a call becomes under a table of decompositions: a graph of its `all_input_nodes`, with fake results."""
+    operands = node.all_input_nodes
+
+    def call(*values: Any) -> Any:
+        given = dict(zip(operands, values, strict=True))
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        return cast(Any, node.target)(*args, **kwargs)
+
+    examples = [operand.meta["val"] for operand in operands]
+    mode = detect_fake_mode([leaf for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)])
+    with mode or nullcontext(), enable_python_dispatcher():
+        return make_fx(call, decomposition_table=dict(table))(*examples)
 
 
 @contextmanager

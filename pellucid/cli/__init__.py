@@ -1,7 +1,7 @@
 """The `pellucid` command. One file per command, with no logic in it.
 
 Exit codes, the same for every command, so that `git bisect run pellucid ...` works: 0 good, 1 bad (a wrong
-result, a failing backend), 2 the tool failed (also: it was called wrongly), 125 skip (it cannot tell here).
+result, a failing backend), 125 skip (the program cannot be judged), 255 the tool failed (also: it was called wrongly).
 """
 
 from __future__ import annotations
@@ -30,12 +30,20 @@ from pellucid.cli.minify import minify
 from pellucid.cli.replay import replay
 from pellucid.cli.terminal import complain
 from pellucid.cli.testgen import testgen
-from pellucid.errors import PellucidError
+from pellucid.errors import NotJudged, PellucidError
 from pellucid.options import check_environment
 
 
 class _Group(click.Group):
     """A group whose commands never say "bad" (1, Python's habit) when it was the tool that broke."""
+
+    def main(self, *args: Any, **about: Any) -> Any:
+        try:
+            return super().main(*args, **about)
+        except SystemExit as end:
+            if end.code == click.UsageError.exit_code:
+                raise SystemExit(Exit.FAILED) from None
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         _check_environment()
@@ -47,7 +55,7 @@ class _Group(click.Group):
             complain(error)
             if "--json" in sys.argv:
                 click.echo(json.dumps({"error": error.message, "hint": error.hint}))
-            sys.exit(Exit.FAILED)
+            sys.exit(Exit.SKIP if isinstance(error, NotJudged) else Exit.FAILED)
         except Exception:
             traceback.print_exc()
             click.echo("error: pellucid itself failed, see above", err=True)

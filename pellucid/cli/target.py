@@ -132,7 +132,8 @@ class Target:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / f"{click.get_current_context().info_name}.json"
             file.write_text(json.dumps(plain(result), indent=1) + "\n", encoding="utf-8")
-        end(result, text, self.as_json, good)
+        unsure = str(getattr(result, "verdict", "")) == "unsure"
+        end(result, text, self.as_json, good, unsure)
 
 
 def new_run(name: str) -> Path:
@@ -200,13 +201,13 @@ def example(*calls: str) -> str:
     return "\n".join(("\b", "For example:", *(f"  {call}" for call in calls)))
 
 
-def end(result: Any, text: Any, as_json: bool, good: bool) -> None:
-    """Print a result, as JSON or as text, and end the command: 0 if it is good, 1 if it is bad."""
+def end(result: Any, text: Any, as_json: bool, good: bool, unsure: bool = False) -> None:
+    """Print a result, as JSON or as text, and end the command: 0 if good, 1 if bad, 125 if that cannot be told."""
     if as_json:
         click.echo(json.dumps(plain(result), indent=1))
     else:
         show(out, text)
-    raise click.exceptions.Exit(Exit.GOOD if good else Exit.BAD)
+    raise click.exceptions.Exit(Exit.GOOD if good else Exit.SKIP if unsure else Exit.BAD)
 
 
 def plain(value: Any) -> Any:

@@ -26,6 +26,7 @@ _NOT_DONE = {
     "fusion": "not fused",
     "vectorisation": "not vectorised",
     "fallback": "not compiled: calls of a library",
+    "call by Python": "held by no program: calls by Python between programs",
     "graph break": "graph breaks",
     "recompilation": "recompilations",
 }
@@ -33,6 +34,7 @@ _STYLES = {Verdict.OK: "green", Verdict.ROUNDING: "green"}
 _MEANINGS = {
     Verdict.OK: "the compiled program does what eager does, bit for bit",
     Verdict.ROUNDING: "the compiled program differs from eager by rounding only",
+    Verdict.UNSURE: "it cannot be told whether the compiled program is wrong",
     Verdict.WRONG: "the compiled program is wrong",
     Verdict.ERROR: "compiling or running it raised an exception",
     Verdict.CRASH: "compiling or running it ended the process",

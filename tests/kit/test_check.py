@@ -92,7 +92,7 @@ def test_a_target_that_is_none(target, message):
 
 def test_a_target_that_is_none_is_an_error_of_the_tool():
     run = pellucid("check", "nothing.py:make")
-    assert run.returncode == 2 and "there is no file" in run.stderr and "Traceback" not in run.stderr
+    assert run.returncode == 255 and "there is no file" in run.stderr and "Traceback" not in run.stderr
 
 
 def test_a_program_that_fails_in_eager_mode_is_not_judged(tmp_path):
@@ -100,3 +100,61 @@ def test_a_program_that_fails_in_eager_mode_is_not_judged(tmp_path):
     file.write_text("import torch\ndef make():\n    return torch.mm, (torch.ones(2, 3), torch.ones(2, 3))\n")
     with pytest.raises(UserError, match="fails in eager mode: RuntimeError"):
         check_isolated(Request(f"{file}:make"))
+
+
+BROKEN = """
+import torch
+
+def fails():
+    return torch.mm, (torch.ones(2, 3), torch.ones(2, 3))
+
+def forgets():
+    calls = [0]
+    def f(x):
+        calls[0] += 1
+        return x * calls[0]
+    return f, (torch.ones(3),)
+
+def imports():
+    import a_module_that_is_not_there
+
+def fine():
+    return torch.cos, (torch.randn(7),)
+"""
+ALL = ["check", "bisect", "explain", "capture", "cosim", "match", "minify", "testgen"]
+CANNOT_BE_JUDGED = [("check", "fails"), ("check", "forgets"), ("check", "imports"), ("explain", "fails")]
+
+
+@pytest.fixture
+def broken(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *CANNOT_BE_JUDGED,
+        *(pytest.param(command, "fails", marks=pytest.mark.slow) for command in ALL[1:] if command != "explain"),
+    ],
+)
+def test_what_cannot_be_judged_exits_with_125_so_that_git_skips_the_commit(command, name, broken, tmp_path):
+    run = pellucid(command, f"{broken}:{name}", *(["-o", str(tmp_path / "run")] if command != "check" else []))
+    assert run.returncode == 125, (run.stdout, run.stderr)
+
+
+@pytest.mark.parametrize(
+    ("command", "backend"),
+    [
+        ("check", "pellucid"),
+        *(pytest.param("check", "inductor", marks=pytest.mark.slow),),
+        *(pytest.param(command, "pellucid", marks=pytest.mark.slow) for command in ALL[1:]),
+    ],
+)
+def test_a_compiler_that_cannot_be_found_is_no_verdict_on_the_program(command, backend, broken, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setenv("PELLUCID_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    run = pellucid(command, f"{broken}:fine", "--backend", backend, "-o", str(tmp_path / "run"))
+    assert run.returncode == 255 and "hint: apt-get install g++" in run.stderr, (run.stdout, run.stderr)

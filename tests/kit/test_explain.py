@@ -110,3 +110,39 @@ def test_the_command_says_what_is_to_blame():
     command = [sys.executable, "-c", "from pellucid.cli import main; main()", "explain", target]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1 and "ops.neg" in run.stdout and "planted.py" in run.stdout, run.stderr
+
+
+BROKEN = """
+import torch
+
+def make():
+    def shown(x):
+        y = x.sin()
+        print("shown")
+        return y.cos()
+    return shown, (torch.randn(5),)
+
+def chosen():
+    def choose(x):
+        y = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        return y + 1
+    return choose, (torch.randn(5),)
+"""
+
+
+@pytest.mark.parametrize("backend", ["pellucid", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_graph_breaks_of_a_program_are_told(backend, tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN.strip())
+    found = [each for each in reasons(Request(f"{file}:make", backend)).refusals if each.kind == "graph break"]
+    assert [each.user_line for each in found] == [f"{file}:6"] and "print" in found[0].cause
+
+
+def test_what_python_calls_between_programs_is_told(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN.strip())
+    (called,) = [each for each in reasons(Request(f"{file}:chosen")).refusals if each.kind == "call by Python"]
+    assert called.subject == ("cond",) and "not an operator of the dispatcher" in called.cause
+    assert called.user_line == f"{file}:12"
+    command = [sys.executable, "-c", "from pellucid.cli import main; main()", "explain", f"{file}:chosen"]
+    assert "calls by Python between programs" in subprocess.run(command, capture_output=True, text=True).stdout

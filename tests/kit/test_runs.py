@@ -6,10 +6,14 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from pellucid.debug import Program
 from pellucid.errors import UserError
@@ -21,7 +25,9 @@ from pellucid.kit.debug.diff import diff
 from pellucid.kit.debug.match import match
 from pellucid.kit.debug.reasons import reasons
 from pellucid.kit.debug.script import capture_script
-from pellucid.kit.programs.graphs import interpret
+from pellucid.kit.judge.judge import near
+from pellucid.kit.judge.reference import Reference
+from pellucid.kit.programs.graphs import calls_of, interpret
 from pellucid.kit.runs.run import FILES, open_run, write_json
 from pellucid.kit.runs.tensors import TensorStore
 from tests.kit.planted import mixed
@@ -299,7 +305,7 @@ def test_the_commands(mixed_run, tmp_path):
         assert {row["verdict"] for row in csv.DictReader(file)} <= {"ok", "rounding"}
     assert json.loads((tmp_path / "out" / "cosim.json").read_text()) == json.loads(made.stdout)
     wrong = pellucid("check", MIXED, "again")
-    assert wrong.returncode == 2 and "one TARGET too many" in wrong.stderr
+    assert wrong.returncode == 255 and "one TARGET too many" in wrong.stderr
 
 
 # ------------------------------------------------------------------------------------------------ tensors
@@ -393,3 +399,54 @@ def test_a_run_chooses_no_compiler_and_no_file(mixed_run, tmp_path, backend, opt
     with pytest.raises(UserError, match="captured with"):
         run.options_but(()), run.backend
     assert run.options_but(options) == {}, "what the user gives is the user's"
+
+
+def trained() -> Any:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 10)
+
+        def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            h = F.silu(F.gelu(self.norm(self.first(x.flip(0)))))
+            return F.cross_entropy(self.last(h).softmax(-1), label)
+
+    torch.manual_seed(0)
+    return Net(), (torch.randn(8, 16), torch.randint(0, 10, (8,)))
+
+
+BROKEN_UP = {f"aten.{name}.default" for name in ("flip", "native_layer_norm", "gelu", "silu", "_softmax", "full_like")}
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert capture(Request(f"{__file__}:trained", backward=True), folder, intermediates=True).good
+    return folder
+
+
+def test_a_run_is_decomposed_for_another_backend_and_its_results_keep_their_names(trained_run):
+    saved = open_run(trained_run).graphs()
+    graphs, _ = captured(Request(str(trained_run), "inductor"))
+    assert {str(node.target) for graph in saved for node in calls_of(graph.module)} >= BROKEN_UP
+    for before, after in zip(saved, graphs, strict=True):
+        assert not {str(node.target) for node in calls_of(after.module)} & BROKEN_UP
+        ours, theirs = (Reference(g.module, g.inputs, {n.name for n in calls_of(g.module)}) for g in (before, after))
+        assert set(ours.result_nodes) == set(theirs.result_nodes)
+        kept = ours.values.keys() & theirs.values.keys()
+        assert len(kept) > 10 and all(near(ours.values[name], theirs.values[name]) for name in kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_another_backend_takes_a_run(dynamic, trained_run, tmp_path):
+    if dynamic:
+        trained_run = tmp_path / "run"
+        capture(Request(f"{__file__}:trained", backward=True, dynamic=True), trained_run, intermediates=True)
+    request = Request(str(trained_run), "inductor")
+    assert check_isolated(request).good
+    found = replay(request)
+    assert found.good and not any(graph.moved for graph in found.graphs)
+    assert cosim_isolated(replace(request, backend="pellucid"), other=Other("inductor")).good
+    against = cosim_isolated(request, LIVE, other=Other(str(trained_run)))
+    assert against.good and any(each.kernel != "result" for each in against.differences)

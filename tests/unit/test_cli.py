@@ -77,7 +77,7 @@ def test_a_bad_report_exits_with_1(monkeypatch):
         (["bensch"], "No such command 'bensch'"),
     ],
 )
-def test_a_wrong_call_exits_with_2_and_says_what_would_be_right(args, complaint):
+def test_a_wrong_call_exits_with_255_and_says_what_would_be_right(args, complaint):
     result = run(*args)
     assert result.exit_code == Exit.FAILED
     assert complaint in result.stderr and result.stdout == ""
@@ -103,7 +103,7 @@ def test_a_demo_without_transformers_exits_with_125(monkeypatch):
     assert "pellucid[bench]" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_tool_that_breaks_exits_with_2_not_1(monkeypatch):
+def test_a_tool_that_breaks_exits_with_255_not_1(monkeypatch):
     def broken(*args):
         raise RuntimeError("a bug of ours")
 
@@ -268,11 +268,11 @@ def test_the_demo_prints_the_table_and_the_folder(monkeypatch, tmp_path):
 @pytest.mark.parametrize("command", ["bench", "demo"])
 def test_a_budget_is_a_time(command, budget):
     result = CliRunner().invoke(main, [command, "--budget", budget])
-    assert result.exit_code == 2 and "--budget" in result.output and "Traceback" not in result.output
+    assert result.exit_code == Exit.FAILED and "--budget" in result.output and "Traceback" not in result.output
 
 
 def test_a_sequence_longer_than_the_model_allows_is_a_wrong_call():
     pytest.importorskip("transformers")
     result = CliRunner().invoke(main, ["bench", "mobilebert", "--seq", "100000", "--no-cold", "--backend", "aot_eager"])
-    assert result.exit_code == 2
+    assert result.exit_code == Exit.FAILED
     assert "mobilebert takes sequences of at most 512 tokens, not 100000" in result.output

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pellucid.kit.judge.judge import Verdict, close, judge, tolerance
+from pellucid.kit.judge.judge import Verdict, close, judge, tolerance, worst
 
 NAN, INF = math.nan, math.inf
 
@@ -28,6 +28,7 @@ def verdict(actual: list[float], eager: list[float], exact: list[float], *draws:
     ([1.0, 1.001], [1.0, 1.0], [1.0, 1.0], [], Verdict.WRONG),
     ([1.0, 1.001], [1.0, 1.0], [1.0, 1.0], [[1.0, 1.002]], Verdict.ROUNDING),
     ([0.0, 1.0], [-0.0, 1.0], [0.0, 1.0], [], Verdict.OK),
+    ([0.0, 0.0], [0.0, -1.4e-45], [0.0, -1e-46], [], Verdict.ROUNDING),  # neighbours: there is nothing between them
 ])  # fmt: skip
 def test_float64_decides(actual, eager, exact, draws, expected):
     assert verdict(actual, eager, exact, *draws) is expected
@@ -83,7 +84,29 @@ def test_results_that_are_close_need_no_float64():
 
 
 def test_what_a_test_allows_is_what_the_judge_allows():
-    eager, exact, draw = torch.ones(4), torch.ones(4).double(), torch.full((4,), 1.01)
+    eager, exact, draw = torch.ones(4), torch.ones(4).double(), torch.full((4,), 1.00001)
     bound = tolerance(eager, exact, [draw])
     assert judge(eager + bound * 0.7, eager, exact, [draw]).verdict.good
     assert not judge(eager + bound * 1.3, eager, exact, [draw]).verdict.good
+
+
+def test_what_only_the_draws_allow_is_not_said_to_be_good():
+    exact = torch.randn(100, dtype=torch.float64)
+    eager = exact.float()
+    draws = [eager + 0.5, eager - 0.5]  # a judge that changed the wrong thing, or a program that amplifies roundings
+    found = judge(eager * 1.1, eager, exact, draws)
+    assert found.verdict is Verdict.UNSURE and not found.verdict.good and not found.verdict.bad
+    assert judge(eager * (1 + 1e-6), eager, exact, draws).verdict is Verdict.ROUNDING
+    assert worst([Verdict.ROUNDING, Verdict.UNSURE]) is Verdict.UNSURE
+    assert worst([Verdict.UNSURE, Verdict.WRONG]) is Verdict.WRONG
+
+
+def test_a_threshold_may_be_crossed_where_the_draws_cross_it_and_not_everywhere():
+    exact = torch.ones(100, dtype=torch.float64)
+    eager, drawn, crossed = (exact.float() for _ in range(3))
+    drawn[3], crossed[7] = -1, -1
+    assert judge(crossed, eager, exact, [drawn]).verdict is Verdict.ROUNDING
+    assert judge(-eager, eager, exact, [drawn]).verdict is Verdict.UNSURE
+    assert judge(crossed > 0, eager > 0, exact > 0, [drawn > 0]).verdict is Verdict.ROUNDING
+    assert judge(eager < 0, eager > 0, exact > 0, [drawn > 0]).verdict is Verdict.UNSURE
+    assert judge(eager[0] < 0, eager[0] > 0, exact[0] > 0, [eager[0] < 0]).verdict is Verdict.ROUNDING  # one decision

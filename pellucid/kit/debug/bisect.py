@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pellucid.errors import UserError
+from pellucid.errors import NotJudged, UserError
 from pellucid.kit.debug.check import Checked, Culprit, Request, check_target, isolated, subject_for
 from pellucid.kit.debug.culprit import stand_on
 from pellucid.kit.judge.judge import Verdict
@@ -67,6 +67,9 @@ def bisect(
         whole = run(None, "all of it")
         if whole.good:
             return Bisected(request.backend, NOTHING, None, whole, tuple(tried))
+        if not whole.verdict.bad:
+            why = next(output.judgement.why for output in whole.outputs if output.verdict is Verdict.UNSURE)
+            raise NotJudged(f"{request.target} cannot be judged: {why}", hint="give it other inputs")
         names = worker.call("pellucid.kit.debug.bisect:rung_names", request, seconds=seconds)
         if isinstance(names, Failure):
             raise UserError(f"the backend {request.backend} cannot be taken apart: {names}")
@@ -74,7 +77,7 @@ def bisect(
         while high - low > 1:
             middle = (low + high) // 2
             found = run(middle, names[middle])
-            low, high, worst = (middle, high, worst) if found.good else (low, middle, found)
+            low, high, worst = (low, middle, found) if found.verdict.bad else (middle, high, worst)
         culprit = worst.step
         if culprit is None:
             answer = worker.call("pellucid.kit.debug.culprit:find_culprit", request, high, seconds=seconds)

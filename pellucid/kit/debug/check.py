@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
 from pellucid.capture.graph import origin_of
-from pellucid.errors import UserError
+from pellucid.errors import NotJudged, StoreError, ToolchainError
 from pellucid.kit.judge.graph import judge_graph
-from pellucid.kit.judge.judge import DRAWS, Judgement, Output, Verdict, close, judge, kind_of, near, worst
-from pellucid.kit.judge.vary import change_in_place, nudge_in_place, variations
-from pellucid.kit.process.child import SECONDS, Failure, Worker, failure_of, pass_on
+from pellucid.kit.judge.judge import DRAWS, ORDER, Judgement, Output, Verdict, close, judge, kind_of, near, worst
+from pellucid.kit.judge.vary import change_in_place, nudge_in_place, variations, zeros_of
+from pellucid.kit.process.child import SECONDS, Failure, Worker, failure_of, pass_on, raise_if_nothing_compiles
 from pellucid.kit.programs.case import Case, copied, load_case, load_case_file
+from pellucid.kit.programs.decompose import decomposed
 from pellucid.kit.programs.graphs import Graph, widened
 from pellucid.kit.runs.run import open_run, split_run
 from pellucid.kit.shown import Shown
@@ -25,6 +26,7 @@ from pellucid.kit.subjects.registry import subject_of
 
 EAGER = "eager"
 AGAIN = " (again)"
+Zeros: TypeAlias = Sequence[torch.Tensor | None] | None
 ABOUT_AGAIN = "a second call, after its floats were changed in place"
 
 
@@ -72,13 +74,15 @@ class Checked(Shown):
 class _Outcome:
     """What one run left: tensors by name, their strides where they matter, and who shares memory with whom.
 
-    calls: how many calls it made. The names of what the second one left end with `AGAIN`.
+    calls: how many calls it made. The names of what the second one left end with `AGAIN`. zeros: where its arguments
+    and parameters were 0 when they were changed for that.
     """
 
     tensors: dict[str, torch.Tensor]
     strides: dict[str, tuple[int, ...]]
     shared: frozenset[tuple[str, str]]
     calls: int = 1
+    zeros: Zeros = None
 
 
 def check(
@@ -141,7 +145,7 @@ def isolated(
     pass_on(found)
     if found.kind == "error" or found.step == EAGER:
         context: dict[str, object] = {"in your code": "\n" + found.trace} if found.trace else {}
-        raise UserError(f"{request.target} fails in eager mode: {found}", hint="correct that first", context=context)
+        raise NotJudged(f"{request.target} fails in eager mode: {found}", hint="correct that first", context=context)
     find = "pellucid.kit.debug.culprit:find_step"
     step = worker.call(find, request, found.step, *rung, seconds=seconds) if found.step else None
     return Checked(backend, Verdict(found.kind), (), found, step=step if isinstance(step, Culprit) else None)
@@ -164,6 +168,7 @@ def check_target(request: Request, subject: Subject) -> Checked:
         try:
             outputs += judge_graph(graph, subject, marker)
         except Exception as error:
+            raise_if_nothing_compiles(error)
             return Checked(subject.name, Verdict.ERROR, tuple(outputs), failure_of(error))
     return Checked(subject.name, worst([output.verdict for output in outputs]), tuple(outputs))
 
@@ -186,11 +191,29 @@ def subject_for(request: Request) -> Subject:
 
 
 def graphs_for(request: Request, subject: Subject) -> list[Graph]:
-    """The graphs that a subject captures of the program of a request, or those of its run."""
+    """The graphs that a subject captures of the program of a request; or those of its run, decomposed for it."""
     found = split_run(request.target)
     if found is not None:
-        return open_run(found[0], request.libraries).graphs(found[1])
-    return subject.graphs(load_case(request.target), backward=request.backward, dynamic=request.dynamic)
+        run = open_run(found[0], request.libraries)
+        table = {} if run.about["backend"] == subject.name else subject.decompositions()
+        return [decomposed(graph, table) for graph in run.graphs(found[1])]
+    case = load_case(request.target)
+    try:
+        return subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
+    except Exception:
+        _run_eagerly(case, request)
+        raise
+
+
+def _run_eagerly(case: Case, request: Request) -> None:
+    """Raises NotJudged for a program that fails without a compiler too."""
+    try:
+        _called(case.fresh(), request.backward, None)
+    except Exception as error:
+        found = failure_of(error)
+        context: dict[str, object] = {"in your code": "\n" + found.trace} if found.trace else {}
+        message = f"{request.target} fails in eager mode: {found}"
+        raise NotJudged(message, hint="correct that first", context=context) from error
 
 
 def captured(request: Request) -> tuple[list[Graph], Subject]:
@@ -209,16 +232,20 @@ def check_case(
 ) -> Checked:
     """See `check`. probe: around each step of the compiled graphs."""
     found = _check_inputs(case, subject, backward, dynamic, probe)
-    tried = 1
-    for what, other in variations(case, fuzz) if found.good and fuzz else ():
+    variation, tried = "", 1
+    for what, other in variations(case, fuzz) if fuzz and not found.verdict.bad else ():
         try:
             varied = _check_inputs(other, subject, backward, dynamic, probe)
+        except (ToolchainError, StoreError):
+            raise
         except Exception:  # eager does not take these inputs: nothing to compare with
             continue
         tried += 1
-        if not varied.good:
-            return Checked(subject.name, varied.verdict, varied.outputs, varied.failure, what, tried)
-    return Checked(subject.name, found.verdict, found.outputs, found.failure, "", tried)
+        if ORDER.index(varied.verdict) > ORDER.index(found.verdict) and not varied.good:
+            found, variation = varied, what
+        if found.verdict.bad:
+            break
+    return Checked(subject.name, found.verdict, found.outputs, found.failure, variation, tried)
 
 
 def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | None, probe: Probe | None) -> Checked:
@@ -228,7 +255,7 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
     first = {name: tensor for name, tensor in eager.tensors.items() if not name.endswith(AGAIN)}
     _check_repeatable(first, _outcome(case.fresh(), backward, 1).tensors)
     if not eager.tensors:
-        raise UserError("the program leaves nothing that can be compared", hint="let it return what it computes")
+        raise NotJudged("the program leaves nothing that can be compared", hint="let it return what it computes")
     exact, draws = _exactly(case, backward, first, 1), _draws(case, backward, 1)
     try:
         fresh = case.fresh()
@@ -236,20 +263,22 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
         if isinstance(probe, Marker):
             probe.note("")
         compiled = subject.wrap(fresh.fn, dynamic) if probe is None else subject.watched(fresh.fn, probe, dynamic)
-        actual = _outcome(fresh, backward, eager.calls, compiled)
+        actual = _outcome(fresh, backward, eager.calls, compiled, eager.zeros)
     except Exception as error:
+        raise_if_nothing_compiles(error)
         return Checked(subject.name, Verdict.ERROR, (), failure_of(error))
     finally:
         torch._dynamo.reset()
     seconds = ((tensor, actual.tensors.get(name)) for name, tensor in eager.tensors.items() if name not in first)
     if any(made is None or close(made, tensor) is None for tensor, made in seconds):
-        exact, draws = _exactly(case, backward, eager.tensors, 2), _draws(case, backward, 2)
+        exact = _exactly(case, backward, eager.tensors, 2, eager.zeros)
+        draws = _draws(case, backward, 2, eager.zeros)
     outputs = tuple(_compare(actual, eager, exact, draws))
     return Checked(subject.name, worst([output.verdict for output in outputs]), outputs)
 
 
-def _draws(case: Case, backward: bool, calls: int) -> list[Mapping[str, torch.Tensor]]:
-    return [_outcome(_nudged(case, seed), backward, calls).tensors for seed in range(DRAWS)]
+def _draws(case: Case, backward: bool, calls: int, zeros: Zeros = None) -> list[Mapping[str, torch.Tensor]]:
+    return [_outcome(_nudged(case, seed), backward, calls, zeros=zeros).tensors for seed in range(DRAWS)]
 
 
 def _check_repeatable(once: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> None:
@@ -257,7 +286,7 @@ def _check_repeatable(once: Mapping[str, torch.Tensor], again: Mapping[str, torc
     for name, tensor in once.items():
         other = again.get(name)
         if other is None or not near(other, tensor):  # sums of many threads may be added up in any order
-            raise UserError(
+            raise NotJudged(
                 f"in eager mode the program gives another {name} when it is called again",
                 hint="let it start from the same state each time; random numbers of torch are seeded already",
             )
@@ -271,12 +300,20 @@ def _eager_outcome(case: Case, backward: bool) -> _Outcome:
         return _outcome(case.fresh(), backward, 1)
 
 
-def _outcome(case: Case, backward: bool, calls: int, call: Callable[..., Any] | None = None) -> _Outcome:
-    """Run a program, and then on the same tensors with other values: compiled code must not have kept the old ones."""
+def _outcome(
+    case: Case, backward: bool, calls: int, call: Callable[..., Any] | None = None, zeros: Zeros = None
+) -> _Outcome:
+    """Run a program, and then on the same tensors with other values: compiled code must not have kept the old ones.
+
+    zeros: of eager's outcome, so that the values are changed as they were there.
+    """
     first = _called(case, backward, call)
     kept = _Outcome(copied(first.tensors), first.strides, first.shared)  # results may be views of what is changed
     tensors = _tensors_of(case)
-    if calls < 2 or not change_in_place(tensors):
+    if calls < 2:
+        return kept
+    zeros = zeros_of(tensors) if zeros is None else zeros
+    if not change_in_place(tensors, zeros):
         return kept
     for tensor in tensors:
         tensor.grad = None
@@ -286,6 +323,7 @@ def _outcome(case: Case, backward: bool, calls: int, call: Callable[..., Any] | 
         {**kept.strides, **{name + AGAIN: strides for name, strides in again.strides.items()}},
         kept.shared | {(a + AGAIN, b + AGAIN) for a, b in again.shared},
         calls,
+        zeros,
     )
 
 
@@ -330,7 +368,7 @@ def named_tensors(tree: Any, what: str) -> Iterator[tuple[str, torch.Tensor]]:
         elif what == "output" and isinstance(leaf, int) and abs(leaf) < 2**63:
             yield name, torch.tensor(leaf)
         elif any(isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()):
-            raise UserError(
+            raise NotJudged(
                 f"{name} is a {type(leaf).__name__}: the tensors in it cannot be seen",
                 hint="use tuples and dicts, or make it known by torch.export.register_dataclass",
             )
@@ -363,14 +401,16 @@ def _sharing(tensors: Mapping[str, torch.Tensor]) -> frozenset[tuple[str, str]]:
     )
 
 
-def _exactly(case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int) -> Mapping[str, torch.Tensor]:
+def _exactly(
+    case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int, zeros: Zeros = None
+) -> Mapping[str, torch.Tensor]:
     """The outcome in float64, or eager's own for a program that does not run in float64 or then does other things."""
     wide = case.fresh()
     fn = wide.fn.double() if isinstance(wide.fn, torch.nn.Module) else wide.fn
     args, kwargs = widened((wide.args, dict(wide.kwargs)))
     _keep_leaves((wide.args, dict(wide.kwargs)), (args, kwargs))
     try:
-        found = _outcome(Case(case.name, fn, args, kwargs), backward, calls).tensors
+        found = _outcome(Case(case.name, fn, args, kwargs), backward, calls, zeros=zeros).tensors
     except Exception:
         return eager
     fits = all(name in found and found[name].shape == tensor.shape for name, tensor in eager.items())

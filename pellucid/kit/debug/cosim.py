@@ -88,7 +88,7 @@ class Cosimulated(Shown):
     @property
     def first_divergence(self) -> Difference | None:
         """The first result that is wrong."""
-        return next((each for each in self.differences if not each.verdict.good), None)
+        return next((each for each in self.differences if each.verdict.bad), None)
 
 
 def cosim_case(
@@ -134,7 +134,7 @@ def first_wrong(graph: Graph, compiled: Compiled, mode: str, marker: Probe) -> D
     simulation = _Simulation(graph, compiled, mode, marker, stop=True)
     with suppress(_Enough):
         simulation.run()
-    return next((each for each in simulation.differences if not each.verdict.good), None)
+    return next((each for each in simulation.differences if each.verdict.bad), None)
 
 
 class _Enough(Exception):
@@ -348,7 +348,7 @@ class _Simulation(Probe):
         line = str(users[-1]) if users else ""
         position = self.positions.get(kernel, len(self.positions))
         self.differences.append(Difference(self.graph.name, kernel, position, name, line, found))
-        if self.stop and not found.verdict.good:
+        if self.stop and found.verdict.bad:
             raise _Enough
 
     def _judge(

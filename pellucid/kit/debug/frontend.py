@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
-from torch._dynamo import utils
+from torch._dynamo import output_graph, utils
 
 from pellucid.kit.subjects.explain import Refusal
 
@@ -20,17 +22,18 @@ _TORCH = str(Path(torch.__file__).parent)
 def listening() -> Iterator[list[Refusal]]:
     """The graph breaks and recompilations of the block, each place and cause once; the list is filled at its end."""
     found: list[Refusal] = []
+    breaks: list[Any] = []  # Dynamo's own list is emptied when it is reset
     utils.set_compilation_metrics_limit(_MOST)
     utils.clear_compilation_metrics()
-    utils.graph_break_reasons.clear()
     try:
-        yield found
+        with mock.patch.object(output_graph, "graph_break_reasons", breaks):
+            yield found
     finally:
-        found += dict.fromkeys((*_breaks(), *_recompilations()))
+        found += dict.fromkeys((*_breaks(breaks), *_recompilations()))
 
 
-def _breaks() -> Iterator[Refusal]:
-    for each in utils.graph_break_reasons:
+def _breaks(reasons: Sequence[Any]) -> Iterator[Refusal]:
+    for each in reasons:
         if each.graph_break:
             frames = [frame for frame in each.user_stack if not frame.filename.startswith(_TORCH)] or each.user_stack
             line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

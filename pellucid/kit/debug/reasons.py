@@ -8,12 +8,12 @@ import torch
 
 from pellucid.kit.debug.check import Request, captured
 from pellucid.kit.debug.frontend import GRAPH_BREAK, RECOMPILATION, listening
-from pellucid.kit.process.child import SECONDS, Failure, Worker, failure_of, pass_on
+from pellucid.kit.process.child import SECONDS, Failure, Worker, failure_of, pass_on, raise_if_nothing_compiles
 from pellucid.kit.runs.run import run_of
 from pellucid.kit.shown import Shown
-from pellucid.kit.subjects.explain import Explanation, Refusal, explain
+from pellucid.kit.subjects.explain import BY_PYTHON, Explanation, Refusal, explain
 
-KINDS = ("fusion", "vectorisation", "fallback", GRAPH_BREAK, RECOMPILATION)
+KINDS = ("fusion", "vectorisation", "fallback", BY_PYTHON, GRAPH_BREAK, RECOMPILATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,7 @@ def find_reasons(request: Request) -> Reasons:
             with torch.no_grad():
                 refusals += subject.compile(graph).refusals()
         except Exception as error:
+            raise_if_nothing_compiles(error)
             refused = subject.refused(error)
             found = {"backend": subject.name, "refusals": tuple(refusals)}
             if refused is not None:

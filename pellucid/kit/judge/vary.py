@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -38,32 +39,43 @@ def variations(case: Case, count: int) -> Iterator[tuple[str, Case]]:
         yield f"{name} (seed {number})", Case(case.name, fresh.fn, args, kwargs)
 
 
-def change_in_place(tensors: Iterable[Any]) -> bool:
+def change_in_place(tensors: Sequence[Any], zeros: Sequence[torch.Tensor | None] | None = None) -> bool:
     """Give every float other values without rounding: half of it, or a quarter for 0. False if there was none.
 
-    What was positive stays so, and no number leaves the range of those that were there.
+    What was positive stays so, and no number leaves the range of those that were there. zeros: what `zeros_of` says of
+    another run of the same program: where a rounding made 0 of a number, or a number of 0, both are changed alike.
     """
     changed = False
     with torch.no_grad():
-        for tensor in tensors:
-            floats = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout is torch.strided
-            if floats and tensor.numel() and not overlapping(tensor):
-                zero = tensor == 0
+        for tensor, known in zip_longest(tensors, zeros or ()):
+            if _takes_other_values(tensor):
+                zero = known if known is not None and known.shape == tensor.shape else tensor == 0
                 tensor.mul_(0.5).masked_fill_(zero, 0.25)
                 changed = True
     return changed
+
+
+def zeros_of(tensors: Sequence[Any]) -> list[torch.Tensor | None]:
+    """By tensor, where it is 0; None for one that `change_in_place` leaves as it is."""
+    return [tensor == 0 if _takes_other_values(tensor) else None for tensor in tensors]
+
+
+def _takes_other_values(tensor: Any) -> bool:
+    floats = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout is torch.strided
+    return floats and tensor.numel() > 0 and not overlapping(tensor)
 
 
 def nudge_in_place(tensors: Iterable[Any], generator: torch.Generator) -> None:
     """Move every float up or down at random, by as much as its rounding matters in a sum.
 
     Sums in another order differ by more than a rounding of each term: partial sums round too. So single precision moves
-    by a few places; shorter types, which are added up in single precision, by one.
+    by a few places; shorter types, which are added up in single precision, by one. A 0 stays 0.
     """
     with torch.no_grad():
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.dtype in LOW and tensor.numel() and not overlapping(tensor):
                 towards = torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, -math.inf, math.inf)
+                towards = torch.where(tensor == 0, tensor, towards)
                 for _ in range(_PLACES if tensor.dtype is torch.float32 else 1):
                     tensor.copy_(torch.nextafter(tensor, towards.to(tensor.dtype)))
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from pellucid.errors import StoreError, ToolchainError
 from pellucid.kit.debug.check import Request
 from pellucid.kit.debug.cosim import COMPLETE, LIVE, first_wrong
 from pellucid.kit.judge.judge import Verdict
 from pellucid.kit.minify.subgraph import EagerPart, NotAGraph, Subgraph, Workshop, shape_key, side_by_side
-from pellucid.kit.process.child import Failure, failure_of
+from pellucid.kit.process.child import Failure, failure_of, pass_on, raise_if_nothing_compiles
 from pellucid.kit.programs.graphs import Graph, calls_of
 from pellucid.kit.subjects.base import Compiled, Step
 from pellucid.kit.subjects.explain import explain
@@ -93,7 +94,12 @@ class Noted(Marker):
 
 
 def found_of(failure: Failure) -> Found:
-    """What the end of a process says. The last name in a full note may be cut off, and is no call then."""
+    """What the end of a process says. The last name in a full note may be cut off, and is no call then.
+
+    Raises ToolchainError and StoreError where nothing compiles: all parts would fail, each as wanted.
+    """
+    if failure.what in (ToolchainError.__name__, StoreError.__name__):
+        pass_on(failure)
     phase, _, rest = failure.step.partition("\n")
     nodes = tuple(rest.split("\n")[1:])
     operators: tuple[str, ...] = ()
@@ -128,6 +134,7 @@ def try_whole(name: str) -> Found:
 
 def _refusal(error: Exception, graph: Graph) -> Found:
     """An exception of the compiler: of the kernel that it refused, the call to blame stands first."""
+    raise_if_nothing_compiles(error)
     refused = shop().subject.refused(error)
     if refused is None:
         return Found(_kind(failure_of(error), COMPILE), _mentioned(str(error), graph))

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pellucid.errors import InternalError, UserError
+from pellucid.errors import InternalError, NotJudged, StoreError, ToolchainError, UserError
 
 _PR_SET_PDEATHSIG = 1
 _SAID, _DONE, _REFUSED, _BROKE = "said", "done", "refused", "broke"
@@ -35,7 +35,7 @@ class Died(Exception):
 def died(target: str, death: Died) -> UserError:
     """What to say of a target that ends the process that captures it."""
     said = death.text.strip().splitlines()
-    return UserError(
+    return NotJudged(
         f"{target} cannot be looked into, {death}{': ' + said[-1] if said else ''}",
         hint="see `pellucid check`, which runs it in eager mode too",
     )
@@ -67,7 +67,8 @@ class Apart:
     def result(self, hear: Callable[[Any], None], seconds: float) -> Any:
         """What the function returned. hear: gets what it says before.
 
-        Raises the function's UserError, InternalError for any other exception of it, or Died, also after `seconds`.
+        Raises the function's UserError, ToolchainError or StoreError, InternalError for any other exception of it, or
+        Died, also after `seconds`.
         """
         deadline = time.monotonic() + seconds
         try:
@@ -76,8 +77,8 @@ class Apart:
                 if kind == _DONE:
                     return what
                 if kind == _REFUSED:
-                    message, hint, context = what
-                    raise UserError(message, hint=hint, context=context)
+                    kind_of_error, message, hint, context = what
+                    raise kind_of_error(message, hint=hint, context=context)
                 if kind == _BROKE:
                     raise InternalError(what)
                 hear(what)
@@ -126,9 +127,9 @@ def serve(write: int) -> None:
         name, args = pickle.loads(sys.stdin.buffer.read())
         module, _, function = name.partition(":")
         message = pickle.dumps((_DONE, getattr(importlib.import_module(module), function)(*args)))
-    except UserError as error:
+    except (UserError, ToolchainError, StoreError) as error:
         context = {key: str(value) for key, value in error.context.items()}
-        message = pickle.dumps((_REFUSED, (error.message, error.hint, context)))
+        message = pickle.dumps((_REFUSED, (type(error), error.message, error.hint, context)))
     except Exception:
         message = pickle.dumps((_BROKE, traceback.format_exc()))
     _answers.send_bytes(message)

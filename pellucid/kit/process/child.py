@@ -31,8 +31,9 @@ import psutil
 import torch
 
 import pellucid
-from pellucid.errors import InternalError, PellucidError, UserError
+from pellucid.errors import InternalError, NotJudged, PellucidError, StoreError, ToolchainError, UserError
 from pellucid.kit.process.apart import die_with_parent
+from pellucid.native.toolchain import INSTALL_HINT
 
 SECONDS = 300.0
 POLL_S = 0.02
@@ -40,6 +41,7 @@ PENDING = object()
 NOTE_BYTES = 4096
 _SAID_BYTES = 4000
 _END_S = 1.0
+_NO_COMPILER = "InvalidCxxCompiler"  # Inductor's
 NOTE = "NOTE_OF_PELLUCID_DEBUG"  # a name that does not begin like those of the compiler's options
 NOT_THE_USERS = (str(Path(pellucid.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
@@ -68,9 +70,13 @@ class Failure:
 
 
 def pass_on(failure: Failure) -> None:
-    """Raise the UserError that a call ended with, if it did."""
-    if failure.what == UserError.__name__:
-        raise UserError(failure.text, hint=failure.context["hint"])
+    """Raise what a call ended with if that says nothing of compiled code: it is the user's fault, or the machine's."""
+    kind = next(
+        (each for each in (UserError, NotJudged, ToolchainError, StoreError) if each.__name__ == failure.what), None
+    )
+    if kind is not None:
+        context = {name: value for name, value in failure.context.items() if name != "hint"}
+        raise kind(failure.text, hint=failure.context["hint"], context=context)
 
 
 class Child:
@@ -194,12 +200,12 @@ class Worker:
         return found
 
     def ask(self, function: str, *args: Any, seconds: float, refused: str, hint: str) -> Any:
-        """The same for what should not fail. Raises UserError if it does: its own, else `refused` with how it ended."""
+        """The same for what should not fail. Raises what `pass_on` does, else NotJudged: `refused` and how it ended."""
         found = self.call(function, *args, seconds=seconds)
         if not isinstance(found, Failure):
             return found
         pass_on(found)
-        raise UserError(f"{refused}: {found}", hint=hint)
+        raise NotJudged(f"{refused}: {found}", hint=hint)
 
     def close(self) -> None:
         if self._child is not None:
@@ -271,6 +277,10 @@ def _answer(function: str | Callable[..., Any], args: tuple[Any, ...]) -> Any:
             function = getattr(importlib.import_module(module), name)
         return function(*args)  # type: ignore[operator]
     except Exception as error:
+        try:
+            raise_if_nothing_compiles(error)
+        except PellucidError as ours:
+            error = ours
         return failure_of(error)
 
 
@@ -279,6 +289,15 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
+def raise_if_nothing_compiles(error: BaseException) -> None:
+    """Raises the ToolchainError or StoreError behind an exception of a backend: it is no verdict on a program."""
+    for each in chain_of(error):
+        if type(each) in (ToolchainError, StoreError):
+            raise each
+        if type(each).__name__ == _NO_COMPILER:
+            raise ToolchainError(str(each), hint=INSTALL_HINT) from error
 
 
 def failure_of(error: BaseException) -> Failure:

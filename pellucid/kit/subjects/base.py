@@ -226,6 +226,9 @@ class Undecomposed(Captured):
     def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
         return self.base.capturing(compiler, decompose=False)
 
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class AsTraced(Captured):

@@ -15,6 +15,8 @@ import torch
 
 from pellucid.ir.origin import GLUE, Origin
 
+BY_PYTHON = "call by Python"  # between the programs that a graph was split into
+
 # As compilers write the types of values in their messages.
 CPP_NAMES = {
     torch.float64: "double",
@@ -57,7 +59,7 @@ class Refused:
 class Refusal:
     """Something that a backend did not do.
 
-    kind: `fusion`, `vectorisation`, `fallback` or `graph break`. subject: kernels, buffers or an operator.
+    kind: of `reasons.KINDS`. subject: kernels, buffers, FX nodes, an operator or a function.
     """
 
     kind: str

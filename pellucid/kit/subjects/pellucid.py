@@ -11,6 +11,7 @@ import torch
 
 from pellucid.backend import compile_fx
 from pellucid.capture.decompositions import decompositions
+from pellucid.capture.graph import origin_of
 from pellucid.codegen import CppKernel
 from pellucid.executable import Probe as NodeProbe
 from pellucid.ir.interp import run_program
@@ -33,7 +34,7 @@ from pellucid.kit.subjects.base import (
     Undecomposed,
     refusal,
 )
-from pellucid.kit.subjects.explain import CPP_NAMES, DEFINITION, Refusal, Refused, Value
+from pellucid.kit.subjects.explain import BY_PYTHON, CPP_NAMES, DEFINITION, Refusal, Refused, Value
 from pellucid.kit.subjects.plain import front_rungs
 from pellucid.lower import NotHeld, lower
 from pellucid.lower.graph import buffers_of
@@ -149,6 +150,7 @@ class PellucidCompiled(Compiled):
 
     def refusals(self) -> Iterator[Refusal]:
         yield from super().refusals()
+        yield from _called_by_python(self.record)
         for record in self.record.programs:
             origins = {node.name: _origin(node) for node in (*record.lowered.nodes, *record.scheduled.nodes)}
             for decision in record.decisions:
@@ -177,6 +179,16 @@ class PellucidCompiled(Compiled):
 
     def _after(self, step: Step, *tensors: torch.Tensor) -> None:
         self._probe.after(step, dict(zip(step.values, tensors, strict=True)))
+
+
+def _called_by_python(record: GraphRecord) -> Iterator[Refusal]:
+    """What no program holds, in a graph that was split."""
+    if record.outline:
+        origins = {node.name: origin_of(node) for node in record.graph.graph.nodes}
+        for decision in record.decisions:
+            yield refusal(BY_PYTHON, decision.subject, decision.why, merge(origins[name] for name in decision.subject))
+    for part in record.parts:
+        yield from _called_by_python(part)
 
 
 def _values(kernel: CppKernel) -> Iterator[tuple[str, Value]]:

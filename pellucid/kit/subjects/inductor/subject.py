@@ -101,7 +101,8 @@ class Inductor(Subject):
         return refused_kernel(failed, made) if failed is not None and made is not None else None
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        return select_decomp_table()
+        with config.patch({**_SETTINGS, **self.options}):  # they say what becomes of random numbers
+            return select_decomp_table()
 
     def passed(self, graph: Graph) -> torch.fx.GraphModule:
         lowering = lowering_of(graph, self.options, "run")
