@@ -113,6 +113,24 @@ def tolerance(eager: torch.Tensor, exact: torch.Tensor, draws: Sequence[torch.Te
     return seen.allowed(eager.dtype) + seen.own
 
 
+def allowed(own: float, dtype: torch.dtype, scale: float = 1.0) -> float:
+    """How far from float64 a value of this type and scale may be, where eager itself is `own` away."""
+    inexact = dtype.is_floating_point or dtype.is_complex
+    info = torch.finfo(dtype) if inexact else None
+    rounding = max(info.eps * scale, info.smallest_normal * info.eps) if info else 0.0  # or of subnormals
+    return FACTOR * own + FLOOR_ROUNDINGS * rounding
+
+
+def distance(actual: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """A value's largest distance from its float64, and the rms of that. Infinite where shapes or what is not finite
+    differ.
+    """
+    if actual.shape != exact.shape:
+        return math.inf, 0.0
+    seen = _Seen.of(actual, exact, exact, ())
+    return math.inf if seen.odd else seen.away, seen.rms
+
+
 def judge(
     actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, draws: Sequence[torch.Tensor] = ()
 ) -> Judgement:
@@ -259,15 +277,15 @@ class _Seen:
     @property
     def scale(self) -> float:
         """The rms of the finite elements, in whose units errors are; 1 where that says nothing."""
-        scale = math.sqrt(self.squares / self.count) if self.count else 0.0
-        return scale if 0 < scale < math.inf else 1.0
+        return self.rms if 0 < self.rms < math.inf else 1.0
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count else 0.0
 
     def allowed(self, dtype: torch.dtype, own: float | None = None) -> float:
         """How far from float64 a value may be. own: eager's own error; by default that of the draws too."""
-        inexact = dtype.is_floating_point or dtype.is_complex
-        info = torch.finfo(dtype) if inexact else None
-        rounding = max(info.eps * self.scale, info.smallest_normal * info.eps) if info else 0.0  # or of subnormals
-        return FACTOR * (self.own if own is None else own) + FLOOR_ROUNDINGS * rounding
+        return allowed(self.own if own is None else own, dtype, self.scale)
 
     def _add(self, start: int, part: _Part) -> None:
         actual, eager, truth = part.wide[:3]
