@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo import register_backend
 
-from pellucid.kit.debug import check
+from pellucid.debug import check
 from pellucid.kit.judge.vary import nudge_in_place
 
 FAULTY = "ten_percent_off_from_the_second_call_on"

@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from pellucid.capture.graph import origin_of
 from pellucid.errors import NotJudged, StoreError, ToolchainError
+from pellucid.kit.judge.expected import Expected
 from pellucid.kit.judge.graph import judge_graph
-from pellucid.kit.judge.judge import DRAWS, ORDER, Judgement, Output, Verdict, close, judge, kind_of, near, worst
+from pellucid.kit.judge.judge import ORDER, Judgement, Output, Verdict, close, kind_of, near, worst
 from pellucid.kit.judge.vary import change_in_place, nudge_in_place, variations, zeros_of
 from pellucid.kit.process.child import SECONDS, Failure, Worker, failure_of, pass_on, raise_if_nothing_compiles
 from pellucid.kit.programs.case import Case, copied, load_case, load_case_file
@@ -256,7 +257,7 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
     _check_repeatable(first, _outcome(case.fresh(), backward, 1).tensors)
     if not eager.tensors:
         raise NotJudged("the program leaves nothing that can be compared", hint="let it return what it computes")
-    exact, draws = _exactly(case, backward, first, 1), _draws(case, backward, 1)
+    expected = _expected(case, backward, first, 1).compute()
     try:
         fresh = case.fresh()
         torch._dynamo.reset()
@@ -271,14 +272,19 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
         torch._dynamo.reset()
     seconds = ((tensor, actual.tensors.get(name)) for name, tensor in eager.tensors.items() if name not in first)
     if any(made is None or close(made, tensor) is None for tensor, made in seconds):
-        exact = _exactly(case, backward, eager.tensors, 2, eager.zeros)
-        draws = _draws(case, backward, 2, eager.zeros)
-    outputs = tuple(_compare(actual, eager, exact, draws))
+        expected = _expected(case, backward, eager.tensors, 2, eager.zeros)
+    outputs = tuple(_compare(actual, eager, expected))
     return Checked(subject.name, worst([output.verdict for output in outputs]), outputs)
 
 
-def _draws(case: Case, backward: bool, calls: int, zeros: Zeros = None) -> list[Mapping[str, torch.Tensor]]:
-    return [_outcome(_nudged(case, seed), backward, calls, zeros=zeros).tensors for seed in range(DRAWS)]
+def _expected(
+    case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int, zeros: Zeros = None
+) -> Expected:
+    return Expected(
+        eager,
+        lambda: _exactly(case, backward, eager, calls, zeros),
+        lambda seed: _outcome(_nudged(case, seed), backward, calls, zeros=zeros).tensors,
+    )
 
 
 def _check_repeatable(once: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> None:
@@ -402,9 +408,9 @@ def _sharing(tensors: Mapping[str, torch.Tensor]) -> frozenset[tuple[str, str]]:
 
 
 def _exactly(
-    case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int, zeros: Zeros = None
-) -> Mapping[str, torch.Tensor]:
-    """The outcome in float64, or eager's own for a program that does not run in float64 or then does other things."""
+    case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int, zeros: Zeros
+) -> Mapping[str, torch.Tensor] | None:
+    """The outcome in float64; None for a program that does not run in float64, or then does other things."""
     wide = case.fresh()
     fn = wide.fn.double() if isinstance(wide.fn, torch.nn.Module) else wide.fn
     args, kwargs = widened((wide.args, dict(wide.kwargs)))
@@ -412,9 +418,9 @@ def _exactly(
     try:
         found = _outcome(Case(case.name, fn, args, kwargs), backward, calls, zeros=zeros).tensors
     except Exception:
-        return eager
+        return None
     fits = all(name in found and found[name].shape == tensor.shape for name, tensor in eager.items())
-    return found if fits else eager
+    return found if fits else None
 
 
 def _keep_leaves(narrow: Any, wide: Any) -> None:
@@ -437,20 +443,17 @@ def _tensors_of(case: Case) -> list[torch.Tensor]:
     return [*(leaf for leaf in inputs if isinstance(leaf, torch.Tensor)), *own]
 
 
-def _compare(
-    actual: _Outcome, eager: _Outcome, exact: Mapping[str, torch.Tensor], draws: Sequence[Mapping[str, torch.Tensor]]
-) -> Iterator[Output]:
-    for name, expected in eager.tensors.items():
-        shape, dtype = kind_of(expected)
+def _compare(actual: _Outcome, eager: _Outcome, expected: Expected) -> Iterator[Output]:
+    for name, tensor in eager.tensors.items():
+        shape, dtype = kind_of(tensor)
         if name not in actual.tensors:
             yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "it is missing in the compiled program"))
             continue
-        others = [draw[name] for draw in draws if name in draw]
         made = actual.tensors[name]
-        near = None if name in exact else close(made, expected)  # then it was not asked of float64
-        found = near or judge(made, expected, exact.get(name, expected), others)
+        near = None if name in expected.eager else close(made, tensor)  # then it was not asked of float64
+        found = near or expected.judge(name, made)
         if found.verdict.good and actual.strides.get(name) != eager.strides.get(name):
-            why = f"strides {actual.tensors[name].stride()}, eager's are {expected.stride()}"
+            why = f"strides {actual.tensors[name].stride()}, eager's are {tensor.stride()}"
             found = Judgement(Verdict.WRONG, why)
         yield Output(name, shape, dtype, found)
     for name, tensor in actual.tensors.items():

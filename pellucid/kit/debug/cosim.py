@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from pellucid.capture.graph import origin_of
 from pellucid.errors import UserError
 from pellucid.kit.debug.check import Request, graphs_for, subject_for
 from pellucid.kit.debug.passes import first_changed
+from pellucid.kit.judge.expected import Expected
 from pellucid.kit.judge.judge import DRAWS, Judgement, Verdict, close, judge, near, worst
 from pellucid.kit.judge.reference import Reference
 from pellucid.kit.judge.vary import change_in_place, overlapping
@@ -268,18 +268,17 @@ class _Simulation(Probe):
         if random != _random_calls(self.compiled.graph):
             return  # not the same numbers
         before, after = Reference(self.graph.module, self.graph.inputs, set()), self.reference
-        exact, draws = cache(before.float64), cache(before.draw)
         writers = writers_of(self.graph.module)
         changed = [(after.given[position], before.given[position], name) for position, name in writers.items()]
-        for mine, given, name in [*zip(after.results, before.results, before.result_nodes, strict=True), *changed]:
+        pairs = [*zip(after.results, before.results, before.result_nodes, strict=True), *changed]
+        expected = Expected({name: given for _, given, name in pairs}, before.float64, before.draw)
+        for mine, given, name in pairs:
             if not name or not isinstance(mine, torch.Tensor) or not isinstance(given, torch.Tensor):
                 continue
             found = close(mine, given)
             if random and found is None:  # float64 would draw other numbers
                 found = Judgement(Verdict.ROUNDING) if near(mine, given) else judge(mine, given, given)
-            if found is None:
-                others = [value for seed in range(DRAWS) if (value := draws(seed).get(name)) is not None]
-                found = judge(mine, given, exact().get(name, given), others)
+            found = found or expected.judge(name, mine)
             nodes = [] if found.verdict.good else first_changed(self.graph, self.compiled.graph)
             if nodes:
                 line = str(([*origin_of(nodes[0]).users, ""])[0])

@@ -18,9 +18,7 @@ from jinja2 import Template
 
 from pellucid.errors import UserError
 from pellucid.kit.debug.check import Request, captured
-from pellucid.kit.judge.graph import outcome_in_float64
-from pellucid.kit.judge.judge import DRAWS, tolerance
-from pellucid.kit.judge.vary import nudged
+from pellucid.kit.judge.graph import expected_of
 from pellucid.kit.process.child import SECONDS, Worker
 from pellucid.kit.programs.case import copied
 from pellucid.kit.programs.graphs import Graph, cut, interpret, rebound
@@ -164,13 +162,8 @@ def _write(part: Graph, step: Step, file: Path, request: Request) -> None:
 
 def _tolerances(part: Graph) -> Iterator[float]:
     """By result, how far compiled code may be from eager."""
-    eager = [each for each in interpret(part.module, copied(part.inputs)) if isinstance(each, torch.Tensor)]
-    exact = outcome_in_float64(part)
-    draws = [interpret(part.module, nudged(part.inputs, seed)) for seed in range(DRAWS)]
-    for number, value in enumerate(eager):
-        truth = exact[f"output {number}"] if exact else value
-        allowed = tolerance(value, truth, [draw[number] for draw in draws])
-        yield float(f"{allowed:.2e}")
+    expected = expected_of(part)
+    return (float(f"{expected.tolerance(name):.2e}") for name in expected.eager if name.startswith("output"))
 
 
 _TEXT = Template('''\

@@ -11,9 +11,8 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate
 
 from pellucid.kit.debug.check import Request, captured
-from pellucid.kit.judge.graph import run_in_float64
-from pellucid.kit.judge.judge import DRAWS, Judgement, close, judge
-from pellucid.kit.judge.vary import nudged
+from pellucid.kit.judge.graph import expected_of, outputs
+from pellucid.kit.judge.judge import Judgement, close
 from pellucid.kit.programs.case import copied
 from pellucid.kit.programs.graphs import Graph, calls_of, cut, interpret, needed_by, rebound
 
@@ -346,10 +345,14 @@ class EagerPart:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         try:
-            torch.manual_seed(0)
-            self.eager = interpret(graph.module, copied(graph.inputs))
+            self._expected = expected_of(graph)
         except Exception as error:
             raise NotAGraph(str(error)) from error
+
+    @property
+    def count(self) -> int:
+        """How many results it has."""
+        return len(self.graph.module.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def fresh(self) -> list[Any]:
         """Copies of the inputs."""
@@ -357,18 +360,12 @@ class EagerPart:
 
     def worst(self, actual: Sequence[Any]) -> Judgement | None:
         """What is wrong with results of compiled code, by the first that is; None if they are good."""
-        pairs = [(a, e) for a, e in zip(actual, self.eager, strict=True) if isinstance(e, torch.Tensor)]
-        if all(close(a, e) is not None for a, e in pairs):
+        eager = self._expected.eager
+        results = {name: value for name, value in outputs(actual).items() if name in eager}
+        if all(close(value, eager[name]) is not None for name, value in results.items()):
             return None
-        wide = run_in_float64(self.graph)
-        exact = self.eager if wide is None else wide[0]
-        draws = [interpret(self.graph.module, nudged(self.graph.inputs, seed)) for seed in range(DRAWS)]
-        for number, (a, e) in enumerate(zip(actual, self.eager, strict=True)):
-            if isinstance(e, torch.Tensor):
-                found = judge(a, e, exact[number], [draw[number] for draw in draws])
-                if not found.verdict.good:
-                    return found
-        return None
+        found = (self._expected.judge(name, value) for name, value in results.items())
+        return next((each for each in found if not each.verdict.good), None)
 
 
 def shape_key(graph: Graph) -> str:

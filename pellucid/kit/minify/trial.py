@@ -229,8 +229,8 @@ def _judged(
         if reference is None:
             yield Found(GOOD)
             continue
-        own = results[at : at + len(reference.eager)]
-        at += len(reference.eager)
+        own = results[at : at + reference.count]
+        at += reference.count
         worst = reference.worst(own)
         if worst is None:
             yield Found(GOOD)
