@@ -18,9 +18,9 @@ from pellucid.capture.torch_compat import capture_with_aot, debug_folder, dynamo
 from pellucid.errors import UserError, warn
 from pellucid.ir.nodes import Extern, Kernel
 from pellucid.native.build import warm_up
+from pellucid.native.plan import event_name
 from pellucid.options import Options, make_options
 from pellucid.pipeline import compile_graph, joint_passes
-from pellucid.native.plan import event_name
 from pellucid.trace.record import GraphRecord, StageTime
 
 
@@ -99,7 +99,9 @@ def _settings(options: Mapping[str, object] | None) -> Options:
     settings = make_options(options)
     folder = debug_folder()
     if repro_after() == "aot":
-        warn("TORCHDYNAMO_REPRO_AFTER=aot is TorchInductor's; here `pellucid minify` finds the smallest graph that fails")
+        warn(
+            "TORCHDYNAMO_REPRO_AFTER=aot is TorchInductor's; here `pellucid minify` finds the smallest graph that fails"
+        )
     return replace(settings, trace=str(folder / "pellucid")) if folder and not settings.trace else settings
 
 

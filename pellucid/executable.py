@@ -237,7 +237,9 @@ class _Assembler:
             name=kernel.name,
             checks=tuple(f"index out of range in {where(origin)}" for origin in compiled.checks),
             where=where(kernel.body[-1].origin),
-            reads=tuple(self._view(self.shapes[name]) for name in dict.fromkeys(load.buffer for _, load in kernel.loads())),
+            reads=tuple(
+                self._view(self.shapes[name]) for name in dict.fromkeys(load.buffer for _, load in kernel.loads())
+            ),
         )
 
     def _args(self, extern: Extern) -> tuple[Any, ...]:

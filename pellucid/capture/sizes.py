@@ -75,7 +75,9 @@ def _formulas(value: Any, formula: Callable[[int | torch.SymInt], str | int]) ->
 
 def _fake(mode: Any, form: Any, value: Any, number: Callable[[str | int], int | torch.SymInt]) -> Any:
     if not isinstance(form, dict):
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value if form is None else number(form)
+        if isinstance(value, torch.Tensor):
+            return mode.from_tensor(value, static_shapes=True)
+        return value if form is None else number(form)
     size, stride = ([number(each) for each in form[part]] for part in ("size", "stride"))
     offset = number(form["offset"])
     room = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1

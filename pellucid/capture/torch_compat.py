@@ -23,6 +23,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, detect_fake_mode
 from torch._logging._internal import getArtifactLogger, trace_structured_artifact
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, DimDynamic, ShapeEnv, resolve_unbacked_bindings
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -71,6 +72,7 @@ __all__ = [
     "symbol_paths",
     "symbolic_of",
     "term_of",
+    "traced_anew",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
@@ -257,6 +259,12 @@ def fake_graph(
     with enable_python_dispatcher():  # without it operators made of others take no symbols
         (propagation.propagate if mode is None else propagation.propagate_dont_convert_inputs)(*inputs)
     return module
+
+
+def traced_anew(function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
+    """The graph of the operators that a function calls on these inputs, fake tensors of `mode`."""
+    with mode, torch.no_grad():
+        return make_fx(function)(*inputs)
 
 
 def fake_symbols(values: Mapping[str, int]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:

@@ -17,6 +17,9 @@ from pellucid.capture.torch_compat import size_hint
 # Constants of at most as many elements are written out.
 _INLINE_ELEMENTS = 64
 
+# Names that the text of every graph may use.
+_CUSTOMARY = ("torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree")
+
 INPUTS = Template('''\
 def make_inputs():
     """The arguments of the graph's first call; drawn if there was none."""
@@ -65,6 +68,7 @@ def make_graph():
 
 
 {{ make_inputs }}
+
 
 if __name__ == "__main__":
     with torch.no_grad():
@@ -123,14 +127,14 @@ def _attributes(graph: torch.fx.GraphModule, owner: str, kind: str, constants: C
         if isinstance(value, torch.Tensor):
             yield f"{owner}.{name} = {constants.text(value)}"
         elif isinstance(value, torch.fx.GraphModule):
-            yield f"{owner}.{name} = {kind}.{name}()"
+            yield f'vars({owner})["{name}"] = {kind}.{name}()  # the class has the name too'
             yield from _attributes(value, f"{owner}.{name}", f"{kind}.{name}", constants)
 
 
 def _imports(graph: torch.fx.GraphModule) -> Iterator[str]:
     """For the functions that the text of the graph calls by a name of its own."""
     for name, value in cast("dict[str, Any]", graph.graph.python_code("self").globals).items():
-        if callable(value) and getattr(value, "__module__", "torch") != "torch" and hasattr(value, "__qualname__"):
+        if name not in _CUSTOMARY and callable(value):
             yield f"from {value.__module__} import {value.__qualname__} as {name}"
     for child in graph.children():
         if isinstance(child, torch.fx.GraphModule):

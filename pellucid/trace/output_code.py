@@ -30,6 +30,7 @@ compiled anew, and its results are compared with those of the kernels in the fol
 import sys
 
 import torch
+from torch import inf, nan  # noqa: F401
 
 from pellucid.debug.programs import buffer, compare_edited, drawn, fit, load_kernels, saved, view  # noqa: F401
 from pellucid.ir.derived import FUNCTIONS as F  # noqa: F401
@@ -49,6 +50,7 @@ def call(args, kernels):
 
 
 {{ make_inputs }}
+
 
 def make_constants():
     return [

@@ -32,7 +32,6 @@ from pellucid.trace.output_code import output_code
 from pellucid.trace.provenance import provenance
 from pellucid.trace.record import GraphRecord
 
-
 # Arguments that take more memory are not written into a run folder.
 _MOST_BYTES = 1 << 30
 
@@ -154,7 +153,9 @@ def _run(record: GraphRecord, options: Options) -> dict[str, Any]:
         "kind": record.kind,
         "environment": environment(),
         "options": asdict(options),
-        "stages": [{"name": stage.name, "seconds": round(stage.seconds, 6)} for stage in (*record.earlier, *record.stages)],
+        "stages": [
+            {"name": stage.name, "seconds": round(stage.seconds, 6)} for stage in (*record.earlier, *record.stages)
+        ],
         "build": None if record.built is None else asdict(record.built),
         "counts": {
             "fx_calls": sum(node.op == "call_function" for node in record.captured.graph.nodes),
