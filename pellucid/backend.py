@@ -21,7 +21,6 @@ from pellucid.native.build import warm_up
 from pellucid.native.plan import event_name
 from pellucid.options import Options, make_options
 from pellucid.pipeline import compile_graph, joint_passes
-from pellucid.trace.record import GraphRecord, StageTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +98,7 @@ def _settings(options: Mapping[str, object] | None) -> Options:
     settings = make_options(options)
     folder = debug_folder()
     if repro_after() == "aot":
-        warn(
-            "TORCHDYNAMO_REPRO_AFTER=aot is TorchInductor's; here `pellucid minify` finds the smallest graph that fails"
-        )
+        warn("TORCHDYNAMO_REPRO_AFTER=aot does nothing here; `pellucid minify` finds the smallest graph that fails")
     return replace(settings, trace=str(folder / "pellucid")) if folder and not settings.trace else settings
 
 
@@ -113,30 +110,22 @@ class _Clock:
     """
 
     since: float
-    done: tuple[StageTime, ...] = ()
+    done: tuple[tuple[str, float], ...] = ()
     running: bool = True
 
     @classmethod
     def started(cls) -> _Clock:
         seconds = dynamo_seconds()
-        return cls(perf_counter(), () if seconds is None else (StageTime("dynamo", seconds),))
+        return cls(perf_counter(), () if seconds is None else (("dynamo", seconds),))
 
-    def lap(self) -> tuple[StageTime, ...]:
-        """The stages since the last `resume`."""
+    def lap(self) -> tuple[tuple[str, float], ...]:
+        """What took place since the last `resume`, in seconds."""
         done, self.done = self.done, ()
-        return (*done, StageTime("aotautograd", perf_counter() - self.since)) if self.running else ()
+        return (*done, ("aotautograd", perf_counter() - self.since)) if self.running else ()
 
     def resume(self) -> None:
         """A graph has been compiled."""
         self.since = perf_counter()
-
-
-def _externs(record: GraphRecord) -> Iterator[tuple[str, Extern]]:
-    """The calls of ATen in the programs of a graph, by the names of their events."""
-    for program in record.programs:
-        for node in program.scheduled.nodes:
-            if isinstance(node, Extern):
-                yield event_name(program.name, node.name), node
 
 
 @contextmanager
@@ -156,16 +145,20 @@ def _compile(
 ) -> Callable[..., Any]:
     executable, record = compile_graph(graph, kind, options, None, clock.lap())
     clock.resume()
-    nodes = [node for program in record.programs for node in program.scheduled.nodes]
+    nodes = [(program.name, node) for program in record.programs for node in program.scheduled.nodes]
     _compilations.append(
         Compilation(
             name=record.name,
             kind=kind,
             nodes=sum(node.op == "call_function" for node in graph.graph.nodes),
-            kernels=sum(isinstance(node, Kernel) for node in nodes),
+            kernels=sum(isinstance(node, Kernel) for _, node in nodes),
             distinct=len({kernel.name for program in record.programs for kernel in program.kernels.values()}),
             calls=(
-                *(Fallback(name, node.op, node.reason) for name, node in _externs(record)),
+                *(
+                    Fallback(event_name(program, node.name), node.op, node.reason)
+                    for program, node in nodes
+                    if isinstance(node, Extern)
+                ),
                 *(Fallback(name, str(dict(each.facts)["op"]), each.why) for name, each in record.eager),
             ),
             seconds=record.seconds,

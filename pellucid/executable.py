@@ -237,9 +237,7 @@ class _Assembler:
             name=kernel.name,
             checks=tuple(f"index out of range in {where(origin)}" for origin in compiled.checks),
             where=where(kernel.body[-1].origin),
-            reads=tuple(
-                self._view(self.shapes[name]) for name in dict.fromkeys(load.buffer for _, load in kernel.loads())
-            ),
+            reads=tuple(self._view(self.shapes[name]) for name in {load.buffer: None for _, load in kernel.loads()}),
         )
 
     def _args(self, extern: Extern) -> tuple[Any, ...]:
@@ -286,7 +284,7 @@ class _Assembler:
 
 
 def _shapes(program: Program, values: Iterable[View]) -> dict[str, View]:
-    """By buffer, the view that shows its shape best: a value that the graph computes there; else its elements in a row."""
+    """By buffer, a view that shows its shape: of a value that the graph has there, else of its elements in a row."""
     shapes = {b.name: View(b.name, (b.numel,), (const(1),), const(0)) for b in program.buffers}
     return shapes | {view.buffer: view for view in reversed(list(values)) if view.buffer in shapes}
 

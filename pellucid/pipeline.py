@@ -143,21 +143,22 @@ def compile_graph(
     kind: str,
     options: Options,
     watch: Watch | None = None,
-    earlier: tuple[StageTime, ...] = (),
+    earlier: Sequence[tuple[str, float]] = (),
 ) -> tuple[Run, GraphRecord]:
     """Compile `graph`: as one program, or in segments around what no program holds, see `capture.split`.
 
-    watch: makes the probes of each program. earlier: what was done to the graph before, for the record. With
+    watch: makes the probes of each program. earlier: what was done before, in seconds, for the record. With
     `options.trace` a run folder is written for each program, and for each graph that was split.
     """
     refused: dict[str, str] = {}
+    before = tuple(StageTime(*each) for each in earlier)
     while True:
         start = perf_counter()
         outline = split(graph, refused)
         try:
             if outline is None:
-                return _compile_program(graph, kind, options, watch, earlier)
-            times = (*earlier, StageTime("split", perf_counter() - start))
+                return _compile_program(graph, kind, options, watch, before)
+            times = (*before, StageTime("split", perf_counter() - start))
             return _compile_segments(graph, outline, kind, options, watch, times)
         except NotHeld as refusal:
             if refusal.node in refused:

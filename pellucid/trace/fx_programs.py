@@ -133,7 +133,7 @@ def _attributes(graph: torch.fx.GraphModule, owner: str, kind: str, constants: C
 
 def _imports(graph: torch.fx.GraphModule) -> Iterator[str]:
     """For the functions that the text of the graph calls by a name of its own."""
-    for name, value in cast("dict[str, Any]", graph.graph.python_code("self").globals).items():
+    for name, value in graph.graph.python_code("self").globals.items():
         if name not in _CUSTOMARY and callable(value):
             yield f"from {value.__module__} import {value.__qualname__} as {name}"
     for child in graph.children():

@@ -24,7 +24,7 @@ _PROGRAM = Template('''\
 """Output code of {{ name }}: the calls that the native runtime makes, in order, and the C++ of its kernels.
 
 `call` takes the list of the graph's arguments and returns the list of its results. Edit at will: an edited kernel is
-compiled anew, and its results are compared with those of the kernels in the folder `kernels`. Exits with 1 if they differ.
+compiled anew, and compared with the one in the folder `kernels`. Exits with 1 if results differ.
 """
 
 import sys

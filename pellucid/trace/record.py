@@ -31,7 +31,7 @@ class GraphRecord:
     values: where the programs put the tensor that an FX node computes, by the node's name.
     kernels: generated C++ by the name of the IR kernel.
     outline: how a graph that was split is run; such a graph has no program itself. parts: the records of its segments.
-    earlier: what took place before the stages, where that is known: Dynamo, AOTAutograd. folder: its run, if it has one.
+    earlier: what took place before the stages, where that is known: Dynamo, AOTAutograd. folder: its run, if traced.
     """
 
     name: str

@@ -78,6 +78,10 @@ def branches(x: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos(), (x,))
 
 
+def data_dependent(x: torch.Tensor) -> torch.Tensor:
+    return (x + 1).nonzero().float().exp() * 2
+
+
 def reads_nan(x: torch.Tensor) -> torch.Tensor:
     return x.log() + 1
 
@@ -91,6 +95,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[torch.Tensor, ...], bool, bool 
     "in_place": (lambda: in_place, (torch.rand(5, 6),), False, None),
     "constants": (lambda: constants, (torch.rand(5, 30),), False, None),
     "branches": (lambda: branches, (torch.rand(5, 6),), False, None),
+    "data_dependent": (lambda: data_dependent, (torch.rand(4, 3),), False, None),
     "reads_nan": (lambda: reads_nan, (torch.tensor([-1.0, 1.0, 0.0]),), False, None),
 }
 

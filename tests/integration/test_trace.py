@@ -150,7 +150,7 @@ LOGGED = "import torch; torch.compile(lambda x: x.exp().sum(), backend='pellucid
 @pytest.mark.parametrize(
     ("artifact", "expected"),
     [
-        ("output_code", "KERNELS ="),
+        ("output_code", "SOURCES ="),
         ("ir_post_fusion", "= exp"),
         ("ir_pre_fusion", "kernel exp"),
         ("fusion", "fuse."),
