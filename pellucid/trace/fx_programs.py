@@ -12,7 +12,7 @@ import torch
 from jinja2 import Template
 
 from pellucid.capture.sizes import sizes_to_json
-from pellucid.capture.torch_compat import size_hint
+from pellucid.capture.torch_compat import is_symbolic, size_hint
 
 # Constants of at most as many elements are written out.
 _INLINE_ELEMENTS = 64
@@ -148,5 +148,5 @@ def input_text(value: object) -> str:
         strides = tuple(size_hint(stride) for stride in value.stride())
         return f"drawn({shape}, {strides}, {value.dtype})"
     if isinstance(value, torch.SymInt):
-        return str(size_hint(value))
+        return str(size_hint(value)) if is_symbolic(value) else "0"  # a jagged size is no number, and nobody reads it
     return repr(value)

@@ -105,9 +105,9 @@ class Recorded:
 
 def _record_inputs(folder: Path, args: Sequence[Any]) -> None:
     """Nothing is written where the arguments are no plain values, or more than a folder should hold."""
-    if not all(value is None or isinstance(value, torch.Tensor | int | float | str) for value in args):
+    if not all(value is None or isinstance(value, torch.Tensor | torch.SymInt | int | float | str) for value in args):
         return
-    plain = [value.detach() if isinstance(value, torch.Tensor) else value for value in args]
+    plain = [_plain(value) for value in args]
     memory = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in plain if _is_dense(each)}
     if sum(memory.values()) > _MOST_BYTES:
         return
@@ -116,6 +116,12 @@ def _record_inputs(folder: Path, args: Sequence[Any]) -> None:
         write_values(folder, torch.load(path, weights_only=True)["constants"], plain)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error}", hint="give a folder that is writable") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return 0  # a jagged size is no number, and nobody reads it
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _is_dense(value: Any) -> TypeIs[torch.Tensor]:

@@ -86,6 +86,10 @@ def reads_nan(x: torch.Tensor) -> torch.Tensor:
     return x.log() + 1
 
 
+def jagged(values: torch.Tensor) -> torch.Tensor:
+    return (torch.nested.nested_tensor([values[:3], values[3:]], layout=torch.jagged) * 2).sin().values()
+
+
 # By name: the program, its arguments, whether gradients are wanted, and `dynamic=`.
 MODELS: dict[str, tuple[Callable[[], Any], tuple[torch.Tensor, ...], bool, bool | None]] = {
     "trained": (Net, (torch.randn(4, 3, 9, 9),), True, None),
@@ -96,6 +100,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[torch.Tensor, ...], bool, bool 
     "constants": (lambda: constants, (torch.rand(5, 30),), False, None),
     "branches": (lambda: branches, (torch.rand(5, 6),), False, None),
     "data_dependent": (lambda: data_dependent, (torch.rand(4, 3),), False, None),
+    "jagged": (lambda: jagged, (torch.rand(8, 4),), False, None),
     "reads_nan": (lambda: reads_nan, (torch.tensor([-1.0, 1.0, 0.0]),), False, None),
 }
 
