@@ -221,3 +221,20 @@ def test_a_folder_of_the_users_choice_wins_over_torch_compile_debug(tmp_path: Pa
 
 def test_the_minifier_of_aotautograd_says_that_it_is_not_ours(tmp_path: Path) -> None:
     assert "pellucid minify" in of_child(LOGGED, tmp_path, TORCHDYNAMO_REPRO_AFTER="aot").stderr
+
+
+FAILING = """
+import torch, pellucid.pipeline
+def broken(*_): raise RuntimeError("planted")
+pellucid.pipeline.generate = broken
+try:
+    torch.compile(lambda x: x.exp() + 1, backend="pellucid")(torch.ones(9))
+except torch._dynamo.exc.BackendCompilerFailed:
+    pass
+"""
+
+
+def test_the_minifier_of_dynamo_writes_its_launcher_for_this_backend(tmp_path: Path) -> None:
+    of_child(FAILING, tmp_path, TORCHDYNAMO_REPRO_AFTER="dynamo")
+    (launcher,) = tmp_path.glob("torch_compile_debug/run_*/minifier/minifier_launcher.py")
+    assert "backend='pellucid'" in launcher.read_text()
