@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pellucid.backend import last_compilations
 from pellucid.errors import UserError
+from pellucid.kit.runs.runnable import load_kernels
 from tests.support import assert_matches, widened
 
 Tensor = torch.Tensor
@@ -296,10 +297,10 @@ def test_derived_numbers_are_in_the_output_code(tmp_path: Any) -> None:
     )
     expected = run(x)
     (path,) = tmp_path.glob("*/output_code.py")
-    scope: dict[str, Any] = {"__name__": "output_code"}
+    scope: dict[str, Any] = {"__name__": "output_code", "__file__": str(path)}
     exec(path.read_text(), scope)
     given = [14, 3, x]
-    assert torch.equal(scope["call"](given)[0], expected)
+    assert torch.equal(scope["call"](given, load_kernels(scope["SOURCES"]))[0], expected)
 
 
 # ----------------------------------------------------------------------------------------------- operators of users

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pellucid.capture.sizes import fake_inputs, sizes_to_json
 from pellucid.errors import UserError
 from pellucid.kit.programs.graphs import Graph, rebound
 from pellucid.kit.runs.graph_file import graph_from_json, graph_to_json
-from pellucid.kit.runs.sizes import fake_inputs, sizes_to_json
 from pellucid.kit.runs.tensors import TensorStore
 from pellucid.trace.store import environment
 
