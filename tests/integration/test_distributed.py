@@ -1,0 +1,48 @@
+"""Distributed training with two ranks of gloo: as good as eager's, and compiled where it should be."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(mode: str) -> tuple[int, str]:
+    """Exit status and output of the example with two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        [*command, "examples/distributed.py", "--mode", mode],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # then torchrun ends the ranks
+        output, _ = process.communicate(timeout=60)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize(
+    ("mode", "forwards", "backwards"),
+    [("ddp", 1, 1), ("fsdp2", 2, 2), ("tp", 1, 1)],
+)
+def test_losses_and_gradients_are_as_exact_as_eagers(mode: str, forwards: int, backwards: int) -> None:
+    """The example's exit status says so. FSDP2 breaks the graph at each block; collectives stand in the graphs of tp."""
+    status, output = torchrun(mode)
+    assert status == 0, output
+    assert len(re.findall(r"(?m)^(losses|gradients): error", output)) == 2
+    graphs = re.findall(r"(?m)^(forward|backward)_\d+: (\d+) kernels, \d+ calls, (\d+) of collectives$", output)
+    kinds = [kind for kind, _, _ in graphs]
+    assert (kinds.count("forward"), kinds.count("backward")) == (forwards, backwards), output
+    assert all(int(kernels) > 0 for _, kernels, _ in graphs)
+    assert all((int(collectives) > 0) == (mode == "tp") for _, _, collectives in graphs)
