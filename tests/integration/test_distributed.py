@@ -9,6 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pellucid.backend import last_compilations
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,3 +52,36 @@ def test_losses_and_gradients_are_as_exact_as_eagers(mode: str, forwards: int, b
     assert (kinds.count("forward"), kinds.count("backward")) == (forwards, backwards), output
     assert all(int(kernels) > 0 for _, kernels, _ in graphs)
     assert all((int(collectives) > 0) == (mode == "tp") for _, _, collectives in graphs)
+
+
+class Layers(nn.Module):
+    """Three layers. Dynamo does not look into `nn.Sequential` below DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(600, 600) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def test_ddp_cuts_the_graph_where_a_bucket_of_gradients_is_full() -> None:
+    """Each layer fills a bucket. PyTorch runs a part that it has compiled on fake tensors, to compile the next."""
+    torch.manual_seed(0)
+    model = Layers()
+    x = torch.randn(2, 600)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    before = len(last_compilations())
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compiled = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="pellucid")
+        for _ in range(2):
+            model.zero_grad()
+            compiled(x).square().sum().backward()
+            torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(expected))
+    finally:
+        dist.destroy_process_group()
+    assert sorted(each.kind for each in last_compilations()[before:]) == ["backward"] * 3 + ["forward"] * 3
