@@ -34,6 +34,8 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 # ATen computes these, in much more time than their elements take to move, and refuses most of what we would make.
 LEFT_OUT = (
     *("linalg.", "fft.", "sparse.", "signal.", "svd", "lu", "cholesky", "geqrf", "ormqr", "pca_lowrank", "pinverse"),
+    # Its time grows with the square of the classes, and no tensor shows it.
+    "nn.functional.multilabel_margin_loss",
     # These check no sizes: where the statistics stay as short as they were, eager writes beyond them.
     *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
 )
@@ -206,16 +208,22 @@ class _Work(TorchDispatchMode):
 
 def _expected_work(op: Callable[..., Any], small: Arguments, larger: Arguments, elements: int) -> float:
     """The work of an operator on so many elements. Raises what eager raises on the samples."""
-    low, high = (_work(op, *sample) for sample in (small, larger))
-    power = max(1.0, math.log(high / low, _PROBES[1] / _PROBES[0]))
-    return high * (elements / _PROBES[1]) ** power if elements > _PROBES[0] else low
+    return sum(_continued(low, high, elements) for low, high in zip(_work(op, small), _work(op, larger), strict=True))
 
 
-def _work(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _continued(low: float, high: float, elements: int) -> float:
+    """What grows from `low` to `high` between the two small sizes, at this one."""
+    power = math.log(high / low, _PROBES[1] / _PROBES[0])
+    return low * (elements / _PROBES[0]) ** max(power, 0.0)
+
+
+def _work(op: Callable[..., Any], sample: Arguments) -> tuple[float, float]:
+    """What an operator makes and computes; and what its results cost."""
+    args, kwargs = sample
     with torch.no_grad(), _Work() as work:
         made = op(*args, **kwargs)
     results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-    return work.done + _elements(made) + _WORK_OF_RESULT * len(results) + 1
+    return work.done + _elements(made) + 1, _WORK_OF_RESULT * max(len(results), 1)
 
 
 def _elements(tree: Any) -> int:
