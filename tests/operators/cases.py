@@ -13,6 +13,8 @@ from typing import Any
 import numpy
 import torch
 
+from tests.operators import large
+
 DTYPES = {
     "f32": torch.float32,
     "f64": torch.float64,
@@ -20,10 +22,13 @@ DTYPES = {
     "f16": torch.float16,
     "i64": torch.int64,
     "u8": torch.uint8,
+    "u16": torch.uint16,
+    "u32": torch.uint32,
+    "u64": torch.uint64,
     "bool": torch.bool,
 }
 DIRECTIONS = ("forward", "training")
-DATABASES = ("ops", "modules")
+DATABASES = ("ops", "large", "modules")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,11 +91,12 @@ class Case:
 def tasks(database: str, dtypes: Iterable[str], directions: Iterable[str], names: Iterable[str] = ()) -> list[Task]:
     """Every task of a database that supports the dtype, of the named operators or modules if any are named."""
     names, directions = set(names), list(directions)
-    supports = {"ops": _operator_supports, "modules": _module_supports}[database]
+    supports = _module_supports if database == "modules" else _operator_supports
     return [
         Task(database, name, dtype, direction)
-        for name in (_operators() if database == "ops" else _modules())
+        for name in (_modules() if database == "modules" else _operators())
         if not names or name in names or name.rsplit(".", 1)[0] in names
+        if database != "large" or not name.startswith(large.LEFT_OUT)
         for dtype in dtypes
         for direction in directions
         if supports(name, DTYPES[dtype], direction)
@@ -98,8 +104,11 @@ def tasks(database: str, dtypes: Iterable[str], directions: Iterable[str], names
 
 
 def cases(task: Task) -> Iterator[Case]:
-    """The first, middle and last sample of a task; every process makes the same ones."""
+    """The first, middle and last sample of a task, or its large ones; every process makes the same ones."""
     _seed()
+    if task.database == "large":
+        yield from _large_cases(task)
+        return
     make = {"ops": _operator_cases, "modules": _module_cases}[task.database]
     found = make(task)
     for position in sorted({0, len(found) // 2, len(found) - 1}) if found else ():
@@ -137,7 +146,9 @@ def _named(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def _operator_supports(name: str, dtype: torch.dtype, direction: str) -> bool:
     op = _operators()[name]
     if direction == "forward":
-        return dtype in op.supported_dtypes("cpu")
+        found = op.supported_dtypes("cpu")
+        # PyTorch seldom says where it supports the wider unsigned types. Eager mode refuses what it does not.
+        return dtype in found or (dtype in large.UNSIGNED and torch.uint8 in found)
     return bool(op.supports_autograd) and dtype in op.supported_backward_dtypes("cpu")
 
 
@@ -145,11 +156,29 @@ def _operator_cases(task: Task) -> list[Callable[[int], Case]]:
     op = _operators()[task.name]
     grad = task.direction == "training"
     samples = list(op.sample_inputs("cpu", DTYPES[task.dtype], requires_grad=grad))
-    return [lambda number, sample=sample: _operator_case(task, number, op.op, sample) for sample in samples]
+    return [
+        lambda number, sample=sample: _operator_case(task, number, op.op, (sample.input, *sample.args), sample.kwargs)
+        for sample in samples
+    ]
 
 
-def _operator_case(task: Task, number: int, op: Any, sample: Any) -> Case:
-    tensors, function = _spelled_out(op, (sample.input, *sample.args), sample.kwargs)
+def _large_cases(task: Task) -> Iterator[Case]:
+    """The lines of the plan that the operator can follow: all in f32, every other one in other types."""
+    op = _operators()[task.name]
+    _seed()
+    found = op.sample_inputs("cpu", DTYPES[task.dtype], requires_grad=task.direction == "training")
+    samples = [((sample.input, *sample.args), sample.kwargs) for sample in found]
+    for number, (elements, layout) in enumerate(large.PLAN):
+        if task.dtype != "f32" and (number + task.hash) % 2:
+            continue
+        start = len(samples) * number // len(large.PLAN)
+        chosen = large.choose(op.op, samples[start:] + samples[:start], elements, layout)
+        if chosen is not None:
+            yield _operator_case(task, number, op.op, *chosen)
+
+
+def _operator_case(task: Task, number: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
+    tensors, function = _spelled_out(op, args, kwargs)
     wanted = tuple(p for p, tensor in enumerate(tensors) if task.direction == "training" and tensor.requires_grad)
     return Case(task, number, function, [tensor.detach() for tensor in tensors], wanted)
 

@@ -1,12 +1,13 @@
 """PyTorch's own operator and module databases against eager.
 
-    python -m tests.operators.sweep [--database ops|modules] [--engine native|dynamic|convolved|interpreter]
+    python -m tests.operators.sweep [--database ops|large|modules] [--engine native|dynamic|convolved|interpreter]
                                     [--dtypes f32,...] [--directions forward,training] [--share K/N] [NAME ...]
     python -m tests.operators.sweep --all
 
 For every operator and dtype, three samples (first, middle, last) are run in eager mode, in float64 as the judge, and
 compiled. With `--engine interpreter` the lowered IR is interpreted, which tests capture and lowering without any C++;
-with `--engine convolved` what the operator gets lies channels-last, as results of convolutions do.
+with `--engine convolved` what the operator gets lies channels-last, as results of convolutions do. `--database large`
+has the operators' samples grown to up to a million elements, in other layouts (see `large.py`).
 Each row of the JSON file is a sample: `ok`, or why not. The exit status is 1 if a sample fails that is not listed in
 `exceptions.py`; with `--all`, which runs every column of `GRID`, also if nothing fails any more that is listed there.
 """
@@ -29,10 +30,14 @@ import torch
 from tests.operators.cases import DATABASES, DIRECTIONS, DTYPES, Case, Task, cases, tasks
 from tests.operators.engines import ENGINES, check
 from tests.operators.exceptions import KNOWN, reason
+from tests.operators.large import PLAN
 from tests.operators.workers import run_all
 
-# Tasks that are compiled as one program.
-BATCH = 10
+# Tasks that are compiled as one program: of large samples fewer, for the sake of memory.
+BATCH = {"ops": 10, "large": 4, "modules": 10}
+
+# What is large is shared by threads.
+THREADS = {"ops": 1, "large": 2, "modules": 1}
 
 # Engine, database, direction, dtypes.
 GRID = (
@@ -42,6 +47,9 @@ GRID = (
     ("dynamic", "ops", "training", "f64"),
     ("convolved", "ops", "forward", "f32"),
     ("convolved", "ops", "training", "f64"),
+    ("native", "ops", "forward", "u16,u32,u64"),
+    ("native", "large", "forward", "f32,bf16,i64,u16,u32,u64"),
+    ("native", "large", "training", "f32"),
     ("native", "modules", "forward,training", "f32,f64"),
     ("dynamic", "modules", "forward,training", "f32,f64"),
 )
@@ -67,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a worker process does at a time: some tasks of one direction, or a single sample of one task."""
+    """What a worker does at a time: some tasks of one database and direction, or a single sample of one task."""
 
     tasks: tuple[Task, ...]
     engine: str
@@ -78,7 +86,7 @@ def run_unit(unit: Unit) -> list[Row]:
     """The verdicts on all samples of a unit, in a worker process."""
     warnings.simplefilter("ignore")
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # graph breaks are no news here
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS[unit.tasks[0].database])
     rows: list[Row] = []
     found: list[Case] = []
     for task in unit.tasks:
@@ -95,13 +103,13 @@ def sweep(todo: Sequence[tuple[str, Task]], jobs: int, seconds: float) -> list[R
 
     seconds: for one batch.
     """
-    groups: dict[tuple[str, str], list[Task]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[Task]] = defaultdict(list)
     for engine, task in todo:
-        groups[engine, task.direction].append(task)
+        groups[engine, task.direction, task.database].append(task)
     batches = [
-        Unit(tuple(group[at : at + BATCH]), engine)
-        for (engine, _), group in groups.items()
-        for at in range(0, len(group), BATCH)
+        Unit(tuple(group[at : at + BATCH[database]]), engine)
+        for (engine, _, database), group in groups.items()
+        for at in range(0, len(group), BATCH[database])
     ]
     rows: list[Row] = []
     alone: list[Unit] = []
@@ -119,6 +127,8 @@ def sweep(todo: Sequence[tuple[str, Task]], jobs: int, seconds: float) -> list[R
 
 
 def _numbers(task: Task) -> list[int]:
+    if task.database == "large":
+        return list(range(len(PLAN)))  # to find out which there are, eager runs them
     try:
         return [case.sample for case in cases(task)]
     except Exception:

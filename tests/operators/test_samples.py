@@ -6,9 +6,11 @@ import os
 import time
 
 import pytest
+import torch
 
 from tests.operators.cases import Task, cases, tasks
 from tests.operators.exceptions import reason
+from tests.operators.large import PLAN, choose
 from tests.operators.sweep import Row, sweep
 from tests.operators.workers import run_all
 
@@ -19,6 +21,9 @@ SHARES = (
     ("convolved", "ops", "training", "f64", 50),
     ("dynamic", "ops", "forward", "f32,i64,bool", 50),
     ("dynamic", "ops", "training", "f64", 100),
+    ("native", "ops", "forward", "u16,u32,u64", 200),
+    ("native", "large", "forward", "f32,bf16,i64,u16,u32,u64", 200),
+    ("native", "large", "training", "f32", 200),
     ("native", "modules", "training", "f32", 20),
     ("dynamic", "modules", "forward", "f32", 40),
 )
@@ -36,7 +41,7 @@ def rows() -> list[Row]:
     return sweep(todo, jobs=os.cpu_count() or 1, seconds=300.0)
 
 
-@pytest.mark.parametrize(("engine", "database", "direction"), [share[:3] for share in SHARES])
+@pytest.mark.parametrize(("engine", "database", "direction"), sorted({share[:3] for share in SHARES}))
 def test_samples_match_eager(rows: list[Row], engine: str, database: str, direction: str) -> None:
     own = [row for row in rows if (row.engine, row.task.database, row.task.direction) == (engine, database, direction)]
     wrong = [row for row in own if row.failed and reason(row.task, row.engine) is None]
@@ -51,6 +56,30 @@ def test_samples_are_the_same_in_every_process() -> None:
     assert [case.sample for case in first] == [case.sample for case in second]
     for a, b in zip(first, second, strict=True):
         assert all(bool((x == y).all()) for x, y in zip(a.state, b.state, strict=True))
+
+
+def test_large_samples_have_the_sizes_and_layouts_of_the_plan() -> None:
+    found = list(cases(Task("large", "add", "f32", "forward")))
+    assert [case.sample for case in found] == list(range(len(PLAN)))
+    for case, (elements, layout) in zip(found, PLAN, strict=True):
+        first = case.state[0]
+        assert elements <= first.numel() < 2 * elements
+        assert first.is_contiguous() == (layout == "contiguous")
+        assert (0 in first.stride()) == (layout == "expanded")
+        assert first.is_contiguous(memory_format=torch.channels_last) == (layout == "channels-last")
+
+
+def test_a_sample_that_would_cost_too_much_is_grown_in_another_way() -> None:
+    """Every pair of a million elements is more than memory holds; all pairs of two long columns and a few are not."""
+    cost = []
+    for elements, layout in PLAN[:3]:
+        vector = torch.arange(5.0)
+        assert choose(torch.combinations, [((vector,), {})], elements, layout) is None or elements == 257
+        grown = choose(torch.cdist, [((torch.rand(5, 3), torch.rand(4, 3)), {})], elements, layout)
+        assert grown is not None
+        (one, other), _ = grown
+        cost.append(one.shape[0] * other.shape[0])
+    assert cost[0] < max(cost) < 1e8
 
 
 def _misbehave(unit: str) -> str:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
+from unittest import mock
 
 T = TypeVar("T")
 
 # Compiled kernels stay loaded for the life of a process, so it is not kept for ever.
 _UNITS_PER_WORKER = 40
+
+# The workers share the cores, so that threads must not spin while they wait for each other.
+_SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 _READY = "ready"
 
@@ -25,7 +30,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, function), daemon=True)
-        self.process.start()
+        with mock.patch.dict(os.environ, _SLEEPING):
+            self.process.start()
         theirs.close()
         self.unit: Any = None
         self.started = 0.0  # the unit; infinite until the process has imported what it needs
