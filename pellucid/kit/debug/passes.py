@@ -10,7 +10,7 @@ import torch
 from pellucid.kit.judge.judge import near
 from pellucid.kit.judge.vary import change_in_place
 from pellucid.kit.programs.case import copied
-from pellucid.kit.programs.graphs import Graph, interpret, is_random, mutates
+from pellucid.kit.programs.graphs import Graph, is_random, mutates, values_of
 
 
 def first_changed(graph: Graph, passed: torch.fx.GraphModule) -> list[torch.fx.Node]:
@@ -22,8 +22,8 @@ def first_changed(graph: Graph, passed: torch.fx.GraphModule) -> list[torch.fx.N
     kept = {node.name for node in passed.graph.nodes}
     inputs = copied(graph.inputs)
     for _ in range(2):  # the second time with other values in the same memory, which a pass may have kept
-        before = _results(graph.module, copied(inputs))
-        after = _results(passed, inputs)
+        before = values_of(graph.module, copied(inputs), lambda node: not is_random(node))
+        after = values_of(passed, inputs, lambda node: not is_random(node))
         for name, value in after.items():
             if name in before and not agree(value, before[name]):
                 return _unexplained(_with_lost(nodes[name], kept), before, list(after.values())) or [nodes[name]]
@@ -62,20 +62,6 @@ def _equal(ours: Any, theirs: Any) -> bool:
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False
     return ours.shape == theirs.shape and ours.dtype == theirs.dtype and near(ours, theirs)
-
-
-def _results(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
-    """The result of each call by its name, but for random numbers."""
-    found: dict[str, Any] = {}
-
-    def keep(node: torch.fx.Node, value: Any) -> Any:
-        if not is_random(node):
-            found[node.name] = copied(value)
-        return value
-
-    torch.manual_seed(0)
-    interpret(module, inputs, keep)
-    return found
 
 
 def agree(ours: Any, theirs: Any) -> bool:

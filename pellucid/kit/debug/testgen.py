@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from jinja2 import Template
 
 from pellucid.errors import UserError
@@ -21,7 +20,7 @@ from pellucid.kit.debug.check import Request, captured
 from pellucid.kit.judge.graph import expected_of
 from pellucid.kit.process.child import SECONDS, Worker
 from pellucid.kit.programs.case import copied
-from pellucid.kit.programs.graphs import Graph, cut, interpret, rebound
+from pellucid.kit.programs.graphs import Graph, cut, rebound, values_of
 from pellucid.kit.runs.literal import NotWritable, write_values
 from pellucid.kit.shown import Shown
 from pellucid.kit.subjects.base import Compiled, Step
@@ -124,16 +123,8 @@ def _values(graph: Graph, compiled: Compiled, calls: Collection[str]) -> dict[st
     module = compiled.graph
     needed = {other.name for node in module.graph.nodes if node.name in calls for other in node.all_input_nodes}
     placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-    found: dict[str, Any] = dict(zip(placeholders, copied(graph.inputs), strict=True))
-
-    def keep(node: torch.fx.Node, value: Any) -> Any:
-        if node.name in needed or node.name in calls:
-            found[node.name] = copied(value)
-        return value
-
-    torch.manual_seed(0)
-    interpret(module, copied(graph.inputs), keep)
-    return found
+    given = dict(zip(placeholders, graph.inputs, strict=True))
+    return given | values_of(module, copied(graph.inputs), lambda node: node.name in needed or node.name in calls)
 
 
 def _part(graph: Graph, compiled: Compiled, names: Collection[str], values: dict[str, Any]) -> Graph:

@@ -14,7 +14,7 @@ from pellucid.kit.debug.check import Request, captured
 from pellucid.kit.judge.graph import expected_of, outputs
 from pellucid.kit.judge.judge import Judgement, close
 from pellucid.kit.programs.case import copied
-from pellucid.kit.programs.graphs import Graph, calls_of, cut, interpret, needed_by, rebound
+from pellucid.kit.programs.graphs import Graph, calls_of, cut, needed_by, rebound, values_of
 
 _FLOATS = (torch.float64, torch.bfloat16, torch.float16)
 
@@ -65,16 +65,8 @@ class Workshop:
         if name not in self._values:
             graph = self.graphs[name]
             placeholders = [node.name for node in graph.module.graph.nodes if node.op == "placeholder"]
-            found: dict[str, Any] = dict(zip(placeholders, graph.inputs, strict=True))
-            mutable = any(_mutates(node) for node in calls_of(graph.module))
-
-            def keep(node: torch.fx.Node, value: Any) -> Any:
-                found[node.name] = copied(value) if mutable else value
-                return value
-
-            torch.manual_seed(0)
-            interpret(graph.module, copied(graph.inputs), keep)
-            self._values[name] = found
+            given = dict(zip(placeholders, graph.inputs, strict=True))
+            self._values[name] = given | values_of(graph.module, copied(graph.inputs))
         return self._values[name]
 
     def names(self, name: str) -> tuple[str, ...]:
@@ -191,11 +183,6 @@ def _is_symbol(node: torch.fx.Node) -> bool:
 
 def _takes_out(node: torch.fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _mutates(node: torch.fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return not _takes_out(node) if schema is None else schema.is_mutable
 
 
 def _is_plain(value: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -114,6 +115,23 @@ def interpret(
     return result if isinstance(result, list | tuple) else (result,)
 
 
+def values_of(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], wanted: Callable[[torch.fx.Node], bool] = lambda node: True
+) -> dict[str, Any]:
+    """Eager's result of each wanted call by its name, as it was when it came to be. See `interpret`."""
+    found: dict[str, Any] = {}
+    changes = any(mutates(node) or _is_foreign(node) for node in calls_of(module))
+
+    def keep(node: torch.fx.Node, value: Any) -> Any:
+        if wanted(node):
+            found[node.name] = copied(value) if changes else value
+        return value
+
+    torch.manual_seed(0)
+    interpret(module, inputs, keep)
+    return found
+
+
 def in_float64(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """The graph with float64 wherever it says float32, bfloat16 or float16: in conversions, factories and constants."""
     wide = twin(module)
@@ -199,6 +217,11 @@ def calls_of(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
 def mutates(call: torch.fx.Node) -> bool:
     """Whether an operator works in place."""
     return getattr(getattr(call.target, "_schema", None), "is_mutable", False)
+
+
+def _is_foreign(call: torch.fx.Node) -> bool:
+    """Whether nothing is known of what a call does."""
+    return not hasattr(call.target, "_schema") and call.target is not operator.getitem
 
 
 def writes(call: torch.fx.Node, operand: torch.fx.Node) -> bool:
