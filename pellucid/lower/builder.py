@@ -27,8 +27,6 @@ from pellucid.ir.ops import OPS, Result
 from pellucid.ir.origin import Origin
 from pellucid.ir.types import DType
 
-_INT_BITS = {DType.I64: 64, DType.I32: 32, DType.I16: 16, DType.I8: 8, DType.U8: 8}
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
@@ -101,9 +99,7 @@ def wrap(value: Scalar, dtype: DType) -> Scalar:
         return math.nan if value != value else float(value)
     if dtype is DType.BOOL:
         return bool(value)
-    bits = _INT_BITS[dtype]
-    wrapped = int(value) % (1 << bits)
-    return wrapped if dtype is DType.U8 or wrapped < 1 << (bits - 1) else wrapped - (1 << bits)
+    return dtype.wrap(int(value))
 
 
 class KernelBuilder:

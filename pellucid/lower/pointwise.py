@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from pellucid.ir.types import TORCH_DTYPES, DType
 from pellucid.lower.builder import KernelBuilder, Value, broadcast_index, wrap
 from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
+from pellucid.lower.unsigned import common_type
 
 
 class Promote(Enum):
@@ -67,7 +68,7 @@ def _promoted(node: torch.fx.Node, promote: Promote, result: TensorRef) -> DType
             return result.dtype.compute
         case Promote.ARGUMENTS:
             first, second = (_example(arg) for arg in node.args[:2])
-            return DTYPES[torch.result_type(cast(Any, first), cast(Any, second))].compute
+            return common_type(torch.result_type, first, second).compute
         case Promote.NONE:
             return None
 
@@ -345,7 +346,7 @@ def _where_raw(condition: Value, a: Value, b: Value) -> Value:
 
 
 def _wider(a: DType, b: DType) -> DType:
-    return DTYPES[torch.promote_types(TORCH_DTYPES[a], TORCH_DTYPES[b])]
+    return common_type(torch.promote_types, TORCH_DTYPES[a], TORCH_DTYPES[b])
 
 
 @rule("where.ScalarSelf", "where.ScalarOther", "where.Scalar")

@@ -177,8 +177,7 @@ def _identity(join: str, dtype: DType) -> float:
         return 0 if join == "add" else 1
     if dtype.is_float:
         return -math.inf if join == "maximum" else math.inf
-    bits = 8 * dtype.itemsize
-    low, high = (0, (1 << bits) - 1) if dtype is DType.U8 else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+    low, high = dtype.limits
     return low if join == "maximum" else high
 
 

@@ -211,6 +211,8 @@ def repeat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 def checked_position(kernel: KernelBuilder, index: TensorRef, at: Sequence[Expr], size: Expr, *, wrap: bool) -> Expr:
     """The checked element of an index tensor, usable in an index expression."""
+    if index.dtype not in (DType.I64, DType.I32):
+        raise NotLowered(f"ATen takes no positions of {index.dtype.value}: it reports the error")
     for i, extent in zip(kernel.index, kernel.shape, strict=True):
         if extent == ZERO:
             return i  # nothing is looked up, so nothing can be out of range
