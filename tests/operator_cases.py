@@ -333,6 +333,17 @@ def index_cases() -> Iterator[Case]:
         lambda a, b, k: (a.gather(0, k), a.gather(-1, k.view(1)), b.gather(0, k), b.gather(0, k.expand(0))),
         (one, one.view(1), at),
     )
+    nothing = torch.zeros(2, 0, dtype=torch.int64)
+    yield (
+        "gather-nothing",
+        lambda a, k: (a.gather(0, k), a.scatter(0, k, 1), a.scatter_add(0, k, a)),
+        (x[0, 0], nothing),
+    )
+    yield (
+        "scatter-zero-dim",
+        lambda a, k, b: (a.scatter(0, k, b), a.scatter_add(0, k, b), b.scatter(0, k, b), a.index_copy(0, k, b)),
+        (x[0, 0], at.view(1), one),
+    )
     yield "take-along", lambda a, k: torch.take_along_dim(a, k, 2), (x, _ints(4, 6, 2, low=0, high=5))
 
 

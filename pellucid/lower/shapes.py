@@ -220,6 +220,13 @@ def checked_position(kernel: KernelBuilder, index: TensorRef, at: Sequence[Expr]
     return val(kernel.check_index(loaded, size, wrap=wrap).name)
 
 
+def check_ranks(what: str, x: TensorRef, *others: object) -> None:
+    """Leave to ATen what goes along a dimension of `x` with tensors of other ranks: zero-dim ones, and empty ones."""
+    for each in (x, *others):
+        if isinstance(each, TensorRef) and (not each.shape or len(each.shape) != len(x.shape)):
+            raise NotLowered(f"{what} of tensors of ranks {len(x.shape)} and {len(each.shape)}")
+
+
 @rule("embedding.default")
 def embedding(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     weight, indices = graph.value(node.args[0]), graph.value(node.args[1])
@@ -248,8 +255,7 @@ def index_select(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 def gather(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x, indices = given["self"], given["index"]
-    if not x.shape or not indices.shape:
-        raise NotLowered("gather of a zero-dimensional tensor")
+    check_ranks("gather", x, indices)
     dim = given["dim"] % len(x.shape)
     result = graph.new(node.meta["val"], "gather")
     kernel = graph.kernel(node, result.shape)
