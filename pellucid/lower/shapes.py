@@ -139,7 +139,8 @@ def cat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
         end = start + tensor.shape[dim]
         mask = inside(kernel, kernel.index[dim], start, end, result.shape[dim])
         index = tuple(i - start if d == dim else i for d, i in enumerate(kernel.index))
-        pieces.append((mask, kernel.load(tensor.view, tensor.dtype, index, mask).to(result.dtype)))
+        piece = kernel.load(tensor.view, tensor.dtype, index, mask)
+        pieces.append((mask, piece if tensor.dtype is result.dtype else kernel.convert(piece, result.dtype)))
         start = end
     value = pieces[-1][1] if pieces else kernel.const(0, result.dtype)
     for mask, piece in reversed(pieces[:-1]):
@@ -153,6 +154,7 @@ def cat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 def constant_pad(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x: TensorRef = given["self"]
+    check_fits(given["value"], x.dtype)
     result = graph.new(node.meta["val"], "pad")
     kernel = graph.kernel(node, result.shape)
     padding = [as_expr(p) for p in given["pad"]]

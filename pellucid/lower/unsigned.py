@@ -8,27 +8,27 @@ these work, and with them what is broken up into operators that ATen has, althou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from pellucid.capture.graph import DTYPES
 from pellucid.ir.types import DType
+from pellucid.lower.graph import op_name
 from pellucid.lower.registry import NotLowered
 
 # These promote their arguments, and their results may be of these types.
 _PROMOTE = frozenset(
     """
     mul.Tensor mul.Scalar bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor
-    bitwise_xor.Scalar cat.default
+    bitwise_xor.Scalar cat.default where.self where.ScalarSelf where.ScalarOther where.Scalar
     """.split()
 )
 
 # Others whose results may be of these types.
 _GIVE = frozenset(
     """
-    where.self where.Scalar where.ScalarOther where.ScalarSelf ceil.default floor.default trunc.default round.default
+    ceil.default floor.default trunc.default round.default
     clone.default lift_fresh_copy.default alias_copy.default contiguous.default _to_copy.default
     convert_element_type.default copy.default copy_.default full.default full_like.default scalar_tensor.default
     empty.memory_format empty_strided.default empty_like.default empty_permuted.default arange.default arange.start
@@ -46,10 +46,10 @@ _COMPARE = frozenset(
 )
 
 
-def common_type(promote: Callable[..., torch.dtype], *args: Any) -> DType:
-    """The type that `promote` gives for `args`; a wide unsigned integer has none with other integers."""
+def common_type(first: Any, second: Any) -> DType:
+    """The type that eager promotes two arguments to; a wide unsigned integer has none with other integers."""
     try:
-        return DTYPES[promote(*args)]
+        return DTYPES[torch.result_type(first, second)]
     except RuntimeError:
         raise NotLowered("the arguments have no common type: ATen reports the error") from None
 
@@ -68,7 +68,8 @@ def check_unsigned(name: str, node: torch.fx.Node) -> None:
 
 def _promoted(node: torch.fx.Node) -> set[DType]:
     """The types that the first argument, or the first of a list, is promoted to with each of the other arguments."""
-    given = node.args[0] if isinstance(node.args[0], list | tuple) else node.args[:2]
+    start = int(op_name(node) == "where")  # after the condition
+    given = node.args[0] if isinstance(node.args[0], list | tuple) else node.args[start : start + 2]
     values = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in given]
     first, *others = (value for value in values if isinstance(value, torch.Tensor | bool | int | float))
-    return {common_type(torch.result_type, first, other) for other in others or [first]}
+    return {common_type(first, other) for other in others or [first]}
