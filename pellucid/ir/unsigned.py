@@ -6,8 +6,8 @@ bits, seen as a signed type: sums and products wrap around alike, and flipping t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
@@ -15,32 +15,35 @@ from pellucid.ir.ops import OPS, REDUCTIONS, Result
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
-_MEANINGS: dict[str, Callable[..., int]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
+_UNARY: dict[str, Callable[[int], int]] = {
+    "neg": lambda a: -a,
+    "abs": lambda a: a,
+    "sign": lambda a: int(a > 0),
+    "bitwise_not": lambda a: ~a,
+}
+
+_BINARY: dict[str, Callable[[int, int], int]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
     "floordiv": lambda a, b: a // (b or 1),
     "truncdiv": lambda a, b: a // (b or 1),
     "remainder": lambda a, b: a % (b or 1),
     "fmod": lambda a, b: a % (b or 1),
-    "neg": operator.neg,
-    "abs": operator.pos,
-    "sign": lambda a: int(a > 0),
-    "maximum": max,
-    "minimum": min,
+    "maximum": lambda a, b: max(a, b),
+    "minimum": lambda a, b: min(a, b),
     "pow": lambda a, b: pow(a, b, 1 << 64),
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "bitwise_and": operator.and_,
-    "bitwise_or": operator.or_,
-    "bitwise_xor": operator.xor,
-    "bitwise_not": operator.invert,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "bitwise_and": lambda a, b: a & b,
+    "bitwise_or": lambda a, b: a | b,
+    "bitwise_xor": lambda a, b: a ^ b,
     "shl": lambda a, b: a << min(b, 64),
-    "shr": operator.rshift,
+    "shr": lambda a, b: a >> b,
 }
 
 
@@ -56,12 +59,12 @@ def as_signed(tensor: torch.Tensor) -> torch.Tensor:
 
 def evaluate(op: str, args: list[torch.Tensor]) -> torch.Tensor:
     """A pointwise operator but `where` and `cast`, on tensors of one of these types that broadcast together."""
-    args = list(torch.broadcast_tensors(*args))
-    dtype = torch.bool if OPS[op].result is Result.BOOL else args[0].dtype
-    modulus = 1 << (8 * args[0].itemsize)
-    points = zip(*(arg.flatten().tolist() for arg in args), strict=True)
-    numbers = [_MEANINGS[op](*point) % modulus for point in points]
-    return torch.tensor(numbers, dtype=dtype).reshape(args[0].shape)
+    meaning: Callable[..., int] = _UNARY[op] if len(args) == 1 else _BINARY[op]
+    shape: Any = cast("Any", torch).broadcast_shapes(*(arg.shape for arg in args))
+    dtype, modulus = args[0].dtype, 1 << (8 * args[0].itemsize)
+    columns: list[list[int]] = [cast("Any", arg.expand(shape).flatten()).tolist() for arg in args]
+    numbers = [meaning(*point) % modulus for point in zip(*columns, strict=True)]
+    return torch.tensor(numbers, dtype=torch.bool if OPS[op].result is Result.BOOL else dtype).reshape(shape)
 
 
 def reduce(op: str, tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:

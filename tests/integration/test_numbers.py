@@ -339,8 +339,9 @@ kernel k({", ".join(params)}) {{
 """
 
 
-@pytest.mark.parametrize("target", [host(), AVX2], ids=["host", "avx2"])
-@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize(
+    ("target", "vectorize"), [(host(), True), (AVX2, True), (host(), False)], ids=["host", "avx2", "scalar"]
+)
 def test_wide_unsigned_integers_compute_what_the_interpreter_says(target: Target, vectorize: bool) -> None:
     n = 257
     toolchain = avx2_toolchain() if target is AVX2 else None

@@ -95,8 +95,8 @@ _WIDE = (torch.float32, torch.float64, torch.bfloat16)  # in range
 SPECIAL: tuple[Special, ...] = (
     Special(
         "gelu",
-        "oneDNN, which eager calls, gives NaN for infinity and infinity for the largest numbers; both keep few digits of "
-        "results near 0, as 1 + erf(x) cancels",
+        "oneDNN, which eager calls, gives NaN for infinity and infinity for the largest numbers; of results near 0 "
+        "neither has many digits right, as 1 + erf(x) cancels",
         lambda args, eager: (args[0].double() > 1e38) | (args[0] < -2.9),
         (torch.float32, *_NARROW),
     ),
