@@ -11,6 +11,12 @@ import torch.nn.functional as F
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
 
+INTEGERS = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
+
+
 def _floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64).to(dtype)
 
@@ -242,6 +248,71 @@ def shape_cases() -> Iterator[Case]:
     yield "size-one", lambda a: a.sum(1, keepdim=True) + a.expand(3, 1, 4), (_floats(1, 1, 4),)
 
 
+def unsigned_cases() -> Iterator[Case]:
+    """u16, u32 and u64, beyond the range of the signed type, in what eager computes for them."""
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        last = torch.iinfo(dtype).max
+        edges = torch.tensor([0, 1, 2, last // 2, last // 2 + 1, last - 1, last, 3, 1000, 40000], dtype=dtype)
+        for n in (10, 257, 1000):
+            x = edges[torch.arange(n) % 10]
+            y = x.view(torch.int8).roll(5 * x.itemsize).view(dtype)
+            m = torch.arange(n) % 3 == 0
+            short = f"{str(dtype).removeprefix('torch.')}-{n}"
+            yield f"arithmetic-{short}", lambda a, b: (a * b, a * 3, a & b, a | 5, a ^ b, a == b, a != 7, a / b), (x, y)
+            yield (
+                f"floats-{short}",
+                lambda a: (a + 1.5, a < 2.5, a.float(), a.double(), a.bfloat16(), a.half(), a.sqrt(), a.sigmoid()),
+                (x,),
+            )
+            yield f"casts-{short}", lambda a: [a.to(d) for d in (*INTEGERS, torch.bool)], (x,)
+            for other in (*INTEGERS, torch.bool):
+                given = torch.arange(-n // 2, n // 2 + n % 2).to(other)
+                yield f"from-{other}-{short}", lambda a, d=dtype: a.to(d), (given,)
+            yield f"from-float-{short}", lambda a, d=dtype: (a.to(d), a.double().to(d)), (torch.rand(n) * last * 0.99,)
+            yield f"where-{short}", lambda m, a, b: (torch.where(m, a, b), torch.where(m, a, 7)), (m, x, y)
+            yield (
+                f"moves-{short}",
+                lambda a, b: (
+                    torch.cat([a, b]),
+                    torch.stack([a, b], 1),
+                    a.roll(3),
+                    F.pad(a, (2, 3), value=5),
+                    a.repeat(2),
+                    a[torch.arange(3)],
+                    a[::2].clone(),
+                    a.slice_scatter(b[:2], 0, 1, 3),
+                    a.view(-1, 1).expand(-1, 3).contiguous(),
+                ),
+                (x, y),
+            )
+            yield (
+                f"reductions-{short}",
+                lambda a: (
+                    a.sum(),
+                    a.sum(0, dtype=torch.int64),
+                    a.any(),
+                    a.all(0),
+                    a.cumsum(0),
+                    a.mean(dtype=torch.float64),
+                ),
+                ((x.to(torch.int64) % 1000).to(dtype),),
+            )
+
+            def in_place(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+                a[1:4] = 9
+                a.mul_(b)
+                a[5:].copy_(torch.arange(a.shape[0] - 5))
+                return a
+
+            yield f"in-place-{short}", in_place, (x.clone(), y)
+        yield (
+            f"made-{dtype}",
+            lambda d=dtype: (torch.full((300,), torch.iinfo(d).max, dtype=d), torch.ones(9, dtype=d)),
+            (),
+        )
+    yield "eye-of-many-rows", lambda: (torch.eye(300), torch.eye(257, 300, dtype=torch.int64)), ()
+
+
 def index_cases() -> Iterator[Case]:
     table, x = _floats(10, 4), _floats(4, 6, 5)
     i = _ints(3, 2, low=0, high=4)
@@ -256,6 +327,23 @@ def index_cases() -> Iterator[Case]:
     yield "index-select", lambda a, k: torch.index_select(a, 1, k), (x, torch.tensor([5, 0, 2]))
     yield "gather", lambda a, k: torch.gather(a, 1, k), (x, _ints(4, 3, 5, low=0, high=6))
     yield "gather-smaller", lambda a, k: torch.gather(a, 0, k), (x, _ints(2, 3, 4, low=0, high=4))
+    one, at = torch.tensor(2.5), torch.tensor(0)
+    yield (
+        "gather-zero-dim",
+        lambda a, b, k: (a.gather(0, k), a.gather(-1, k.view(1)), b.gather(0, k), b.gather(0, k.expand(0))),
+        (one, one.view(1), at),
+    )
+    nothing = torch.zeros(2, 0, dtype=torch.int64)
+    yield (
+        "gather-nothing",
+        lambda a, k: (a.gather(0, k), a.scatter(0, k, 1), a.scatter_add(0, k, a)),
+        (x[0, 0], nothing),
+    )
+    yield (
+        "scatter-zero-dim",
+        lambda a, k, b: (a.scatter(0, k, b), a.scatter_add(0, k, b), b.scatter(0, k, b), a.index_copy(0, k, b)),
+        (x[0, 0], at.view(1), one),
+    )
     yield "take-along", lambda a, k: torch.take_along_dim(a, k, 2), (x, _ints(4, 6, 2, low=0, high=5))
 
 
@@ -313,6 +401,7 @@ def all_cases() -> list[Case]:
         mixed_cases,
         reduction_cases,
         shape_cases,
+        unsigned_cases,
         index_cases,
         mutation_cases,
         scatter_cases,

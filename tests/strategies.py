@@ -50,7 +50,7 @@ from pellucid.ir.types import DType
 Tensor: TypeAlias = torch.Tensor
 
 FLOATS = (DType.F32, DType.F64)
-INTS = (DType.I64, DType.I32, DType.I16, DType.I8, DType.U8)
+INTS = (DType.I64, DType.I32, DType.I16, DType.I8, DType.U64, DType.U32, DType.U16, DType.U8)
 VALUE_TYPES = (*FLOATS, *INTS, DType.BOOL)
 BUFFER_TYPES = (DType.F32, DType.BF16, DType.F16, DType.F64, *INTS, DType.BOOL)
 MAX_POINTS = 6000  # of one iteration space: the interpreter and the error analysis stay at milliseconds
@@ -167,7 +167,7 @@ class _Writer:
         if self.types[name] is dtype:
             return name
         if self.types[name].is_float and dtype.is_int and not self.rarely():
-            low = self.const(0.0 if dtype is DType.U8 else -100.0, self.types[name])
+            low = self.const(max(-100.0, float(dtype.limits[0])), self.types[name])
             name = self.compute("maximum", name, low)
             name = self.compute("minimum", name, self.const(100.0, self.types[name]))
         return self.line(Compute("cast", (name,)), dtype)
@@ -340,7 +340,7 @@ class _Writer:
         """An embedding: rows of a table, chosen by a buffer of checked indices."""
         index, numel = self.layout()
         rows, wrap = self.draw(st.integers(1, 9)), self.draw(st.booleans())
-        position = self.load(self.draw(st.sampled_from([DType.I64, DType.I32, DType.U8])), index, numel)
+        position = self.load(self.draw(st.sampled_from([DType.I64, DType.I32, DType.U32, DType.U8])), index, numel)
         position = self.cast(position, DType.I64)
         row = self.line(CheckIndex(position, const(rows), wrap), DType.I64)
         column, width = self.layout(overlap=True)
@@ -411,8 +411,8 @@ def scalars(dtype: DType) -> st.SearchStrategy[Any]:
     if dtype.is_float:
         special = [-0.0, math.nan, math.inf, -math.inf, 1e-30, 3e38]
         return st.one_of(st.sampled_from([0.0, 1.0, -1.0, 0.5, 2.0, 3.5]), st.floats(-4, 4), st.sampled_from(special))
-    info = torch.iinfo(TORCH_DTYPES[dtype])
-    return st.one_of(st.integers(0, 5), st.integers(max(info.min, -5), 70), st.sampled_from([info.min, info.max]))
+    low, high = dtype.limits
+    return st.one_of(st.integers(0, 5), st.integers(max(low, -5), 70), st.sampled_from([low, high]))
 
 
 def exprs(
@@ -456,7 +456,7 @@ def inputs_for(draw: Any, kernel: Kernel, symbols: Mapping[str, int] | None = No
         generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
         if param.name in limits:
             low, high = limits[param.name]
-            low = 0 if param.dtype is DType.U8 else low
+            low = max(low, param.dtype.limits[0])
             data = torch.randint(low, high, (numel,), generator=generator).to(TORCH_DTYPES[param.dtype])
         else:
             style = draw(st.sampled_from(["small", "unit", "wide", "special"]))
@@ -497,11 +497,12 @@ def _random(dtype: DType, numel: int, style: str, generator: torch.Generator) ->
         }
         data = plain.get(style, lambda: torch.randn(numel, generator=generator) * 4)().to(target)
     else:
-        info = torch.iinfo(target)
-        specials = [info.min, info.max, 0, 1, info.max - 1]
+        low, high = dtype.limits
+        specials = [low, high, 0, 1, high - 1, (high + low) // 2 + 1]
         if style in ("small", "unit"):
             return integers(0 if style == "unit" else -3, 4).to(target)
-        data = integers(info.min, info.max).to(target)
+        signed = 1 << (8 * dtype.itemsize - 1)
+        data = integers(-signed, signed - 1).to(target)
     if style != "special":
         return data
     chosen = torch.tensor(specials, dtype=target)[integers(0, len(specials))]
@@ -688,6 +689,7 @@ def _float_error(op: str, out: Tensor, args: list[Tensor], errors: list[Tensor])
     low, high = center.abs() - error, center.abs() + error
     overflow = (error > 0) & (high >= info.max * 0.999) & (low <= info.max * 1.001) & center.isfinite()
     overflow |= (center.abs() < info.max * 0.999) & ~out.isfinite()
+    overflow |= out.isnan() & ~center.isnan()
     error = torch.where(overflow | _is_vague(op, x, radii), _INF, error)
     for given in errors:
         error = torch.where(given.isfinite(), error, _INF)

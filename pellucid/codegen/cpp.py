@@ -41,6 +41,9 @@ CPP_TYPE = {
     DType.I32: "int32_t",
     DType.I16: "int16_t",
     DType.I8: "int8_t",
+    DType.U64: "uint64_t",
+    DType.U32: "uint32_t",
+    DType.U16: "uint16_t",
     DType.U8: "uint8_t",
     DType.BOOL: "bool",
 }
@@ -97,11 +100,10 @@ def scalar_text(value: Scalar, dtype: DType) -> str:
         if math.isinf(number):
             return f"{'-' if number < 0 else ''}pv::inf<{kind}>"
         return f"{kind}({number!r})"
-    bits = 8 * dtype.itemsize
-    wrapped = int(value) % (1 << bits)
-    if dtype is not DType.U8 and wrapped >= 1 << (bits - 1):
-        wrapped -= 1 << bits
-    return "INT64_MIN" if wrapped == -(1 << 63) else f"{kind}({wrapped})"
+    number = dtype.wrap(int(value))
+    if number == DType.I64.limits[0]:
+        return "INT64_MIN"
+    return f"{kind}({number}{'u' if number > DType.I64.limits[1] else ''})"
 
 
 class _Printer:

@@ -46,9 +46,10 @@ def tiling(kernel: Kernel, vector: str | None, width: int, target: Target) -> Ti
         match line.rhs:
             case Load(buffer, index, mask):
                 fits = mask is None or (buffer not in stored and params[buffer].numel.value is not None)
-            case Store(buffer, index):
-                # A store in place would come after the loads of other points; one that misses an axis is done once.
-                fits = buffer not in loaded and depends[line.out] == kept
+            case Store(buffer, index, _, join):
+                # A store in place would come after the loads of other points, and one that joins reads memory itself;
+                # one that misses an axis is done once.
+                fits = buffer not in loaded and not join and depends[line.out] == kept
             case _:
                 continue
         # A square in more than four parts gains nothing.

@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeAlias, cast
 
 import torch
 from typing_extensions import assert_never
 
 from pellucid.errors import InternalError
+from pellucid.ir import unsigned
 from pellucid.ir.derived import Float, Numbers, by_name
 from pellucid.ir.index import Expr, Sym, Val, Var
 from pellucid.ir.nodes import (
@@ -187,7 +188,7 @@ def _loaded(frame: _Frame, line: Line, load: Load) -> Tensor:
     touched = index[mask]
     _check_inside(frame, line, touched, memory)
     result = torch.full(index.shape, load.other, dtype=dtype)
-    result[mask] = memory[touched].to(dtype)
+    unsigned.as_signed(result)[mask] = unsigned.as_signed(memory[touched].to(dtype))
     return result
 
 
@@ -197,6 +198,8 @@ def _broadcast(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _computed(op: str, args: list[Tensor]) -> Tensor:
+    if unsigned.is_unsigned(args[-1].dtype) and op != "where":
+        return unsigned.evaluate(op, args)
     if op not in ("floordiv", "truncdiv", "remainder", "fmod") or args[0].is_floating_point():
         return OPS[op].evaluate(*args)
     num, den = args
@@ -211,7 +214,8 @@ def _reduced(frame: _Frame, op: str, value: Tensor, axes: tuple[str, ...]) -> Te
     dims = sorted(names.index(axis) for axis in axes)
     # A value that is the same all along a reduced axis counts once per point of the axis all the same.
     shape = [frame.extents[names[dim]] if dim in dims else size for dim, size in enumerate(value.shape)]
-    result = REDUCTIONS[op].evaluate(value.expand(shape), tuple(dims))
+    evaluate = partial(unsigned.reduce, op) if unsigned.is_unsigned(value.dtype) else REDUCTIONS[op].evaluate
+    result = evaluate(value.expand(shape), tuple(dims))
     return reduce(lambda folded, dim: folded.unsqueeze(dim), dims, result)
 
 
@@ -235,7 +239,8 @@ def _write(memory: Tensor, index: Tensor, value: Tensor, join: str) -> None:
     """Write or join flat `value` into `memory`, one after the other where elements repeat."""
     places = index.sort().values
     if not bool((places[1:] == places[:-1]).any()):
-        memory[index] = _computed(join, [memory[index].to(value.dtype), value]).to(memory.dtype) if join else value
+        new = _computed(join, [memory[index].to(value.dtype), value]).to(memory.dtype) if join else value
+        unsigned.as_signed(memory)[index] = unsigned.as_signed(new)
         return
     for at, element in zip((int(place) for place in index), value, strict=True):
         old = memory[at].to(value.dtype)

@@ -23,14 +23,14 @@ class DType(Enum):
     I32 = "i32"
     I16 = "i16"
     I8 = "i8"
+    U64 = "u64"
+    U32 = "u32"
+    U16 = "u16"
     U8 = "u8"
     BOOL = "bool"
     COMPLEX32 = "complex32"
     COMPLEX64 = "complex64"
     COMPLEX128 = "complex128"
-    U16 = "u16"
-    U32 = "u32"
-    U64 = "u64"
     F8E4M3 = "f8e4m3"
     F8E5M2 = "f8e5m2"
 
@@ -46,11 +46,28 @@ class DType(Enum):
     @property
     def is_int(self) -> bool:
         """True for the integer types; `bool` is not one of them."""
-        return self in (DType.I64, DType.I32, DType.I16, DType.I8, DType.U8)
+        return self in _SIGNED or self in _UNSIGNED
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The least and the greatest number of an integer type, or of bool."""
+        if self in _SIGNED:
+            return -(1 << (8 * self.itemsize - 1)), (1 << (8 * self.itemsize - 1)) - 1
+        return 0, 1 if self is DType.BOOL else (1 << (8 * self.itemsize)) - 1
+
+    def wrap(self, number: int) -> int:
+        """`number` modulo 2^bits, as a number of this integer type."""
+        low, high = self.limits
+        return low + (number - low) % (high - low + 1)
+
+    @property
+    def is_wide_unsigned(self) -> bool:
+        """True for the unsigned integers of more than a byte, of which ATen computes little."""
+        return self in _UNSIGNED and self is not DType.U8
 
     @property
     def is_opaque(self) -> bool:
-        """True for complex numbers, wide unsigned integers and 8-bit floats, which only ATen computes with."""
+        """True for complex numbers and 8-bit floats, which only ATen computes with."""
         return self in _OPAQUE
 
     @property
@@ -71,18 +88,20 @@ _ITEMSIZE = {
     DType.I32: 4,
     DType.I16: 2,
     DType.I8: 1,
+    DType.U64: 8,
+    DType.U32: 4,
+    DType.U16: 2,
     DType.U8: 1,
     DType.BOOL: 1,
     DType.COMPLEX32: 4,
     DType.COMPLEX64: 8,
     DType.COMPLEX128: 16,
-    DType.U16: 2,
-    DType.U32: 4,
-    DType.U64: 8,
     DType.F8E4M3: 1,
     DType.F8E5M2: 1,
 }
 
+_SIGNED = (DType.I64, DType.I32, DType.I16, DType.I8)
+_UNSIGNED = (DType.U64, DType.U32, DType.U16, DType.U8)
 _OPAQUE = frozenset(list(DType)[list(DType).index(DType.COMPLEX32) :])
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
@@ -94,14 +113,14 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.I32: torch.int32,
     DType.I16: torch.int16,
     DType.I8: torch.int8,
+    DType.U64: torch.uint64,
+    DType.U32: torch.uint32,
+    DType.U16: torch.uint16,
     DType.U8: torch.uint8,
     DType.BOOL: torch.bool,
     DType.COMPLEX32: torch.complex32,
     DType.COMPLEX64: torch.complex64,
     DType.COMPLEX128: torch.complex128,
-    DType.U16: torch.uint16,
-    DType.U32: torch.uint32,
-    DType.U64: torch.uint64,
     DType.F8E4M3: torch.float8_e4m3fn,
     DType.F8E5M2: torch.float8_e5m2,
 }

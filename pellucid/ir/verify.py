@@ -440,8 +440,7 @@ def _scalar_problem(value: Scalar, dtype: DType) -> str | None:
     """Floats take every number, integers take integers in range, bool takes 0 and 1 as well."""
     if dtype.is_float:
         return None
-    bits = dtype.itemsize * 8 - (dtype is not DType.U8)
-    low, high = (0, 1) if dtype is DType.BOOL else (0 if dtype is DType.U8 else -(1 << bits), (1 << bits) - 1)
+    low, high = dtype.limits
     fits = not isinstance(value, float) and low <= value <= high
     return None if fits else f"{print_scalar(value)} is not a number of type {dtype!r}"
 

@@ -21,6 +21,7 @@ from pellucid.lower.extern import CHOSEN, call_of, fallback_reason, lower_conjug
 from pellucid.lower.graph import GraphBuilder, Result, overlaps_itself, whole
 from pellucid.lower.registry import RULES, TAKES_FLOATS, NotLowered, overload_name
 from pellucid.lower.shapes import is_view, lower_view
+from pellucid.lower.unsigned import check_unsigned
 
 __all__ = ["Lowered", "NotHeld", "has_loops", "lower", "tensors_of"]
 
@@ -148,6 +149,7 @@ def _lower_operator(graph: GraphBuilder, node: torch.fx.Node) -> Result:
         return lower_extern(graph, call_of(node), fallback_reason(node))
     try:
         _check_layout(node)
+        check_unsigned(name, node)
         floats = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.SymFloat)]
         if floats and name not in TAKES_FLOATS:
             raise NotLowered("its rule takes no floats that depend on sizes")

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from pellucid.ir.index import ONE, ZERO, Expr, as_expr, product, total, var
 from pellucid.ir.nodes import (
     Axis,
@@ -25,9 +27,9 @@ from pellucid.ir.nodes import (
 )
 from pellucid.ir.ops import OPS, Result
 from pellucid.ir.origin import Origin
-from pellucid.ir.types import DType
+from pellucid.ir.types import TORCH_DTYPES, DType
 
-_INT_BITS = {DType.I64: 64, DType.I32: 32, DType.I16: 16, DType.I8: 8, DType.U8: 8}
+_ROUNDING = {DType.BF16: "round_bf16", DType.F16: "round_f16"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,9 +103,7 @@ def wrap(value: Scalar, dtype: DType) -> Scalar:
         return math.nan if value != value else float(value)
     if dtype is DType.BOOL:
         return bool(value)
-    bits = _INT_BITS[dtype]
-    wrapped = int(value) % (1 << bits)
-    return wrapped if dtype is DType.U8 or wrapped < 1 << (bits - 1) else wrapped - (1 << bits)
+    return dtype.wrap(int(value))
 
 
 class KernelBuilder:
@@ -185,6 +185,14 @@ class KernelBuilder:
         if value.const is not None:
             return self.const(value.const, dtype)
         return self._line(Compute("cast", (value.name,)), dtype)
+
+    def convert(self, value: Value, dtype: DType) -> Value:
+        """`value` as an element of `dtype`: unlike a result that happens to be narrow, it rounds at once."""
+        if dtype not in _ROUNDING or value.dtype in (DType.BOOL, DType.U8, DType.I8):
+            return self.cast(value, dtype)
+        if value.const is not None:
+            return self.const(torch.tensor(value.const, dtype=TORCH_DTYPES[dtype]).item(), dtype)
+        return self.cast(value, dtype).op(_ROUNDING[dtype])
 
     def reduce(self, op: str, value: Value, dims: Sequence[int]) -> Value:
         """Reduce over the dimensions `dims`; over dimensions of extent 1 alone this is the value itself."""

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from pellucid.capture.graph import DTYPES
 from pellucid.ir.derived import Float
 from pellucid.ir.index import Expr
-from pellucid.ir.types import TORCH_DTYPES, DType
+from pellucid.ir.types import DType
 from pellucid.lower.builder import KernelBuilder, Value, broadcast_index, wrap
 from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
+from pellucid.lower.unsigned import common_type
 
 
 class Promote(Enum):
-    """In which type the formula runs. Narrow floats are computed in f32 and rounded once, when stored."""
+    """In which type the formula runs. Narrow floats are computed in f32 and rounded once, when stored.
+
+    What is promoted to a narrow float is rounded to it, as any conversion is.
+    """
 
     RESULT = "the type of the result"
     ARGUMENTS = "the type that eager promotes the arguments to (comparisons)"
@@ -48,12 +51,24 @@ def lower_pointwise(graph: GraphBuilder, node: torch.fx.Node, formula: Formula, 
     kernel = graph.kernel(node, result.shape)
     dtype = _promoted(node, promote, result)
     kinds = {argument.name: str(argument.type) for argument in node.target._schema.arguments}  # type: ignore[union-attr]
-    given = {name: graph.float_ref(value) if isinstance(value, Float) else value for name, value in given.items()}
-    operands = {name: _operand(kernel, value, kinds[name], dtype) for name, value in given.items()}
+    operands: dict[str, Any] = {}
+    for name, value in given.items():
+        exact = _is_exact(op_name(node), name, value)
+        value = graph.float_ref(value) if isinstance(value, Float) else value
+        operands[name] = _operand(kernel, value, kinds[name], dtype if name != "condition" else None, exact)
     value = formula(*operands.values())
     kernel.store(result.view, result.dtype, kernel.index, value)
     graph.emit(kernel)
     return result
+
+
+def _is_exact(op: str, name: str, value: Any) -> bool:
+    """Whether an argument that is promoted to a narrow float is not rounded to it: a parameter that is no operand (a
+    slope), and a scalar that is multiplied with or divided by."""
+    if isinstance(value, TensorRef) and value.shape:
+        return False
+    parameter = not isinstance(value, TensorRef) and name not in ("self", "other", "alpha", "exponent", "min", "max")
+    return parameter or op in ("mul", "div", "floor_divide")
 
 
 def load_broadcast(kernel: KernelBuilder, tensor: TensorRef) -> Value:
@@ -64,10 +79,10 @@ def load_broadcast(kernel: KernelBuilder, tensor: TensorRef) -> Value:
 def _promoted(node: torch.fx.Node, promote: Promote, result: TensorRef) -> DType | None:
     match promote:
         case Promote.RESULT:
-            return result.dtype.compute
+            return result.dtype
         case Promote.ARGUMENTS:
             first, second = (_example(arg) for arg in node.args[:2])
-            return DTYPES[torch.result_type(cast(Any, first), cast(Any, second))].compute
+            return common_type(first, second)
         case Promote.NONE:
             return None
 
@@ -78,20 +93,23 @@ def _example(arg: Any) -> Any:
     return 1 if isinstance(value, torch.SymInt) else 1.0 if isinstance(value, torch.SymFloat) else value
 
 
-def _operand(kernel: KernelBuilder, value: Any, kind: str, dtype: DType | None) -> Any:
-    """A tensor or number argument as a `Value` of type `dtype`; other arguments unchanged."""
+def _operand(kernel: KernelBuilder, value: Any, kind: str, dtype: DType | None, exact: bool) -> Any:
+    """A tensor or number argument as a `Value` for `dtype`, rounded to it unless `exact`; other arguments unchanged."""
     if isinstance(value, TensorRef):
         if not _is_numeric(kind):
             raise NotLowered("its formula takes no floats that depend on sizes")
         if value.dtype.is_opaque:
             raise NotLowered(f"{value.dtype} is left to ATen")
         loaded = load_broadcast(kernel, value)
-        return loaded if dtype is None else loaded.to(dtype)
+        if dtype is None or dtype is value.dtype:
+            return loaded
+        return loaded.to(dtype) if exact else kernel.convert(loaded, dtype)
     if isinstance(value, Expr):
         return kernel.size_value(value, dtype or DType.I64)
     if isinstance(value, bool | int | float) and _is_numeric(kind):
         check_fits(value, dtype)
-        return kernel.const(value, dtype or _natural(value))
+        number = kernel.const(value, dtype or _natural(value))
+        return number if dtype is None or exact else kernel.convert(number, dtype)
     return value
 
 
@@ -151,6 +169,8 @@ def _scaled(value: Value, alpha: Value) -> Value:
 
 @pointwise("add.Tensor", "add.Scalar")
 def add(x: Value, y: Value, alpha: Value) -> Value:
+    if x.dtype.is_float and not _is_one(alpha):
+        return y.op("fma", alpha, x)
     return x | _scaled(y, alpha) if x.dtype is DType.BOOL else x + _scaled(y, alpha)
 
 
@@ -161,6 +181,8 @@ def mul(x: Value, y: Value) -> Value:
 
 @pointwise("sub.Tensor", "sub.Scalar")
 def sub(x: Value, y: Value, alpha: Value) -> Value:
+    if x.dtype.is_float and not _is_one(alpha):
+        return y.op("fma", -alpha, x)
     return x - _scaled(y, alpha)
 
 
@@ -198,7 +220,8 @@ def fmod(x: Value, y: Value) -> Value:
 
 @pointwise("addcmul.default")
 def addcmul(x: Value, a: Value, b: Value, value: Value) -> Value:
-    return x + (a if _is_one(value) else a * value) * b
+    scaled = a if _is_one(value) else a * value
+    return scaled.op("fma", b, x) if x.dtype.is_float else x + scaled * b
 
 
 @pointwise("addcdiv.default")
@@ -337,25 +360,9 @@ def clamp(x: Value, low: Value | None, high: Value | None) -> Value:
     return x if high is None else x.op("minimum", high)
 
 
-@pointwise("where.self", promote=Promote.NONE)
-def _where_raw(condition: Value, a: Value, b: Value) -> Value:
-    """Both branches in their common type."""
-    common = a.dtype if a.dtype is b.dtype else _wider(a.dtype, b.dtype)
-    return a.builder.where(condition.to(DType.BOOL), a.to(common), b.to(common))
-
-
-def _wider(a: DType, b: DType) -> DType:
-    return DTYPES[torch.promote_types(TORCH_DTYPES[a], TORCH_DTYPES[b])]
-
-
-@rule("where.ScalarSelf", "where.ScalarOther", "where.Scalar")
-def where_scalar(graph: GraphBuilder, node: torch.fx.Node) -> Result:
-    dtype = DTYPES[node.meta["val"].dtype]
-
-    def formula(condition: Value, a: Value, b: Value) -> Value:
-        return a.builder.where(condition.to(DType.BOOL), a.to(dtype), b.to(dtype))
-
-    return lower_pointwise(graph, node, formula, Promote.NONE)
+@pointwise("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar")
+def where(condition: Value, a: Value, b: Value) -> Value:
+    return a.builder.where(condition.to(DType.BOOL), a, b)
 
 
 @pointwise("clone.default", "lift_fresh_copy.default", "alias_copy.default", "contiguous.default")
@@ -369,17 +376,10 @@ def to_copy(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     device = node.kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":  # type: ignore[arg-type]
         raise NotLowered(f"conversion to the device {device}")
-    target = DTYPES[node.meta["val"].dtype]
-    rounding = {DType.BF16: "round_bf16", DType.F16: "round_f16"}.get(target)
-
-    def formula(x: Value, *_: object) -> Value:
-        x = x.to(target)
-        return x.op(rounding) if rounding else x
-
-    return lower_pointwise(graph, node, formula, Promote.NONE)
+    return lower_pointwise(graph, node, lambda x, *_: x, Promote.RESULT)
 
 
-@pointwise("copy.default", promote=Promote.NONE)
+@pointwise("copy.default")
 def copy(x: Value, source: Value, *_: object) -> Value:
     """The functional copy: `source`, broadcast to the shape of `x` and converted to its type."""
     return source

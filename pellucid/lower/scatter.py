@@ -21,7 +21,7 @@ from pellucid.lower.builder import KernelBuilder, Value, broadcast_index
 from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.pointwise import check_fits
 from pellucid.lower.registry import NotLowered, rule
-from pellucid.lower.shapes import checked_position, clamped, inside
+from pellucid.lower.shapes import check_ranks, checked_position, clamped, inside
 
 # The join of each reduction that `scatter_reduce` and `scatter` name.
 _JOINS = {"sum": "add", "add": "add", "prod": "mul", "multiply": "mul", "amax": "maximum", "amin": "minimum"}
@@ -81,11 +81,10 @@ def index_along(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     x, indices = given["self"], given["index"]
     join = "add" if op_name(node) == "index_add" else ""
     _check_join(join, x.dtype)
-    if not x.shape:
-        raise NotLowered(f"{op_name(node)} of a zero-dimensional tensor")
+    source = given["source"] if "source" in given else given["value"]
+    check_ranks(op_name(node), x, source if op_name(node) == "index_add" else None)
     dim = given["dim"] % len(x.shape)
     count = indices.shape[0] if indices.shape else ONE
-    source = given["source"] if "source" in given else given["value"]
     alpha = given.get("alpha", 1)
     for number in (source, alpha):
         if not isinstance(number, TensorRef):
@@ -115,8 +114,7 @@ def scatter(graph: GraphBuilder, node: torch.fx.Node) -> Result:
         raise NotLowered("the mean of scattered elements")
     join = _JOINS[reduction] if reduction else ""
     _check_join(join, x.dtype)
-    if not x.shape or not indices.shape:
-        raise NotLowered("scatter of a zero-dimensional tensor")
+    check_ranks("scatter", x, indices, source)
     if not isinstance(source, TensorRef):
         check_fits(source, x.dtype)
     dim = given["dim"] % len(x.shape)
@@ -177,8 +175,7 @@ def _identity(join: str, dtype: DType) -> float:
         return 0 if join == "add" else 1
     if dtype.is_float:
         return -math.inf if join == "maximum" else math.inf
-    bits = 8 * dtype.itemsize
-    low, high = (0, (1 << bits) - 1) if dtype is DType.U8 else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+    low, high = dtype.limits
     return low if join == "maximum" else high
 
 
@@ -240,6 +237,8 @@ def _masked_put(
     dim, mask = masks[0]
     if len(masks) > 1 or mask.dtype is not DType.BOOL or any(extent != ONE for extent in values.shape):
         raise NotLowered("indexing by a mask: how many elements it selects depends on the data")
+    if mask.shape != x.shape[dim : dim + len(mask.shape)]:
+        raise NotLowered("indexing by a mask of another shape: ATen reports the error")
     result = graph.new(node.meta["val"], op_name(node))
     kernel = graph.kernel(node, result.shape)
     chosen = kernel.load(mask.view, mask.dtype, kernel.index[dim : dim + len(mask.shape)])

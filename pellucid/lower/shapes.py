@@ -139,7 +139,8 @@ def cat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
         end = start + tensor.shape[dim]
         mask = inside(kernel, kernel.index[dim], start, end, result.shape[dim])
         index = tuple(i - start if d == dim else i for d, i in enumerate(kernel.index))
-        pieces.append((mask, kernel.load(tensor.view, tensor.dtype, index, mask).to(result.dtype)))
+        piece = kernel.load(tensor.view, tensor.dtype, index, mask)
+        pieces.append((mask, piece if tensor.dtype is result.dtype else kernel.convert(piece, result.dtype)))
         start = end
     value = pieces[-1][1] if pieces else kernel.const(0, result.dtype)
     for mask, piece in reversed(pieces[:-1]):
@@ -153,6 +154,7 @@ def cat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 def constant_pad(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x: TensorRef = given["self"]
+    check_fits(given["value"], x.dtype)
     result = graph.new(node.meta["val"], "pad")
     kernel = graph.kernel(node, result.shape)
     padding = [as_expr(p) for p in given["pad"]]
@@ -213,11 +215,20 @@ def checked_position(
     kernel: KernelBuilder, index: TensorRef, at: Sequence[Expr], x: TensorRef, dim: int, *, wrap: bool
 ) -> Expr:
     """The element of an index tensor, checked to name a place in dimension `dim` of `x`; for an index expression."""
+    if index.dtype not in (DType.I64, DType.I32):
+        raise NotLowered(f"ATen takes no positions of {index.dtype.value}: it reports the error")
     for i, extent in zip(kernel.index, kernel.shape, strict=True):
         if extent == ZERO:
             return i  # nothing is looked up, so nothing can be out of range
     loaded = kernel.load(index.view, index.dtype, at)
     return val(kernel.check_index(loaded, x.shape[dim], dim, wrap=wrap).name)
+
+
+def check_ranks(what: str, x: TensorRef, *others: object) -> None:
+    """Leave to ATen what goes along a dimension of `x` with tensors of other ranks: zero-dim ones, and empty ones."""
+    for each in (x, *others):
+        if isinstance(each, TensorRef) and (not each.shape or len(each.shape) != len(x.shape)):
+            raise NotLowered(f"{what} of tensors of ranks {len(x.shape)} and {len(each.shape)}")
 
 
 @rule("embedding.default")
@@ -248,8 +259,7 @@ def index_select(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 def gather(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x, indices = given["self"], given["index"]
-    if not x.shape or not indices.shape:
-        raise NotLowered("gather of a zero-dimensional tensor")
+    check_ranks("gather", x, indices)
     dim = given["dim"] % len(x.shape)
     result = graph.new(node.meta["val"], "gather")
     kernel = graph.kernel(node, result.shape)

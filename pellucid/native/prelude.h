@@ -191,6 +191,20 @@ template <int L, int W, class F> PV_FN Vec<bool, W> from_bits(F bits) {
 
 enum Predicate { EQ = 0, LT = 1, LE = 2, NE = 4, NOT_LE = 6 };
 
+template <Predicate P, class T> PV_FN uint64_t compare_integers(__m512i a, __m512i b) {
+  if constexpr (std::is_signed_v<T>) {
+    if constexpr (sizeof(T) == 8) return _mm512_cmp_epi64_mask(a, b, P);
+    else if constexpr (sizeof(T) == 4) return _mm512_cmp_epi32_mask(a, b, P);
+    else if constexpr (sizeof(T) == 2) return _mm512_cmp_epi16_mask(a, b, P);
+    else return _mm512_cmp_epi8_mask(a, b, P);
+  } else {
+    if constexpr (sizeof(T) == 8) return _mm512_cmp_epu64_mask(a, b, P);
+    else if constexpr (sizeof(T) == 4) return _mm512_cmp_epu32_mask(a, b, P);
+    else if constexpr (sizeof(T) == 2) return _mm512_cmp_epu16_mask(a, b, P);
+    else return _mm512_cmp_epu8_mask(a, b, P);
+  }
+}
+
 template <Predicate P, class T, int W> PV_FN Vec<bool, W> compare(const Vec<T, W>& a, const Vec<T, W>& b) {
   using V = Vec<T, W>;
   return from_bits<V::lanes, W>([&](auto K) PV_INLINE -> uint64_t {
@@ -200,11 +214,7 @@ template <Predicate P, class T, int W> PV_FN Vec<bool, W> compare(const Vec<T, W
     constexpr uint64_t used = V::lanes == 64 ? ~0ull : (1ull << (V::lanes % 64)) - 1;
     if constexpr (std::is_same_v<T, float>) return _mm512_cmp_ps_mask((__m512)a.r[k], (__m512)b.r[k], quiet);
     else if constexpr (std::is_same_v<T, double>) return _mm512_cmp_pd_mask((__m512d)a.r[k], (__m512d)b.r[k], quiet);
-    else if constexpr (sizeof(T) == 8) return _mm512_cmp_epi64_mask(full(a.r[k]), full(b.r[k]), P) & used;
-    else if constexpr (sizeof(T) == 4) return _mm512_cmp_epi32_mask(full(a.r[k]), full(b.r[k]), P) & used;
-    else if constexpr (sizeof(T) == 2) return _mm512_cmp_epi16_mask(full(a.r[k]), full(b.r[k]), P) & used;
-    else if constexpr (std::is_signed_v<T>) return _mm512_cmp_epi8_mask(full(a.r[k]), full(b.r[k]), P) & used;
-    else return _mm512_cmp_epu8_mask(full(a.r[k]), full(b.r[k]), P) & used;
+    else return compare_integers<P, T>(full(a.r[k]), full(b.r[k])) & used;
   });
 }
 
@@ -699,10 +709,18 @@ template <int W, class F> PV_FN Vec<int64_t, W> indices(F f) {
 
 // ------------------------------------------------------------------------------------------------ conversion
 
+// A float to u32 or u64 goes through the signed type as in ATen: what is too large for that is first less by 2^31 or 2^63.
+template <class To, class From>
+constexpr bool is_wide_unsigned = is_float<From> && sizeof(To) >= 4 && std::is_unsigned_v<To>;
+template <class To> constexpr To sign_bit = To(1) << (8 * sizeof(To) - 1);
+
 template <class To, class From> PV_FN To cast(From a) {
   if constexpr (std::is_same_v<To, bool>) return a != From(0);
   else if constexpr (is_float<From> && !is_float<To> && sizeof(To) < 4) return To(int32_t(a));  // the low bits
-  else return To(a);
+  else if constexpr (is_wide_unsigned<To, From>) {
+    using S = std::make_signed_t<To>;
+    return a >= From(sign_bit<To>) ? To(S(a - From(sign_bit<To>))) ^ sign_bit<To> : To(S(a));
+  } else return To(a);
 }
 template <class To, class From, int W> PV_FN Vec<To, W> cast(const Vec<From, W>& a) {
   if constexpr (std::is_same_v<To, From>) return a;
@@ -710,7 +728,12 @@ template <class To, class From, int W> PV_FN Vec<To, W> cast(const Vec<From, W>&
   else if constexpr (std::is_same_v<From, bool>) return where(a, splat<W>(To(1)), splat<W>(To(0)));
   else if constexpr (is_float<From> && !is_float<To> && sizeof(To) < 4) return convert<To>(convert<int32_t>(a));
   else if constexpr (is_float<To> && sizeof(From) < 4) return convert<To>(convert<int32_t>(a));
-  else return convert<To>(a);
+  else if constexpr (is_wide_unsigned<To, From>) {
+    using S = std::make_signed_t<To>;
+    const auto high = splat<W>(From(sign_bit<To>));
+    const auto flipped = bitwise_xor(convert<S>(sub(a, high)), splat<W>(S(sign_bit<To>)));
+    return as<To>(where(ge(a, high), flipped, convert<S>(a)));
+  } else return convert<To>(a);
 }
 
 // ------------------------------------------------------------------------------------------------ scalar operators

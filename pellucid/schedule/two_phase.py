@@ -330,8 +330,7 @@ def identity(op: str, dtype: DType) -> Scalar:
         return greatest
     if dtype.is_float:
         return float("inf") if greatest else float("-inf")
-    bits = 8 * dtype.itemsize
-    low, high = (0, (1 << bits) - 1) if dtype is DType.U8 else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+    low, high = dtype.limits
     return high if greatest else low
 
 

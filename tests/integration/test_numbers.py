@@ -11,7 +11,11 @@ import torch
 from pellucid.codegen import CppKernel, generate, host
 from pellucid.codegen.target import AVX2, Target
 from pellucid.ir.interp import run_kernel
+from pellucid.ir.ops import OPS, Domain, Result
 from pellucid.ir.parser import parse_kernel
+from pellucid.ir.printer import print_kernel, print_line
+from pellucid.ir.types import TORCH_DTYPES, DType
+from pellucid.ir.verify import verify_kernel
 from pellucid.native.build import build
 from pellucid.native.toolchain import Toolchain, detect
 from pellucid.options import Options
@@ -294,6 +298,86 @@ def avx2_toolchain() -> Toolchain:
         if "-mno-avx512f" not in known.flags
         else known
     )
+
+
+def every_operator(dtype: DType, n: int) -> str:
+    """A kernel with every operator that `dtype` has, casts from and to every other type, and every reduction."""
+    kind, params, lines = dtype.value, [f"x: {dtype.value}[{n}]", f"y: {dtype.value}[{n}]"], list[str]()
+
+    def store(result: DType, rhs: str, index: str, numel: int) -> None:
+        name, value = f"o{len(params)}", result.compute.value
+        params.append(f"{name}: {result.value}[{numel}]")
+        lines.append(f"r{name}: {value} = {rhs}")
+        lines.append(f"s{name}: {value} = store {name}[{index}], r{name}")
+
+    for op in OPS.values():
+        if op.domain is Domain.FLOAT or op.name == "cast":
+            continue
+        second = "d" if op.name in ("floordiv", "truncdiv", "remainder", "fmod") else "b"
+        args = ["m", "a", "b"] if op.result is Result.SELECT else ["a", second][: op.arity]
+        store(DType.BOOL if op.result is Result.BOOL else dtype, f"{op.name} {', '.join(args)}", "i", n)
+    for number, other in enumerate(each for each in DType if not each.is_opaque and each is not dtype):
+        store(other, "cast a", "i", n)
+        params.append(f"z{number}: {other.value}[{n}]")
+        lines.append(f"w{number}: {other.compute.value} = load z{number}[i]")
+        store(dtype, f"cast w{number}", "i", n)
+    for name in ("sum", "prod", "max", "min", "argmax", "argmin"):
+        store(DType.I64 if "arg" in name else dtype, f"{name} a over i", "0", 1)
+    store(dtype, "where m, c, a", "i", n)
+    body = "\n  ".join(lines)
+    return f"""\
+kernel k({", ".join(params)}) {{
+  axes i: {n}
+  a: {kind} = load x[i]
+  b: {kind} = load y[i]
+  c: {kind} = const {dtype.limits[1]}
+  one: {kind} = const 1
+  d: {kind} = maximum b, one
+  m: bool = lt a, b
+  {body}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "vectorize"), [(host(), True), (AVX2, True), (host(), False)], ids=["host", "avx2", "scalar"]
+)
+def test_wide_unsigned_integers_compute_what_the_interpreter_says(target: Target, vectorize: bool) -> None:
+    n = 257
+    toolchain = avx2_toolchain() if target is AVX2 else None
+    types = (DType.U16, DType.U32, DType.U64)
+    trees = [parse_kernel(every_operator(dtype, n)) for dtype in types]
+    kernels = [generate(tree, Options(vectorize=vectorize), target) for tree in trees]
+    addresses, _ = build({kernel.name: kernel.source for kernel in kernels}, toolchain)
+    generator = torch.Generator().manual_seed(0)
+    for dtype, tree, kernel in zip(types, trees, kernels, strict=True):
+        verify_kernel(tree)
+        assert print_kernel(parse_kernel(print_kernel(tree))) == print_kernel(tree)
+        middle, last = (dtype.limits[1] + 1) // 2, dtype.limits[1]
+        edges = [0, 1, 2, 3, 7, 31, 63, 64, 1000, middle - 1, middle, middle + 1, last - 1000, last - 2, last - 1, last]
+        x = torch.tensor([a for a in edges for _ in edges] + [5], dtype=TORCH_DTYPES[dtype])
+        y = torch.tensor([b for _ in edges for b in edges] + [5], dtype=TORCH_DTYPES[dtype])
+        assert (kernel.plan.width > 1) is vectorize
+        buffers: Tensors = {}
+        for param in tree.params:
+            kind, numel = TORCH_DTYPES[param.dtype], param.numel.evaluate(lambda _: 0)
+            if param.dtype.is_float:  # of the values that the type can hold
+                share = torch.rand(numel, generator=generator, dtype=torch.float64)
+                largest = min(float(last) * 0.999, torch.finfo(kind).max)
+                buffers[param.name] = (share**4 * largest).to(kind)
+            elif param.dtype is DType.BOOL:
+                buffers[param.name] = torch.rand(numel, generator=generator) < 0.5
+            else:
+                low, high = param.dtype.limits
+                some = [low, high, high // 2, high // 2 + 1, low // 2, 0, 1] * numel
+                buffers[param.name] = torch.tensor(some[:numel], dtype=kind)
+        buffers |= {"x": x, "y": y}
+        expected = {name: tensor.clone() for name, tensor in buffers.items()}
+        run_kernel(tree, expected, {})
+        assert call(kernel, addresses[kernel.name], buffers) == 0
+        for name, wanted in expected.items():
+            made_by = [print_line(line) for line in tree.body if f"r{name}" == line.out]
+            assert torch.equal(buffers[name], wanted), (made_by, buffers[name], wanted)
 
 
 @pytest.mark.parametrize("target", [host(), AVX2], ids=["host", "avx2"])

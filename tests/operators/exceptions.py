@@ -1,10 +1,13 @@
-"""Samples that do not match eager, each with the reason. The sweep fails on any other, and on entries that are not
-true any more."""
+"""Samples and special values that do not match eager, each with the reason. The tests fail on any other, and on entries
+that are not true any more."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+import torch
 
 from tests.operators.cases import Task
 
@@ -79,6 +82,59 @@ KNOWN: tuple[Known, ...] = (
         "AOTAutograd copies the gradient of a returned view with overlapping windows to overlapping strides",
         direction="training",
         engine="convolved",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """Special values for which an operator does not match. `where` gives them: (arguments, eager's result) -> mask."""
+
+    names: str
+    reason: str
+    where: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+_WIDE = (torch.float32, torch.float64, torch.bfloat16)  # in range
+
+SPECIAL: tuple[Special, ...] = (
+    Special(
+        "gelu",
+        "oneDNN, which eager calls, gives NaN for infinity and infinity for the largest numbers; of results near 0 "
+        "neither has many digits right, as 1 + erf(x) cancels",
+        lambda args, eager: (args[0].double() > 1e38) | (args[0] < -2.9),
+        (torch.float32, *_NARROW),
+    ),
+    Special(
+        "remainder,fmod",
+        "eager's vectors give NaN where the quotient is huge, its scalars and we the rest",
+        lambda args, eager: eager.isnan() & (args[0].double() / args[1].double()).abs().gt(1e6),
+        _WIDE,
+    ),
+    Special(
+        "relu,clamp_min,softshrink",
+        "of two zeros that are equal eager chooses the other: the sign differs",
+        lambda args, eager: eager == 0,
+    ),
+    Special(
+        "div_trunc",
+        "eager rounds the quotient before it is cut to a whole number; 9.99 is cut to 9 and not to 10",
+        lambda args, eager: eager == (args[0] / args[1]).trunc(),
+        _NARROW,
+    ),
+    Special(
+        "isclose",
+        "eager rounds both sides of the comparison",
+        lambda args, eager: torch.ones_like(eager),
+        (torch.float16,),
+    ),
+    Special(
+        "lerp",
+        "PyTorch breaks it up into operators of which the first may overflow, or cancel otherwise",
+        lambda args, eager: (args[1] - args[0]).isinf() | (eager.abs() < 1e-3 * args[0].abs()),
+        _WIDE,
     ),
 )
 

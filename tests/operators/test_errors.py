@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -42,6 +43,47 @@ def test_an_operator_of_aten_fails(function, argument, kind: type[Exception], me
     for run in (function, torch.compile(function, backend="pellucid")):
         with pytest.raises(kind, match=message):
             run(argument)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + x,
+        lambda x: -x,
+        lambda x: x < 3,
+        lambda x: x.amax(),
+        lambda x: x.argmax(),
+        lambda x: x.sum(dtype=x.dtype),
+        lambda x: x.flip(0),
+        lambda x: x.scatter(0, torch.tensor([0]), 1),
+        lambda x: x * torch.tensor([1, 2]),
+        lambda x: x == torch.tensor([1, 2]),
+        lambda x: torch.where(x == 1, x, torch.tensor([1, 2])),
+        lambda x: torch.cat([x, torch.tensor([1, 2])]),
+        lambda x: torch.ones(9).index_select(0, x),
+    ],
+)
+def test_what_eager_refuses_of_wide_unsigned_integers(function: Callable[..., torch.Tensor], dtype) -> None:
+    x = torch.tensor([1, 2], dtype=torch.int32).to(dtype)
+    with pytest.raises((RuntimeError, NotImplementedError)) as eager:
+        function(x)
+    with pytest.raises(eager.type, match=re.escape(str(eager.value))):
+        torch.compile(function, backend="pellucid")(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.index_add(0, torch.tensor([0]), torch.tensor(1.0)),
+        lambda x: torch.index_put(x, (torch.tensor([True]),), torch.tensor(1.0)),
+    ],
+    ids=["index_add", "index_put"],
+)
+def test_shapes_that_eager_refuses(function: Callable[..., torch.Tensor]) -> None:
+    for run in (function, torch.compile(function, backend="pellucid")):
+        with pytest.raises((RuntimeError, IndexError), match="shape"):
+            run(torch.ones(3))
 
 
 def test_an_error_of_aten_names_the_operator_and_the_line() -> None:

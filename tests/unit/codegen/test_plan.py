@@ -140,6 +140,11 @@ def test_a_transposed_store_is_written_in_squares() -> None:
     assert "scatter" not in kernel.source
 
 
+def test_a_transposed_store_that_joins_is_not_written_in_squares() -> None:
+    kernel = compile_text(cases.TRANSPOSED_STORE.replace("= store ", "= store add "))
+    assert not kernel.plan.tiled and "pv::add(a, b)" in kernel.source
+
+
 @pytest.mark.parametrize("dtype", ["i64", "f64", "u8", "f16"])
 def test_squares_serve_every_element_size(dtype: str) -> None:
     wide = "f32" if dtype == "f16" else dtype

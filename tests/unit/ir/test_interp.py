@@ -254,6 +254,24 @@ def test_unsigned_integers_wrap_around():
     assert evaluate("mul a, b", DType.I8, [100, -128], [2, -1]) == [-56, -128]
 
 
+@pytest.mark.parametrize("dtype", [DType.U16, DType.U32, DType.U64])
+def test_wide_unsigned_integers_wrap_and_keep_their_order(dtype: DType):
+    last = dtype.limits[1]
+    middle = last // 2 + 1
+    assert evaluate("add a, b", dtype, [last, middle], [1, middle]) == [0, 0]
+    assert evaluate("mul a, b", dtype, [last, middle + 1], [last, 2]) == [1, 2]
+    assert evaluate("neg a", dtype, [1, 0]) == [last, 0]
+    assert evaluate("lt a, b", dtype, [middle, 1], [1, middle]) == [False, True]
+    assert evaluate("maximum a, b", dtype, [middle, 1], [1, last]) == [middle, last]
+    assert evaluate("floordiv a, b", dtype, [last, last], [2, middle]) == [middle - 1, 1]
+    assert evaluate("shr a, b", dtype, [last, last], [1, 64]) == [middle - 1, 0]
+    assert evaluate("cast a", dtype, [-1, -2], types=(DType.I64,)) == [last, last - 1]
+    assert evaluate("cast a", DType.F64, [last], types=(dtype,)) == [float(last)]
+    for op, wanted in (("max", last), ("min", 1), ("sum", middle), ("prod", dtype.wrap(-middle))):
+        assert evaluate(f"{op} a over i", dtype, [1, last, middle]) == [wanted]
+    assert evaluate("argmax a over i", dtype, [1, last, middle]) == [1]
+
+
 def test_logic_on_bool():
     bits = [False, False, True, True], [False, True, False, True]
     assert evaluate("maximum a, b", DType.BOOL, *bits) == [False, True, True, True]
@@ -271,7 +289,7 @@ def test_integer_division_by_zero_is_division_by_one(dtype: DType):
         assert evaluate(f"{op} a, b", dtype, [7, 0], [0, 0]) == [0, 0]
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in INTS if dtype is not DType.U8])
+@pytest.mark.parametrize("dtype", [dtype for dtype in INTS if dtype.limits[0] < 0])
 def test_integer_division_of_signed_numbers(dtype: DType):
     a, b = [7, -7, 7, -7], [2, 2, -2, -2]
     assert evaluate("floordiv a, b", dtype, a, b) == [3, -4, -4, 3]
