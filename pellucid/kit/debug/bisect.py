@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pellucid.errors import NotJudged, UserError
 from pellucid.kit.debug.check import Checked, Culprit, Request, check_target, isolated, subject_for
-from pellucid.kit.debug.culprit import stand_on
+from pellucid.kit.debug.culprit import find_culprit, stand_on
 from pellucid.kit.judge.judge import Verdict
 from pellucid.kit.process.child import SECONDS, Failure, Worker
 from pellucid.kit.shown import Shown
@@ -59,8 +59,7 @@ def bisect(
 
         def run(number: int | None, name: str) -> Checked:
             tell(f"trying {name}")
-            function = "pellucid.kit.debug.bisect:check_rung"
-            found = isolated(worker, function, request, number, seconds=seconds, backend=request.backend)
+            found = isolated(worker, check_rung, request, number, seconds=seconds, backend=request.backend)
             tried.append(Tried(name, found.verdict))
             return found
 
@@ -70,7 +69,7 @@ def bisect(
         if not whole.verdict.bad:
             why = next(output.judgement.why for output in whole.outputs if output.verdict is Verdict.UNSURE)
             raise NotJudged(f"{request.target} cannot be judged: {why}", hint="give it other inputs")
-        names = worker.call("pellucid.kit.debug.bisect:rung_names", request, seconds=seconds)
+        names = worker.call(rung_names, request, seconds=seconds)
         if isinstance(names, Failure):
             raise UserError(f"the backend {request.backend} cannot be taken apart: {names}")
         low, high, worst = -1, len(names) - 1, whole
@@ -80,7 +79,7 @@ def bisect(
             low, high, worst = (low, middle, found) if found.verdict.bad else (middle, high, worst)
         culprit = worst.step
         if culprit is None:
-            answer = worker.call("pellucid.kit.debug.culprit:find_culprit", request, high, seconds=seconds)
+            answer = worker.call(find_culprit, request, high, seconds=seconds)
             culprit = answer if isinstance(answer, Culprit) else None
     return Bisected(request.backend, names[high], culprit, whole, tuple(tried))
 

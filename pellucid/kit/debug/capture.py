@@ -17,7 +17,7 @@ import torch
 
 from pellucid.codegen.linemap import annotate_source
 from pellucid.errors import UserError
-from pellucid.kit.debug.check import Checked, Request, captured, isolated
+from pellucid.kit.debug.check import Checked, Request, captured, check_request, isolated
 from pellucid.kit.debug.frontend import listening
 from pellucid.kit.judge.judge import Output, Verdict, judge, kind_of, near, worst
 from pellucid.kit.process.child import SECONDS, Failure, Worker, pass_on
@@ -77,8 +77,7 @@ def capture(
     with Worker(memory) as worker:
         if request.target != str(folder):  # a script was captured into it
             refused, hint = f"{request.target} cannot be captured", "see `pellucid check`"
-            function = "pellucid.kit.debug.capture:save_graphs"
-            worker.ask(function, request, str(folder), seconds=seconds, refused=refused, hint=hint)
+            worker.ask(save_graphs, request, str(folder), seconds=seconds, refused=refused, hint=hint)
         return _complete(worker, request, open_run(folder, request.libraries), intermediates, seconds)
 
 
@@ -87,12 +86,8 @@ def _complete(worker: Worker, request: Request, run: Run, intermediates: bool, s
     saved: list[Saved] = []
     for name in run.names:
         part = replace(request, target=f"{run.folder}:{name}")
-        checked = isolated(
-            worker, "pellucid.kit.debug.check:check_request", part, seconds=seconds, backend=request.backend
-        )
-        ended = worker.call(
-            "pellucid.kit.debug.capture:save_compiled", part, intermediates, checked.failure is None, seconds=seconds
-        )
+        checked = isolated(worker, check_request, part, seconds=seconds, backend=request.backend)
+        ended = worker.call(save_compiled, part, intermediates, checked.failure is None, seconds=seconds)
         failure = checked.failure or (ended if isinstance(ended, Failure) else None)
         nodes = run.read(f"graphs/{name}.json")["nodes"]
         calls = sum(node["op"] == "call_function" for node in nodes)
@@ -159,12 +154,8 @@ def replay(request: Request, seconds: float = SECONDS, memory: int = 0) -> Repla
     with Worker(memory) as worker:
         for name in [one] if one else run.names:
             part = replace(request, target=f"{folder}:{name}")
-            checked = isolated(
-                worker, "pellucid.kit.debug.check:check_request", part, seconds=seconds, backend=request.backend
-            )
-            moved = worker.call(
-                "pellucid.kit.debug.capture:moved_results", part, checked.failure is None, seconds=seconds
-            )
+            checked = isolated(worker, check_request, part, seconds=seconds, backend=request.backend)
+            moved = worker.call(moved_results, part, checked.failure is None, seconds=seconds)
             if isinstance(moved, Failure):
                 pass_on(moved)
                 moved = None

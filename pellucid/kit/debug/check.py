@@ -132,12 +132,11 @@ def check_isolated(request: Request, seconds: float = SECONDS, memory: int = 0) 
     eager mode.
     """
     with Worker(memory) as worker:
-        function = "pellucid.kit.debug.check:check_request"
-        return isolated(worker, function, request, seconds=seconds, backend=request.backend)
+        return isolated(worker, check_request, request, seconds=seconds, backend=request.backend)
 
 
 def isolated(
-    worker: Worker, function: str, request: Request, *rung: int | None, seconds: float, backend: str
+    worker: Worker, function: Callable[..., Any], request: Request, *rung: int | None, seconds: float, backend: str
 ) -> Checked:
     """What `function` says of a request, and of a rung of its backend's ladder: a `Checked`; or what its end means."""
     found = worker.call(function, request, *rung, seconds=seconds)

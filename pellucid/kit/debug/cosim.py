@@ -192,8 +192,7 @@ def cosim_isolated(
     """
     refused, hint = f"{request.target} cannot be cosimulated", "look at it with `pellucid check` first"
     with Worker(memory) as worker:
-        function = "pellucid.kit.debug.cosim:cosim_request"
-        return worker.ask(function, request, mode, other, seconds=seconds, refused=refused, hint=hint)
+        return worker.ask(cosim_request, request, mode, other, seconds=seconds, refused=refused, hint=hint)
 
 
 def cosim_request(request: Request, mode: str, other: Other | None = None) -> Cosimulated:

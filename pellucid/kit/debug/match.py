@@ -54,9 +54,7 @@ def match(request: Request, seconds: float = SECONDS, memory: int = 0) -> Matche
     """Compile a program, in a process of its own, and match its kernels with its graphs."""
     refused, hint = f"{request.target} does not compile", "see `pellucid explain`"
     with Worker(memory) as worker:
-        return worker.ask(
-            "pellucid.kit.debug.match:match_request", request, seconds=seconds, refused=refused, hint=hint
-        )
+        return worker.ask(match_request, request, seconds=seconds, refused=refused, hint=hint)
 
 
 def match_request(request: Request) -> Matches:

@@ -41,7 +41,7 @@ class Reasons(Shown, Explanation):
 def reasons(request: Request, seconds: float = SECONDS, memory: int = 0) -> Reasons:
     """Compile a program, in a process of its own, and tell what went wrong or was not done."""
     with Worker(memory) as worker:
-        found = worker.call("pellucid.kit.debug.reasons:find_reasons", request, seconds=seconds)
+        found = worker.call(find_reasons, request, seconds=seconds)
     if not isinstance(found, Failure):
         return found
     pass_on(found)

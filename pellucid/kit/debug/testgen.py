@@ -66,7 +66,7 @@ def testgen(
     what = (request, str(folder), tuple(kernels))
     refused, hint = f"{request.target} does not compile", "see `pellucid explain`"
     with Worker(memory) as worker:
-        return worker.ask("pellucid.kit.debug.testgen:generate", *what, seconds=seconds, refused=refused, hint=hint)
+        return worker.ask(generate, *what, seconds=seconds, refused=refused, hint=hint)
 
 
 # ------------------------------------------------------------------------------------------------ in the worker

@@ -184,8 +184,8 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def call(self, function: str, *args: Any, seconds: float = SECONDS) -> Any:
-        """What `package.module:function` returns for these arguments (pickled on the way); else a `Failure`."""
+    def call(self, function: str | Callable[..., Any], *args: Any, seconds: float = SECONDS) -> Any:
+        """What a function of a module, or `package.module:name`, returns for these arguments; else a `Failure`."""
         if self._child is not None and not self._child.alive:
             self._child.end()
             self._child = None
@@ -199,7 +199,7 @@ class Worker:
             raise
         return found
 
-    def ask(self, function: str, *args: Any, seconds: float, refused: str, hint: str) -> Any:
+    def ask(self, function: str | Callable[..., Any], *args: Any, seconds: float, refused: str, hint: str) -> Any:
         """The same for what should not fail. Raises what `pass_on` does, else NotJudged: `refused` and how it ended."""
         found = self.call(function, *args, seconds=seconds)
         if not isinstance(found, Failure):
