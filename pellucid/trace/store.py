@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -27,6 +25,7 @@ from pellucid.ir.printer import print_program
 from pellucid.options import Options
 from pellucid.schedule.cost import kernel_cost
 from pellucid.trace import schema
+from pellucid.trace.environment import environment
 from pellucid.trace.fx_programs import Constants, readable, runnable
 from pellucid.trace.output_code import output_code
 from pellucid.trace.provenance import provenance
@@ -137,17 +136,6 @@ def _new_folder(parent: Path, name: str) -> Path:
             f"cannot write the trace to {parent}: {error}", hint="give a folder that is writable"
         ) from error
     return folder
-
-
-def environment() -> dict[str, Any]:
-    """What the results of a run depend on beside the program."""
-    return {
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-    }
 
 
 def _run(record: GraphRecord, options: Options) -> dict[str, Any]:

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import gc
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from importlib import metadata
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -28,6 +25,7 @@ from pellucid.kit.bench.startup import Request, cold_and_warm
 from pellucid.kit.bench.stats import pairwise_ratio, summarise
 from pellucid.kit.bench.subjects import DEFAULT_SUBJECTS, EAGER, Counter, check_subject, compiled
 from pellucid.kit.judge.accuracy import error, gradient_error, is_accurate, tensors
+from pellucid.trace.environment import environment
 
 Progress = Callable[[str, float], None]
 """Hears what is being done now, and which fraction of the whole run is behind it."""
@@ -77,12 +75,12 @@ def bench(
     settings = settings or Settings()
     _check_names(models, settings)
     with _threads(settings.threads):
-        environment = describe_environment()
+        described = describe_environment()
         results = []
         for i, model in enumerate(models):
             part = _Part(progress, model, i / len(models), (i + 1) / len(models))
             results.append(_bench_model(model, settings, part))
-    return Report(SCHEMA, environment, tuple(results))
+    return Report(SCHEMA, described, tuple(results))
 
 
 def compare(workload: Workload, settings: Settings, progress: Progress = lambda doing, done: None) -> ModelResult:
@@ -246,28 +244,6 @@ def _threads(count: int):
 
 def describe_environment() -> Environment:
     """The machine and the versions in use now."""
-    return Environment(
-        pellucid=_version("pellucid"),
-        torch=torch.__version__,
-        python=platform.python_version(),
-        cpu=_cpu_name(),
-        cores=len(os.sched_getaffinity(0)),
-        threads=torch.get_num_threads(),
-        load=os.getloadavg()[0],
-    )
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    known = environment()
+    shown = {each.name: known[each.name] for each in fields(Environment) if each.name in known}
+    return Environment(load=os.getloadavg()[0], **shown)

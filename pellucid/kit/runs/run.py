@@ -19,7 +19,7 @@ from pellucid.errors import UserError
 from pellucid.kit.programs.graphs import Graph, rebound
 from pellucid.kit.runs.graph_file import graph_from_json, graph_to_json
 from pellucid.kit.runs.tensors import TensorStore
-from pellucid.trace.store import environment
+from pellucid.trace.environment import environment
 
 VERSION = 2
 
