@@ -41,6 +41,24 @@ def died(target: str, death: Died) -> UserError:
     )
 
 
+def begin(popen: Any, function: str, handle: int, said: Path, *, stdin: int, **variables: str) -> Any:
+    """A fresh Python that calls `module:function` with an open file, in a session of its own and with these variables.
+
+    popen: what starts it. said: the file for what it writes to stdout and stderr.
+    """
+    module, _, name = function.partition(":")
+    with said.open("wb") as file:
+        return popen(
+            [sys.executable, "-c", f"from {module} import {name}; {name}({handle})"],
+            pass_fds=(handle,),
+            stdin=stdin,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,
+        )
+
+
 class Apart:
     """One call of `package.module:function` in a process of its own, begun at once."""
 
@@ -48,16 +66,7 @@ class Apart:
         read, write = os.pipe()
         self._folder = tempfile.TemporaryDirectory(prefix="pellucid-apart-")
         self._errors = Path(self._folder.name) / "stderr"
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from pellucid.kit.process.apart import serve; serve({write})"],
-                pass_fds=(write,),
-                stdin=subprocess.PIPE,
-                stdout=errors,
-                stderr=errors,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,
-            )
+        self._process = begin(subprocess.Popen, f"{__name__}:serve", write, self._errors, stdin=subprocess.PIPE)
         os.close(write)
         self._from = Connection(read, writable=False)
         assert self._process.stdin is not None

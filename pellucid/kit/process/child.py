@@ -14,7 +14,6 @@ import pickle
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -32,7 +31,7 @@ import torch
 
 import pellucid
 from pellucid.errors import InternalError, NotJudged, PellucidError, StoreError, ToolchainError, UserError
-from pellucid.kit.process.apart import die_with_parent
+from pellucid.kit.process.apart import begin, die_with_parent
 from pellucid.native.toolchain import INSTALL_HINT
 
 SECONDS = 300.0
@@ -219,16 +218,8 @@ def most_memory() -> int:
 
 
 def _spawn(_ours: Connection, theirs: Connection, note: Path, errors: Path) -> psutil.Process:
-    with errors.open("wb") as file:
-        return psutil.Popen(
-            [sys.executable, "-c", f"from pellucid.kit.process.child import serve; serve({theirs.fileno()})"],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={**os.environ, NOTE: str(note), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,
-        )
+    variables = {NOTE: str(note)}
+    return begin(psutil.Popen, f"{__name__}:serve", theirs.fileno(), errors, stdin=subprocess.DEVNULL, **variables)
 
 
 def _signal_name(number: int) -> str:
