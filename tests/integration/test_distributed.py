@@ -43,7 +43,7 @@ def torchrun(mode: str) -> tuple[int, str]:
     [("ddp", 1, 1), ("fsdp2", 2, 2), ("tp", 1, 1)],
 )
 def test_losses_and_gradients_are_as_exact_as_eagers(mode: str, forwards: int, backwards: int) -> None:
-    """The example's exit status says so. FSDP2 breaks the graph at each block; collectives stand in the graphs of tp."""
+    """The example's exit status says so. FSDP2 breaks the graph at each block; those of tp hold the collectives."""
     status, output = torchrun(mode)
     assert status == 0, output
     assert len(re.findall(r"(?m)^(losses|gradients): error", output)) == 2

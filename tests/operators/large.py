@@ -43,7 +43,8 @@ LEFT_OUT = (
 # How many samples of an operator are tried for one line of the plan.
 _TRIED = 12
 
-# Elements that operators make on the way, floating-point operations, and what else costs as much. The two small sizes tell how it grows.
+# Elements that operators make on the way, floating-point operations, and what else costs as much. The two small sizes
+# tell how it grows.
 _MOST_WORK = 2.5e8
 _PROBES = (257, 4_112)
 _WORK_OF_RESULT = 1e5  # hundreds of results are as much as Dynamo can take
