@@ -6,17 +6,19 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from pellucid.capture.decompositions import decompositions
-from pellucid.capture.torch_compat import capture_with_aot
-from pellucid.errors import UserError
+from pellucid.capture.torch_compat import capture_with_aot, debug_folder, dynamo_seconds, repro_after
+from pellucid.errors import UserError, warn
 from pellucid.ir.nodes import Extern, Kernel
 from pellucid.native.build import warm_up
+from pellucid.native.plan import event_name
 from pellucid.options import Options, make_options
 from pellucid.pipeline import compile_graph, joint_passes
 
@@ -74,18 +76,56 @@ def compile_fx(
     """
     if mode not in (None, "default"):
         raise UserError(f"mode {mode!r} is not supported", hint="leave mode out, and set options={...} instead")
-    settings = make_options(options)
+    settings = _settings(options)
     warm_up()
+    clock = _Clock.started()
     with _uncollected():
-        return capture_with_aot(
+        run = capture_with_aot(
             graph,
             example_inputs,
-            forward=partial(_compile, kind="forward", options=settings),
-            backward=partial(_compile, kind="backward", options=settings),
-            inference=partial(_compile, kind="inference", options=settings),
+            forward=partial(_compile, kind="forward", options=settings, clock=clock),
+            backward=partial(_compile, kind="backward", options=settings, clock=clock),
+            inference=partial(_compile, kind="inference", options=settings, clock=clock),
             decompositions=decompositions(),
             joint=joint_passes,
         )
+    clock.running = False
+    return run
+
+
+def _settings(options: Mapping[str, object] | None) -> Options:
+    """The options, and what PyTorch's own debugging variables mean here."""
+    settings = make_options(options)
+    folder = debug_folder()
+    if repro_after() == "aot":
+        warn("TORCHDYNAMO_REPRO_AFTER=aot does nothing here; `pellucid minify` finds the smallest graph that fails")
+    return replace(settings, trace=str(folder / "pellucid")) if folder and not settings.trace else settings
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Tells what took place before a graph was compiled: since the start Dynamo, and from call to call AOTAutograd.
+
+    running: until AOTAutograd is done; what it has compiled later, at the first backward pass, it does not tell apart.
+    """
+
+    since: float
+    done: tuple[tuple[str, float], ...] = ()
+    running: bool = True
+
+    @classmethod
+    def started(cls) -> _Clock:
+        seconds = dynamo_seconds()
+        return cls(perf_counter(), () if seconds is None else (("dynamo", seconds),))
+
+    def lap(self) -> tuple[tuple[str, float], ...]:
+        """What took place since the last `resume`, in seconds."""
+        done, self.done = self.done, ()
+        return (*done, ("aotautograd", perf_counter() - self.since)) if self.running else ()
+
+    def resume(self) -> None:
+        """A graph has been compiled."""
+        self.since = perf_counter()
 
 
 @contextmanager
@@ -100,19 +140,26 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _compile(graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, options: Options) -> Callable[..., Any]:
-    executable, record = compile_graph(graph, kind, options)
-    nodes = [node for program in record.programs for node in program.scheduled.nodes]
+def _compile(
+    graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, options: Options, clock: _Clock
+) -> Callable[..., Any]:
+    executable, record = compile_graph(graph, kind, options, None, clock.lap())
+    clock.resume()
+    nodes = [(program.name, node) for program in record.programs for node in program.scheduled.nodes]
     _compilations.append(
         Compilation(
             name=record.name,
             kind=kind,
             nodes=sum(node.op == "call_function" for node in graph.graph.nodes),
-            kernels=sum(isinstance(node, Kernel) for node in nodes),
+            kernels=sum(isinstance(node, Kernel) for _, node in nodes),
             distinct=len({kernel.name for program in record.programs for kernel in program.kernels.values()}),
             calls=(
-                *(Fallback(node.name, node.op, node.reason) for node in nodes if isinstance(node, Extern)),
-                *(Fallback(each.subject[0], str(dict(each.facts)["op"]), each.why) for each in record.eager),
+                *(
+                    Fallback(event_name(program, node.name), node.op, node.reason)
+                    for program, node in nodes
+                    if isinstance(node, Extern)
+                ),
+                *(Fallback(name, str(dict(each.facts)["op"]), each.why) for name, each in record.eager),
             ),
             seconds=record.seconds,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ import torch
 from pellucid.codegen import CppKernel
 from pellucid.errors import UserError
 from pellucid.ir.derived import Float, Numbers, by_name
-from pellucid.ir.index import Expr
+from pellucid.ir.index import Expr, const
 from pellucid.ir.nodes import Arg, Enum, Extern, Kernel, Node, Program, View
 from pellucid.ir.origin import Origin
 from pellucid.ir.types import TORCH_DTYPES
@@ -67,13 +67,18 @@ class Executable:
         *,
         reuse: bool = True,
         checked: tuple[View, ...] = (),
+        name: str = "program",
+        values: Iterable[View] = (),
     ) -> None:
         """probes: by the name of the node. reuse: let temporaries that are not alive at once share memory.
+        name, values: of the program and of what it computes, for profiles.
 
         checked: arguments that no guard has looked at: those that lie in memory otherwise than these say are copied.
         """
         self.program = program
+        self._name = name
         self._checked = checked
+        self._shapes = _shapes(program, values)
         self._probes = probes or {}
         self._reuse = reuse
         self._kernels = kernels
@@ -106,7 +111,9 @@ class Executable:
         return instance
 
     def _make_instance(self, sizes: tuple[int, ...]) -> _Ready:
-        assembler = _Assembler(self.program, self._kernels, self._addresses, self._probes, sizes, self._reuse)
+        assembler = _Assembler(
+            self.program, self._kernels, self._addresses, self._probes, sizes, self._reuse, self._name, self._shapes
+        )
         floats = [torch.tensor([assembler.size.of(name)], dtype=torch.float64) for name in self.program.supplied]
         expected = [assembler.expected(view) for view in self._checked if view.buffer in assembler.slots]
         ready = assembler.instance().run, [*self._constants, *floats], expected
@@ -151,8 +158,12 @@ class _Assembler:
         probes: Mapping[str, Probe],
         sizes: tuple[int, ...],
         reuse: bool,
+        name: str,
+        shapes: Mapping[str, View],
     ) -> None:
         self.program = program
+        self.name = name
+        self.shapes = shapes
         self.probes = probes
         self.reuse = reuse
         self.kernels = kernels
@@ -169,7 +180,7 @@ class _Assembler:
         calls = [call for node in self.program.nodes for call in self._calls(node)]
         results = [self._result(output) for output in self.program.outputs]
         count = len(self.program.inputs) + len(self.program.supplied)
-        return Instance(slots, calls, results, inputs=count, arena=memory.arena_bytes)
+        return Instance(slots, calls, results, inputs=count, arena=memory.arena_bytes, name=self.name)
 
     def expected(self, view: View) -> _Expected:
         """What an argument must be, of which `view` is the whole."""
@@ -226,6 +237,7 @@ class _Assembler:
             name=kernel.name,
             checks=tuple(f"index out of range in {where(origin)}" for origin in compiled.checks),
             where=where(kernel.body[-1].origin),
+            reads=tuple(self._view(self.shapes[name]) for name in {load.buffer: None for _, load in kernel.loads()}),
         )
 
     def _args(self, extern: Extern) -> tuple[Any, ...]:
@@ -269,6 +281,12 @@ class _Assembler:
                 return self.size(output)
             case None:
                 return None
+
+
+def _shapes(program: Program, values: Iterable[View]) -> dict[str, View]:
+    """By buffer, a view that shows its shape: of a value that the graph has there, else of its elements in a row."""
+    shapes = {b.name: View(b.name, (b.numel,), (const(1),), const(0)) for b in program.buffers}
+    return shapes | {view.buffer: view for view in reversed(list(values)) if view.buffer in shapes}
 
 
 def allocated_by_calls(program: Program) -> frozenset[str]:

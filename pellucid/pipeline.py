@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -30,7 +30,7 @@ from pellucid.schedule import schedule
 from pellucid.segments import Segments
 from pellucid.trace.output_code import output_code
 from pellucid.trace.record import GraphRecord, StageTime
-from pellucid.trace.store import write_run
+from pellucid.trace.store import Recorded, log_structured, write_run
 
 EMPTY = Program((), (), (), (), ())
 
@@ -62,6 +62,9 @@ class Unit:
 
 Watch: TypeAlias = "Callable[[Unit], Mapping[str, Probe]]"
 """What shall happen before and after the nodes of a program, by their names, while it runs: for the kit."""
+
+Run: TypeAlias = "Callable[[list[Any]], list[Any]]"
+"""A compiled graph: a function of the list of its arguments, which it empties."""
 
 Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
 
@@ -107,6 +110,7 @@ def _build(unit: Unit, options: Options) -> Step:
 
 def _load(unit: Unit, options: Options) -> Step:
     probes = unit.watch(unit) if unit.watch else {}
+    inputs = tensors_of(unit.graph)
     executable = Executable(
         unit.scheduled,
         unit.kernels,
@@ -115,7 +119,9 @@ def _load(unit: Unit, options: Options) -> Step:
         probes,
         reuse=options.reuse_memory,
         # Dynamo guards arguments; what forward saved comes by way of hooks, which may have packed and unpacked it.
-        checked=tensors_of(unit.graph) if unit.kind == "backward" else (),
+        checked=inputs if unit.kind == "backward" else (),
+        name=unit.name,
+        values=(*inputs, *unit.values.values()),
     )
     return replace(unit, executable=executable), ()
 
@@ -133,21 +139,27 @@ _numbers = itertools.count()
 
 
 def compile_graph(
-    graph: torch.fx.GraphModule, kind: str, options: Options, watch: Watch | None = None
-) -> tuple[Executable | Segments, GraphRecord]:
+    graph: torch.fx.GraphModule,
+    kind: str,
+    options: Options,
+    watch: Watch | None = None,
+    earlier: Sequence[tuple[str, float]] = (),
+) -> tuple[Run, GraphRecord]:
     """Compile `graph`: as one program, or in segments around what no program holds, see `capture.split`.
 
-    watch: makes the probes of each program. With `options.trace` a run folder is written for each program, and for each
-    graph that was split.
+    watch: makes the probes of each program. earlier: what was done before, in seconds, for the record. With
+    `options.trace` a run folder is written for each program, and for each graph that was split.
     """
     refused: dict[str, str] = {}
+    before = tuple(StageTime(*each) for each in earlier)
     while True:
         start = perf_counter()
         outline = split(graph, refused)
         try:
             if outline is None:
-                return _compile_program(graph, kind, options, watch)
-            return _compile_segments(graph, outline, kind, options, watch, StageTime("split", perf_counter() - start))
+                return _compile_program(graph, kind, options, watch, before)
+            times = (*before, StageTime("split", perf_counter() - start))
+            return _compile_segments(graph, outline, kind, options, watch, times)
         except NotHeld as refusal:
             if refusal.node in refused:
                 raise
@@ -160,8 +172,8 @@ def _compile_segments(
     kind: str,
     options: Options,
     watch: Watch | None,
-    time: StageTime,
-) -> tuple[Segments, GraphRecord]:
+    times: tuple[StageTime, ...],
+) -> tuple[Run, GraphRecord]:
     """Compile the segments, and the graphs that higher-order operators call."""
     name = f"{kind}_{next(_numbers)}"
     parts: list[GraphRecord] = []
@@ -173,19 +185,24 @@ def _compile_segments(
 
     outline = replace(outline, steps=tuple(with_compiled_graphs(step, compiled) for step in outline.steps))
     segments = [step for step in outline.steps if isinstance(step, Segment)]
-    executables: dict[str, Executable] = {}
+    executables: dict[str, Run] = {}
     for segment in segments:
         executables[segment.name], record = _compile_program(segment.graph, kind, options, watch)
         parts.append(record)
-    executable = Segments(outline, executables)
     unit = Unit(name, kind, captured=graph, graph=graph)
-    record = _record(unit, list(outline.decisions), [time], options, None, outline_text(outline), tuple(parts))
-    return executable, record
+    record = _record(
+        unit, outline.decisions, times[-1:], options, None, times[:-1], outline_text(outline), tuple(parts)
+    )
+    return _recorded(Segments(outline, executables, name), record), record
 
 
 def _compile_program(
-    graph: torch.fx.GraphModule, kind: str, options: Options, watch: Watch | None
-) -> tuple[Executable, GraphRecord]:
+    graph: torch.fx.GraphModule,
+    kind: str,
+    options: Options,
+    watch: Watch | None,
+    earlier: tuple[StageTime, ...] = (),
+) -> tuple[Run, GraphRecord]:
     """Run every stage on `graph`. With `options.trace` the run folder is written even when a stage fails."""
     unit = Unit(f"{kind}_{next(_numbers)}", kind, captured=graph, graph=graph, watch=watch)
     decisions: list[Decision] = []
@@ -201,12 +218,18 @@ def _compile_program(
     except NotHeld:
         raise  # the graph will be split
     except Exception as error:
-        record = _record(unit, decisions, times, options, error)
+        record = _record(unit, decisions, times, options, error, earlier)
         if isinstance(error, PellucidError):
             error.record = record
         raise
     assert unit.executable is not None
-    return unit.executable, _record(unit, decisions, times, options, None)
+    record = _record(unit, decisions, times, options, None, earlier)
+    return _recorded(unit.executable, record), record
+
+
+def _recorded(run: Run, record: GraphRecord) -> Run:
+    """The same, with the arguments of its first call going to the run folder if there is one."""
+    return run if record.folder is None else Recorded(run, record.folder)
 
 
 def _verify(stage: str, unit: Unit) -> None:
@@ -218,10 +241,11 @@ def _verify(stage: str, unit: Unit) -> None:
 
 def _record(
     unit: Unit,
-    decisions: list[Decision],
-    times: list[StageTime],
+    decisions: Sequence[Decision],
+    times: Sequence[StageTime],
     options: Options,
     error: Exception | None,
+    earlier: tuple[StageTime, ...] = (),
     outline: str = "",
     parts: tuple[GraphRecord, ...] = (),
 ) -> GraphRecord:
@@ -241,11 +265,11 @@ def _record(
         error=error,
         outline=outline,
         parts=parts,
+        earlier=earlier,
     )
     _log(record)
-    if options.trace:
-        write_run(record, options)
-    return record
+    log_structured(record, options)
+    return replace(record, folder=write_run(record, options)) if options.trace else record
 
 
 def _log(record: GraphRecord) -> None:
@@ -255,7 +279,8 @@ def _log(record: GraphRecord) -> None:
         "ir_post_fusion": lambda: print_program(record.scheduled),
         "output_code": lambda: record.outline or output_code(record),
         "fusion": lambda: "\n".join(str(d) for d in record.decisions if d.rule.startswith("fuse")),
-        "schedule": lambda: "\n".join(f"{time.name}: {time.seconds:.3f} s" for time in record.stages),
+        "perf_hints": lambda: "\n".join(str(d) for d in record.decisions if d.rule.startswith("codegen.")),
+        "schedule": lambda: "\n".join(f"{t.name}: {t.seconds:.3f} s" for t in (*record.earlier, *record.stages)),
     }
     for name, make in artifacts.items():
         logger = artifact_logger(name)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
 from pellucid.capture.outline import Bind, Call, Fit, Layout, Number, Outline, Ref, Segment, Step
-from pellucid.capture.torch_compat import key_get, tree_flatten, tree_unflatten
-from pellucid.executable import Executable, fitted
+from pellucid.capture.torch_compat import key_get, profiling, tree_flatten, tree_unflatten
+from pellucid.executable import fitted
 from pellucid.ir.derived import Numbers
+from pellucid.native.plan import event_name
 
 Values: TypeAlias = dict[str, Any]
 
@@ -24,9 +25,12 @@ class Segments:
 
     _boxed_call = True
 
-    def __init__(self, outline: Outline, executables: Mapping[str, Executable]) -> None:
-        """executables: the compiled segments, by name."""
+    def __init__(
+        self, outline: Outline, executables: Mapping[str, Callable[[list[Any]], list[Any]]], name: str = "graph"
+    ) -> None:
+        """executables: the compiled segments, by name. name: of the graph, for profiles."""
         self.outline = outline
+        self._name = name
         self._executables = executables
         last = _last_uses(outline)
         self._unused = [name for name in outline.inputs if name not in last]
@@ -36,6 +40,16 @@ class Segments:
         ]
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        if not profiling():
+            return self._run(args, _called)
+        with torch.profiler.record_function(event_name(self._name)):
+            return self._run(args, self._shown)
+
+    def _shown(self, call: Call, *rest: Any) -> Any:
+        with torch.profiler.record_function(event_name(self._name, call.name)):
+            return _called(call, *rest)
+
+    def _run(self, args: list[Any], called: Callable[..., Any]) -> list[Any]:
         values: Values = dict(zip(self.outline.inputs, args, strict=True))
         args.clear()
         _drop(values, self._unused)
@@ -53,7 +67,7 @@ class Segments:
                     _drop(values, dead)
                     values.update(zip(outputs, self._executables[name](given), strict=True))
                 case Call():
-                    values[step.name] = _called(step, values, numbers, dead)
+                    values[step.name] = called(step, values, numbers, dead)
                     _drop(values, dead)
         return [_filled(output, values, numbers) for output in self.outline.outputs]
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.source import ConstantSource
-from torch._dynamo.utils import flatten_graph_inputs
+from torch._dynamo.utils import flatten_graph_inputs, get_debug_dir, get_metrics_context
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, detect_fake_mode
-from torch._logging._internal import getArtifactLogger
+from torch._logging._internal import getArtifactLogger, trace_structured_artifact
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, DimDynamic, ShapeEnv, resolve_unbacked_bindings
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -43,9 +48,11 @@ __all__ = [
     "artifact_logger",
     "capture_with_aot",
     "current_graph_name",
+    "debug_folder",
     "decomposition_table",
     "depends_on_floats",
     "derived_in",
+    "dynamo_seconds",
     "expr_of",
     "fake_graph",
     "fake_mode_of",
@@ -56,12 +63,16 @@ __all__ = [
     "keystr",
     "needed_by",
     "plain_name",
+    "profiling",
     "quiet_fake_tensors",
+    "repro_after",
     "size_hint",
     "stride_of",
+    "structured_artifact",
     "symbol_paths",
     "symbolic_of",
     "term_of",
+    "traced_anew",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
@@ -250,6 +261,12 @@ def fake_graph(
     return module
 
 
+def traced_anew(function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
+    """The graph of the operators that a function calls on these inputs, fake tensors of `mode`."""
+    with mode, torch.no_grad():
+        return make_fx(function)(*inputs)
+
+
 def fake_symbols(values: Mapping[str, int]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
     """A mode for fake tensors, with symbols of these names that had these values when they were captured."""
     shape_env = ShapeEnv()
@@ -326,6 +343,32 @@ def artifact_logger(name: str) -> Any:
     below `torch`, because PyTorch attaches its handlers there.
     """
     return getArtifactLogger("torch.pellucid", name)
+
+
+def structured_artifact(name: str, encoding: str, make: Callable[[], str]) -> None:
+    """Give a text to `TORCH_TRACE`, for `tlparse`; without that nothing is made. encoding: `string` or `json`."""
+    trace_structured_artifact(name, encoding, make)
+
+
+def debug_folder() -> Path | None:
+    """Where `TORCH_COMPILE_DEBUG=1` has this process write, if it is set."""
+    return Path(get_debug_dir()) if os.environ.get("TORCH_COMPILE_DEBUG", "0") == "1" else None
+
+
+def repro_after() -> str | None:
+    """What `TORCHDYNAMO_REPRO_AFTER` asks for: `dynamo`, `aot` or nothing."""
+    return dynamo_config.repro_after
+
+
+def profiling() -> bool:
+    """Whether torch.profiler is on."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def dynamo_seconds() -> float | None:
+    """How long Dynamo has been at work on the frame that is being compiled; None where there is none."""
+    context = get_metrics_context()
+    return (time.time_ns() - context._start_time_ns) * 1e-9 if context.in_progress() else None
 
 
 def current_graph_name() -> str:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pellucid.capture.sizes import fake_inputs, sizes_to_json
 from pellucid.debug.graph_file import graph_from_json, graph_to_json
 from pellucid.debug.graphs import Graph, rebound
-from pellucid.debug.sizes import fake_inputs, sizes_to_json
 from pellucid.debug.tensors import TensorStore
 from pellucid.errors import UserError
 from pellucid.trace.store import environment

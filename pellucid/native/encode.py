@@ -30,6 +30,7 @@ from pellucid.native.plan import (
     Result,
     Slot,
     TensorView,
+    event_name,
 )
 
 _KERNEL, _SHIM, _DISPATCHER, _PYTHON = range(4)
@@ -72,7 +73,9 @@ class _Writer:
         self.words.frombytes(data + b"\0" * (-len(data) % 8))
 
 
-def encode(slots: Sequence[Slot], calls: Sequence[Call], results: Sequence[Result], inputs: int, arena: int) -> Encoded:
+def encode(
+    slots: Sequence[Slot], calls: Sequence[Call], results: Sequence[Result], inputs: int, arena: int, name: str
+) -> Encoded:
     """Check and encode an instance. Raises InternalError for a description that contradicts itself."""
     encoder = _Encoder(slots)
     encoder.views_of_results(results)
@@ -86,18 +89,22 @@ def encode(slots: Sequence[Slot], calls: Sequence[Call], results: Sequence[Resul
         paths.append(encoder.call(body, call))
         bound |= {view.slot for view in _outputs(call) if view is not None}
         body.list([slot for slot, user in last.items() if user == index])
+        body.text(event_name(name, call.name))
+        body.list([encoder.show(view) for view in _read(call)])
     _check(slots, results, bound, inputs, arena)
     head = _Writer()
     operators = any(not isinstance(call, KernelCall) for call in calls)
     head.word(inputs, arena, int(operators or not _tiny(calls)), int(operators))
+    head.text(event_name(name))
     head.word(len(slots))
     for number, slot in enumerate(slots):
         head.word(*_place(slot), _only_view(number, encoder.views, results))
-    head.word(len(encoder.views))
-    for view in encoder.views:
-        head.word(view.slot, dtype_code(view.dtype), view.offset, view.dtype.itemsize)
-        head.list(view.shape)
-        head.list(view.strides)
+    for views in (encoder.views, encoder.shown):
+        head.word(len(views))
+        for view in views:
+            head.word(view.slot, dtype_code(view.dtype), view.offset, view.dtype.itemsize)
+            head.list(view.shape)
+            head.list(view.strides)
     body.word(len(results))
     for result in results:
         body.word(*encoder.result(result))
@@ -134,6 +141,7 @@ def _only_view(slot: int, views: dict[TensorView, int], results: Sequence[Result
 class _Encoder:
     slots: Sequence[Slot]
     views: dict[TensorView, int] = field(default_factory=dict)
+    shown: dict[TensorView, int] = field(default_factory=dict)
     objects: list[object] = field(default_factory=list)
 
     def view(self, view: TensorView) -> int:
@@ -141,6 +149,10 @@ class _Encoder:
         if not 0 <= view.slot < len(self.slots) or len(view.shape) != len(view.strides):
             raise InternalError(f"{view} is not a view of any slot")
         return self.views.setdefault(view, len(self.views))
+
+    def show(self, view: TensorView) -> int:
+        """The same for a view that only a profiler looks at."""
+        return self.shown.setdefault(view, len(self.shown))
 
     def views_of_results(self, results: Sequence[Result]) -> None:
         for result in results:
@@ -405,6 +417,13 @@ def _used(call: Call) -> Iterator[int]:
     else:
         for arg in (*call.args, *(value for _, value in call.kwargs)):
             yield from (view.slot for view in _views(arg))
+
+
+def _read(call: Call) -> Iterator[TensorView]:
+    """What a profiler shows as the inputs of a call."""
+    if isinstance(call, KernelCall):
+        return iter(call.reads)
+    return _views((*call.args, *(value for key, value in call.kwargs if key != "out")))
 
 
 def _outputs(call: Call) -> tuple[TensorView | None, ...]:

@@ -68,6 +68,8 @@ struct Call {
   std::string name, where;
   std::variant<KernelCall, ShimCall, DispatcherCall, PythonCall> what;
   Words release;            // extern slots that nobody uses after this call
+  std::string event;        // how a profiler shows it, with the views `reads` of Plan::shown as its inputs
+  Words reads;
 };
 
 struct Result {
@@ -91,8 +93,10 @@ struct Frame {
 struct Plan {
   int64_t inputs, arena_bytes;
   bool release_gil, has_operators;
+  std::string event;        // how a profiler shows a run
   std::vector<Slot> slots;
   std::vector<View> views;
+  std::vector<View> shown;  // for profilers only
   std::vector<Call> calls;
   std::vector<Result> results;
   std::mutex mutex;  // of frames
@@ -125,8 +129,10 @@ class Reader {
     plan->arena_bytes = word();
     plan->release_gil = word();
     plan->has_operators = word();
+    plan->event = text();
     list(plan->slots, [&] { return Slot{static_cast<Place>(word()), word(), word()}; });
-    list(plan->views, [&] { return View{word(), word(), word(), word(), words(), words()}; });
+    for (auto* views : {&plan->views, &plan->shown})
+      list(*views, [&] { return View{word(), word(), word(), word(), words(), words()}; });
     list(plan->calls, [&] { return call(); });
     list(plan->results, [&] { return Result{static_cast<Result::Kind>(word()), word()}; });
     return plan.release();
@@ -177,7 +183,7 @@ class Reader {
   }
 
   Call call() {
-    Call out{text(), text(), {}, {}};
+    Call out{text(), text(), {}, {}, {}, {}};
     switch (word()) {  // braces, unlike parentheses, evaluate their members in order
       case 0: {
         KernelCall kernel{reinterpret_cast<KernelFunction>(word()), words(), words(), word(), word(), {}};
@@ -198,6 +204,8 @@ class Reader {
       case 3: out.what = python(); break;
     }
     out.release = words();
+    out.event = text();
+    out.reads = words();
     return out;
   }
 

@@ -64,6 +64,11 @@ Arg: TypeAlias = "TensorView | int | float | bool | str | Constant | tuple[Arg, 
 """An argument of an operator; a tuple stands for any list of the schema."""
 
 
+def event_name(program: str, call: str = "") -> str:
+    """How torch.profiler shows a run of a program, or a call in it."""
+    return f"pellucid::{program}/{call}" if call else f"pellucid::{program}"
+
+
 @dataclass(frozen=True, slots=True)
 class KernelCall:
     """A compiled kernel, `int64_t (*)(void* const* p, const int64_t* s, int64_t begin, int64_t end)`.
@@ -75,6 +80,7 @@ class KernelCall:
         `max(1, min(torch.get_num_threads(), extent // grain))` threads. Nothing is called when it is 0.
     checks: the message of IndexError for each index check of the kernel: status `1 + k` raises `checks[k]`.
     where: the user's line, for error messages.
+    reads: what it reads, for profiles.
     """
 
     address: int
@@ -85,6 +91,7 @@ class KernelCall:
     name: str
     checks: tuple[str, ...] = ()
     where: str = ""
+    reads: tuple[TensorView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,14 +140,20 @@ int64_t run_kernel(const KernelCall& call, Frame& frame) {
 
 // ------------------------------------------------------------------------------------------------ one run
 
-// Shows a call to torch.profiler, when that is on.
+// Shows a run or a call to torch.profiler until it is destroyed, once it was started.
 class Record {
  public:
-  Record(bool on, const std::string& name) {
-    if (on) [[unlikely]] aoti_record_function_start(name.c_str(), nullptr, nullptr, 0, &handle_);
-  }
   ~Record() {
     if (handle_) [[unlikely]] aoti_record_function_end(handle_);
+  }
+
+  void start(const std::string& event, const std::vector<AtenTensorHandle>& inputs) {
+    std::vector<C10IValueHandle> values;
+    for (AtenTensorHandle tensor : inputs) check(aoti_torch_tensor_to_ivalue(tensor, &values.emplace_back()));
+    AOTITorchError status =
+        aoti_record_function_start(event.c_str(), nullptr, values.data(), values.size(), &handle_);
+    for (C10IValueHandle value : values) aoti_torch_delete_c10_value_object(value);
+    check(status);
   }
 
  private:
@@ -178,9 +184,12 @@ class Run {
   bool execute(PyThreadState*& thread) {
     thread_ = &thread;
     place_slots();
+    Record whole;
+    if (profile_) [[unlikely]] show_run(whole);
     for (const Call& call : plan_.calls) {
       current_ = &call;
-      Record record(profile_, call.name);
+      Record record;
+      if (profile_) [[unlikely]] show_call(record, call);
       if (!dispatch(call)) return false;
       for (int64_t slot : call.release) drop(slot);
     }
@@ -226,6 +235,26 @@ class Run {
   }
 
  private:
+  // With the arguments as inputs. Numbers among them are left out.
+  void show_run(Record& record) {
+    std::vector<AtenTensorHandle> tensors;
+    for (void*& impl : frame_.impl)
+      if (frame_.object[&impl - frame_.impl.data()]) tensors.push_back(handle_at(&impl));
+    record.start(plan_.event, tensors);
+  }
+
+  // With what the call reads as inputs, through tensors that last no longer than it takes to note their sizes.
+  void show_call(Record& record, const Call& call) {
+    std::vector<AtenTensorHandle> tensors;
+    for (int64_t number : call.reads) {
+      const View& view = plan_.shown[number];
+      char* data = static_cast<char*>(frame_.pointer[view.slot]) + view.offset * view.itemsize;
+      tensors.push_back(from_blob(data, view.shape, view.strides, view.dtype, -1));
+    }
+    record.start(call.event, tensors);
+    for (AtenTensorHandle tensor : tensors) aoti_torch_delete_tensor_object(tensor);
+  }
+
   void place_slots() {
     for (size_t i = 0; i < plan_.slots.size(); i++) {
       const Slot& slot = plan_.slots[i];

@@ -25,6 +25,7 @@ class Instance:
     results: what `run` returns, in order.
     inputs: number of arguments of `run`; those that no `InputSlot` names may be anything.
     arena: bytes of scratch memory one run needs. Arenas are shared by all instances of the process.
+    name: for profiles, in which each call is shown as `pellucid::NAME/CALL`.
 
     Raises InternalError for a description that contradicts itself, ToolchainError when the runtime cannot be built.
     """
@@ -40,10 +41,17 @@ class Instance:
     """How each call is made: `kernel`, `shim` (a C function), `dispatcher`, or `python: <why>`."""
 
     def __init__(
-        self, slots: Sequence[Slot], calls: Sequence[Call], results: Sequence[Result], *, inputs: int, arena: int
+        self,
+        slots: Sequence[Slot],
+        calls: Sequence[Call],
+        results: Sequence[Result],
+        *,
+        inputs: int,
+        arena: int,
+        name: str = "program",
     ) -> None:
         runtime = library()
-        encoded = encode(slots, calls, results, inputs, arena)
+        encoded = encode(slots, calls, results, inputs, arena, name)
         address, _ = encoded.words.buffer_info()
         self.run = runtime.pellucid_instance(address)
         self.paths = encoded.paths

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import keyword
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -15,40 +17,44 @@ from pellucid.ir.index import Expr, text
 from pellucid.ir.nodes import Arg, Buffer, Enum, Extern, Kernel, Node, Program, View
 from pellucid.ir.types import TORCH_DTYPES
 from pellucid.schedule.memory import plan_memory
-from pellucid.trace.fx_programs import input_text
+from pellucid.trace.fx_programs import INPUTS, Constants, input_text
 from pellucid.trace.record import GraphRecord
 
 _PROGRAM = Template('''\
 """Output code of {{ name }}: the calls that the native runtime makes, in order, and the C++ of its kernels.
 
 `call` takes the list of the graph's arguments and returns the list of its results. Edit at will: an edited kernel is
-compiled anew.
+compiled anew, and compared with the one in the folder `kernels`. Exits with 1 if results differ.
 """
 
+import sys
+
 import torch
+from torch import inf, nan  # noqa: F401
 
+from pellucid.debug.programs import buffer, compare_edited, drawn, fit, load_kernels, saved, view  # noqa: F401
 from pellucid.ir.derived import FUNCTIONS as F  # noqa: F401
-from pellucid.trace.replay import buffer, fit, load_kernels, make_input, view  # noqa: F401
 
+VALUES = saved(__file__)
 SOURCES = {}
 {% for kernel in kernels %}
 SOURCES["{{ kernel.name }}"] = r"""
 {{ kernel.source }}
 """
 {% endfor %}
-KERNELS = load_kernels(SOURCES)
 
-
-def call(args):
+def call(args, kernels):
 {%- for line in body %}
     {{ line }}
 {%- endfor %}
 
 
-def make_inputs():
-    torch.manual_seed(0)
+{{ make_inputs }}
+
+
+def make_constants():
     return [
-{%- for text in inputs %}
+{%- for text in constants %}
         {{ text }},
 {%- endfor %}
     ]
@@ -56,28 +62,39 @@ def make_inputs():
 
 if __name__ == "__main__":
     with torch.no_grad():
-        for position, result in enumerate(call(make_inputs())):
-            if isinstance(result, torch.Tensor):
-                total = result.double().sum().item()
-                print(f"output {position}: {tuple(result.shape)} {result.dtype}, sum {total:.9g}")
+        sys.exit(compare_edited(call, SOURCES, [*make_inputs(), *make_constants()], __file__))
 ''', keep_trailing_newline=True)  # fmt: skip
 
+# What the text of `call` names beside tensors and sizes.
+HELPERS = frozenset("F args arena buffer fit kernels results torch view".split())
+_TAKEN = HELPERS | frozenset(keyword.kwlist) | frozenset(dir(builtins))
 
-def output_code(record: GraphRecord) -> str:
-    """The program's text. Temporaries lie in one arena as in the native plan, if all sizes are static."""
+
+def output_code(record: GraphRecord, constants: Constants | None = None) -> str:
+    """The program's text. Temporaries lie in one arena as in the native plan, if all sizes are static.
+
+    constants: of the run folder that the program will lie in.
+    """
     distinct: dict[str, CppKernel] = {kernel.name: kernel for kernel in record.kernels.values()}
-    nodes = [node for node in record.graph.graph.nodes if node.op == "placeholder"]
+    placeholders = record.graph.graph.find_nodes(op="placeholder")
+    known = constants or Constants()
     return _PROGRAM.render(
         name=record.name,
         kernels=list(distinct.values()),
         body=list(_body(record)),
-        inputs=[input_text(node.meta.get("val")) for node in nodes] + [input_text(t) for t in record.constants],
+        make_inputs=INPUTS.render(inputs=[input_text(node.meta.get("val")) for node in placeholders]),
+        constants=[known.text(tensor) for tensor in record.constants],
     )
+
+
+def _name(name: str) -> str:
+    """The Python name of a buffer or a size: never one that the program needs itself, and another for each."""
+    return f"{name}_" if name.rstrip("_") in _TAKEN else name
 
 
 def _body(record: GraphRecord) -> Iterator[str]:
     program = record.scheduled
-    names = [name if name is not None else "_" for name in program.inputs]
+    names = [_name(name) if name is not None else "_" for name in program.inputs]
     if names:
         yield "("
         yield from textwrap.wrap(", ".join(names) + ",", width=108, initial_indent="    ", subsequent_indent="    ")
@@ -107,14 +124,14 @@ def _allocations(program: Program) -> Iterator[str]:
         yield f"arena = torch.empty({memory.arena_bytes}, dtype=torch.uint8)"
         for temp in temps:
             numel, dtype = text(temp.numel), TORCH_DTYPES[temp.dtype]
-            yield f"{temp.name} = buffer(arena, {memory.offsets[temp.name]}, {numel}, {dtype})"
+            yield f"{_name(temp.name)} = buffer(arena, {memory.offsets[temp.name]}, {numel}, {dtype})"
     else:
         yield from (_fresh(temp) for temp in temps)
     yield from (_fresh(b) for b in program.buffers if b.role == "output" and b.name not in skipped)
 
 
 def _fresh(buffer: Buffer) -> str:
-    return f"{buffer.name} = torch.empty({text(buffer.numel)}, dtype={TORCH_DTYPES[buffer.dtype]})"
+    return f"{_name(buffer.name)} = torch.empty({text(buffer.numel)}, dtype={TORCH_DTYPES[buffer.dtype]})"
 
 
 def _call(record: GraphRecord, program: Program, node: Node) -> Iterator[str]:
@@ -126,7 +143,8 @@ def _call(record: GraphRecord, program: Program, node: Node) -> Iterator[str]:
             if compiled is not None:
                 symbols = ", ".join(compiled.symbols)
                 extent = text(compiled.extent)
-                yield f'KERNELS["{compiled.name}"]([{", ".join(compiled.params)}], [{symbols}], {extent})'
+                parameters = ", ".join(map(_name, compiled.params))
+                yield f'kernels["{compiled.name}"]([{parameters}], [{symbols}], {extent})'
         case Extern():
             yield f"# {node.reason}: {where(node.origin)}"
             yield from _extern(program, node)
@@ -146,7 +164,7 @@ def _extern(program: Program, node: Extern) -> Iterator[str]:
     yield f"results = {call}" if several else f"results = [{call}]"
     for position, view in enumerate(node.outputs):
         if view is not None:
-            yield f"{view.buffer} = fit(results[{position}], {_tuple(view.shape)}, {_tuple(view.strides)})"
+            yield f"{_name(view.buffer)} = fit(results[{position}], {_tuple(view.shape)}, {_tuple(view.strides)})"
 
 
 def _arg(arg: Arg, supplied: tuple[str, ...]) -> str:
@@ -173,7 +191,7 @@ def _arg(arg: Arg, supplied: tuple[str, ...]) -> str:
 
 def _view(view: View) -> str:
     offset = f", {text(view.offset)}" if view.offset.value != 0 else ""
-    return f"view({view.buffer}, {_tuple(view.shape)}, {_tuple(view.strides)}{offset})"
+    return f"view({_name(view.buffer)}, {_tuple(view.shape)}, {_tuple(view.strides)}{offset})"
 
 
 def _tuple(sizes: tuple[Expr, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,6 +12,7 @@ from pellucid.codegen import CppKernel
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Program, View
 from pellucid.native.build import BuildReport
+from pellucid.native.plan import event_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class GraphRecord:
     values: where the programs put the tensor that an FX node computes, by the node's name.
     kernels: generated C++ by the name of the IR kernel.
     outline: how a graph that was split is run; such a graph has no program itself. parts: the records of its segments.
+    earlier: what took place before the stages, where that is known: Dynamo, AOTAutograd. folder: its run, if traced.
     """
 
     name: str
@@ -46,6 +49,8 @@ class GraphRecord:
     error: Exception | None
     outline: str = ""
     parts: tuple[GraphRecord, ...] = ()
+    earlier: tuple[StageTime, ...] = ()
+    folder: Path | None = None
 
     @property
     def programs(self) -> tuple[GraphRecord, ...]:
@@ -66,7 +71,8 @@ class GraphRecord:
         return total
 
     @property
-    def eager(self) -> tuple[Decision, ...]:
-        """The calls that Python makes between programs, as decisions."""
-        own = tuple(each for each in self.decisions if each.rule == "split.eager")
-        return own + tuple(each for part in self.parts for each in part.eager)
+    def eager(self) -> tuple[tuple[str, Decision], ...]:
+        """The calls that Python makes between programs, as decisions, by the names of their events."""
+        own = [each for each in self.decisions if each.rule == "split.eager"]
+        named = tuple((event_name(self.name, each.subject[0]), each) for each in own)
+        return named + tuple(each for part in self.parts for each in part.eager)

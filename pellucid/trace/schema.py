@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-VERSION = 1
+VERSION = 2
 """Raised whenever a file or a column changes its meaning."""
+
+VALUES = "values.pt"
 
 FILES: dict[str, str] = {
     "run.json": "environment, options, stages with their times, counts, and the error if one ended the compilation",
     "fx_graph_readable.py": "the captured FX graph with shapes and your source lines, for reading",
-    "fx_graph_runnable.py": "the captured FX graph as a program: runs it eagerly and compiled, and compares",
+    "fx_graph_runnable.py": "the captured FX graph as a program: runs it eagerly and compiled, compares and measures",
     "fx_graph_transformed.py": "the FX graph after Pellucid's own FX passes, as a program",
     "ir_pre_fusion.txt": "loop IR, one kernel per operator",
     "ir_post_fusion.txt": "loop IR after fusion: what is compiled",
-    "output_code.py": "the plan as a Python program with its C++ kernels: runs, and can be edited",
+    "output_code.py": "the plan as a program with its C++ kernels: edit one, and it says what that changed",
     "kernels": "the C++ of each different kernel, annotated with FX nodes and your source lines",
     "decisions.csv": "every choice of the compiler with its reason: fusions, vectorisation, fallbacks",
     "kernels.csv": "one row per kernel: its operators, sizes, bytes, operations, calls",
+    VALUES: "the graph's constants, and the arguments of its first call: what the programs here run with",
     "provenance.json": "from each C++ line to IR line, FX nodes and source lines, and back",
 }
 

@@ -222,3 +222,29 @@ def test_operators_without_a_lowering_run_and_are_told(tmp_path: Any) -> None:
     x = torch.randn(3, 5)
     assert_matches(compiled(function)(x), function(x), function(x.double()))
     assert last_compilations()[-1].fallbacks >= 2
+
+
+def test_profilers_tell_programs_apart_and_show_the_shapes_of_what_each_call_reads() -> None:
+    def one(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ w + x)
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos(), (x,))
+
+    torch._dynamo.reset()
+    before = len(last_compilations())
+    x, w = torch.rand(8, 24), torch.rand(24, 24)
+    calls = [(torch.compile(one, backend="pellucid"), (x, w)), (torch.compile(split, backend="pellucid"), (x,))]
+    with torch.no_grad():
+        for call, args in calls:
+            call(*args)
+        with torch.profiler.profile(record_shapes=True) as profile:
+            for call, args in calls:
+                call(*args)
+    shapes = {event.name: event.input_shapes for event in profile.events() if event.name.startswith("pellucid::")}
+    first, second = (each for each in last_compilations()[before:])
+    assert shapes[f"pellucid::{first.name}"] == [[8, 24], [24, 24]]
+    assert shapes[f"pellucid::{first.name}/add_relu_0"] == [[8, 24], [8, 24]]
+    assert {call.name for call in (*first.calls, *second.calls)} <= set(shapes)
+    assert f"pellucid::{second.name}/cond" in shapes and f"pellucid::{second.name}" in shapes
+    assert len(shapes) == len({name for name in shapes})

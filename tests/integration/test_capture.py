@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from pellucid.backend import last_compilations
+from pellucid.debug.programs import load_kernels
 from pellucid.errors import UserError
 from tests.support import assert_matches, widened
 
@@ -296,10 +297,10 @@ def test_derived_numbers_are_in_the_output_code(tmp_path: Any) -> None:
     )
     expected = run(x)
     (path,) = tmp_path.glob("*/output_code.py")
-    scope: dict[str, Any] = {"__name__": "output_code"}
+    scope: dict[str, Any] = {"__name__": "output_code", "__file__": str(path)}
     exec(path.read_text(), scope)
     given = [14, 3, x]
-    assert torch.equal(scope["call"](given)[0], expected)
+    assert torch.equal(scope["call"](given, load_kernels(scope["SOURCES"]))[0], expected)
 
 
 # ----------------------------------------------------------------------------------------------- operators of users

@@ -50,7 +50,7 @@ def test_run_json_tells_stages_counts_and_fallbacks(run: Path) -> None:
     data = json.loads((run / "run.json").read_text())
     assert data["schema_version"] == schema.VERSION and data["error"] is None
     assert [stage["name"] for stage in data["stages"]] == [
-        "transform", "lower", "schedule", "codegen", "build", "load",
+        "dynamo", "aotautograd", "transform", "lower", "schedule", "codegen", "build", "load",
     ]  # fmt: skip
     assert data["counts"]["kernels"] < data["counts"]["kernels_before_fusion"]
     assert data["fallbacks"] and all(item["reason"] for item in data["fallbacks"])
@@ -61,19 +61,7 @@ def test_run_json_tells_stages_counts_and_fallbacks(run: Path) -> None:
 def test_programs_run_in_a_fresh_process(run: Path, name: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(run / name)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "output 0: (6, 48) torch.float32" in done.stdout
-
-
-def test_an_edited_kernel_is_compiled_anew(run: Path, tmp_path: Path) -> None:
-    text = (run / "output_code.py").read_text()
-    assert "pv::exp(" in text
-    edited = tmp_path / "edited.py"
-    edited.write_text(text.replace("pv::exp(", "pv::neg("))
-    outputs = [
-        subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True, timeout=300).stdout
-        for path in (run / "output_code.py", edited)
-    ]
-    assert outputs[0] != outputs[1]
+    assert "verdict: " in done.stdout and " per call" in done.stdout and "nan" not in done.stdout
 
 
 @pytest.mark.parametrize("name", ["ir_pre_fusion.txt", "ir_post_fusion.txt"])
@@ -152,7 +140,7 @@ def test_a_failed_stage_still_leaves_a_run(tmp_path: Path, monkeypatch: pytest.M
     (run,) = tmp_path.iterdir()
     data = json.loads((run / "run.json").read_text())
     assert data["error"] == {"type": "RuntimeError", "text": "planted"}
-    assert [stage["name"] for stage in data["stages"]] == ["transform", "lower", "schedule"]
+    assert [stage["name"] for stage in data["stages"]][-3:] == ["transform", "lower", "schedule"]
     assert (run / "ir_post_fusion.txt").exists() and (run / "fx_graph_runnable.py").exists()
 
 
@@ -161,10 +149,92 @@ LOGGED = "import torch; torch.compile(lambda x: x.exp().sum(), backend='pellucid
 
 @pytest.mark.parametrize(
     ("artifact", "expected"),
-    [("output_code", "KERNELS ="), ("ir_post_fusion", "= exp"), ("ir_pre_fusion", "kernel exp"), ("fusion", "fuse.")],
+    [
+        ("output_code", "SOURCES ="),
+        ("ir_post_fusion", "= exp"),
+        ("ir_pre_fusion", "kernel exp"),
+        ("fusion", "fuse."),
+        ("perf_hints", "codegen.vectorize"),
+        ("schedule", "aotautograd: "),
+    ],
 )
 def test_artifacts_through_torch_logs(artifact: str, expected: str) -> None:
     environment = {**os.environ, "TORCH_LOGS": artifact}
     done = subprocess.run([sys.executable, "-c", LOGGED], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert expected in done.stderr
+
+
+def test_the_time_of_a_backward_graph_is_that_since_its_forward_graph(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x.exp().sum(), backend="pellucid", options={"trace": str(tmp_path)})
+    compiled(torch.ones(3, requires_grad=True)).backward()
+    stages = {
+        (data := json.loads(path.read_text()))["kind"]: [stage["name"] for stage in data["stages"]]
+        for path in tmp_path.glob("*/run.json")
+    }
+    assert stages["forward"][:3] == ["dynamo", "aotautograd", "transform"]
+    assert "dynamo" not in stages["backward"] and "transform" in stages["backward"]
+
+
+TRACED = (
+    "import torch; torch.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "
+    "backend='pellucid')(torch.ones(9))"
+)
+
+
+def of_child(program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_torch_trace_gets_the_texts_of_each_run(tmp_path: Path) -> None:
+    of_child(TRACED, tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
+    (log,) = (tmp_path / "trace").iterdir()
+    entries = [json.loads(line[line.index("{") :]) for line in log.read_text().splitlines() if "artifact" in line]
+    artifacts = [entry["artifact"] for entry in entries if "artifact" in entry]
+    ours = {each["name"]: each["encoding"] for each in artifacts if each["name"].startswith("pellucid_")}
+    kinds = {name.split("_", 3)[3]: encoding for name, encoding in ours.items()}
+    assert kinds["run"] == "json" and kinds["output_code"] == "string" and kinds["segments"] == "string"
+    assert {Path(name).stem for name in schema.FILES} - set(kinds) == {"kernels", "values"} - set(kinds)
+
+
+def test_torch_compile_debug_writes_runs_beside_those_of_dynamo(tmp_path: Path) -> None:
+    of_child(LOGGED, tmp_path, TORCH_COMPILE_DEBUG="1", TORCH_COMPILE_DEBUG_DIR=str(tmp_path))
+    (run,) = tmp_path.glob("torch_compile_debug/run_*/pellucid/*")
+    assert (run / "run.json").is_file() and (run / "output_code.py").is_file()
+
+
+def test_a_folder_of_the_users_choice_wins_over_torch_compile_debug(tmp_path: Path) -> None:
+    of_child(LOGGED, tmp_path, TORCH_COMPILE_DEBUG="1", PELLUCID_TRACE=str(tmp_path / "mine"))
+    assert len(list((tmp_path / "mine").iterdir())) == 1
+    assert not list(tmp_path.glob("torch_compile_debug/run_*/pellucid"))
+
+
+def test_the_minifier_of_aotautograd_says_that_it_is_not_ours(tmp_path: Path) -> None:
+    assert "pellucid minify" in of_child(LOGGED, tmp_path, TORCHDYNAMO_REPRO_AFTER="aot").stderr
+
+
+FAILING = """
+import torch, pellucid.pipeline
+def broken(*_): raise RuntimeError("planted")
+pellucid.pipeline.generate = broken
+try:
+    torch.compile(lambda x: x.exp() + 1, backend="pellucid")(torch.ones(9))
+except torch._dynamo.exc.BackendCompilerFailed:
+    pass
+"""
+
+
+def test_the_minifier_of_dynamo_writes_its_launcher_for_this_backend(tmp_path: Path) -> None:
+    of_child(FAILING, tmp_path, TORCHDYNAMO_REPRO_AFTER="dynamo")
+    (launcher,) = tmp_path.glob("torch_compile_debug/run_*/minifier/minifier_launcher.py")
+    assert "backend='pellucid'" in launcher.read_text()

@@ -536,7 +536,11 @@ def test_profiler_shows_every_call_by_name(kernels):
     w_t = TensorView(1, (4, 5), (1, 4), 0, torch.float32)
     instance = linear(kernels, aten.mm.out, (view(3, 3, 4), w_t))
     args = [torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        instance.run(args)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        shown = instance.run(list(args))
     names = [event.name for event in profile.events()]
-    assert names.count("double") == 2 and "gemm" in names
+    assert names.count("pellucid::program/double") == 2 and names.count("pellucid::program") == 1
+    shapes = {event.name: event.input_shapes for event in profile.events()}
+    assert shapes["pellucid::program/gemm"] == [[3, 4], [4, 5]]
+    assert shapes["pellucid::program"] == [[3, 4], [5, 4], [5]]
+    assert torch.equal(shown[0], instance.run(list(args))[0])

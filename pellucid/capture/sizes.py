@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.torch_compat import expr_of, fake_symbols, needed_by, plain_name, size_hint
+from pellucid.capture.torch_compat import expr_of, fake_symbols, is_symbolic, needed_by, plain_name, size_hint
 from pellucid.errors import UserError
 from pellucid.ir.index import text
 from pellucid.ir.parser import parse_expr
@@ -32,6 +32,8 @@ def sizes_to_json(module: torch.fx.GraphModule) -> dict[str, Any] | None:
             symbols[own] = size_hint(number)
 
     def formula(number: int | torch.SymInt) -> str | int:
+        if not is_symbolic(number):
+            return size_hint(number)
         found = expr_of(number)
         return text(found) if found.syms() and found.syms() <= symbols.keys() else size_hint(number)
 
@@ -63,8 +65,8 @@ def fake_inputs(saved: Mapping[str, Any], inputs: Sequence[Any]) -> tuple[Any, l
 
 def _formulas(value: Any, formula: Callable[[int | torch.SymInt], str | int]) -> Any:
     if isinstance(value, torch.SymInt):
-        return formula(value)
-    if not any(_numbers(value)):
+        return formula(value) if is_symbolic(value) else None
+    if next(_numbers(value), None) is None:  # asking whether a symbol is true would be a guard
         return None
     return {
         "size": [formula(n) for n in value.shape],
@@ -75,7 +77,9 @@ def _formulas(value: Any, formula: Callable[[int | torch.SymInt], str | int]) ->
 
 def _fake(mode: Any, form: Any, value: Any, number: Callable[[str | int], int | torch.SymInt]) -> Any:
     if not isinstance(form, dict):
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value if form is None else number(form)
+        if isinstance(value, torch.Tensor):
+            return mode.from_tensor(value, static_shapes=True)
+        return value if form is None else number(form)
     size, stride = ([number(each) for each in form[part]] for part in ("size", "stride"))
     offset = number(form["offset"])
     room = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
@@ -83,7 +87,7 @@ def _fake(mode: Any, form: Any, value: Any, number: Callable[[str | int], int | 
 
 
 def _numbers(value: Any) -> Iterator[torch.SymInt]:
-    return (number for number in _all_numbers(value) if isinstance(number, torch.SymInt))
+    return (n for n in _all_numbers(value) if isinstance(n, torch.SymInt) and is_symbolic(n))
 
 
 def _all_numbers(value: Any) -> list[int | torch.SymInt]:
