@@ -3,7 +3,8 @@
 #   make demo     compile and run MobileBERT with eager, Inductor and Pellucid, side by side
 #   make test     everything that CI runs
 #   make check    the quick part, under a minute: style, types, layers, unit and golden tests
-#   make test-ops every sample of PyTorch's operator and module databases, static and dynamic: an hour on two cores
+#   make test-ops every sample of PyTorch's operator and module databases, static and dynamic, and large ones: hours on
+#                 two cores
 #   make test-models
 #                 the models of the suite at full size, long training runs, more operators: minutes each
 #   make test-kit every planted fault through the commands of the debugging kit: minutes

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/distributed.py --mode ddp      # or fsdp2, or tp
 
 Every rank trains a small transformer for a few steps: eager, compiled, and in float64, which tells how exact the first
-two are. Rank 0 prints the losses, and what each compiled graph calls. The exit status is 1 if losses or gradients of
-the compiled model are further from float64 than rounding explains.
+two are. Rank 0 prints the losses, and what each compiled graph calls. The exit status is 1 if the compiled model's
+losses or gradients are further from float64 than rounding explains.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ def fully_sharded(model: Transformer, mesh: DeviceMesh) -> nn.Module:
 
 def tensor_parallel(model: Transformer, mesh: DeviceMesh) -> nn.Module:
     """Tensor parallelism: each rank computes a part of the heads and of the hidden features, then they are added up."""
-    columns = ["attention.query", "attention.key", "attention.value", "up"]
-    rows = ["attention.out", "down"]
+    columns, rows = ("attention.query", "attention.key", "attention.value", "up"), ("attention.out", "down")
     plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
@@ -149,8 +148,8 @@ def main() -> int:
         if dist.get_rank() == 0:
             print("losses:", *(f"{loss:.6f}" for loss in found[0][0].tolist()))
             for graph in last_compilations():
-                collectives = [call.op for call in graph.calls if "c10d" in call.op]
-                print(f"{graph.name}: {graph.kernels} kernels, {graph.fallbacks} calls ({len(collectives)} collective)")
+                collectives = sum("c10d" in call.op for call in graph.calls)
+                print(f"{graph.name}: {graph.kernels} kernels, {graph.fallbacks} calls, {collectives} of collectives")
         return int(status)
     finally:
         dist.destroy_process_group()

@@ -45,6 +45,17 @@ KNOWN: tuple[Known, ...] = (
         database="large",
     ),
     Known(
+        "div.floor_rounding,floor_divide,__rfloordiv__",
+        "PyTorch's fake result of a float tensor in another layout is contiguous, eager's keeps the layout",
+        database="large",
+        dtype="f32,bf16",
+    ),
+    Known(
+        "nn.functional.batch_norm",
+        "PyTorch's fake result of transposed rows is transposed, eager's is contiguous",
+        database="large",
+    ),
+    Known(
         "nn.functional.interpolate.bilinear,nn.functional.interpolate.bicubic,nn.functional.upsample_bilinear",
         "eager computes bytes in fixed point; PyTorch breaks the operator up into floats when it captures a graph",
         dtype="u8",

@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a worker does at a time: some tasks of one database and direction, or a single sample of one task."""
+    """What a worker process does at a time: tasks of one database and direction, or a single sample of one task."""
 
     tasks: tuple[Task, ...]
     engine: str
