@@ -62,18 +62,16 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _rolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
     """`roll` as the end of each row before its beginning: two loads in the order of memory, where PyTorch's gathers.
 
-    Its decomposition is kept for sizes or shifts that are symbols, whose slices would need guards. It is contiguous;
-    eager's result is channels-last where its argument is. Without dimensions the elements are rolled as one row, which
-    is contiguous. So is eager's result where a shift is a multiple of the size, which is not worth a guard on sizes.
+    That is how eager does it, so strides are eager's. PyTorch's decomposition is kept where sizes or shifts are symbols,
+    whose slices would need guards, and for what it treats apart. It is contiguous; eager's result is channels-last where
+    its argument is, but where a shift is a multiple of the size, which is not worth a guard.
     """
 
     def roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
-        turns = list(zip(shifts, dims, strict=False))
         static = all(type(size) is int for size in (*x.shape, *shifts)) and x.numel() > 0
-        if not dims or not static or len(shifts) != len(dims):
-            result = decomposition(x, shifts, dims)
-        else:
-            result = reduce(_rolled_once, turns, x)
+        if dims and static and len(shifts) == len(dims):
+            return reduce(_rolled_once, zip(shifts, dims, strict=True), x)
+        result = decomposition(x, shifts, dims)
         return result.contiguous(memory_format=suggested_format(x)) if dims else result
 
     return roll
@@ -83,6 +81,4 @@ def _rolled_once(x: torch.Tensor, turn: tuple[int, int]) -> torch.Tensor:
     shift, dim = turn
     size = x.shape[dim]
     start = -shift % size
-    if start == 0:
-        return x.clone()
     return torch.cat((x.narrow(dim, start, size - start), x.narrow(dim, 0, start)), dim)

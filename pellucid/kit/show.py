@@ -83,7 +83,7 @@ def _outputs(outputs: Sequence[Output]) -> Iterator[RenderableType]:
             right=_NUMBERS,
         )
         if len(bad) > len(rows[:_MOST]):
-            yield sentence(f"and {len(bad) - len(rows[:_MOST])} more wrong")
+            yield sentence(f"and {len(bad) - len(rows[:_MOST])} more")
         if any(each.name.endswith(AGAIN) for each in rows[:_MOST]):
             yield sentence(f"{AGAIN.strip(' ()')}: {ABOUT_AGAIN}")
         yield _LEGEND
@@ -134,7 +134,7 @@ def _cosimulated(found: Cosimulated) -> Iterator[RenderableType]:
     """The first wrong result and the others, or that there is none."""
     mode = "each step on eager's results" if found.mode == COMPLETE else "as the program runs"
     mode += f", against {found.against}" if found.against != "eager" else ""
-    seen = f"{_count(len(found.differences), 'result')} compared, {found.unseen} lie inside kernels ({mode})"
+    seen = f"{_count(len(found.differences), 'result')} compared, {found.unseen} inside kernels ({mode})"
     yield _verdict(found.verdict, f" ({found.backend}): {seen}")
     wrong = [each for each in found.differences if not each.verdict.good]
     if not wrong:
@@ -147,7 +147,7 @@ def _cosimulated(found: Cosimulated) -> Iterator[RenderableType]:
         right=_NUMBERS,
     )
     if len(wrong) > _MOST:
-        yield sentence(f"and {len(wrong) - _MOST} more wrong")
+        yield sentence(f"and {len(wrong) - _MOST} more")
     yield _LEGEND
 
 

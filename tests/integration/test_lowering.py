@@ -43,7 +43,8 @@ def test_matches_eager(function: Callable[..., Any], args: tuple[Any, ...]) -> N
 
 def test_results_of_roll_lie_as_eagers_do() -> None:
     def rolled(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x.roll(1, -1), x.roll((1, 2), (1, 2)), x.roll(3), x.int().roll(1, 1), torch.flip(x.roll(1, 0), (1,))
+        turned = x.roll(1, -1), x.roll((1, 2), (1, 2)), x.roll(3), x.int().roll(1, 1), torch.flip(x.roll(1, 0), (1,))
+        return *turned, x.roll(0, 1), x.roll(-6, 2), x.roll((0, 0), (1, 2)), x.roll((1, 1), (3, 3))
 
     torch._dynamo.reset()
     compiled = torch.compile(rolled, backend="pellucid", dynamic=False)
