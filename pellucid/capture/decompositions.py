@@ -62,9 +62,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _rolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
     """`roll` as the end of each row before its beginning: two loads in the order of memory, where PyTorch's gathers.
 
-    That is how eager does it, so strides are eager's. PyTorch's decomposition is kept where sizes or shifts are symbols,
-    whose slices would need guards, and for what it treats apart. It is contiguous; eager's result is channels-last where
-    its argument is, but where a shift is a multiple of the size, which is not worth a guard.
+    That is how eager does it, so strides are eager's. PyTorch's decomposition is kept where sizes or shifts are
+    symbols, whose slices would need guards, and for what it treats apart. It is contiguous; eager's result is
+    channels-last where its argument is, but where a shift is a multiple of the size, which is not worth a guard.
     """
 
     def roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
