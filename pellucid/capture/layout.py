@@ -23,8 +23,10 @@ _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.defaul
 # How much more must be spared than caused, for inference and for training, each for types of four bytes and more and
 # for shorter ones: where ResNet-18, ResNet-50 and VGG-11 at several sizes of image and batch neither gain nor lose.
 _WORTH = {"inference": (1.0, 0.15), "training": (2.5, 0.6)}
-# How much longer grouped convolutions may take channels-last.
-_GROUPED_SLOWER = 1.05
+# How much longer grouped convolutions may take channels-last, and the multiplications from which they are tried: fewer
+# take microseconds, which neither matter nor can be told from noise.
+_GROUPED_SLOWER = 1.2
+_GROUPED_WORK = 1_000_000
 # Calls of ATen with a kernel for every layout, and worth it: others are given their arguments as they were captured,
 # since those that only PyTorch itself calls trust their callers to have made them contiguous.
 _ANY_LAYOUT = frozenset(
@@ -97,8 +99,10 @@ def _try_grouped(nodes: Sequence[torch.fx.Node]) -> None:
 
 
 def _is_grouped(node: torch.fx.Node) -> bool:
-    groups = _argument(node, "groups")
-    return node.target is _FORWARD and 1 < groups < _argument(node, "input").meta["val"].shape[1]
+    """True for a convolution of several groups, not depthwise, that is worth a trial."""
+    if node.target is not _FORWARD or not 1 < _argument(node, "groups") < _shape(node, 0)[1]:
+        return False
+    return math.prod(node.meta["val"].shape) * math.prod(_shape(node, 1)[1:]) >= _GROUPED_WORK
 
 
 def _configuration(node: torch.fx.Node) -> tuple[Any, ...]:

@@ -123,22 +123,22 @@ def test_a_layout_that_is_refused_has_a_reason(tmp_path: Path, function: Callabl
     assert why in said(rows, "transform.channels-last")[0]
 
 
-@pytest.mark.parametrize(("seconds", "ok"), [((1.0, 1.2), "0"), ((1.0, 1.0), "1")])
+@pytest.mark.parametrize(("seconds", "ok"), [((1.0, 1.5), "0"), ((1.0, 1.0), "1")])
 def test_grouped_convolutions_are_tried_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], ok: str
 ) -> None:
     tried: list[tuple[Any, ...]] = []
     monkeypatch.setattr(layout_pass, "convolution_seconds", lambda *key: tried.append(key) or seconds)
-    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=4), nn.ReLU(), nn.Conv2d(8, 8, 1)).eval()
-    x = torch.randn(2, 8, 40, 40)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3, groups=4), nn.ReLU(), nn.Conv2d(32, 8, 1)).eval()
+    x = torch.randn(2, 16, 40, 40)
     result, rows = traced(model, tmp_path, x)
     with torch.no_grad():
         assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
-    assert tried == [((2, 8, 40, 40), (8, 2, 3, 3), (1, 1), (0, 0), (1, 1), 4, torch.float32)]
+    assert tried == [((2, 16, 40, 40), (32, 4, 3, 3), (1, 1), (0, 0), (1, 1), 4, torch.float32)]
     assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == [ok]
     if ok == "0":
         (why,) = said(rows, "transform.channels-last")
-        assert why == "grouped convolutions take 1.20 times as long channels-last on this machine"
+        assert why == "grouped convolutions take 1.50 times as long channels-last on this machine"
 
 
 def test_a_trial_of_a_convolution_leaves_random_numbers_alone() -> None:

@@ -209,6 +209,11 @@ def test_transposed_accesses_follow_eager(dtype: torch.dtype) -> None:
             assert torch.equal(ours, eagers)
 
 
+def failure(status: int) -> tuple[int, ...]:
+    """Which check failed, for which index, in a dimension of which size."""
+    return tuple((ctypes.c_int64 * 3).from_address(status))
+
+
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_a_failed_check_is_reported_and_touches_nothing_else(vectorize: bool) -> None:
     text = """\
@@ -227,9 +232,9 @@ kernel k(x: i64[100], y: i64[100], w: f32[50], o: f32[100]) {
     buffers = {"x": torch.zeros(100).long(), "y": torch.zeros(100).long(), "w": torch.rand(50), "o": torch.empty(100)}
     assert call(kernel, addresses[kernel.name], buffers) == 0
     buffers["y"][97], buffers["x"][3] = 1 << 40, -5
-    assert call(kernel, addresses[kernel.name], buffers) == 2
+    assert failure(call(kernel, addresses[kernel.name], buffers)) == (1, 1 << 40, 10)
     buffers["x"][3] = -6
-    assert call(kernel, addresses[kernel.name], buffers) == 1
+    assert failure(call(kernel, addresses[kernel.name], buffers)) == (0, -6, 5)
     assert buffers["o"][97] == buffers["w"][0]
 
 
