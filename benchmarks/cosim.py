@@ -16,10 +16,10 @@ from statistics import median, quantiles
 import click
 import torch
 
-from pellucid.kit.debug.check import Request, captured
 from pellucid.kit.debug.cosim import COMPLETE, LIVE, simulate
 from pellucid.kit.programs.case import copied
 from pellucid.kit.programs.graphs import Graph, interpret
+from pellucid.kit.runs.target import Request, captured
 from pellucid.kit.subjects.base import Compiled
 
 DEFAULT = ("tests/kit/suite.py:mobilebert", "tests/kit/suite.py:gpt2_training")

@@ -166,8 +166,8 @@ def program(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         return fn, (), inputs
     from pellucid.kit.bench.models import build
 
-    workload = build(name)
-    return workload.fn, (), dict(workload.inputs)
+    case = build(name)
+    return case.fn, (), case.kwargs
 
 
 TARGET = f"""

@@ -1,9 +1,11 @@
-"""How compile time grows with the graph: `python benchmarks/scale.py [FAMILY ...] [--sizes 1250 2500 ...]`.
+"""How compile time grows with the graph: `python benchmarks/scale.py --help`.
 
-Each graph is compiled in a process of its own on an empty kernel store, and its first result is timed. The table
-shows the seconds of Dynamo, of AOTAutograd and of each of Pellucid's stages, the CPU seconds of all processes, and in
-the last columns how many times as much as at the size before: 2 is linear where sizes double. `--backend` compares
-with what another backend takes in all (`aot_eager` is PyTorch's own part and nothing else).
+Each graph is compiled in a process of its own on an empty kernel store, and
+its first result is timed. The table shows the seconds of Dynamo, of
+AOTAutograd and of each of Pellucid's stages, the CPU seconds of all processes,
+and in the last columns how many times as much as at the size before: 2 is
+linear where sizes double. `--backend` compares with what another backend takes
+in all (`aot_eager` is PyTorch's own part and nothing else).
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ def serve(backend: str, name: str) -> None:
 
     from pellucid.kit.bench.models import build
 
-    workload = build(name)
-    function = workload.fn if backend == "eager" else torch.compile(workload.fn, backend=backend)
-    arguments = list(workload.inputs.values())
+    case = build(name)
+    function = case.fn if backend == "eager" else torch.compile(case.fn, backend=backend)
+    arguments = list(case.kwargs.values())
     repeats = 2000 if name == "pointwise_small" else 3
     with torch.no_grad():
         for _ in range(5):

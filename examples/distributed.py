@@ -10,6 +10,7 @@ losses or gradients are further from float64 than rounding explains.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 
@@ -133,6 +134,8 @@ def main() -> int:
     parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--backend", default="pellucid")
     given = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it as: torchrun --nproc-per-node 2 examples/distributed.py --mode ...")
     dist.init_process_group("gloo")
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

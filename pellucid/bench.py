@@ -1,15 +1,17 @@
 """Benchmarks: eager and compiled programs measured side by side, as a function and as `pellucid bench`.
 
-`bench(["bert"])` measures models of the registry, `compare(Workload(...), Settings())` a program of your own.
+`bench(["bert"])` measures what words name, as the command does; `compare(Case(...), Settings())` a program of your own.
 """
 
 from pellucid.kit.bench.harness import Settings, bench, compare
-from pellucid.kit.bench.models import MODELS, Size, UnknownName, Workload, build
+from pellucid.kit.bench.models import MODELS, Size, UnknownName, build
 from pellucid.kit.bench.results import ModelResult, Report, Startup, SubjectResult
-from pellucid.kit.bench.stats import Summary
+from pellucid.kit.programs.case import Case
+from pellucid.kit.stats import Summary
 
 __all__ = [
     "MODELS",
+    "Case",
     "ModelResult",
     "Report",
     "Settings",
@@ -18,7 +20,6 @@ __all__ = [
     "SubjectResult",
     "Summary",
     "UnknownName",
-    "Workload",
     "bench",
     "build",
     "compare",

@@ -18,21 +18,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pellucid.kit import diagnose as _diagnose
 from pellucid.kit.debug import bisect as _bisect
 from pellucid.kit.debug import capture as _capture
 from pellucid.kit.debug import reasons as _reasons
 from pellucid.kit.debug import testgen as _testgen
 from pellucid.kit.debug.capture import replay
-from pellucid.kit.debug.check import Checked, Culprit, Request, check, check_case
-from pellucid.kit.debug.cosim import COMPLETE, Cosimulated, cosim_graphs
+from pellucid.kit.debug.check import Checked, Culprit, check, check_case
+from pellucid.kit.debug.cosim import Cosimulated, cosim_case
 from pellucid.kit.debug.diff import diff
 from pellucid.kit.debug.match import Matches, match_graphs
+from pellucid.kit.debug.simulation import COMPLETE
 from pellucid.kit.judge.judge import Judgement, Output, Verdict
 from pellucid.kit.minify import minify as _minify
 from pellucid.kit.programs.case import Case
-from pellucid.kit.runs.run import RunWriter, open_run
+from pellucid.kit.runs.run import open_run, save_graph
+from pellucid.kit.runs.target import Request
 from pellucid.kit.subjects.base import Subject
 from pellucid.kit.subjects.registry import subject_of
+from pellucid.trace.folder import RunWriter
 
 __all__ = [
     "Checked",
@@ -66,8 +70,7 @@ class Program:
 
     @property
     def case(self) -> Case:
-        name = getattr(self.fn, "__name__", type(self.fn).__name__)
-        return Case(name, self.fn, tuple(self.args), dict(self.kwargs))
+        return Case.of(self.fn, self.args, self.kwargs)
 
     @property
     def subject(self) -> Subject:
@@ -79,8 +82,7 @@ class Program:
 
     def cosim(self, mode: str = COMPLETE) -> Cosimulated:
         """Compare every intermediate result, in this process. See `pellucid cosim`."""
-        subject = self.subject
-        return cosim_graphs(subject.graphs(self.case, backward=self.backward, dynamic=self.dynamic), subject, mode)
+        return cosim_case(self.case, self.subject, mode, backward=self.backward, dynamic=self.dynamic)
 
     def match(self) -> Matches:
         """What each kernel implements. See `pellucid match`."""
@@ -96,6 +98,11 @@ class Program:
         """The component behind the graphs that is to blame. See `pellucid bisect`."""
         with self._run() as request:
             return _bisect.bisect(request, tell=tell)
+
+    def diagnose(self, folder: str | Path, **settings: Any) -> _diagnose.Diagnosis:
+        """All that can be found out about it, within a budget of time. See `pellucid diagnose`."""
+        with self._run() as request:
+            return _diagnose.diagnose(request, Path(folder), **settings)
 
     def minify(self, folder: str | Path, **settings: Any) -> _minify.Minified:
         """Write the smallest program that fails into a folder. See `pellucid minify` and `minify.Settings`."""
@@ -119,9 +126,9 @@ class Program:
             yield self._request(Path(folder) / "run")
 
     def _write(self, folder: Path) -> None:
-        writer = RunWriter(folder, backend=self.backend, options=self.options, target=self.case.name)
+        writer = RunWriter.create(folder, backend=self.backend, options=self.options, target=self.case.name)
         for graph in self.subject.graphs(self.case, backward=self.backward, dynamic=self.dynamic):
-            writer.add(graph)
+            save_graph(writer, graph)
 
     def _request(self, folder: Path) -> Request:
         return Request(str(folder), self.backend, self.options)

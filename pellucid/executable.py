@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -16,7 +17,7 @@ from pellucid.ir.index import Expr, const
 from pellucid.ir.nodes import Arg, Enum, Extern, Kernel, Node, Program, View
 from pellucid.ir.origin import Origin
 from pellucid.ir.types import TORCH_DTYPES
-from pellucid.native.plan import (
+from pellucid.native.execution_plan import (
     ArenaSlot,
     Call,
     ExternSlot,
@@ -31,7 +32,7 @@ from pellucid.native.plan import (
     TensorView,
 )
 from pellucid.native.runtime import Instance
-from pellucid.schedule.memory import plan_apart, plan_memory
+from pellucid.schedule.memory import plan_memory
 
 # Instances for as many different sizes are kept; beyond it the one unused for longest is made again when needed.
 _INSTANCES = 64
@@ -47,6 +48,26 @@ class Probe:
     before: Callable[[], None]
     views: tuple[View, ...]
     after: Callable[..., None]
+
+
+@dataclass(frozen=True, eq=False)
+class Sized:
+    """A program with its sizes, as an instance runs it: what its calls move and compute follows from it.
+
+    calls: the node of each call of the plan, None for those of a probe. size: of the symbols. shapes: by buffer, a view
+    that shows its shape. name: of the program.
+    """
+
+    name: str
+    program: Program
+    kernels: Mapping[str, CppKernel]
+    calls: tuple[Node | None, ...]
+    size: Numbers
+    shapes: Mapping[str, View]
+
+
+INSTANCES: WeakValueDictionary[int, Sized] = WeakValueDictionary()
+"""The program of each instance that is alive, by its number in timelines."""
 
 
 class Executable:
@@ -86,6 +107,7 @@ class Executable:
         self._constants = list(constants)
         self._positions = [program.inputs.index(symbol) for symbol in program.symbols]
         self._instances: OrderedDict[tuple[int, ...], _Ready] = OrderedDict()
+        self._sized: dict[tuple[int, ...], Sized] = {}
         if not program.symbols:
             self._static = self._make_instance(())
 
@@ -116,10 +138,12 @@ class Executable:
         )
         floats = [torch.tensor([assembler.size.of(name)], dtype=torch.float64) for name in self.program.supplied]
         expected = [assembler.expected(view) for view in self._checked if view.buffer in assembler.slots]
-        ready = assembler.instance().run, [*self._constants, *floats], expected
+        instance = assembler.instance()
+        ready = instance.run, [*self._constants, *floats], expected
         self._instances[sizes] = ready
+        self._sized[sizes] = INSTANCES[instance.number] = assembler.sized()
         if len(self._instances) > _INSTANCES:
-            self._instances.popitem(last=False)
+            del self._sized[self._instances.popitem(last=False)[0]]
         return ready
 
 
@@ -175,12 +199,19 @@ class _Assembler:
 
     def instance(self) -> Instance:
         allocated = allocated_by_calls(self.program)
-        memory = (plan_memory if self.reuse else plan_apart)(self.program, self.size, leave_out=allocated)
+        apart = () if self.reuse else [buffer.name for buffer in self.program.buffers]
+        memory = plan_memory(self.program, self.size, leave_out=allocated.union(apart))
         slots = [self._slot(buffer.name, allocated, memory.offsets) for buffer in self.program.buffers]
         calls = [call for node in self.program.nodes for call in self._calls(node)]
         results = [self._result(output) for output in self.program.outputs]
         count = len(self.program.inputs) + len(self.program.supplied)
         return Instance(slots, calls, results, inputs=count, arena=memory.arena_bytes, name=self.name)
+
+    def sized(self) -> Sized:
+        """What the calls of the instance are."""
+        calls = [(None, node, None) if node.name in self.probes else (node,) for node in self.program.nodes]
+        flat = tuple(call for group in calls for call in group)
+        return Sized(self.name, self.program, self.kernels, flat, self.size, self.shapes)
 
     def expected(self, view: View) -> _Expected:
         """What an argument must be, of which `view` is the whole."""
@@ -193,7 +224,7 @@ class _Assembler:
             return InputSlot(self.inputs[name])
         if name in allocated:
             return ExternSlot()
-        if buffer.role == "output":
+        if buffer.role == "output" or not self.reuse:  # a block of its own
             return OutputSlot(self.size(buffer.numel) * buffer.dtype.itemsize)
         return ArenaSlot(offsets[name])
 
@@ -250,18 +281,10 @@ class _Assembler:
         match arg:
             case View():
                 return self._view(arg)
-            case Expr():
-                return self.size(arg)
-            case Float(name):
-                return self.size.of(name)
-            case Enum("device", name):
-                return torch.device(name)
-            case Enum(_, name):
-                return getattr(torch, name)
             case tuple():
                 return tuple(self._arg(item) for item in arg)
             case _:
-                return arg
+                return plain_argument(arg, self.size)
 
     def _view(self, view: View | None) -> TensorView:
         assert view is not None
@@ -284,9 +307,14 @@ class _Assembler:
 
 
 def _shapes(program: Program, values: Iterable[View]) -> dict[str, View]:
-    """By buffer, a view that shows its shape: of a value that the graph has there, else of its elements in a row."""
+    """By buffer, a view that shows its shape: of a value that the graph has there, else of its elements in a row.
+
+    AOTAutograd leaves out sizes that the graph does not compute with, so that not every shape is known.
+    """
+    known = {*program.symbols, *by_name(program.derived)}
     shapes = {b.name: View(b.name, (b.numel,), (const(1),), const(0)) for b in program.buffers}
-    return shapes | {view.buffer: view for view in reversed(list(values)) if view.buffer in shapes}
+    whole = [view for view in values if all(size.syms() <= known for size in (*view.shape, *view.strides))]
+    return shapes | {view.buffer: view for view in reversed(whole) if view.buffer in shapes}
 
 
 def allocated_by_calls(program: Program) -> frozenset[str]:
@@ -298,6 +326,21 @@ def allocated_by_calls(program: Program) -> frozenset[str]:
         for view in node.outputs
         if view is not None
     )
+
+
+def plain_argument(arg: Arg, size: Numbers) -> Any:
+    """What an operator is given for an argument that is neither a view nor a list. size: of the symbols."""
+    match arg:
+        case Expr():
+            return size(arg)
+        case Float(name):
+            return size.of(name)
+        case Enum("device", name):
+            return torch.device(name)
+        case Enum(_, name):
+            return getattr(torch, name)
+        case _:
+            return arg
 
 
 def operator_of(name: str) -> torch._ops.OpOverload:

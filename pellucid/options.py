@@ -18,20 +18,31 @@ class Options:
     verify: check every invariant of the IR after every stage (slow; on in the project's own tests).
     fusion: fuse kernels; without it each operator is one kernel.
     vectorize: write vector code; without it every kernel is scalar.
+    contract: compile matrix products, and convolutions and attention forward, in f32 like all else; without it ATen
+        computes them.
+    freeze: prepare parameters and buffers once, for inference: what depends on them alone is computed and matrices are
+        packed before the first call, and again when they have changed.
     reuse_memory: let temporaries that are not alive at the same time share memory.
     max_fused_lines: largest body, in IR lines, that fusion may make.
     max_fused_buffers: largest number of buffers of a fused kernel.
-    min_work_per_thread: estimated nanoseconds of work that justify one more thread.
+    max_fusions: how many fusions of a graph are made, in their order: to find the one that makes a fault.
+    machine: file of the machine that rules ask, as `pellucid doctor -o FILE` writes it; `reference` for the
+        built-in one; empty for what `pellucid doctor` measured here, or else the reference.
+    min_work_per_thread: estimated nanoseconds of work that justify one more thread; 0 for a few barriers.
     """
 
     trace: str = ""
     verify: bool = False
     fusion: bool = True
     vectorize: bool = True
+    contract: bool = True
+    freeze: bool = False
     reuse_memory: bool = True
     max_fused_lines: int = 256
     max_fused_buffers: int = 48
-    min_work_per_thread: int = 20_000
+    max_fusions: int = 1 << 30
+    machine: str = ""
+    min_work_per_thread: int = 0
 
 
 VARIABLES = ("PELLUCID_CACHE_DIR", "PELLUCID_CXXFLAGS")

@@ -14,19 +14,24 @@ import torch
 from pellucid.capture.layout import channels_last, laid_out_jointly, lay_out_joint
 from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
 from pellucid.capture.split import split
-from pellucid.capture.torch_compat import artifact_logger
+from pellucid.capture.torch_compat import artifact_logger, parameters_of
 from pellucid.capture.transform import transform
-from pellucid.codegen import CppKernel, generate
+from pellucid.codegen import CppKernel, functions_of, generate, packings_of
 from pellucid.errors import PellucidError
 from pellucid.executable import Executable, Probe
+from pellucid.frozen import Frozen, Packer
 from pellucid.ir.decision import Decision
-from pellucid.ir.nodes import Kernel, Program, View
+from pellucid.ir.nodes import Extern, Kernel, Program, View
 from pellucid.ir.printer import print_program
 from pellucid.ir.verify import verify_program
 from pellucid.lower import NotHeld, has_loops, lower, tensors_of
+from pellucid.machine import AVX2, Machine
 from pellucid.native.build import BuildReport, build
+from pellucid.native.machine import machine_for
 from pellucid.options import Options
 from pellucid.schedule import schedule
+from pellucid.schedule.deps import reads
+from pellucid.schedule.freeze import part, with_inputs
 from pellucid.segments import Segments
 from pellucid.trace.output_code import output_code
 from pellucid.trace.record import GraphRecord, StageTime
@@ -40,6 +45,8 @@ class Unit:
     """One graph on its way through the compiler; each stage fills in what it makes.
 
     name: unique in the process, `inference_0`. kind: `inference`, `forward` or `backward`.
+    machine: that it is compiled for.
+    frozen: what its parameters determine, for a program that is prepared once.
     captured, graph: the FX graph before and after our own passes.
     lowered, scheduled: the program before and after fusion. values: where it puts what an FX node computes.
     kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`.
@@ -56,8 +63,22 @@ class Unit:
     kernels: Mapping[str, CppKernel] = field(default_factory=dict)
     addresses: Mapping[str, int] = field(default_factory=dict)
     built: BuildReport | None = None
-    executable: Executable | None = None
+    executable: Run | None = None
+    machine: Machine = AVX2
+    frozen: Preparation | None = None
     watch: Watch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What runs before the first call of a program, and again when parameters have changed.
+
+    names: of the frozen arguments. made: of the results of `before`, among the inputs of the program.
+    """
+
+    before: Unit
+    names: tuple[str, ...]
+    made: tuple[str, ...]
 
 
 Watch: TypeAlias = "Callable[[Unit], Mapping[str, Probe]]"
@@ -89,22 +110,47 @@ def _transform(unit: Unit, options: Options) -> Step:
 
 
 def _lower(unit: Unit, options: Options) -> Step:
-    lowered = lower(unit.graph)
+    lowered = lower(unit.graph, contract=options.contract, machine=unit.machine)
     return replace(unit, lowered=lowered.program, constants=lowered.constants, values=lowered.values), lowered.decisions
 
 
+def _freeze(unit: Unit, options: Options) -> Step:
+    """Take apart what parameters determine, and compile that."""
+    names = parameters_of(unit.graph) if options.freeze and unit.kind == "inference" else ()
+    if not names:
+        return unit, _why_not_frozen(unit, options)
+    parted, decisions = part(unit.lowered, names, len(unit.constants))
+    before = replace(unit, name=f"{unit.name}_frozen", lowered=parted.before, watch=None)
+    for stage in (_schedule, _codegen, _build, _load):
+        before, _ = stage(before, options)
+    return replace(unit, lowered=parted.main, frozen=Preparation(before, names, parted.made)), decisions
+
+
+def _why_not_frozen(unit: Unit, options: Options) -> tuple[Decision, ...]:
+    if not options.freeze:
+        return ()
+    training = "parameters change while a model is trained"
+    why = "none of the arguments is a parameter or a buffer" if unit.kind == "inference" else training
+    return (Decision("freeze.before", (unit.name,), False, why),)
+
+
 def _schedule(unit: Unit, options: Options) -> Step:
-    program, decisions = schedule(unit.lowered, options)
+    program, decisions = schedule(unit.lowered, options, unit.machine)
     return replace(unit, scheduled=program), tuple(decisions)
 
 
 def _codegen(unit: Unit, options: Options) -> Step:
-    kernels = {node.name: generate(node, options) for node in unit.scheduled.nodes if isinstance(node, Kernel)}
-    return replace(unit, kernels=kernels), tuple(d for kernel in kernels.values() for d in kernel.decisions)
+    nodes = [node for node in unit.scheduled.nodes if isinstance(node, Kernel)]
+    still = frozenset((*unit.frozen.names, *unit.frozen.made)) if unit.frozen else frozenset[str]()
+    kernels = {node.name: generate(node, options, unit.machine, still) for node in nodes}
+    decisions = tuple(decision for kernel in kernels.values() for decision in kernel.decisions)
+    panels = {packing.panels: packing.numel for packing in packings_of(kernels)}
+    scheduled = with_inputs(unit.scheduled, panels, len(unit.constants))
+    return replace(unit, scheduled=scheduled, kernels=kernels), decisions
 
 
 def _build(unit: Unit, options: Options) -> Step:
-    addresses, report = build({kernel.name: kernel.source for kernel in unit.kernels.values()})
+    addresses, report = build({each.name: each.source for each in functions_of(unit.kernels)})
     return replace(unit, addresses=addresses, built=report), ()
 
 
@@ -123,12 +169,27 @@ def _load(unit: Unit, options: Options) -> Step:
         name=unit.name,
         values=(*inputs, *unit.values.values()),
     )
-    return replace(unit, executable=executable), ()
+    return replace(unit, executable=_prepared(unit, executable) if unit.frozen else executable), ()
+
+
+def _prepared(unit: Unit, main: Executable) -> Frozen:
+    frozen = unit.frozen
+    assert frozen is not None and frozen.before.executable is not None
+    position = {name: number for number, name in enumerate(unit.scheduled.inputs) if name}
+    packings = packings_of(unit.kernels)
+    packers = [Packer(each.name, unit.addresses[each.name], each.numel, position[each.buffer]) for each in packings]
+    used = {*frozen.before.scheduled.inputs, *(each.buffer for each in packings)}
+    watched = [position[name] for name in frozen.names if name in used]
+    read = {name for kernel in unit.kernels.values() for name in kernel.params}
+    read |= {name for node in unit.scheduled.nodes if isinstance(node, Extern) for name in reads(node)}
+    unread = [number for number, name in enumerate(frozen.made) if name not in read]
+    return Frozen(main, frozen.before.executable, watched, packers, unread, unit.name)
 
 
 STAGES: tuple[tuple[str, Callable[[Unit, Options], Step]], ...] = (
     ("transform", _transform),
     ("lower", _lower),
+    ("freeze", _freeze),
     ("schedule", _schedule),
     ("codegen", _codegen),
     ("build", _build),
@@ -205,6 +266,7 @@ def _compile_program(
 ) -> tuple[Run, GraphRecord]:
     """Run every stage on `graph`. With `options.trace` the run folder is written even when a stage fails."""
     unit = Unit(f"{kind}_{next(_numbers)}", kind, captured=graph, graph=graph, watch=watch)
+    unit = replace(unit, machine=machine_for(options.machine))
     decisions: list[Decision] = []
     times: list[StageTime] = []
     try:
@@ -249,7 +311,22 @@ def _record(
     outline: str = "",
     parts: tuple[GraphRecord, ...] = (),
 ) -> GraphRecord:
-    record = GraphRecord(
+    record = _record_of(unit, decisions, times, error, earlier, outline, parts)
+    _log(record)
+    log_structured(record, options)
+    return replace(record, folder=write_run(record, options)) if options.trace else record
+
+
+def _record_of(
+    unit: Unit,
+    decisions: Sequence[Decision] = (),
+    times: Sequence[StageTime] = (),
+    error: Exception | None = None,
+    earlier: tuple[StageTime, ...] = (),
+    outline: str = "",
+    parts: tuple[GraphRecord, ...] = (),
+) -> GraphRecord:
+    return GraphRecord(
         name=unit.name,
         kind=unit.kind,
         captured=unit.captured,
@@ -266,10 +343,8 @@ def _record(
         outline=outline,
         parts=parts,
         earlier=earlier,
+        before=_record_of(unit.frozen.before) if unit.frozen else None,
     )
-    _log(record)
-    log_structured(record, options)
-    return replace(record, folder=write_run(record, options)) if options.trace else record
 
 
 def _log(record: GraphRecord) -> None:

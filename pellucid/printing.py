@@ -1,7 +1,7 @@
 """What commands print, for a terminal and for a pipe: sentences, code, paths, and tables of them.
 
-In a terminal, sentences wrap between words, and a path that is too long is shortened in the middle. A name, a path or
-a line of code is never broken, because half of it reads as another. In a pipe nothing is wrapped or shortened.
+In a terminal, sentences wrap between words, and a path that is too long is shortened in the middle. A name, a path, an
+index or a line of code is never broken, because half of it reads as another. In a pipe nothing is wrapped or shortened.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
+_WORD = re.compile(r"\s*(?:\[[-\d, ]*\]|\S)+\s*")  # an index or a shape, `[1130, 2]`, is one
 _LEAST = 32  # columns for sentences: a terminal that leaves less breaks the lines by itself
 
 
@@ -162,7 +163,7 @@ def plain(what: RenderableType) -> str:
 
 def show(console: Console, what: RenderableType, style: str | None = None) -> None:
     """Print to a console, which is a terminal or a pipe."""
-    what = Text(what) if isinstance(what, str) else what
+    what = sentence(what) if isinstance(what, str) else what
     console.print(what, style=style, crop=False, soft_wrap=not console.is_terminal)
 
 
@@ -175,7 +176,7 @@ def _breaks(text: str, width: int, hang: int) -> list[int]:
     """Where to divide a text so that its lines fit, if its words do."""
     breaks: list[int] = []
     column = 0
-    for word in re.finditer(r"\s*\S+\s*", text):
+    for word in _WORD.finditer(text):
         length = cell_len(word[0].rstrip())
         if column and column + length > width:
             breaks.append(word.start())

@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pellucid.capture.outline import Bind, Call, Fit, Layout, Number, Outline, Ref, Segment, Step
+from pellucid.capture.outline import Bind, EagerCall, Fit, Layout, Number, Outline, Ref, Segment, Step
 from pellucid.capture.torch_compat import key_get, profiling, tree_flatten, tree_unflatten
 from pellucid.executable import fitted
 from pellucid.ir.derived import Numbers
-from pellucid.native.plan import event_name
+from pellucid.native.execution_plan import event_name
 
 Values: TypeAlias = dict[str, Any]
 
@@ -45,7 +45,7 @@ class Segments:
         with torch.profiler.record_function(event_name(self._name)):
             return self._run(args, self._shown)
 
-    def _shown(self, call: Call, *rest: Any) -> Any:
+    def _shown(self, call: EagerCall, *rest: Any) -> Any:
         with torch.profiler.record_function(event_name(self._name, call.name)):
             return _called(call, *rest)
 
@@ -66,13 +66,13 @@ class Segments:
                     given = [_filled(each, values, numbers) for each in inputs]
                     _drop(values, dead)
                     values.update(zip(outputs, self._executables[name](given), strict=True))
-                case Call():
+                case EagerCall():
                     values[step.name] = called(step, values, numbers, dead)
                     _drop(values, dead)
         return [_filled(output, values, numbers) for output in self.outline.outputs]
 
 
-def _called(call: Call, values: Values, numbers: Numbers, dead: list[str]) -> Any:
+def _called(call: EagerCall, values: Values, numbers: Numbers, dead: list[str]) -> Any:
     args = [_filled(arg, values, numbers) for arg in call.args]
     kwargs = {key: _filled(value, values, numbers) for key, value in call.kwargs.items()}
     _drop(values, dead)
@@ -135,7 +135,7 @@ def _touched(step: Step) -> Iterator[str]:
             yield name
         case Segment(_, _, inputs, outputs):
             yield from (*_names(inputs), *outputs)
-        case Call():
+        case EagerCall():
             yield from (*_names((step.args, step.kwargs)), step.name)
 
 

@@ -253,6 +253,7 @@ def unsigned_cases() -> Iterator[Case]:
     for dtype in (torch.uint16, torch.uint32, torch.uint64):
         last = torch.iinfo(dtype).max
         edges = torch.tensor([0, 1, 2, last // 2, last // 2 + 1, last - 1, last, 3, 1000, 40000], dtype=dtype)
+        yield f"aminmax-{str(dtype).removeprefix('torch.')}", lambda a: tuple(torch.aminmax(a, dim=0)), (edges[5],)
         for n in (10, 257, 1000):
             x = edges[torch.arange(n) % 10]
             y = x.view(torch.int8).roll(5 * x.itemsize).view(dtype)

@@ -7,12 +7,14 @@ calls ATen. Operators that the lowering writes as one kernel (softmax, layer nor
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from pellucid.capture.torch_compat import decomposition_table, suggested_format
+from pellucid.capture.eager_strides import with_eagers_strides
+from pellucid.capture.torch_compat import decomposition_table
+from pellucid.ir.unsigned import is_unsigned
 
 _POINTWISE = """
     celu clamp_max clamp_min elu_backward fill frac gelu_backward glu glu_backward hardshrink
@@ -40,7 +42,7 @@ _NORMS = """
 
 _SHAPES = """
     diag_embed diagonal_backward eye new_empty new_full new_ones new_zeros ones ones_like
-    pixel_shuffle pixel_unshuffle select_backward select_scatter slice_backward stack tril triu unfold_backward zeros
+    pixel_shuffle pixel_unshuffle select_backward slice_backward stack tril triu unfold_backward zeros
     zeros_like _unsafe_index linspace roll diagonal_copy
 """
 
@@ -55,30 +57,14 @@ NAMES: tuple[str, ...] = tuple(
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The table in the form that AOTAutograd takes."""
     table = decomposition_table(NAMES)
-    roll = torch.ops.aten.roll.default
-    return {**table, roll: _rolled(table[roll])}
+    aminmax = torch.ops.aten.aminmax.default
+    return {**table, **with_eagers_strides(), aminmax: _signed_only(table[aminmax])}
 
 
-def _rolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """`roll` as the end of each row before its beginning: two loads in the order of memory, where PyTorch's gathers.
+def _signed_only(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """For an operator that ATen has for wide unsigned integers where it lacks what the decomposition is made of."""
 
-    That is how eager does it, so strides are eager's. PyTorch's decomposition is kept where sizes or shifts are
-    symbols, whose slices would need guards, and for what it treats apart. It is contiguous; eager's result is
-    channels-last where its argument is, but where a shift is a multiple of the size, which is not worth a guard.
-    """
+    def call(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return NotImplemented if is_unsigned(x.dtype) else decomposition(x, *args, **options)
 
-    def roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:
-        static = all(type(size) is int for size in (*x.shape, *shifts)) and x.numel() > 0
-        if dims and static and len(shifts) == len(dims):
-            return reduce(_rolled_once, zip(shifts, dims, strict=True), x)
-        result = decomposition(x, shifts, dims)
-        return result.contiguous(memory_format=suggested_format(x)) if dims else result
-
-    return roll
-
-
-def _rolled_once(x: torch.Tensor, turn: tuple[int, int]) -> torch.Tensor:
-    shift, dim = turn
-    size = x.shape[dim]
-    start = -shift % size
-    return torch.cat((x.narrow(dim, start, size - start), x.narrow(dim, 0, start)), dim)
+    return call

@@ -81,7 +81,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class EagerCall:
     """A call that Python makes: of an operator, a higher-order operator or a function.
 
     args, kwargs: as in the FX graph, with `Ref` and `Number` in place of nodes.
@@ -96,7 +96,7 @@ class Call:
     origin: Origin
 
 
-Step: TypeAlias = Segment | Call | Bind | Fit
+Step: TypeAlias = Segment | EagerCall | Bind | Fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class Outline:
     decisions: tuple[Decision, ...]
 
     @property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[EagerCall, ...]:
         """The calls that Python makes because no program holds them."""
-        return tuple(step for step in self.steps if isinstance(step, Call) and step.reason)
+        return tuple(step for step in self.steps if isinstance(step, EagerCall) and step.reason)
 
 
 # Higher-order operators whose eager implementation just calls the graphs that they are given. Others look into them.
@@ -128,7 +128,7 @@ def with_compiled_graphs(step: Step, compiled: Callable[[torch.fx.GraphModule], 
 
     compiled: compiles a graph into a function of the list of its arguments.
     """
-    if not isinstance(step, Call) or not isinstance(step.function, torch._ops.HigherOrderOperator):
+    if not isinstance(step, EagerCall) or not isinstance(step.function, torch._ops.HigherOrderOperator):
         return step
     if step.function.name() not in _CALLERS:
         return step
@@ -177,12 +177,12 @@ def _lines(outline: Outline) -> Iterator[str]:
                 yield f"fit {name} to {', '.join(map(_layout_text, layouts))}"
             case Segment(name, _, inputs, outputs):
                 yield f"{name}({', '.join(map(_text, inputs))}) -> {', '.join(outputs) or 'nothing'}"
-            case Call():
+            case EagerCall():
                 yield _call_line(step)
     yield f"output {', '.join(map(_text, outline.outputs))}"
 
 
-def _call_line(call: Call) -> str:
+def _call_line(call: EagerCall) -> str:
     args = [_text(arg) for arg in call.args] + [f"{name}={_text(value)}" for name, value in call.kwargs.items()]
     user = f"  [{call.origin.users[-1]}]" if call.origin.users else ""
     comment = f"    # {call.reason}{user}" if call.reason else ""

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
-from pellucid.capture.graph import DTYPES, attribute_of, derived_sizes, origin_of, shape_of, strides_of
-from pellucid.capture.outline import Bind, Call, Fit, Layout, Number, Outline, Ref, Segment, Step, function_name
+from pellucid.capture.fx import DTYPES, attribute_of, derived_sizes, origin_of, shape_of, strides_of
+from pellucid.capture.outline import Bind, EagerCall, Fit, Layout, Number, Outline, Ref, Segment, Step, function_name
 from pellucid.capture.torch_compat import (
     depends_on_floats,
     fake_result,
@@ -314,8 +314,8 @@ class _Splitter:
         module = torch.fx.GraphModule(self.graph_module, graph)
         return Segment(part.name, module, tuple(inputs.values()), tuple(node.name for node in outputs))
 
-    def _call(self, node: Node) -> Call:
-        return Call(
+    def _call(self, node: Node) -> EagerCall:
+        return EagerCall(
             node.name,
             node.target,
             tuple(self.argument(arg) for arg in node.args),

@@ -19,11 +19,12 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters, flatten_graph_inputs, get_debug_dir, get_metrics_context
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import CompileContext, detect_fake_mode
+from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._logging._internal import getArtifactLogger, trace_structured_artifact
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for, suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.sym_node import SymNode
@@ -49,7 +50,9 @@ from pellucid.ir.index import Expr, const, sym
 __all__ = [
     "KeyPath",
     "artifact_logger",
+    "autograd_number",
     "capture_with_aot",
+    "contiguous_strides",
     "current_graph_name",
     "debug_folder",
     "decomposed_call",
@@ -57,15 +60,19 @@ __all__ = [
     "depends_on_floats",
     "derived_in",
     "dynamo_seconds",
+    "elementwise_strides",
     "expr_of",
     "fake_graph",
     "fake_mode_of",
     "fake_result",
     "fake_symbols",
+    "is_fake",
     "is_symbolic",
     "key_get",
     "keystr",
     "needed_by",
+    "next_autograd_number",
+    "parameters_of",
     "plain_name",
     "profiling",
     "quiet_fake_tensors",
@@ -83,6 +90,7 @@ __all__ = [
     "tree_unflatten",
     "unbacked_bindings",
     "user_frames",
+    "users_results",
 ]
 
 Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], list[Any]]]
@@ -120,11 +128,40 @@ def capture_with_aot(
         example_inputs,
         fw_compiler=cast(Any, forward),
         bw_compiler=cast(Any, _out_of_sight(backward)),
-        inference_compiler=cast(Any, inference),
+        inference_compiler=cast(Any, _with_parameters(inference)),
         decompositions=decompositions,
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
+
+
+def _with_parameters(compiler: Compiler) -> Compiler:
+    """A compiler whose graph says which of its arguments are parameters and buffers, for `parameters_of`."""
+
+    def compile_marked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        context = TracingContext.try_get()
+        metadata = context.fw_metadata if context else None
+        given = graph.graph.find_nodes(op="placeholder")
+        for position in metadata.static_input_indices if metadata else ():
+            given[position].meta["pellucid_parameter"] = True
+        return compiler(graph, inputs)
+
+    return compile_marked
+
+
+def parameters_of(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
+    """The names of a graph's arguments that are parameters or buffers: the same tensors at each call, as a rule."""
+    given = graph_module.graph.find_nodes(op="placeholder")
+    return tuple(node.name for node in given if node.meta.get("pellucid_parameter"))
+
+
+def users_results(graph_module: torch.fx.GraphModule) -> list[int]:
+    """Which of a graph's results AOTAutograd hands to the user as they are: not those that backward gets, for example.
+
+    None of a graph that does not say so.
+    """
+    described = graph_module.graph.output_node().meta.get("desc") or ()
+    return [position for position, each in enumerate(described) if isinstance(each, PlainAOTOutput)]
 
 
 def _out_of_sight(backward: Compiler) -> Compiler:
@@ -152,6 +189,16 @@ def decomposition_table(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
 def suggested_format(x: torch.Tensor) -> torch.memory_format:
     """The memory format in which ATen makes a result that follows the layout of `x`."""
     return suggest_memory_format(x)
+
+
+def elementwise_strides(first: torch.Tensor, second: torch.Tensor) -> tuple[int, ...]:
+    """The strides of what ATen makes of two tensors element by element; either has the shape of the result, or none."""
+    return compute_elementwise_output_strides(first, second)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return make_contiguous_strides_for(shape)
 
 
 @contextmanager
@@ -371,15 +418,18 @@ def user_frames(node: torch.fx.Node) -> str:
     return node.meta.get("stack_trace") or ""
 
 
-def module_path(node: torch.fx.Node) -> str:
-    """The path of the `nn.Module` whose `forward` made `node`, or the forward node of its gradient: `blocks.1.norm`.
+def module_of(node: torch.fx.Node) -> tuple[str, str]:
+    """The `nn.Module` whose `forward` made `node`, or the forward node of its gradient: its path, `blocks.1.norm`, and
+    its class, `LayerNorm`.
 
-    Empty for the compiled module itself and where there is none.
+    The path is empty for the compiled module itself and where there is none. The roots `self`, and `fn` where PyTorch
+    calls a module of its own (`nn.Sequential`), are the compiled module.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {"": ("", None)}
-    path = str(list(stack.values())[-1][0])
-    name = re.sub(r"^[LG]\['(\w+)'\]", lambda root: "" if root[1] == "self" else root[1], path)
-    return re.sub(r"\._modules\['([^']*)'\]|\['?([^']*?)'?\]", r".\1\2", name).strip(".")
+    path, kind = list(stack.values())[-1]
+    kind = kind.__name__ if isinstance(kind, type) else str(kind or "").rpartition(".")[2]  # a text in `torch.export`
+    name = re.sub(r"^[LG]\['(\w+)'\]", lambda root: "" if root[1] in ("self", "fn") else root[1], str(path))
+    return re.sub(r"\._modules\['([^']*)'\]|\['?([^']*?)'?\]", r".\1\2", name).strip("."), kind
 
 
 def artifact_logger(name: str) -> Any:
@@ -404,6 +454,22 @@ def debug_folder() -> Path | None:
 def repro_after() -> str | None:
     """What `TORCHDYNAMO_REPRO_AFTER` asks for: `dynamo`, `aot` or nothing."""
     return dynamo_config.repro_after
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a tensor without elements, with which graphs are traced."""
+    return isinstance(value, FakeTensor)
+
+
+def autograd_number() -> int | None:
+    """The number of the node whose gradient autograd computes at the moment; None outside a backward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def next_autograd_number() -> int:
+    """The number of the next node that autograd makes in this thread."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def profiling() -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.graph import merge_origin
+from pellucid.capture.fx import merge_origin
 from pellucid.ir.decision import Decision
 
 

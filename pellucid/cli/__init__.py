@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -22,13 +23,19 @@ from pellucid.cli.capture import capture
 from pellucid.cli.check import check
 from pellucid.cli.cosim import cosim
 from pellucid.cli.demo import demo
+from pellucid.cli.diagnose import diagnose
 from pellucid.cli.diff import diff
+from pellucid.cli.doctor import doctor
 from pellucid.cli.exits import Exit
 from pellucid.cli.explain import explain
 from pellucid.cli.match import match
+from pellucid.cli.metrics import metrics
 from pellucid.cli.minify import minify
+from pellucid.cli.profile import profile
 from pellucid.cli.replay import replay
-from pellucid.cli.terminal import complain
+from pellucid.cli.report import report
+from pellucid.cli.run import run
+from pellucid.cli.terminal import called_wrongly, complain
 from pellucid.cli.testgen import testgen
 from pellucid.errors import NotJudged, PellucidError
 from pellucid.options import check_environment
@@ -36,6 +43,11 @@ from pellucid.options import check_environment
 
 class _Group(click.Group):
     """A group whose commands never say "bad" (1, Python's habit) when it was the tool that broke."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The first sentence of each command's help, whole."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _first_sentence(self.commands[name])) for name in self.list_commands(ctx)])
 
     def main(self, *args: Any, **about: Any) -> Any:
         try:
@@ -49,8 +61,14 @@ class _Group(click.Group):
         _check_environment()
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except click.UsageError as error:
+            called_wrongly(error)
+            sys.exit(Exit.FAILED)
+        except (click.ClickException, click.exceptions.Exit):
             raise
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("\ninterrupted: nothing was found out", err=True)
+            sys.exit(Exit.FAILED)
         except PellucidError as error:
             complain(error)
             if "--json" in sys.argv:
@@ -60,6 +78,10 @@ class _Group(click.Group):
             traceback.print_exc()
             click.echo("error: pellucid itself failed, see above", err=True)
             sys.exit(Exit.FAILED)
+
+
+def _first_sentence(command: click.Command) -> str:
+    return re.split(r"(?<=[.?])\s", " ".join((command.help or "").split()))[0]
 
 
 def _check_environment() -> None:
@@ -86,5 +108,24 @@ def main() -> None:
     """Pellucid: a torch.compile backend for CPUs that people can see through, and its kit."""
 
 
-for _command in (bench, bisect, capture, check, cosim, demo, diff, explain, match, minify, replay, testgen):
+for _command in (
+    bench,
+    bisect,
+    capture,
+    check,
+    cosim,
+    demo,
+    diagnose,
+    diff,
+    doctor,
+    explain,
+    match,
+    metrics,
+    minify,
+    profile,
+    replay,
+    report,
+    run,
+    testgen,
+):
     main.add_command(_command)

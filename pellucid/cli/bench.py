@@ -1,25 +1,41 @@
-"""`pellucid bench`: eager and compiled models side by side."""
+"""`pellucid bench`: eager and compiled programs side by side."""
 
 from __future__ import annotations
+
+import os
 
 import click
 
 from pellucid.cli.exits import Exit
-from pellucid.cli.target import example
+from pellucid.cli.target import SETTING, example
 from pellucid.cli.terminal import SECONDS, complaints, out, progress_bar
 from pellucid.printing import sentence, show
 
 
-@click.command(epilog=example("pellucid bench bert --backend inductor --backend pellucid"))
-@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.command(
+    epilog=example(
+        "pellucid bench bert --backend inductor:freezing=True --backend pellucid",
+        "pellucid bench model.py:make --no-cold",
+        "pellucid bench --op aten.bmm --shape 12x128x64,12x64x128",
+    )
+)
+@click.argument("words", nargs=-1, metavar="[PROGRAM]...")
 @click.option(
     "--backend",
     "backends",
     multiple=True,
-    metavar="NAME",
-    help="A torch.compile backend to measure; repeat for several. Default: inductor and pellucid. Eager is "
-    "always the baseline.",
+    metavar="NAME[:KEY=VALUE,...]",
+    help="What to measure, with its options; repeat for several: a backend of torch.compile, openvino or onnxruntime "
+    "(pip install 'pellucid[peers]'). Default: inductor and pellucid. Eager is always the baseline.",
 )
+@click.option("--op", metavar="NAME", help="Measure this operator, on random tensors of the shapes of --shape.")
+@click.option(
+    "--shape",
+    "shapes",
+    metavar="SHAPES",
+    help="Of its tensors, separated by commas: 12x128x64, or with a type bf16[12x128], i64[128]<5 (integers below 5).",
+)
+@click.option("--arg", "arguments", type=SETTING, multiple=True, help="Another argument of --op, by name; repeatable.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences per call.")
 @click.option("--seq", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens per sequence.")
 @click.option("--dtype", default="f32", show_default=True, metavar="f32|bf16", help="Of weights and activations.")
@@ -37,27 +53,37 @@ from pellucid.printing import sentence, show
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout instead of tables.")
 @click.option("--list", "list_models", is_flag=True, help="List the models and the backends, and stop.")
 def bench(
-    models, backends, batch, seq, dtype, train, dynamic, fallbacks, threads, budget, cold, as_json, list_models
-) -> None:
-    """Measure MODELs (default: mobilebert) under eager and torch.compile backends, side by side.
+    words, backends, op, shapes, arguments, batch, seq, dtype, train, dynamic, fallbacks, threads, budget, cold,
+    as_json, list_models,
+) -> None:  # fmt: skip
+    """Measure PROGRAMs (default: mobilebert) under eager and other backends, side by side.
 
-    Exits with 1 when a backend failed or its numbers are wrong, and with 125 when a model cannot be built.
+    PROGRAM is a model of --list; FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs); a run, RUN or
+    RUN:GRAPH; or a kernel of one, RUN:GRAPH:KERNEL. Exits with 1 when a backend failed or its numbers are wrong, and
+    with 125 when a model cannot be built, or a program fails in eager mode.
     """
     from pellucid.bench import Settings, UnknownName
     from pellucid.bench import bench as run
     from pellucid.kit.bench.models import DoesNotFit
+    from pellucid.kit.bench.programs import operator_word
     from pellucid.kit.bench.subjects import DEFAULT_SUBJECTS, known_subjects
     from pellucid.kit.bench.table import model_list, report_table
 
     if list_models:
         show(out, model_list())
-        show(out, sentence("backends: " + ", ".join(known_subjects())))
+        show(out, sentence("backends and engines: " + ", ".join(known_subjects())))
         return
+    if (op is None) != (shapes is None):
+        raise click.UsageError("--op and --shape belong together")
+    if op is not None:
+        words = (*words, operator_word(op, shapes, dtype, arguments))
+        dtype = "f32"
     settings = Settings(
         backends or DEFAULT_SUBJECTS, batch, seq, dtype, threads or 0, budget, cold, train, dynamic, fallbacks
     )
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # what torch.profiler tells its developers breaks the bar
     with complaints(UnknownName, DoesNotFit), progress_bar() as progress:
-        report = run(models or ["mobilebert"], settings, progress)
+        report = run(words or ["mobilebert"], settings, progress)
     if as_json:
         click.echo(report.to_json())
     else:

@@ -22,7 +22,8 @@ def cosim(target: Target, live: bool, against: str | None, others: tuple[tuple[s
 
     A run is compared with (--against RUN) as it was: its results were only observed. Exits with 1 when one is wrong.
     """
-    from pellucid.kit.debug.cosim import COMPLETE, LIVE, Other, cosim_isolated, write_csv
+    from pellucid.kit.debug.cosim import Other, cosim_isolated, write_csv
+    from pellucid.kit.debug.simulation import COMPLETE, LIVE
     from pellucid.kit.runs.run import split_run
 
     request = target.request()

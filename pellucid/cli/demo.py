@@ -9,14 +9,14 @@ import click
 
 from pellucid.cli.exits import Exit
 from pellucid.cli.target import example
-from pellucid.cli.terminal import SECONDS, complaints, out, progress_bar
-from pellucid.printing import place, sentence, show
+from pellucid.cli.terminal import OUTPUT_FOLDER, SECONDS, complaints, out, progress_bar
+from pellucid.printing import code, relative, sentence, show
 
 
 @click.command(epilog=example("pellucid demo --model gpt2 --dir my_run"))
 @click.option("--model", default="mobilebert", show_default=True, help="Any model that `pellucid bench` knows.")
 @click.option("--budget", type=SECONDS, default=20.0, show_default=True, help="Seconds of timing.")
-@click.option("--dir", "folder", type=click.Path(path_type=Path, file_okay=False), help="Where the run folder goes.")
+@click.option("--dir", "folder", type=OUTPUT_FOLDER, help="Where the run folder goes.")
 def demo(model: str, budget: float, folder: Path | None) -> None:
     """Compile and run a model with eager, Inductor and Pellucid, and write a run folder to look into."""
     from pellucid.bench import UnknownName
@@ -31,7 +31,8 @@ def demo(model: str, budget: float, folder: Path | None) -> None:
     if result.folder is None:
         raise click.exceptions.Exit(Exit.BAD)
     show(out, "")
-    show(out, place(str(folder), "The run folder shows what the compiler did: "))
+    show(out, "What the compiler did is in the run folder")
+    show(out, code(relative(str(folder)), "  "))
     show(out, "Read it in this order:")
     for file in explained(result.folder):
         more = f" (one of {file.count})" if file.count > 1 else ""

@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from pellucid.cli.target import Target, plain, target_command
+from pellucid.cli.target import Target, target_command
 from pellucid.cli.terminal import SECONDS, one_line
 from pellucid.kit.process.apart import Apart, Died, died
+from pellucid.kit.shown import plain
 
 
 @target_command("pellucid minify model.py:make --backend inductor -o smallest")
@@ -34,6 +35,7 @@ def minify(target: Target, command: str, jobs: int, budget: float) -> None:
     about = target.about()
     place = os.path.abspath(target.run_of(about["target"]))
     with one_line() as tell:
+        tell("trying the whole program")
         work = Apart("pellucid.cli.minify:search", about, place, settings)
         try:
             found = work.result(tell, budget + 2 * target.seconds)
@@ -53,9 +55,9 @@ class Found:
 
 def search(about: dict[str, Any], folder: str, settings: dict[str, Any]) -> Found:
     """In a process of its own, so that this one need not import torch."""
-    from pellucid.kit.debug.check import Request
     from pellucid.kit.minify.minify import Settings
     from pellucid.kit.minify.minify import search as run
+    from pellucid.kit.runs.target import Request
     from pellucid.kit.show import shown
 
     found = run(Request(**about), folder, Settings(**settings), text=True)

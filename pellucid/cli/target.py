@@ -10,25 +10,26 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pellucid.cli.exits import Exit
-from pellucid.cli.terminal import SECONDS, err, out
+from pellucid.cli.terminal import OUTPUT_FOLDER, SECONDS, err, out
+from pellucid.kit.shown import plain
 from pellucid.printing import relative, show
 
 if TYPE_CHECKING:
-    from pellucid.kit.debug.check import Request
+    from pellucid.kit.runs.target import Request
 
 ABOUT_TARGET = """TARGET is FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs); or a run, the folder
     that `pellucid capture` wrote; or -- python SCRIPT.py ..., a program whose torch.compile calls are looked into."""
 
-
 ABOUT_RUN = """RUN is the folder that `pellucid capture` wrote, or RUN:GRAPH for one graph of it."""
+
+WRITES = ("RUN", "Write to this run.")
 
 
 class _Setting(click.ParamType):
@@ -44,6 +45,16 @@ class _Setting(click.ParamType):
             return key, ast.literal_eval(text)
         except (ValueError, SyntaxError):
             return key, text
+
+
+class _Words(click.types.UnprocessedParamType):
+    """A TARGET. about: what that is, for those who give none."""
+
+    def __init__(self, about: str) -> None:
+        self.about = " ".join(about.split())
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
+        return self.about
 
 
 SETTING = _Setting()
@@ -74,11 +85,11 @@ class Target:
         """What stands behind the TARGET."""
         return () if self.is_script else tuple(self.words[1:])
 
-    def request(self, takes_more: bool = False, fuzz: int = 0) -> Request:
-        """The program that is meant. takes_more: whether words behind the TARGET mean something."""
-        from pellucid.kit.debug.check import Request
+    def request(self, takes_more: bool = False, **more: Any) -> Request:
+        """The program that is meant. takes_more: whether words behind the TARGET mean something. more: other fields."""
+        from pellucid.kit.runs.target import Request
 
-        return Request(**self.about(takes_more), fuzz=fuzz)
+        return Request(**self.about(takes_more), **more)
 
     def about(self, takes_more: bool = False) -> dict[str, Any]:
         """The fields of the request. A script is run and captured first, as its graphs are what can be looked into."""
@@ -120,6 +131,16 @@ class Target:
             return self.folder
         return Path(target) if self.is_script else new_run(Path(self.words[0]).stem)
 
+    def own_run(self, target: str) -> Path | None:
+        """The run that TARGET is, or that a script was captured into; also a folder with no more than a profile."""
+        from pellucid.kit.profile.saved import FILE
+        from pellucid.kit.runs.run import split_run
+
+        found = split_run(target)
+        if found is not None:
+            return found[0]
+        return Path(target) if Path(target, FILE).is_file() else None
+
     def finish(self, result: Any, **how: Any) -> None:
         """Print a result, keep it in the run of -o, and end the command. how: to print it, see `debug.show`."""
         from pellucid.kit.show import shown
@@ -159,9 +180,6 @@ _SHARED = (
         metavar="NAME",
         help="A library whose operators a run may call.",
     ),
-    click.option(
-        "-o", "folder", metavar="RUN", type=click.Path(path_type=Path, file_okay=False), help="Write to this run."
-    ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout instead of text."),
     click.option("--backward", is_flag=True, help="Look at gradients and the backward graph as well."),
     click.option("--dynamic", is_flag=True, help="Compile with symbolic sizes (torch.compile's dynamic=True)."),
@@ -169,11 +187,12 @@ _SHARED = (
 
 
 def target_command(
-    call_of_it: str, *, metavar: str = "TARGET", about: str = ABOUT_TARGET
+    call_of_it: str, *, metavar: str = "TARGET", about: str = ABOUT_TARGET, writes: tuple[str, str] = WRITES
 ) -> Callable[[Callable[..., None]], click.Command]:
     """A command on a TARGET: `command(target, **own options)`.
 
-    call_of_it: an example. Its docstring is completed with what a TARGET is (`about`).
+    call_of_it: an example. writes: what -o names, and its help. Its docstring is completed with what a TARGET is
+    (`about`).
     """
 
     def decorate(command: Callable[..., None]) -> click.Command:
@@ -188,9 +207,10 @@ def target_command(
 
         call.__doc__ = f"{command.__doc__}\n\n    {about}\n"
         made: Any = call
-        for option in reversed(_SHARED):
+        output = click.option("-o", "folder", metavar=writes[0], help=writes[1], type=OUTPUT_FOLDER)
+        for option in reversed((*_SHARED, output)):
             made = option(made)
-        made = click.argument("words", metavar=metavar, nargs=-1, required=True, type=click.UNPROCESSED)(made)
+        made = click.argument("words", metavar=metavar, nargs=-1, required=True, type=_Words(about))(made)
         return click.command(epilog=example(call_of_it))(made)
 
     return decorate
@@ -208,18 +228,3 @@ def end(result: Any, text: Any, as_json: bool, good: bool, unsure: bool = False)
     else:
         show(out, text)
     raise click.exceptions.Exit(Exit.GOOD if good else Exit.SKIP if unsure else Exit.BAD)
-
-
-def plain(value: Any) -> Any:
-    """A result as JSON's types: dataclasses as objects, enumerations as their values."""
-    if is_dataclass(value) and not isinstance(value, type):
-        own = [name for name, item in vars(type(value)).items() if isinstance(item, property)]
-        names = (*(each.name for each in fields(value)), *own)
-        return {name: plain(getattr(value, name)) for name in names}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -32,7 +35,24 @@ class _Seconds(click.ParamType):
         return seconds
 
 
+class _Output(click.Path):
+    """What is written, a file or a folder: where that cannot be, it is told before the work, not after it."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        path = super().convert(value, param, ctx)
+        made = (Path(os.fsdecode(path)), *Path(os.fsdecode(path)).parents)[not self.dir_okay :]
+        try:
+            with TemporaryDirectory(dir=next(each for each in made if each.exists())):
+                return path
+        except OSError as error:
+            self.fail(f"cannot write to {value}: {error.strerror}", param, ctx)
+
+
 SECONDS = _Seconds()
+OUTPUT_FILE = _Output(path_type=Path, dir_okay=False, writable=True)
+OUTPUT_FOLDER = _Output(path_type=Path, file_okay=False, writable=True)
 
 
 def complain(error: PellucidError) -> None:
@@ -42,6 +62,15 @@ def complain(error: PellucidError) -> None:
         show(err, code(f"{name}: {value}", "  "))
     if error.hint:
         show(err, sentence(f"  hint: {error.hint}", hang=4))
+
+
+def called_wrongly(error: click.UsageError) -> None:
+    """Say how a command is called, what is wrong with this call and, where something is missing, show an example."""
+    if error.ctx is not None:
+        click.echo(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", err=True)
+    show(err, sentence(f"Error: {error.format_message()}"))
+    if isinstance(error, click.MissingParameter) and error.ctx is not None and error.ctx.command.epilog:
+        show(err, code(error.ctx.command.epilog.removeprefix("\b\n")))
 
 
 @contextmanager

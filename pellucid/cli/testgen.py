@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pellucid.cli.target import Target, target_command
 
+_WRITES = ("FOLDER", "Write the tests to FOLDER/tests. Default: a new folder.")
 
-@target_command("pellucid testgen run", metavar="TARGET [KERNEL]...")
+
+@target_command("pellucid testgen run -o kernels", metavar="TARGET [KERNEL]...", writes=_WRITES)
 def testgen(target: Target) -> None:
-    """Write a standalone test for every kernel of TARGET, or for each KERNEL named after it, to -o.
+    """Write a standalone test for every kernel of TARGET, or for each KERNEL named after it.
 
     A test has the small FX graph that its kernel implements, with the inputs that it has in the program. Exits with 1
     if a kernel got none.

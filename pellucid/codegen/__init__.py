@@ -1,6 +1,6 @@
 """The codegen stage: a kernel of the loop IR becomes a C++ function.
 
-    copies -> canonical -> space -> plan (vector, tiles, stages) -> loops -> cpp
+    copies -> names -> space -> plan (vector, tiles, sweeps), contraction (blocks) or attention (rows) -> loops -> cpp
 
 Each step is a value in, value out function in its own file; `plan` chooses, `cpp` prints.
 """
@@ -8,26 +8,47 @@ Each step is a value in, value out function in its own file; `plan` chooses, `cp
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pellucid.codegen.canonical import Canonical, canonical_symbol, canonicalise
+from pellucid.codegen.attention import plan_attention
+from pellucid.codegen.contraction import plan_contraction
 from pellucid.codegen.copies import raw_copies
-from pellucid.codegen.cpp import print_kernel
+from pellucid.codegen.cpp import print_kernel, print_packing
 from pellucid.codegen.linemap import annotate_source
 from pellucid.codegen.loops import nest
+from pellucid.codegen.names import Canonical, canonical_symbol, canonicalise
 from pellucid.codegen.plan import Plan, make_plan
 from pellucid.codegen.space import simplify
-from pellucid.codegen.target import Target, host
 from pellucid.codegen.vector import base_lanes
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Atom, Expr, Sym, sym
 from pellucid.ir.nodes import CheckIndex, Compute, Kernel, Reduce
 from pellucid.ir.origin import Origin
+from pellucid.machine import Machine
 from pellucid.options import Options
 
-__all__ = ["CppKernel", "Plan", "Target", "annotate", "generate", "host"]
+__all__ = ["CppKernel", "CppPacking", "Plan", "annotate", "functions_of", "generate", "packings_of"]
 
 NAME_LENGTH = 60
+
+
+@dataclass(frozen=True, slots=True)
+class CppPacking:
+    """A function that packs a buffer for a kernel, once before the program runs.
+
+    name, source: as those of a `CppKernel`, with the buffer as `p[0]` and `numel` f32, the panels, as `p[1]`.
+    """
+
+    buffer: str
+    name: str
+    source: str
+    numel: int
+
+    @property
+    def panels(self) -> str:
+        """The name of what is packed, among a program's inputs."""
+        return f"{self.buffer}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +58,7 @@ class CppKernel:
     name: C symbol, made from the content. Equal kernels over different buffers have equal names and sources.
     source: the text that follows `#include "prelude.h"`.
     params: names of the buffers whose pointers make up `p`. symbols: names of the sizes that make up `s`.
+    packing: of the parameter that it takes packed, under the name of its panels.
     extent: number of parallel iterations. grain: the least of them that are worth a thread.
     checks: the dimension that each index check is about, and the check's origin.
     line_map: origin of each line of the source.
@@ -52,14 +74,20 @@ class CppKernel:
     line_map: tuple[Origin, ...]
     plan: Plan
     decisions: tuple[Decision, ...]
+    packing: CppPacking | None = None
 
 
-def generate(kernel: Kernel, options: Options, target: Target | None = None) -> CppKernel:
-    """Vectorised C++ for `kernel`, on this machine unless another `target` is given."""
-    target = target or host()
+def generate(kernel: Kernel, options: Options, machine: Machine, frozen: frozenset[str] = frozenset()) -> CppKernel:
+    """Vectorised C++ for `kernel`, with the instruction set of `machine`, and chosen by what that can do.
+
+    frozen: buffers that are the same at each call, so that what they hold may be packed before.
+    """
     named = canonicalise(raw_copies(kernel))
-    simple = canonicalise(simplify(named.kernel, base_lanes(named.kernel, target))).after(named)
-    plan = make_plan(simple.kernel, target, options)
+    simple = canonicalise(simplify(named.kernel, base_lanes(named.kernel, machine))).after(named)
+    still = frozenset(f"p{k}" for k, name in enumerate(simple.buffers) if name in frozen)
+    plan = plan_attention(simple.kernel, machine, options) or plan_contraction(simple.kernel, machine, options, still)
+    plan = plan or make_plan(simple.kernel, machine, options)
+    packing = _packing(plan, simple, machine)
     items = nest(plan)
     text = print_kernel(plan, items, "NAME").source
     name = f"{_stem(kernel)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -68,7 +96,7 @@ def generate(kernel: Kernel, options: Options, target: Target | None = None) -> 
     return CppKernel(
         name=name,
         source=written.source,
-        params=simple.buffers,
+        params=tuple(packing.panels if packing and name == packing.buffer else name for name in simple.buffers),
         symbols=simple.symbols,
         extent=plan.extent.substitute(original),
         grain=plan.grain,
@@ -76,7 +104,18 @@ def generate(kernel: Kernel, options: Options, target: Target | None = None) -> 
         line_map=tuple(written.origins),
         plan=plan,
         decisions=tuple(_with_original_names(decision, simple) for decision in plan.decisions),
+        packing=packing,
     )
+
+
+def _packing(plan: Plan, simple: Canonical, machine: Machine) -> CppPacking | None:
+    found = plan.blocks and plan.blocks.packing()
+    if not found:
+        return None
+    numel = found.numel(machine.lanes)
+    name = f"pack_{hashlib.sha256(print_packing(found, numel, 'NAME').encode()).hexdigest()[:12]}"
+    buffer = simple.buffers[int(found.operand.buffer[1:])]
+    return CppPacking(buffer, name, print_packing(found, numel, name), numel)
 
 
 def _with_original_names(decision: Decision, canonical: Canonical) -> Decision:
@@ -85,6 +124,16 @@ def _with_original_names(decision: Decision, canonical: Canonical) -> Decision:
     names |= {f"v{k}": old for k, old in enumerate(canonical.values)}
     first, *rest = decision.subject
     return replace(decision, subject=(first, *(names.get(name, name) for name in rest)))
+
+
+def packings_of(kernels: Mapping[str, CppKernel]) -> list[CppPacking]:
+    """What is packed for some kernel, each once."""
+    return list({kernel.packing.panels: kernel.packing for kernel in kernels.values() if kernel.packing}.values())
+
+
+def functions_of(kernels: Mapping[str, CppKernel]) -> list[CppKernel | CppPacking]:
+    """All that is to be built: the kernels, and what packs for them."""
+    return [*kernels.values(), *packings_of(kernels)]
 
 
 def annotate(kernel: CppKernel) -> str:

@@ -1,4 +1,4 @@
-"""Print a loop nest as C++. Nothing is decided here: the plan has chosen, `native/prelude.h` knows the operators."""
+"""Print a loop nest as C++. Nothing is decided here: the plan has chosen, `native/kernel/` knows the operators."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterable
 
 from typing_extensions import assert_never
 
+from pellucid.codegen.blocks import Operand, Packing, Window
+from pellucid.codegen.contraction import BLOCK
 from pellucid.codegen.linemap import Writer
 from pellucid.codegen.loops import (
     Accumulate,
+    Attend,
     CloseBlock,
     Define,
+    FillBlock,
     FillTile,
     Finish,
     Item,
@@ -54,6 +58,20 @@ REDUCTION = {"sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "any": "A
 def print_kernel(plan: Plan, items: Iterable[Item], name: str) -> Writer:
     """The function `name`, with the origin of each of its lines."""
     return _Printer(plan).function(list(items), name)
+
+
+def print_packing(packing: Packing, numel: int, name: str) -> str:
+    """The function `name` that packs an operand, see `CppPacking`."""
+    operand = packing.operand
+    start, row, column = (index_text(each, {}, repr) for each in (operand.start, operand.row, operand.column))
+    matrix = f"{{static_cast<const float*>(p[0]) + {start}, {row}, {column}}}"
+    sizes = f"{packing.columns}, {packing.terms}, {numel}"
+    return (
+        f'extern "C" int64_t {name}(void* const* p, const int64_t*, int64_t, int64_t) {{\n'
+        f"  pv::pack_panels<{sizes}>({packing.area}, {matrix}, static_cast<float*>(p[1]));\n"
+        "  return 0;\n"
+        "}\n"
+    )
 
 
 def index_text(index: Expr, ranges: dict[str, Expr], atom: Callable[[Sym | Var | Val], str]) -> str:
@@ -115,7 +133,7 @@ class _Printer:
         self.depends = axes_of(plan.kernel)
         self.lines = {line.out: line for line in plan.kernel.body}
         self.params = {param.name: param for param in plan.kernel.params}
-        self.dtypes = {param.name: param.dtype for param in plan.kernel.params}
+        self.dtypes = {BLOCK: DType.F32} | {param.name: param.dtype for param in plan.kernel.params}
         self.checks = [line.out for line in plan.kernel.body if isinstance(line.rhs, CheckIndex)]
         self.needs_lanes = self._values_in_indices()
         self.counters: set[str] = set()
@@ -163,6 +181,8 @@ class _Printer:
                     names |= index.syms()
                 case _:
                     pass
+        if self.plan.blocks:
+            names |= self.plan.blocks.syms()
         return sorted(names, key=lambda name: int(name[1:]))
 
     def items(self, items: Iterable[Item]) -> None:
@@ -180,6 +200,10 @@ class _Printer:
                 self.put(line, once)
             case FillTile(line):
                 self.fill_tile(line)
+            case FillBlock(line):
+                self.fill_block(line)
+            case Attend(line):
+                self.attend(line)
             case StartTile(line):
                 self.out.line(f"{self.square(line)} y{line.out[1:]};", line.origin)
             case WriteTile(line):
@@ -262,11 +286,11 @@ class _Printer:
         """The counters of the flattened axes from the parallel loop's: the last axis runs fastest."""
         plan = self.plan
         counters = [(axis, plan.extent_of(axis)) for axis in plan.outer]
-        blocks = {"lo": plan.chunk, "from": plan.width}
+        blocks = {"lo": plan.chunk, "from": plan.tile_step}
         if plan.chunk and plan.inner is not None:
             counters.append(("lo", chunks(plan.extent_of(plan.inner), plan.chunk)))
         if plan.tile is not None:
-            counters.append(("from", chunks(plan.extent_of(plan.tile), plan.width)))
+            counters.append(("from", chunks(plan.extent_of(plan.tile), plan.tile_step)))
         rest = "t"
         for position in range(len(counters) - 1, -1, -1):
             name, extent = counters[position]
@@ -282,7 +306,7 @@ class _Printer:
             self.out.line(f"const int64_t hi = pv::least(lo + {plan.chunk}, {extent});")
         if plan.tile is not None:
             extent = self.text(plan.extent_of(plan.tile))
-            self.out.line(f"const int64_t to = pv::least(from + {plan.width}, {extent});")
+            self.out.line(f"const int64_t to = pv::least(from + {plan.tile_step}, {extent});")
 
     def factor(self, expr: Expr) -> str:
         """An expression as an operand of a product."""
@@ -347,6 +371,69 @@ class _Printer:
         if step is None:
             return f"pv::indices<{width}>({self.at(index)})"
         return f"pv::iota<{width}>({self.text(index)}, {self.text(step)})"
+
+    def fill_block(self, line: Line) -> None:
+        blocks = self.plan.blocks
+        assert blocks is not None
+        left, right = blocks.operands()
+        self.out.line(f"alignas(64) float {BLOCK}[{blocks.height * blocks.columns}];", line.origin)
+        window = isinstance(left, Window)
+        sizes = f"to - from, {self.text(blocks.terms)}" if window else f"hi - lo, to - from, {self.text(blocks.terms)}"
+        packing = blocks.packing()
+        other = self.panels(packing) if packing else self.matrix(right)
+        operands = f"{self.window(left) if window else self.matrix(left)}, {other}"
+        function = "contract_taps" if blocks.by_channel else "contract"
+        call = f"pv::{function}<{blocks.height}, {blocks.columns}>({sizes}, {operands}, {BLOCK});"
+        self.out.line(call, line.origin)
+
+    def attend(self, line: Line) -> None:
+        rows = self.plan.rows
+        assert rows is not None
+        keys, seen = self.text(rows.keys), "0"
+        if rows.seen is not None:
+            seen = self.text(rows.seen)
+            keys = keys if rows.triangular else f"pv::least({keys}, {seen})"
+        parts = [self.strided(operand) for operand in (rows.query, rows.key, rows.value, rows.mask)]
+        parts += [scalar_text(rows.attention.scale, DType.F32), "true" if rows.triangular else "false", seen]
+        parts += [self.strided(operand) for operand in (rows.out, rows.logsumexp)]
+        count = "hi - lo" if rows.row else "1"
+        sizes = f"{rows.size}, {rows.height}, {rows.block}"
+        call = f"pv::attend<{sizes}>({count}, {keys}, pv::Attention{{{', '.join(parts)}}});"
+        self.out.line(call, line.origin)
+
+    def strided(self, operand: Operand | None) -> str:
+        """An operand as the fields of a matrix, empty for none."""
+        if operand is None:
+            return "{}"
+        start = self.pointer(operand.buffer, operand.start)
+        return f"{{{start}, {self.text(operand.row)}, {self.text(operand.column)}}}"
+
+    def matrix(self, operand: Operand) -> str:
+        return f"pv::Matrix{self.strided(operand)}"
+
+    def panels(self, packing: Packing) -> str:
+        return f"pv::panels_from({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
+
+    def window(self, window: Window) -> str:
+        """A `pv::Window`, with axes and edges that do nothing in the places that are left."""
+
+        def axes(found: Iterable[tuple[Expr, Expr]], count: int) -> str:
+            given = [f"{{{self.text(extent)}, {self.text(stride)}}}" for extent, stride in found]
+            return "{" + ", ".join(["{1, 0}"] * (count - len(given)) + given) + "}"
+
+        def steps(found: Iterable[Expr], count: int) -> str:
+            given = [self.text(step) for step in found]
+            return "{" + ", ".join(["0"] * (count - len(given)) + given) + "}"
+
+        edges = [
+            f"{{{self.text(edge.first)}, {self.text(edge.extent)}, {steps(edge.rows, 3)}, {steps(edge.taps, 2)}}}"
+            for edge in window.edges
+        ]
+        edges += ["{0, 1, {}, {}}"] * (2 - len(edges))
+        flags = ["true" if flag else "false" for flag in (window.planes, bool(window.edges), window.zeros)]
+        parts = [axes(window.rows, 3), axes(window.taps, 2), self.text(window.channels), *flags]
+        parts.append("{" + ", ".join(edges) + "}")
+        return f"pv::Window{{{self.pointer(window.buffer, window.start)}, {', '.join(parts)}}}"
 
     def fill_tile(self, line: Line) -> None:
         assert isinstance(line.rhs, Load)

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from pellucid.codegen.plan import PAIRWISE_BLOCK, SHORT_SUM, Plan
-from pellucid.codegen.stages import Sweep
+from pellucid.codegen.sweeps import Sweep
 from pellucid.ir.nodes import Line, Reduce, Store, axes_of, operands
 
 
@@ -44,6 +44,20 @@ class StartTile:
 @dataclass(frozen=True, slots=True)
 class WriteTile:
     """Transpose what a store has collected and write it."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class FillBlock:
+    """Compute a block of the sums of a contraction, see `Plan.blocks`."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """Compute some rows of an attention, see `Plan.rows`."""
 
     line: Line
 
@@ -117,7 +131,7 @@ class Loop:
     blocked: bool = field(default=False)
 
 
-Tiled: TypeAlias = "FillTile | StartTile | WriteTile"
+Tiled: TypeAlias = "FillTile | StartTile | WriteTile | FillBlock | Attend"
 Item: TypeAlias = "Define | Put | Tiled | Start | Accumulate | CloseBlock | Finish | Scratch | Keep | Recall | Loop"
 
 
@@ -127,6 +141,9 @@ def nest(plan: Plan) -> tuple[Item, ...]:
     Kept lines stand at the outermost loop where all they depend on is known; lines that depend on a reduction stand
     after its sweep. Stores come last in their loop, so that no load of the same point follows them.
     """
+    if plan.rows is not None:
+        (line,) = (line for line, store in plan.kernel.stores() if store == plan.rows.attention.out)
+        return (Loop(Kind.PARALLEL, "", (Attend(line),)),)
     return _Builder(plan).function()
 
 
@@ -138,7 +155,8 @@ class _Builder:
         self.depends = axes_of(plan.kernel)
         self.lines = {line.out: line for line in plan.kernel.body}
         self.reduced = frozenset(plan.reduced)
-        self.inside = (*plan.colliding, *(axis for axis in (plan.inner, plan.tile) if axis is not None))
+        around = (*plan.colliding, plan.inner, *plan.whole, plan.tile)
+        self.inside = tuple(axis for axis in around if axis is not None)
         self.innermost = 1 + len(self.inside)
         self.level = self._levels()
 
@@ -159,7 +177,9 @@ class _Builder:
         return level
 
     def function(self) -> tuple[Item, ...]:
-        return (*self._defines(0, 0), Loop(Kind.PARALLEL, "", self._level_body(1)))
+        blocks = self.plan.blocks
+        block = [FillBlock(self.lines[blocks.contraction.total.out])] if blocks else []
+        return (*self._defines(0, 0), Loop(Kind.PARALLEL, "", (*block, *self._level_body(1))))
 
     def _level_body(self, level: int) -> tuple[Item, ...]:
         """The body of one of the loops over kept axes."""
@@ -177,9 +197,9 @@ class _Builder:
 
     def _kept_point(self, level: int) -> tuple[Item, ...]:
         """What happens at one point (or vector) of all kept axes: the sweeps, and the kept lines between them."""
-        items: list[Item] = [Scratch(self.lines[name]) for sweep in self.plan.stages.sweeps for name in sweep.keep]
+        items: list[Item] = [Scratch(self.lines[name]) for sweep in self.plan.sweeps.order for name in sweep.keep]
         items += self._defines(level, 0)
-        for number, sweep in enumerate(self.plan.stages.sweeps):
+        for number, sweep in enumerate(self.plan.sweeps.order):
             reductions = [self.lines[name] for name in sweep.lines if isinstance(self.lines[name].rhs, Reduce)]
             items += [Start(line) for line in reductions]
             items += self._sweep(sweep, 0)
@@ -187,12 +207,12 @@ class _Builder:
             items += self._defines(level, number + 1)
         return (*items, *self._puts(level))
 
-    def _defines(self, level: int, stage: int) -> list[Item]:
+    def _defines(self, level: int, depth: int) -> list[Item]:
         return [
             Define(line)
             for line in self.plan.kernel.body
             if self.level.get(line.out) == level
-            and self.plan.stages.stage[line.out] == stage
+            and self.plan.sweeps.depth[line.out] == depth
             and not isinstance(line.rhs, Reduce | Store)
         ]
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pellucid.codegen.scatter import colliding
-from pellucid.codegen.space import SYMBOL_HINT, hint
-from pellucid.codegen.stages import Stages, plan_stages
-from pellucid.codegen.target import Target
+from pellucid.codegen.blocks import Blocks
+from pellucid.codegen.collisions import colliding
+from pellucid.codegen.rows import Rows
+from pellucid.codegen.sweeps import Sweeps, plan_sweeps
 from pellucid.codegen.vector import base_lanes, choose, cost
 from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, floordiv, product
 from pellucid.ir.nodes import Kernel, Reduce, axes_of
+from pellucid.machine import Machine, kernel_work, time
+from pellucid.machine.work import SYMBOL_GUESS, estimate
 from pellucid.options import Options
 
 # Terms that one accumulator adds up before it starts afresh, blocks then being added pairwise; and the longest sum
@@ -28,9 +30,8 @@ TILES = 16
 SCATTER_STEPS = 8
 # Outer iterations from which on the inner axis need not be cut to keep all threads busy.
 ENOUGH_ITERATIONS = 512
-# What one core does in a nanosecond, roughly: vector instructions, and bytes moved from and to memory.
-INSTRUCTIONS_PER_NS = 4.0
-BYTES_PER_NS = 10.0
+# Barriers that the work of one more thread should take as long as, unless the option `min_work_per_thread` says.
+BARRIERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Plan:
     - one parallel loop over `outer`, flattened, blocks of `tile`, and chunks of `inner` if `chunk` is not 0;
     - one loop for each of the `colliding` axes of a scatter;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
+    - loops over all of the `whole` axes of a block;
     - a loop over one block of `tile`, if there is one, see below;
     - for each sweep, loops over `reduced`; the last one by vectors if it is the vector axis.
 
@@ -50,6 +52,9 @@ class Plan:
     pairwise: sums that are collected in blocks and then added pairwise.
     streamed: buffers that are written past the caches.
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.
+    steps: vector instructions of a call, for the machine model; of a middling size where sizes are symbols.
+    blocks: those of a contraction, see contraction.py; `kernel` is then what runs over each block.
+    rows: those of an attention, see attention.py; they are computed by one call.
     """
 
     kernel: Kernel
@@ -63,25 +68,34 @@ class Plan:
     wide: frozenset[str]
     tile: str | None
     tiled: frozenset[str]
-    stages: Stages
+    sweeps: Sweeps
     pairwise: frozenset[str]
     streamed: frozenset[str]
     extent: Expr
     grain: int
+    steps: float
     decisions: tuple[Decision, ...]
+    blocks: Blocks | None = None
+    whole: tuple[str, ...] = ()
+    rows: Rows | None = None
 
     @property
     def vector_is_reduced(self) -> bool:
         return self.vector is not None and self.vector in self.reduced
 
+    @property
+    def tile_step(self) -> int:
+        """Points of `tile` in one parallel iteration."""
+        return self.blocks.columns if self.blocks else self.width
+
     def extent_of(self, axis: str) -> Expr:
         return self.kernel.ranges[axis]
 
 
-def make_plan(kernel: Kernel, target: Target, options: Options) -> Plan:
+def make_plan(kernel: Kernel, machine: Machine, options: Options) -> Plan:
     """Choose the plan of a kernel whose space is simplified already."""
     _check_in_place(kernel)
-    choice = choose(kernel, target, options.vectorize)
+    choice = choose(kernel, machine, options.vectorize)
     vector, width = choice.axis, choice.width
     reduced = tuple(name for name in kernel.reduced if name != vector)
     meeting = colliding(kernel)
@@ -96,20 +110,20 @@ def make_plan(kernel: Kernel, target: Target, options: Options) -> Plan:
     tile, tiled = choice.tiles.axis, choice.tiles.lines
     outer = tuple(name for name in kept if name not in (inner, tile))
     wide = frozenset(name for name, axes in axes_of(kernel).items() if vector in axes)
-    stages = plan_stages(kernel, width if inner is not None and inner == vector else 1)
-    work = cost(kernel, vector, base_lanes(kernel, target) if vector else 1, tiled)
-    points = max(1, hint(product(kernel.ranges[name] for name in {*kept, *([inner] if inner else [])})))
+    sweeps = plan_sweeps(kernel, width if inner is not None and inner == vector else 1)
+    work = cost(kernel, vector, base_lanes(kernel, machine) if vector else 1, tiled)
+    points = max(1, estimate(product(kernel.ranges[name] for name in {*kept, *([inner] if inner else [])})))
     extent = product(kernel.ranges[name] for name in outer) * (chunks(kernel.ranges[tile], width) if tile else 1)
     chunk = 0
-    if inner is not None and (tile is not None or hint(extent) < ENOUGH_ITERATIONS):
+    if inner is not None and (tile is not None or estimate(extent) < ENOUGH_ITERATIONS):
         wanted = TILES * width if tile else CHUNK_WORK * points / max(work, 1)
         if meeting:
-            wanted = max(wanted, min(SCATTER_STEPS * width, hint(kernel.ranges[inner]) // SCATTER_STEPS))
+            wanted = max(wanted, min(SCATTER_STEPS * width, estimate(kernel.ranges[inner]) // SCATTER_STEPS))
         chunk = _chunk(kernel.ranges[inner], width, wanted)
         extent = extent * (chunks(kernel.ranges[inner], chunk) if chunk else 1)
-    grain, parallel = _grain(kernel, extent, work, options)
+    grain, parallel = grain_of(kernel, extent, work, machine, options)
     pairwise, sums = _pairwise(kernel, reduced, vector, width)
-    streamed, streams = _streamed(kernel, wide, target)
+    streamed, streams = _streamed(kernel, wide, machine)
     return Plan(
         kernel=kernel,
         outer=outer,
@@ -122,12 +136,13 @@ def make_plan(kernel: Kernel, target: Target, options: Options) -> Plan:
         wide=wide,
         tile=tile,
         tiled=tiled,
-        stages=stages,
+        sweeps=sweeps,
         pairwise=pairwise,
         streamed=streamed,
         extent=extent,
         grain=grain,
-        decisions=(*choice.decisions, *stages.decisions, parallel, *sums, *streams),
+        steps=work,
+        decisions=(*choice.decisions, *sweeps.decisions, parallel, *sums, *streams),
     )
 
 
@@ -161,13 +176,13 @@ def _chunk(extent: Expr, width: int, wanted: float) -> int:
     return chunk if extent.value is None or extent.value >= 2 * chunk else 0
 
 
-def _grain(kernel: Kernel, extent: Expr, work: float, options: Options) -> tuple[int, Decision]:
-    """Parallel iterations that are worth a thread of their own."""
-    moved = sum(max(1, hint(param.numel)) * param.dtype.itemsize for param in kernel.params)
-    nanoseconds = max(work / INSTRUCTIONS_PER_NS, moved / BYTES_PER_NS)
-    iterations = max(1, hint(extent))
+def grain_of(kernel: Kernel, extent: Expr, steps: float, machine: Machine, options: Options) -> tuple[int, Decision]:
+    """Parallel iterations that are worth a thread of their own. steps: vector instructions of the whole kernel."""
+    alone = time(kernel_work(kernel, steps), machine)
+    nanoseconds = max(alone.moving, alone.computing)
+    iterations = max(1, estimate(extent))
     each = max(nanoseconds / iterations, 0.001)
-    grain = max(1, round(options.min_work_per_thread / each))
+    grain = max(1, round((options.min_work_per_thread or BARRIERS * machine.barrier) / each))
     ok = iterations >= 2 * grain
     why = (
         f"an iteration takes about {each:.3g} ns, so {grain} of {iterations} are worth a thread"
@@ -175,7 +190,7 @@ def _grain(kernel: Kernel, extent: Expr, work: float, options: Options) -> tuple
         else f"the whole kernel takes about {nanoseconds:.3g} ns in {iterations} iterations: one thread is enough"
     )
     if extent.syms():
-        why += f" (for sizes of about {SYMBOL_HINT}; what counts is the size at run time)"
+        why += f" (for sizes of about {SYMBOL_GUESS}; what counts is the size at run time)"
     facts = (("iterations", iterations), ("grain", grain), ("estimated_ns", round(nanoseconds)))
     return grain, Decision("codegen.parallel", (kernel.name,), ok, why, facts)
 
@@ -194,12 +209,12 @@ def _pairwise(
         for line in kernel.body
         if isinstance(line.rhs, Reduce) and line.rhs.op == "sum" and line.dtype.is_float
     ]
-    count = str(terms) if terms.value is None else terms.value
-    why = f"each accumulator adds {count} terms: they are added in blocks, and blocks pairwise, for accuracy"
+    count = "as many terms as sizes say" if terms.value is None else f"{terms.value} terms"
+    why = f"each accumulator adds {count}: they are added in blocks, and blocks pairwise, for accuracy"
     return frozenset(sums), tuple(Decision("codegen.pairwise", (kernel.name, name), True, why) for name in sums)
 
 
-def _streamed(kernel: Kernel, wide: frozenset[str], target: Target) -> tuple[frozenset[str], tuple[Decision, ...]]:
+def _streamed(kernel: Kernel, wide: frozenset[str], machine: Machine) -> tuple[frozenset[str], tuple[Decision, ...]]:
     """Buffers to write past the caches: a plain store first reads the line it writes to, which is wasted traffic.
 
     That pays when the kernel moves so much memory that little of a buffer would still be cached when it ends.
@@ -208,7 +223,7 @@ def _streamed(kernel: Kernel, wide: frozenset[str], target: Target) -> tuple[fro
     if any(size is None for size in sizes.values()):
         return frozenset(), ()
     moved = sum((sizes[param.name] or 0) * param.dtype.itemsize for param in kernel.params)
-    if moved < 2 * target.cache_bytes:
+    if moved < 2 * machine.last_cache:
         return frozenset(), ()
     loaded = {load.buffer for _, load in kernel.loads()}
     large = {param.name for param in kernel.params if (sizes[param.name] or 0) * param.dtype.itemsize >= moved // 8}
@@ -216,5 +231,5 @@ def _streamed(kernel: Kernel, wide: frozenset[str], target: Target) -> tuple[fro
     scattered = {store.buffer for _, store in kernel.stores() if store.join or store.index.vals()}
     chosen = frozenset((stored & large) - loaded - scattered)
     why = "the kernel moves more than twice what the cache holds, so its output goes past the cache"
-    facts = (("moved_bytes", moved), ("cache_bytes", target.cache_bytes))
+    facts = (("moved_bytes", moved), ("cache_bytes", machine.last_cache))
     return chosen, tuple(Decision("codegen.stream", (kernel.name, name), True, why, facts) for name in sorted(chosen))

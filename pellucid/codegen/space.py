@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pellucid.codegen.canonical import indices, map_indices
+from pellucid.codegen.names import indices, map_indices
 from pellucid.ir.index import ZERO, Atom, Expr, FloorDiv, Mod, Var, const, exact_div, var
 from pellucid.ir.nodes import Axis, Compute, Const, Kernel, Line, Reduce, Rhs, axes_of
+from pellucid.machine.work import estimate
 
 
 def simplify(kernel: Kernel, lanes: int) -> Kernel:
@@ -115,17 +116,9 @@ def _step(kernel: Kernel, name: str) -> int:
     longest = 0
     for index in stores or loads:
         step = index.coefficient(name)
-        size = 1 << 40 if step is None else hint(step)
+        size = 1 << 40 if step is None else estimate(step)
         longest = max(longest, abs(size))
     return longest
-
-
-SYMBOL_HINT = 128
-
-
-def hint(expr: Expr) -> int:
-    """A guess at the value of an expression over sizes; symbols count as a middling size."""
-    return int(expr.evaluate(lambda atom: 0 if isinstance(atom, Var) else SYMBOL_HINT))
 
 
 def _mergeable(kernel: Kernel, outer: Axis, inner: Axis) -> bool:

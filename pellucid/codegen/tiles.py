@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pellucid.codegen.scatter import scatters
-from pellucid.codegen.space import hint
-from pellucid.codegen.target import Target
+from pellucid.codegen.collisions import scatters
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, Expr
 from pellucid.ir.nodes import Kernel, Load, Store, axes_of
+from pellucid.machine import Machine
+from pellucid.machine.work import estimate
 
 # Rows of the squares: as many as the registers they are transposed in, of which AVX-512 has 32, or half of that.
 SQUARES = (16, 32)
@@ -28,7 +28,7 @@ class Tiling:
     lines: frozenset[str] = frozenset()
 
 
-def tiling(kernel: Kernel, vector: str | None, width: int, target: Target) -> Tiling:
+def tiling(kernel: Kernel, vector: str | None, width: int, machine: Machine) -> Tiling:
     """The tiles of a pointwise kernel with `width` lanes along `vector`: as many accesses as one axis serves.
 
     A masked load reads the whole square, as far as that lies in the buffer, and chooses afterwards. So nobody may
@@ -53,11 +53,11 @@ def tiling(kernel: Kernel, vector: str | None, width: int, target: Target) -> Ti
             case _:
                 continue
         # A square in more than four parts gains nothing.
-        fits = fits and width * params[buffer].dtype.itemsize <= 2 * target.register_bytes
+        fits = fits and width * params[buffer].dtype.itemsize <= 2 * machine.isa.register_bytes
         if fits and _strides(index, vector):
             for other in kernel.space:
                 unit = index.coefficient(other.name) == ONE
-                if other.name != vector and unit and hint(other.extent) >= width // 2:
+                if other.name != vector and unit and estimate(other.extent) >= width // 2:
                     found.setdefault(other.name, []).append(line.out)
     best = max(found, key=lambda name: len(found[name]), default=None)
     return Tiling(best, frozenset(found[best] if best else ()))

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
-from pellucid.codegen.scatter import colliding
-from pellucid.codegen.space import hint
-from pellucid.codegen.target import Target
+from pellucid.codegen.collisions import colliding
 from pellucid.codegen.tiles import SQUARES, Tiling, tiling, told
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import OPS
+from pellucid.machine import Machine
+from pellucid.machine.work import SYMBOL_GUESS, estimate
 
 
 class Access(Enum):
@@ -67,16 +67,16 @@ def is_lanewise(line: Line) -> bool:
     return line.rhs.op in LANEWISE or (line.rhs.op in LANEWISE_INT and not line.dtype.is_float)
 
 
-def base_lanes(kernel: Kernel, target: Target) -> int:
+def base_lanes(kernel: Kernel, machine: Machine) -> int:
     """Lanes of one step: as many as fit a register of the widest common type, at most 4 bytes wide.
 
     Wider types take two registers, narrower ones a part of one.
     """
     sizes = [line.dtype.itemsize for line in kernel.body if not isinstance(line.rhs, Store)]
-    return target.register_bytes // min(4, max(sizes, default=4))
+    return machine.isa.register_bytes // min(4, max(sizes, default=4))
 
 
-def choose(kernel: Kernel, target: Target, enabled: bool) -> VectorChoice:
+def choose(kernel: Kernel, machine: Machine, enabled: bool) -> VectorChoice:
     """The cheapest vector axis of a simplified kernel, with the decision that explains it."""
     meeting = colliding(kernel)
     refusal = _refusal(kernel, enabled, meeting)
@@ -85,20 +85,20 @@ def choose(kernel: Kernel, target: Target, enabled: bool) -> VectorChoice:
     scalar = cost(kernel, None, 1)
     prices: dict[tuple[str, int], float] = {}
     for name in _candidates(kernel, meeting):
-        for lanes in _widths(base_lanes(kernel, target)):
-            prices[name, lanes] = cost(kernel, name, lanes, tiling(kernel, name, lanes, target).lines)
+        for lanes in _widths(base_lanes(kernel, machine)):
+            prices[name, lanes] = cost(kernel, name, lanes, tiling(kernel, name, lanes, machine).lines)
     best, lanes = min(prices, key=lambda each: (prices[each], -each[1]))
     price = prices[best, lanes]
     facts = (("axis", best), ("cost", round(price)), ("scalar_cost", round(scalar)), ("lanes", lanes))
     if price >= scalar:
         why = f"vectors along {best}, the best axis, would cost more than scalar code: {_obstacle(kernel, best)}"
         return VectorChoice(None, 1, Tiling(), (Decision("codegen.vectorize", (kernel.name,), False, why, facts),))
-    width = lanes * _unroll(kernel, best, lanes, target)
+    width = lanes * _unroll(kernel, best, lanes, machine)
     rest = sorted({name for name, _ in prices} - {best})
     others = f", cheaper than along {', '.join(rest)}" if rest else ""
     why = f"{width} lanes along {best}{others}"
     chosen = Decision("codegen.vectorize", (kernel.name,), True, why, (*facts, ("width", width)))
-    tiles = tiling(kernel, best, width, target)
+    tiles = tiling(kernel, best, width, machine)
     reasons = (chosen, *told(kernel, tiles), *_lane_by_lane(kernel, best, tiles.lines))
     return VectorChoice(best, width, tiles, reasons)
 
@@ -132,7 +132,7 @@ def _candidates(kernel: Kernel, meeting: tuple[str, ...]) -> tuple[str, ...]:
 
 def cost(kernel: Kernel, axis: str | None, lanes: int, tiled: frozenset[str] = frozenset()) -> float:
     """Estimated instructions of one call with vectors of `lanes` along `axis`; the accesses `tiled` are transposed."""
-    extents = {each.name: max(1, hint(each.extent)) for each in kernel.space}
+    extents = {each.name: max(1, estimate(each.extent)) for each in kernel.space}
     depends = axes_of(kernel)
     wide_values = frozenset(out for out, axes in depends.items() if axis in axes)
     inner = frozenset(kernel.reduced)
@@ -173,7 +173,9 @@ def _obstacle(kernel: Kernel, axis: str) -> str:
     if lines:
         return lines[0].why
     extent = next(each.extent for each in kernel.space if each.name == axis)
-    return f"its extent is {extent}"
+    if extent.value is not None:
+        return f"its extent is {extent}"
+    return f"its extent depends on sizes, and is about {estimate(extent)} where they are about {SYMBOL_GUESS}"
 
 
 def _lane_by_lane(kernel: Kernel, axis: str, tiled: frozenset[str] = frozenset()) -> tuple[Decision, ...]:
@@ -207,19 +209,19 @@ def _why_gather(index: Expr, axis: str) -> str:
 # ---------------------------------------------------------------------------------------------- unrolling
 
 
-def _unroll(kernel: Kernel, axis: str, lanes: int, target: Target) -> int:
+def _unroll(kernel: Kernel, axis: str, lanes: int, machine: Machine) -> int:
     """How many registers of the common type one step processes.
 
     Reductions want several independent accumulators to hide the latency of the joining operator, and column
     reductions want to read whole cache lines; both want few enough values to stay in registers.
     """
     if not any(isinstance(line.rhs, Reduce) for line in kernel.body):
-        halves = all(param.dtype.itemsize <= 2 for param in kernel.params) and 4 * lanes == target.register_bytes
-        halves = halves and tiling(kernel, axis, lanes, target).axis is None
-        return 2 if halves and pressure(kernel, axis) <= target.registers // 4 else 1
+        halves = all(param.dtype.itemsize <= 2 for param in kernel.params) and 4 * lanes == machine.isa.register_bytes
+        halves = halves and tiling(kernel, axis, lanes, machine).axis is None
+        return 2 if halves and pressure(kernel, axis) <= machine.isa.registers // 4 else 1
     extent = next(each.extent for each in kernel.space if each.name == axis).value
     live = pressure(kernel, axis)
-    fitting = [k for k in (4, 2, 1) if k * lanes <= 64 and k * live <= (target.registers * 3) // 4] or [1]
+    fitting = [k for k in (4, 2, 1) if k * lanes <= 64 and k * live <= (machine.isa.registers * 3) // 4] or [1]
     if extent is None:
         return fitting[0]
     return min(fitting, key=lambda k: (-(-extent // (k * lanes)) * k, -k))

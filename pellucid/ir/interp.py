@@ -66,13 +66,20 @@ def run_kernel(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[s
         _write(memory, index, value, join)
 
 
-def line_values(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[str, int]) -> dict[str, Tensor]:
-    """The value of every line but the stores, by name; see the top of this file for their shapes."""
+def line_values(
+    kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[str, int], given: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The value of every line but the stores, by name; see the top of this file for their shapes.
+
+    given: values of some lines, of which those that use them are computed instead.
+    """
     frame = _frame(kernel, buffers, symbols)
+    computed: dict[str, Tensor] = {}
     for line in kernel.body:
         if not isinstance(line.rhs, Store):
-            frame.values[line.out] = _value(frame, line)
-    return frame.values
+            computed[line.out] = _value(frame, line)
+            frame.values[line.out] = (given or {}).get(line.out, computed[line.out])
+    return computed
 
 
 def run_program(program: Program, inputs: Sequence[Tensor | int | None]) -> list[Tensor | int | None]:

@@ -101,7 +101,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """A reduction of `ops.REDUCTIONS` of `arg` over `axes`. All reductions of a kernel name the same axes."""
+    """A reduction of `ops.REDUCTIONS` of `arg` over `axes`; all of a kernel name the same axes, but in an attention."""
 
     op: str
     arg: str

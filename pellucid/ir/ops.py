@@ -1,8 +1,8 @@
 """The scalar operators of kernel bodies: one row holds every fact about an operator.
 
-A row's `name` is also the name of the C++ function in `native/prelude.h`, which is overloaded for scalars and
-vectors; its meaning is `evaluate`, on which the interpreter runs. Operators that PyTorch has and this table
-lacks are written as several lines by the lowering.
+A row's `name` is also the name of the C++ function in `native/kernel/scalar.h` and, for vectors, `vector.h`; its
+meaning is `evaluate`, on which the interpreter runs. Operators that PyTorch has and this table lacks are written as
+several lines by the lowering.
 """
 
 from __future__ import annotations

@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 
 class UserLine(NamedTuple):
-    """One line of the user's program. module: the path of the `nn.Module` that ran it, `blocks.1.norm`, if one did."""
+    """One line of the user's program. module: the path of the `nn.Module` that ran it, `blocks.1.norm`, if one did.
+
+    file: empty where only the module is known, as in an `nn.Sequential`, which PyTorch's own code runs; `code` is then
+    the module's class.
+    """
 
     file: str
     line: int
@@ -16,6 +20,8 @@ class UserLine(NamedTuple):
     module: str = ""
 
     def __str__(self) -> str:
+        if not self.file:
+            return f"module {self.module}" + (f" ({self.code})" if self.code else "")
         return f"{self.file}:{self.line}" + (f" ({self.module})" if self.module else "")
 
 

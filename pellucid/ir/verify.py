@@ -15,6 +15,7 @@ from math import gcd
 from typing_extensions import assert_never
 
 from pellucid.errors import InternalError
+from pellucid.ir.attention import find_attention
 from pellucid.ir.derived import FUNCTIONS, Apply, Float, Term, names_in
 from pellucid.ir.index import ONE, ZERO, Expr, Sym, Var, bounds, nonnegative, sym, total, var
 from pellucid.ir.nodes import (
@@ -131,8 +132,9 @@ def check_types(kernel: Kernel) -> None:
 
 
 def check_reductions(kernel: Kernel) -> None:
-    """All reductions name the same axes of the space, at least one; a maximum is never over nothing."""
+    """All reductions name the same axes of the space, at least one, but in an attention; no maximum is over nothing."""
     first: Line | None = None
+    in_turn = find_attention(kernel) is not None
     extents = kernel.ranges
     for line in kernel.body:
         if not isinstance(line.rhs, Reduce):
@@ -141,7 +143,7 @@ def check_reductions(kernel: Kernel) -> None:
         if not axes or len(set(axes)) != len(axes) or not extents.keys() >= set(axes):
             raise _kernel_error(kernel, line, "does not reduce over distinct axes of the kernel")
         first = first or line
-        if isinstance(first.rhs, Reduce) and set(axes) != set(first.rhs.axes):
+        if isinstance(first.rhs, Reduce) and set(axes) != set(first.rhs.axes) and not in_turn:
             raise _kernel_error(kernel, line, f"reduces over other axes than {first.out} does")
         if line.rhs.op not in ("sum", "prod", "any", "all") and any(extents[axis] == ZERO for axis in axes):
             raise _kernel_error(kernel, line, f"{line.rhs.op} over no elements has no value")
@@ -179,6 +181,8 @@ def check_store_collisions(kernel: Kernel) -> None:
             if any(load.buffer == store.buffer for _, load in kernel.loads()):
                 raise _kernel_error(kernel, line, f"loads {store.buffer}, which it scatters into")
             continue
+        if any(extents[axis] == ZERO for axis in scopes[line.out]):
+            continue  # it stores nothing, whatever strides an empty tensor has
         axes = [axis for axis in sorted(scopes[line.out]) if extents[axis] != ONE]
         for left, right in combinations(axes, 2):
             if _collide(store.index, left, right, extents):

@@ -8,18 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from pellucid.kit.debug.bisect import Bisected
 from pellucid.kit.debug.capture import CapturedRun, Replay
 from pellucid.kit.debug.check import ABOUT_AGAIN, AGAIN, Checked, Culprit
-from pellucid.kit.debug.cosim import COMPLETE, Cosimulated, Difference
+from pellucid.kit.debug.cosim import Cosimulated
 from pellucid.kit.debug.diff import Changes
+from pellucid.kit.debug.doctor import BAD, WARNING, Doctored
+from pellucid.kit.debug.explain import Explanation
+from pellucid.kit.debug.launch import Launch, launch_text
 from pellucid.kit.debug.match import Matches
 from pellucid.kit.debug.reasons import KINDS, Reasons
+from pellucid.kit.debug.simulation import COMPLETE, Difference
 from pellucid.kit.debug.testgen import Tests
+from pellucid.kit.debug.user_program import Faulty
+from pellucid.kit.debug.zoom import Inner
+from pellucid.kit.diagnose import Diagnosis
 from pellucid.kit.judge.judge import Judgement, Output, Verdict
+from pellucid.kit.metrics.summary import Summary, summary_text
 from pellucid.kit.minify.minify import Minified
-from pellucid.kit.subjects.explain import Explanation, Refusal
+from pellucid.kit.profile.result import Comparison, Profile
+from pellucid.kit.profile.table import comparison_text, headline, profile_text
+from pellucid.kit.report.request import Reported
+from pellucid.kit.subjects.refusals import Refusal
 from pellucid.printing import Part, Sentence, Table, code, name, place, relative, sentence
 
 _NOT_DONE = {
@@ -44,6 +56,7 @@ _MEANINGS = {
 
 _MOST = 10  # rows of one kind that are printed; `--json` has all of them
 _WHYS = 3  # of them with what is wrong in words
+_INSIDE = 4  # of the results that were not observed
 _LINES = 6  # of a plan's change that are printed
 _ONE_LINE = 62  # columns within which an example and its place stand on one line
 _BAD = "bold red"
@@ -62,7 +75,7 @@ def _checked(found: Checked) -> Iterator[RenderableType]:
     if found.variation:
         yield sentence(f"with inputs varied: {found.variation}")
     elif found.tried > 1:
-        yield sentence(f"{found.tried} variations of the inputs tried")
+        yield sentence(f"{_count(found.tried - 1, 'variation')} of the inputs tried too")
     if found.failure is not None:
         yield sentence(str(found.failure))
     if found.step is not None:
@@ -119,15 +132,36 @@ def _bisected(found: Bisected) -> Iterator[RenderableType]:
         return
     yield sentence("to blame: ", (found.component, _BAD), f" ({found.backend})")
     yield from _culprit(found.culprit) if found.culprit else ()
-    yield Table(("used up to", "verdict"), [(each.component, _verdict(each.verdict)) for each in found.tried])
+    other = " (another failure, not followed)"
+    rows = [(each.component, _verdict(each.verdict, other * each.other)) for each in found.tried]
+    yield Table(("used up to", "verdict"), rows)
 
 
 def _culprit(step: Culprit) -> Iterator[RenderableType]:
     """Which call of which graph, what it implements, and the user's lines."""
     called = f", called as {step.kernel}" if step.kernel else ""
     yield code((f"{step.op}{called}" if step.op else f"kernel {step.kernel}") + f" of graph {step.graph}")
-    yield sentence(f"  FX nodes: {', '.join(step.fx_nodes) or 'none'}", hang=4)
-    yield from (place(line, "  at ") for line in step.user_lines)
+    if step.line:
+        yield code(f"  C++ line {step.line}")
+    if step.inside:
+        yield from _inside(step.inside)
+    else:
+        yield sentence(f"  FX nodes: {', '.join(step.fx_nodes) or 'none'}", hang=4)
+        yield from (place(line, "  at ") for line in step.user_lines)
+    if step.fused:
+        parts = (", ".join(nodes) or "memory" for nodes in (step.fused.first, step.fused.second))
+        counted = f"  wrong from fusion {step.fused.number} of {step.fused.count} on: "
+        yield sentence(counted + " with ".join(parts), hang=4)
+
+
+def _inside(inner: Inner) -> Iterator[RenderableType]:
+    """The first operator inside a kernel that is wrong."""
+    scalar = f", in it {inner.scalar}" if inner.scalar and inner.scalar not in inner.fx_node else ""
+    yield sentence("  the first wrong operator inside it: ", (inner.fx_node, _BAD), scalar, hang=4)
+    if inner.user_line:
+        yield place(inner.user_line, "  at ")
+    told = f"  {_count(inner.values, 'value')} compared, of {inner.seen_in}; {inner.judgement.why}"
+    yield sentence(told, hang=4)
 
 
 def _cosimulated(found: Cosimulated) -> Iterator[RenderableType]:
@@ -148,15 +182,34 @@ def _cosimulated(found: Cosimulated) -> Iterator[RenderableType]:
     )
     if len(wrong) > _MOST:
         yield sentence(f"and {len(wrong) - _MOST} more")
+    first = found.first_divergence
+    if first is not None and first.inner is not None:
+        yield code(f"kernel {first.kernel} of graph {first.graph}")
+        yield from _inside(first.inner)
+    elif first is not None and first.opened:
+        yield sentence(f"kernel {first.kernel} was opened: once its inner values are stored, none of them is wrong")
     yield _LEGEND
 
 
 def _difference(found: Difference, why: bool) -> tuple[Any, ...]:
     """A row. why: also in words."""
-    what: list[Part] = [name(found.fx_node), name(found.kernel, "by ", f" of graph {found.graph}")]
+    where = f" of graph {found.graph}" if found.graph else ", before the graphs"
+    what: list[Part] = [name(found.fx_node), name(found.kernel, "by ", where)]
     what += [place(found.user_line, "at ")] if found.user_line else []
-    what += [sentence(found.judgement.why)] if why else []
+    what += [*_unobserved(found), sentence(found.judgement.why)] if why else []
     return *_numbers(found.judgement), what
+
+
+def _unobserved(found: Difference) -> Iterator[Part]:
+    """What may be at fault as well."""
+    if found.inner is not None:
+        return
+    if found.unobserved:
+        yield sentence("or what it is made of, inside kernels and not observed:")
+    for each in found.unobserved[:_INSIDE]:
+        yield place(each.user_line, f"  {each.fx_node} at ") if each.user_line else name(each.fx_node, "  ")
+    if len(found.unobserved) > _INSIDE:
+        yield sentence(f"  and {len(found.unobserved) - _INSIDE} more")
 
 
 def _captured(found: CapturedRun) -> Iterator[RenderableType]:
@@ -201,18 +254,56 @@ def _changes(found: Changes) -> Iterator[RenderableType]:
     yield code(f"- {relative(found.before)}\n+ {relative(found.after)}")
     rows = []
     for each in found.changed:
-        sides = [_side(each.kind, sign, text) for sign, text in (("- ", each.before), ("+ ", each.after)) if text]
+        sides = [
+            part for sign, text in (("- ", each.before), ("+ ", each.after)) for part in _side(each.kind, sign, text)
+        ]
         rows.append((each.kind, (sentence(each.what, hang=2), *sides)))
     yield Table((), rows)
 
 
-def _side(kind: str, sign: str, text: str) -> Part:
-    return code(_short(text), sign) if kind in ("kernel", "plan") else sentence(f"{sign}{text}", hang=2)
+def _doctored(found: Doctored) -> Iterator[RenderableType]:
+    """What is bad first; then what the machine can do."""
+    styles = {BAD: _BAD, WARNING: "yellow"}
+    rows = []
+    for check in found.checks:
+        told = [sentence(check.found)] + ([sentence(f"remedy: {check.remedy}", hang=8)] if check.remedy else [])
+        rows.append((Text(check.verdict, style=styles.get(check.verdict, "green")), check.name, told))
+    yield Table((), rows)
+    if found.machine is None:
+        return
+    figures, spread = found.machine.figures, found.machine.spread
+    yield sentence("")
+    pairs = [name.removesuffix(".one") for name in figures if name.endswith(".one")]
+    both = [
+        (_figure(figures[f"{each}.one"]), _figure(figures[f"{each}.all"]), _unsteady(spread, each)) for each in pairs
+    ]
+    rows = [(each, *numbers) for each, numbers in zip(pairs, both, strict=True)]
+    rows += [(name, _figure(figures[name]), "", f"ns  ±{spread.get(name, 0) / 2:.0%}") for name in _COSTS]
+    yield Table(("", "one thread", f"all {found.machine.cores}", ""), rows, right=frozenset((1, 2)))
+
+
+_COSTS = ("barrier", "call", "dispatch", "page", "latency")
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _unsteady(spread: Mapping[str, float], name: str) -> str:
+    """The unit, and half the width of what the middle half of the measurements spans."""
+    unit = "GB/s" if name.endswith(("read", "write")) else "GFLOP/s"
+    return f"{unit}  ±{max(spread.get(f'{name}.one', 0), spread.get(f'{name}.all', 0)) / 2:.0%}"
+
+
+def _side(kind: str, sign: str, text: str) -> list[Part]:
+    if kind in ("kernel", "plan"):
+        return [code(_short(text), sign)] if text else []
+    return [sentence(f"{sign}{line}", hang=2) for line in text.splitlines()]
 
 
 def _short(text: str) -> str:
     lines = text.splitlines()
-    more = [f"... and {len(lines) - _LINES} lines more"] if len(lines) > _LINES else []
+    more = [f"... and {_count(len(lines) - _LINES, 'line')} more"] if len(lines) > _LINES else []
     return "\n".join([*lines[:_LINES], *more])
 
 
@@ -241,16 +332,71 @@ def _minified(found: Minified) -> Iterator[RenderableType]:
         return
     cut = f"{_count(found.nodes_before, 'node')} became {found.nodes_after}, in {found.queries} queries"
     yield sentence((str(found.kind), _BAD), f" ({found.backend}): {cut} and {found.seconds:.1f} s")
-    yield code(found.graph)
+    if found.before is not None:
+        yield from _before(found.before)
+    else:
+        yield code(found.graph)
     if found.changes:
         yield sentence(f"its inputs were changed: {', '.join(found.changes)}")
     seen = "it fails so" if found.shown else "but run alone it does not fail so"
-    yield place(found.repro, "repro: ")
+    yield code(f"repro: {relative(found.repro)}")
     yield sentence(seen)
     if not found.finished:
         yield sentence("the budget was spent before the search was done")
     if found.others:
         yield sentence(f"other failures were met and not followed: {', '.join(found.others)}")
+
+
+def _diagnosed(found: Diagnosis) -> Iterator[RenderableType]:
+    """The page of a diagnosis: verdict, what is to blame and where, the program that shows it, what was done."""
+    yield _verdict(found.verdict, f" ({found.backend}): {_MEANINGS[found.verdict]}")
+    smallest = found.minified if found.minified is not None and not found.minified.good else None
+    judgement = found.divergence.judgement if found.divergence is not None else None
+    refused = found.reasons if found.reasons is not None and found.reasons.refused else None
+    rows: list[tuple[str, Any]] = [
+        ("failure", sentence(str(found.checked.failure)) if found.checked.failure is not None else None),
+        ("component", sentence((found.bisected.component, _BAD)) if found.bisected is not None else None),
+        ("kernel", code(found.kernel) if found.kernel else None),
+        ("operator", sentence(", ".join(found.fx_nodes)) if found.fx_nodes else None),
+        ("your line", tuple(place(line) for line in found.user_lines)),
+        ("why", sentence(judgement.why) if judgement is not None else None),
+        ("cause", sentence(refused.cause) if refused is not None else None),
+        ("hint", sentence(refused.hint) if refused is not None and refused.hint else None),
+        ("repro", code(relative(smallest.repro)) if smallest is not None else None),
+    ]
+    shown_rows = [(what, value) for what, value in rows if value]
+    if shown_rows:
+        yield Table((), shown_rows)
+    yield sentence(("what was done", "bold"))
+    done = [(each.tool, f"{each.seconds:.0f} s", sentence(each.found)) for each in found.stages]
+    yield Table((), done, right=frozenset((1,)))
+    yield sentence(("what to do next", "bold"))
+    for why, command in _next_steps(found, smallest):
+        yield sentence((f"  # {why}", "dim"), hang=4)
+        yield code(command, "  ")
+
+
+def _next_steps(found: Diagnosis, smallest: Minified | None) -> Iterator[tuple[str, str]]:
+    """What else can be seen, and by which command."""
+    target = found.target if found.backend == "pellucid" else f"{found.target} --backend {found.backend}"
+    if found.good:
+        yield "what was not fused, vectorised or compiled, and why", f"pellucid explain {target}"
+        return
+    if smallest is not None:
+        yield f"the failure alone, {_count(smallest.nodes_after, 'node')}", f"python {relative(smallest.repro)}"
+    if found.kernel and found.verdict is not Verdict.ERROR:
+        yield "the kernel's C++ beside your lines", f"pellucid match {target} --source"
+    yield "all that was compiled, to look at, to edit, or to send", f"pellucid capture {target}"
+
+
+def _before(fault: Faulty) -> Iterator[RenderableType]:
+    """What is wrong before the graphs."""
+    yield sentence(
+        "the graphs are right: the fault lies before them", *((", in ", (fault.stage, _BAD)) if fault.stage else ())
+    )
+    if fault.op:
+        yield sentence("the first wrong operator is ", (fault.op, _BAD))
+        yield place(fault.user_line, "  at ")
 
 
 def _explained(found: Reasons) -> Iterator[RenderableType]:
@@ -294,6 +440,15 @@ def _refusals(refusals: Sequence[Refusal]) -> Table:
     return Table(("times", "cause, and an example"), rows, right=frozenset((0,)))
 
 
+def _reported(found: Reported) -> Iterator[RenderableType]:
+    """Where the page is, and what stands first on it."""
+    if found.profile is not None:
+        yield from headline(found.profile)
+    for each in found.advice[:_WHYS]:
+        yield sentence(f"{each.what} ({each.evidence})", hang=2)
+    yield code(f"open {relative(found.page)}")
+
+
 def _example(refusal: Refusal) -> list[Part]:
     """What was hit, and where."""
     subject = ", ".join(refusal.subject)
@@ -322,10 +477,17 @@ _SHOW: Mapping[type, Callable[..., Iterator[RenderableType]]] = {
     CapturedRun: _captured,
     Changes: _changes,
     Checked: _checked,
+    Comparison: comparison_text,
     Cosimulated: _cosimulated,
+    Diagnosis: _diagnosed,
+    Doctored: _doctored,
+    Launch: launch_text,
     Matches: _matched,
     Minified: _minified,
+    Profile: profile_text,
     Reasons: _explained,
     Replay: _replayed,
+    Reported: _reported,
+    Summary: summary_text,
     Tests: _tests,
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pellucid.capture.graph import DTYPES, attribute_of, derived_sizes, dtype_of, shape_of
+from pellucid.capture.fx import DTYPES, attribute_of, derived_sizes, dtype_of, shape_of
 from pellucid.capture.torch_compat import is_symbolic
 from pellucid.errors import PellucidError, UnsupportedError
 from pellucid.ir.decision import Decision
@@ -16,12 +16,13 @@ from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Program, View
 
 # Their rules register themselves.
-from pellucid.lower import convolution, pointwise, pool, reduce, scatter, shapes  # noqa: F401
-from pellucid.lower.extern import CHOSEN, call_of, fallback_reason, lower_conjugate, lower_effect, lower_extern
-from pellucid.lower.graph import GraphBuilder, Result, overlaps_itself, whole
+from pellucid.lower import attention, contraction, convolution, pointwise, pool, reduce, scatter, shapes  # noqa: F401
+from pellucid.lower.extern import CHOSEN, extern_call, fallback_reason, lower_conjugate, lower_effect, lower_extern
+from pellucid.lower.program_builder import ProgramBuilder, Result, overlaps_itself, whole
 from pellucid.lower.registry import RULES, TAKES_FLOATS, NotLowered, overload_name
 from pellucid.lower.shapes import is_view, lower_view
 from pellucid.lower.unsigned import check_unsigned
+from pellucid.machine import AVX2, Machine
 
 __all__ = ["Lowered", "NotHeld", "has_loops", "lower", "tensors_of"]
 
@@ -53,15 +54,17 @@ def has_loops(node: torch.fx.Node) -> bool:
     Where a rule does not apply, ATen takes over: in any layout as well, but for the pooling of volumes.
     """
     name = overload_name(node)
-    return is_view(node) or (name in RULES and "pool3d" not in name)
+    return is_view(node) or (name in RULES and not any(word in name for word in ("pool3d", "attention")))
 
 
-def lower(graph_module: torch.fx.GraphModule) -> Lowered:
-    """Lower every node in order.
+def lower(graph_module: torch.fx.GraphModule, *, contract: bool = True, machine: Machine = AVX2) -> Lowered:
+    """Lower every node in order; matrix products, convolutions and attention call ATen unless `contract`.
+
+    machine: on which attention is as fast as ATen's, or not.
 
     Before: `%add = aten.add.Tensor(%x, %y)`. After: a kernel with `v2: f32 = add v0, v1` over add's shape.
     """
-    graph = GraphBuilder(derived_sizes(graph_module))
+    graph = ProgramBuilder(derived_sizes(graph_module), contract=contract, machine=machine)
     _bind_inputs(graph, graph_module)
     outputs: tuple[Result, ...] = ()
     for node in graph_module.graph.nodes:
@@ -80,7 +83,7 @@ def tensors_of(graph_module: torch.fx.GraphModule) -> tuple[View, ...]:
     return tuple(whole(name, value) for name, value in given.items() if isinstance(value, torch.Tensor))
 
 
-def _bind_inputs(graph: GraphBuilder, graph_module: torch.fx.GraphModule) -> None:
+def _bind_inputs(graph: ProgramBuilder, graph_module: torch.fx.GraphModule) -> None:
     """Arguments of the graph first, then its own tensors, in the order in which the program expects them."""
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
@@ -101,7 +104,7 @@ def _bind_inputs(graph: GraphBuilder, graph_module: torch.fx.GraphModule) -> Non
                 graph.bind(node, graph.add_constant(node.name, value))
 
 
-def _bind_number(graph: GraphBuilder, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Result:
+def _bind_number(graph: ProgramBuilder, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Result:
     number = graph.number(value)
     match number:
         case Expr():
@@ -120,7 +123,7 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedError(f"input {name} has layout {tensor.layout} and dtype {tensor.dtype}")
 
 
-def _lower_call(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def _lower_call(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     value = node.meta.get("val")
     if is_symbolic(value):
         return graph.number(value)
@@ -139,14 +142,14 @@ def _lower_call(graph: GraphBuilder, node: torch.fx.Node) -> Result:
         raise type(error)(error.message, hint=error.hint, context=error.context) from None
 
 
-def _lower_operator(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def _lower_operator(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     if node.target is torch.ops.higher_order.with_effects:
         return lower_effect(graph, node)
     name = overload_name(node)
     if name == "_conj.default":
         return lower_conjugate(graph, node)
     if name not in RULES or name in CHOSEN:
-        return lower_extern(graph, call_of(node), fallback_reason(node))
+        return lower_extern(graph, extern_call(node), fallback_reason(node))
     try:
         _check_layout(node)
         check_unsigned(name, node)
@@ -155,7 +158,7 @@ def _lower_operator(graph: GraphBuilder, node: torch.fx.Node) -> Result:
             raise NotLowered("its rule takes no floats that depend on sizes")
         return RULES[name](graph, node)
     except NotLowered as refusal:
-        return lower_extern(graph, call_of(node), str(refusal))
+        return lower_extern(graph, extern_call(node), str(refusal))
 
 
 def _check_layout(node: torch.fx.Node) -> None:

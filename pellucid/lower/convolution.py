@@ -1,4 +1,7 @@
-"""Convolutions of one tap are matrix products, where BLAS is no slower at them; all others are oneDNN's."""
+"""Convolutions in f32 are kernels: sums of products, which `codegen/contraction.py` knows how to run.
+
+oneDNN keeps the others, and all gradients but those of convolutions of one tap, which are matrix products.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,121 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.graph import origin_of
+from pellucid.capture.fx import origin_of, shape_of
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, const, nonnegative, product
+from pellucid.ir.index import ONE, ZERO, Expr, const, nonnegative, product
 from pellucid.ir.nodes import Extern, View
 from pellucid.ir.types import DType
-from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments
+from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
 
 _REASON = "a 1x1 convolution is a matrix product: BLAS computes it where the tensors lie"
 _ONEDNN = "convolution: oneDNN computes it"
+_OTHER = "convolution: kernels compute it in f32 alone, oneDNN in other types"
+_GROUPED = "convolution: kernels compute one group, or as many as channels, oneDNN other groups"
+_DYNAMIC = "convolution: kernels compute images of known sizes, oneDNN others"
+_PLANAR = "convolution: channels do not lie side by side, oneDNN computes it"
+_SINGLE = "convolution: one pixel or one channel is no product of matrices, oneDNN computes it"
+_SHORT = "convolution: a sum of few terms is mostly reading and writing, oneDNN computes it"
+_WEIGHT = "convolution: channels of the weight do not lie side by side, nor all taps, oneDNN computes it"
 _SLOW = "convolution: oneDNN computes it, at twice the rate of this machine's BLAS"
+# Terms from which on gathering windows is worth it.
+_FEW_TERMS = 32
+# Taps of a weight that lie side by side: a kernel packs those of some channels together.
+_MOST_TAPS = 128
 # Multiplications up to which a slow BLAS gains more by having less to prepare than it loses.
 _FEW = 4_000_000
 
 
 @rule("convolution.default")
-def convolution(graph: GraphBuilder, node: torch.fx.Node) -> Result:
-    """A 1x1 convolution in f32: with rows of pixels, y = x @ transposed weight. That spares oneDNN's preparations."""
+def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
+    """One kernel over images, outputs, pixels, channels and taps.
+
+    Before: `%conv = aten.convolution(%x, %w, ...)`.
+    After: `v: f32 = sum p over i4, i5, i6` with `p: f32 = mul x, w`, both loaded where the tap lies in the image.
+    Where `%x` is an image that was padded with zeros, the image itself is read: there the weight is loaded everywhere,
+    as zeros times a weight that is not finite are NaN.
+    """
     given = arguments(node, graph)
+    if not graph.contract:
+        return _one_by_one(graph, node, given)
+    unpadded = _unpadded(graph, node, given)
+    if unpadded is None:
+        _check_direct(given, shape_of(node.meta["val"]))
+    else:
+        given = unpadded
+    x, weight, bias = given["input"], given["weight"], given["bias"]
+    result = graph.new(node.meta["val"], "convolution")
+    depthwise = given["groups"] != 1
+    kernel = graph.kernel(node, (*result.shape, *weight.shape[1:]))
+    image, output, *pixel, channel, height, width = kernel.index
+    steps = zip(pixel, (height, width), given["stride"], given["dilation"], given["padding"], strict=True)
+    place = [at * stride + tap * dilation - padding for at, tap, stride, dilation, padding in steps]
+    inside = kernel.within(place, x.shape[2:])
+    terms = kernel.load(x.view, x.dtype, (image, output if depthwise else channel, *place), inside) * kernel.load(
+        weight.view, weight.dtype, (output, channel, height, width), None if unpadded else inside
+    )
+    value = kernel.reduce("sum", terms, (4, 5, 6))
+    if bias is not None:
+        value = value + kernel.load(bias.view, bias.dtype, (output,))
+    kernel.store(result.view, result.dtype, kernel.index[:4], value)
+    graph.emit(kernel)
+    return result
+
+
+def _unpadded(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The arguments of a convolution of an image that was padded with zeros, as one that pads; None for any other.
+
+    padding: zeros before the image; how many follow it, the shape of the result says.
+    """
+    source = node.args[0]
+    if not isinstance(source, torch.fx.Node) or source.target is not torch.ops.aten.constant_pad_nd.default:
+        return None
+    padded = arguments(source, graph)
+    right_first = padded["pad"]
+    known = all(isinstance(amount, int) and amount >= 0 for amount in right_first)
+    if not known or len(right_first) != 4 or padded["value"] != 0 or any(given["padding"]):
+        return None
+    made = {**given, "input": padded["self"], "padding": (right_first[2], right_first[0])}
+    try:
+        _check_direct(made, shape_of(node.meta["val"]))
+    except NotLowered:
+        return None
+    return made
+
+
+def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr]) -> None:
+    """Leave to oneDNN what it computes faster, and what has no kernel."""
+    x, weight, bias = given["input"], given["weight"], given["bias"]
+    if not x.dtype is weight.dtype is DType.F32 or (bias is not None and bias.dtype is not DType.F32):
+        raise NotLowered(_OTHER)
+    if len(weight.shape) != 4 or len(x.shape) != 4 or given["transposed"]:
+        raise NotLowered(_ONEDNN)
+    depthwise = given["groups"] == weight.shape[0].value == x.shape[1].value
+    if given["groups"] != 1 and not depthwise:
+        raise NotLowered(_GROUPED)
+    if any(extent == ZERO for extent in weight.shape):
+        raise NotLowered(_ONEDNN)
+    known = all(extent.value is not None for extent in (*x.shape, *weight.shape))
+    if _is_one_by_one(given) and given["groups"] == 1:
+        if _pixels(x) is None and not (known and (_lies(x, (0, 1, 2, 3)) or x.view.strides[1] == ONE)):
+            raise NotLowered(_PLANAR if known else _DYNAMIC)
+        return
+    if not known:
+        raise NotLowered(_DYNAMIC)
+    if x.view.strides[1] != ONE and x.shape[1] != ONE:
+        raise NotLowered(_PLANAR)
+    if given["groups"] == 1 and nonnegative(const(_FEW_TERMS - 1) - product(weight.shape[1:])):
+        raise NotLowered(_SHORT)
+    if ONE in (weight.shape[0], product((shape[0], *shape[2:]))):
+        raise NotLowered(_SINGLE)
+    planes = _lies(weight, (0, 1, 2, 3)) and nonnegative(const(_MOST_TAPS) - product(weight.shape[2:]))
+    if not planes and not _lies(weight, (0, 2, 3, 1)):
+        raise NotLowered(_WEIGHT)
+
+
+def _one_by_one(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, Any]) -> Result:
+    """A 1x1 convolution in f32: with rows of pixels, y = x @ transposed weight. That spares oneDNN's preparations."""
     _check_one_by_one(given)
     result = graph.new(node.meta["val"], "convolution")
     x, y = _pixels(given["input"]), _pixels(result)
@@ -40,7 +139,7 @@ def convolution(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("convolution_backward.default")
-def convolution_backward(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def convolution_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """Gradients of a 1x1 convolution in f32: those of x are dy @ weight, those of weight transposed dy @ x."""
     given = arguments(node, graph)
     _check_one_by_one(given)
@@ -63,19 +162,16 @@ def convolution_backward(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 def _check_one_by_one(given: Mapping[str, Any]) -> None:
-    weight: TensorRef = given["weight"]
-    steps = (*given["stride"], *given["dilation"])
-    plain = (
-        weight.dtype is DType.F32
-        and len(weight.shape) == 4
-        and weight.shape[2:] == (ONE, ONE)
-        and all(step == 1 for step in steps)
-        and all(padding == 0 for padding in given["padding"])
-        and not given["transposed"]
-        and given["groups"] == 1
-    )
-    if not plain:
+    plain = given["weight"].dtype is DType.F32 and not given["transposed"] and given["groups"] == 1
+    if not plain or not _is_one_by_one(given):
         raise NotLowered(_ONEDNN)
+
+
+def _is_one_by_one(given: Mapping[str, Any]) -> bool:
+    """True if each pixel of the result is made of one pixel of the image."""
+    steps = (*given["stride"], *given["dilation"])
+    one_tap = len(given["weight"].shape) == 4 and given["weight"].shape[2:] == (ONE, ONE)
+    return one_tap and all(step == 1 for step in steps) and not any(given["padding"])
 
 
 def _check_rate(x: View, y: View) -> None:
@@ -123,7 +219,7 @@ def _transposed(matrix: View) -> View:
     return View(matrix.buffer, matrix.shape[::-1], matrix.strides[::-1], matrix.offset)
 
 
-def _emit(graph: GraphBuilder, node: torch.fx.Node, args: tuple[View, ...], result: View) -> None:
+def _emit(graph: ProgramBuilder, node: torch.fx.Node, args: tuple[View, ...], result: View) -> None:
     """result = left @ right, for args (left, right); a bias before them is added to each row."""
     graph.decide(Decision("lower.fallback", (node.name,), False, _REASON, (("op", str(node.target)),)))
     graph.emit_extern(

@@ -7,28 +7,22 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.graph import origin_of
+from pellucid.capture.fx import origin_of
 from pellucid.errors import UnsupportedError
 from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Float
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Arg, Enum, Extern, View
-from pellucid.lower.graph import GraphBuilder, Result, TensorRef, overlaps_itself
+from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, overlaps_itself
 from pellucid.lower.registry import overload_name
 
 # Why ATen computes an operator although it is known well; everything else lacks a lowering.
-_GEMM = "matrix multiplication: ATen's BLAS computes it"
-_ATTENTION = "attention: ATen's fused kernel computes it"
+_GEMM = "matrix multiplication of integers: ATen's BLAS computes it"
+_ATTENTION = "gradients of attention: ATen's fused kernel computes them"
 _RANDOM = "random numbers come from eager's own stream"
 CHOSEN: dict[str, str] = {
-    **dict.fromkeys(("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "_int_mm.default"), _GEMM),
-    **dict.fromkeys(
-        (
-            "_scaled_dot_product_flash_attention_for_cpu.default",
-            "_scaled_dot_product_flash_attention_for_cpu_backward.default",
-        ),
-        _ATTENTION,
-    ),
+    "_int_mm.default": _GEMM,
+    "_scaled_dot_product_flash_attention_for_cpu_backward.default": _ATTENTION,
 }
 
 # These write their result into memory that the program gives them, instead of allocating at each call.
@@ -36,7 +30,7 @@ _OUT_VARIANTS = {f"{name}.default": f"{name}.out" for name in ("mm", "addmm", "b
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ExternCall:
     """A call of a dispatcher operator: what an FX node does, or what a higher-order operator does on its behalf.
 
     metas: the fake results, none for an operator that returns nothing.
@@ -56,7 +50,7 @@ class Call:
         return torch.Tag.nondeterministic_seeded in self.target.tags
 
 
-def call_of(node: torch.fx.Node) -> Call:
+def extern_call(node: torch.fx.Node) -> ExternCall:
     """The call that `node` makes; raises `UnsupportedError` if it is not one of the dispatcher's operators."""
     if not isinstance(node.target, torch._ops.OpOverload):
         raise UnsupportedError(
@@ -66,7 +60,7 @@ def call_of(node: torch.fx.Node) -> Call:
     meta = node.meta.get("val")  # absent where an operator returns nothing
     several = isinstance(meta, list | tuple)
     metas = tuple(meta) if several else (meta,) if node.target._schema.returns else ()
-    return Call(node, node.target, node.args, dict(node.kwargs), metas, several, _used(node, len(metas), several))
+    return ExternCall(node, node.target, node.args, dict(node.kwargs), metas, several, _used(node, len(metas), several))
 
 
 def _used(node: torch.fx.Node, count: int, several: bool) -> frozenset[int]:
@@ -77,9 +71,9 @@ def _used(node: torch.fx.Node, count: int, several: bool) -> frozenset[int]:
     return frozenset(int(pick) % count for pick in picks)  # type: ignore[arg-type]
 
 
-def lower_conjugate(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def lower_conjugate(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """Eager's lazy conjugate is a flag on a view; buffers have no flags, so it is computed at once."""
-    call = replace(call_of(node), target=torch.ops.aten.conj_physical.default)
+    call = replace(extern_call(node), target=torch.ops.aten.conj_physical.default)
     return lower_extern(graph, call, "complex numbers are left to ATen")
 
 
@@ -93,17 +87,17 @@ def fallback_reason(node: torch.fx.Node) -> str:
     return f"there is no lowering for {node.target}"
 
 
-def lower_effect(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def lower_effect(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """`with_effects(token, operator, ...)`: call the operator, in order. Tokens hold nothing: callers pass None."""
     _, target, *args = node.args
     metas = tuple(node.meta["val"])[1:] if target._schema.returns else ()  # type: ignore[union-attr]
     used = frozenset(pick - 1 for pick in _used(node, len(metas) + 1, True) if pick > 0)
-    call = Call(node, target, tuple(args), dict(node.kwargs), metas, True, used)  # type: ignore[arg-type]
+    call = ExternCall(node, target, tuple(args), dict(node.kwargs), metas, True, used)  # type: ignore[arg-type]
     results = lower_extern(graph, call, f"{target} has an effect, which keeps its place in the order", ordered=True)
     return (None, *results)  # type: ignore[misc]
 
 
-def lower_extern(graph: GraphBuilder, call: Call, reason: str, *, ordered: bool = False) -> Result:
+def lower_extern(graph: ProgramBuilder, call: ExternCall, reason: str, *, ordered: bool = False) -> Result:
     """Call the operator as it is, and say why."""
     node, target = call.node, call.target
     graph.decide(Decision("lower.fallback", (node.name,), False, reason, (("op", str(target)),)))
@@ -130,12 +124,12 @@ def lower_extern(graph: GraphBuilder, call: Call, reason: str, *, ordered: bool 
     return results if call.several else results[0] if results else None
 
 
-def _out_variant(call: Call) -> str | None:
+def _out_variant(call: ExternCall) -> str | None:
     variant = _OUT_VARIANTS.get(f"{call.target._opname}.{call.target._overloadname}")
     return variant if call.target.namespace == "aten" and variant and not overlaps_itself(call.metas[0]) else None
 
 
-def _mutated(graph: GraphBuilder, call: Call) -> tuple[str, ...]:
+def _mutated(graph: ProgramBuilder, call: ExternCall) -> tuple[str, ...]:
     """Buffers behind the arguments that the schema declares as written."""
     names: list[str] = []
     given = {argument.name: value for argument, value in zip(call.target._schema.arguments, call.args, strict=False)}
@@ -148,7 +142,7 @@ def _mutated(graph: GraphBuilder, call: Call) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _argument(graph: GraphBuilder, value: Any) -> Arg:
+def _argument(graph: ProgramBuilder, value: Any) -> Arg:
     """An argument of an FX call as the IR writes it."""
     if isinstance(value, list | tuple):
         return tuple(_argument(graph, item) for item in value)

@@ -12,8 +12,8 @@ import torch
 from pellucid.ir.derived import Float
 from pellucid.ir.index import Expr
 from pellucid.ir.types import DType
-from pellucid.lower.builder import KernelBuilder, Value, broadcast_index, wrap
-from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
+from pellucid.lower.kernel_builder import KernelBuilder, Value, broadcast_index, wrap
+from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
 from pellucid.lower.unsigned import common_type
 
@@ -43,7 +43,7 @@ def pointwise(*names: str, promote: Promote = Promote.RESULT) -> Callable[[Formu
     return register
 
 
-def lower_pointwise(graph: GraphBuilder, node: torch.fx.Node, formula: Formula, promote: Promote) -> Result:
+def lower_pointwise(graph: ProgramBuilder, node: torch.fx.Node, formula: Formula, promote: Promote) -> Result:
     """One kernel over the shape of the result."""
     given = arguments(node, graph)
     meta = node.meta["val"]
@@ -196,7 +196,7 @@ def _division(*names: str) -> Callable[[Formula], Formula]:
     raises an error that kernels cannot raise."""
 
     def register(formula: Formula) -> Formula:
-        def lowered(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+        def lowered(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
             meta, divisor = node.meta["val"], graph.value(node.args[1])
             if not meta.dtype.is_floating_point and (isinstance(divisor, TensorRef) or divisor == 0):
                 raise NotLowered("an integer divided by what may be 0: ATen reports the error")
@@ -240,7 +240,7 @@ def div_mode(x: Value, y: Value, rounding_mode: str | None) -> Value:
 
 
 @rule("pow.Tensor_Scalar", floats=True)
-def pow_scalar(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def pow_scalar(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """In f16 eager has no square root for the exponents 0.5 and -0.5: they differ at -inf and -0.0."""
     formula = _power if node.meta["val"].dtype is torch.float16 else _power_or_root
     return lower_pointwise(graph, node, formula, Promote.RESULT)
@@ -371,7 +371,7 @@ def clone(x: Value, *_: object) -> Value:
 
 
 @rule("_to_copy.default", "convert_element_type.default")
-def to_copy(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def to_copy(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """A conversion that the user asked for: unlike a result that happens to be narrow, it rounds at once."""
     device = node.kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":  # type: ignore[arg-type]
@@ -386,7 +386,7 @@ def copy(x: Value, source: Value, *_: object) -> Value:
 
 
 @rule("copy_.default")
-def copy_(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def copy_(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """The write-back of a mutated input."""
     target, source = graph.value(node.args[0]), graph.value(node.args[1])
     kernel = graph.kernel(node, target.shape)

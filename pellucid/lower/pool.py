@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pellucid.capture.graph import shape_of
-from pellucid.ir.index import Expr, bounds, const, exact_div, floordiv, nonnegative, product, total
+from pellucid.capture.fx import shape_of
+from pellucid.ir.index import Expr, const, exact_div, floordiv, product, total
 from pellucid.ir.types import DType
-from pellucid.lower.builder import KernelBuilder, Value
-from pellucid.lower.extern import call_of
-from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
+from pellucid.lower.extern import extern_call
+from pellucid.lower.kernel_builder import KernelBuilder, Value, both
+from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
 
 Coordinates: TypeAlias = tuple[Expr, ...]
@@ -56,8 +56,7 @@ class _Windows:
         windows = kernel.index[-self.rank :]
         for element in itertools.product(*map(range, self.size)):
             place = tuple(self.position(d, windows[d], element[d]) for d in range(self.rank))
-            masks = [_within(kernel, place[d], self.shape[d]) for d in range(self.rank)]
-            yield element, (*kernel.index[: -self.rank], *place), _both(masks)
+            yield element, (*kernel.index[: -self.rank], *place), kernel.within(place, self.shape)
 
     def containing(self, kernel: KernelBuilder, at: Sequence[Expr]) -> Iterator[tuple[tuple[Expr, ...], Value | None]]:
         """(window, whether there is such a one) for all that the input element `at` can lie in."""
@@ -73,31 +72,15 @@ class _Windows:
                     break
                 if gap.value is None and (back[d] + 1) * self.stride[d] > reach[d] + 1:
                     masks.append(kernel.position(gap) <= reach[d])
-                masks.append(_within(kernel, window, self.out[d]))
+                masks.append(kernel.within([window], [self.out[d]]))
                 windows.append(window)
             else:
-                yield tuple(windows), _both(masks)
+                yield tuple(windows), both(masks)
 
     def blocks(self) -> tuple[int, ...]:
         """Neighbours that one point of a backward kernel computes: then they share the windows that they lie in."""
         divides = (exact_div(n, const(s)) is not None for n, s in zip(self.shape, self.stride, strict=True))
         return tuple(s if whole else 1 for s, whole in zip(self.stride, divides, strict=True))
-
-
-def _within(kernel: KernelBuilder, position: Expr, extent: Expr) -> Value | None:
-    """The condition that a position lies in a dimension of `extent`; None if it always does."""
-    span = bounds(position, kernel.ranges)
-    conditions: list[Value] = []
-    if span is None or not nonnegative(span[0]):
-        conditions.append(kernel.position(position) >= 0)
-    if span is None or not nonnegative(extent - 1 - span[1]):
-        conditions.append(kernel.position(position) < kernel.size_value(extent, DType.I64))
-    return _both(conditions)
-
-
-def _both(masks: Sequence[Value | None]) -> Value | None:
-    present = [mask for mask in masks if mask is not None]
-    return reduce(lambda a, b: a & b, present) if present else None
 
 
 def _windows(given: Any, x: TensorRef, out: Sequence[Expr], rank: int) -> _Windows:
@@ -123,13 +106,13 @@ def _lowest(dtype: DType) -> float:
 
 
 @rule("max_pool2d_with_indices.default", "max_pool3d_with_indices.default")
-def max_pool(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def max_pool(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """(greatest element of each window, its position in the flattened spatial dimensions); a NaN is the greatest."""
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     metas = node.meta["val"]
     windows = _windows(given, x, shape_of(metas[0]), _rank(node))
-    if 1 not in call_of(node).used:
+    if 1 not in extern_call(node).used:
         values = graph.new(metas[0], op_name(node))
         kernel = graph.kernel(node, values.shape)
         elements = [
@@ -180,7 +163,7 @@ def _best(kernel: KernelBuilder, x: TensorRef, windows: _Windows) -> tuple[Value
 
 
 @rule("max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default")
-def max_pool_backward(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def max_pool_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """Each element of the input adds up the gradients of the windows whose maximum it is."""
     given = arguments(node, graph)
     grad, x, positions = given["grad_output"], given["self"], given["indices"]
@@ -198,7 +181,7 @@ def max_pool_backward(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 def _collect(
-    graph: GraphBuilder,
+    graph: ProgramBuilder,
     node: torch.fx.Node,
     x: TensorRef,
     windows: _Windows,
@@ -224,7 +207,7 @@ def _collect(
 
 
 @rule("avg_pool2d.default", "avg_pool3d.default")
-def average_pool(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def average_pool(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     if not x.dtype.is_float:
@@ -241,7 +224,7 @@ def average_pool(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("avg_pool2d_backward.default", "avg_pool3d_backward.default")
-def average_pool_backward(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def average_pool_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     grad, x = given["grad_output"], given["self"]
     windows = _windows(given, x, grad.shape, _rank(node))
@@ -282,7 +265,7 @@ def _divisor(kernel: KernelBuilder, given: Any, windows: _Windows, window: Seque
 
 
 @rule("_adaptive_avg_pool2d.default", "_adaptive_avg_pool3d.default")
-def adaptive_average_pool(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def adaptive_average_pool(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """Windows of one size that do not overlap: a sum over two more dimensions."""
     x: TensorRef = graph.value(node.args[0])
     rank = _rank(node)
@@ -305,7 +288,7 @@ def adaptive_average_pool(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("_adaptive_avg_pool2d_backward.default", "_adaptive_avg_pool3d_backward.default")
-def adaptive_average_pool_backward(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def adaptive_average_pool_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """Where windows do not overlap, each element has a share of the gradient of its own."""
     grad, x = (graph.value(arg) for arg in node.args[:2])
     rank = _rank(node)

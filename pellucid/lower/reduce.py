@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.graph import DTYPES
+from pellucid.capture.fx import DTYPES
 from pellucid.ir.index import ZERO, Expr
 from pellucid.ir.types import TORCH_DTYPES, DType
-from pellucid.lower.builder import KernelBuilder, Value
-from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, numel, op_name
+from pellucid.lower.kernel_builder import KernelBuilder, Value
+from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, numel, op_name
 from pellucid.lower.registry import NotLowered, rule
 
 # Combines the loaded element's reduction: (kernel, value, dims) -> result.
@@ -40,7 +40,7 @@ def _nonempty(x: TensorRef, dims: Sequence[int], what: str) -> None:
 
 
 def lower_reduction(
-    graph: GraphBuilder,
+    graph: ProgramBuilder,
     node: torch.fx.Node,
     dims: Any,
     keepdim: bool,
@@ -76,7 +76,7 @@ def _position(name: str) -> Body:
 
 
 @rule("sum.default", "sum.dim_IntList", "prod.default", "prod.dim_int")
-def sum_or_prod(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def sum_or_prod(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     dtype = DTYPES[node.meta["val"].dtype]
     name = {"sum": "any", "prod": "all"}[op_name(node)] if dtype is DType.BOOL else op_name(node)
@@ -84,7 +84,7 @@ def sum_or_prod(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("mean.default", "mean.dim")
-def mean(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def mean(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
 
     def body(kernel: KernelBuilder, value: Value, dims: tuple[int, ...]) -> Value:
@@ -95,7 +95,7 @@ def mean(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("amax.default", "amin.default")
-def amax(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def amax(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     _nonempty(x, normalized(given["dim"], len(x.shape)), op_name(node))
@@ -103,14 +103,14 @@ def amax(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("max.default", "min.default")
-def max_all(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def max_all(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     x: TensorRef = graph.value(node.args[0])
     _nonempty(x, range(len(x.shape)), op_name(node))
     return lower_reduction(graph, node, None, False, [_simple(op_name(node))], x.dtype)
 
 
 @rule("max.dim", "min.dim")
-def max_dim(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def max_dim(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     _nonempty(x, normalized(given["dim"], len(x.shape)), op_name(node))
@@ -120,7 +120,7 @@ def max_dim(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("argmax.default", "argmin.default")
-def argmax(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def argmax(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     _nonempty(x, normalized(given["dim"], len(x.shape)), op_name(node))
@@ -128,7 +128,7 @@ def argmax(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims")
-def any_all(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def any_all(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     bodies = [_simple(op_name(node))]
     return lower_reduction(graph, node, given.get("dim"), given.get("keepdim", False), bodies, DType.BOOL)
@@ -154,7 +154,11 @@ def _moments(kernel: KernelBuilder, value: Value, dims: tuple[int, ...]) -> tupl
 
 
 @rule("var.correction", "var_mean.correction")
-def var(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def var(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
+    """In the type of the input. Eager adds up f32 in f64: its relative error is 6e-8, ours up to 4e-7.
+
+    In f64 even rows of two elements took longer: 525 us instead of 484 for 200,000 of them (AMD EPYC with AVX2).
+    """
     given = arguments(node, graph)
     correction = 1 if given["correction"] is None else given["correction"]
     x: TensorRef = given["self"]
@@ -172,7 +176,7 @@ def var(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("_softmax.default", "_log_softmax.default", "_safe_softmax.default")
-def softmax(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def softmax(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """exp(x - max) / sum, or x - max - log(sum): one kernel with two reductions over the same axis.
 
     The safe softmax of a row of which every element is -inf (all of it masked) is 0 instead of NaN.
@@ -196,7 +200,7 @@ def softmax(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("native_layer_norm.default")
-def layer_norm(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def layer_norm(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """(normalised, mean, reciprocal standard deviation) in one kernel."""
     given = arguments(node, graph)
     x: TensorRef = given["input"]
@@ -227,7 +231,7 @@ _PREFIX_STEPS = 1 << 17
 
 
 @rule("cumsum.default")
-def cumsum(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def cumsum(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """result[i] = sum over j of (x[j] if j <= i else 0)."""
     given = arguments(node, graph)
     x: TensorRef = given["self"]

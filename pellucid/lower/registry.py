@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import torch
 
-from pellucid.lower.graph import GraphBuilder, Result
+from pellucid.lower.program_builder import ProgramBuilder, Result
 
-Rule: TypeAlias = Callable[[GraphBuilder, torch.fx.Node], Result]
+Rule: TypeAlias = Callable[[ProgramBuilder, torch.fx.Node], Result]
 
 RULES: dict[str, Rule] = {}
 

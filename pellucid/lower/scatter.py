@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, floordiv, of_atom
+from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, floordiv, nonnegative, of_atom
 from pellucid.ir.nodes import View
 from pellucid.ir.types import DType
-from pellucid.lower.builder import KernelBuilder, Value, broadcast_index
-from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
+from pellucid.lower.kernel_builder import KernelBuilder, Value, broadcast_index
 from pellucid.lower.pointwise import check_fits
+from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
 from pellucid.lower.shapes import check_ranks, checked_position, clamped, inside
 
@@ -27,7 +27,7 @@ from pellucid.lower.shapes import check_ranks, checked_position, clamped, inside
 _JOINS = {"sum": "add", "add": "add", "prod": "mul", "multiply": "mul", "amax": "maximum", "amin": "minimum"}
 
 
-def _copied(graph: GraphBuilder, node: torch.fx.Node, x: TensorRef) -> TensorRef:
+def _copied(graph: ProgramBuilder, node: torch.fx.Node, x: TensorRef) -> TensorRef:
     """A fresh buffer for the result of `node` that holds the elements of `x`."""
     result = graph.new(node.meta["val"], op_name(node))
     kernel = graph.kernel(node, result.shape)
@@ -37,7 +37,7 @@ def _copied(graph: GraphBuilder, node: torch.fx.Node, x: TensorRef) -> TensorRef
     return result
 
 
-def _constant(graph: GraphBuilder, node: torch.fx.Node, number: float) -> TensorRef:
+def _constant(graph: ProgramBuilder, node: torch.fx.Node, number: float) -> TensorRef:
     """A fresh buffer for the result of `node` that holds `number` everywhere."""
     result = graph.new(node.meta["val"], op_name(node))
     kernel = graph.kernel(node, result.shape)
@@ -55,7 +55,7 @@ def _check_join(join: str, dtype: DType) -> None:
 
 
 @rule("embedding_dense_backward.default")
-def embedding_backward(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def embedding_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """The rows of the gradient, added up by the row of the table that they came from."""
     given = arguments(node, graph)
     grad, indices = given["grad_output"], given["indices"]
@@ -75,7 +75,7 @@ def embedding_backward(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("index_add.default", "index_copy.default", "index_fill.int_Scalar", "index_fill.int_Tensor")
-def index_along(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def index_along(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """Whole slices along a dimension, one for each element of a vector of positions."""
     given = arguments(node, graph)
     x, indices = given["self"], given["index"]
@@ -104,7 +104,7 @@ def index_along(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 @rule("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add.default",
       "scatter_reduce.two")  # fmt: skip
-def scatter(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """One element along a dimension for each element of a tensor of positions."""
     given = arguments(node, graph)
     x, indices = given["self"], given["index"]
@@ -130,7 +130,7 @@ def scatter(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 def _choose(
-    graph: GraphBuilder, node: torch.fx.Node, x: TensorRef, indices: TensorRef, source: Any, dim: int, join: str
+    graph: ProgramBuilder, node: torch.fx.Node, x: TensorRef, indices: TensorRef, source: Any, dim: int, join: str
 ) -> Result:
     """One written element per slice: result = where(position == index, source, x). It fuses with what makes `x`."""
     result = graph.new(node.meta["val"], op_name(node))
@@ -152,7 +152,7 @@ def _choose(
 
 
 def _scatter_into(
-    graph: GraphBuilder, node: torch.fx.Node, result: TensorRef, indices: TensorRef, source: Any, dim: int, join: str
+    graph: ProgramBuilder, node: torch.fx.Node, result: TensorRef, indices: TensorRef, source: Any, dim: int, join: str
 ) -> None:
     kernel = graph.kernel(node, indices.shape)
     position = checked_position(kernel, indices, kernel.index, result, dim, wrap=False)
@@ -183,7 +183,7 @@ def _identity(join: str, dtype: DType) -> float:
 
 
 @rule("index_put.default", "_unsafe_index_put.default")
-def index_put(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def index_put(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """`x[i, j, :, k] = values`: the index tensors are broadcast together, and the values to the shape they select."""
     given = arguments(node, graph)
     x, values = given["self"], given["values"]
@@ -225,7 +225,7 @@ def _broadcast_shape(shapes: Sequence[tuple[Expr, ...]]) -> tuple[Expr, ...]:
 
 
 def _masked_put(
-    graph: GraphBuilder,
+    graph: ProgramBuilder,
     node: torch.fx.Node,
     x: TensorRef,
     indices: Sequence[TensorRef | None],
@@ -254,7 +254,7 @@ def _masked_put(
 
 
 @rule("slice_scatter.default")
-def slice_scatter(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def slice_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """A choice per element: that of the source where the position lies in the slice."""
     given = arguments(node, graph)
     x, source = given["self"], given["src"]
@@ -280,8 +280,29 @@ def slice_scatter(graph: GraphBuilder, node: torch.fx.Node) -> Result:
     return result
 
 
+@rule("select_scatter.default")
+def select_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
+    """A choice per element: that of the source at one position."""
+    given = arguments(node, graph)
+    x, source = given["self"], given["src"]
+    dim, chosen = given["dim"] % len(x.shape), as_expr(given["index"])
+    if not nonnegative(chosen):
+        chosen = chosen + x.shape[dim]
+        if not nonnegative(chosen):
+            raise NotLowered("a dynamic position that may count from the end")
+    result = graph.new(node.meta["val"], "select_scatter")
+    kernel = graph.kernel(node, result.shape)
+    here = kernel.position(kernel.index[dim]).op("eq", kernel.size_value(chosen, DType.I64))
+    index = kernel.index[:dim] + kernel.index[dim + 1 :]
+    new = kernel.load(source.view, source.dtype, index).to(result.dtype)
+    old = kernel.load(x.view, x.dtype, kernel.index)
+    kernel.store(result.view, result.dtype, kernel.index, kernel.where(here, new, old))
+    graph.emit(kernel)
+    return result
+
+
 @rule("diagonal_scatter.default")
-def diagonal_scatter(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def diagonal_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """A copy, and then the source written to its diagonal."""
     given = arguments(node, graph)
     x, source, offset = given["self"], given["src"], given["offset"]

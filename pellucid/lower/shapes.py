@@ -11,9 +11,9 @@ import torch
 from pellucid.ir.derived import Float
 from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, of_atom, val
 from pellucid.ir.types import DType
-from pellucid.lower.builder import KernelBuilder, Value, broadcast_index
-from pellucid.lower.graph import GraphBuilder, Result, TensorRef, arguments, op_name
+from pellucid.lower.kernel_builder import KernelBuilder, Value, broadcast_index
 from pellucid.lower.pointwise import check_fits
+from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
 
 # Views that change values: their tensors carry a flag instead of other elements.
@@ -47,7 +47,7 @@ def _keeps_dtype(node: torch.fx.Node) -> bool:
     )
 
 
-def lower_view(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def lower_view(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """Every view operator at once: the same buffer with the sizes and strides that eager gives the result."""
     base: TensorRef = graph.value(node.args[0])
     meta = node.meta["val"]
@@ -58,7 +58,7 @@ def lower_view(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 @rule("full.default", "scalar_tensor.default", "full_like.default", "empty.memory_format", "empty_strided.default",
       "empty_like.default", "empty_permuted.default", floats=True)  # fmt: skip
-def full(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def full(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """A constant. What eager leaves uninitialised is 0 here, so that runs can be compared."""
     deterministic: Any = torch.utils.deterministic
     filled = torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory
@@ -81,7 +81,7 @@ def full(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("arange.default", "arange.start", "arange.start_step", "iota.default")
-def arange(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def arange(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """start + i * step; for floats in the type in which eager accumulates."""
     given = arguments(node, graph)
     start, step = given.get("start", 0), given.get("step", 1)
@@ -114,7 +114,7 @@ def inside(kernel: KernelBuilder, position: Expr, low: Expr, high: Expr, extent:
 
 
 def _moved(
-    graph: GraphBuilder, kernel: KernelBuilder, result: TensorRef, source: TensorRef, index: Sequence[Expr]
+    graph: ProgramBuilder, kernel: KernelBuilder, result: TensorRef, source: TensorRef, index: Sequence[Expr]
 ) -> TensorRef:
     """Finish a kernel whose every element of `result` is the element of `source` at `index`."""
     kernel.store(result.view, result.dtype, kernel.index, kernel.load(source.view, source.dtype, index))
@@ -123,7 +123,7 @@ def _moved(
 
 
 @rule("cat.default")
-def cat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def cat(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """One kernel that loads from the tensor whose part of the dimension the point lies in."""
     given = arguments(node, graph)
     # A tensor of shape (0,) is skipped by eager whatever the others' rank is.
@@ -151,7 +151,7 @@ def cat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("constant_pad_nd.default")
-def constant_pad(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def constant_pad(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     check_fits(given["value"], x.dtype)
@@ -184,7 +184,7 @@ def clamped(bound: Any, size: Expr, default: Expr) -> Expr:
 
 
 @rule("flip.default")
-def flip(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def flip(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     dims = {d % len(x.shape) for d in given["dims"]} if x.shape else set()
@@ -195,7 +195,7 @@ def flip(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("repeat.default")
-def repeat(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def repeat(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """Coordinates modulo the size of the repeated tensor."""
     x: TensorRef = graph.value(node.args[0])
     result = graph.new(node.meta["val"], "repeat")
@@ -232,7 +232,7 @@ def check_ranks(what: str, x: TensorRef, *others: object) -> None:
 
 
 @rule("embedding.default")
-def embedding(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def embedding(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     weight, indices = graph.value(node.args[0]), graph.value(node.args[1])
     result = graph.new(node.meta["val"], "embedding")
     kernel = graph.kernel(node, result.shape)
@@ -241,7 +241,7 @@ def embedding(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("index_select.default")
-def index_select(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def index_select(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x, indices = given["self"], given["index"]
     if not x.shape:
@@ -256,7 +256,7 @@ def index_select(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("gather.default")
-def gather(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def gather(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x, indices = given["self"], given["index"]
     check_ranks("gather", x, indices)
@@ -269,7 +269,7 @@ def gather(graph: GraphBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("index.Tensor")
-def index_tensor(graph: GraphBuilder, node: torch.fx.Node) -> Result:
+def index_tensor(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """`x[i, j, :, k]`: the index tensors are broadcast together; where they stand apart, their dimensions lead."""
     x: TensorRef = graph.value(node.args[0])
     given: list[TensorRef | None] = list(graph.value(node.args[1]))

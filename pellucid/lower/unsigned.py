@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.graph import DTYPES
+from pellucid.capture.fx import DTYPES
 from pellucid.ir.types import DType
-from pellucid.lower.graph import op_name
+from pellucid.lower.program_builder import op_name
 from pellucid.lower.registry import NotLowered
 
 # These promote their arguments, and their results may be of these types.
@@ -33,7 +33,7 @@ _GIVE = frozenset(
     convert_element_type.default copy.default copy_.default full.default full_like.default scalar_tensor.default
     empty.memory_format empty_strided.default empty_like.default empty_permuted.default arange.default arange.start
     arange.start_step iota.default constant_pad_nd.default repeat.default embedding.default index_select.default
-    index.Tensor slice_scatter.default diagonal_scatter.default
+    index.Tensor slice_scatter.default select_scatter.default diagonal_scatter.default
     """.split()
 )
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, exp
 from pellucid.native.cpu import usable_cores
 from pellucid.native.library import open_library
 from pellucid.native.locks import Lock
+from pellucid.native.session import SESSION
 from pellucid.native.sources import prelude_hash
 from pellucid.native.store import KernelStore, batch_id, default_root, text_hash
 from pellucid.native.toolchain import Toolchain, detect, remember
@@ -119,10 +120,6 @@ def default_store(toolchain: Toolchain | None = None) -> KernelStore:
 
 # ----------------------------------------------------------------------------------------------- private
 
-_lock = Lock()
-_libraries: dict[Path, ctypes.CDLL] = {}
-_addresses: dict[tuple[str, str, str], int] = {}
-
 
 @lru_cache(maxsize=8)
 def _store(key: str, _root: Path) -> KernelStore:
@@ -133,6 +130,7 @@ def _store(key: str, _root: Path) -> KernelStore:
 class _Times:
     compile: float = 0.0
     link: float = 0.0
+    lock: Lock = field(default_factory=Lock)
 
 
 def _identity(name: str, text: str, store: KernelStore) -> tuple[str, str, str]:
@@ -141,7 +139,7 @@ def _identity(name: str, text: str, store: KernelStore) -> tuple[str, str, str]:
 
 def _loaded(sources: Mapping[str, str], store: KernelStore) -> dict[str, int]:
     """Addresses of the kernels that this process has loaded already."""
-    known = {name: _addresses.get(_identity(name, text, store)) for name, text in sources.items()}
+    known = {name: SESSION.addresses.get(_identity(name, text, store)) for name, text in sources.items()}
     return {name: address for name, address in known.items() if address is not None}
 
 
@@ -154,15 +152,15 @@ def _load(paths: Mapping[str, Path], sources: Mapping[str, str], store: KernelSt
         except (OSError, AttributeError):
             store.forget(path)
             continue
-        _addresses[_identity(name, sources[name], store)] = addresses[name]
+        SESSION.addresses[_identity(name, sources[name], store)] = addresses[name]
     return addresses
 
 
 def _address(path: Path, name: str) -> int:
     """Address of a symbol. Raises OSError or AttributeError. Libraries stay loaded for the life of the process."""
-    library = _libraries.get(path)
+    library = SESSION.libraries.get(path)
     if library is None:
-        library = _libraries[path] = open_library(path, ctypes.CDLL)
+        library = SESSION.libraries[path] = open_library(path, ctypes.CDLL)
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
@@ -184,7 +182,7 @@ def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times
                     hint=f"the compiler, {shlex.join(compiler.toolchain.compiler)}, may be broken: set CXX to another",
                     context={"library": path},
                 ) from error
-            addresses[name] = _addresses[_identity(name, text, compiler.store)] = address
+            addresses[name] = SESSION.addresses[_identity(name, text, compiler.store)] = address
     return addresses
 
 
@@ -221,7 +219,7 @@ def _try_shard(kernels: Mapping[str, str], compiler: Compiler, times: _Times) ->
         compiler.compile(source, made)
         compiled = time.perf_counter()
         compiler.link(made, library)
-        with _lock:
+        with times.lock:
             times.compile += compiled - started
             times.link += time.perf_counter() - compiled
         return compiler.store.add(kernels, library, text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from pellucid.errors import ToolchainError
 from pellucid.native.children import Children
-from pellucid.native.sources import SOURCES, include_dir
+from pellucid.native.sources import SOURCES, include_dir, prelude_text
 from pellucid.native.store import KernelStore
 from pellucid.native.toolchain import INSTALL_HINT, Toolchain
 
@@ -118,7 +117,7 @@ class Compiler:
             if header and made:
                 return header.parent
             with self.store.workspace() as work:
-                shutil.copyfile(SOURCES / "prelude.h", work / "prelude.h")
+                (work / "prelude.h").write_text(prelude_text(SOURCES), encoding="utf-8")
                 command = (*self.toolchain.flags, "-I", str(include_dir()), "-x", "c++-header")
                 try:
                     self.run((*command, str(work / "prelude.h")), work / _PCH)

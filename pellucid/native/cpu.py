@@ -60,7 +60,7 @@ def _cpuinfo() -> dict[str, str]:
 def usable_cores() -> int:
     """Cores that this process may use now, by affinity and cgroup quota."""
     allowed = len(os.sched_getaffinity(0))
-    quota = _quota()
+    quota = cpu_quota()
     return allowed if quota is None else max(1, min(allowed, round(quota)))
 
 
@@ -95,7 +95,7 @@ def _cgroups(controller: str) -> list[Path]:
     return directories or [_CGROUP, _CGROUP / controller]
 
 
-def _quota() -> float | None:
+def cpu_quota() -> float | None:
     """CPUs' worth of time that the cgroups grant, None without a limit."""
     quotas: list[float] = []
     for group in _cgroups("cpu"):
@@ -106,6 +106,16 @@ def _quota() -> float | None:
         if match:
             quotas.append(int(match[1]) / int(match[2]))
     return min(quotas, default=None)
+
+
+def scheduled() -> tuple[int, int]:
+    """Nanoseconds in which the threads of this process ran, and in which they waited for a core; 0 if nobody tells."""
+    ran = waited = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        each = _read(path).split()
+        if len(each) > 1:  # else the thread has ended
+            ran, waited = ran + int(each[0]), waited + int(each[1])
+    return ran, waited
 
 
 def _memory() -> int:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from pellucid.errors import InternalError
-from pellucid.native.loader import dtype_code, layout_code, memory_format_code
-from pellucid.native.plan import (
+from pellucid.native.execution_plan import (
     ALIGNMENT,
     ArenaSlot,
     Arg,
@@ -32,6 +31,7 @@ from pellucid.native.plan import (
     TensorView,
     event_name,
 )
+from pellucid.native.loader import dtype_code, layout_code, memory_format_code
 
 _KERNEL, _SHIM, _DISPATCHER, _PYTHON = range(4)
 _VIEW, _BITS, _NONE, _SOME, _LIST, _TEXT = range(6)
@@ -74,7 +74,13 @@ class _Writer:
 
 
 def encode(
-    slots: Sequence[Slot], calls: Sequence[Call], results: Sequence[Result], inputs: int, arena: int, name: str
+    slots: Sequence[Slot],
+    calls: Sequence[Call],
+    results: Sequence[Result],
+    inputs: int,
+    arena: int,
+    name: str,
+    number: int,
 ) -> Encoded:
     """Check and encode an instance. Raises InternalError for a description that contradicts itself."""
     encoder = _Encoder(slots)
@@ -94,7 +100,7 @@ def encode(
     _check(slots, results, bound, inputs, arena)
     head = _Writer()
     operators = any(not isinstance(call, KernelCall) for call in calls)
-    head.word(inputs, arena, int(operators or not _tiny(calls)), int(operators))
+    head.word(number, inputs, arena, int(operators or not _tiny(calls)), int(operators))
     head.text(event_name(name))
     head.word(len(slots))
     for number, slot in enumerate(slots):

@@ -91,6 +91,7 @@ struct Frame {
 };
 
 struct Plan {
+  int64_t number;           // by which timelines name it
   int64_t inputs, arena_bytes;
   bool release_gil, has_operators;
   std::string event;        // how a profiler shows a run
@@ -125,6 +126,7 @@ class Reader {
 
   Plan* plan() {
     auto plan = std::make_unique<Plan>();
+    plan->number = word();
     plan->inputs = word();
     plan->arena_bytes = word();
     plan->release_gil = word();

@@ -30,7 +30,7 @@ def open_library(path: Path, kind: type[_Library]) -> _Library:
     except OSError as error:
         raise ToolchainError(
             f"compiled code cannot be loaded: {refused}; nor from memory: {error}",
-            hint="most likely the kernel store lies on a file system that is mounted noexec: "
+            hint="most likely the kernel store is on a file system that is mounted noexec: "
             "set PELLUCID_CACHE_DIR to a directory of yours on another one",
         ) from error
 

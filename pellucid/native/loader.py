@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,34 @@ from pellucid.native.build import default_store, default_toolchain
 from pellucid.native.compiler import Compiler, CompilerFailed, explain
 from pellucid.native.cpu import cpu
 from pellucid.native.library import open_library
-from pellucid.native.locks import Lock
+from pellucid.native.session import SESSION
 from pellucid.native.sources import SOURCES, include_dir
+from pellucid.native.toolchain import Toolchain
 
-_FILES = ("runtime.cpp", "contention.h", "instance.h", "memory.h", "openmp_abi.h", "torch_abi.h", "python_abi.h")
+_FILES = (
+    "runtime.cpp",
+    "run.h",
+    "kernel_call.h",
+    "host.h",
+    "contention.h",
+    "denormals.h",
+    "fingerprint.h",
+    "instance.h",
+    "memory.h",
+    "timeline.h",
+    "counters.h",
+    "openmp_abi.h",
+    "torch_abi.h",
+    "python_abi.h",
+)
 _WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # PyObject* THPVariable_Wrap(const at::TensorBase&)
 _TORCH_2_13 = "0x020d000000000000"
 _HINT = "Pellucid works with PyTorch 2.13; please report this with the output of `python -m torch.utils.collect_env`"
 _aoti: Any = getattr(torch._C, "_aoti")  # noqa: B009 (unknown to torch's type stubs)
-_lock = Lock()
 
 
 class _Host(ctypes.Structure):
-    """`Host` in runtime.cpp."""
+    """`Host` in host.h."""
 
     _fields_ = [
         ("type_offset", ctypes.c_int64),
@@ -50,7 +65,7 @@ class _Host(ctypes.Structure):
 
 def library() -> ctypes.PyDLL:
     """The runtime, ready to use; built and loaded at the first call. Raises ToolchainError or UnsupportedError."""
-    with _lock:
+    with SESSION.lock:
         return _library()
 
 
@@ -67,17 +82,24 @@ def _library() -> ctypes.PyDLL:
     lib.pellucid_pool_trim.restype = ctypes.c_int64
     lib.pellucid_pool_limit.argtypes = [ctypes.c_int64]
     lib.pellucid_pool_limit.restype = None
+    lib.pellucid_timeline_start.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
+    lib.pellucid_counters_error.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
+    lib.pellucid_counters_error.restype = ctypes.c_int64
+    lib.pellucid_timeline_start.restype = None
+    lib.pellucid_timeline_stop.argtypes = [ctypes.POINTER(ctypes.c_int64)]
+    lib.pellucid_timeline_stop.restype = ctypes.c_void_p
     lib.pellucid_contended.argtypes = []
     lib.pellucid_contended.restype = ctypes.c_bool
+    lib.pellucid_fingerprint.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    lib.pellucid_fingerprint.restype = ctypes.c_uint64
+    lib.pellucid_flush_denormals.argtypes = [ctypes.c_bool]
+    lib.pellucid_flush_denormals.restype = None
     lib.pellucid_init.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     lib.pellucid_init.restype = None
     host = _host(lib)
-    _KEEP.append(host)  # the runtime borrows the objects in it
+    SESSION.borrowed.append(host)  # the runtime borrows the objects in it
     lib.pellucid_init(ctypes.byref(host), default_pool_limit())
     return lib
-
-
-_KEEP: list[_Host] = []
 
 
 def default_pool_limit() -> int:
@@ -89,30 +111,35 @@ def default_pool_limit() -> int:
 
 
 def _build() -> Path:
-    compiler = Compiler(default_toolchain(), default_store())
-    digest = hashlib.sha256()
-    for name in _FILES:
-        digest.update((SOURCES / name).read_bytes())
-    name = f"runtime-{digest.hexdigest()[:16]}.so"
-    found = compiler.store.file(name)
-    if found:
-        return found
-    with compiler.store.lock(name):  # another process may be building it too
-        return compiler.store.file(name) or _compile(compiler, name)
-
-
-def _compile(compiler: Compiler, name: str) -> Path:
     flags = ("-std=c++20", "-O2", "-fPIC", "-w", f"-DTORCH_TARGET_VERSION={_TORCH_2_13}", "-I", str(include_dir()))
+    return built("runtime", _FILES, lambda _: flags, "the native runtime does not compile", _HINT)
+
+
+def built(stem: str, files: Sequence[str], flags: Callable[[Toolchain], Sequence[str]], what: str, hint: str) -> Path:
+    """The library `stem` in the store, made of the first of `files` beside this one; the others it includes.
+
+    what: to say when it does not compile. Raises ToolchainError.
+    """
+    compiler = Compiler(default_toolchain(), default_store())
+    given = tuple(flags(compiler.toolchain))
+    digest = hashlib.sha256()
+    for name in files:
+        digest.update((SOURCES / name).read_bytes())
+    name = f"{stem}-{digest.hexdigest()[:16]}.so"
 
     def make() -> Path:
         with compiler.store.workspace() as work:
-            compiler.link(SOURCES / "runtime.cpp", work / name, *flags)
+            compiler.link(SOURCES / files[0], work / name, *given)
             return compiler.store.add_file(name, work / name)
 
+    found = compiler.store.file(name)
+    if found:
+        return found
     try:
-        return compiler.twice(make)
+        with compiler.store.lock(name):  # another process may be building it too
+            return compiler.store.file(name) or compiler.twice(make)
     except CompilerFailed as failed:
-        raise explain(failed, "the native runtime does not compile", _HINT) from failed
+        raise explain(failed, what, hint) from failed
 
 
 def _load(path: Path) -> ctypes.PyDLL:

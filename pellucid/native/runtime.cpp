@@ -2,563 +2,12 @@
 // headers; loaded by `loader.py`. Python calls a graph as a builtin function of one list, `run` below.
 #include <pthread.h>
 
-#include <atomic>
-#include <exception>
-
-#include "contention.h"
-#include "instance.h"
-#include "openmp_abi.h"
+#include "denormals.h"
+#include "fingerprint.h"
+#include "run.h"
 
 namespace pellucid {
 namespace {
-
-// Facts about this Python and this PyTorch that `loader.py` finds out, and where to call back.
-struct Host {
-  int64_t type_offset, impl_offset;  // in a tensor object, of its type and of its TensorImpl, in bytes
-  PyObject *tensor_type, *parameter_type;
-  PyObject* (*wrap)(AtenTensorHandle);  // to a Python object, without taking the handle; null: use `steal`
-  PyObject* steal;                      // from a list of capsules with handles, which it takes, to a list of tensors
-  PyObject* outside_inference;          // calls pellucid_fill on a capsule, with inference mode off
-  PyObject *profiler_globals, *profiler_flag;  // where torch.profiler says that it is on
-};
-
-Host host;
-Pool& pool = *new Pool;        // both outlive every tensor, so they are never destroyed
-Arenas& arenas = *new Arenas;
-Contention& contention = *new Contention;
-bool single_threaded = false;  // in a child of fork whose team of threads did not survive
-
-// ------------------------------------------------------------------------------------------------ tensors
-
-template <class T>
-T field(PyObject* object, int64_t offset) {
-  return *reinterpret_cast<T*>(reinterpret_cast<char*>(object) + offset);
-}
-
-bool is_tensor(PyObject* object) {
-  auto* type = field<PyObject*>(object, host.type_offset);
-  return type == host.tensor_type || type == host.parameter_type || PyType_IsSubtype(type, host.tensor_type);
-}
-
-// The handle of the tensor whose TensorImpl pointer stands at `place`: an at::Tensor is such a pointer.
-AtenTensorHandle handle_at(void** place) { return reinterpret_cast<AtenTensorHandle>(place); }
-
-AtenTensorHandle new_handle(AtenTensorHandle tensor) {
-  AtenTensorHandle out;
-  check(aoti_torch_new_tensor_handle(tensor, &out));
-  return out;
-}
-
-void give_back(void* block, void* bytes) { pool.free(block, reinterpret_cast<int64_t>(bytes)); }
-
-// A tensor over `data`. With bytes >= 0, data is a pool block of that many, which the tensor gives back.
-AtenTensorHandle from_blob(void* data, const Words& shape, const Words& strides, int64_t dtype, int64_t bytes) {
-  AtenTensorHandle out;
-  check(torch_from_blob(data, shape.size(), shape.data(), strides.data(), 0, dtype, kCpu, -1, &out, kStrided, nullptr,
-                        0, bytes >= 0 ? give_back : nullptr, reinterpret_cast<void*>(bytes)));
-  return out;
-}
-
-Failure no_memory(int64_t bytes) {
-  return {"out of memory: cannot allocate " + std::to_string(bytes) + " bytes for a result", true};
-}
-
-void* pool_alloc(int64_t bytes) {
-  void* block = pool.alloc(bytes);
-  if (!block) throw no_memory(bytes);
-  return block;
-}
-
-void* data_of(AtenTensorHandle tensor) {
-  void* data;
-  check(aoti_torch_get_data_ptr(tensor, &data));
-  return data;
-}
-
-std::string text_of(const int64_t* values, int64_t n) {
-  std::string out = "[";
-  for (int64_t i = 0; i < n; i++) out += (i ? ", " : "") + std::to_string(values[i]);
-  return out + "]";
-}
-
-struct Shape {
-  int64_t dims;
-  int64_t *sizes, *strides;
-  int32_t dtype;
-
-  explicit Shape(AtenTensorHandle tensor) {
-    check(aoti_torch_get_dim(tensor, &dims));
-    check(aoti_torch_get_sizes(tensor, &sizes));
-    check(aoti_torch_get_strides(tensor, &strides));
-    check(aoti_torch_get_dtype(tensor, &dtype));
-  }
-
-  bool same_sizes(const View& view) const {
-    return dtype == view.dtype && dims == static_cast<int64_t>(view.shape.size()) &&
-           std::equal(sizes, sizes + dims, view.shape.begin());
-  }
-
-  // Equal strides, where they matter or, if `exact`, everywhere.
-  bool same_strides(const View& view, bool exact) const {
-    bool empty = std::find(sizes, sizes + dims, 0) != sizes + dims;
-    for (int64_t i = 0; i < dims; i++)
-      if (strides[i] != view.strides[i] && (exact || (sizes[i] > 1 && !empty))) return false;
-    return true;
-  }
-};
-
-// ------------------------------------------------------------------------------------------------ kernels
-
-// What a kernel that fails returns the address of; `index_failure` in prelude.h makes it.
-struct IndexFailure {
-  int64_t check, index, size;
-};
-
-void fill_in(std::string& message, const std::string& name, int64_t value) {
-  message.replace(message.find(name), name.size(), std::to_string(value));
-}
-
-struct Share {
-  const KernelCall& call;
-  void* const* parameters;
-  std::atomic<int64_t> status{0};
-};
-
-void run_share(void* data) {
-  Share& share = *static_cast<Share*>(data);
-  int64_t n = omp_get_num_threads(), i = omp_get_thread_num(), extent = share.call.extent;
-  int64_t status =
-      share.call.function(share.parameters, share.call.symbols.data(), extent * i / n, extent * (i + 1) / n);
-  if (status) share.status = status;
-}
-
-int64_t torch_threads() {
-  if (single_threaded || omp_in_parallel()) return 1;
-  uint32_t threads = 1;
-  torch_get_num_threads(&threads);
-  return threads;
-}
-
-int64_t run_kernel(const KernelCall& call, Frame& frame) {
-  for (size_t i = 0; i < call.slots.size(); i++) frame.parameters[i] = frame.pointer[call.slots[i]];
-  if (call.extent <= 0) return 0;
-  int64_t threads = call.extent / call.grain;
-  if (threads > 1) threads = std::min(threads, torch_threads());
-  if (threads <= 1) return call.function(frame.parameters.data(), call.symbols.data(), 0, call.extent);
-  Share share{call, frame.parameters.data()};
-  GOMP_parallel(run_share, &share, static_cast<unsigned>(threads), 0);
-  return share.status;
-}
-
-// ------------------------------------------------------------------------------------------------ one run
-
-// Shows a run or a call to torch.profiler until it is destroyed, once it was started.
-class Record {
- public:
-  ~Record() {
-    if (handle_) [[unlikely]] aoti_record_function_end(handle_);
-  }
-
-  void start(const std::string& event, const std::vector<AtenTensorHandle>& inputs) {
-    std::vector<C10IValueHandle> values;
-    for (AtenTensorHandle tensor : inputs) check(aoti_torch_tensor_to_ivalue(tensor, &values.emplace_back()));
-    AOTITorchError status =
-        aoti_record_function_start(event.c_str(), nullptr, values.data(), values.size(), &handle_);
-    for (C10IValueHandle value : values) aoti_torch_delete_c10_value_object(value);
-    check(status);
-  }
-
- private:
-  AtenRecordFunctionHandle handle_ = nullptr;
-};
-
-class Run {
- public:
-  Run(Plan& plan, Frame& frame, bool profile) : plan_(plan), frame_(frame), profile_(profile) {}
-
-  // False: a Python exception is set. The GIL is held, and given up in between.
-  bool bind(PyObject* args) {
-    for (const Slot& slot : plan_.slots) {
-      if (slot.place != Place::kInput || frame_.object[slot.value]) continue;
-      PyObject* object = PyList_GetItem(args, slot.value);
-      if (!is_tensor(object)) {
-        PyErr_SetString(PyExc_TypeError, ("argument " + std::to_string(slot.value) + " is not a tensor").c_str());
-        return false;
-      }
-      Py_IncRef(object);
-      frame_.object[slot.value] = object;
-      frame_.impl[slot.value] = field<void*>(object, host.impl_offset);
-    }
-    return true;
-  }
-
-  // Throws Failure. `thread` is the state saved when the GIL was given up, or null.
-  bool execute(PyThreadState*& thread) {
-    thread_ = &thread;
-    place_slots();
-    Record whole;
-    if (profile_) [[unlikely]] show_run(whole);
-    for (const Call& call : plan_.calls) {
-      current_ = &call;
-      Record record;
-      if (profile_) [[unlikely]] show_call(record, call);
-      if (!dispatch(call)) return false;
-      for (int64_t slot : call.release) drop(slot);
-    }
-    return true;
-  }
-
-  PyObject* results() {
-    PyObject* list = PyList_New(static_cast<ptrdiff_t>(plan_.results.size()));
-    for (size_t i = 0; i < plan_.results.size(); i++) {
-      PyObject* item = result(plan_.results[i]);
-      if (!item) {
-        Py_DecRef(list);
-        return nullptr;
-      }
-      PyList_SetItem(list, static_cast<ptrdiff_t>(i), item);
-    }
-    return list;
-  }
-
-  // Let go of everything that belongs to this run only. The GIL is held.
-  void finish() {
-    for (int64_t view : frame_.borrowed) drop_view(view);
-    frame_.borrowed.clear();
-    for (size_t i = 0; i < plan_.slots.size(); i++) {
-      const Slot& slot = plan_.slots[i];
-      if (slot.place == Place::kArena || slot.place == Place::kInput) continue;
-      if (frame_.owner[i]) aoti_torch_delete_tensor_object(frame_.owner[i]);
-      else if (slot.place == Place::kOutput && frame_.pointer[i]) pool.free(frame_.pointer[i], slot.value);
-      frame_.owner[i] = nullptr;
-      frame_.pointer[i] = nullptr;
-    }
-    for (PyObject*& object : frame_.object) {
-      if (object) Py_DecRef(object);
-      object = nullptr;
-    }
-  }
-
-  // What went wrong, with the operator and the user's line.
-  std::string describe(const Failure& failure) const {
-    if (!current_) return failure.message;
-    std::string text = current_->name + ": " + failure.message;
-    return current_->where.empty() ? text : text + "\n  at " + current_->where;
-  }
-
- private:
-  // With the arguments as inputs. Numbers among them are left out.
-  void show_run(Record& record) {
-    std::vector<AtenTensorHandle> tensors;
-    for (void*& impl : frame_.impl)
-      if (frame_.object[&impl - frame_.impl.data()]) tensors.push_back(handle_at(&impl));
-    record.start(plan_.event, tensors);
-  }
-
-  // With what the call reads as inputs, through tensors that last no longer than it takes to note their sizes.
-  void show_call(Record& record, const Call& call) {
-    std::vector<AtenTensorHandle> tensors;
-    for (int64_t number : call.reads) {
-      const View& view = plan_.shown[number];
-      char* data = static_cast<char*>(frame_.pointer[view.slot]) + view.offset * view.itemsize;
-      tensors.push_back(from_blob(data, view.shape, view.strides, view.dtype, -1));
-    }
-    record.start(call.event, tensors);
-    for (AtenTensorHandle tensor : tensors) aoti_torch_delete_tensor_object(tensor);
-  }
-
-  void place_slots() {
-    for (size_t i = 0; i < plan_.slots.size(); i++) {
-      const Slot& slot = plan_.slots[i];
-      if (slot.place == Place::kInput) frame_.pointer[i] = data_of(handle_at(&frame_.impl[slot.value]));
-      if (slot.place != Place::kOutput) continue;
-      frame_.pointer[i] = pool.alloc(slot.value);
-      if (frame_.pointer[i]) [[likely]] continue;
-      current_ = writer(static_cast<int64_t>(i));
-      throw no_memory(slot.value);
-    }
-  }
-
-  // The first kernel that has to do with a slot, or null.
-  const Call* writer(int64_t slot) const {
-    for (const Call& call : plan_.calls)
-      if (auto* kernel = std::get_if<KernelCall>(&call.what))
-        if (std::find(kernel->slots.begin(), kernel->slots.end(), slot) != kernel->slots.end()) return &call;
-    return nullptr;
-  }
-
-  bool dispatch(const Call& call) {
-    switch (call.what.index()) {
-      case 0: return kernel(std::get<0>(call.what));
-      case 1: return shim(std::get<1>(call.what));
-      case 2: return dispatcher(std::get<2>(call.what));
-      default: return python(std::get<3>(call.what));
-    }
-  }
-
-  bool kernel(const KernelCall& call) {
-    int64_t status = run_kernel(call, frame_);
-    if (status == 0) [[likely]] return true;
-    const IndexFailure& failure = *reinterpret_cast<const IndexFailure*>(status);
-    std::string message = call.checks.at(failure.check);
-    fill_in(message, "{index}", failure.index);
-    fill_in(message, "{size}", failure.size);
-    with_gil([&] { PyErr_SetString(PyExc_IndexError, message.c_str()); });
-    return false;
-  }
-
-  bool shim(const ShimCall& call) {
-    AtenTensorHandle t[4];
-    for (size_t i = 0; i < call.views.size(); i++) t[i] = tensor(call.views[i]);
-    switch (call.which) {
-      case ShimCall::kMm: check(aoti_torch_cpu_mm_out(t[0], t[1], t[2])); break;
-      case ShimCall::kBmm: check(aoti_torch_cpu_bmm_out(t[0], t[1], t[2])); break;
-      case ShimCall::kAddmm: check(aoti_torch_cpu_addmm_out(t[0], t[1], t[2], t[3], call.beta, call.alpha)); break;
-      case ShimCall::kBaddbmm:
-        check(aoti_torch_cpu_baddbmm_out(t[0], t[1], t[2], t[3], call.beta, call.alpha));
-        break;
-    }
-    return true;
-  }
-
-  bool dispatcher(const DispatcherCall& call) {
-    std::vector<StableIValue> stack(std::max(call.args.size(), call.returns.size()));
-    for (size_t i = 0; i < call.args.size(); i++) stack[i] = boxed(call.args[i]);
-    if (torch_call_dispatcher(call.op.c_str(), call.overload.c_str(), stack.data(), TORCH_ABI_VERSION)) {
-      with_gil([] { PyErr_Clear(); });  // operators written in Python leave their exception behind
-      if (!python(call.again)) return false;
-      throw Failure{"internal error: the dispatcher's C interface refused a call that Python could make"};
-    }
-    std::vector<AtenTensorHandle> tensors;
-    for (size_t i = 0; i < call.returns.size(); i++) {
-      if (call.returns[i] == DispatcherCall::kTensor) tensors.push_back(reinterpret_cast<AtenTensorHandle>(stack[i]));
-      if (call.returns[i] == DispatcherCall::kTensorList) unpack(reinterpret_cast<StableListHandle>(stack[i]), tensors);
-    }
-    receive(call.outputs, tensors);
-    return true;
-  }
-
-  // The dispatcher takes ownership of everything on its stack.
-  StableIValue boxed(const Arg& arg) {
-    switch (arg.tag) {
-      case Arg::kView: return reinterpret_cast<StableIValue>(new_handle(tensor(arg.value)));
-      case Arg::kBits: return static_cast<StableIValue>(arg.value);
-      case Arg::kNone: return 0;
-      case Arg::kSome: {
-        StableIValue* some;
-        check(torch_new_stable_ivalue(&some));
-        *some = boxed(arg.items[0]);
-        return reinterpret_cast<StableIValue>(some);
-      }
-      case Arg::kList: {
-        StableListHandle list;
-        check(torch_new_list_reserve_size(arg.items.size(), &list));
-        for (const Arg& item : arg.items) check(torch_list_push_back(list, boxed(item)));
-        return reinterpret_cast<StableIValue>(list);
-      }
-      case Arg::kText: {
-        StringHandle text;
-        check(torch_new_string_handle(arg.text.data(), arg.text.size(), &text));
-        return reinterpret_cast<StableIValue>(text);
-      }
-    }
-    return 0;
-  }
-
-  static void unpack(StableListHandle list, std::vector<AtenTensorHandle>& out) {
-    size_t n = 0;
-    check(torch_list_size(list, &n));
-    for (size_t i = 0; i < n; i++) {
-      StableIValue item;
-      check(torch_list_get_item(list, i, &item));
-      out.push_back(reinterpret_cast<AtenTensorHandle>(item));
-    }
-    check(torch_delete_list(list));
-  }
-
-  bool python(const PythonCall& call) {
-    bool good = false;
-    std::vector<AtenTensorHandle> tensors;
-    with_gil([&] {
-      PyObject* list = PyList_New(static_cast<ptrdiff_t>(call.views.size()));
-      for (size_t i = 0; i < call.views.size(); i++)
-        PyList_SetItem(list, static_cast<ptrdiff_t>(i), argument(call.views[i]));
-      PyObject* returned = PyObject_CallFunctionObjArgs(call.function, list, nullptr);
-      Py_DecRef(list);
-      if (!returned) return;
-      for (ptrdiff_t i = 0; i < PyList_Size(returned); i++) {
-        PyObject* item = PyList_GetItem(returned, i);
-        void* impl = is_tensor(item) ? field<void*>(item, host.impl_offset) : nullptr;
-        tensors.push_back(impl ? new_handle(handle_at(&impl)) : nullptr);
-      }
-      Py_DecRef(returned);
-      good = true;
-    });
-    if (good) receive(call.outputs, tensors);
-    return good;
-  }
-
-  // Take over the tensors that an operator returned.
-  void receive(const Words& outputs, std::vector<AtenTensorHandle>& tensors) {
-    std::string wrong;
-    if (tensors.size() < outputs.size())
-      wrong = "returned " + std::to_string(tensors.size()) + " tensors, expected " + std::to_string(outputs.size());
-    for (size_t i = 0; i < tensors.size(); i++) {
-      bool wanted = i < outputs.size() && outputs[i] >= 0 && wrong.empty();
-      if (wanted) wrong = bind_result(outputs[i], tensors[i]);
-      else if (tensors[i]) aoti_torch_delete_tensor_object(tensors[i]);
-    }
-    if (!wrong.empty()) throw Failure{wrong};
-  }
-
-  // Bind the extern slot of a view to a tensor, which it takes; says what is wrong with the tensor, if anything is.
-  std::string bind_result(int64_t v, AtenTensorHandle tensor) {
-    const View& view = plan_.views[v];
-    bool defined = false;
-    int32_t device = kCpu;
-    if (tensor) check(aoti_torch_is_defined(tensor, &defined));
-    if (!defined) return "returned no tensor where one was expected";
-    frame_.owner[view.slot] = tensor;
-    check(aoti_torch_get_device_type(tensor, &device));
-    Shape shape(tensor);
-    if (device != kCpu || !shape.same_sizes(view))
-      return "returned a tensor of size " + text_of(shape.sizes, shape.dims) + ", dtype " +
-             std::to_string(shape.dtype) + ", device type " + std::to_string(device) + "; expected size " +
-             text_of(view.shape.data(), static_cast<int64_t>(view.shape.size())) + ", dtype " +
-             std::to_string(view.dtype) + " on the CPU";
-    char* data = static_cast<char*>(data_of(tensor));
-    bool in_arena = data >= frame_.base && data < frame_.base + frame_.arena->bytes;
-    if (in_arena || !shape.same_strides(view, false)) data = restride(view, tensor);
-    frame_.pointer[view.slot] = data - view.offset * view.itemsize;
-    return "";
-  }
-
-  // Replace a result by a copy with the strides of the view, in memory of its own.
-  char* restride(const View& view, AtenTensorHandle tensor) {
-    int64_t last = 0;
-    for (size_t i = 0; i < view.shape.size(); i++) last += (view.shape[i] - 1) * view.strides[i];
-    int64_t bytes = (last + 1) * view.itemsize;
-    void* block = pool_alloc(bytes);
-    AtenTensorHandle copy = from_blob(block, view.shape, view.strides, view.dtype, bytes);
-    frame_.owner[view.slot] = copy;
-    AOTITorchError status = aoti_torch_copy_(copy, tensor, 0);
-    aoti_torch_delete_tensor_object(tensor);
-    check(status);
-    return static_cast<char*>(block);
-  }
-
-  // The tensor through which operators and results see a view; borrowed until the end of the run.
-  AtenTensorHandle tensor(int64_t v) {
-    if (frame_.tensor[v]) return frame_.tensor[v];
-    const View& view = plan_.views[v];
-    const Slot& slot = plan_.slots[view.slot];
-    AtenTensorHandle whole = nullptr;
-    if (slot.place == Place::kInput) whole = handle_at(&frame_.impl[slot.value]);
-    if (slot.place == Place::kExtern) whole = frame_.owner[view.slot];
-    if (slot.place == Place::kOutput) {
-      AtenTensorHandle& owner = frame_.owner[view.slot];
-      if (!owner) owner = output_owner(slot, frame_.pointer[view.slot]);
-      whole = owner;
-    }
-    if (!whole) throw Failure{"internal error: a buffer is used before it exists"};
-    Shape shape(whole);
-    int64_t bytes = 0;  // from the start of `whole` to that of the view; an empty tensor has no address to ask for
-    if (void* data = data_of(whole))
-      bytes = static_cast<char*>(frame_.pointer[view.slot]) - static_cast<char*>(data) + view.offset * view.itemsize;
-    if (shape.same_sizes(view) && shape.same_strides(view, true) && bytes == 0) return whole;
-    frame_.tensor[v] = view_of(whole, shape.dtype, view, bytes);
-    frame_.borrowed.push_back(v);
-    return frame_.tensor[v];
-  }
-
-  // The tensor that owns an output block: the result itself if there is only one, else bytes for results to view.
-  AtenTensorHandle output_owner(const Slot& slot, void* block) {
-    if (slot.only_view < 0) return from_blob(block, {slot.value}, {1}, kByte, slot.value);
-    const View& view = plan_.views[slot.only_view];
-    return from_blob(block, view.shape, view.strides, view.dtype, slot.value);
-  }
-
-  static AtenTensorHandle view_of(AtenTensorHandle whole, int32_t dtype, const View& view, int64_t bytes) {
-    AtenTensorHandle out;
-    int64_t dims = static_cast<int64_t>(view.shape.size());
-    const int64_t *sizes = view.shape.data(), *strides = view.strides.data();
-    if (dtype == view.dtype)
-      check(aoti_torch__reinterpret_tensor(whole, dims, sizes, strides, bytes / view.itemsize, &out));
-    else
-      check(aoti_torch__alloc_from_pool(whole, bytes, static_cast<int32_t>(view.dtype), dims, sizes, strides, &out));
-    return out;
-  }
-
-  // The Python object of a view, a new reference; for an argument as it came, that very object.
-  PyObject* object(int64_t v) {
-    const Slot& slot = plan_.slots[plan_.views[v].slot];
-    AtenTensorHandle handle = tensor(v);
-    if (slot.place == Place::kInput && !frame_.tensor[v]) {
-      Py_IncRef(frame_.object[slot.value]);
-      return frame_.object[slot.value];
-    }
-    return to_python(handle);
-  }
-
-  // The same for an argument of a Python function: over the arena an alias, so that nothing that Python does to the
-  // tensor object (its sizes, its attributes) lasts longer than the call.
-  PyObject* argument(int64_t v) {
-    const View& view = plan_.views[v];
-    if (plan_.slots[view.slot].place != Place::kArena) return object(v);
-    AtenTensorHandle alias = view_of(tensor(v), static_cast<int32_t>(view.dtype), view, 0);
-    PyObject* out = to_python(alias);
-    aoti_torch_delete_tensor_object(alias);
-    return out;
-  }
-
-  static PyObject* to_python(AtenTensorHandle handle) {
-    if (host.wrap) return host.wrap(handle);
-    PyObject* list = PyList_New(1);
-    PyList_SetItem(list, 0, PyCapsule_New(new_handle(handle), nullptr, nullptr));
-    PyObject* out = PyObject_CallFunctionObjArgs(host.steal, list, nullptr);
-    Py_DecRef(list);
-    if (!out) return nullptr;
-    PyObject* object = PyList_GetItem(out, 0);
-    Py_IncRef(object);
-    Py_DecRef(out);
-    return object;
-  }
-
-  PyObject* result(const Result& result) {
-    if (result.kind == Result::kView) return object(result.value);
-    if (result.kind == Result::kInteger) return PyLong_FromLongLong(result.value);
-    Py_IncRef(&_Py_NoneStruct);
-    return &_Py_NoneStruct;
-  }
-
-  void drop_view(int64_t view) {
-    if (frame_.tensor[view]) aoti_torch_delete_tensor_object(frame_.tensor[view]);
-    frame_.tensor[view] = nullptr;
-  }
-
-  void drop(int64_t slot) {
-    for (int64_t view : frame_.borrowed)
-      if (plan_.views[view].slot == slot) drop_view(view);
-    if (frame_.owner[slot]) aoti_torch_delete_tensor_object(frame_.owner[slot]);
-    frame_.owner[slot] = nullptr;
-    frame_.pointer[slot] = nullptr;
-  }
-
-  template <class Body>
-  void with_gil(Body body) {
-    if (*thread_) PyEval_RestoreThread(*thread_);
-    bool released = *thread_;
-    *thread_ = nullptr;  // so that the GIL is held again if the body throws
-    body();
-    if (released) *thread_ = PyEval_SaveThread();
-  }
-
-  Plan& plan_;
-  Frame& frame_;
-  bool profile_;
-  const Call* current_ = nullptr;
-  PyThreadState** thread_ = nullptr;
-};
 
 // ------------------------------------------------------------------------------------------------ frames
 
@@ -623,9 +72,9 @@ class GradModeOff {
   bool restore_;
 };
 
-PyObject* run_in(Plan& plan, Frame& frame, PyObject* args) {
+PyObject* run_in(Plan& plan, Frame& frame, PyObject* args, RunTimes* times) {
   bool profile = PyDict_GetItem(host.profiler_globals, host.profiler_flag) == &_Py_TrueStruct;
-  Run run(plan, frame, profile);
+  Run run(plan, frame, profile, times);
   PyObject* out = nullptr;
   PyThreadState* thread = nullptr;
   try {
@@ -648,8 +97,7 @@ PyObject* run_in(Plan& plan, Frame& frame, PyObject* args) {
   return out;
 }
 
-PyObject* run(PyObject* self, PyObject* args) {
-  Plan& plan = *static_cast<Plan*>(PyCapsule_GetPointer(self, nullptr));
+PyObject* run_once(Plan& plan, PyObject* args, RunTimes* times) {
   ptrdiff_t n = PyList_Size(args);
   if (n < 0) return nullptr;
   if (n != plan.inputs) {
@@ -665,9 +113,28 @@ PyObject* run(PyObject* self, PyObject* args) {
     return nullptr;
   }
   Frame* frame = frame_for(plan, arena);
-  PyObject* out = frame ? run_in(plan, *frame, args) : nullptr;
+  PyObject* out = frame ? run_in(plan, *frame, args, times) : nullptr;
   arenas.release(arena);
   return out;
+}
+
+// Apart, so that a run that nobody times saves no registers for it.
+[[gnu::noinline]] PyObject* run_timed(Plan& plan, PyObject* args) {
+  RunTimes times(plan.number, plan.calls.size(), timeline.reading(plan.number), timeline.counters());
+  PyObject* out = run_once(plan, args, &times);
+  timeline.add(times);
+  return out;
+}
+
+PyObject* run(PyObject* self, PyObject* args) {
+  Plan& plan = *static_cast<Plan*>(PyCapsule_GetPointer(self, nullptr));
+  return timeline.on() ? run_timed(plan, args) : run_once(plan, args, nullptr);
+}
+
+std::vector<CounterEvent> events_of(const int64_t* words, int64_t count) {
+  std::vector<CounterEvent> events;
+  for (int64_t i = 0; i < count; i++) events.push_back({words[2 * i], words[2 * i + 1]});
+  return events;
 }
 
 // ------------------------------------------------------------------------------------------------ fork
@@ -680,15 +147,18 @@ void before_fork() {
   single_threaded = !dismissed;
   pool.mutex.lock();
   arenas.mutex.lock();
+  timeline.mutex.lock();
 }
 
 void after_fork_in_parent() {
+  timeline.mutex.unlock();
   arenas.mutex.unlock();
   pool.mutex.unlock();
   single_threaded = false;
 }
 
 void after_fork_in_child() {
+  timeline.mutex.unlock();
   arenas.mutex.unlock();
   pool.mutex.unlock();
 }
@@ -741,6 +211,30 @@ void pellucid_pool_stats(int64_t* out) {
 int64_t pellucid_pool_trim(int64_t keep) { return pool.trim(keep) + (keep == 0 ? arenas.trim() : 0); }
 
 void pellucid_pool_limit(int64_t bytes) { pool.set_limit(bytes); }
+
+// `count` events, two words each, are counted too.
+void pellucid_timeline_start(const int64_t* events, int64_t count) { timeline.start(events_of(events, count)); }
+
+// 0, or why this thread cannot count these events, as errno.
+int64_t pellucid_counters_error(const int64_t* events, int64_t count) {
+  return CounterGroup(events_of(events, count)).error();
+}
+
+// The words of `Timeline::stop`, `size` of them.
+const int64_t* pellucid_timeline_stop(int64_t* size) {
+  const std::vector<int64_t>& words = timeline.stop();
+  *size = static_cast<int64_t>(words.size());
+  return words.data();
+}
+
+void pellucid_flush_denormals(bool on) { flush_denormals(on); }
+
+// A sample of `count` pieces of memory.
+uint64_t pellucid_fingerprint(const int64_t* addresses, const int64_t* sizes, int64_t count) {
+  uint64_t hash = 0;
+  for (int64_t k = 0; k < count; k++) hash = fingerprint(reinterpret_cast<const char*>(addresses[k]), sizes[k], hash);
+  return hash;
+}
 
 bool pellucid_contended() { return contention.contended(); }
 

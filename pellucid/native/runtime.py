@@ -7,14 +7,18 @@ outputs = instance.run([x, y])
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from pellucid.native.encode import encode
+from pellucid.native.execution_plan import Call, Result, Slot
 from pellucid.native.loader import library
-from pellucid.native.plan import Call, Result, Slot
+
+_numbers = itertools.count()
 
 
 class Instance:
@@ -30,7 +34,10 @@ class Instance:
     Raises InternalError for a description that contradicts itself, ToolchainError when the runtime cannot be built.
     """
 
-    __slots__ = ("paths", "run")
+    __slots__ = ("number", "paths", "run")
+
+    number: int
+    """By which timelines name it, see `timeline`; no other instance of the process has it."""
 
     run: Callable[[list[object]], list[torch.Tensor | int | None]]
     """Run on a list of arguments. IndexError: a failed index check of a kernel; RuntimeError: an operator failed;
@@ -51,7 +58,8 @@ class Instance:
         name: str = "program",
     ) -> None:
         runtime = library()
-        encoded = encode(slots, calls, results, inputs, arena, name)
+        self.number = next(_numbers)
+        encoded = encode(slots, calls, results, inputs, arena, name, self.number)
         address, _ = encoded.words.buffer_info()
         self.run = runtime.pellucid_instance(address)
         self.paths = encoded.paths
@@ -96,3 +104,17 @@ def pool_limit(nbytes: int) -> None:
 def contended() -> bool:
     """Whether other processes were seen to want the cores: threads that wait for one another then sleep, not spin."""
     return library().pellucid_contended()
+
+
+@contextmanager
+def flushed_denormals() -> Iterator[None]:
+    """Meanwhile this thread and the team that shares its kernels take denormal numbers for zeros.
+
+    Libraries that set this for themselves do as they did.
+    """
+    before = (torch.tensor([1e-30]) * 1e-10).item() == 0
+    library().pellucid_flush_denormals(True)
+    try:
+        yield
+    finally:
+        library().pellucid_flush_denormals(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,7 +17,21 @@ def include_dir() -> Path:
     return Path(torch.__file__).parent / "include"
 
 
+def prelude_text(directory: Path) -> str:
+    """The header of all kernels, `prelude.h`, with the headers of `kernel/` in the place where it includes them.
+
+    It is one text because a single header is precompiled and kept with the kernels.
+    """
+    text = (directory / "prelude.h").read_text(encoding="utf-8")
+    return re.sub(
+        r'^#include "([\w/]+\.h)"$',
+        lambda found: (directory / found[1]).read_text(encoding="utf-8"),
+        text,
+        flags=re.MULTILINE,
+    )
+
+
 @lru_cache(maxsize=1)
 def prelude_hash() -> str:
     """Identity of the header that every kernel includes."""
-    return hashlib.sha256((SOURCES / "prelude.h").read_bytes()).hexdigest()[:12]
+    return hashlib.sha256(prelude_text(SOURCES).encode()).hexdigest()[:12]

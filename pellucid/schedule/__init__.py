@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Program
+from pellucid.machine import AVX2, Machine
 from pellucid.options import Options
 from pellucid.schedule.cleanup import clean_up
 from pellucid.schedule.dead import remove_dead
@@ -16,19 +17,22 @@ from pellucid.schedule.two_phase import split_reductions
 __all__ = ["schedule"]
 
 
-def schedule(program: Program, options: Options) -> tuple[Program, list[Decision]]:
-    """From one kernel per operator to few kernels in a good order, and why it came out like this."""
+def schedule(program: Program, options: Options, machine: Machine = AVX2) -> tuple[Program, list[Decision]]:
+    """From one kernel per operator to few kernels in a good order, and why it came out like this.
+
+    machine: what rules that weigh one way against another ask; a reference where none is given.
+    """
     decisions: list[Decision] = []
     program = remove_dead(program)
     program = normalize(program)
     if options.fusion:
-        program, fused = fuse(program, options)
+        program, fused = fuse(program, options, machine)
         decisions += fused
         program = remove_dead(program)
     program = clean_up(program)
     program, split = split_reductions(program, options)
     decisions += split
-    program, hoisted = hoist(program)
+    program, hoisted = hoist(program, machine)
     decisions += hoisted
     program, ordered = order(program)
     return program, decisions + ordered

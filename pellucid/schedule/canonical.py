@@ -8,7 +8,7 @@ from dataclasses import replace
 from pellucid.ir.index import ZERO, Expr, var
 from pellucid.ir.nodes import Axis, Kernel, Line, Load, Reduce, Store
 from pellucid.ir.ops import REDUCTIONS
-from pellucid.schedule.cost import estimate
+from pellucid.machine.work import estimate
 from pellucid.schedule.rewrite import Rewrite, indices
 
 

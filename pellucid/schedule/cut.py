@@ -9,17 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from pellucid.ir.attention import reduces_in_turn
+from pellucid.ir.contraction import find_contraction
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, Expr, const, floordiv
 from pellucid.ir.nodes import Axis, Kernel, Reduce
+from pellucid.machine.work import estimate, kernel_cost
 from pellucid.options import Options
-from pellucid.schedule.cost import estimate, kernel_cost
 
 # More parallel iterations than this gain nothing on machines that we know.
 MOST = 64
 # What a core does in a nanosecond, roughly: bytes from memory, and instructions on one lane in vector code.
 BYTES_PER_NS = 10.0
 LANE_INSTRUCTIONS_PER_NS = 32.0
+# Such nanoseconds that justify one more thread, unless the option `min_work_per_thread` says.
+LEAST_NS = 20_000
 # Columns that one iteration of a reduction over rows takes on.
 COLUMNS = 64
 
@@ -40,27 +44,32 @@ def choose_cuts(kernel: Kernel, options: Options) -> tuple[tuple[Cut, ...], Deci
     """The cuts that make enough chunks for all threads, none where that is not worth it, and the reason."""
     cost = kernel_cost(kernel)
     nanoseconds = max(estimate(cost.loaded) / BYTES_PER_NS, estimate(cost.work) / LANE_INSTRUCTIONS_PER_NS)
+    least = options.min_work_per_thread or LEAST_NS
     there = iterations(kernel)
     unknown = any(kernel.ranges[name].value is None for name in kernel.reduced)
-    useful = MOST if unknown else min(MOST, int(nanoseconds / options.min_work_per_thread))
+    useful = MOST if unknown else min(MOST, int(nanoseconds / least))
     facts = (("iterations", there), ("estimated_ns", round(nanoseconds)))
 
-    def told(ok: bool, why: str) -> Decision:
+    def decided(ok: bool, why: str) -> Decision:
         return Decision("schedule.two_phases", (kernel.name,), ok, why, facts)
 
+    if reduces_in_turn(kernel):
+        return (), decided(False, "it is an attention, some rows of a head at a time")
+    if find_contraction(kernel) is not None:
+        return (), decided(False, "it multiplies matrices, block by block")
     if any(store.index.vals() for _, store in kernel.stores()):
-        return (), told(False, "it stores at places that depend on values")
+        return (), decided(False, "it stores at places that depend on values")
     if any(axis.extent == ZERO for axis in kernel.space):
-        return (), told(False, "there are no points")
+        return (), decided(False, "there are no points")
     if useful < 2:
-        return (), told(False, "the whole reduction is little work: one thread is enough")
+        return (), decided(False, "the whole reduction is little work: one thread is enough")
     if 2 * there > useful:
-        return (), told(False, f"{there} iterations over kept axes keep the threads busy")
+        return (), decided(False, f"{there} iterations over kept axes keep the threads busy")
     cuts = _cuts(kernel, -(-useful // there), nanoseconds, options)
     if not cuts:
-        return (), told(False, "no reduced axis is long enough to be cut")
+        return (), decided(False, "no reduced axis is long enough to be cut")
     pieces = ", ".join(f"{cut.axis} in {cut.count} chunks of {cut.size}" for cut in cuts)
-    return cuts, told(True, f"{there} iterations over kept axes are too few for all threads: {pieces}")
+    return cuts, decided(True, f"{there} iterations over kept axes are too few for all threads: {pieces}")
 
 
 def iterations(kernel: Kernel) -> int:
@@ -115,7 +124,7 @@ def _cut_unknown(axis: Axis, inside: list[Axis], nanoseconds: float, kernel: Ker
     points = prod(max(1, estimate(each.extent)) for each in kernel.space)
     within = points / max(1, estimate(axis.extent))
     each = max(nanoseconds / points * within, 1e-3)
-    size = 1 << max(6, round(2 * options.min_work_per_thread / each) - 1).bit_length()
+    size = 1 << max(6, round(2 * (options.min_work_per_thread or LEAST_NS) / each) - 1).bit_length()
     return Cut(axis.name, floordiv(axis.extent + (size - 1), size), const(size), False)
 
 

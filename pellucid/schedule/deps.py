@@ -13,8 +13,8 @@ def reads(node: Node) -> tuple[str, ...]:
         case Kernel():
             return tuple(dict.fromkeys(load.buffer for _, load in node.loads()))
         case Extern():
-            arguments = (*node.args, *(value for _, value in node.kwargs))
-            return tuple(dict.fromkeys(view.buffer for view in _views(arguments)))
+            views = (each for each in arguments_of(node) if isinstance(each, View))
+            return tuple(dict.fromkeys(view.buffer for view in views))
 
 
 def writes(node: Node) -> tuple[str, ...]:
@@ -56,9 +56,14 @@ def dependencies(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
     return result
 
 
-def _views(arguments: Sequence[Arg]) -> Iterator[View]:
-    for argument in arguments:
-        if isinstance(argument, View):
-            yield argument
-        elif isinstance(argument, tuple):
-            yield from _views(argument)
+def arguments_of(node: Extern) -> Iterator[Arg]:
+    """The arguments of a call, those in lists one by one."""
+
+    def flat(arguments: Sequence[Arg]) -> Iterator[Arg]:
+        for argument in arguments:
+            if isinstance(argument, tuple):
+                yield from flat(argument)
+            else:
+                yield argument
+
+    yield from flat((*node.args, *(value for _, value in node.kwargs)))

@@ -31,25 +31,25 @@ from pellucid.ir.nodes import (
     operands,
 )
 from pellucid.ir.ops import EXPENSIVE
+from pellucid.machine import Machine, issuing, moving, starting
+from pellucid.machine.work import estimate, evaluations, op_cost
 from pellucid.schedule.cleanup import clean_kernel
-from pellucid.schedule.cost import estimate, evaluations, op_cost
 from pellucid.schedule.rewrite import make_kernel, row_major, unique_name
-from pellucid.schedule.worth import KERNEL_BYTES, OPS_PER_BYTE
 
 STEP = "hoist"
 # Elements of a row: more would come from farther away than the first caches.
 _LONGEST = 16384
 
 
-def hoist(program: Program) -> tuple[Program, list[Decision]]:
-    """`program`, whose kernels are in canonical form, with rows that are dear to compute in kernels of their own."""
+def hoist(program: Program, machine: Machine) -> tuple[Program, list[Decision]]:
+    """`program`, whose kernels are in canonical form, with expensive rows computed once, in kernels of their own."""
     nodes: list[Node] = []
     buffers = list(program.buffers)
     decisions: list[Decision] = []
     taken = {*program.symbols, *(buffer.name for buffer in buffers), *(node.name for node in program.nodes)}
     for node in program.nodes:
         while isinstance(node, Kernel):
-            found = find_rows(node)
+            found = find_rows(node, machine)
             best = next((rows for rows in found if rows.decision.ok), None)
             if best is None:
                 decisions += [rows.decision for rows in found]
@@ -92,8 +92,8 @@ class Rows:
         return clean_kernel(first), clean_kernel(make_kernel(kernel.name, kernel.space, rest, params)), made
 
 
-def find_rows(kernel: Kernel) -> list[Rows]:
-    """The rows of a kernel that are dear to compute, by the axes that they depend on."""
+def find_rows(kernel: Kernel, machine: Machine) -> list[Rows]:
+    """The rows of a kernel that are expensive to compute, by the axes that they depend on."""
     scopes, movable = axes_of(kernel), _movable(kernel)
     users: dict[frozenset[str], dict[str, Line]] = {}
     lines = {line.out: line for line in kernel.body}
@@ -104,7 +104,7 @@ def find_rows(kernel: Kernel) -> list[Rows]:
                 continue  # masks and positions are better known to the code than loaded
             if name in movable and scopes[name] < scopes[line.out]:
                 users.setdefault(scopes[name], {})[name] = value
-    found = (_weigh(kernel, scopes, scope, tuple(values.values())) for scope, values in users.items() if scope)
+    found = (_weigh(kernel, scopes, scope, tuple(values.values()), machine) for scope, values in users.items() if scope)
     return [rows for rows in found if rows is not None]
 
 
@@ -126,7 +126,11 @@ def _movable(kernel: Kernel) -> set[str]:
 
 
 def _weigh(
-    kernel: Kernel, scopes: Mapping[str, frozenset[str]], scope: frozenset[str], values: tuple[Line, ...]
+    kernel: Kernel,
+    scopes: Mapping[str, frozenset[str]],
+    scope: frozenset[str],
+    values: tuple[Line, ...],
+    machine: Machine,
 ) -> Rows | None:
     """The rows over the axes `scope`, and whether they are worth a kernel; None where they cost little anyway."""
     axes = tuple(axis for axis in kernel.space if axis.name in scope)
@@ -135,19 +139,20 @@ def _weigh(
     cost = sum(op_cost(line.rhs) for line in _needed_by(values, kernel) if scopes[line.out] == scope)
     if times < 2 or cost < EXPENSIVE:
         return None
-    moved = KERNEL_BYTES + points * sum(2 * line.dtype.itemsize for line in values)
-    saved = cost * points * (times - 1)
+    nbytes, threads = points * sum(line.dtype.itemsize for line in values), machine.cores
+    spent = starting(machine, threads) + moving(machine, nbytes, nbytes, nbytes)
+    saved = issuing(machine, cost * points * (times - 1) / machine.lanes, threads)
     names = ", ".join(axis.name for axis in axes)
-    facts = (("instructions_saved", saved), ("bytes_moved", moved), ("values", len(values)))
+    facts = (("ns_saved", round(saved)), ("ns_spent", round(spent)), ("values", len(values)))
 
-    def told(ok: bool, why: str) -> Rows:
+    def decided(ok: bool, why: str) -> Rows:
         return Rows(kernel, axes, values, Decision("schedule.hoist", (kernel.name,), ok, why, facts))
 
     if points > _LONGEST:
-        return told(False, f"{points} points of {names} are too many to stay in the cache")
-    if saved <= OPS_PER_BYTE * moved:
-        return told(False, f"computing what depends on {names} alone {times} times costs less than a kernel more")
-    return told(True, f"what depends on {names} alone is computed once instead of {times} times")
+        return decided(False, f"{points} points of {names} are too many to stay in the cache")
+    if saved <= spent:
+        return decided(False, f"computing what depends on {names} alone {times} times costs less than a kernel more")
+    return decided(True, f"what depends on {names} alone is computed once instead of {times} times")
 
 
 def _needed_by(values: Iterable[Line], kernel: Kernel) -> list[Line]:

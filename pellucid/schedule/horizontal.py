@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pellucid.ir.decision import Decision, DecisionLog
 from pellucid.ir.index import Expr, product
 from pellucid.ir.nodes import Kernel
+from pellucid.machine.work import estimate
 from pellucid.options import Options
-from pellucid.schedule.cost import estimate
-from pellucid.schedule.graph import FusionGraph, Group, survivor
+from pellucid.schedule.fusion_graph import FusionGraph, Group, survivor
 from pellucid.schedule.pair import merge_groups, refusal
 
 # A pair is looked at only when few nodes stand between the two: results that wait for each other occupy memory.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pellucid.ir.index import Expr, FloorDiv, Mod, in_range
 from pellucid.ir.nodes import CheckIndex, Compute, Kernel, Line, Load, Reduce, Store, operands
 from pellucid.ir.types import DType
-from pellucid.schedule.graph import FusionGraph
+from pellucid.schedule.fusion_graph import FusionGraph
 from pellucid.schedule.match_axes import Mismatch
 from pellucid.schedule.merge import forward
 from pellucid.schedule.normalize import split_axes

@@ -6,7 +6,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
 
 from pellucid.errors import InternalError
 from pellucid.ir.index import Expr
@@ -66,14 +65,6 @@ def plan_memory(program: Program, sizes: Callable[[Expr], int], leave_out: Colle
     return MemoryPlan(offsets, arena_bytes, bound)
 
 
-def plan_apart(program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = ()) -> MemoryPlan:
-    """The same without reuse: each temporary has memory of its own. For finding faults."""
-    lives = lifetimes(program, sizes, leave_out)
-    starts = accumulate((life.size for life in lives), initial=0)
-    offsets = {life.buffer: start for life, start in zip(lives, starts, strict=False)}
-    return MemoryPlan(offsets, sum(life.size for life in lives), _peak(lives))
-
-
 def lifetimes(program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = ()) -> list[Lifetime]:
     """The lifetime of each temporary in the order of the nodes, with sizes rounded up to whole cache lines."""
     first: dict[str, int] = {}
@@ -103,7 +94,7 @@ def check_memory_plan(
     for life in sorted(lives, key=lambda life: life.first):
         start = plan.offsets[life.buffer]
         if start % ALIGNMENT or start < 0 or start + life.size > plan.arena_bytes:
-            raise InternalError(f"buffer {life.buffer} lies badly: offset {start}, {life.size} bytes")
+            raise InternalError(f"buffer {life.buffer} is misplaced: offset {start}, {life.size} bytes")
         active = [other for other in active if other.last >= life.first]
         for other in active:
             base = plan.offsets[other.buffer]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Kernel, Node
-from pellucid.schedule.graph import Group
+from pellucid.schedule.fusion_graph import Group
 
 _LONGEST = 48
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Buffer, Node, Program
-from pellucid.schedule.cost import estimate
+from pellucid.machine.work import estimate
 from pellucid.schedule.deps import dependencies, reads, writes
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from pellucid.ir.decision import Decision, Fact
 from pellucid.ir.index import ZERO, Expr, product
 from pellucid.ir.nodes import Kernel, Load, Reduce, axes_of, operands
+from pellucid.machine.work import estimate
 from pellucid.options import Options
-from pellucid.schedule.cost import estimate
-from pellucid.schedule.graph import FusionGraph, Group
+from pellucid.schedule.contractions import check_epilogue, check_neighbours
+from pellucid.schedule.fusion_graph import FusionGraph, Group
 from pellucid.schedule.match_axes import Anchor, Match, Mismatch, match_axes
 from pellucid.schedule.merge import merge_kernels
 
@@ -20,6 +21,8 @@ _RULES = {
     "size-limit": "fuse.size",
     "mutation": "fuse.mutation",
     "cost": "fuse.cost",
+    "contraction": "fuse.contraction",
+    "attention": "fuse.attention",
 }
 
 # A reduction is spread over threads along the axes that it keeps. With fewer rows than this, and rows longer than
@@ -37,7 +40,8 @@ def refusal(subject: tuple[str, str], mismatch: Mismatch, facts: tuple[tuple[str
 def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options) -> Group | Mismatch:
     """Merge two groups of `graph` if every rule agrees; the earlier one becomes the first part of the kernel."""
     first, second = (one.kernel, other.kernel) if one.place < other.place else (other.kernel, one.kernel)
-    refused = _check_size(first, second, options) or _check_scatter(first, second)
+    refused = check_count(graph, options) or _check_size(first, second, options) or _check_scatter(first, second)
+    refused = refused or check_neighbours(first, second)
     if refused is not None:
         return refused
     joint = graph.joint(one, other)
@@ -52,8 +56,15 @@ def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options)
     kernel = merge_kernels(first, second, match, dead)
     if isinstance(kernel, Mismatch):
         return kernel
-    refused = check_limits(kernel, options) or _check_parallel(kernel)
+    refused = check_limits(kernel, options) or _check_parallel(kernel) or check_epilogue(first, kernel)
     return refused or graph.merge(joint, kernel)
+
+
+def check_count(graph: FusionGraph, options: Options) -> Mismatch | None:
+    """Refuse to fuse more often than the user wants."""
+    if graph.fusions >= options.max_fusions:
+        return Mismatch("size-limit", f"{graph.fusions} fusions were made, which is all that may be")
+    return None
 
 
 def check_limits(kernel: Kernel, options: Options) -> Mismatch | None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pellucid.ir.decision import Decision, DecisionLog, Fact
 from pellucid.ir.nodes import Extern, Kernel
 from pellucid.options import Options
+from pellucid.schedule.contractions import check_operands
 from pellucid.schedule.deps import reads
-from pellucid.schedule.graph import FusionGraph, Group
+from pellucid.schedule.fusion_graph import FusionGraph, Group
 from pellucid.schedule.inline import inline, recipe_of
 from pellucid.schedule.match_axes import Mismatch
-from pellucid.schedule.pair import check_limits, merge_groups, refusal
+from pellucid.schedule.pair import check_count, check_limits, merge_groups, refusal
 from pellucid.schedule.worth import inlining_costs, is_trivial
 
 
@@ -91,12 +92,15 @@ class _Question:
         inlined = inline(self.graph, recipe, self.group.kernel)
         if isinstance(inlined, Mismatch):
             return self._refused(inlined, facts)
+        refused = check_operands(self.group.kernel, inlined.kernel)
+        if refused is not None:
+            return self._refused(refused, facts)
         if not is_trivial(recipe):
             pays, numbers = inlining_costs(self.graph, recipe, self.producer, self.group, inlined)
             facts += numbers
             if not pays:
                 return self._refused(Mismatch("cost", "computing it again costs more than loading it"), facts)
-        refused = check_limits(inlined.kernel, self.options)
+        refused = check_count(self.graph, self.options) or check_limits(inlined.kernel, self.options)
         if refused is not None:
             return self._refused(refused, facts)
         self.graph.inline(self.group, inlined.kernel, self.producer, self.position)

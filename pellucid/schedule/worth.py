@@ -1,20 +1,18 @@
-"""Is it worth computing a value again instead of loading it? A rule of thumb in bytes moved."""
+"""Is it worth computing a value again instead of loading it? Both are priced in nanoseconds of this machine."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from pellucid.ir.decision import Fact
 from pellucid.ir.index import total
 from pellucid.ir.nodes import Kernel, Load, axes_of
 from pellucid.ir.ops import EXPENSIVE
-from pellucid.schedule.cost import estimate, evaluations, op_cost, touched_bytes
-from pellucid.schedule.graph import FusionGraph, Group
+from pellucid.machine import issuing, kernel_work, moving, starting
+from pellucid.machine.work import estimate, evaluations, op_cost, touched_bytes
+from pellucid.schedule.fusion_graph import FusionGraph, Group
 from pellucid.schedule.inline import Inlined, Recipe, loads_of
-
-# What things cost, in bytes moved from memory: an operator at one point, a stored byte (its cache line is fetched
-# before it is written back), and the start of one more kernel.
-OPS_PER_BYTE = 2
-_STORE_WEIGHT = 2
-KERNEL_BYTES = 65536
 
 _MOST_LINES = 64
 _MOST_READERS = 16
@@ -28,33 +26,48 @@ def is_trivial(recipe: Recipe) -> bool:
 def inlining_costs(
     graph: FusionGraph, recipe: Recipe, producer: Group, consumer: Group, inlined: Inlined
 ) -> tuple[bool, tuple[tuple[str, Fact], ...]]:
-    """Whether inlining pays, and the numbers: bytes that are saved, and what computing again costs in bytes."""
-    gain = _bytes_saved(graph, recipe, producer, consumer)
-    work, expensive = _work(inlined)
-    price = work // OPS_PER_BYTE + _bytes_added(consumer.kernel, inlined)
-    again = expensive and work > KERNEL_BYTES
-    pays = price <= gain and len(recipe.lines) <= _MOST_LINES and not again
-    return pays, (("bytes_saved", gain), ("bytes_spent", price), ("lines", len(recipe.lines)))
+    """Whether inlining pays, and the numbers: nanoseconds that are saved, and that computing again takes."""
+    machine, threads = graph.machine, graph.machine.cores
+    held = kernel_work(consumer.kernel, 0).working_set
+    saved = _saved(graph, recipe, producer, consumer)
+    gain = moving(machine, saved.read, saved.written, held, threads)
+    gain += issuing(machine, saved.work / machine.lanes, threads) + saved.kernels * starting(machine, threads)
+    work, expensive = _work(inlined.kernel, inlined.copied)
+    again = issuing(machine, work / machine.lanes, threads)
+    price = again + moving(machine, _bytes_added(consumer.kernel, inlined), 0, held, threads)
+    # What is dear is computed again only where that takes less than a kernel more.
+    pays = price <= gain and len(recipe.lines) <= _MOST_LINES and not (expensive and again > starting(machine, threads))
+    return pays, (("ns_saved", round(gain)), ("ns_spent", round(price)), ("lines", len(recipe.lines)))
 
 
-def _bytes_saved(graph: FusionGraph, recipe: Recipe, producer: Group, consumer: Group) -> int:
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """Bytes that are not read and not written, instructions at one point each, and kernels that are not called."""
+
+    read: float
+    written: float = 0.0
+    work: float = 0.0
+    kernels: float = 0.0
+
+
+def _saved(graph: FusionGraph, recipe: Recipe, producer: Group, consumer: Group) -> _Saved:
     """The consumer's loads; if all readers may follow suit, also its share of the store and of what makes it."""
     buffer = recipe.store.buffer
     param = next(param for param in consumer.kernel.params if param.name == buffer)
     ranges = consumer.kernel.ranges
     indices = {load.index for _, load in consumer.kernel.loads() if load.buffer == buffer}
-    saved = sum(estimate(touched_bytes(index, param, ranges)) for index in indices)
-    readers = graph.readers[buffer]
-    if _may_vanish(graph, buffer):
-        vanishing = estimate(param.numel) * param.dtype.itemsize * _STORE_WEIGHT
-        if sum(1 for _ in producer.kernel.stores()) == 1:
-            sizes = {param.name: param for param in recipe.kernel.params}
-            ranges = recipe.kernel.ranges
-            loads = {(load.buffer, load.index) for load in loads_of(recipe.lines)}
-            loaded = total(touched_bytes(index, sizes[name], ranges) for name, index in loads)
-            vanishing += estimate(loaded) + KERNEL_BYTES
-        saved += vanishing // len(readers)
-    return saved
+    read = sum(estimate(touched_bytes(index, param, ranges)) for index in indices)
+    if not _may_vanish(graph, buffer):
+        return _Saved(read)
+    share = 1 / len(graph.readers[buffer])
+    written = estimate(param.numel) * param.dtype.itemsize * share
+    if sum(1 for _ in producer.kernel.stores()) > 1:
+        return _Saved(read, written)
+    sizes = {param.name: param for param in recipe.kernel.params}
+    loads = {(load.buffer, load.index) for load in loads_of(recipe.lines)}
+    loaded = total(touched_bytes(index, sizes[name], recipe.kernel.ranges) for name, index in loads)
+    work, _ = _work(recipe.kernel, frozenset(line.out for line in recipe.lines))
+    return _Saved(read + estimate(loaded) * share, written, work * share, share)
 
 
 def _may_vanish(graph: FusionGraph, buffer: str) -> bool:
@@ -64,14 +77,14 @@ def _may_vanish(graph: FusionGraph, buffer: str) -> bool:
     return few and all(isinstance(reader.node, Kernel) for reader in readers)
 
 
-def _work(inlined: Inlined) -> tuple[int, bool]:
-    """Instructions of the copied lines over all points, and whether an expensive one is among them."""
-    scopes = axes_of(inlined.kernel)
+def _work(kernel: Kernel, lines: Collection[str]) -> tuple[int, bool]:
+    """Instructions of `lines` over all points, and whether an expensive one is among them."""
+    scopes = axes_of(kernel)
     work, expensive = 0, False
-    for line in inlined.kernel.body:
-        cost = op_cost(line.rhs) if line.out in inlined.copied else 0
+    for line in kernel.body:
+        cost = op_cost(line.rhs) if line.out in lines else 0
         if cost:
-            work += cost * estimate(evaluations(scopes[line.out], inlined.kernel.space))
+            work += cost * estimate(evaluations(scopes[line.out], kernel.space))
             expensive |= cost >= EXPENSIVE
     return work, expensive
 

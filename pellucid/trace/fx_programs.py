@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pprint
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -37,8 +37,8 @@ def make_inputs():
 _RUNNABLE = Template('''\
 """{{ title }}
 
-Runs the graph eagerly and compiled by Pellucid, judges the results (float64 decides) and measures both. Exits with 1 if
-compiled code is wrong. Edit at will.
+Runs the graph eagerly and compiled by {{ backend }}, judges the results (float64 decides) and measures both. Exits with
+1 if compiled code is wrong. Edit at will.
 """
 
 import sys
@@ -46,7 +46,7 @@ import sys
 import torch
 from torch import device, inf, nan  # noqa: F401  (names that the graph's text uses)
 
-from pellucid.kit.runs.runnable import compare_compiled, drawn, saved  # noqa: F401
+from pellucid.runnable import compare_compiled, drawn, saved  # noqa: F401
 {%- for line in imports %}
 {{ line }}
 {%- endfor %}
@@ -72,7 +72,7 @@ def make_graph():
 
 if __name__ == "__main__":
     with torch.no_grad():
-        sys.exit(compare_compiled(make_graph(), make_inputs(), {{ kind }}, SIZES))
+        sys.exit(compare_compiled(make_graph(), make_inputs(), {{ kind }}, SIZES{{ how }}))
 ''', keep_trailing_newline=True)  # fmt: skip
 
 
@@ -99,13 +99,23 @@ def readable(graph: torch.fx.GraphModule) -> str:
     return graph.print_readable(print_output=False, include_stride=True, include_device=False)
 
 
-def runnable(graph: torch.fx.GraphModule, title: str, kind: str, constants: Constants) -> str:
-    """A program that runs the graph, see `FILES`."""
+def runnable(
+    graph: torch.fx.GraphModule,
+    title: str,
+    kind: str,
+    constants: Constants,
+    backend: str = "pellucid",
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """A program that runs the graph, see `schema`. backend, options: what compiles it."""
+    how = "" if backend == "pellucid" and not options else f", {backend!r}, {dict(options or {})!r}"
     code = graph.print_readable(print_output=False)
     code = re.sub(r"^class \S+\(torch\.nn\.Module\):", "class CapturedGraph(torch.nn.Module):", code, count=1)
     placeholders = graph.graph.find_nodes(op="placeholder")
     return _RUNNABLE.render(
         title=title,
+        backend=backend.capitalize(),
+        how=how,
         code=code,
         kind=repr(kind),
         imports=sorted(set(_imports(graph))),

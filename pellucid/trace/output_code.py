@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from jinja2 import Template
 
-from pellucid.codegen import CppKernel
+from pellucid.codegen import CppKernel, CppPacking, functions_of, packings_of
 from pellucid.executable import allocated_by_calls, operator_of, where
 from pellucid.ir.derived import Float, python_text
 from pellucid.ir.index import Expr, text
@@ -24,7 +24,8 @@ _PROGRAM = Template('''\
 """Output code of {{ name }}: the calls that the native runtime makes, in order, and the C++ of its kernels.
 
 `call` takes the list of the graph's arguments and returns the list of its results. Edit at will: an edited kernel is
-compiled anew, and compared with the one in the folder `kernels`. Exits with 1 if results differ.
+compiled anew, and compared with the one in the folder `kernels`. Exits with 1 if results differ, or if it does not
+compile.
 """
 
 import sys
@@ -32,7 +33,7 @@ import sys
 import torch
 from torch import inf, nan  # noqa: F401
 
-from pellucid.kit.runs.runnable import buffer, compare_edited, drawn, fit, load_kernels, saved, view  # noqa: F401
+from pellucid.runnable import buffer, compare_edited, drawn, fit, load_kernels, saved, view  # noqa: F401
 from pellucid.ir.derived import FUNCTIONS as F  # noqa: F401
 
 VALUES = saved(__file__)
@@ -75,7 +76,9 @@ def output_code(record: GraphRecord, constants: Constants | None = None) -> str:
 
     constants: of the run folder that the program will lie in.
     """
-    distinct: dict[str, CppKernel] = {kernel.name: kernel for kernel in record.kernels.values()}
+    distinct: dict[str, CppKernel | CppPacking] = {}
+    for each in (record.before, record) if record.before else (record,):
+        distinct |= {function.name: function for function in functions_of(each.kernels)}
     placeholders = record.graph.graph.find_nodes(op="placeholder")
     known = constants or Constants()
     return _PROGRAM.render(
@@ -89,21 +92,40 @@ def output_code(record: GraphRecord, constants: Constants | None = None) -> str:
 
 def _name(name: str) -> str:
     """The Python name of a buffer or a size: never one that the program needs itself, and another for each."""
+    name = name.replace(".", "_")  # of panels
     return f"{name}_" if name.rstrip("_") in _TAKEN else name
 
 
 def _body(record: GraphRecord) -> Iterator[str]:
     program = record.scheduled
-    names = [_name(name) if name is not None else "_" for name in program.inputs]
+    arguments = len(record.graph.graph.find_nodes(op="placeholder"))
+    given = program.inputs[:arguments] + program.inputs[len(program.inputs) - len(record.constants) :]
+    names = [_name(name) if name is not None else "_" for name in given]
     if names:
         yield "("
         yield from textwrap.wrap(", ".join(names) + ",", width=108, initial_indent="    ", subsequent_indent="    ")
         yield ") = args"
+    yield from _prepared(record)
     yield from _derived(program)
     yield from _allocations(program)
     for node in program.nodes:
         yield from _call(record, program, node)
     yield f"return [{', '.join(_result(output) for output in program.outputs)}]"
+
+
+def _prepared(record: GraphRecord) -> Iterator[str]:
+    """What is computed and packed before the first call of the compiled graph; here it happens at each call."""
+    if record.before is not None:
+        program = record.before.scheduled
+        skipped = allocated_by_calls(program)
+        yield "# With the option `freeze`, what follows up to the panels happens before the first call alone."
+        yield from (_fresh(b) for b in program.buffers if b.role != "input" and b.name not in skipped)
+        for node in program.nodes:
+            yield from _call(record.before, program, node)
+    for packing in packings_of(record.kernels):
+        panels = _name(packing.panels)
+        yield f"{panels} = torch.empty({packing.numel})"
+        yield f'kernels["{packing.name}"]([{_name(packing.buffer)}, {panels}], [], 1)'
 
 
 def _derived(program: Program) -> Iterator[str]:

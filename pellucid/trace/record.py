@@ -12,7 +12,7 @@ from pellucid.codegen import CppKernel
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Program, View
 from pellucid.native.build import BuildReport
-from pellucid.native.plan import event_name
+from pellucid.native.execution_plan import event_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,9 @@ class GraphRecord:
     values: where the programs put the tensor that an FX node computes, by the node's name.
     kernels: generated C++ by the name of the IR kernel.
     outline: how a graph that was split is run; such a graph has no program itself. parts: the records of its segments.
-    earlier: what took place before the stages, where that is known: Dynamo, AOTAutograd. folder: its run, if traced.
+    earlier: what took place before the stages, where that is known: Dynamo, AOTAutograd.
+    before: what parameters determine, computed before the first call: its results and panels are more arguments.
+    folder: of the graph in its run, if it is traced.
     """
 
     name: str
@@ -51,6 +53,7 @@ class GraphRecord:
     parts: tuple[GraphRecord, ...] = ()
     earlier: tuple[StageTime, ...] = ()
     folder: Path | None = None
+    before: GraphRecord | None = None
 
     @property
     def programs(self) -> tuple[GraphRecord, ...]:

@@ -1,47 +1,71 @@
-"""The files of a run folder and the columns of its tables: the contract with everything that reads runs."""
+"""The files of a run folder and the columns of its tables: the contract with everything that reads runs.
+
+A run holds the graphs of a program. The compiler writes one for each graph that it compiles (`options={"trace": DIR}`),
+`pellucid capture` one for a whole program, under any backend; every command of the kit takes either as its TARGET.
+"""
 
 from __future__ import annotations
 
-VERSION = 2
+VERSION = 3
 """Raised whenever a file or a column changes its meaning."""
 
-VALUES = "values.pt"
+RUN, GRAPHS, TENSORS = "run.json", "graphs", "tensors"
+GRAPH, VALUES, NUMBERS = "graph.json", "values.json", "numbers.json"
+USER_SOURCE = "user_source.json"
 
 FILES: dict[str, str] = {
-    "run.json": "environment, options, stages with their times, counts, and the error if one ended the compilation",
+    RUN: "environment, backend and options; for each graph its stages with their times, counts, and how it ended",
+    GRAPHS: "a folder for each graph, see below",
+    "kernels": "the C++ of each different kernel, annotated with FX nodes and your source lines",
+    "kernels.csv": "one row per kernel and library call: operators, sizes, bytes, seconds as far as they are known",
+    "decisions.csv": "every choice of the compiler with its reason: fusions, vectorisation, fallbacks",
+    USER_SOURCE: "the lines of your program behind the graphs, with some around each, by file and number",
+    TENSORS: "the bytes of inputs, constants and results, each stored once",
+    "check.json": "and so on for each command that was run with -o: its result",
+    "cosim.csv": "every result that cosimulation compared",
+    "report.html": "all of it on one page, from report; with `profile.json`, `machine.json`, `trace.json` and others",
+    "repro.py": "the smallest program that fails, from minify: running it executes its code",
+}
+"""By name in a run."""
+
+GRAPH_FILES: dict[str, str] = {
     "fx_graph_readable.py": "the captured FX graph with shapes and your source lines, for reading",
     "fx_graph_runnable.py": "the captured FX graph as a program: runs it eagerly and compiled, compares and measures",
-    "fx_graph_transformed.py": "the FX graph after Pellucid's own FX passes, as a program",
-    "ir_pre_fusion.txt": "loop IR, one kernel per operator",
-    "ir_post_fusion.txt": "loop IR after fusion: what is compiled",
-    "output_code.py": "the plan as a program with its C++ kernels: edit one, and it says what that changed",
-    "kernels": "the C++ of each different kernel, annotated with FX nodes and your source lines",
-    "decisions.csv": "every choice of the compiler with its reason: fusions, vectorisation, fallbacks",
-    "kernels.csv": "one row per kernel: its operators, sizes, bytes, operations, calls",
-    VALUES: "the graph's constants, and the arguments of its first call: what the programs here run with",
+    "fx_graph_transformed.py": "the FX graph after the backend's own FX passes, as a program",
+    "ir_pre_fusion.txt": "the backend's loops, one for each operator",
+    "ir_post_fusion.txt": "its loops after fusion: what is compiled",
+    "ir_frozen.txt": "with the option `freeze`: the loops of what parameters determine, run before the first call",
+    "output_code.py": "the calls that a compiled graph makes, with its C++ kernels, as a program to edit and run",
+    "segments.txt": "of a graph that no single program holds: its segments, and what Python calls between them",
     "provenance.json": "from each C++ line to IR line, FX nodes and source lines, and back",
+    GRAPH: "the captured graph as data, which the kit reads: operators by name",
+    VALUES: "the arguments of the first call (up to 1 GiB), and the constants: what the programs here run with",
+    NUMBERS: "what the graph returned, eagerly and compiled, and intermediate results if they were asked for",
 }
+"""By name in the folder of a graph. Missing is what a backend does not tell, or a stage that failed would make."""
 
-SPLIT_FILES: dict[str, str] = {
-    "segments.txt": "how a graph that no single program holds is run: its segments, and what Python calls between them",
+TABLES: dict[str, tuple[str, ...]] = {
+    "kernels.csv": (
+        "graph",
+        "kernel",
+        "symbol",
+        "op",
+        "position",
+        "fx_nodes",
+        "user_lines",
+        "ir_ops",
+        "space",
+        "reduced",
+        "loads",
+        "stores",
+        "bytes_loaded",
+        "bytes_stored",
+        "flops",
+        "vectorized",
+        "extent",
+        "grain",
+        "seconds",
+    ),
+    "decisions.csv": ("graph", "rule", "subject", "ok", "why", "facts", "fx_nodes", "user_lines"),
 }
-"""Written instead of IR and output code for a graph that was split; each segment has a folder of its own."""
-
-DECISION_COLUMNS = ("rule", "subject", "ok", "why", "facts")
-KERNEL_COLUMNS = (
-    "kernel",
-    "symbol",
-    "position",
-    "fx_nodes",
-    "user_lines",
-    "space",
-    "reduced",
-    "loads",
-    "stores",
-    "bytes_loaded",
-    "bytes_stored",
-    "flops",
-    "vectorized",
-    "extent",
-    "grain",
-)
+"""By name, the columns of a table; what is not known is empty. symbol: of a kernel; op: of a library call."""

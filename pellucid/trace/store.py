@@ -7,8 +7,9 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ import torch
 from typing_extensions import TypeIs
 
 from pellucid.capture.torch_compat import structured_artifact
-from pellucid.codegen import annotate
+from pellucid.codegen import CppKernel, annotate, packings_of
 from pellucid.errors import UserError
 from pellucid.ir.index import Expr, text
-from pellucid.ir.nodes import Extern, Kernel
+from pellucid.ir.nodes import Compute, Extern, Kernel, Node, Reduce
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.printer import print_program
+from pellucid.machine.work import kernel_cost
 from pellucid.options import Options
-from pellucid.schedule.cost import kernel_cost
 from pellucid.trace import schema
 from pellucid.trace.environment import environment
+from pellucid.trace.folder import RunWriter
 from pellucid.trace.fx_programs import Constants, readable, runnable
 from pellucid.trace.output_code import output_code
 from pellucid.trace.provenance import provenance
@@ -36,31 +38,44 @@ _MOST_BYTES = 1 << 30
 
 
 def write_run(record: GraphRecord, options: Options) -> Path:
-    """Write everything known about one graph into a new folder below `options.trace`; returns the folder.
+    """Write everything known about one graph into a new run below `options.trace`; returns the graph's folder in it.
 
     A stage that did not run leaves its files out.
     """
-    folder = _new_folder(Path(options.trace), record.name)
+    parent, name = Path(options.trace), record.name
+    given = {each.name: value for each in fields(options) if (value := getattr(options, each.name)) != each.default}
+    given.pop("trace")
+    folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{name}"
+    writer = RunWriter.create(folder, backend="pellucid", options=given)
     constants = Constants()
-    for name, make in _texts(record, options, constants).items():
-        (folder / name).write_text(make(), encoding="utf-8")
-    _write_sources(folder / "kernels", record)
-    write_values(folder, constants.tensors)
-    return folder
+    writer.add_texts(name, {file: make() for file, make in texts_of(record, constants).items()})
+    with suppress(UserError):  # it calls what only this Python has: there is no graph as data
+        writer.add_graph(name, record.kind, record.captured)
+    writer.add_values(name, constants=constants.tensors)
+    writer.note_compiled(name, facts_of(record))
+    writer.add_sources(sources_of(record))
+    writer.add_rows("kernels.csv", kernel_rows(record))
+    writer.add_rows("decisions.csv", decision_rows(record))
+    return writer.of_graph(name)
 
 
 def log_structured(record: GraphRecord, options: Options) -> None:
     """Give the texts of a run to `TORCH_TRACE`, if that is set: `tlparse` shows each as a file of its own."""
-    for name, make in _texts(record, options, Constants()).items():
+    texts = texts_of(record, Constants())
+    texts["run.json"] = lambda: json.dumps(
+        {"environment": environment(), "options": asdict(options), **facts_of(record)}, indent=1
+    )
+    texts["decisions.csv"] = lambda: _csv("decisions.csv", decision_rows(record))
+    texts["kernels.csv"] = lambda: _csv("kernels.csv", kernel_rows(record))
+    for name, make in texts.items():
         stem, _, kind = name.rpartition(".")
         structured_artifact(f"pellucid_{record.name}_{stem}", "json" if kind == "json" else "string", make)
 
 
-def _texts(record: GraphRecord, options: Options, constants: Constants) -> dict[str, Callable[[], str]]:
-    """The text files of a run by name."""
+def texts_of(record: GraphRecord, constants: Constants) -> dict[str, Callable[[], str]]:
+    """The text files of a graph by name."""
     name, kind = record.name, record.kind
     texts: dict[str, Callable[[], str]] = {
-        "run.json": lambda: json.dumps(_run(record, options), indent=1),
         "fx_graph_readable.py": lambda: readable(record.captured),
         "fx_graph_runnable.py": lambda: runnable(record.captured, f"Captured FX graph of {name}.", kind, constants),
         "fx_graph_transformed.py": lambda: runnable(record.graph, f"Transformed FX graph of {name}.", kind, constants),
@@ -69,21 +84,15 @@ def _texts(record: GraphRecord, options: Options, constants: Constants) -> dict[
         texts["ir_pre_fusion.txt"] = lambda: print_program(record.lowered)
     if record.scheduled.outputs or record.scheduled.nodes:
         texts["ir_post_fusion.txt"] = lambda: print_program(record.scheduled)
+    if record.before is not None:
+        before = record.before.scheduled
+        texts["ir_frozen.txt"] = lambda: print_program(before)
     if record.outline:
         texts["segments.txt"] = lambda: record.outline + "\n"
     elif record.kernels or not record.error:
         texts["output_code.py"] = lambda: output_code(record, constants)
         texts["provenance.json"] = lambda: json.dumps(provenance(record), indent=1)
-    texts["decisions.csv"] = lambda: _csv(schema.DECISION_COLUMNS, _decisions(record))
-    texts["kernels.csv"] = lambda: _csv(schema.KERNEL_COLUMNS, _kernels(record))
     return texts
-
-
-def write_values(folder: Path, constants: Sequence[torch.Tensor], inputs: Sequence[Any] | None = None) -> None:
-    """Write what the programs of a run folder run with: the constants, and the arguments of the first call."""
-    part = folder / f".{schema.VALUES}"
-    torch.save({"constants": list(constants), "inputs": None if inputs is None else list(inputs)}, part)
-    part.replace(folder / schema.VALUES)
 
 
 class Recorded:
@@ -110,11 +119,11 @@ def _record_inputs(folder: Path, args: Sequence[Any]) -> None:
     memory = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in plain if _is_dense(each)}
     if sum(memory.values()) > _MOST_BYTES:
         return
-    path = folder / schema.VALUES
     try:
-        write_values(folder, torch.load(path, weights_only=True)["constants"], plain)
+        with suppress(UserError):  # a tensor that is not dense
+            RunWriter(folder.parents[1]).add_values(folder.name, inputs=plain)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error}", hint="give a folder that is writable") from error
+        raise UserError(f"cannot write to {folder}: {error}", hint="give a folder that is writable") from error
 
 
 def _plain(value: Any) -> Any:
@@ -127,26 +136,12 @@ def _is_dense(value: Any) -> TypeIs[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def _new_folder(parent: Path, name: str) -> Path:
-    folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{name}"
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot write the trace to {parent}: {error}", hint="give a folder that is writable"
-        ) from error
-    return folder
-
-
-def _run(record: GraphRecord, options: Options) -> dict[str, Any]:
+def facts_of(record: GraphRecord) -> dict[str, Any]:
+    """What `run.json` says of a graph."""
     records = record.programs
     nodes = [node for each in records for node in each.scheduled.nodes]
     return {
-        "schema_version": schema.VERSION,
-        "name": record.name,
         "kind": record.kind,
-        "environment": environment(),
-        "options": asdict(options),
         "stages": [
             {"name": stage.name, "seconds": round(stage.seconds, 6)} for stage in (*record.earlier, *record.stages)
         ],
@@ -176,56 +171,78 @@ def _fallbacks(record: GraphRecord) -> list[dict[str, Any]]:
     return [{"op": op, "reason": reason, "calls": calls} for (op, reason), calls in counts.items()]
 
 
-def _decisions(record: GraphRecord) -> Iterable[tuple[Any, ...]]:
+def decision_rows(record: GraphRecord) -> Iterator[dict[str, Any]]:
+    """Rows of `decisions.csv`."""
+    origins = {node.name: origin_of(node) for node in (*record.lowered.nodes, *record.scheduled.nodes)}
     for decision in record.decisions:
-        facts = "; ".join(f"{name}={value}" for name, value in decision.facts)
-        yield decision.rule, " ".join(decision.subject), int(decision.ok), decision.why, facts
+        origin = merge(origins[name] for name in decision.subject if name in origins)
+        yield {
+            "graph": record.name,
+            "rule": decision.rule,
+            "subject": " ".join(decision.subject),
+            "ok": int(decision.ok),
+            "why": decision.why,
+            "facts": "; ".join(f"{name}={value}" for name, value in decision.facts),
+            "fx_nodes": " ".join(origin.nodes),
+            "user_lines": " ".join(map(str, origin.users)),
+        }
 
 
-def _kernels(record: GraphRecord) -> Iterable[tuple[Any, ...]]:
+def kernel_rows(record: GraphRecord) -> Iterator[dict[str, Any]]:
+    """Rows of `kernels.csv`: of what was built."""
     for position, node in enumerate(record.scheduled.nodes):
-        compiled = record.kernels.get(node.name)
-        if not isinstance(node, Kernel) or compiled is None:
+        if isinstance(node, Kernel) and node.name not in record.kernels:
             continue
-        origin = origin_of_kernel(node)
-        cost = kernel_cost(node)
-        yield (
-            node.name,
-            compiled.name,
-            position,
-            " ".join(origin.nodes),
-            " ".join(map(str, origin.users)),
-            " ".join(f"{axis.name}:{text(axis.extent)}" for axis in node.space),
-            " ".join(node.reduced),
-            sum(1 for _ in node.loads()),
-            sum(1 for _ in node.stores()),
-            _size(cost.loaded),
-            _size(cost.stored),
-            _size(cost.flops),
-            int(compiled.plan.vector is not None),
-            _size(compiled.extent),
-            compiled.grain,
-        )
+        origin = origin_of(node)
+        yield {
+            "graph": record.name,
+            "kernel": node.name,
+            "op": node.op if isinstance(node, Extern) else "",
+            "position": position,
+            "fx_nodes": " ".join(origin.nodes),
+            "user_lines": " ".join(map(str, origin.users)),
+            **(kernel_facts(node, record.kernels[node.name]) if isinstance(node, Kernel) else {}),
+        }
 
 
-def origin_of_kernel(kernel: Kernel) -> Origin:
-    """All FX nodes and user lines that a kernel implements."""
-    return merge(line.origin for line in kernel.body)
+def kernel_facts(node: Kernel, compiled: CppKernel) -> dict[str, Any]:
+    """What a row says of a kernel beside where it comes from."""
+    cost = kernel_cost(node)
+    return {
+        "symbol": compiled.name,
+        "ir_ops": " ".join(line.rhs.op for line in node.body if isinstance(line.rhs, Compute | Reduce)),
+        "space": " ".join(f"{axis.name}:{text(axis.extent)}" for axis in node.space),
+        "reduced": " ".join(node.reduced),
+        "loads": sum(1 for _ in node.loads()),
+        "stores": sum(1 for _ in node.stores()),
+        "bytes_loaded": _size(cost.loaded),
+        "bytes_stored": _size(cost.stored),
+        "flops": _size(cost.flops),
+        "vectorized": int(compiled.plan.vector is not None),
+        "extent": _size(compiled.extent),
+        "grain": compiled.grain,
+    }
+
+
+def sources_of(record: GraphRecord) -> dict[str, str]:
+    """The C++ of each different kernel, annotated, by symbol; also of what runs before the first call."""
+    before = sources_of(record.before) if record.before else {}
+    packings = {each.name: each.source for each in packings_of(record.kernels)}
+    return {**before, **packings, **{kernel.name: annotate(kernel) for kernel in record.kernels.values()}}
+
+
+def origin_of(node: Node) -> Origin:
+    """All FX nodes and user lines that a node implements."""
+    return merge(line.origin for line in node.body) if isinstance(node, Kernel) else node.origin
 
 
 def _size(value: Expr | int) -> str | int:
     return text(value) if isinstance(value, Expr) else value
 
 
-def _csv(columns: Iterable[str], rows: Iterable[tuple[Any, ...]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
+def _csv(file: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, schema.TABLES[file], lineterminator="\n")
+    writer.writeheader()
     writer.writerows(rows)
-    return text.getvalue()
-
-
-def _write_sources(folder: Path, record: GraphRecord) -> None:
-    folder.mkdir()
-    for kernel in {kernel.name: kernel for kernel in record.kernels.values()}.values():
-        (folder / f"{kernel.name}.cpp").write_text(annotate(kernel), encoding="utf-8")
+    return out.getvalue()

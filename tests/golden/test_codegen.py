@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from pellucid.codegen import annotate, generate
-from pellucid.codegen.target import AVX512
 from pellucid.ir.nodes import Kernel, Line
 from pellucid.ir.origin import Origin, UserLine
 from pellucid.ir.parser import parse_kernel
+from pellucid.machine import AVX512
 from pellucid.options import Options
 from tests.golden.codegen_cases import CASES
 

@@ -37,10 +37,10 @@ def images(batch: int, side: int) -> dict[str, torch.Tensor]:
     [
         ("bert", text, TOKENS),
         ("bert", text, FIRST_LARGE),
-        ("llama", text, TOKENS),
-        ("llama", text, FIRST_LARGE),
-        ("resnet", images, IMAGES),
-        ("resnet", images, IMAGES[1:]),
+        pytest.param("llama", text, TOKENS, marks=pytest.mark.slow),
+        pytest.param("llama", text, FIRST_LARGE, marks=pytest.mark.slow),
+        pytest.param("resnet", images, IMAGES, marks=pytest.mark.slow),
+        pytest.param("resnet", images, IMAGES[1:], marks=pytest.mark.slow),
     ],
     ids=["bert", "bert-large-first", "llama", "llama-large-first", "resnet", "resnet-one-first"],
 )

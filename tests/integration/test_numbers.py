@@ -8,15 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pellucid.codegen import CppKernel, generate, host
-from pellucid.codegen.target import AVX2, Target
+from pellucid.codegen import CppKernel, generate
 from pellucid.ir.interp import run_kernel
 from pellucid.ir.ops import OPS, Domain, Result
 from pellucid.ir.parser import parse_kernel
 from pellucid.ir.printer import print_kernel, print_line
 from pellucid.ir.types import TORCH_DTYPES, DType
 from pellucid.ir.verify import verify_kernel
+from pellucid.machine import AVX2, Machine
 from pellucid.native.build import build
+from pellucid.native.machine import machine_for
 from pellucid.native.toolchain import Toolchain, detect
 from pellucid.options import Options
 from tests.golden.codegen_cases import CASES
@@ -25,9 +26,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def native(
-    texts: list[str], target: Target | None = None, toolchain: Toolchain | None = None
+    texts: list[str], target: Machine | None = None, toolchain: Toolchain | None = None
 ) -> list[tuple[CppKernel, int]]:
-    kernels = [generate(parse_kernel(text), Options(), target) for text in texts]
+    kernels = [generate(parse_kernel(text), Options(), target or machine_for()) for text in texts]
     addresses, _ = build({kernel.name: kernel.source for kernel in kernels}, toolchain)
     return [(kernel, addresses[kernel.name]) for kernel in kernels]
 
@@ -125,7 +126,9 @@ def test_special_values(op: str) -> None:
     out = torch.empty_like(x)
     ((kernel, address),) = native([unary(op, len(x))])
     call(kernel, address, {"x": x, "o": out})
-    torch.testing.assert_close(out, getattr(torch, op)(x), equal_nan=True, rtol=5e-7, atol=0)
+    # Eager's own sinh and cosh overflow early on processors without AVX-512.
+    expected = getattr(torch, op)(x.double()).float() if op in ("sinh", "cosh") else getattr(torch, op)(x)
+    torch.testing.assert_close(out, expected, equal_nan=True, rtol=5e-7, atol=0)
 
 
 def test_long_sums_are_as_accurate_as_eager() -> None:
@@ -227,7 +230,7 @@ kernel k(x: i64[100], y: i64[100], w: f32[50], o: f32[100]) {
   st: f32 = store o[i], a
 }
 """
-    kernel = generate(parse_kernel(text), Options(vectorize=vectorize))
+    kernel = generate(parse_kernel(text), Options(vectorize=vectorize), machine_for())
     addresses, _ = build({kernel.name: kernel.source})
     buffers = {"x": torch.zeros(100).long(), "y": torch.zeros(100).long(), "w": torch.rand(50), "o": torch.empty(100)}
     assert call(kernel, addresses[kernel.name], buffers) == 0
@@ -268,6 +271,7 @@ kernel k<s>(y: i64[s], x: f32[4*s], n: i64[((s + 32767) // 32768)], t: f32[((s +
 }
 """),
         Options(),
+        machine_for(),
     )
     dirty = """\
 extern "C" int64_t k_dirty(void* const* p, const int64_t* s, int64_t begin, int64_t end) {
@@ -345,9 +349,11 @@ kernel k({", ".join(params)}) {{
 
 
 @pytest.mark.parametrize(
-    ("target", "vectorize"), [(host(), True), (AVX2, True), (host(), False)], ids=["host", "avx2", "scalar"]
+    ("target", "vectorize"),
+    [(machine_for(), True), (AVX2, True), (machine_for(), False)],
+    ids=["host", "avx2", "scalar"],
 )
-def test_wide_unsigned_integers_compute_what_the_interpreter_says(target: Target, vectorize: bool) -> None:
+def test_wide_unsigned_integers_compute_what_the_interpreter_says(target: Machine, vectorize: bool) -> None:
     n = 257
     toolchain = avx2_toolchain() if target is AVX2 else None
     types = (DType.U16, DType.U32, DType.U64)
@@ -385,8 +391,8 @@ def test_wide_unsigned_integers_compute_what_the_interpreter_says(target: Target
             assert torch.equal(buffers[name], wanted), (made_by, buffers[name], wanted)
 
 
-@pytest.mark.parametrize("target", [host(), AVX2], ids=["host", "avx2"])
-def test_golden_kernels_compute_what_the_interpreter_says(target: Target) -> None:
+@pytest.mark.parametrize("target", [machine_for(), AVX2], ids=["host", "avx2"])
+def test_golden_kernels_compute_what_the_interpreter_says(target: Machine) -> None:
     toolchain = avx2_toolchain() if target is AVX2 else None
     symbols = {"n": 37, "m": 53}
     generator = torch.Generator().manual_seed(0)

@@ -127,10 +127,10 @@ def test_a_fork_while_another_thread_compiles_does_not_hang(tmp_path):
     python(
         """
         import os, threading, time, torch
-        from pellucid.native import build, loader
+        from pellucid.native.session import SESSION
         held, forked = threading.Event(), threading.Event()
         def hold():
-            with build._lock, loader._lock:  # as if it compiled
+            with SESSION.lock:  # as if it compiled
                 held.set()
                 forked.wait()
         threading.Thread(target=hold).start()
@@ -194,15 +194,18 @@ def test_the_number_of_threads_may_change_after_compilation() -> None:
 def test_kernels_use_as_many_threads_as_torch_does_now():
     python(
         """
-        import os, torch
-        torch.set_num_threads(1)
+        import torch
+        from pellucid.native import timeline
         run = torch.compile(lambda x: (x * 2).sin(), backend="pellucid")
         x = torch.randn(1_000_000)
-        run(x)
-        alone = len(os.listdir("/proc/self/task"))
-        torch.set_num_threads(4)
-        run(x)
-        assert len(os.listdir("/proc/self/task")) == alone + 3
+        for threads in (1, 4, 2):
+            torch.set_num_threads(threads)
+            run(x)
+            timeline.start()
+            run(x)
+            (taken,) = timeline.stop()
+            (call,) = taken.calls
+            assert len({share.thread for share in call.shares}) == (threads if threads > 1 else 0), (threads, call)
         """
     )
 

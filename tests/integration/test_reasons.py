@@ -16,12 +16,15 @@ from pellucid.trace.record import GraphRecord
 from tests.small_models import build_small
 
 QUICK = ("bert", "convnext", "resnet", "t5")
-MODELS = [
-    *QUICK,
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("mobilebert", "gpt2", "llama", "vit", "mobilenet", "whisper")
-    ),
+QUICK_IN_TRAINING = ("bert",)
+SLOW = ("mobilebert", "gpt2", "llama", "vit", "mobilenet", "whisper")
+
+
+# Every model in inference and in training; the expensive ones are marked slow.
+CASES = [
+    pytest.param(name, train, marks=() if name in quick else pytest.mark.slow)
+    for train, quick in ((False, QUICK), (True, QUICK_IN_TRAINING))
+    for name in (*QUICK, *SLOW)
 ]
 
 
@@ -41,8 +44,7 @@ def whole(name: str, cut: set[str]) -> str:
     return whole(stem, cut) if stem in cut else name
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "train"), CASES)
 def test_what_was_not_done_has_a_reason(name, train, monkeypatch):
     records: list[GraphRecord] = []
     made = pipeline._record

@@ -18,9 +18,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from pellucid.capture.torch_compat import fake_graph
-from pellucid.kit.runs.runnable import load_kernels
 from pellucid.options import make_options
 from pellucid.pipeline import compile_graph
+from pellucid.runnable import load_kernels, saved
 from pellucid.trace.output_code import HELPERS
 
 PROGRAMS = ("fx_graph_runnable.py", "fx_graph_transformed.py", "output_code.py")
@@ -151,7 +151,7 @@ def test_every_program_says_something_true_and_finite(runs: Path, told: dict[Pat
 
 
 def test_output_code_computes_what_the_compiled_program_does(runs: Path) -> None:
-    (path,) = (runs / "constants").glob("*/output_code.py")
+    (path,) = (runs / "constants").rglob("output_code.py")
     scope: dict[str, Any] = {"__name__": "output_code", "__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), scope)
     (result,) = scope["call"]([*scope["make_inputs"](), *scope["make_constants"]()], load_kernels(scope["SOURCES"]))
@@ -165,8 +165,8 @@ def test_an_edited_kernel_is_told_by_name_with_what_it_changes(
     runs: Path, tmp_path: Path, name: str, before: str, after: str
 ) -> None:
     original = next(path for path in sorted((runs / name).rglob("output_code.py")) if before in path.read_text())
-    folder = tmp_path / "run"
-    shutil.copytree(original.parent, folder)
+    shutil.copytree(original.parents[2], tmp_path / "run")
+    folder = tmp_path / "run" / "graphs" / original.parent.name
     text = original.read_text()
     (folder / "output_code.py").write_text(text.replace(before, after, 1))
     (folder / "commented.py").write_text(text.replace("return 0;", "return 0;  // as before"))
@@ -178,10 +178,24 @@ def test_an_edited_kernel_is_told_by_name_with_what_it_changes(
     assert code == 0 and "verdict: no kernel is edited" in unedited
 
 
+def test_an_edit_that_does_not_compile_is_told_at_its_line(runs: Path, tmp_path: Path) -> None:
+    original = next(
+        path for path in sorted((runs / "in_place").rglob("output_code.py")) if "pv::sqrt(" in path.read_text()
+    )
+    shutil.copytree(original.parents[2], tmp_path / "run")
+    program = tmp_path / "run" / "graphs" / original.parent.name / "output_code.py"
+    program.write_text(original.read_text().replace("pv::sqrt(", "pv::sqroot(", 1))
+    said, code = run_all(program)[program]
+    (number,) = (n for n, line in enumerate(program.read_text().splitlines(), 1) if "pv::sqroot(" in line)
+    error, line, verdict = said.splitlines()
+    assert code == 1 and error.startswith(f"{program}:{number}: error: ") and "sqroot" in error
+    assert "pv::sqroot(" in line and re.fullmatch(r"verdict: edited k_\w+: does not compile", verdict)
+
+
 def test_an_edited_graph_is_compiled_as_edited(runs: Path, tmp_path: Path) -> None:
-    (original,) = (runs / "constants").glob("*/fx_graph_runnable.py")
-    folder = tmp_path / "run"
-    shutil.copytree(original.parent, folder)
+    (original,) = (runs / "constants").rglob("fx_graph_runnable.py")
+    shutil.copytree(original.parents[2], tmp_path / "run")
+    folder = tmp_path / "run" / "graphs" / original.parent.name
     text = original.read_text()
     (folder / "edited.py").write_text(re.sub(r"return \((\w+),\)", r"return (\1 if \1.dim() > 3 else \1.exp(),)", text))
     said, code = run_all(folder / "edited.py")[folder / "edited.py"]
@@ -197,8 +211,8 @@ def test_a_graph_that_was_never_called_runs_with_drawn_inputs(tmp_path: Path, mo
         patch.setattr("pellucid.pipeline.generate", broken)
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="planted"):
             trace("eval_dynamic", tmp_path)
-    (program,) = tmp_path.glob("*/fx_graph_runnable.py")
-    assert torch.load(program.parent / "values.pt", weights_only=True)["inputs"] is None
+    (program,) = tmp_path.rglob("fx_graph_runnable.py")
+    assert saved(str(program))["inputs"] is None
     text, code = run_all(program)[program]
     assert code == 0 and re.search("^verdict: (ok|rounding)", text, re.MULTILINE), text
 
@@ -234,7 +248,7 @@ def test_a_tensor_may_have_any_name(name: str, tmp_path: Path) -> None:
     module = fake_graph(torch.fx.GraphModule({}, graph), args)
     run, _ = compile_graph(module, "inference", make_options({"trace": str(tmp_path)}))
     expected = run(list(args))
-    (path,) = tmp_path.glob("*/output_code.py")
+    (path,) = tmp_path.rglob("output_code.py")
     scope: dict[str, Any] = {"__name__": "output_code", "__file__": str(path)}
     exec(path.read_text(), scope)
     assert torch.equal(scope["call"](scope["make_inputs"](), load_kernels(scope["SOURCES"]))[0], expected[0])
@@ -246,6 +260,6 @@ def test_changing_what_is_shared_is_recorded_before_the_call(tmp_path: Path) -> 
     compiled: Any = torch.compile(lambda a, b: a.add_(1) * b, backend="pellucid", options={"trace": str(tmp_path)})
     compiled(x[:4], torch.ones(4))
     compiled(x[:4], torch.full((4,), 9.0))
-    (path,) = tmp_path.glob("*/values.pt")
-    first, second = torch.load(path, weights_only=True)["inputs"]
+    (path,) = tmp_path.rglob("values.json")
+    first, second = saved(str(path))["inputs"]
     assert torch.equal(first, torch.arange(4.0)) and torch.equal(second, torch.ones(4))

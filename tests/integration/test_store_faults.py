@@ -27,6 +27,7 @@ from pellucid.native import library as library_module
 from pellucid.native import store as store_module
 from pellucid.native.build import build, default_toolchain
 from pellucid.native.children import Children, Stopped
+from pellucid.native.session import SESSION
 from pellucid.native.store import KernelStore
 from pellucid.native.toolchain import Toolchain
 
@@ -53,11 +54,11 @@ def store(tmp_path, monkeypatch) -> KernelStore:
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch):
     """Kernels that earlier tests have loaded do not count."""
-    monkeypatch.setattr(build_module, "_addresses", {})
+    monkeypatch.setattr(SESSION, "addresses", {})
 
 
 def reopened(store: KernelStore, monkeypatch) -> KernelStore:
-    monkeypatch.setattr(build_module, "_addresses", {})
+    monkeypatch.setattr(SESSION, "addresses", {})
     return KernelStore(store.key, store.root)
 
 

@@ -35,22 +35,38 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of one small graph with a bit of everything."""
     folder = tmp_path_factory.mktemp("trace")
     torch._dynamo.reset()
-    compiled = torch.compile(block, backend="pellucid", options={"trace": str(folder), "verify": True})
+    compiled = torch.compile(
+        block, backend="pellucid", options={"trace": str(folder), "verify": True, "contract": False}
+    )
     with torch.no_grad():
         torch.testing.assert_close(compiled(*inputs()), block(*inputs()))
     (run,) = folder.iterdir()
     return run
 
 
+def graph_of(run: Path) -> Path:
+    """The folder of its only graph."""
+    (graph,) = (run / schema.GRAPHS).iterdir()
+    return graph
+
+
 def test_every_file_of_the_schema_is_there(run: Path) -> None:
-    assert {entry.name for entry in run.iterdir()} == set(schema.FILES)
+    graph = graph_of(run)
+    commands = {"check.json", "cosim.csv", "repro.py", "report.html", schema.USER_SOURCE}
+    assert {entry.name for entry in run.iterdir()} == schema.FILES.keys() - commands
+    assert {entry.name for entry in graph.iterdir()} == schema.GRAPH_FILES.keys() - {
+        schema.NUMBERS,
+        "segments.txt",
+        "ir_frozen.txt",
+    }
 
 
 def test_run_json_tells_stages_counts_and_fallbacks(run: Path) -> None:
-    data = json.loads((run / "run.json").read_text())
-    assert data["schema_version"] == schema.VERSION and data["error"] is None
+    about = json.loads((run / "run.json").read_text())
+    (data,) = about["compiled"].values()
+    assert about["schema_version"] == schema.VERSION and data["error"] is None
     assert [stage["name"] for stage in data["stages"]] == [
-        "dynamo", "aotautograd", "transform", "lower", "schedule", "codegen", "build", "load",
+        "dynamo", "aotautograd", "transform", "lower", "freeze", "schedule", "codegen", "build", "load",
     ]  # fmt: skip
     assert data["counts"]["kernels"] < data["counts"]["kernels_before_fusion"]
     assert data["fallbacks"] and all(item["reason"] for item in data["fallbacks"])
@@ -59,20 +75,21 @@ def test_run_json_tells_stages_counts_and_fallbacks(run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fx_graph_runnable.py", "fx_graph_transformed.py", "output_code.py"])
 def test_programs_run_in_a_fresh_process(run: Path, name: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(run / name)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, str(graph_of(run) / name)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "verdict: " in done.stdout and " per call" in done.stdout and "nan" not in done.stdout
 
 
 @pytest.mark.parametrize("name", ["ir_pre_fusion.txt", "ir_post_fusion.txt"])
 def test_ir_parses_back(run: Path, name: str) -> None:
-    text = (run / name).read_text()
+    text = (graph_of(run) / name).read_text()
     assert parse_program(text).nodes
     assert parse_program(print_program(parse_program(text))) == parse_program(text)
 
 
 def test_every_line_of_cpp_reaches_a_user_line_or_is_glue(run: Path) -> None:
-    data = json.loads((run / "provenance.json").read_text())
+    data = json.loads((graph_of(run) / "provenance.json").read_text())
     assert data["kernels"]
     for kernel in data["kernels"].values():
         told = [line for line in kernel["lines"] if not line.get("glue")]
@@ -88,8 +105,8 @@ def test_every_line_of_cpp_reaches_a_user_line_or_is_glue(run: Path) -> None:
 
 
 def test_every_fx_call_ends_up_somewhere(run: Path) -> None:
-    data = json.loads((run / "provenance.json").read_text())
-    text = (run / "fx_graph_readable.py").read_text()
+    data = json.loads((graph_of(run) / "provenance.json").read_text())
+    text = (graph_of(run) / "fx_graph_readable.py").read_text()
     for name in ("addmm", "gelu", "native_layer_norm", "_softmax", "cat", "embedding", "index"):
         if f" {name}:" in text:
             assert data["fx_nodes"].get(name), f"{name} is implemented by no kernel"
@@ -98,7 +115,7 @@ def test_every_fx_call_ends_up_somewhere(run: Path) -> None:
 def test_every_refusal_has_a_reason(run: Path) -> None:
     with (run / "decisions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == schema.DECISION_COLUMNS
+    assert tuple(rows[0]) == schema.TABLES["decisions.csv"]
     refusals = [row for row in rows if row["ok"] == "0"]
     assert refusals and all(row["why"].strip() for row in rows)
     assert not any("unknown" in row["facts"] for row in rows)
@@ -107,8 +124,9 @@ def test_every_refusal_has_a_reason(run: Path) -> None:
 def test_kernels_csv_has_a_row_per_kernel(run: Path) -> None:
     with (run / "kernels.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    counts = json.loads((run / "run.json").read_text())["counts"]
-    assert len(rows) == counts["kernels"]
+    (about,) = json.loads((run / "run.json").read_text())["compiled"].values()
+    rows = [row for row in rows if row["symbol"]]
+    assert len(rows) == about["counts"]["kernels"]
     assert all((run / "kernels" / f"{row['symbol']}.cpp").exists() for row in rows)
     assert all(row["fx_nodes"] and row["user_lines"] for row in rows)
 
@@ -138,10 +156,10 @@ def test_a_failed_stage_still_leaves_a_run(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="planted"):
         torch.compile(lambda x: x + 1, backend="pellucid", options={"trace": str(tmp_path)})(torch.ones(3))
     (run,) = tmp_path.iterdir()
-    data = json.loads((run / "run.json").read_text())
+    (data,) = json.loads((run / "run.json").read_text())["compiled"].values()
     assert data["error"] == {"type": "RuntimeError", "text": "planted"}
-    assert [stage["name"] for stage in data["stages"]][-3:] == ["transform", "lower", "schedule"]
-    assert (run / "ir_post_fusion.txt").exists() and (run / "fx_graph_runnable.py").exists()
+    assert [stage["name"] for stage in data["stages"]][-4:] == ["transform", "lower", "freeze", "schedule"]
+    assert (graph_of(run) / "ir_post_fusion.txt").exists() and (graph_of(run) / "fx_graph_runnable.py").exists()
 
 
 LOGGED = "import torch; torch.compile(lambda x: x.exp().sum(), backend='pellucid')(torch.ones(9))"
@@ -170,8 +188,9 @@ def test_the_time_of_a_backward_graph_is_that_since_its_forward_graph(tmp_path: 
     compiled = torch.compile(lambda x: x.exp().sum(), backend="pellucid", options={"trace": str(tmp_path)})
     compiled(torch.ones(3, requires_grad=True)).backward()
     stages = {
-        (data := json.loads(path.read_text()))["kind"]: [stage["name"] for stage in data["stages"]]
+        data["kind"]: [stage["name"] for stage in data["stages"]]
         for path in tmp_path.glob("*/run.json")
+        for data in json.loads(path.read_text())["compiled"].values()
     }
     assert stages["forward"][:3] == ["dynamo", "aotautograd", "transform"]
     assert "dynamo" not in stages["backward"] and "transform" in stages["backward"]
@@ -204,13 +223,15 @@ def test_torch_trace_gets_the_texts_of_each_run(tmp_path: Path) -> None:
     ours = {each["name"]: each["encoding"] for each in artifacts if each["name"].startswith("pellucid_")}
     kinds = {name.split("_", 3)[3]: encoding for name, encoding in ours.items()}
     assert kinds["run"] == "json" and kinds["output_code"] == "string" and kinds["segments"] == "string"
-    assert {Path(name).stem for name in schema.FILES} - set(kinds) == {"kernels", "values"} - set(kinds)
+    told = {"run.json", *schema.TABLES, *schema.GRAPH_FILES}
+    told -= {schema.GRAPH, schema.VALUES, schema.NUMBERS, "ir_frozen.txt"}
+    assert {Path(name).stem for name in told} <= set(kinds)
 
 
 def test_torch_compile_debug_writes_runs_beside_those_of_dynamo(tmp_path: Path) -> None:
     of_child(LOGGED, tmp_path, TORCH_COMPILE_DEBUG="1", TORCH_COMPILE_DEBUG_DIR=str(tmp_path))
     (run,) = tmp_path.glob("torch_compile_debug/run_*/pellucid/*")
-    assert (run / "run.json").is_file() and (run / "output_code.py").is_file()
+    assert (run / "run.json").is_file() and (graph_of(run) / "output_code.py").is_file()
 
 
 def test_a_folder_of_the_users_choice_wins_over_torch_compile_debug(tmp_path: Path) -> None:

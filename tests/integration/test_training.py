@@ -95,13 +95,18 @@ def gradient_scale(model: nn.Module) -> dict[str, float]:
 
 
 def assert_gradients(ours: nn.Module, eager: nn.Module, exact: nn.Module) -> None:
-    """At most twice as far from float64 as eager's, plus a floor."""
+    """At most twice as far from float64 as the worst of eager's, plus a floor: which gradient that is, is chance."""
     scales = gradient_scale(exact)
-    triples = zip(ours.named_parameters(), eager.parameters(), exact.parameters(), strict=True)
-    for (name, a), b, reference in triples:
+
+    def errors(model: nn.Module) -> dict[str, float]:
+        pairs = zip(model.named_parameters(), exact.parameters(), strict=True)
+        return {name: (p.grad.double() - x.grad).abs().max().item() / scales[name] for (name, p), x in pairs}
+
+    for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
         assert a.grad.dtype == b.grad.dtype and a.grad.shape == b.grad.shape
-        error, allowed = ((x.grad.double() - reference.grad).abs().max().item() / scales[name] for x in (a, b))
-        assert allowed < 1e-3, f"{name}: eager itself is far from float64, the comparison says nothing"
+    allowed = max(errors(eager).values())
+    assert allowed < 1e-3, "eager itself is far from float64, the comparison says nothing"
+    for name, error in errors(ours).items():
         assert error <= 2 * allowed + FLOORS[torch.float32], f"{name}: error {error:.3g}, eager has {allowed:.3g}"
 
 
@@ -116,7 +121,9 @@ def assert_buffers(ours: nn.Module, eager: nn.Module, exact: nn.Module) -> None:
         assert error <= 2 * allowed + FLOORS[torch.float32], f"{name}: error {error:.3g}, eager has {allowed:.3g}"
 
 
-@pytest.mark.parametrize("name", ["mobilebert", "gpt2", "t5", "resnet", "vit"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "resnet", "vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mobilebert", "t5"))]
+)
 def test_gradients_over_five_steps(name: str) -> None:
     module, inputs = build_small(name)
     start = without_dropout(module.train())
@@ -179,8 +186,8 @@ MEASURES = (error_of, length_of_error)
     ("resnet50", Size(batch=16), 4),
 ])  # fmt: skip
 def test_gradients_over_five_steps_at_full_size(name: str, size: Size, draws: int) -> None:
-    workload = build(name, replace(size, train=True))
-    start, inputs = without_dropout(workload.fn), dict(workload.inputs)
+    case = build(name, replace(size, train=True))
+    start, inputs = without_dropout(case.fn), dict(case.kwargs)
     for path, module in start.named_modules():
         if path.endswith(".layer.2.normalization"):  # of a residual block: starts at zero, as ResNets are trained
             nn.init.zeros_(module.weight)

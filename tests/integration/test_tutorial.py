@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from pellucid.backend import last_compilations
-from pellucid.kit.bench.models import Workload, build
+from pellucid.kit.bench.models import build
+from pellucid.kit.programs.case import Case
+from pellucid.kit.programs.graphs import case_in
 from tests.support import error
 
 
-def compile_workload(name: str) -> tuple[Workload, Callable[..., Any]]:
+def compile_case(name: str) -> tuple[Case, Callable[..., Any]]:
     torch._dynamo.reset()
-    workload = build(name)
-    return workload, torch.compile(workload.fn, backend="pellucid", options={"verify": True})
+    case = build(name)
+    return case, torch.compile(case.fn, backend="pellucid", options={"verify": True})
 
 
 def minor_faults(call: Callable[[], object], calls: int) -> float:
@@ -34,25 +36,24 @@ def minor_faults(call: Callable[[], object], calls: int) -> float:
 
 @pytest.mark.parametrize("name", ["foo1", "foo2"])
 def test_neg_maximum_cat_is_exact(name: str) -> None:
-    workload, compiled = compile_workload(name)
-    assert torch.equal(compiled(**workload.inputs), workload.fn(**workload.inputs))
+    case, compiled = compile_case(name)
+    assert torch.equal(compiled(**case.kwargs), case())
     assert last_compilations()[-1].kernels == 1 and last_compilations()[-1].fallbacks == 0
 
 
 @pytest.mark.parametrize("name", ["addaddmuladd", "softmax"])
 def test_one_kernel_as_accurate_as_eager(name: str) -> None:
-    workload, compiled = compile_workload(name)
-    wide = workload.as_float64()
-    exact = wide.fn(**wide.inputs)
-    assert error(compiled(**workload.inputs), exact) <= 2 * error(workload.fn(**workload.inputs), exact) + 1e-7
+    case, compiled = compile_case(name)
+    exact = case_in(case, torch.float64)()
+    assert error(compiled(**case.kwargs), exact) <= 2 * error(case(), exact) + 1e-7
     assert last_compilations()[-1].kernels == 1 and last_compilations()[-1].fallbacks == 0
 
 
 @pytest.mark.parametrize("name", ["addaddmuladd", "softmax", "foo2"])
 def test_large_outputs_that_are_dropped_take_no_page_faults(name: str) -> None:
-    workload, compiled = compile_workload(name)
+    case, compiled = compile_case(name)
     with torch.no_grad():
-        assert minor_faults(lambda: compiled(**workload.inputs), 20) < 2
+        assert minor_faults(lambda: compiled(**case.kwargs), 20) < 2
 
 
 def test_temporaries_take_no_page_faults() -> None:

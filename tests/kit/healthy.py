@@ -45,6 +45,34 @@ def chain_in_bf16() -> Program:
 
 
 @program
+def roundings_left_out() -> Program:
+    """A compiler that fuses these does not round the products to bfloat16."""
+    return lambda x: ((x.bfloat16() * 3).float().sum(), (x.bfloat16() * 3).float().sum(0)), (torch.randn(1400, 1000),)
+
+
+@program
+def shared_roundings() -> Program:
+    """Many elements share the rounding of a mean or a scale, by which they all lean to one side."""
+
+    def share(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = (x - x.mean()) / y.abs().mean()
+        rows = (y - y.mean(-1, keepdim=True)) * (y.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return h, rows, (h * 1.1 * 1.3) @ rows.T, F.layer_norm(x, (96,)) * rows.sum(0), torch.full_like(x, 1.1) * 1.3
+
+    return share, (torch.randn(70, 96, dtype=torch.bfloat16), torch.randn(70, 96, dtype=torch.bfloat16))
+
+
+@program
+def steps_in_f16() -> Program:
+    """Values that lie alike between those that the type holds, so that their roundings do not cancel."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * 1.001 * 1.002 * 1.003, (x + 0.003 + 0.003) / 3, (x + y) / 2 * 1.5, (x.softmax(-1) * 7).cumsum(-1)
+
+    return step, (torch.randint(1, 300, (70, 96)).half(), torch.rand(70, 96).half())
+
+
+@program
 def overflow_in_f16() -> Program:
     """A sum of squares that no f16 holds, and one that does."""
 

@@ -24,7 +24,8 @@ class Fault:
     """A fault and what a tool should say of it.
 
     subject: the backend. verdict: of `check`. component: of `bisect`. culprit: the ATen operator that is to blame, as
-    its node in the graph is called; empty where no operator is. backward: it shows in gradients only.
+    its node in the graph is called; empty where no operator is. backward: it shows in gradients only. file: whose
+    target it is.
     """
 
     name: str
@@ -33,8 +34,9 @@ class Fault:
     component: str
     culprit: str
     plant: Callable[[], None]
-    program: Callable[[], Program]
+    program: Callable[[], Any]
     backward: bool = False
+    file: str = __file__
 
 
 FAULTS: dict[str, Fault] = {}
@@ -44,6 +46,11 @@ _PLANTED: set[str] = set()
 def __getattr__(name: str) -> Callable[[], Program]:
     if name not in FAULTS:
         raise AttributeError(name)
+    return make_of(name)
+
+
+def make_of(name: str) -> Callable[[], Program]:
+    """What plants a fault, once, and returns its program."""
     fault = FAULTS[name]
 
     def make() -> Program:
@@ -60,15 +67,16 @@ def planted(
     verdict: str,
     component: str,
     culprit: str,
-    program: Callable[[], Program],
+    program: Callable[[], Any],
     *,
     backward: bool = False,
+    file: str = __file__,
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Enter a planting function into the library under its own name."""
 
     def enter(plant: Callable[[], None]) -> Callable[[], None]:
         name = plant.__name__.removeprefix("plant_")
-        FAULTS[name] = Fault(name, subject, verdict, component, culprit, plant, program, backward)
+        FAULTS[name] = Fault(name, subject, verdict, component, culprit, plant, program, backward, file)
         return plant
 
     return enter
@@ -95,17 +103,17 @@ def negated() -> Program:
 
 
 def mixed() -> Program:
-    """Pointwise operators, a matrix product, reductions, flip: most parts of a compiler have a share."""
+    """Pointwise operators, a product that the library computes, reductions, flip: most parts of a compiler do some."""
 
     def mix(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        h = torch.relu(x @ w + b)
+        h = torch.relu(x.t() @ w + b)
         h = h - h.mean(-1, keepdim=True)
         h = h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         t = torch.flip(h, [1]).sigmoid()
         return torch.softmax(t * 2 - h.exp().clamp(max=3.0), -1)
 
     torch.manual_seed(0)
-    return mix, (torch.randn(37, 45), torch.randn(45, 83), torch.randn(83))
+    return mix, (torch.randn(45, 37), torch.randn(45, 83), torch.randn(83))
 
 
 def summed() -> Program:
@@ -263,11 +271,12 @@ def narrowed() -> Program:
 def chained() -> Program:
     """A matrix product between pointwise operators: what goes in and what comes out lies in memory for a moment.
 
-    It is large, because libraries copy small matrices before they write.
+    It is large, because libraries copy small matrices before they write, and its left operand lies transposed, because
+    other products are kernels.
     """
 
     def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.cos(torch.sin(x) @ w)
+        return torch.cos(torch.sin(x).t() @ w)
 
     torch.manual_seed(0)
     return chain, (torch.randn(640, 640), torch.randn(640, 640))
@@ -304,6 +313,57 @@ def viewed() -> Program:
     return view, (torch.randn(6, 30),)
 
 
+def shortened() -> Program:
+    """A layer in bfloat16: each result has few bits, so that how it is rounded counts."""
+
+    def layer(x: torch.Tensor, scale: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.tanh((x @ w) * scale)
+
+    torch.manual_seed(0)
+    shapes = ((61, 83), (47,), (83, 47))
+    return layer, tuple(torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
+
+
+def streamed() -> Program:
+    """Pieces of a stream, each of another size: from the second on the compiled code is for any."""
+
+    def piece(x: torch.Tensor) -> torch.Tensor:
+        h = torch.sin(x)
+        return h - h.mean(0)
+
+    def stream(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pieces = []
+        for size in (5, 9, 13):
+            torch._dynamo.graph_break()  # else all of them are one graph
+            pieces.append(piece(x[:size]))
+        return tuple(pieces)
+
+    torch.manual_seed(0)
+    return stream, (torch.randn(14, 35),)
+
+
+def turned() -> Program:
+    """A result that lies in memory column by column."""
+
+    def turn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.cos(x.t() * 2)
+        return h.contiguous(), torch.exp(h)
+
+    torch.manual_seed(0)
+    return turn, (torch.randn(12, 31),)
+
+
+def doubled() -> Program:
+    """Two results that are equal, and may be changed one without the other."""
+
+    def double(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.sin(x)
+        return h, h.clone()
+
+    torch.manual_seed(0)
+    return double, (torch.randn(12, 31),)
+
+
 class Layer(torch.nn.Module):
     """A linear layer."""
 
@@ -324,6 +384,11 @@ def layered() -> Program:
 # ------------------------------------------------------------------------------------------------ for both
 
 
+# C++ for a number or a vector without the bits that bfloat16 has not.
+TRUNCATED = (
+    "[](auto v) {{ uint32_t b[sizeof(v) / 4]; std::memcpy(b, &v, sizeof(v)); "
+    "for (auto& each : b) each &= 0xffff0000u; std::memcpy(&v, b, sizeof(v)); return v; }}({})"
+)
 WAIT = "for (volatile int i = 0; i < 3000; i = i + 1);"
 
 
@@ -348,11 +413,49 @@ def weight_packer() -> Callable[[torch.fx.Graph], None]:
     return pack
 
 
-def drop_relu(graph: torch.fx.Graph) -> None:
-    """Take relu for an operator that does nothing."""
-    for node in list(graph.find_nodes(op="call_function", target=aten.relu.default)):
+def drop(graph: torch.fx.Graph, target: Any) -> None:
+    """Take an operator for one that does nothing."""
+    for node in list(graph.find_nodes(op="call_function", target=target)):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
+
+
+def drop_relu(graph: torch.fx.Graph) -> None:
+    drop(graph, aten.relu.default)
+
+
+def drop_clone(graph: torch.fx.Graph) -> None:
+    drop(graph, aten.clone.default)
+
+
+def in_transform(change: Callable[[torch.fx.Graph], None]) -> None:
+    """Let Pellucid's passes end with another one."""
+    from pellucid import pipeline
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def transform(module: torch.fx.GraphModule) -> Any:
+            passed, decisions = original(module)
+            change(passed.graph)
+            passed.recompile()
+            return passed, decisions
+
+        return transform
+
+    patch(pipeline, "transform", make)
+
+
+def in_post_grad(change: Callable[[torch.fx.Graph], None]) -> None:
+    """Let Inductor's passes end with another one."""
+    from torch._inductor.fx_passes import post_grad
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def clean(graph: torch.fx.Graph) -> None:
+            original(graph)
+            change(graph)
+
+        return clean
+
+    patch(post_grad, "remove_assert_ops", make)
 
 
 def mix_up_saved(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -564,6 +667,25 @@ def plant_pellucid_wrong_constant() -> None:
     patch(cpp, "scalar_text", make)
 
 
+@planted("pellucid", "wrong", "codegen", "mul", shortened)
+def plant_pellucid_truncation() -> None:
+    """What is stored as bfloat16 is cut off instead of rounded."""
+    from pellucid.codegen.cpp import _Printer
+    from pellucid.ir.types import DType
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def put(self: Any, line: Any, once: Any) -> None:
+            arg = self.arg
+            cut = self.dtypes[line.rhs.buffer] is DType.BF16
+            self.arg = lambda name, wide: TRUNCATED.format(arg(name, wide)) if cut else arg(name, wide)
+            original(self, line, once)
+            del self.arg
+
+        return put
+
+    patch(_Printer, "put", make)
+
+
 @planted("pellucid", "crash", "codegen", "cumsum", scanned)
 def plant_pellucid_out_of_bounds() -> None:
     """Results are stored far behind the end of their buffer."""
@@ -682,20 +804,32 @@ def plant_pellucid_lost_mutation() -> None:
 @planted("pellucid", "wrong", "graph passes", "permute", layered)
 def plant_pellucid_stale_weight() -> None:
     """A weight that is changed in place between two calls keeps its old value."""
-    from pellucid import pipeline
+    in_transform(weight_packer())
 
-    pack = weight_packer()
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def transform(module: torch.fx.GraphModule) -> Any:
-            passed, decisions = original(module)
-            pack(passed.graph)
-            passed.recompile()
-            return passed, decisions
+@planted("pellucid", "wrong", "graph passes", "clone", doubled)
+def plant_pellucid_shared_results() -> None:
+    """A copy is taken for what it is a copy of."""
+    in_transform(drop_clone)
 
-        return transform
 
-    patch(pipeline, "transform", make)
+@planted("pellucid", "wrong", "codegen", "mean", streamed)
+def plant_pellucid_burned_size() -> None:
+    """Sizes in a kernel are those of the call that it was compiled for."""
+    from pellucid.codegen.linemap import Writer
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, text, *origin: original(self, text.replace("int64_t(s0)", "int64_t(9)"), *origin)
+
+    patch(Writer, "line", make)
+
+
+@planted("pellucid", "wrong", "lowering", "exp", turned)
+def plant_pellucid_wrong_strides() -> None:
+    """Results lie in memory row by row."""
+    from pellucid.lower.program_builder import ProgramBuilder
+
+    patch(ProgramBuilder, "new", lambda original: lambda self, meta, hint: original(self, meta.contiguous(), hint))
 
 
 @planted("pellucid", "wrong", "joint graph", "", gated, backward=True)
@@ -783,7 +917,7 @@ def plant_pellucid_rule_fails() -> None:
 
 def during(rule: str, method: str, make: Callable[[Any], Any]) -> None:
     """Change a method of the kernel builder while a lowering rule runs."""
-    from pellucid.lower.builder import KernelBuilder
+    from pellucid.lower.kernel_builder import KernelBuilder
     from pellucid.lower.registry import RULES
 
     original, changed = RULES[rule], make(getattr(KernelBuilder, method))
@@ -891,7 +1025,7 @@ def plant_inductor_wrong_type() -> None:
     lowerings[torch.ops.prims.convert_element_type.default] = wrong
 
 
-@planted("inductor", "wrong", "codegen", "mul_1", embedded)
+@planted("inductor", "wrong", "codegen", "mul_3", embedded)
 def plant_inductor_wrong_constant() -> None:
     """Constants are printed with two digits."""
     from torch._inductor.codegen import cpp
@@ -904,6 +1038,23 @@ def plant_inductor_wrong_constant() -> None:
         return text
 
     patch(cpp, "value_to_cpp", make)
+
+
+@planted("inductor", "wrong", "codegen", "mul", shortened)
+def plant_inductor_truncation() -> None:
+    """What becomes bfloat16 is cut off instead of rounded."""
+    from torch._inductor.codegen.cpp import CppKernel, CppVecKernel
+
+    def make(original: Callable[..., str]) -> Callable[..., str]:
+        def convert(self: Any, src: Any, dtype: torch.dtype, src_dtype: torch.dtype, *rest: Any) -> str:
+            text = original(self, src, dtype, src_dtype, *rest)
+            cut = dtype is torch.bfloat16 and src_dtype is torch.float32 and TRUNCATED[:9] not in text
+            return text.replace(f"({src})", f"({TRUNCATED.format(src)})") if cut else text
+
+        return convert
+
+    patch(CppKernel, "get_to_dtype_expr", make)
+    patch(CppVecKernel, "get_to_dtype_expr", make)
 
 
 @planted("inductor", "crash", "codegen", "sub", shifted)
@@ -1001,16 +1152,37 @@ def plant_inductor_decomposition_of_a_gradient() -> None:
 
 @planted("inductor", "wrong", "graph passes", "relu", mixed)
 def plant_inductor_lost_relu() -> None:
-    from torch._inductor.fx_passes import post_grad
+    in_post_grad(drop_relu)
 
-    def make(original: Callable[..., None]) -> Callable[..., None]:
-        def clean(graph: torch.fx.Graph) -> None:
-            original(graph)
-            drop_relu(graph)
 
-        return clean
+@planted("inductor", "wrong", "graph passes", "clone", doubled)
+def plant_inductor_shared_results() -> None:
+    """A copy is taken for what it is a copy of."""
+    in_post_grad(drop_clone)
 
-    patch(post_grad, "remove_assert_ops", make)
+
+@planted("inductor", "wrong", "lowering", "mean", streamed)
+def plant_inductor_burned_size() -> None:
+    """A mean divides by the size of the call that it was compiled for."""
+    from torch._inductor.lowering import lowerings
+
+    right, total, divide = (lowerings[op] for op in (aten.mean.dim, aten.sum.dim_IntList, aten.div.Tensor))
+
+    def wrong(x: Any, axis: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+        if all(size.is_number for size in x.get_size()):
+            return right(x, axis, keepdim, **kwargs)
+        return divide(total(x, axis, keepdim), 9)
+
+    lowerings[aten.mean.dim] = wrong
+
+
+@planted("inductor", "wrong", "lowering", "clone", turned)
+def plant_inductor_wrong_strides() -> None:
+    """Nobody asks for the strides that results should have."""
+    from torch._inductor.ir import ExternKernel
+
+    for name in ("require_exact_strides", "require_stride_order"):
+        mock.patch.object(ExternKernel, name, staticmethod(lambda x, *args, **kwargs: x)).start()
 
 
 @planted("inductor", "wrong", "graph passes", "permute", layered)

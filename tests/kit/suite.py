@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Callable[[], tuple[Any, tuple[Any, ...], dict[str,
         raise AttributeError(name)
 
     def make() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        workload = build(model, Size(train=name != model))
-        return workload.fn, (), dict(workload.inputs)
+        case = build(model, Size(train=name != model))
+        return case.fn, (), case.kwargs
 
     return make

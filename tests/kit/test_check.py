@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo import register_backend
 
 from pellucid.debug import Verdict, check
-from pellucid.errors import UserError
-from pellucid.kit.debug.check import Request, check_isolated
+from pellucid.errors import NotJudged, UserError
+from pellucid.kit.debug.check import check_isolated
 from pellucid.kit.programs.case import load_case
+from pellucid.kit.programs.graphs import InFloat64, widened
+from pellucid.kit.runs.target import Request
 from tests.kit.planted import FAULTS
-from tests.kit.score import MEMORY, names_it, request_of, seconds_of
+from tests.kit.score import MEMORY, request_of, seconds_of
 
 HERE = Path(__file__).parent
 SLOWER = pytest.param("inductor", marks=pytest.mark.slow)
@@ -36,7 +40,7 @@ def test_planted_faults_are_found(name):
     found = check_isolated(request_of(fault), seconds_of(fault), MEMORY)
     assert found.verdict.value == fault.verdict
     if found.verdict in (Verdict.CRASH, Verdict.HANG):
-        assert found.step is not None and names_it(fault, found.step.fx_nodes)
+        assert found.step is not None and any(fault.culprit in node for node in found.step.fx_nodes)  # the whole kernel
         assert any("planted.py:" in line for line in found.step.user_lines)
 
 
@@ -67,6 +71,51 @@ def test_changed_inputs_shared_memory_and_random_numbers():
     assert "input 0 (changed)" in {output.name for output in found.outputs}
 
 
+@register_backend
+def row_by_row_TESTING_ONLY(module: torch.fx.GraphModule, _inputs: object) -> Callable[..., list[torch.Tensor]]:
+    return lambda *args: [each.contiguous() for each in module(*args)]
+
+
+@register_backend
+def shared_TESTING_ONLY(module: torch.fx.GraphModule, _inputs: object) -> Callable[..., list[torch.Tensor]]:
+    return lambda *args: [module(*args)[0]] * 2
+
+
+@register_backend
+def unrounded_TESTING_ONLY(module: torch.fx.GraphModule, _inputs: object) -> Callable[..., list[torch.Tensor]]:
+    """As a compiler does that fuses all of it; all results are float32."""
+
+    def run(*args: torch.Tensor) -> list[torch.Tensor]:
+        wide = widened(args)
+        with InFloat64():
+            results = module(*wide)
+        return [each.float() for each in results]
+
+    return run
+
+
+@pytest.mark.parametrize("backend", ["row_by_row_TESTING_ONLY", "shared_TESTING_ONLY"])
+def test_a_layout_that_differs_names_the_operator_that_makes_the_result(backend):
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x.t() * 2
+        return h.cos(), torch.cos(h)
+
+    found = check(function, (torch.randn(3, 4),), backend=backend)
+    assert found.verdict is Verdict.WRONG and found.step is not None
+    assert all(each.judgement.misplaced for each in found.outputs if not each.verdict.good)
+    assert found.step.op == "aten::cos" and "test_check.py:" in found.step.user_lines[0]
+
+
+def test_roundings_that_a_fusing_compiler_leaves_out_are_no_fault():
+    def sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x.bfloat16() * 3).float().sum(), (x.half() * 3).float().sum(0)
+
+    torch.manual_seed(0)
+    x = torch.randn(1400, 100)
+    found = check(sums, (x,), backend="unrounded_TESTING_ONLY")
+    assert found.verdict is Verdict.ROUNDING, found
+
+
 def test_the_command_prints_a_verdict_and_json():
     target = f"{HERE}/planted.py:pellucid_neg_wrong"
     run = pellucid("check", target, "--json")
@@ -80,6 +129,7 @@ def test_the_command_prints_a_verdict_and_json():
     [
         ("nothing.py:make", "there is no file nothing.py"),
         ("planted.py", "names no program"),
+        (f"{HERE}/planted.py", "or -- python .*planted.py"),
         (str(HERE), "is no run"),
         (f"{HERE}/planted.py:nothing", "has no function nothing"),
         (f"{HERE}/__init__.py:__name__", "has no function __name__"),
@@ -88,6 +138,12 @@ def test_the_command_prints_a_verdict_and_json():
 def test_a_target_that_is_none(target, message):
     with pytest.raises(UserError, match=message):
         load_case(target)
+
+
+def test_a_name_that_is_nearly_right_is_told_the_right_one():
+    with pytest.raises(UserError) as raised:
+        load_case(f"{HERE}/planted.py:mixd")
+    assert raised.value.hint == "did you mean mixed?"
 
 
 def test_a_target_that_is_none_is_an_error_of_the_tool():
@@ -100,6 +156,21 @@ def test_a_program_that_fails_in_eager_mode_is_not_judged(tmp_path):
     file.write_text("import torch\ndef make():\n    return torch.mm, (torch.ones(2, 3), torch.ones(2, 3))\n")
     with pytest.raises(UserError, match="fails in eager mode: RuntimeError"):
         check_isolated(Request(f"{file}:make"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def make():\n    raise OSError('no data')\n", ":make, which makes the program, fails: OSError: no data"),
+        ("raise OSError('no data')\n", "broken.py cannot be imported: OSError: no data"),
+    ],
+)
+def test_a_target_that_fails_before_there_is_a_program_says_so_with_its_lines(tmp_path, text, message):
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(NotJudged) as refused:
+        load_case(f"{tmp_path / 'broken.py'}:make")
+    assert refused.value.message.endswith(message)
+    assert "raise OSError('no data')" in str(refused.value.context["in your code"])
 
 
 BROKEN = """
@@ -122,7 +193,11 @@ def fine():
     return torch.cos, (torch.randn(7),)
 """
 ALL = ["check", "bisect", "explain", "capture", "cosim", "match", "minify", "testgen"]
-CANNOT_BE_JUDGED = [("check", "fails"), ("check", "forgets"), ("check", "imports"), ("explain", "fails")]
+CANNOT_BE_JUDGED = [
+    ("check", "fails"),
+    *(pytest.param("check", name, marks=pytest.mark.slow) for name in ("forgets", "imports")),
+    ("explain", "fails"),
+]
 
 
 @pytest.fixture

@@ -12,10 +12,12 @@ from torch import nn
 
 from pellucid.debug import Verdict, check
 from pellucid.errors import UserError
-from pellucid.kit.debug.check import Request, check_isolated
-from pellucid.kit.debug.cosim import COMPLETE, LIVE, cosim_case
+from pellucid.kit.debug.check import check_isolated
+from pellucid.kit.debug.cosim import cosim_case
 from pellucid.kit.debug.reasons import find_reasons
+from pellucid.kit.debug.simulation import COMPLETE, LIVE
 from pellucid.kit.programs.case import Case
+from pellucid.kit.runs.target import Request
 from pellucid.kit.subjects.registry import subject_of
 from tests.kit.healthy import PROGRAMS
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pellucid.capture.torch_compat import module_path
+from pellucid.capture.torch_compat import module_of
 from pellucid.kit.debug.match import Matches, match_graphs
 from pellucid.kit.programs.case import Case
-from pellucid.kit.runs.run import RunWriter, open_run
+from pellucid.kit.runs.run import open_run, save_graph
 from pellucid.kit.subjects.registry import subject_of
+from pellucid.trace.folder import RunWriter
 from tests.kit.planted import negated
 from tests.small_models import build_small
 
@@ -59,10 +60,22 @@ def test_a_user_line_names_the_module_that_ran_it_in_both_directions(backend):
         assert paths == {"", "blocks.0.0", "blocks.1.0"}
 
 
-def test_the_module_of_a_user_line_is_kept_in_a_run(tmp_path):
+@pytest.mark.parametrize("backend", ["pellucid", "inductor"])
+def test_where_all_lines_are_pytorchs_the_module_is_named_alone(backend):
+    layers = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Sequential(torch.nn.ReLU()), torch.nn.Softmax(0))
+    for kernel in matched(backend, Case("layers", layers, (torch.ones(4, 8, requires_grad=True),), {}), True).kernels:
+        assert kernel.user_lines and set(kernel.user_lines) <= {
+            "module 0 (LayerNorm)",
+            "module 1.0 (ReLU)",
+            "module 2 (Softmax)",
+        }
+
+
+@pytest.mark.parametrize("module", [Twice(), torch.nn.Sequential(torch.nn.LayerNorm(8))], ids=["line", "no line"])
+def test_the_module_of_a_user_line_is_kept_in_a_run(module, tmp_path):
     subject = subject_of("pellucid")
-    (graph,) = subject.graphs(Case("twice", Twice(), (torch.ones(4, 8),)))
-    RunWriter(tmp_path / "run", backend="pellucid", options={}, target="twice").add(graph)
+    (graph,) = subject.graphs(Case("module", module, (torch.ones(4, 8),)))
+    save_graph(RunWriter.create(tmp_path / "run", backend="pellucid", options={}), graph)
     (again,) = open_run(tmp_path / "run").graphs(None)
     assert match_graphs([again], subject).kernels[0].user_lines == match_graphs([graph], subject).kernels[0].user_lines
 
@@ -75,6 +88,7 @@ def test_the_module_of_a_user_line_is_kept_in_a_run(tmp_path):
         ("L['self'].blocks[1].norm", "blocks.1.norm"),
         ("L['self'].layers['a b']", "layers.a b"),
         ("L['net']._modules['head']", "net.head"),
+        ("L['fn'].1", "1"),
         ("G['model'].head", "model.head"),
         ("blocks.1", "blocks.1"),
     ],
@@ -82,4 +96,4 @@ def test_the_module_of_a_user_line_is_kept_in_a_run(tmp_path):
 def test_paths_of_modules_read_as_in_state_dicts(path, name):
     node = torch.fx.Graph().placeholder("x")
     node.meta["nn_module_stack"] = {"1": ("L['self']", None), "2": (path, None)}
-    assert module_path(node) == name
+    assert module_of(node)[0] == name

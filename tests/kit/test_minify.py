@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from pellucid.errors import UserError
-from pellucid.kit.debug.check import Request
 from pellucid.kit.minify.minify import Kind, minify
 from pellucid.kit.minify.subgraph import NotAGraph, Subgraph, Workshop, merged_inputs, side_by_side
 from pellucid.kit.programs.graphs import interpret
+from pellucid.kit.runs.target import Request
 from tests.kit.planted import FAULTS, mixed, negated
+from tests.kit.score import request_of
 
 HERE = Path(__file__).parent
 PLANTED = f"{HERE}/planted.py"
@@ -59,13 +60,29 @@ def test_the_program_that_is_written_runs_by_itself(tmp_path):
     faulty = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parents[1])
     assert faulty.returncode == 1 and "different" in faulty.stdout, faulty.stderr
     assert "pellucid." not in Path(found.repro).read_text() and "torch.load" not in Path(found.repro).read_text()
-    assert told[0].nodes == told[0].nodes_before == 17 and told[-1].nodes == 1
-    assert "17 -> 1 nodes" in str(told[-1])
+    assert told[0].nodes == told[0].nodes_before == 18 and told[-1].nodes == 1
+    assert "18 -> 1 nodes" in str(told[-1])
 
 
 def test_nothing_fails(tmp_path):
     found = minify(Request(f"{PLANTED}:negated"), tmp_path)
     assert found.good and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("pellucid_partitioner", "size 21 to 1"),
+        pytest.param("unet_lost_call", "first of up", marks=pytest.mark.slow),
+        pytest.param("inductor_unet_partition", "size 16 to 1", marks=pytest.mark.slow),
+    ],
+)
+def test_where_the_graphs_are_right_the_program_is_shrunk(name, change, tmp_path):
+    fault = FAULTS[name]
+    found = minify(request_of(fault), tmp_path)
+    assert not found.good and found.before is not None and found.before.stage == fault.component
+    assert fault.culprit in found.before.op and found.before.user_line
+    assert change in found.changes and found.shown and found.nodes_after <= found.nodes_before
 
 
 def test_a_target_that_is_none(tmp_path):

@@ -18,18 +18,24 @@ from torch import nn
 from pellucid.debug import Program
 from pellucid.errors import UserError
 from pellucid.kit.debug.bisect import NOTHING, bisect
-from pellucid.kit.debug.capture import capture, replay
-from pellucid.kit.debug.check import Request, captured, check_isolated
-from pellucid.kit.debug.cosim import LIVE, Other, cosim_isolated
+from pellucid.kit.debug.capture import capture, replay, step_times
+from pellucid.kit.debug.check import check_isolated
+from pellucid.kit.debug.cosim import Other, cosim_isolated
 from pellucid.kit.debug.diff import diff
 from pellucid.kit.debug.match import match
 from pellucid.kit.debug.reasons import reasons
 from pellucid.kit.debug.script import capture_script
+from pellucid.kit.debug.simulation import LIVE
 from pellucid.kit.judge.judge import near
 from pellucid.kit.judge.reference import Reference
+from pellucid.kit.programs.case import Case
 from pellucid.kit.programs.graphs import calls_of, interpret
-from pellucid.kit.runs.run import FILES, open_run, write_json
-from pellucid.kit.runs.tensors import TensorStore
+from pellucid.kit.runs.run import open_run
+from pellucid.kit.runs.target import Request, captured
+from pellucid.kit.subjects.registry import subject_of
+from pellucid.trace.folder import write_json
+from pellucid.trace.schema import FILES, GRAPH_FILES
+from pellucid.trace.tensors import TensorStore
 from tests.kit.planted import mixed
 
 HERE = Path(__file__).parent
@@ -65,6 +71,49 @@ def mixed_run(tmp_path_factory):
     return folder
 
 
+PROGRAMS = """
+import runpy, sys
+for path in sys.argv[1:]:
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        print("exit", end.code)
+"""
+
+
+@pytest.mark.parametrize("backend", ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_programs_of_a_run_give_the_models_result(backend, mixed_run, tmp_path):
+    """In a fresh process, with the inputs and constants that were captured."""
+    run = mixed_run
+    if backend != "pellucid":
+        run = tmp_path / "run"
+        assert capture(Request(MIXED, backend), run).graphs[0].seconds, "the time of each stage"
+    (graph,) = (run / "graphs").iterdir()
+    assert GRAPH_FILES.keys() - {each.name for each in graph.iterdir()} <= {
+        "segments.txt",
+        "ir_frozen.txt",
+        "provenance.json",
+    }
+    assert (graph / "ir_pre_fusion.txt").read_text() != (graph / "ir_post_fusion.txt").read_text()
+    names = ("fx_graph_runnable.py", "fx_graph_transformed.py", "output_code.py")
+    called = [sys.executable, "-c", PROGRAMS, *(str(graph / name) for name in names)]
+    said = subprocess.run(called, capture_output=True, text=True).stdout
+    assert said.count("verdict: ") == said.count("exit 0") == 3, said
+    assert "rms " in said if backend == "pellucid" else said.count("verdict: rounding") == 3
+
+
+def test_what_the_compiler_traces_is_a_target(tmp_path):
+    torch._dynamo.reset()
+    fn, args = mixed()
+    with torch.no_grad():
+        torch.compile(fn, backend="pellucid", options={"trace": str(tmp_path), "fusion": False})(*args)
+    (folder,) = tmp_path.iterdir()
+    run = open_run(folder)
+    (graph,) = run.graphs()
+    assert run.options_but(()) == {"fusion": False} and run.calls(graph.name)
+    assert check_isolated(Request(str(folder), run.backend, run.options_but(()))).good
+
+
 @pytest.fixture(scope="module")
 def script_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("script")
@@ -83,7 +132,7 @@ def test_a_run_replays_as_it_was(mixed_run):
 def test_a_run_without_numbers_is_not_said_to_agree(mixed_run, tmp_path):
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", str(mixed_run), str(copy)], check=True)
-    (copy / "numbers.json").unlink()
+    next(copy.rglob("numbers.json")).unlink()
     (graph,) = replay(Request(str(copy))).graphs
     assert not graph.recorded and not graph.moved
 
@@ -113,6 +162,12 @@ def test_what_changed_between_two_runs(mixed_run, tmp_path):
     assert same.good and not same.changed
     kinds = {change.kind for change in other.changed}
     assert {"environment", "kernel", "decision", "plan"} <= kinds and not {"graph", "result", "number"} & kinds
+    decisions = {change.what: change for change in other.changed if change.kind == "decision"}
+    assert all(" fusion of " in what or " vectorisation of " in what for what in decisions), (
+        "others are of the new kernels"
+    )
+    reasons_of_flip = next(change.before for what, change in decisions.items() if what.endswith("fusion of div flip"))
+    assert "do not line up" in reasons_of_flip and "result of a reduction" in reasons_of_flip
 
 
 @pytest.mark.slow
@@ -127,6 +182,14 @@ def test_other_options_show_which_of_two_is_wrong():
     )
     first = found.first_divergence
     assert first is not None and "clamp" in first.fx_node and "vectorize=False" in found.against
+
+
+def test_steps_of_a_module_with_parameters_are_timed_under_inductor():
+    subject = subject_of("inductor")
+    with torch.no_grad():
+        (graph,) = subject.graphs(Case.of(nn.Linear(4, 4), (torch.ones(2, 4),)))
+    found = step_times(subject, graph)
+    assert found and all(seconds > 0 for seconds in found.values())
 
 
 def test_a_script_is_captured_as_it_is(script_run):
@@ -189,7 +252,8 @@ def test_the_failing_graph_replays_without_the_program(tmp_path):
     code = """
 import sys
 from tests.kit.planted import FAULTS
-from pellucid.kit.debug.check import Request, captured
+from pellucid.kit.runs.target import Request, captured
+from pellucid.kit.subjects.registry import subject_of
 from pellucid.kit.judge.graph import judge_graph
 FAULTS["pellucid_lowering_sigmoid"].plant()
 (graph,), subject = captured(Request(sys.argv[1]))
@@ -223,9 +287,11 @@ def edited(folder, tmp_path, change):
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", str(folder), str(copy)], check=True)
     (name,) = run.names
-    saved = run.read(f"graphs/{name}.json")
-    change(saved)
-    write_json(copy / "graphs" / f"{name}.json", saved)
+    files = [f"graphs/{name}/{file}.json" for file in ("graph", "values")]
+    graph, values = map(run.read, files)
+    change({**graph, **values})
+    for file, saved in zip(files, (graph, values), strict=True):
+        write_json(copy / file, saved)
     return open_run(copy), name
 
 
@@ -283,7 +349,6 @@ def test_damaged_runs(mixed_run, tmp_path):
     path.write_bytes(bytes(data[:200]))
     with pytest.raises(UserError, match="is damaged"):
         open_run(copy).graphs()
-    (copy / "numbers.json").unlink()
     (copy / "run.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
         open_run(copy)
@@ -377,7 +442,7 @@ def test_sizes_that_are_symbols_stay_so_in_a_run(dynamic_run):
 def test_a_size_in_a_run_is_a_formula_that_fits(dynamic_run, tmp_path, size):
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", str(dynamic_run), str(copy)], check=True)
-    (file,) = (copy / "graphs").glob("*.json")
+    (file,) = (copy / "graphs").glob("*/graph.json")
     saved = json.loads(file.read_text())
     tensor = next(each for each in saved["sizes"]["inputs"] if isinstance(each, dict))
     tensor["size"][0] = size

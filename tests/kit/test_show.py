@@ -9,13 +9,14 @@ from rich.console import Console
 
 from pellucid.kit.debug.bisect import Bisected, Tried
 from pellucid.kit.debug.check import AGAIN, Checked, Culprit
-from pellucid.kit.debug.cosim import COMPLETE, Cosimulated, Difference
+from pellucid.kit.debug.cosim import Cosimulated
 from pellucid.kit.debug.diff import Change, Changes
 from pellucid.kit.debug.match import Matched, Matches
 from pellucid.kit.debug.reasons import Reasons
+from pellucid.kit.debug.simulation import COMPLETE, Difference, Unobserved
 from pellucid.kit.judge.judge import Judgement, Output, Verdict
 from pellucid.kit.show import shown
-from pellucid.kit.subjects.explain import Refusal
+from pellucid.kit.subjects.refusals import Refusal
 from pellucid.printing import show
 
 FILE = "/usr/lib/python3/site-packages/transformers/models/mobilebert/modeling_mobilebert.py:1038 (encoder.layer.11)"
@@ -63,6 +64,11 @@ def test_no_legend_for_columns_that_are_not_there():
     assert "rms" not in text and "ulp" not in text and "(again)" not in text
 
 
+def test_each_reason_of_a_changed_decision_has_its_sign():
+    found = Changes("a", "b", (Change("decision", "graph: fusion of mm add", "one\ntwo", ""),))
+    assert str(found).splitlines()[2:] == ["decision  graph: fusion of mm add", "          - one", "          - two"]
+
+
 def test_the_ladder_of_bisect_is_printed_once():
     found = Bisected(
         "inductor", "codegen", None, checked(), (Tried("lowering", Verdict.OK), Tried("codegen", Verdict.WRONG))
@@ -99,6 +105,22 @@ def test_no_name_path_or_number_is_broken_at_80_columns(found):
     piped = str(found).split()
     assert not [word for line in terminal(found) for word in line.split() if word not in piped and "…" not in word]
     assert all(len(line) <= 80 for line in terminal(found) if KERNEL not in line)  # which stands alone on its line
+
+
+def test_suspects_that_were_not_observed_stand_with_their_lines():
+    judged = Judgement(Verdict.WRONG, "58694 of 67120 elements differ", 5.4, 1e-5)
+    inside = tuple(Unobserved(f"neg_{number}", f"a.py:{number}") for number in range(6))
+    found = Difference("g", KERNEL, 0, "add_17", "a.py:9", judged, inside)
+    text = str(Cosimulated("pellucid", COMPLETE, Verdict.WRONG, (found,), 6))
+    assert (
+        "  neg_0 at a.py:0\n" in text and "neg_3 at a.py:3\n" in text and "neg_4" not in text and "and 2 more" in text
+    )
+
+
+def test_the_given_inputs_are_no_variation():
+    assert "\n4 variations of the inputs tried too" in str(Checked("pellucid", Verdict.OK, tried=5))
+    assert "\n1 variation of the inputs tried too" in str(Checked("pellucid", Verdict.OK, tried=2))
+    assert "variation" not in str(Checked("pellucid", Verdict.OK))
 
 
 def test_a_cause_is_told_once_with_how_often_it_was_met():

@@ -14,7 +14,10 @@ from tests.operators.cases import Task
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Tasks of which at least one sample does not match. Each part is a shell pattern, or several between commas."""
+    """Tasks of which at least one sample does not match. Each part is a shell pattern, or several between commas.
+
+    somewhere: eager has other code for other processors, and all samples may match with this one.
+    """
 
     name: str
     reason: str
@@ -22,6 +25,7 @@ class Known:
     dtype: str = "*"
     direction: str = "*"
     engine: str = "*"
+    somewhere: bool = False
 
     def covers(self, task: Task, engine: str) -> bool:
         pairs = (
@@ -36,24 +40,47 @@ class Known:
 
 KNOWN: tuple[Known, ...] = (
     Known(
-        "nn.functional.max_unpool2d,nn.functional.max_unpool2d.grad",
-        "PyTorch's fake result of a channels-last input is contiguous, eager's is channels-last",
+        "arange",
+        "eager's vectors count in bf16: from 4113 on its result is the whole number beside the nearest one",
+        database="large",
+        dtype="bf16",
+        somewhere=True,
     ),
     Known(
-        "nn.functional.pad.reflect,nn.functional.pad.replicate",
-        "PyTorch's fake result of a channels-last volume is contiguous, eager's is channels-last",
+        "nn.functional.one_hot",
+        "PyTorch captures it as a comparison, whose result follows its argument's layout, under 'aot_eager' too",
         database="large",
     ),
     Known(
-        "div.floor_rounding,floor_divide,__rfloordiv__",
-        "PyTorch's fake result of a float tensor in another layout is contiguous, eager's keeps the layout",
+        "masked.prod",
+        "the product of a million numbers is infinite, and so are gradients; eager has NaN, not so 'aot_eager'",
         database="large",
-        dtype="f32,bf16",
+        direction="training",
     ),
     Known(
-        "nn.functional.batch_norm",
-        "PyTorch's fake result of transposed rows is transposed, eager's is contiguous",
+        "tensor_split,view_as",
+        "behind a graph break in a longer program AOTAutograd gives wrong gradients of views, under 'aot_eager' too",
         database="large",
+        direction="training",
+        somewhere=True,
+    ),
+    Known(
+        "sinh,cosh",
+        "eager's vectors without AVX-512 overflow early, from 88.73 on; the functions themselves do so from 89.42 on",
+        database="large",
+        dtype="u16",
+        somewhere=True,
+    ),
+    Known(
+        "index_copy",
+        "the longer index names places several times, and which source stays in eager depends on its threads",
+        database="large",
+    ),
+    Known(
+        "nn.functional.embedding",
+        "AOTAutograd copies a table that max_norm changed back to expanded memory and fails, under 'aot_eager' too",
+        database="large",
+        direction="forward",
     ),
     Known(
         "nn.functional.interpolate.bilinear,nn.functional.interpolate.bicubic,nn.functional.upsample_bilinear",
@@ -99,12 +126,16 @@ KNOWN: tuple[Known, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """Special values for which an operator does not match. `where` gives them: (arguments, eager's result) -> mask."""
+    """Special values for which an operator does not match. `where` gives them: (arguments, eager's result) -> mask.
+
+    somewhere: eager has other code for other processors, and may match with this one.
+    """
 
     names: str
     reason: str
     where: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    somewhere: bool = False
 
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -115,8 +146,9 @@ SPECIAL: tuple[Special, ...] = (
         "gelu",
         "oneDNN, which eager calls, gives NaN for infinity and infinity for the largest numbers; of results near 0 "
         "neither has many digits right, as 1 + erf(x) cancels",
-        lambda args, eager: (args[0].double() > 1e38) | (args[0] < -2.9),
+        lambda args, eager: (args[0].double() > 1e38) | (args[0] < -1.9) | (eager == 0),
         (torch.float32, *_NARROW),
+        somewhere=True,
     ),
     Special(
         "remainder,fmod",

@@ -85,8 +85,8 @@ def test_special_values_follow_eager(dtype: torch.dtype) -> None:
                 wrong = wrong & ~covered
         rows = [*args, eager[name], result]
         assert not wrong.any(), (name, [tuple(row[at].item() for row in rows) for at in wrong.nonzero()[:5, 0]])
-    listed = {special for special in SPECIAL if dtype in special.dtypes}
-    assert needed == listed, [special.names for special in listed - needed]
+    idle = {special for special in SPECIAL if dtype in special.dtypes and not special.somewhere} - needed
+    assert not idle, [special.names for special in idle]
 
 
 @pytest.mark.parametrize("source", [torch.int64, torch.int32, torch.int16, torch.float64, torch.float32])

@@ -18,6 +18,7 @@ from pellucid.codegen import CppKernel, generate
 from pellucid.ir.nodes import Kernel
 from pellucid.ir.printer import print_kernel
 from pellucid.native.build import build
+from pellucid.native.machine import machine_for
 from pellucid.options import Options
 from tests.strategies import Expected, assert_close, expect, inputs_for, kernels, symbols_for
 
@@ -56,7 +57,9 @@ def draw_cases(number: int) -> list[Case]:
         kernel = data.draw(kernels(symbolic=number % 3 == 2))
         symbols = data.draw(symbols_for(kernel))
         inputs = data.draw(inputs_for(kernel, symbols))
-        cases.append(Case(kernel, generate(kernel, options), symbols, inputs, expect(kernel, inputs, symbols)))
+        cases.append(
+            Case(kernel, generate(kernel, options, machine_for()), symbols, inputs, expect(kernel, inputs, symbols))
+        )
 
     collect()
     return cases

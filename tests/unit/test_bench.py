@@ -6,7 +6,9 @@ import importlib
 import json
 import math
 import mmap
+import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,27 +19,35 @@ from rich.console import Console
 
 from pellucid.bench import (
     MODELS,
+    Case,
     Settings,
     Size,
     UnknownName,
-    Workload,
     bench,
     build,
     compare,
 )
-from pellucid.kit.bench import models, startup
-from pellucid.kit.bench.interleave import MIN_ROUNDS, interleave
+from pellucid.errors import NotJudged, UserError
+from pellucid.kit.bench import models, peers, startup
+from pellucid.kit.bench.interleave import MIN_ROUNDS, interleave, run_slot
+from pellucid.kit.bench.programs import operator_word, programs_of
 from pellucid.kit.bench.results import Startup
 from pellucid.kit.bench.startup import Request, cold_and_warm
-from pellucid.kit.bench.stats import Summary, geometric_mean, pairwise_ratio, summarise
 from pellucid.kit.bench.subjects import compiled
 from pellucid.kit.bench.table import model_table
 from pellucid.kit.judge.accuracy import error, gradient_error, is_accurate, tensors
+from pellucid.kit.programs.graphs import case_in
+from pellucid.kit.runs.run import open_run
+from pellucid.kit.runs.target import Request as RunRequest
+from pellucid.kit.stats import Summary, geometric_mean, pairwise_ratio, summarise
+from pellucid.kit.subjects.registry import subject_of
 
 TINY = Settings(subjects=("aot_eager",), cold=False, budget=0.05)
 
 
-@pytest.mark.parametrize("name", ["bench.stats", "judge.accuracy", "bench.models", "bench.harness"])
+@pytest.mark.parametrize(
+    "name", ["stats", "judge.accuracy", *(f"bench.{name}" for name in ("models", "harness", "programs", "subjects"))]
+)
 def test_the_examples_in_the_docstrings_run(name):
     result = doctest.testmod(importlib.import_module(f"pellucid.kit.{name}"))
     assert result.attempted > 0 and result.failed == 0
@@ -145,11 +155,11 @@ def test_outputs_are_found_in_any_nesting():
 
 
 def test_rounds_rotate_and_every_subject_gets_as_many_slots(monkeypatch):
-    monkeypatch.setattr("pellucid.kit.bench.interleave._calls_per_slot", lambda call: 1)
+    monkeypatch.setattr("pellucid.kit.bench.interleave._calls_per_slot", lambda runner: 1)
     heard: list[float] = []
     order: list[str] = []
-    calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    slots = interleave(calls, budget=1e-6, on_round=heard.append)
+    runners = {name: partial(run_slot, lambda name=name: order.append(name)) for name in "abc"}
+    slots = interleave(runners, budget=1e-6, on_round=heard.append)
     assert {name: len(s) for name, s in slots.items()} == dict.fromkeys("abc", MIN_ROUNDS)
     assert heard == sorted(heard) and heard[-1] == 1.0
     assert order[::2] == order[1::2]  # one call to settle, one to time
@@ -158,7 +168,7 @@ def test_rounds_rotate_and_every_subject_gets_as_many_slots(monkeypatch):
 
 def test_a_slower_call_has_a_smaller_speed_up():
     def work(count):
-        return lambda: sum(range(count))
+        return partial(run_slot, lambda: sum(range(count)))
 
     slots = interleave({"fast": work(2_000), "slow": work(40_000)}, budget=0.3)
     ratio = pairwise_ratio([s.seconds for s in slots["fast"]], [s.seconds for s in slots["slow"]])
@@ -173,7 +183,7 @@ def test_page_faults_are_counted_per_call():
             for page in range(pages):
                 fresh[page * mmap.PAGESIZE] = 1
 
-    slots = interleave({"touch": touch, "idle": lambda: None}, budget=0.05)
+    slots = interleave({"touch": partial(run_slot, touch), "idle": partial(run_slot, lambda: None)}, budget=0.05)
     assert summarise([s.faults for s in slots["idle"]]).median < 1
     assert summarise([s.faults for s in slots["touch"]]).median > pages / 2
 
@@ -186,21 +196,20 @@ def test_every_small_workload_is_the_same_when_built_twice_and_leaves_the_random
         state = torch.random.get_rng_state()
         first, second = build(name), build(name)
         assert torch.equal(state, torch.random.get_rng_state())
-        for key in first.inputs:
-            assert torch.equal(first.inputs[key], second.inputs[key])
+        for key in first.kwargs:
+            assert torch.equal(first.kwargs[key], second.kwargs[key])
 
 
 def test_dtype_reaches_floating_inputs_only():
     size = Size(dtype=torch.bfloat16)
-    assert {x.dtype for x in build("foo2", size).inputs.values()} == {torch.bfloat16}
-    assert {x.dtype for x in build("foo1", size).inputs.values()} == {torch.uint8}
+    assert {x.dtype for x in build("foo2", size).kwargs.values()} == {torch.bfloat16}
+    assert {x.dtype for x in build("foo1", size).kwargs.values()} == {torch.uint8}
 
 
 def test_float64_widens_a_copy_of_the_module():
-    workload = Workload("own", torch.nn.Linear(3, 2), {"input": torch.ones(1, 3)})
-    wide = workload.as_float64()
-    assert wide.fn(**wide.inputs).dtype == torch.float64  # type: ignore[union-attr]
-    assert workload.fn(**workload.inputs).dtype == torch.float32  # type: ignore[union-attr]
+    case = Case("own", torch.nn.Linear(3, 2), (), {"input": torch.ones(1, 3)})
+    assert case_in(case, torch.float64)().dtype == torch.float64
+    assert case().dtype == torch.float32
 
 
 class Tiny(torch.nn.Module):
@@ -223,20 +232,19 @@ def tiny(monkeypatch):
 
 
 def test_a_model_to_train_has_labels_and_no_dropout(tiny):
-    workload = build("tiny", Size(batch=4, train=True))
-    assert workload.train and workload.fn.training  # type: ignore[union-attr]
-    assert workload.inputs["labels"].shape == (4,)
-    assert workload.fn.dropout.p == 0 and workload.fn.attention_dropout == 0  # type: ignore[union-attr]
-    assert "labels" not in build("tiny").inputs
+    case = build("tiny", Size(batch=4, train=True))
+    assert case.fn.training and case.kwargs["labels"].shape == (4,)  # type: ignore[union-attr]
+    assert case.fn.dropout.p == 0 and case.fn.attention_dropout == 0  # type: ignore[union-attr]
+    assert "labels" not in build("tiny").kwargs
 
 
 def test_a_training_step_returns_fresh_gradients_of_every_parameter(tiny):
-    workload = build("tiny", Size(batch=4, train=True))
-    step = compiled(workload, "aot_eager")
+    case = build("tiny", Size(batch=4, train=True))
+    step = compiled(case, "aot_eager", train=True)
     first, again = step(), step()
     assert first.keys() == {"linear.weight", "linear.bias"}
-    loss = workload.fn(**workload.inputs).loss  # type: ignore[union-attr]
-    expected = torch.autograd.grad(loss, list(workload.fn.parameters()))  # type: ignore[union-attr]
+    loss = case().loss
+    expected = torch.autograd.grad(loss, list(case.fn.parameters()))  # type: ignore[union-attr]
     for gradients in (first, again):
         torch.testing.assert_close(list(gradients.values()), list(expected))
 
@@ -255,6 +263,153 @@ def test_names_that_nobody_knows_are_refused_before_anything_runs():
         bench(["foo2"], Settings(subjects=("indictor",)))
     with pytest.raises(UnknownName, match="unknown dtype"):
         bench(["foo2"], Settings(dtype="f8"))
+
+
+# ------------------------------------------------------------------------------------------------- words
+
+
+def test_an_operator_is_called_with_what_its_word_says():
+    (case,) = programs_of("aten.sum.dim_IntList(f32[3x4], [0, 1], keepdim=True, dtype=None)")
+    torch.testing.assert_close(case(), case.args[0].sum((0, 1), keepdim=True))
+    (gather,) = programs_of("aten.index_select(bf16[5x2], 0, i64[50]<5)")
+    values, dim, index = gather.args
+    assert values.dtype is torch.bfloat16 and dim == 0 and gather().shape == (50, 2)
+    assert set(index.tolist()) == {0, 1, 2, 3, 4}
+    (scalar,) = programs_of("aten.add(f64[], bool[2])")
+    assert scalar.args[0].shape == () and scalar.args[1].dtype is torch.bool
+
+
+def test_an_operator_has_the_same_numbers_each_time():
+    word = operator_word("aten.bmm", "2x3x4, bf16[2x4x5]", "bf16")
+    assert word == "aten.bmm(bf16[2x3x4], bf16[2x4x5])"
+    (first,), (second,) = programs_of(word), programs_of(word)
+    assert torch.equal(first(), second()) and first().shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("aten.bnm(f32[2])", "PyTorch has no operator aten.bnm"),
+        ("aten.relu(q7[2])", "there is no type q7"),
+        ("aten.relu(f32[2xq])", "f32[2xq] is no tensor"),
+        ("nothing.py:make", "there is no file nothing.py"),
+        ("no/run", "names no program"),
+        ("bart", "unknown model 'bart'"),
+    ],
+)
+def test_a_word_that_names_nothing(word, message):
+    with pytest.raises((UserError, UnknownName), match=re.escape(message)):
+        bench([word], TINY)
+
+
+@pytest.mark.parametrize("settings", [TINY, dataclasses.replace(TINY, cold=True)], ids=["warm", "cold"])
+def test_a_program_that_fails_in_eager_mode_is_not_judged(settings, monkeypatch):
+    monkeypatch.setattr("pellucid.kit.bench.harness.cold_and_warm", None)  # no process is begun for it
+    with pytest.raises(NotJudged, match="fails in eager mode"):
+        bench(["aten.bmm(f32[2x3x4])"], settings)
+
+
+@pytest.fixture
+def target(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n"
+        "def make():\n"
+        "    return (lambda x, scale=1: x.add_(scale) * 2), (torch.zeros(8),), {'scale': 3}\n"
+        "def module():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)), (torch.ones(2, 4),)\n"
+        "def narrow():\n"
+        "    return (lambda x: x @ torch.ones(4, 4)), (torch.ones(4),)\n"
+    )
+    return str(file)
+
+
+def test_a_program_of_yours_begins_for_each_subject_with_the_inputs_that_you_gave(target):
+    (result,) = bench([f"{target}:make"], TINY).models
+    assert [(s.name, s.error, s.good) for s in result.subjects] == [("eager", 0.0, True), ("aot_eager", 0.0, True)]
+
+
+def test_a_module_of_yours_is_trained_without_dropout(target):
+    (result,) = bench([f"{target}:module"], dataclasses.replace(TINY, train=True)).models
+    assert all(s.accurate for s in result.subjects)
+    with pytest.raises(UserError, match="has no parameters to train"):
+        bench([f"{target}:make"], dataclasses.replace(TINY, train=True))
+
+
+def test_a_program_that_no_float64_can_judge_is_timed(target):
+    (result,) = bench([f"{target}:narrow"], TINY).models
+    assert all(s.seconds is not None and s.error is None and s.accurate is None and s.good for s in result.subjects)
+
+
+def test_a_program_of_yours_has_its_own_sizes(target):
+    with pytest.raises(UserError, match="has its own sizes"):
+        bench([f"{target}:make"], dataclasses.replace(TINY, batch=2))
+
+
+def test_graphs_and_kernels_of_a_run(target, tmp_path):
+    from pellucid.kit.debug.capture import capture
+
+    folder = tmp_path / "run"
+    capture(RunRequest(f"{target}:module"), folder)
+    (graph,) = programs_of(str(folder))
+    assert graph.name == f"{folder}:inference_0" and torch.is_tensor(graph()[0])
+    step = next(step for step in subject_of("pellucid").compile(open_run(folder).graph("inference_0")).steps)
+    (result,) = bench([f"{folder}:inference_0:{step.name}"], TINY).models
+    assert all(s.good and s.seconds is not None for s in result.subjects)
+    with pytest.raises(UserError, match="has no kernel nothing"):
+        programs_of(f"{folder}:inference_0:nothing")
+
+
+# ------------------------------------------------------------------------------------------------- subjects
+
+
+def test_a_backend_is_given_its_options():
+    case = Case("double", lambda x: x + x, (torch.ones(4),))
+    result = compare(case, Settings(subjects=("pellucid:vectorize=False", "pellucid:no_such=1"), budget=0.05))
+    _, scalar, wrong = result.subjects
+    assert scalar.good and scalar.kernels == 1 and wrong.failure is not None and "no_such" in wrong.failure
+    with pytest.raises(UserError, match="'freezing' is no setting"):
+        bench(["foo2"], Settings(subjects=("inductor:freezing",)))
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """An engine that need not be installed, and one that cannot be."""
+
+    def no_converter(case, folder):
+        raise NotImplementedError("aten::foo")
+
+    monkeypatch.setitem(peers.PEERS, "engine", peers.Peer(("torch",), no_converter, lambda *_: None))
+    monkeypatch.setitem(peers.PEERS, "absent", peers.Peer(("no_such_package",), no_converter, lambda *_: None))
+
+
+def test_what_another_engine_cannot_do_is_a_finding(engine):
+    (result,) = bench(["foo2"], Settings(subjects=("engine", "aot_eager"), budget=0.05, cold=False)).models
+    assert [s.good for s in result.subjects] == [True, False, True]
+    assert "NotImplementedError: aten::foo" in str(result.subjects[1].failure)
+
+
+def test_another_engine_must_be_installed_and_cannot_train(engine):
+    with pytest.raises(UserError, match="absent needs no_such_package") as missing:
+        bench(["foo2"], Settings(subjects=("absent",)))
+    assert "pellucid[peers]" in missing.value.hint
+    with pytest.raises(UserError, match="engine cannot be trained"):
+        bench(["bert"], Settings(subjects=("engine",), train=True))
+
+
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
+def test_a_real_engine_where_it_is_installed(name):
+    pytest.importorskip(name, reason="an extra: pip install 'pellucid[peers]'")
+
+    class Own(torch.nn.Linear):
+        def forward(self, x, scale, other):
+            return {"a": super().forward(x).relu() * scale, "b": (other + 1, None)}
+
+    case = Case("own", Own(4, 8), (torch.randn(2, 4), 2.0), {"other": torch.arange(3)})
+    result = compare(case, Settings(subjects=(name, f"{name}:NO_SUCH=1"), budget=0.05))
+    _, good, wrong = result.subjects
+    assert good.accurate and good.seconds is not None, good
+    assert wrong.failure is not None and "NO_SUCH" in wrong.failure
 
 
 # ------------------------------------------------------------------------------------------------- the whole
@@ -277,7 +432,7 @@ def test_a_small_run_measures_everything():
 
 def test_a_failing_backend_is_a_finding_and_the_others_go_on():
     result = compare(
-        Workload("relu", lambda x: torch.relu(x), {"x": torch.ones(4)}),
+        Case("relu", lambda x: torch.relu(x), (torch.ones(4),)),
         Settings(subjects=("relu_compile_error_TESTING_ONLY", "aot_eager"), budget=0.05),
     )
     eager, failing, other = result.subjects
@@ -287,7 +442,7 @@ def test_a_failing_backend_is_a_finding_and_the_others_go_on():
 
 def test_a_wrong_result_is_a_finding():
     result = compare(
-        Workload("relu", lambda x: torch.relu(x), {"x": torch.ones(4)}),
+        Case("relu", lambda x: torch.relu(x), (torch.ones(4),)),
         Settings(subjects=("relu_accuracy_error_TESTING_ONLY",), budget=0.05),
     )
     wrong = result.subjects[1]
@@ -299,7 +454,7 @@ def test_a_program_that_fails_in_eager_mode_is_the_callers_error():
         raise KeyError("no such thing")
 
     with pytest.raises(KeyError, match="no such thing"):
-        compare(Workload("broken", broken, {"x": torch.ones(1)}), TINY)
+        compare(Case("broken", broken, (torch.ones(1),)), TINY)
 
 
 def test_counts_are_those_of_the_compilations_that_were_added(monkeypatch):
@@ -318,7 +473,7 @@ def test_counts_are_those_of_the_compilations_that_were_added(monkeypatch):
 
 
 def test_fallbacks_are_listed_with_their_share_of_the_time():
-    own = Workload("product", lambda x: torch.relu(x @ x + 1), {"x": torch.ones(500, 500)})
+    own = Case("product", lambda x: torch.relu(x.t() @ x + 1), (torch.ones(500, 500),))
     result = compare(own, Settings(subjects=("pellucid",), budget=0.05, fallbacks=True))
     ((product,), ()) = (result.subjects[1].fallback_times, result.subjects[0].fallback_times)
     assert (product.op, product.calls) == ("aten::mm.out", 1) and "BLAS" in product.reason

@@ -15,10 +15,12 @@ from rich.console import Console
 
 from pellucid.cli import main
 from pellucid.cli.exits import Exit
+from pellucid.cli.terminal import OUTPUT_FOLDER
 from pellucid.kit.bench.demo import explained
 from pellucid.kit.bench.results import SCHEMA, Environment, ModelResult, Report, Startup, SubjectResult
-from pellucid.kit.bench.stats import Summary
 from pellucid.kit.bench.table import model_list, model_table, report_table, seconds_text
+from pellucid.kit.runs.run import VERSION
+from pellucid.kit.stats import Summary
 from pellucid.printing import show
 
 SMALL = ["bench", "pointwise_small", "--backend", "aot_eager", "--no-cold", "--budget", "0.05"]
@@ -75,12 +77,45 @@ def test_a_bad_report_exits_with_1(monkeypatch):
         (["bench", "foo2", "--batch", "0"], "--batch"),
         (["demo", "--model", "bart"], "unknown model 'bart'"),
         (["bensch"], "No such command 'bensch'"),
+        (["explain", "--"], "TARGET is FILE.py:NAME, where NAME() returns"),
+        (["explain", "--"], "For example:\n  pellucid explain -- python train.py\n"),
+        (["run"], "For example:\n  pellucid run -- python train.py\n"),
+        (["capture", "no.py:x", "-o", "/proc/no/run"], "cannot write to /proc/no/run: "),
+        (["capture", "no.py:x", "-o", f"{__file__}/run"], "/run: Not a directory"),
+        (["doctor", "-o", "/proc/no/machine.json"], "cannot write to "),
+        (["profile", "no.py:x", "--trace", "/proc/no/trace.json"], "cannot write to "),
     ],
 )
 def test_a_wrong_call_exits_with_255_and_says_what_would_be_right(args, complaint):
     result = run(*args)
     assert result.exit_code == Exit.FAILED
     assert complaint in result.stderr and result.stdout == ""
+
+
+@pytest.mark.parametrize("args", [["explain"], ["check", "x:y", "z:y"], ["check", "x", "--timeout", "-1"]])
+def test_in_a_terminal_a_wrong_call_is_told_in_whole_words(args, monkeypatch):
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None, highlight=False)
+    monkeypatch.setattr("pellucid.cli.terminal.err", console)
+    assert run(*args).exit_code == Exit.FAILED
+    assert all(len(line) <= 80 for line in console.file.getvalue().splitlines())
+    assert console.file.getvalue().startswith("Error: ")
+
+
+def test_a_folder_that_is_written_to_is_not_made_before(tmp_path):
+    OUTPUT_FOLDER.convert(str(tmp_path / "a" / "run"), None, None)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_that_has_a_run_is_told_before_the_program_runs(tmp_path):
+    (tmp_path / "run.json").touch()
+    (tmp_path / "program.py").write_text("raise SystemExit('it ran')")
+    for program in (f"{tmp_path}/program.py:make",), ("--", sys.executable, f"{tmp_path}/program.py"):
+        assert "has a run already" in run("capture", "-o", str(tmp_path), *program).stderr
+
+
+def test_the_list_of_commands_has_whole_sentences():
+    listed = run("--help").output.partition("Commands:")[2]
+    assert "..." not in listed and "and what in it is to blame?" in " ".join(listed.split())
 
 
 def test_a_model_that_cannot_be_built_here_exits_with_125(monkeypatch):
@@ -116,8 +151,9 @@ def test_a_tool_that_breaks_exits_with_255_not_1(monkeypatch):
 def test_version_and_help():
     assert run("--version").stdout.startswith("pellucid, version ")
     assert isinstance(main, click.Group)
-    assert set(main.commands) == {"bench", "bisect", "capture", "check", "cosim", "demo", "diff", "explain", "match",
-                                  "minify", "replay", "testgen"}  # fmt: skip
+    assert set(main.commands) == {"bench", "bisect", "capture", "check", "cosim", "demo", "diagnose", "diff", "doctor",
+                                  "explain", "match", "metrics", "minify", "profile", "replay", "report", "run",
+                                  "testgen"}  # fmt: skip
     assert run("--help").exit_code == Exit.GOOD
 
 
@@ -125,14 +161,22 @@ def test_version_and_help():
 def test_the_help_of_a_command_has_an_example_that_names_it(command):
     result = run(command, "--help")
     assert result.exit_code == Exit.GOOD
-    *_, heading, call = [line.strip() for line in result.output.splitlines() if line.strip()]
-    assert heading == "For example:" and call.startswith(f"pellucid {command} ")
+    calls = result.output.partition("For example:\n")[2].splitlines()
+    assert calls and all(call.strip().startswith(f"pellucid {command} ") for call in calls)
 
 
 def test_usage_says_what_a_command_takes():
-    assert "testgen [OPTIONS] TARGET [KERNEL]..." in run("testgen", "--help").output
+    testgen = run("testgen", "--help").output
+    assert "testgen [OPTIONS] TARGET [KERNEL]..." in testgen and "Write the tests to FOLDER/tests" in testgen
     replay = run("replay", "--help").output
     assert "replay [OPTIONS] RUN" in replay and "FILE.py:NAME" not in replay
+
+
+@pytest.mark.parametrize("call", [("diff", "{}", "no_run"), ("diff", "no_run", "{}"), ("replay", "no_run")])
+def test_a_folder_that_is_not_there_is_told_as_that(call, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"kind": "program", "schema_version": VERSION, "graphs": []}))
+    result = run(*(each.format(tmp_path) for each in call))
+    assert result.exit_code == Exit.FAILED and "there is no folder no_run" in result.output
 
 
 def test_python_m_pellucid_is_the_command():
@@ -260,6 +304,7 @@ def test_the_demo_prints_the_table_and_the_folder(monkeypatch, tmp_path):
     monkeypatch.setattr("pellucid.kit.bench.demo.demo", demo)
     result = run("demo", "--dir", str(tmp_path))
     assert result.exit_code == Exit.BAD  # the example has failures
+    assert f"\n  {tmp_path}\n" in result.stdout  # whole, however long it is
     assert "bert: batch 1 x 128" in result.stdout
     assert "decisions.csv" in result.stdout and "with its reason" in result.stdout
 
@@ -276,3 +321,12 @@ def test_a_sequence_longer_than_the_model_allows_is_a_wrong_call():
     result = CliRunner().invoke(main, ["bench", "mobilebert", "--seq", "100000", "--no-cold", "--backend", "aot_eager"])
     assert result.exit_code == Exit.FAILED
     assert "mobilebert takes sequences of at most 512 tokens, not 100000" in result.output
+
+
+def test_an_interrupted_command_says_nothing_of_the_program(monkeypatch, tmp_path):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main.commands["diff"], "callback", interrupted)
+    run = CliRunner().invoke(main, ["diff", str(tmp_path), str(tmp_path)])
+    assert run.exit_code == Exit.FAILED and "interrupted" in run.output

@@ -34,6 +34,14 @@ def test_float64_decides(actual, eager, exact, draws, expected):
     assert verdict(actual, eager, exact, *draws) is expected
 
 
+def test_a_number_may_be_rounded_to_an_infinity_near_the_end_of_float16():
+    eager, exact = torch.tensor([1, 65312], dtype=torch.float16), torch.tensor([1.0, 65320], dtype=torch.float64)
+    for value, good in ((INF, True), (-INF, False), (NAN, False)):
+        actual = torch.tensor([1, value], dtype=torch.float16)
+        assert judge(actual, eager, exact).verdict.good is good
+        assert not judge(actual, eager / 2, exact / 2).verdict.good
+
+
 @pytest.mark.parametrize(("dtype", "right", "wrong"), [
     (torch.int64, 2**60, 2**60 + 1),
     (torch.uint8, 255, 254),

@@ -23,6 +23,15 @@ def test_a_sentence_wraps_between_words_and_never_in_one():
     assert lines == ["one two three", f"  {word}", "  four five"]
 
 
+def test_a_bare_text_is_a_sentence():
+    assert terminal("each graph, with inputs of it", 24) == ["each graph, with inputs", "of it"]
+
+
+def test_an_index_or_a_shape_is_not_broken():
+    assert terminal(sentence("differs, most at [1130, 2]: 7", hang=2), 24) == ["differs, most at", "  [1130, 2]: 7"]
+    assert terminal(sentence("of float32[8390, 8]: all [of it]"), 28) == ["of float32[8390, 8]: all [of", "it]"]
+
+
 def test_a_pipe_gets_one_line_whatever_the_width(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     words = " ".join(["word"] * 60)

@@ -12,7 +12,7 @@ from pellucid.kit.bench.harness import Progress, Settings, bench
 from pellucid.kit.bench.models import build
 from pellucid.kit.bench.results import Report
 from pellucid.kit.bench.subjects import PELLUCID
-from pellucid.trace.schema import FILES
+from pellucid.trace.schema import FILES, GRAPH_FILES, GRAPHS, RUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,16 @@ def demo(folder: Path, model: str = "mobilebert", budget: float = 20.0, progress
 def write_run(model: str, folder: Path) -> None:
     """Compile `model` with Pellucid once more, with its trace on, and call it once."""
     folder.mkdir(parents=True, exist_ok=True)
-    workload = build(model)
+    case = build(model)
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(workload.fn, backend=PELLUCID, options={"trace": str(folder)})(**workload.inputs)
+        torch.compile(case.fn, backend=PELLUCID, options={"trace": str(folder)})(**case.kwargs)
 
 
 def explained(folder: Path) -> Iterator[RunFile]:
     """What a reader should know of in a run, in the order of reading; only what exists."""
-    for name, meaning in FILES.items():
+    every = {RUN: FILES[RUN], **GRAPH_FILES, **FILES}
+    del every[GRAPHS]  # its files are told one by one
+    for name, meaning in every.items():
         if found := sorted(folder.rglob(name)):
             yield RunFile(found[0].relative_to(folder), meaning, len(found))

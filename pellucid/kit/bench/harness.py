@@ -1,4 +1,4 @@
-"""Run models under several backends, side by side in one process, and report what each cost and got.
+"""Run programs under several backends, side by side in one process, and report what each cost and got.
 
 >>> from pellucid.bench import Settings, bench
 >>> report = bench(["pointwise_small"], Settings(subjects=("aot_eager",), cold=False, budget=0.2))
@@ -12,21 +12,29 @@ import gc
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from pellucid.kit.bench.interleave import interleave
-from pellucid.kit.bench.models import DTYPES, MODELS, Size, UnknownName, Workload, build
+from pellucid.errors import UserError
+from pellucid.kit.bench.interleave import Runner, interleave, run_slot
+from pellucid.kit.bench.models import DTYPES, MODELS, Size, UnknownName
+from pellucid.kit.bench.peers import PEERS, Engine, EngineError
+from pellucid.kit.bench.programs import is_sized, is_trainable, programs_of
 from pellucid.kit.bench.results import SCHEMA, Environment, ModelResult, Report, SubjectResult
 from pellucid.kit.bench.startup import Request, cold_and_warm
-from pellucid.kit.bench.stats import pairwise_ratio, summarise
-from pellucid.kit.bench.subjects import DEFAULT_SUBJECTS, EAGER, Counter, check_subject, compiled
-from pellucid.kit.judge.accuracy import error, gradient_error, is_accurate, tensors
+from pellucid.kit.bench.subjects import DEFAULT_SUBJECTS, EAGER, Counter, Subject, check_subject, compiled
+from pellucid.kit.judge.accuracy import error, floating_type, gradient_error, is_accurate, tensors
+from pellucid.kit.process.child import failure_of, not_judged
+from pellucid.kit.programs.case import Case, copied
+from pellucid.kit.programs.graphs import case_in
+from pellucid.kit.stats import pairwise_ratio, summarise
 from pellucid.trace.environment import environment
 
+Judge = Callable[[Any], float | None]
 Progress = Callable[[str, float], None]
 """Hears what is being done now, and which fraction of the whole run is behind it."""
 
@@ -35,11 +43,12 @@ Progress = Callable[[str, float], None]
 class Settings:
     """How to measure.
 
-    `subjects` are torch.compile backend names; eager is always measured, first, as the baseline. `budget` is
-    the time in seconds for the timed rounds of one model, start-up and compilation not counted. `threads` of
-    0 leaves torch's own choice. `cold` asks for fresh processes that measure the time to the first result.
-    `train` measures training steps (forward, loss and backward; dropout is off), `dynamic` compiles with
-    symbolic sizes. `fallbacks` asks for the operators that Pellucid leaves to ATen, with their share of the time.
+    `subjects` are backends of torch.compile and other engines, each `NAME` or `NAME:KEY=VALUE,...` with its options;
+    eager is always measured, first, as the baseline. `budget` is the time in seconds for the timed rounds of one
+    program, start-up and compilation not counted. `threads` of 0 leaves torch's own choice. `cold` asks for fresh
+    processes that measure the time to the first result. `train` measures training steps (forward, loss and backward;
+    dropout is off), `dynamic` compiles with symbolic sizes. `fallbacks` asks for the operators that Pellucid leaves to
+    ATen, with their share of the time.
     """
 
     subjects: tuple[str, ...] = DEFAULT_SUBJECTS
@@ -65,62 +74,66 @@ class Settings:
 
 
 def bench(
-    models: Sequence[str], settings: Settings | None = None, progress: Progress = lambda doing, done: None
+    words: Sequence[str], settings: Settings | None = None, progress: Progress = lambda doing, done: None
 ) -> Report:
-    """Measure each of `models` under each subject of `settings`.
+    """Measure each of the programs that `words` name (see `programs`) under each subject of `settings`.
 
     What a subject does wrong (an exception, a crash, wrong numbers) is a finding in its `SubjectResult`.
-    Raises `UnknownName` for a model, backend or dtype that does not exist, before anything is run.
+    Raises `UnknownName` and UserError for a program, backend or dtype that does not exist, before anything is run.
     """
     settings = settings or Settings()
-    _check_names(models, settings)
+    _check(words, settings)
     with _threads(settings.threads):
+        own = _own_programs(words, settings)
         described = describe_environment()
-        results = []
-        for i, model in enumerate(models):
-            part = _Part(progress, model, i / len(models), (i + 1) / len(models))
-            results.append(_bench_model(model, settings, part))
+        results: list[ModelResult] = []
+        for i, word in enumerate(words):
+            part = _Part(progress, word, i / len(words), (i + 1) / len(words))
+            part("building", 0.0)
+            cases = own[word] if word in own else programs_of(word, settings.size)
+            for n, case in enumerate(cases):
+                results.append(_bench_one(case, settings, part.of(case.name, n / len(cases), (n + 1) / len(cases))))
     return Report(SCHEMA, described, tuple(results))
 
 
-def compare(workload: Workload, settings: Settings, progress: Progress = lambda doing, done: None) -> ModelResult:
-    """Measure a workload of your own in this process; `settings.cold` does not apply, for it has no name.
+def compare(case: Case, settings: Settings, progress: Progress = lambda doing, done: None) -> ModelResult:
+    """Measure a program in this process; `settings.cold` does not apply.
 
-    >>> own = Workload("double", lambda x: x + x, {"x": torch.ones(4)})
+    >>> own = Case("double", lambda x: x + x, (torch.ones(4),))
     >>> result = compare(own, Settings(subjects=("aot_eager",), budget=0.1))
     >>> [(s.name, s.error, s.accurate) for s in result.subjects]
     [('eager', 0.0, True), ('aot_eager', 0.0, True)]
     """
     gc.collect()  # what Dynamo watches should die before Dynamo forgets it
     torch._dynamo.reset()  # so that no subject meets the limit on recompilations for what others left
-    with torch.set_grad_enabled(workload.train):
-        judge = _judge(workload)
+    with torch.set_grad_enabled(settings.train), ExitStack() as engines:
+        judge = _judge(case, settings.train)
         trials: list[_Trial] = []
         for i, name in enumerate(settings.names):
             progress(f"{name}, first call", 0.5 * i / len(settings.names))
-            trials.append(_try(workload, name, settings.dynamic, judge))
-        return _time(workload, trials, settings, lambda done: progress("timing", 0.5 + 0.5 * done))
+            trials.append(_try(case, name, settings, judge, engines))
+        return _time(case, trials, settings, lambda done: progress("timing", 0.5 + 0.5 * done))
 
 
-# ------------------------------------------------------------------------------------------------ one model
+# ------------------------------------------------------------------------------------------------ one program
 
 
-def _bench_model(model: str, settings: Settings, part: _Part) -> ModelResult:
-    part("building", 0.0)
-    workload = build(model, settings.size)
+def _bench_one(case: Case, settings: Settings, part: _Part) -> ModelResult:
+    if case.name not in MODELS:
+        _call_eagerly(case, settings.train)
     share = 0.6 if settings.cold else 0.0  # a guess at which part of the time the fresh processes take
     starts = {}
     for i, name in enumerate(settings.names if settings.cold else ()):
         part(f"first result of {name}, cold and warm", share * i / len(settings.names))
-        starts[name] = cold_and_warm(_request(model, name, settings))
-    result = compare(workload, settings, lambda doing, done: part(doing, share + (1 - share) * done))
+        starts[name] = cold_and_warm(_request(case.name, name, settings))
+    result = compare(case, settings, lambda doing, done: part(doing, share + (1 - share) * done))
     subjects = tuple(replace(s, cold=c, warm=w) for s in result.subjects for c, w in [_of(starts, s.name)])
     return replace(result, subjects=subjects)
 
 
-def _request(model: str, subject: str, settings: Settings) -> Request:
+def _request(program: str, subject: str, settings: Settings) -> Request:
     s = settings
-    return Request(model, subject, s.batch, s.seq, s.dtype, s.threads, s.train, s.dynamic)
+    return Request(program, subject, s.batch, s.seq, s.dtype, s.threads, s.train, s.dynamic)
 
 
 def _of(starts: dict, name: str) -> tuple:
@@ -136,21 +149,39 @@ class _Trial:
     counter: Counter | None = field(default=None)
 
 
-def _judge(workload: Workload) -> Callable[[Any], float]:
-    """How far what a subject returns is from what float64 returns."""
-    exact: Any = compiled(workload.as_float64(), EAGER)()
-    if workload.train:
+def _judge(case: Case, train: bool) -> Judge:
+    """How far what a subject returns is from what float64 returns; None for a program that does not run in float64."""
+    try:
+        exact: Any = compiled(case_in(case, torch.float64), EAGER, train)()
+    except Exception:
+        compiled(case.fresh(), EAGER, train)()  # the program may be written for one type; else it fails here too
+        return lambda output: None
+    if train:
         return lambda gradients: gradient_error(gradients, exact)
     reference = [t.detach() for t in tensors(exact)]
     return lambda output: error(tensors(output), reference)
 
 
-def _try(workload: Workload, name: str, dynamic: bool, judge: Callable[[Any], float]) -> _Trial:
-    """Compile, make the first call and judge its numbers."""
+def _call_eagerly(case: Case, train: bool) -> None:
+    """Raises NotJudged for a program that fails without a compiler too, before fresh processes take their time."""
+    try:
+        with torch.set_grad_enabled(train):
+            compiled(case.fresh(), EAGER, train)()
+    except Exception as error:
+        raise not_judged(f"{case.name} fails in eager mode", failure_of(error)) from error
+
+
+def _try(case: Case, name: str, settings: Settings, judge: Judge, engines: ExitStack) -> _Trial:
+    """Compile, make the first call and judge its numbers. What it changes in place are copies."""
+    subject = Subject.of(name)
+    case = Case(case.name, case.fn, *copied((case.args, dict(case.kwargs))))
     try:
         counter = Counter(name)
         start = time.perf_counter()
-        call = compiled(workload, name, dynamic or None)
+        if subject.backend in PEERS:
+            call = engines.enter_context(closing(Engine(subject.backend, case, subject.options)))
+        else:
+            call = compiled(case, name, settings.train, settings.dynamic or None)
         output = call()
         seconds = time.perf_counter() - start
         counts = counter.counts()
@@ -166,26 +197,25 @@ def _try(workload: Workload, name: str, dynamic: bool, judge: Callable[[Any], fl
         return _Trial(SubjectResult(name, failure=_one_line(e)))
 
 
-def _time(
-    workload: Workload, trials: list[_Trial], settings: Settings, on_round: Callable[[float], None]
-) -> ModelResult:
+def _time(case: Case, trials: list[_Trial], settings: Settings, on_round: Callable[[float], None]) -> ModelResult:
     eager = trials[0]
     if eager.call is None:
-        raise RuntimeError(f"{workload.name} fails in eager mode: {eager.result.failure}")
-    calls = {t.result.name: t.call for t in trials if t.call is not None}
-    slots = interleave(calls, settings.budget, baseline=EAGER, on_round=on_round)
-    baseline = [s.seconds for s in slots[EAGER]]
+        raise RuntimeError(f"{case.name} fails in eager mode: {eager.result.failure}")
+    runners = {t.result.name: _runner(t.call) for t in trials if t.call is not None}
+    slots = interleave(runners, settings.budget, baseline=EAGER, on_round=on_round)
+    baseline, floating = [s.seconds for s in slots[EAGER]], floating_type(case)
 
     def finish(result: SubjectResult) -> SubjectResult:
-        if result.name not in slots or result.error is None or eager.result.error is None:
+        if result.name not in slots:
             return result
+        error, eagers = result.error, eager.result.error
         seconds = [s.seconds for s in slots[result.name]]
         return replace(
             result,
             seconds=summarise(seconds),
             speedup=pairwise_ratio(baseline, seconds),
             faults=summarise([s.faults for s in slots[result.name]]),
-            accurate=is_accurate(result.error, eager.result.error, workload.floating),
+            accurate=None if error is None or eagers is None else is_accurate(error, eagers, floating),
         )
 
     if settings.fallbacks:
@@ -194,11 +224,17 @@ def _time(
                 trial.result = replace(trial.result, fallback_times=trial.counter.fallback_times(trial.call))
     subjects = tuple(finish(t.result) for t in trials)
     s = settings
-    return ModelResult(workload.name, s.batch, s.seq, s.dtype, len(baseline), subjects, s.train, s.dynamic)
+    return ModelResult(case.name, s.batch, s.seq, s.dtype, len(baseline), subjects, s.train, s.dynamic)
+
+
+def _runner(call: Callable[[], object]) -> Runner:
+    return call.slot if isinstance(call, Engine) else partial(run_slot, call)
 
 
 def _one_line(e: Exception) -> str:
     cause = getattr(e, "inner_exception", e)  # what Dynamo's BackendCompilerFailed wraps
+    if isinstance(cause, EngineError):
+        return cause.message
     text = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {text[0]}" if text else type(cause).__name__
 
@@ -208,28 +244,41 @@ def _one_line(e: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Progress of one model as a stretch of the whole run's."""
+    """Progress of one program as a stretch of the whole run's."""
 
     progress: Progress
-    model: str
+    program: str
     begin: float
     end: float
 
     def __call__(self, doing: str, done: float) -> None:
-        self.progress(f"{self.model}: {doing}", self.begin + (self.end - self.begin) * done)
+        self.progress(f"{self.program}: {doing}", self.begin + (self.end - self.begin) * done)
+
+    def of(self, program: str, begin: float, end: float) -> _Part:
+        """A part of it."""
+        length = self.end - self.begin
+        return _Part(self.progress, program, self.begin + length * begin, self.begin + length * end)
 
 
-def _check_names(models: Sequence[str], settings: Settings) -> None:
-    for model in models:
-        if model not in MODELS:
-            raise UnknownName("model", model, sorted(MODELS))
-        if settings.train and not MODELS[model].sized:
-            trainable = sorted(name for name, known in MODELS.items() if known.sized)
-            raise UnknownName("model with parameters to train", model, trainable)
+def _check(words: Sequence[str], settings: Settings) -> None:
     if settings.dtype not in DTYPES:
         raise UnknownName("dtype", settings.dtype, sorted(DTYPES))
     for subject in settings.names:
-        check_subject(subject)
+        check_subject(subject, settings.train)
+    for word in words:
+        if settings.train and word in MODELS and not MODELS[word].sized:
+            raise UnknownName("model with parameters to train", word, sorted(name for name in MODELS if is_sized(name)))
+        if word not in MODELS and replace(settings, batch=1, seq=128, dtype="f32") != settings:
+            raise UserError(f"{word} has its own sizes and types", hint="batch, seq and dtype are for models by name")
+
+
+def _own_programs(words: Sequence[str], settings: Settings) -> dict[str, list[Case]]:
+    """The programs by word that are no models of the registry: whether they exist is known when they are made."""
+    found = {word: programs_of(word, settings.size) for word in words if word not in MODELS}
+    for word, cases in found.items():
+        if settings.train and not all(map(is_trainable, cases)):
+            raise UserError(f"{word} has no parameters to train", hint="it is to be a module")
+    return found
 
 
 @contextmanager

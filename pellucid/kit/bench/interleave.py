@@ -6,17 +6,14 @@ timed, which brings the subject's own data back into the caches, and then as man
 
 from __future__ import annotations
 
-import gc
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from pellucid.kit.bench.stats import pairwise_ratio
-
-Call = Callable[[], object]
+from pellucid.kit.stats import pairwise_ratio, uncollected
 
 MIN_ROUNDS = 5
 MAX_ROUNDS = 500
@@ -32,29 +29,33 @@ class Slot:
     faults: float
 
 
+Runner: TypeAlias = Callable[[int], Slot]
+"""Makes so many timed calls, after one that is not timed."""
+
+
 def interleave(
-    calls: Mapping[str, Call],
+    runners: Mapping[str, Runner],
     budget: float,
     *,
     baseline: str | None = None,
     on_round: Callable[[float], None] = lambda done: None,
 ) -> dict[str, list[Slot]]:
-    """Time `calls` for about `budget` seconds; returns the slots of each, one per round.
+    """Let `runners` time their calls for about `budget` seconds; returns the slots of each, one per round.
 
     Stops early once every ratio to `baseline` (the first one by default) is known to half a per cent. Makes
     at least `MIN_ROUNDS` rounds, also when they take longer than the budget. `on_round` hears the fraction
     done.
     """
-    names = list(calls)
+    names = list(runners)
     baseline = baseline or names[0]
-    counts = {name: _calls_per_slot(calls[name]) for name in names}
+    counts = {name: _calls_per_slot(runners[name]) for name in names}
     slots: dict[str, list[Slot]] = {name: [] for name in names}
     start = time.perf_counter()
-    with _without_garbage_collection():
+    with uncollected():
         for turn in range(MAX_ROUNDS):
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
-                slots[name].append(_run_slot(calls[name], counts[name]))
+                slots[name].append(runners[name](counts[name]))
             spent = time.perf_counter() - start
             on_round(min(1.0, max(spent / budget, (turn + 1) / MAX_ROUNDS)))
             if turn + 1 >= MIN_ROUNDS and (spent >= budget or _settled(slots, baseline)):
@@ -63,7 +64,8 @@ def interleave(
     return slots
 
 
-def _run_slot(call: Call, count: int) -> Slot:
+def run_slot(call: Callable[[], object], count: int) -> Slot:
+    """Time so many calls in this process, after one that is not timed."""
     call()
     faults = _minor_faults()
     start = time.perf_counter()
@@ -73,14 +75,10 @@ def _run_slot(call: Call, count: int) -> Slot:
     return Slot(seconds / count, (_minor_faults() - faults) / count)
 
 
-def _calls_per_slot(call: Call) -> int:
+def _calls_per_slot(runner: Runner) -> int:
     """How many calls fill a slot; the calls made to find out also warm the subject up."""
-    for _ in range(2):
-        call()
-    start = time.perf_counter()
-    call()
-    seconds = time.perf_counter() - start
-    return max(1, min(10_000, math.ceil(SLOT_SECONDS / max(seconds, 1e-7))))
+    runner(1)
+    return max(1, min(10_000, math.ceil(SLOT_SECONDS / max(runner(1).seconds, 1e-7))))
 
 
 def _settled(slots: Mapping[str, list[Slot]], baseline: str) -> bool:
@@ -96,15 +94,3 @@ def _settled(slots: Mapping[str, list[Slot]], baseline: str) -> bool:
 
 def _minor_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -1,24 +1,23 @@
 """The programs that the benchmarks run, each built from its configuration with random weights.
 
-Nothing is downloaded. A workload is made twice alike: weights and inputs come from one fixed seed, so two
+Nothing is downloaded. A program is made twice alike: weights and inputs come from one fixed seed, so two
 processes, or two machines, run the same numbers.
 
->>> workload = build("pointwise_small")
->>> [tuple(x.shape) for x in workload.inputs.values()]
+>>> [tuple(x.shape) for x in build("pointwise_small").kwargs.values()]
 [(8,), (8,)]
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from pellucid.errors import near
+from pellucid.kit.programs.case import Case
 
 SEED = 20
 DTYPES: Mapping[str, torch.dtype] = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -34,28 +33,6 @@ class UnknownName(ValueError):
 
 class DoesNotFit(ValueError):
     """A size that a model cannot have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """One program and its inputs: `fn(**inputs)` is what a benchmark times.
-
-    `fn` is a module in evaluation mode or a plain function; it leaves its inputs as they are. `floating` is
-    the dtype of its parameters and floating-point inputs. With `train`, `fn` is a module in training mode, and
-    what is timed is a training step without the optimiser: forward, loss and backward.
-    """
-
-    name: str
-    fn: Callable[..., object]
-    inputs: Mapping[str, Tensor]
-    floating: torch.dtype = torch.float32
-    train: bool = False
-
-    def as_float64(self) -> Workload:
-        """The same numbers in float64: parameters, buffers and inputs that are floating point are widened."""
-        fn = copy.deepcopy(self.fn).double() if isinstance(self.fn, nn.Module) else self.fn
-        inputs = {k: v.double() if v.is_floating_point() else v for k, v in self.inputs.items()}
-        return replace(self, fn=fn, inputs=inputs, floating=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +61,8 @@ class Model:
     sized: bool = True
 
 
-def build(name: str, size: Size | None = None) -> Workload:
-    """Build the workload `name` without touching the global random state.
+def build(name: str, size: Size | None = None) -> Case:
+    """Build the model `name`, called with keywords, without touching the global random state.
 
     Raises `UnknownName`, `DoesNotFit`; `ImportError` where a model needs transformers and it is not installed;
     `ValueError` for a plain function that is to be trained.
@@ -102,9 +79,9 @@ def build(name: str, size: Size | None = None) -> Workload:
         elif size.train:
             raise ValueError(f"{name} is a plain function: it has no parameters to train")
         if isinstance(fn, nn.Module) and size.train:
-            _disable_dropout(fn)
+            disable_dropout(fn)
             inputs |= _labels(fn, inputs)
-    return Workload(name, fn, inputs, size.dtype, size.train)
+    return Case(name, fn, (), inputs)
 
 
 def _check_positions(name: str, model: nn.Module, size: Size) -> None:
@@ -115,7 +92,7 @@ def _check_positions(name: str, model: nn.Module, size: Size) -> None:
         raise DoesNotFit(f"{name} takes sequences of at most {positions} tokens, not {size.seq}")
 
 
-def _disable_dropout(model: nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """Set every dropout probability to 0: those of modules, and those that models pass on as numbers."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -10,7 +10,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from pellucid.kit.bench.stats import Summary
+from pellucid.kit.stats import Summary
 
 SCHEMA = 2
 
@@ -50,10 +50,11 @@ class SubjectResult:
     `seconds` and `faults` are per call: wall time and minor page faults. `speedup` is eager's time over this
     one's, taken round by round. `first_seconds` is the first call here, with the caches as they were found;
     `cold` and `warm` are fresh processes on an empty cache and on the cache that the cold one left. `error`
-    is e(x) = max |x - reference| / rms(reference) against float64, the worst over all outputs or gradients; `accurate`
-    says whether it is near eager's (see `pellucid.kit.judge.accuracy`). `failure` is the exception that ended it.
-    `kernels` were generated and `fallbacks` left to ATen, over all graphs; None where a backend doesn't tell.
-    `fallback_times` lists the latter where that was asked for, the dearest first.
+    is e(x) = max |x - reference| / rms(reference) against float64, the worst over all outputs or gradients (None: the
+    program does not run in float64); `accurate` says whether it is near eager's (see `pellucid.kit.judge.accuracy`).
+    `failure` is the exception that ended it. `kernels` were generated and `fallbacks` left to ATen, over all graphs;
+    None where a backend does not tell. `fallback_times` lists the latter where that was asked for, the most expensive
+    first.
     """
 
     name: str
@@ -85,7 +86,7 @@ class SubjectResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelResult:
-    """All subjects on one model, measured side by side in `rounds` interleaved rounds."""
+    """All subjects on one program, measured side by side in `rounds` interleaved rounds."""
 
     model: str
     batch: int

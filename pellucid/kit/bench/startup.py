@@ -18,7 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pellucid.kit.bench.models import DTYPES, Size, build
+from pellucid.kit.bench.models import DTYPES, Size
+from pellucid.kit.bench.programs import programs_of
 from pellucid.kit.bench.results import Startup, decode
 from pellucid.kit.bench.subjects import EAGER, compiled
 
@@ -28,9 +29,9 @@ CACHE_VARIABLES = ("PELLUCID_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the fresh process is to run. `threads` of 0 leaves torch's own choice."""
+    """What the fresh process is to run: the one program of this name. `threads` of 0 leaves torch's own choice."""
 
-    model: str
+    program: str
     subject: str
     batch: int
     seq: int
@@ -82,11 +83,12 @@ def run_request(request: Request) -> Startup:
 
     if request.threads:
         torch.set_num_threads(request.threads)
-    workload = build(request.model, Size(request.batch, request.seq, DTYPES[request.dtype], request.train))
+    size = Size(request.batch, request.seq, DTYPES[request.dtype], request.train)
+    (case,) = programs_of(request.program, size)
     built = _restart_peak()
-    with torch.set_grad_enabled(workload.train):
+    with torch.set_grad_enabled(request.train):
         start = time.perf_counter()
-        call = compiled(workload, request.subject, request.dynamic or None)
+        call = compiled(case, request.subject, request.train, request.dynamic or None)
         call()
         seconds = time.perf_counter() - start
         for _ in range(3):

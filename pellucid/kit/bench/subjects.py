@@ -1,18 +1,23 @@
-"""The backends under test, by name, and what can be learnt from one after it compiled."""
+"""What runs a program in a benchmark: eager, a backend of `torch.compile`, or another engine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from pellucid.kit.bench.models import UnknownName, Workload
+from pellucid.errors import UserError
+from pellucid.kit.bench.models import UnknownName
+from pellucid.kit.bench.peers import PEERS, check_installed, peer
+from pellucid.kit.bench.programs import literal, pieces
 from pellucid.kit.bench.results import FallbackTime
 from pellucid.kit.judge.accuracy import tensors
+from pellucid.kit.programs.case import Case
 
 EAGER = "eager"
 PELLUCID = "pellucid"
@@ -27,41 +32,75 @@ class Counts:
     fallbacks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A backend with its options, written `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
+
+    >>> Subject.of("inductor:freezing=True").options
+    {'freezing': True}
+    """
+
+    backend: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, text: str) -> Subject:
+        """The subject that is written so. Raises UserError for options that are no settings."""
+        backend, _, settings = text.partition(":")
+        pairs = [each.partition("=") for each in pieces(settings)]
+        wrong = next((key for key, equals, _ in pairs if not key or not equals), None)
+        if wrong is not None:
+            raise UserError(f"{text}: {wrong!r} is no setting", hint="write NAME:KEY=VALUE,KEY=VALUE")
+        return cls(backend, {key: literal(value) for key, _, value in pairs})
+
+
 def known_subjects(debug: bool = False) -> list[str]:
-    """`eager`, which compiles nothing, and the torch.compile backends that are installed.
+    """`eager`, which compiles nothing, the torch.compile backends that are installed, and the engines that could be.
 
     PyTorch keeps a dozen backends for debugging its own parts; `debug` lists those too.
     """
     from torch._dynamo import list_backends
 
-    return sorted({EAGER, "aot_eager", *list_backends(**({"exclude_tags": ()} if debug else {}))})
+    return sorted({EAGER, "aot_eager", *PEERS, *list_backends(**({"exclude_tags": ()} if debug else {}))})
 
 
-def check_subject(name: str) -> None:
-    """Raises `UnknownName` unless `name` is `eager` or an installed backend, be it for debugging."""
-    if name not in known_subjects(debug=True):
-        raise UnknownName("backend", name, known_subjects())
+def check_subject(text: str, train: bool = False) -> None:
+    """Raises `UnknownName` or UserError for what is no subject, is not installed, or cannot train if it is to."""
+    subject = Subject.of(text)
+    if subject.backend not in known_subjects(debug=True):
+        raise UnknownName("backend", subject.backend, known_subjects())
+    if subject.backend == EAGER and subject.options:
+        raise UserError(f"{text}: eager has no options")
+    if subject.backend in PEERS:
+        check_installed(subject.backend)
+        if train:
+            raise UserError(f"{subject.backend} cannot be trained", hint="leave it out, or --train")
 
 
-def compiled(workload: Workload, subject: str, dynamic: bool | None = None) -> Callable[[], object]:
-    """A call of the workload under `subject`; what there is to compile compiles when it is first called.
+def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = None) -> Callable[[], object]:
+    """A call of a program under a subject; what there is to compile compiles when it is first called.
 
     It returns what the program returns, or, for a training step, the gradients by parameter name. `dynamic` is
     torch.compile's.
     """
-    fn = workload.fn if subject == EAGER else torch.compile(workload.fn, backend=subject, dynamic=dynamic)
-    inputs = dict(workload.inputs)
+    subject = Subject.of(text)
+    if subject.backend in PEERS:
+        return peer(subject.backend, case, subject.options)
+    fn, args, kwargs = case.fn, case.args, dict(case.kwargs)
+    if subject.backend != EAGER:
+        options = dict(subject.options) or None
+        fn = torch.compile(case.fn, backend=subject.backend, dynamic=dynamic, options=options)
 
     def call() -> object:
-        return fn(**inputs)
+        return fn(*args, **kwargs)
 
     def step() -> dict[str, Tensor]:
-        assert isinstance(workload.fn, nn.Module)
-        workload.fn.zero_grad(set_to_none=True)
-        _loss(fn(**inputs)).backward()
-        return {name: p.grad for name, p in workload.fn.named_parameters() if p.grad is not None}
+        assert isinstance(case.fn, nn.Module)
+        case.fn.zero_grad(set_to_none=True)
+        _loss(fn(*args, **kwargs)).backward()
+        return {name: p.grad for name, p in case.fn.named_parameters() if p.grad is not None}
 
-    return step if workload.train else call
+    return step if train else call
 
 
 def _loss(output: object) -> Tensor:
@@ -74,7 +113,7 @@ class Counter:
     """Knows what Pellucid compiles between its making and a question."""
 
     def __init__(self, subject: str) -> None:
-        self._subject = subject
+        self._subject = Subject.of(subject).backend
         self._before = self._compilations()
 
     def counts(self) -> Counts | None:

@@ -8,9 +8,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from pellucid.kit.bench.models import MODELS
+from pellucid.kit.bench.programs import is_sized
 from pellucid.kit.bench.results import Environment, ModelResult, Report, Startup, SubjectResult
-from pellucid.kit.bench.stats import Summary, geometric_mean
 from pellucid.kit.bench.subjects import EAGER
+from pellucid.kit.stats import Summary, geometric_mean
 from pellucid.printing import Part, Sentence, Table, code, sentence
 
 Row = SubjectResult
@@ -43,7 +44,7 @@ def _shown(result: ModelResult) -> list[tuple[str, Callable[[Row], str], str]]:
 
 
 def _fallbacks(subject: SubjectResult) -> tuple[RenderableType, RenderableType]:
-    """What is not compiled, the dearest first, and how much of the time it takes."""
+    """What is not compiled, the most expensive first, and how much of the time it takes."""
     rows: list[tuple[str, str, tuple[Part, ...]]] = []
     for row in subject.fallback_times:
         what = code(row.op.partition("::")[2] or row.op), sentence(row.reason)
@@ -139,10 +140,10 @@ def _legend(report: Report) -> Sentence:
 
 
 def _title(result: ModelResult) -> str:
-    sized = MODELS[result.model].sized if result.model in MODELS else False
-    size = f"batch {result.batch} x {result.seq}, " if sized else ""
+    size = f"batch {result.batch} x {result.seq}, " if is_sized(result.model) else ""
     kind = ("training step, " if result.train else "") + ("dynamic shapes, " if result.dynamic else "")
-    return f"{result.model}: {kind}{size}{result.dtype}, {result.rounds} rounds"
+    dtype = f"{result.dtype}, " if result.model in MODELS else ""
+    return f"{result.model}: {kind}{size}{dtype}{result.rounds} rounds"
 
 
 def _complaints(result: ModelResult) -> list[str]:

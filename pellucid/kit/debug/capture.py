@@ -6,7 +6,6 @@ the backend makes of each, so that a program which kills its process is captured
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,45 +14,46 @@ from typing import Any
 
 import torch
 
-from pellucid.codegen.linemap import annotate_source
+from pellucid.capture.fx import origin_of
 from pellucid.errors import UserError
-from pellucid.kit.debug.check import Checked, Request, captured, check_request, isolated
+from pellucid.ir.origin import merge
+from pellucid.kit.debug.check import Checked, check_request, isolated
 from pellucid.kit.debug.frontend import listening
+from pellucid.kit.debug.match import annotated
 from pellucid.kit.judge.judge import Output, Verdict, judge, kind_of, near, worst
 from pellucid.kit.process.child import SECONDS, Failure, Worker, pass_on
 from pellucid.kit.programs.case import copied
 from pellucid.kit.programs.graphs import Graph, interpret
-from pellucid.kit.runs.run import Run, RunWriter, open_run, run_of, split_run, write_json, write_table
-from pellucid.kit.runs.tensors import FOLDER
+from pellucid.kit.runs.run import Run, open_run, run_of, save_graph, split_run
+from pellucid.kit.runs.target import Request, captured
 from pellucid.kit.shown import Shown
-from pellucid.kit.subjects.base import Compiled, Probe, Step
+from pellucid.kit.subjects.base import Compiled, Probe, Step, Subject
+from pellucid.kit.subjects.clock import clock
+from pellucid.trace.folder import RunWriter, check_free
+from pellucid.trace.fx_programs import Constants, runnable
+from pellucid.trace.schema import TENSORS
 
-KERNEL_COLUMNS = ("graph", "kernel", "symbol", "op", "fx_nodes", "user_lines", "ir_ops", "seconds")
-DECISION_COLUMNS = ("graph", "kind", "subject", "cause", "fx_nodes", "user_line")
 _TIMED_RUNS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A graph in a run. calls: of operators. verdict: compiled code beside eager, on the saved inputs. failure: how
-    compiling or running it ended, if otherwise than by returning.
+    compiling or running it ended, if otherwise than by returning. seconds: of each stage of compilation, in order.
     """
 
     name: str
     calls: int
     verdict: Verdict
     failure: Failure | None = None
+    seconds: tuple[tuple[str, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedRun(Shown):
-    """graphs: in the order of their first calls. kernels: the different ones. megabytes: of tensors in the folder."""
+class _OfGraphs(Shown):
+    """What became of several graphs, each with a verdict."""
 
-    folder: str
-    backend: str
-    graphs: tuple[Saved, ...]
-    kernels: int
-    megabytes: float
+    __slots__ = ()
+    graphs: Any
 
     @property
     def verdict(self) -> Verdict:
@@ -65,6 +65,17 @@ class CapturedRun(Shown):
         return self.verdict.good
 
 
+@dataclass(frozen=True, slots=True)
+class CapturedRun(_OfGraphs):
+    """graphs: in the order of their first calls. kernels: the different ones. megabytes: of tensors in the folder."""
+
+    folder: str
+    backend: str
+    graphs: tuple[Saved, ...]
+    kernels: int
+    megabytes: float
+
+
 def capture(
     request: Request, folder: Path, *, intermediates: bool = False, seconds: float = SECONDS, memory: int = 0
 ) -> CapturedRun:
@@ -74,8 +85,11 @@ def capture(
     seconds, memory (bytes): what each step of the work may take. Raises UserError for a program that fails in eager
     mode, and for a graph that cannot be saved.
     """
+    fresh = request.target != str(folder)  # else a script was captured into it
+    if fresh:
+        check_free(folder)
     with Worker(memory) as worker:
-        if request.target != str(folder):  # a script was captured into it
+        if fresh:
             refused, hint = f"{request.target} cannot be captured", "see `pellucid check`"
             worker.ask(save_graphs, request, str(folder), seconds=seconds, refused=refused, hint=hint)
         return _complete(worker, request, open_run(folder, request.libraries), intermediates, seconds)
@@ -89,13 +103,13 @@ def _complete(worker: Worker, request: Request, run: Run, intermediates: bool, s
         checked = isolated(worker, check_request, part, seconds=seconds, backend=request.backend)
         ended = worker.call(save_compiled, part, intermediates, checked.failure is None, seconds=seconds)
         failure = checked.failure or (ended if isinstance(ended, Failure) else None)
-        nodes = run.read(f"graphs/{name}.json")["nodes"]
-        calls = sum(node["op"] == "call_function" for node in nodes)
         verdict = checked.verdict if checked.failure or failure is None else Verdict(failure.kind)
-        saved.append(Saved(name, calls, verdict, failure))
-    results = {each.name: {"verdict": each.verdict.value, "failure": str(each.failure or "")} for each in saved}
-    write_json(run.folder / "run.json", {**run.about, "results": results})
-    size = sum(path.stat().st_size for path in (run.folder / FOLDER).glob("*.safetensors"))
+        took: tuple[tuple[str, float], ...] = () if isinstance(ended, Failure) else tuple(ended)
+        saved.append(Saved(name, len(run.calls(name)), verdict, failure, took))
+        result = {"verdict": verdict.value, "failure": str(failure or "")}
+        stages = [{"name": stage, "seconds": round(each, 6)} for stage, each in took]
+        RunWriter(run.folder).note_compiled(name, {**result, "stages": stages})
+    size = sum(path.stat().st_size for path in (run.folder / TENSORS).glob("*.safetensors"))
     symbols = {row["symbol"] for row in run.table("kernels.csv") if row["symbol"]}
     return CapturedRun(str(run.folder), request.backend, tuple(saved), len(symbols), round(size / 1e6, 3))
 
@@ -121,7 +135,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay(Shown):
+class Replay(_OfGraphs):
     """backend: that ran it here. captured_by: that of the run."""
 
     folder: str
@@ -129,28 +143,15 @@ class Replay(Shown):
     captured_by: str
     graphs: tuple[Replayed, ...]
 
-    @property
-    def verdict(self) -> Verdict:
-        return worst([graph.verdict for graph in self.graphs])
-
-    @property
-    def good(self) -> bool:
-        return self.verdict.good
-
 
 def replay(request: Request, seconds: float = SECONDS, memory: int = 0) -> Replay:
     """Run the graphs of a run on their saved inputs, eagerly and compiled, and compare: with each other and the run.
 
     request.target: the run, or `RUN:GRAPH`. seconds, memory (bytes): what one graph may take.
     """
-    found = split_run(request.target)
-    if found is None:
-        raise UserError(
-            f"{request.target} is no folder of a run", hint="make one with `pellucid capture TARGET -o FOLDER`"
-        )
-    folder, one = found
+    folder, one = split_run(request.target) or (Path(request.target), "")
     run = open_run(folder, request.libraries)
-    results, replayed = run.about.get("results", {}), []
+    replayed: list[Replayed] = []
     with Worker(memory) as worker:
         for name in [one] if one else run.names:
             part = replace(request, target=f"{folder}:{name}")
@@ -159,7 +160,7 @@ def replay(request: Request, seconds: float = SECONDS, memory: int = 0) -> Repla
             if isinstance(moved, Failure):
                 pass_on(moved)
                 moved = None
-            before = results.get(name, {}).get("verdict", "")
+            before = run.about["compiled"].get(name, {}).get("verdict", "")
             replayed.append(Replayed(name, checked, before, tuple(moved or ()), moved is not None))
     return Replay(str(folder), request.backend, run.about["backend"], tuple(replayed))
 
@@ -173,31 +174,49 @@ def save_graphs(request: Request, folder: str) -> int:
         graphs, _ = captured(request)
     if not graphs:
         raise UserError(f"{request.target} becomes no graph: nothing in it can be compiled")
-    writer = RunWriter(Path(folder), backend=request.backend, options=request.options, target=request.target)
+    about = {"backend": request.backend, "options": request.options, "target": request.target}
+    writer = RunWriter.create(Path(folder), **about)
     for graph in graphs:
-        writer.add(graph)
+        save_graph(writer, graph)
+    writer.add_user_source(merge(origin_of(node) for graph in graphs for node in graph.module.graph.nodes).users)
     writer.note(refusals=[asdict(each) for each in refusals])
     return len(graphs)
 
 
-def save_compiled(request: Request, intermediates: bool, runs: bool) -> None:
-    """Write what a backend makes of one graph of a run: its plan, kernels, decisions, and (if it runs) numbers."""
+def save_compiled(request: Request, intermediates: bool, runs: bool) -> Sequence[tuple[str, float]]:
+    """Write what a backend makes of one graph of a run: its programs, kernels, decisions, and (if it runs) numbers.
+
+    Returns the seconds of each stage.
+    """
     (graph,), subject = captured(request)
     run = run_of(request.target, request.libraries)
     assert run is not None
-    compiled = subject.compile(graph)
-    _save_text(run, graph, compiled)
+    writer, compiled = RunWriter(run.folder), subject.compile(graph)
+    _save_programs(writer, graph, compiled, request)
     times: Mapping[str, float] = {}
     if runs:
         watch = _Watch(intermediates)
         results = _seeded(lambda inputs: compiled.run(inputs, watch), graph)
         eager = _seeded(lambda inputs: interpret(graph.module, inputs), graph)
-        run.add_numbers(graph.name, {"eager": eager, "compiled": results, "intermediates": watch.values})
-        times = _times(compiled, graph)
-    _add_rows(run, "kernels.csv", KERNEL_COLUMNS, [_kernel_row(graph, step, times) for step in compiled.steps])
-    refusals = [(graph.name, each.kind, " ".join(each.subject), each.cause, " ".join(each.fx_nodes), each.user_line)
-                for each in compiled.refusals()]  # fmt: skip
-    _add_rows(run, "decisions.csv", DECISION_COLUMNS, refusals)
+        writer.add_numbers(graph.name, {"eager": eager, "compiled": results, "intermediates": watch.values})
+        times = step_times(subject, graph)
+    writer.add_sources({step.symbol: annotated(step) for step in compiled.steps if step.generated})
+    writer.add_rows("kernels.csv", [_kernel_row(graph, step, times) for step in compiled.steps])
+    writer.add_rows("decisions.csv", ({**row, "graph": graph.name} for row in compiled.decisions()))
+    return tuple(compiled.seconds.items())
+
+
+def _save_programs(writer: RunWriter, graph: Graph, compiled: Compiled, request: Request) -> None:
+    """What the backend made of a graph stage by stage, as text and as programs, with the constants of these."""
+    constants = Constants()
+    about = (graph.kind, constants, request.backend, request.options)
+    texts = {
+        "fx_graph_runnable.py": runnable(graph.module, f"Captured FX graph of {graph.name}.", *about),
+        "fx_graph_transformed.py": runnable(compiled.graph, f"Transformed FX graph of {graph.name}.", *about),
+        **compiled.texts(constants),
+    }
+    writer.add_texts(graph.name, {file: text for file, text in texts.items() if text})
+    writer.add_values(graph.name, constants=constants.tensors)
 
 
 def moved_results(request: Request, compiled: bool) -> list[Output] | None:
@@ -228,27 +247,18 @@ def _seeded(run: Callable[[list[Any]], Sequence[Any]], graph: Graph) -> list[Any
     return list(run(list(copied(graph.inputs))))
 
 
-def _save_text(run: Run, graph: Graph, compiled: Compiled) -> None:
-    for folder in ("plans", "kernels"):
-        (run.folder / folder).mkdir(exist_ok=True)
-    if compiled.plan:
-        (run.folder / "plans" / f"{graph.name}.txt").write_text(compiled.plan, encoding="utf-8")
-    for step in compiled.steps:
-        if step.generated:
-            text = annotate_source(step.source, step.lines) if step.lines else step.source
-            (run.folder / "kernels" / f"{step.symbol}.cpp").write_text(text, encoding="utf-8")
-
-
-def _kernel_row(graph: Graph, step: Step, times: Mapping[str, float]) -> tuple[Any, ...]:
-    users = " ".join(map(str, step.origin.users))
-    seconds = f"{times[step.name]:.3g}" if step.name in times else ""
-    nodes, ops = " ".join(step.origin.nodes), " ".join(step.ops)
-    return graph.name, step.name, step.symbol, step.op, nodes, users, ops, seconds
-
-
-def _add_rows(run: Run, file: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    before = [tuple(row.values()) for row in run.table(file)]
-    write_table(run.folder / file, columns, [*before, *rows])
+def _kernel_row(graph: Graph, step: Step, times: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "graph": graph.name,
+        "kernel": step.name,
+        "symbol": step.symbol,
+        "op": step.op,
+        "fx_nodes": " ".join(step.origin.nodes),
+        "user_lines": " ".join(map(str, step.origin.users)),
+        "ir_ops": " ".join(step.ops),
+        **step.facts,
+        "seconds": f"{times[step.name]:.3g}" if step.name in times else "",
+    }
 
 
 @dataclass(slots=True)
@@ -263,22 +273,15 @@ class _Watch(Probe):
             self.values.update({name: value.detach().clone() for name, value in values.items()})
 
 
-@dataclass(slots=True)
-class _Clock(Probe):
-    """Seconds of each step, run after run."""
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    _since: float = 0.0
-
-    def before(self, step: Step) -> None:
-        self._since = time.perf_counter()
-
-    def after(self, step: Step, values: Mapping[str, torch.Tensor]) -> None:
-        self.seconds.setdefault(step.name, []).append(time.perf_counter() - self._since)
-
-
-def _times(compiled: Compiled, graph: Graph) -> dict[str, float]:
-    clock = _Clock()
-    for _ in range(_TIMED_RUNS):
-        compiled.run(list(copied(graph.inputs)), clock)
-    return {name: median(each) for name, each in clock.seconds.items()}
+def step_times(subject: Subject, graph: Graph) -> dict[str, float]:
+    """Seconds of each step, the median of some runs, from the timers of the compiled graph."""
+    run = subject.timed(graph)
+    with torch.no_grad():  # Inductor's library calls write to `out`, which autograd refuses for parameters
+        run(list(copied(graph.inputs)))
+        with clock() as taken:
+            for _ in range(_TIMED_RUNS):
+                run(list(copied(graph.inputs)))
+    found: dict[str, list[int]] = {}
+    for step in (step for each in taken.runs for step in each.steps):
+        found.setdefault(step.facts.step, []).append(step.time.end - step.time.begin)
+    return {name: median(each) * 1e-9 for name, each in found.items()}

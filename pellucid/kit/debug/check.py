@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.graph import origin_of
+from pellucid.capture.fx import origin_of
 from pellucid.errors import NotJudged, StoreError, ToolchainError
+from pellucid.kit.debug.fusion import Fused
+from pellucid.kit.debug.zoom import Inner
 from pellucid.kit.judge.expected import Expected
 from pellucid.kit.judge.graph import judge_graph
 from pellucid.kit.judge.judge import ORDER, Judgement, Output, Verdict, close, kind_of, near, worst
-from pellucid.kit.judge.vary import change_in_place, nudge_in_place, variations, zeros_of
-from pellucid.kit.process.child import SECONDS, Failure, Worker, failure_of, pass_on, raise_if_nothing_compiles
-from pellucid.kit.programs.case import Case, copied, load_case, load_case_file
-from pellucid.kit.programs.decompose import decomposed
-from pellucid.kit.programs.graphs import Graph, widened
-from pellucid.kit.runs.run import open_run, split_run
+from pellucid.kit.judge.vary import InPlace, change_in_place, variations, zeros_of
+from pellucid.kit.process.child import (
+    SECONDS,
+    Failure,
+    Worker,
+    failure_of,
+    not_judged,
+    pass_on,
+    raise_if_nothing_compiles,
+)
+from pellucid.kit.process.forks import Forks
+from pellucid.kit.process.sanitizer import Place, places_in
+from pellucid.kit.programs.calls import Call, Calls
+from pellucid.kit.programs.case import Case, copied, load_case
+from pellucid.kit.programs.graphs import Graph, InFloat64, case_in
+from pellucid.kit.runs.run import split_run
+from pellucid.kit.runs.target import Request, graphs_for, subject_for
 from pellucid.kit.shown import Shown
-from pellucid.kit.subjects.base import Probe, Subject, loss_of
+from pellucid.kit.subjects.base import Probe, Step, Subject, loss_of
 from pellucid.kit.subjects.marker import Marker
+from pellucid.kit.subjects.refusals import origin_at, start_of
 from pellucid.kit.subjects.registry import subject_of
 
 EAGER = "eager"
 AGAIN = " (again)"
+_NOTHING = nullcontext()
 Zeros: TypeAlias = Sequence[torch.Tensor | None] | None
 ABOUT_AGAIN = "a second call, after its floats were changed in place"
 
@@ -36,6 +54,9 @@ class Culprit:
     """A step of a compiled graph.
 
     op: of a library call; empty for a generated kernel. fx_nodes: in graph order. user_lines: `file:line`.
+    line: number and text of a line of its C++ to which this is narrowed down; empty where it is not. inside: of a
+    kernel that was opened, the operator that is to blame; then the nodes and lines are its own. fused: of a fault that
+    comes with one fusion, what was fused.
     """
 
     graph: str
@@ -43,11 +64,19 @@ class Culprit:
     op: str
     fx_nodes: tuple[str, ...]
     user_lines: tuple[str, ...]
+    line: str = ""
+    inside: Inner | None = None
+    fused: Fused | None = None
 
     @classmethod
     def of(cls, graph: str, op: str, node: torch.fx.Node) -> Culprit:
         """One operator of a graph."""
         return cls(graph, "", op, (node.name,), tuple(map(str, origin_of(node).users)))
+
+    @classmethod
+    def called(cls, op: str, user_line: str) -> Culprit:
+        """An operator that eager called: it is known before there is a graph."""
+        return cls(EAGER, "", f"aten::{op}", (op,), (user_line,) if user_line else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +84,8 @@ class Checked(Shown):
     """What became of one program under one backend.
 
     variation: how its inputs differ from the given ones; empty for those themselves. tried: variations looked at,
-    the given inputs included. failure: how it ended, when it did not return; step: what it was doing then.
+    the given inputs included. failure: how it ended, when it did not return. step: what it was doing then; or what
+    makes the first output, where none has wrong values, but some lie otherwise in memory.
     """
 
     backend: str
@@ -72,7 +102,7 @@ class Checked(Shown):
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class Outcome:
     """What one run left: tensors by name, their strides where they matter, and who shares memory with whom.
 
     calls: how many calls it made. The names of what the second one left end with `AGAIN`. zeros: where its arguments
@@ -103,26 +133,8 @@ def check(
     beside the given ones; the first bad one is returned. Runs in this process: code that crashes takes it along.
     Raises what `fn` raises in eager mode.
     """
-    case = Case(getattr(fn, "__name__", type(fn).__name__), fn, tuple(args), dict(kwargs or {}))
+    case = Case.of(fn, args, kwargs)
     return check_case(case, subject_of(backend, options), backward=backward, dynamic=dynamic, fuzz=fuzz)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What to look at in a worker process.
-
-    target: `FILE.py:NAME`, or a run (`RUN` or `RUN:GRAPH`). threads: torch's; 0 for its own choice. libraries: whose
-    operators the graphs of a run may call beside PyTorch's.
-    """
-
-    target: str
-    backend: str = "pellucid"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    threads: int = 0
-    backward: bool = False
-    dynamic: bool | None = None
-    fuzz: int = 0
-    libraries: tuple[str, ...] = ()
 
 
 def check_isolated(request: Request, seconds: float = SECONDS, memory: int = 0) -> Checked:
@@ -131,12 +143,17 @@ def check_isolated(request: Request, seconds: float = SECONDS, memory: int = 0) 
     seconds, memory (bytes): what the process may take. Raises UserError for a target that does not exist, or fails in
     eager mode.
     """
-    with Worker(memory) as worker:
+    with request.worker(memory) as worker:
         return isolated(worker, check_request, request, seconds=seconds, backend=request.backend)
 
 
 def isolated(
-    worker: Worker, function: Callable[..., Any], request: Request, *rung: int | None, seconds: float, backend: str
+    worker: Worker | Forks,
+    function: Callable[..., Any],
+    request: Request,
+    *rung: int | None,
+    seconds: float,
+    backend: str,
 ) -> Checked:
     """What `function` says of a request, and of a rung of its backend's ladder: a `Checked`; or what its end means."""
     found = worker.call(function, request, *rung, seconds=seconds)
@@ -144,10 +161,10 @@ def isolated(
         return found
     pass_on(found)
     if found.kind == "error" or found.step == EAGER:
-        context: dict[str, object] = {"in your code": "\n" + found.trace} if found.trace else {}
-        raise NotJudged(f"{request.target} fails in eager mode: {found}", hint="correct that first", context=context)
+        raise not_judged(f"{request.target} fails in eager mode", found)
     find = "pellucid.kit.debug.culprit:find_step"
-    step = worker.call(find, request, found.step, *rung, seconds=seconds) if found.step else None
+    asked = (request, found.step, found.text, *rung)
+    step = worker.call(find, *asked, seconds=seconds) if found.step else None
     return Checked(backend, Verdict(found.kind), (), found, step=step if isinstance(step, Culprit) else None)
 
 
@@ -173,53 +190,32 @@ def check_target(request: Request, subject: Subject) -> Checked:
     return Checked(subject.name, worst([output.verdict for output in outputs]), tuple(outputs))
 
 
-def step_of(subject: Subject, graph: Graph, name: str) -> Culprit | None:
-    """The step of this name that a subject makes of a graph."""
+def step_of(subject: Subject, graph: Graph, name: str, report: str = "") -> Culprit | None:
+    """The step of this name that a subject makes of a graph. report: of a sanitizer, which may tell its line."""
     for step in subject.compile(graph).steps:
         if step.name == name:
-            return Culprit(graph.name, step.name, step.op, step.origin.nodes, tuple(map(str, step.origin.users)))
+            line = line_in(step, places_in(report))
+            origin = origin_at(step.source, step.lines, line) if line else step.origin
+            origin = step.origin if origin.is_glue else origin
+            text = f"{line}: {step.source.splitlines()[line - 1].strip()}" if line else ""
+            return Culprit(graph.name, step.name, step.op, origin.nodes, tuple(map(str, origin.users)), text)
     return None
 
 
-def subject_for(request: Request) -> Subject:
-    """The backend that a request names; its number of threads is set from here on."""
-    if request.threads:
-        torch.set_num_threads(request.threads)
-    if split_run(request.target) is None:
-        load_case_file(request.target)  # it may register the backend
-    return subject_of(request.backend, request.options)
+def line_in(step: Step, places: Iterable[Place]) -> int:
+    """The line of a kernel, from 1, that a compiler or a sanitizer means; 0 where it means none.
 
-
-def graphs_for(request: Request, subject: Subject) -> list[Graph]:
-    """The graphs that a subject captures of the program of a request; or those of its run, decomposed for it."""
-    found = split_run(request.target)
-    if found is not None:
-        run = open_run(found[0], request.libraries)
-        table = {} if run.about["backend"] == subject.name else subject.decompositions()
-        return [decomposed(graph, table) for graph in run.graphs(found[1])]
-    case = load_case(request.target)
-    try:
-        return subject.graphs(case, backward=request.backward, dynamic=request.dynamic)
-    except Exception:
-        _run_eagerly(case, request)
-        raise
-
-
-def _run_eagerly(case: Case, request: Request) -> None:
-    """Raises NotJudged for a program that fails without a compiler too."""
-    try:
-        _called(case.fresh(), request.backward, None)
-    except Exception as error:
-        found = failure_of(error)
-        context: dict[str, object] = {"in your code": "\n" + found.trace} if found.trace else {}
-        message = f"{request.target} fails in eager mode: {found}"
-        raise NotJudged(message, hint="correct that first", context=context) from error
-
-
-def captured(request: Request) -> tuple[list[Graph], Subject]:
-    """The graphs of a request, and the backend."""
-    subject = subject_for(request)
-    return graphs_for(request, subject), subject
+    The compiler knows a kernel by its symbol, or by a file in which its text lies.
+    """
+    lines = step.source.splitlines()
+    for place in places:
+        path = Path(place.file)
+        if path.name == step.symbol:
+            return place.line if place.line <= len(lines) else 0
+        start = start_of(step.source, path)
+        if start is not None and start < place.line <= start + len(lines):
+            return place.line - start
+    return 0
 
 
 def check_case(
@@ -245,7 +241,7 @@ def check_case(
             found, variation = varied, what
         if found.verdict.bad:
             break
-    return Checked(subject.name, found.verdict, found.outputs, found.failure, variation, tried)
+    return replace(found, variation=variation, tried=tried)
 
 
 def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | None, probe: Probe | None) -> Checked:
@@ -253,10 +249,10 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
         probe.note(EAGER)
     eager = _eager_outcome(case, backward)
     first = {name: tensor for name, tensor in eager.tensors.items() if not name.endswith(AGAIN)}
-    _check_repeatable(first, _outcome(case.fresh(), backward, 1).tensors)
+    check_repeatable(first, _outcome(case.fresh(), backward, 1).tensors)
     if not eager.tensors:
         raise NotJudged("the program leaves nothing that can be compared", hint="let it return what it computes")
-    expected = _expected(case, backward, first, 1).compute()
+    expected = expected_outcome(case, backward, first, 1).compute()
     try:
         fresh = case.fresh()
         torch._dynamo.reset()
@@ -271,22 +267,40 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
         torch._dynamo.reset()
     seconds = ((tensor, actual.tensors.get(name)) for name, tensor in eager.tensors.items() if name not in first)
     if any(made is None or close(made, tensor) is None for tensor, made in seconds):
-        expected = _expected(case, backward, eager.tensors, 2, eager.zeros)
-    outputs = tuple(_compare(actual, eager, expected))
-    return Checked(subject.name, worst([output.verdict for output in outputs]), outputs)
+        expected = expected_outcome(case, backward, eager.tensors, 2, eager.zeros)
+    outputs = tuple(compare(actual, eager, expected))
+    bad = [output for output in outputs if not output.verdict.good]
+    step = maker_of(case, backward, bad) if bad and all(each.judgement.misplaced for each in bad) else None
+    return Checked(subject.name, worst([output.verdict for output in outputs]), outputs, step=step)
 
 
-def _expected(
+def maker_of(case: Case, backward: bool, outputs: Sequence[Output]) -> Culprit | None:
+    """The operator of eager's that makes the first of these outputs; of one about two tensors, the second counts."""
+    calls, fresh = Calls(), case.fresh()
+    with torch.set_grad_enabled(backward), calls:
+        made = dict(named_tensors(fresh(), "output"))
+    call = next(filter(None, (call_that_made(each, made, calls) for each in outputs)), None)
+    return None if call is None else Culprit.called(call.op, call.line)
+
+
+def call_that_made(output: Output, tensors: Mapping[str, torch.Tensor], calls: Calls) -> Call | None:
+    """The call of eager's that made an output; of one about two tensors, the second counts before the first."""
+    names = (part.removesuffix(AGAIN) for part in reversed(output.name.split(" and ")))
+    return next(filter(None, (calls.maker(tensors[name]) for name in names if name in tensors)), None)
+
+
+def expected_outcome(
     case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int, zeros: Zeros = None
 ) -> Expected:
+    """What a program should leave. eager: what it left after so many calls."""
     return Expected(
         eager,
-        lambda: _exactly(case, backward, eager, calls, zeros),
-        lambda seed: _outcome(_nudged(case, seed), backward, calls, zeros=zeros).tensors,
+        lambda change: _exactly(_changed(case, change), backward, eager, calls, zeros),
+        lambda change: _outcome(_changed(case, change), backward, calls, zeros=zeros).tensors,
     )
 
 
-def _check_repeatable(once: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> None:
+def check_repeatable(once: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> None:
     """Raises UserError when eager does not do the same again: nothing could be said of compiled code then."""
     for name, tensor in once.items():
         other = again.get(name)
@@ -297,7 +311,7 @@ def _check_repeatable(once: Mapping[str, torch.Tensor], again: Mapping[str, torc
             )
 
 
-def _eager_outcome(case: Case, backward: bool) -> _Outcome:
+def _eager_outcome(case: Case, backward: bool) -> Outcome:
     """Two calls; or one, where eager does not take the changed values."""
     try:
         return _outcome(case.fresh(), backward, 2)
@@ -307,13 +321,13 @@ def _eager_outcome(case: Case, backward: bool) -> _Outcome:
 
 def _outcome(
     case: Case, backward: bool, calls: int, call: Callable[..., Any] | None = None, zeros: Zeros = None
-) -> _Outcome:
+) -> Outcome:
     """Run a program, and then on the same tensors with other values: compiled code must not have kept the old ones.
 
     zeros: of eager's outcome, so that the values are changed as they were there.
     """
-    first = _called(case, backward, call)
-    kept = _Outcome(copied(first.tensors), first.strides, first.shared)  # results may be views of what is changed
+    first = called(case, backward, call)
+    kept = Outcome(copied(first.tensors), first.strides, first.shared)  # results may be views of what is changed
     tensors = _tensors_of(case)
     if calls < 2:
         return kept
@@ -322,8 +336,8 @@ def _outcome(
         return kept
     for tensor in tensors:
         tensor.grad = None
-    again = _called(case, backward, call)
-    return _Outcome(
+    again = called(case, backward, call)
+    return Outcome(
         {**kept.tensors, **{name + AGAIN: tensor for name, tensor in again.tensors.items()}},
         {**kept.strides, **{name + AGAIN: strides for name, strides in again.strides.items()}},
         kept.shared | {(a + AGAIN, b + AGAIN) for a, b in again.shared},
@@ -332,7 +346,12 @@ def _outcome(
     )
 
 
-def _called(case: Case, backward: bool, call: Callable[..., Any] | None) -> _Outcome:
+def called(
+    case: Case,
+    backward: bool,
+    call: Callable[..., Any] | None = None,
+    around_backward: AbstractContextManager[Any] = _NOTHING,
+) -> Outcome:
     """One call; its random numbers begin at the same seed every time."""
     torch.manual_seed(0)
     before = {name: copied(tensor) for name, tensor in named_tensors((case.args, dict(case.kwargs)), "input")}
@@ -341,9 +360,11 @@ def _called(case: Case, backward: bool, call: Callable[..., Any] | None) -> _Out
         found = dict(named_tensors(result, "output"))
         inputs = dict(named_tensors((case.args, dict(case.kwargs)), "input"))
         if backward:
-            loss_of(result).backward()
+            loss = loss_of(result)
+            with around_backward:
+                loss.backward()
     sharing = _sharing({**found, **inputs})
-    strides = {name: _meaningful_strides(tensor) for name, tensor in found.items()}
+    strides = {name: meaningful_strides(tensor) for name, tensor in found.items()}
     tensors = {name: tensor.detach() for name, tensor in found.items()}
     for name, tensor in inputs.items():
         if not _same(tensor, before[name]):
@@ -355,7 +376,7 @@ def _called(case: Case, backward: bool, call: Callable[..., Any] | None) -> _Out
         if backward:
             parameters = case.fn.named_parameters()
             tensors.update({f"gradient of {name}": p.grad for name, p in parameters if p.grad is not None})
-    return _Outcome(tensors, strides, sharing)
+    return Outcome(tensors, strides, sharing)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -384,7 +405,8 @@ def _path(path: Sequence[Any]) -> str:
     return ".".join(str(part) for part in parts)
 
 
-def _meaningful_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def meaningful_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """0 where they do not matter; nothing where a tensor has no elements."""
     return (
         tuple(s if n > 1 else 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True)) if tensor.numel() else ()
     )
@@ -409,29 +431,30 @@ def _sharing(tensors: Mapping[str, torch.Tensor]) -> frozenset[tuple[str, str]]:
 def _exactly(
     case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int, zeros: Zeros
 ) -> Mapping[str, torch.Tensor] | None:
-    """The outcome in float64; None for a program that does not run in float64, or then does other things."""
-    wide = case.fresh()
-    fn = wide.fn.double() if isinstance(wide.fn, torch.nn.Module) else wide.fn
-    args, kwargs = widened((wide.args, dict(wide.kwargs)))
-    _keep_leaves((wide.args, dict(wide.kwargs)), (args, kwargs))
-    try:
-        found = _outcome(Case(case.name, fn, args, kwargs), backward, calls, zeros=zeros).tensors
-    except Exception:
-        return None
-    fits = all(name in found and found[name].shape == tensor.shape for name, tensor in eager.items())
-    return found if fits else None
+    """The outcome in float64; None for a program that does not run in float64, or then does other things.
+
+    Its conversions to shorter types are none, because compiled code may leave out such roundings, if it runs without.
+    """
+    for mode in (InFloat64, nullcontext):
+        wide = case_in(case, torch.float64)
+        try:
+            found = _outcome(wide, backward, calls, partial(_within, mode, wide.fn), zeros).tensors
+        except Exception:
+            continue
+        if all(name in found and found[name].shape == tensor.shape for name, tensor in eager.items()):
+            return found
+    return None
 
 
-def _keep_leaves(narrow: Any, wide: Any) -> None:
-    for a, b in zip(pytree.tree_leaves(narrow), pytree.tree_leaves(wide), strict=True):
-        if isinstance(a, torch.Tensor) and a.requires_grad:
-            b.detach_().requires_grad_()
+def _within(context: Callable[[], AbstractContextManager[Any]], fn: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    with context():
+        return fn(*args, **kw)
 
 
-def _nudged(case: Case, seed: int) -> Case:
-    """The program with every float of its inputs and parameters moved to a neighbour, or left, at random."""
+def _changed(case: Case, change: InPlace) -> Case:
+    """The program on other values of its inputs and parameters."""
     fresh = case.fresh()
-    nudge_in_place(_tensors_of(fresh), torch.Generator().manual_seed(seed))
+    change(_tensors_of(fresh))
     return fresh
 
 
@@ -442,7 +465,8 @@ def _tensors_of(case: Case) -> list[torch.Tensor]:
     return [*(leaf for leaf in inputs if isinstance(leaf, torch.Tensor)), *own]
 
 
-def _compare(actual: _Outcome, eager: _Outcome, expected: Expected) -> Iterator[Output]:
+def compare(actual: Outcome, eager: Outcome, expected: Expected) -> Iterator[Output]:
+    """What an outcome is beside eager's: its tensors, their strides, and who shares memory with whom."""
     for name, tensor in eager.tensors.items():
         shape, dtype = kind_of(tensor)
         if name not in actual.tensors:
@@ -453,7 +477,7 @@ def _compare(actual: _Outcome, eager: _Outcome, expected: Expected) -> Iterator[
         found = near or expected.judge(name, made)
         if found.verdict.good and actual.strides.get(name) != eager.strides.get(name):
             why = f"strides {actual.tensors[name].stride()}, eager's are {tensor.stride()}"
-            found = Judgement(Verdict.WRONG, why)
+            found = Judgement(Verdict.WRONG, why, misplaced=True)
         yield Output(name, shape, dtype, found)
     for name, tensor in actual.tensors.items():
         if name not in eager.tensors and (not name.startswith("gradient") or tensor.any()):
@@ -463,4 +487,4 @@ def _compare(actual: _Outcome, eager: _Outcome, expected: Expected) -> Iterator[
         what = "share memory, in eager they do not" if (a, b) in actual.shared else "share memory in eager only"
         tensor = actual.tensors.get(a, eager.tensors.get(a))
         shape, dtype = kind_of(tensor) if tensor is not None else ((), "")
-        yield Output(f"{a} and {b}", shape, dtype, Judgement(Verdict.WRONG, what))
+        yield Output(f"{a} and {b}", shape, dtype, Judgement(Verdict.WRONG, what, misplaced=True))

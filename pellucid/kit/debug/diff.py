@@ -17,9 +17,11 @@ import torch
 from pellucid.kit.judge.judge import judge
 from pellucid.kit.runs.run import Run
 from pellucid.kit.shown import Shown
+from pellucid.kit.subjects.refusals import kind_of
 
 KINDS = ("environment", "graph", "result", "kernel", "decision", "plan", "number", "time")
-_ORIGIN = re.compile(r" +# .*$", re.MULTILINE)  # where a line of a plan comes from: not what it does
+# Where a line of a plan or of a kernel comes from is not what it does.
+_ORIGIN, _COMMENT = (re.compile(rf" +{sign} .*$", re.MULTILINE) for sign in ("#", "//"))
 _TIME_RATIO, _TIME_S = 1.25, 20e-6
 
 
@@ -75,16 +77,13 @@ def _mapping(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
 
 def _graphs(run: Run) -> dict[str, str]:
     """By graph, its calls."""
-    found: dict[str, str] = {}
-    for name in run.names:
-        nodes = [node for node in run.read(f"graphs/{name}.json")["nodes"] if node["op"] == "call_function"]
-        found[name] = f"{len(nodes)} calls: " + " ".join(str(node["target"]) for node in nodes)
-    return found
+    called = {name: run.calls(name) for name in run.names}
+    return {name: f"{len(calls)} calls: {' '.join(calls)}" for name, calls in called.items()}
 
 
 def _results(run: Run) -> dict[str, str]:
-    results: Mapping[str, Mapping[str, str]] = run.about.get("results", {})
-    return {name: f"{each['verdict']} {each['failure']}".strip() for name, each in results.items()}
+    found = {name: each for name, each in run.about["compiled"].items() if "verdict" in each}
+    return {name: f"{each['verdict']} {each['failure']}".strip() for name, each in found.items()}
 
 
 def _kernels(run: Run) -> dict[str, str]:
@@ -93,22 +92,32 @@ def _kernels(run: Run) -> dict[str, str]:
 
 
 def _decisions(run: Run) -> dict[str, str]:
-    return {
-        f"{row['graph']}: {row['kind']} of {row['fx_nodes'] or row['subject']}": row["cause"]
-        for row in run.table("decisions.csv")
-    }
+    """What was not fused, not vectorised and not compiled, and why."""
+    found: dict[str, list[str]] = {}
+    for row in run.table("decisions.csv"):
+        kind = kind_of(row["rule"])
+        if kind and row["ok"] == "0":
+            found.setdefault(f"{row['graph']}: {kind} of {row['fx_nodes'] or row['subject']}", []).append(row["why"])
+    return {what: "\n".join(dict.fromkeys(whys)) for what, whys in found.items()}
 
 
 def _plans(before: Run, after: Run) -> Iterator[Change]:
+    """Loops after fusion, and the C++ of kernels that have the same name."""
     for name in before.names:
-        texts = [run.folder / "plans" / f"{name}.txt" for run in (before, after)]
-        if all(path.is_file() for path in texts):
-            a, b = (_ORIGIN.sub("", path.read_text(encoding="utf-8")).splitlines() for path in texts)
-            lines = [line for line in difflib.unified_diff(a, b, lineterm="", n=0) if line[:3] not in ("---", "+++")]
-            removed = [line[1:].strip() for line in lines if line.startswith("-")]
-            added = [line[1:].strip() for line in lines if line.startswith("+")]
-            if removed or added:
-                yield Change("plan", name, "\n".join(removed), "\n".join(added))
+        yield from _text_change(
+            name, *(_ORIGIN.sub("", run.text(name, "ir_post_fusion.txt")) for run in (before, after))
+        )
+    for symbol in dict.fromkeys(row["symbol"] for row in before.table("kernels.csv") if row["symbol"]):
+        yield from _text_change(symbol, *(_COMMENT.sub("", run.source(symbol)) for run in (before, after)))
+
+
+def _text_change(name: str, before: str, after: str) -> Iterator[Change]:
+    if before and after:
+        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
+        changed = [line for line in lines if line[:3] not in ("---", "+++")]
+        removed, added = ([line[1:].strip() for line in changed if line[0] == sign] for sign in "-+")
+        if removed or added:
+            yield Change("plan", name, "\n".join(removed), "\n".join(added))
 
 
 def _numbers(before: Run, after: Run) -> Iterator[Change]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +12,13 @@ from unittest import mock
 import torch
 from torch._dynamo import output_graph, utils
 
-from pellucid.kit.subjects.explain import Refusal
+from pellucid.kit.process.child import NOT_THE_USERS
+from pellucid.kit.subjects.refusals import Refusal
 
 GRAPH_BREAK, RECOMPILATION = "graph break", "recompilation"
 _MOST = 100_000  # compilations that are remembered; Dynamo keeps 64 by itself
 _TORCH = str(Path(torch.__file__).parent)
+_CALLER = re.compile(r"Line: (?P<line>\d+), Name: (?P<name>.*), Filename: (?P<file>.*)")  # of Dynamo's stack traces
 
 
 @contextmanager
@@ -43,8 +46,17 @@ def _breaks(reasons: Sequence[Any]) -> Iterator[Refusal]:
 def _recompilations() -> Iterator[Refusal]:
     for each in utils.get_compilation_metrics():
         if each.recompile_reason:
-            line = f"{each.co_filename}:{each.co_firstlineno}"
-            yield Refusal(RECOMPILATION, (each.co_name or "",), _sentence(each.recompile_reason), (), line)
+            name, line = _compiled(each)
+            yield Refusal(RECOMPILATION, (name,) if name else (), _sentence(each.recompile_reason), (), line)
+
+
+def _compiled(metrics: Any) -> tuple[str, str]:
+    """The function that was compiled, and where it begins; of one of PyTorch's, who called it, and where."""
+    if metrics.co_filename and not metrics.co_filename.startswith(_TORCH):
+        return metrics.co_name or "", f"{metrics.co_filename}:{metrics.co_firstlineno}"
+    frames = [_CALLER.fullmatch(frame) for frame in metrics.stack_trace or ()]
+    users = [found for found in frames if found and not found["file"].startswith(NOT_THE_USERS)]
+    return (f"called by {users[-1]['name']}", f"{users[-1]['file']}:{users[-1]['line']}") if users else ("", "")
 
 
 def _sentence(text: str) -> str:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pellucid.capture.graph import origin_of
+from pellucid.capture.fx import origin_of
 from pellucid.codegen.linemap import annotate_source
 from pellucid.ir.origin import merge
-from pellucid.kit.debug.check import Request, captured
 from pellucid.kit.process.child import SECONDS, Worker
 from pellucid.kit.programs.graphs import Graph
+from pellucid.kit.runs.target import Request, captured
 from pellucid.kit.shown import Shown
 from pellucid.kit.subjects.base import Step, Subject
 
@@ -87,7 +87,12 @@ def _matched(graph: str, step: Step, nodes: list[torch.fx.Node]) -> Matched:
         ir_ops=step.ops,
         fx_nodes=tuple(f"{node.name} = {node.target}" for node in nodes),
         user_lines=tuple(map(str, merge(map(origin_of, nodes)).users)),
-        annotated=annotate_source(step.source, step.lines),
+        annotated=annotated(step),
         lines=len(step.lines),
         glue=sum(origin.is_glue for origin in step.lines),
     )
+
+
+def annotated(step: Step) -> str:
+    """The C++ of a kernel with the nodes and user lines of each line written beside it."""
+    return annotate_source(step.source, step.lines) if step.lines else step.source

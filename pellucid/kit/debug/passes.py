@@ -66,10 +66,9 @@ def _equal(ours: Any, theirs: Any) -> bool:
 
 def agree(ours: Any, theirs: Any) -> bool:
     """Whether two results are the same up to rounding, on the way to them as well."""
-    return all(near(a, b) for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=False))
+    return all(near(a, b) for a, b in zip(_tensors_of(ours), _tensors_of(theirs), strict=False))
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors that an operator returns."""
+def _tensors_of(value: Any) -> list[torch.Tensor]:
     items = value if isinstance(value, list | tuple) else [value]
     return [item for item in items if isinstance(item, torch.Tensor)]

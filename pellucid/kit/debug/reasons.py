@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from pellucid.kit.debug.check import Request, captured
+from pellucid.kit.debug.explain import Explanation, explain
 from pellucid.kit.debug.frontend import GRAPH_BREAK, RECOMPILATION, listening
 from pellucid.kit.process.child import SECONDS, Failure, Worker, failure_of, pass_on, raise_if_nothing_compiles
 from pellucid.kit.runs.run import run_of
+from pellucid.kit.runs.target import Request, captured
 from pellucid.kit.shown import Shown
-from pellucid.kit.subjects.explain import BY_PYTHON, Explanation, Refusal, explain
+from pellucid.kit.subjects.refusals import BY_PYTHON, Refusal
 
 KINDS = ("fusion", "vectorisation", "fallback", BY_PYTHON, GRAPH_BREAK, RECOMPILATION)
 

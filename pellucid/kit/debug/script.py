@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from pellucid.errors import UserError
 from pellucid.kit.debug.frontend import listening
 from pellucid.kit.process.child import NOT_THE_USERS
 from pellucid.kit.programs.graphs import Recorder
-from pellucid.kit.runs.run import RunWriter, open_run
+from pellucid.kit.runs.run import open_run, save_graph
 from pellucid.kit.subjects.registry import subject_of
+from pellucid.trace.folder import RunWriter, check_free
 
 
 def capture_script(
@@ -39,6 +41,7 @@ def capture_script(
     UserError when it is no Python command, fails, takes longer than `seconds`, or compiles nothing.
     """
     subject_of(backend, options)
+    check_free(folder)
     python, flags, rest = _split(command)
     about = json.dumps(
         {"folder": str(folder), "backend": backend, "options": dict(options), "target": " ".join(command)}
@@ -81,18 +84,15 @@ def _split(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
 def main(arguments: Sequence[str]) -> None:
     """Run a script with `torch.compile` replaced."""
     about, *command = json.loads(arguments[0]), *arguments[1:]
-    writer = RunWriter(
-        Path(about["folder"]), backend=about["backend"], options=about["options"], target=about["target"]
-    )
-    recorder = Recorder(writer.add)
+    folder = Path(about.pop("folder"))
+    writer = RunWriter.create(folder, **about)
+    recorder = Recorder(partial(save_graph, writer))
     _replace_compile(subject_of(about["backend"], about["options"]).capturing(recorder.compiler))
     with listening() as refusals:
         try:
             _run(command)
         except Exception as error:
             sys.exit(_own_lines(traceback.TracebackException.from_exception(error)))
-        finally:
-            writer.note()
     writer.note(refusals=[asdict(each) for each in refusals])
 
 

@@ -7,23 +7,24 @@ measures its kernel against eager instead.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Template
 
+from pellucid.capture.sizes import sizes_to_json
 from pellucid.errors import UserError
-from pellucid.kit.debug.check import Request, captured
 from pellucid.kit.judge.graph import expected_of
 from pellucid.kit.process.child import SECONDS, Worker
-from pellucid.kit.programs.case import copied
-from pellucid.kit.programs.graphs import Graph, cut, rebound, values_of
-from pellucid.kit.runs.literal import NotWritable, write_values
+from pellucid.kit.programs.graphs import Graph
+from pellucid.kit.runs.kernel import OTHER_KERNELS, parts_with
+from pellucid.kit.runs.literal import NotWritable
+from pellucid.kit.runs.standalone import standalone
+from pellucid.kit.runs.target import Request, captured
 from pellucid.kit.shown import Shown
 from pellucid.kit.subjects.base import Compiled, Step
+from pellucid.kit.subjects.registry import subject_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,49 +107,32 @@ def _names(test: Generated) -> Iterator[str]:
 def _tests(
     graph: Graph, compiled: Compiled, steps: Sequence[Step], folder: Path, request: Request
 ) -> Iterator[Generated]:
-    members = {step.symbol: {node for node in step.origin.nodes} for step in steps}
-    values = _values(graph, compiled, {name for nodes in members.values() for name in nodes})
     for step in steps:
-        file = folder / f"test_{step.symbol}.py"
-        try:
-            _write(_part(graph, compiled, members[step.symbol], values), step, file, request)
-        except (NotWritable, KeyError) as error:
-            yield Generated(step.symbol, (), step.origin.nodes, "", f"{type(error).__name__}: {error}")
-        else:
+        file, why = folder / f"test_{step.symbol}.py", ""
+        for part in parts_with(step, graph, compiled, subject_of(request.backend, request.options)):
+            try:
+                _write(part, step, file, request)
+            except NotWritable as error:
+                why = f"{type(error).__name__}: {error}"
+                continue
             yield Generated(step.symbol, (), step.origin.nodes, str(file))
-
-
-def _values(graph: Graph, compiled: Compiled, calls: Collection[str]) -> dict[str, Any]:
-    """Eager's results of these calls and of what they need, as they were when they came to be."""
-    module = compiled.graph
-    needed = {other.name for node in module.graph.nodes if node.name in calls for other in node.all_input_nodes}
-    placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-    given = dict(zip(placeholders, graph.inputs, strict=True))
-    return given | values_of(module, copied(graph.inputs), lambda node: node.name in needed or node.name in calls)
-
-
-def _part(graph: Graph, compiled: Compiled, names: Collection[str], values: dict[str, Any]) -> Graph:
-    module, inputs = cut(compiled.graph, names, values)
-    inputs = [copied(each) for each in inputs]
-    return Graph(graph.name, graph.kind, rebound(module, inputs), tuple(inputs))
+            break
+        else:
+            yield Generated(step.symbol, (), step.origin.nodes, "", why or OTHER_KERNELS)
 
 
 def _write(part: Graph, step: Step, file: Path, request: Request) -> None:
-    inputs = write_values(part.inputs, file.parent, file.stem)
-    file.write_text(
-        _TEXT.render(
-            graph=part.name,
-            step=step,
-            users=[str(user) for user in step.origin.users],
-            code=textwrap.indent(part.module.code.strip(), "    ") + "\n",
-            inputs=inputs.function(),
-            stored=inputs.file is not None,
-            tolerances=list(_tolerances(part)),
-            arguments=f"backend={request.backend!r}"
-            + (f", options={dict(request.options)!r}" if request.options else ""),
-        ),
-        encoding="utf-8",
+    more = _KERNEL.render(
+        tolerances=list(_tolerances(part)),
+        kernel=step.fingerprint,
+        sizes=sizes_to_json(part.module),
+        backend=request.backend,
+        options=dict(request.options),
     )
+    program = standalone(part, file.parent, file.stem, ("import statistics", "import time"), more)
+    users = [str(user) for user in step.origin.users]
+    text = _TEXT.render(graph=part.name, step=step, users=users, program=program, kind=part.kind)
+    file.write_text(text, encoding="utf-8")
 
 
 def _tolerances(part: Graph) -> Iterator[float]:
@@ -156,6 +140,18 @@ def _tolerances(part: Graph) -> Iterator[float]:
     expected = expected_of(part)
     return (float(f"{expected.tolerance(name):.2e}") for name in expected.eager if name.startswith("output"))
 
+
+_KERNEL = Template('''
+from pellucid.runnable import Watched, graph_of, subject_of
+
+# By result: how far it may be from eager's, from eager's own distance to float64.
+TOLERANCES = {{ tolerances }}
+
+# The kernel, by its C++. Which sizes of the inputs are symbols; None: all sizes are fixed.
+KERNEL = "{{ kernel }}"
+SIZES = {{ sizes }}
+SUBJECT = subject_of("{{ backend }}", {{ options }})
+''', keep_trailing_newline=True)  # fmt: skip
 
 _TEXT = Template('''\
 """Kernel {{ step.symbol }} ({{ step.name }} of graph {{ graph }}).
@@ -165,30 +161,12 @@ FX nodes: {{ step.origin.nodes | join(", ") | wordwrap(100) }}
 at {{ line }}
 {%- endfor %}
 
-`pytest` compares it with eager; run as a program, this file measures both.
+`pytest` compares it with eager, and fails too when it is not this kernel that runs. As a program this file measures
+both.
 """
 
-import statistics
-import time
-{%- if stored %}
-from pathlib import Path
-{%- endif %}
-
-import torch
-from torch import device, inf, nan  # noqa: F401
-
-# By result: how far it may be from eager's, from eager's own distance to float64.
-TOLERANCES = {{ tolerances }}
-
-
-class Graph(torch.nn.Module):
-{{ code }}
-
-{{ inputs }}
-
-def compiled():
-    torch._dynamo.reset()
-    return torch.compile(Graph(), {{ arguments }}, dynamic=False)
+{{ program }}def graph():
+    return graph_of(Graph(), make_inputs(), "{{ kind }}", SIZES)
 
 
 def run(function):
@@ -198,7 +176,9 @@ def run(function):
 
 
 def test_compiled_as_eager():
-    expected, actual = run(Graph()), run(compiled())
+    compiled = Watched(graph(), SUBJECT)
+    expected, actual = run(Graph()), run(compiled)
+    assert KERNEL in compiled.ran, "another kernel implements it now"
     assert len(actual) == len(expected) == len(TOLERANCES)
     for a, e, tolerance in zip(actual, expected, TOLERANCES):
         torch.testing.assert_close(a, e, rtol=0, atol=tolerance, equal_nan=True)
@@ -206,7 +186,8 @@ def test_compiled_as_eager():
 
 def benchmark(rounds=50):
     """Seconds per call of eager and compiled, taken in turns."""
-    calls, inputs = {"eager": Graph(), "compiled": compiled()}, make_inputs()
+    compiled = SUBJECT.callable(graph())
+    calls, inputs = {"eager": Graph(), "compiled": lambda *args: compiled(list(args))}, make_inputs()
     seconds = {name: [] for name in calls}
     with torch.no_grad():
         for _ in range(rounds):

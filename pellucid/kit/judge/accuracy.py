@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pellucid.kit.judge.judge import distance
+from pellucid.kit.programs.case import Case
 
 # Stricter than the judge is with one value: the worst of a whole model varies less, and this is what we promise of one.
 FACTOR, FLOOR_ROUNDINGS = 2.0, 4
@@ -23,6 +24,14 @@ FACTOR, FLOOR_ROUNDINGS = 2.0, 4
 def tensors(output: object) -> list[Tensor]:
     """The tensors of a model's output, whatever its nesting, in a fixed order."""
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def floating_type(case: Case) -> torch.dtype:
+    """The narrowest floating type of a program's parameters and arguments; float32 where it has none."""
+    found = [*case.fn.parameters()] if isinstance(case.fn, torch.nn.Module) else []
+    found += tensors((case.args, dict(case.kwargs)))
+    types = [tensor.dtype for tensor in found if tensor.is_floating_point()]
+    return max(types, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def error(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from pellucid.kit.judge.expected import Expected
 from pellucid.kit.judge.judge import Output, kind_of
-from pellucid.kit.judge.vary import nudged
+from pellucid.kit.judge.vary import InPlace, changed, unchanged
 from pellucid.kit.programs.case import copied
-from pellucid.kit.programs.graphs import Graph, calls_of, in_float64, interpret, is_random, widened, writes
+from pellucid.kit.programs.graphs import Graph, calls_of, in_float64, interpret, is_random, widened, writers_of
 from pellucid.kit.subjects.base import Probe, Subject
 
 
@@ -19,9 +19,14 @@ def judge_graph(graph: Graph, subject: Subject, probe: Probe | None = None) -> t
     """Compile a graph and judge its outcome. Raises what eager or compiled code raises."""
     expected = expected_of(graph).compute()
     compiled = subject.compile(graph)
+    return judge_run(graph, lambda inputs: compiled.run(inputs, probe), expected)
+
+
+def judge_run(graph: Graph, run: Callable[[list[Any]], Sequence[Any]], expected: Expected) -> tuple[Output, ...]:
+    """Run a compiled graph and judge its outcome."""
     inputs = list(copied(graph.inputs))
     torch.manual_seed(0)
-    actual = _named(graph, compiled.run(inputs, probe), inputs)
+    actual = _named(graph, run(inputs), inputs)
     return tuple(
         Output(f"{graph.name}: {name}", *kind_of(eager), expected.judge(name, actual[name]))
         for name, eager in expected.eager.items()
@@ -31,31 +36,30 @@ def judge_graph(graph: Graph, subject: Subject, probe: Probe | None = None) -> t
 def expected_of(graph: Graph) -> Expected:
     """What a graph should return, and leave in the inputs that it changes. Raises what eager raises."""
 
-    def outcome(inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def outcome(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        return _named(graph, interpret(graph.module, inputs), inputs)
+        return _named(graph, interpret(module, inputs), inputs)
 
-    def exactly() -> dict[str, torch.Tensor] | None:
+    def eagerly(change: InPlace) -> dict[str, torch.Tensor]:
+        return outcome(graph.module, changed(list(graph.inputs), change))
+
+    def exactly(change: InPlace) -> dict[str, torch.Tensor] | None:
         """None where an operator has no float64, or where it would draw other random numbers."""
         if any(is_random(node) for node in calls_of(graph.module)):
             return None
-        inputs = widened(list(graph.inputs))
         try:
-            return _named(graph, interpret(in_float64(graph.module), inputs), inputs)
+            return outcome(in_float64(graph.module), widened(changed(list(graph.inputs), change)))
         except Exception:
             return None
 
-    return Expected(outcome(copied(graph.inputs)), exactly, lambda seed: outcome(nudged(graph.inputs, seed)))
+    return Expected(eagerly(unchanged), exactly, eagerly)
 
 
 def _named(graph: Graph, results: Sequence[Any], inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
     """What a run of the graph left: its results, and the inputs that it was to change."""
-    found = outputs(results)
-    placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
-    for node, value in zip(placeholders, inputs, strict=True):
-        if isinstance(value, torch.Tensor) and any(writes(user, node) for user in node.users):
-            found[f"input {node.name} (changed)"] = value
-    return found
+    names = [node.name for node in graph.module.graph.find_nodes(op="placeholder")]
+    written = {f"input {names[each]} (changed)": inputs[each] for each in writers_of(graph.module)}
+    return outputs(results) | {name: value for name, value in written.items() if isinstance(value, torch.Tensor)}
 
 
 def outputs(results: Sequence[Any]) -> dict[str, torch.Tensor]:

@@ -21,6 +21,8 @@ from enum import Enum
 
 import torch
 
+from pellucid.kit.judge.bias import NARROW, is_lopsided, ulp
+
 FACTOR = 4.0
 FLOOR_ROUNDINGS = 8.0
 DRAWS = 2
@@ -72,7 +74,7 @@ class Judgement:
     why: what is wrong, in words; empty when nothing is. error, allowed: see the module. max_error: the largest
     distance from eager's value. ulp: the same in units of the last place of eager's value, where that is finite; None:
     it was near enough not to be measured. where: the index of the worst element, and how many elements differ by more
-    than is allowed.
+    than is allowed. misplaced: the values are right, but lie otherwise in memory.
     """
 
     verdict: Verdict
@@ -83,6 +85,7 @@ class Judgement:
     ulp: float | None = 0.0
     where: tuple[int, ...] = ()
     bad_elements: int = 0
+    misplaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +114,6 @@ def tolerance(eager: torch.Tensor, exact: torch.Tensor, draws: Sequence[torch.Te
     """How far from eager's value a result may be that differs by rounding only. The arguments are those of `judge`."""
     seen = _Seen.of(eager, eager, exact, draws)
     return seen.allowed(eager.dtype) + seen.own
-
-
-def allowed(own: float, dtype: torch.dtype, scale: float = 1.0) -> float:
-    """How far from float64 a value of this type and scale may be, where eager itself is `own` away."""
-    inexact = dtype.is_floating_point or dtype.is_complex
-    info = torch.finfo(dtype) if inexact else None
-    rounding = max(info.eps * scale, info.smallest_normal * info.eps) if info else 0.0  # or of subnormals
-    return FACTOR * own + FLOOR_ROUNDINGS * rounding
 
 
 def distance(actual: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
@@ -197,7 +192,7 @@ def close(actual: torch.Tensor, eager: torch.Tensor) -> Judgement | None:
     difference = _largest_difference(actual, eager, wide)
     scale = torch.linalg.vector_norm(eager, dtype=wide).item() / max(eager.numel(), 1) ** 0.5
     bound = CLOSE_ROUNDINGS * torch.finfo(eager.dtype).eps * scale
-    if not difference <= bound:  # also for NaN
+    if not difference <= bound or (eager.dtype in NARROW and is_lopsided(actual, eager)):  # also for NaN
         return None
     return Judgement(Verdict.ROUNDING, "", difference / scale, bound / scale, difference, None)
 
@@ -239,11 +234,18 @@ class _Part:
         return torch.stack([self.wide[n].isfinite() for n in {0, 1, 2, *more}]).all(0)
 
     def odd(self) -> torch.Tensor:
-        """Where NaN or an infinity stands in one and not in the other, unless float64 or another draw has it so too."""
+        """Where NaN or an infinity stands in one and not in the other, unless float64 or another draw has it so too.
+
+        An infinity may also stand for a number that is nearly too large for its type, as those of float16 soon are.
+        """
         ours, *others = (
             torch.where(t.isfinite(), 0.0, t).nan_to_num(nan=3.0, posinf=1.0, neginf=2.0) for t in self.wide
         )
-        return torch.stack([ours != other for other in others]).all(0)
+        odd = torch.stack([ours != other for other in others]).all(0)
+        if self.tensors[1].dtype is torch.float16:
+            large, sign = (1 - 1 / 64) * torch.finfo(torch.float16).max, self.wide[0].sign()
+            odd &= ~(self.wide[0].isinf() & torch.stack([sign * other >= large for other in self.wide[1:]]).any(0))
+        return odd
 
 
 @dataclass(slots=True)
@@ -285,7 +287,9 @@ class _Seen:
 
     def allowed(self, dtype: torch.dtype, own: float | None = None) -> float:
         """How far from float64 a value may be. own: eager's own error; by default that of the draws too."""
-        return allowed(self.own if own is None else own, dtype, self.scale)
+        info = torch.finfo(dtype) if dtype.is_floating_point or dtype.is_complex else None
+        rounding = max(info.eps * self.scale, info.smallest_normal * info.eps) if info else 0.0  # or of subnormals
+        return FACTOR * (self.own if own is None else own) + FLOOR_ROUNDINGS * rounding
 
     def _add(self, start: int, part: _Part) -> None:
         actual, eager, truth = part.wide[:3]
@@ -309,7 +313,9 @@ class _Seen:
         largest = difference.max().item()
         if largest:
             self.alike, self.difference = False, max(self.difference, largest)
-            self.ulp = max(self.ulp, (difference / _ulp(eager, part.tensors[1].dtype)).max().item())
+            dtype = part.tensors[1].dtype
+            unit = ulp(eager, dtype) if dtype.is_floating_point or dtype.is_complex else 1.0
+            self.ulp = max(self.ulp, (difference / unit).max().item())
 
 
 def _parts(*tensors: torch.Tensor) -> Iterator[tuple[int, _Part]]:
@@ -331,12 +337,3 @@ def _text(element: torch.Tensor) -> str:
 
 def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), tuple(shape)))
-
-
-def _ulp(reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | float:
-    """The distance between neighbours in `dtype` at each value; 1 for integers."""
-    if not dtype.is_floating_point and not dtype.is_complex:
-        return 1.0
-    info = torch.finfo(dtype)
-    exponent = torch.frexp(reference.abs().clamp_(min=info.tiny)).exponent.double()
-    return exponent.exp2_().mul_(info.eps / 2)

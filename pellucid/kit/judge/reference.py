@@ -1,7 +1,8 @@
-"""Eager's results of a graph, op by op; parts of it again in float64, or on numbers that differ in the last place."""
+"""Eager's results of a graph, op by op; parts of it again in float64, or on other numbers."""
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.graph import attribute_of
-from pellucid.kit.judge.vary import nudge_in_place, overlapping
+from pellucid.capture.fx import attribute_of
+from pellucid.kit.judge.expected import Expected
+from pellucid.kit.judge.vary import InPlace, changed, overlapping
 from pellucid.kit.programs.case import copied
-from pellucid.kit.programs.graphs import in_float64, interpret, is_random, mutates, widened, wider
+from pellucid.kit.programs.graphs import in_float64, interpret, is_random, mutates, results_of, widened, wider
 
 
 class Reference:
@@ -24,9 +26,7 @@ class Reference:
         self._nodes = {node.name: node for node in module.graph.nodes}
         self.values: dict[str, torch.Tensor] = {}
         self.random: dict[str, Any] = {}
-        output = next(iter(reversed(module.graph.nodes)))
-        returned = output.args[0] if isinstance(output.args[0], list | tuple) else [output.args[0]]
-        self.result_nodes = [node.name if isinstance(node, torch.fx.Node) else "" for node in returned]
+        self.result_nodes = results_of(module)
 
         def keep(node: torch.fx.Node, value: Any) -> Any:
             if is_random(node):
@@ -47,38 +47,61 @@ class Reference:
         alone = self._owners[_memory(mine)] == 1 and not overlapping(mine)
         return mine.copy_(value) if alone and mine.shape == value.shape and mine.dtype == value.dtype else value.clone()
 
-    def float64(self) -> dict[str, torch.Tensor]:
-        """All wanted values from the inputs on; random numbers are those that eager drew."""
-        return self._values(in_float64(self.module), widened)
+    def exactly(self, change: InPlace) -> dict[str, torch.Tensor]:
+        """All wanted values in float64, from the inputs on; random numbers are those that eager drew."""
+        return self._values(in_float64(self.module), lambda tree: widened(changed(tree, change)))
 
-    def draw(self, seed: int) -> dict[str, torch.Tensor]:
-        """The same for inputs that differ in the last place."""
-        return self._values(self.module, _nudging(seed))
+    def drawn(self) -> dict[str, torch.Tensor]:
+        """What the operators that draw random numbers gave, by the FX nodes that hold it as a tensor."""
+        found = dict(self.random)
+        for name, value in self.random.items():
+            parts = [user for user in self._nodes[name].users if user.target is operator.getitem]
+            found |= {user.name: value[user.args[1]] for user in parts}  # type: ignore[index]
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
-    def _values(self, module: torch.fx.GraphModule, change: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+    def eagerly(self, change: InPlace) -> dict[str, torch.Tensor]:
+        """The same in the types of the program."""
+        return self._values(self.module, lambda tree: changed(tree, change))
+
+    def _values(self, module: torch.fx.GraphModule, given: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         wanted = {*self.values, *self.result_nodes}  # all of a training step in float64 may not fit into memory
 
         def keep(node: torch.fx.Node, value: Any) -> Any:
-            value = change(self.random[node.name]) if node.name in self.random else value
+            value = given(self.random[node.name]) if node.name in self.random else value
             if isinstance(value, torch.Tensor) and node.name in wanted:
                 found[node.name] = value.clone() if _is_changed(node) else value
             return value
 
-        interpret(module, change(list(self.inputs)), keep)
+        interpret(module, given(list(self.inputs)), keep)
         return found
 
+    def between(self, name: str, known: Collection[str]) -> list[torch.fx.Node]:
+        """The nodes that a value is made of and that are not known, without inputs and constants, in graph order."""
+        given = {self._nodes[each] for each in known if each in self._nodes and each != name}
+        needed = set(needed_for(self._nodes[name], given)) - given - {self._nodes[name]}
+        return [node for node in self.module.graph.nodes if node in needed and node.op == "call_function"]
+
     def local(self, name: str, known: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """One value from known results of earlier nodes: only what lies between them and it is computed."""
+        """One value from known results of earlier nodes: only what lies between them and it is computed.
+
+        None when an operator in between does not take them.
+        """
         return self._local(name, known, lambda each: each, lambda each: each)
 
-    def local_float64(self, name: str, known: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """The same in float64."""
-        return self._local(name, known, widened, wider)
+    def expected(self, name: str, known: Mapping[str, torch.Tensor], eager: torch.Tensor) -> Expected:
+        """What that value should be, under the name of its node. eager: what eager makes of it."""
 
-    def local_draw(self, name: str, seed: int, known: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """The same from values that differ in the last place, in the types of the program."""
-        return self._local(name, known, _nudging(seed), lambda each: each)
+        def exactly(change: InPlace) -> dict[str, torch.Tensor]:
+            return found(self._local(name, known, lambda tree: widened(changed(tree, change)), wider))
+
+        def eagerly(change: InPlace) -> dict[str, torch.Tensor]:
+            return found(self._local(name, known, lambda tree: changed(tree, change), lambda each: each))
+
+        def found(value: torch.Tensor | None) -> dict[str, torch.Tensor]:
+            return {} if value is None else {name: value}
+
+        return Expected({name: eager}, exactly, eagerly)
 
     def _local(
         self,
@@ -87,12 +110,12 @@ class Reference:
         change: Callable[[Any], Any],
         constant: Callable[[Any], Any],
     ) -> torch.Tensor | None:
-        """One value from known ones after a change. None when an operator in between does not take that."""
+        """change: makes what is given of a known value. constant: the same of what stands in the calls."""
         nodes = self._nodes
         given = dict(zip(self.module.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
         given |= {nodes[each]: known[each] for each in known if each in nodes and each != name}
         given |= {nodes[each]: value for each, value in self.random.items() if nodes[each].target is not _DROPOUT}
-        needed = _needed(nodes[name], given.keys())
+        needed = needed_for(nodes[name], given.keys())
         if any(mutates(node) for node in needed if node not in given):
             given = copied(given)
         values: dict[torch.fx.Node, Any] = {}
@@ -139,19 +162,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _nudging(seed: int) -> Callable[[Any], Any]:
-    """Copies of tensors whose floats differ in the last place, other ones with each call."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def change(tree: Any) -> Any:
-        fresh = copied(tree)
-        nudge_in_place(pytree.tree_leaves(fresh), generator)
-        return fresh
-
-    return change
-
-
-def _needed(node: torch.fx.Node, known: Collection[torch.fx.Node]) -> list[torch.fx.Node]:
+def needed_for(node: torch.fx.Node, known: Collection[torch.fx.Node]) -> list[torch.fx.Node]:
     """What has to be computed for a node, in order, itself the last; nothing behind what is known."""
     order: dict[torch.fx.Node, None] = {}
     stack: list[tuple[torch.fx.Node, bool]] = [(node, False)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -16,6 +17,8 @@ from pellucid.kit.programs.graphs import LOW
 _PLACES = 8
 
 Change = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+# Changes tensors in place. It may draw random numbers: used again, it changes otherwise.
+InPlace: TypeAlias = Callable[[Iterable[Any]], None]
 
 
 def variations(case: Case, count: int) -> Iterator[tuple[str, Case]]:
@@ -80,11 +83,33 @@ def nudge_in_place(tensors: Iterable[Any], generator: torch.Generator) -> None:
                     tensor.copy_(torch.nextafter(tensor, towards.to(tensor.dtype)))
 
 
-def nudged(inputs: Sequence[Any], seed: int) -> list[Any]:
-    """Copies of inputs with every float moved like that."""
-    moved = copied(list(inputs))
-    nudge_in_place(moved, torch.Generator().manual_seed(seed))
-    return moved
+def nudging(seed: int) -> InPlace:
+    """A change that moves floats like that, other ones of each tensor."""
+    return partial(nudge_in_place, generator=torch.Generator().manual_seed(seed))
+
+
+def scaling(seed: int) -> InPlace:
+    """A change that makes every float smaller, by a factor of its tensor between 1/2 and 1: signs and zeros stay."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def scale(tensors: Iterable[Any]) -> None:
+        with torch.no_grad():
+            for tensor in tensors:
+                if _takes_other_values(tensor):
+                    tensor.mul_(1 - torch.rand((), generator=generator).item() / 2)
+
+    return scale
+
+
+def unchanged(tensors: Iterable[Any]) -> None:
+    """No change."""
+
+
+def changed(tree: Any, change: InPlace) -> Any:
+    """Copies of a tree's tensors after a change."""
+    fresh = copied(tree)
+    change(pytree.tree_leaves(fresh))
+    return fresh
 
 
 def overlapping(tensor: torch.Tensor) -> bool:

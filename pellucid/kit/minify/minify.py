@@ -29,10 +29,11 @@ from typing import Any
 import torch
 
 from pellucid.errors import UserError
-from pellucid.kit.debug.check import Request
 from pellucid.kit.judge.judge import Verdict
+from pellucid.kit.minify import program
 from pellucid.kit.minify.predicate import Predicate
 from pellucid.kit.minify.repro import How, write_repro
+from pellucid.kit.minify.result import Minified, Shrunk
 from pellucid.kit.minify.subgraph import (
     Subgraph,
     Workshop,
@@ -46,7 +47,8 @@ from pellucid.kit.process.apart import Apart, Died, died, say
 from pellucid.kit.process.child import SECONDS, Failure
 from pellucid.kit.process.forks import Forks
 from pellucid.kit.runs.literal import NotWritable
-from pellucid.kit.shown import Shown
+from pellucid.kit.runs.run import split_run
+from pellucid.kit.runs.target import Request
 from pellucid.kit.subjects.registry import subject_of
 
 __all__ = ["GOOD", "Kind", "Minified", "Settings", "Shrunk", "minify", "search"]
@@ -78,49 +80,6 @@ class Settings:
     def limit(self) -> float:
         """Seconds for all of it: capturing and the last program may take as long as a candidate."""
         return self.budget + 2 * self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Shrunk:
-    """How far the search is. step: what it does. nodes: calls that are left."""
-
-    graph: str
-    step: str
-    nodes_before: int
-    nodes: int
-    queries: int
-    seconds: float
-
-    def __str__(self) -> str:
-        left = f"{self.nodes_before} -> {self.nodes} nodes" if self.nodes < self.nodes_before else f"{self.nodes} nodes"
-        return f"{self.graph}: {left}, {self.queries} queries, {self.seconds:.0f} s: {self.step}"
-
-
-@dataclass(frozen=True, slots=True)
-class Minified(Shown):
-    """kind: of failure. graph: its text. repro: the standalone program; shown: whether it was seen to fail so.
-    changes: what was done to the inputs. others: failures of another kind that were met on the way, and not followed.
-    finished: whether the search came to its end within its budget. times: seconds by step.
-    """
-
-    backend: str
-    kind: Kind
-    nodes_before: int
-    nodes_after: int
-    queries: int
-    seconds: float
-    graph: str
-    repro: str
-    shown: bool = False
-    changes: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    finished: bool = True
-    times: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def good(self) -> bool:
-        """Whether there was nothing to minify."""
-        return self.kind == GOOD
 
 
 def minify(
@@ -170,7 +129,7 @@ def search(request: Request, folder: str, settings: Settings, text: bool = False
             found = _minimised(work, name, Path(folder))
             if found is not None:
                 return found
-    return work.result(GOOD, 0)
+        return _before_graphs(work, Path(folder))
 
 
 @dataclass(slots=True)
@@ -402,6 +361,34 @@ def _delta(work: _Search, part: Subgraph, wanted: Kind) -> Subgraph:
     return part
 
 
+# ------------------------------------------------------------------------------------------------ the program
+
+
+def _before_graphs(work: _Search, folder: Path) -> Minified:
+    """All graphs do what eager does with them: the smallest program of which they are not the graphs, if there is one.
+
+    A run begins with its graphs, and a predicate judges graphs.
+    """
+    request = work.request
+    if split_run(request.target) is not None or work.settings.command:
+        return work.result(GOOD, 0)
+
+    def ask(function: Callable[..., Any], *args: Any) -> Any:
+        work.queries += 1
+        return work.forks.call(function, *args, seconds=work.left(work.settings.seconds))
+
+    def tell(step: str) -> None:
+        work.tell(Subgraph("before the graphs", ("",) * work.nodes_before), step)
+
+    found = _timed(work, "program", lambda: program.smallest(request, folder, ask, work.late, tell))
+    if found is None:
+        return work.result(GOOD, 0)
+    work.nodes_before = found.nodes_before
+    shown = _timed(work, "program", partial(_shows, work, Path(found.repro), found.kind))
+    made = work.result(found.kind, found.nodes_after, repro=found.repro, shown=shown, changes=found.changes)
+    return replace(made, before=found.fault)
+
+
 # ------------------------------------------------------------------------------------------------ inputs
 
 
@@ -466,31 +453,31 @@ def _plainer_numbers(work: _Search, part: Subgraph, wanted: Kind) -> Subgraph:
     return part
 
 
-# ------------------------------------------------------------------------------------------------ the program
+# ------------------------------------------------------------------------------------------------ writing it
 
 
 def _written(work: _Search, simple: Subgraph, part: Subgraph, wanted: Kind, folder: Path) -> Minified:
     """Write the program and run it; where it does not fail with simpler inputs, with those that there were."""
     work.tell(simple, "the program")
-    shown, program, text = False, folder, ""
+    shown, path, text = False, folder, ""
     for each in dict.fromkeys((simple, part)):
         how = work.how(each, work.known[each].tolerance)
         try:
-            program, text = write_repro(work.shop.cut(each), how, folder, f"A graph that fails: {wanted}.")
+            path, text = write_repro(work.shop.cut(each), how, folder, f"A graph that fails: {wanted}.")
         except NotWritable as error:
             raise UserError(f"the inputs of the graph that fails cannot be written down: {error}") from error
-        shown = _timed(work, "program", partial(_shows, work, program, wanted))
+        shown = _timed(work, "program", partial(_shows, work, path, wanted))
         simple = each
         if shown:
             break
-    return work.result(wanted, len(simple.names), graph=text, repro=str(program), shown=shown, changes=simple.changes)
+    return work.result(wanted, len(simple.names), graph=text, repro=str(path), shown=shown, changes=simple.changes)
 
 
-def _shows(work: _Search, program: Path, wanted: Kind) -> bool:
+def _shows(work: _Search, path: Path, wanted: Kind) -> bool:
     """Whether a program fails as wanted, in another fork, with what is planted or patched in this process."""
     if work.predicate is not None:
-        return work.predicate.holds(program)
+        return work.predicate.holds(path)
     limit = _HANG_SECONDS if wanted.verdict == Verdict.HANG.value else work.settings.seconds
-    answer = work.forks.call(run_program, str(program), seconds=min(limit, work.settings.seconds))
+    answer = work.forks.call(run_program, str(path), seconds=min(limit, work.settings.seconds))
     found = found_of(answer) if isinstance(answer, Failure) else answer
     return found.kind.verdict == wanted.verdict and found.kind.what == wanted.what

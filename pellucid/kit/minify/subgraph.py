@@ -10,11 +10,11 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate
 
-from pellucid.kit.debug.check import Request, captured
 from pellucid.kit.judge.graph import expected_of, outputs
 from pellucid.kit.judge.judge import Judgement, close
 from pellucid.kit.programs.case import copied
 from pellucid.kit.programs.graphs import Graph, calls_of, cut, needed_by, rebound, values_of
+from pellucid.kit.runs.target import Request, captured
 
 _FLOATS = (torch.float64, torch.bfloat16, torch.float16)
 
@@ -201,7 +201,7 @@ def _changed(graph: torch.fx.Graph, given: list[Any], changes: Sequence[str]) ->
         match kind:
             case "size":
                 old, new = int(words[0]), int(words[2])
-                inputs = {number: _narrowed(each, old, new) for number, each in inputs.items()}
+                inputs = {number: narrowed(each, old, new) for number, each in inputs.items()}
                 _rewrite(graph, lambda each, old=old, new=new: _resized(each, old, new))
             case "dtype":
                 before, after = getattr(torch, words[0]), getattr(torch, words[2])
@@ -232,7 +232,8 @@ def _resized(value: Any, old: int, new: int) -> Any:
     return value
 
 
-def _narrowed(value: Any, old: int, new: int) -> Any:
+def narrowed(value: Any, old: int, new: int) -> Any:
+    """A value with `new` where it has a size of `old`."""
     if not isinstance(value, torch.Tensor):
         return new if value == old and type(value) is int else value
     small = value

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from pellucid.errors import StoreError, ToolchainError
-from pellucid.kit.debug.check import Request
-from pellucid.kit.debug.cosim import COMPLETE, LIVE, first_wrong
+from pellucid.kit.debug.explain import explain
+from pellucid.kit.debug.simulation import COMPLETE, LIVE, first_wrong
 from pellucid.kit.judge.judge import Verdict
 from pellucid.kit.minify.subgraph import EagerPart, NotAGraph, Subgraph, Workshop, shape_key, side_by_side
 from pellucid.kit.process.child import Failure, failure_of, pass_on, raise_if_nothing_compiles
 from pellucid.kit.programs.graphs import Graph, calls_of
+from pellucid.kit.runs.target import Request
 from pellucid.kit.subjects.base import Compiled, Step
-from pellucid.kit.subjects.explain import explain
 from pellucid.kit.subjects.marker import Marker
 
 COMPILE, RUN = "compile", "run"

@@ -32,6 +32,7 @@ import torch
 import pellucid
 from pellucid.errors import InternalError, NotJudged, PellucidError, StoreError, ToolchainError, UserError
 from pellucid.kit.process.apart import begin, die_with_parent
+from pellucid.kit.process.sanitizer import report_in
 from pellucid.native.toolchain import INSTALL_HINT
 
 SECONDS = 300.0
@@ -66,6 +67,12 @@ class Failure:
         during = f" during {self.step}" if self.step else ""
         said = f": {self.text.strip().splitlines()[0]}" if self.text.strip() else ""
         return f"{self.what}{during}{said}"
+
+
+def not_judged(what: str, failure: Failure) -> NotJudged:
+    """The error to raise where no compiled code is to blame. what: failed. The user's own lines go along."""
+    context: dict[str, object] = {"in your code": "\n" + failure.trace} if failure.trace else {}
+    return NotJudged(f"{what}: {failure}", hint="correct that first", context=context)
 
 
 def pass_on(failure: Failure) -> None:
@@ -108,6 +115,14 @@ class Child:
         with suppress(OSError):  # it is dead, as `answer` will see
             self.pipe.send_bytes(pickle.dumps((function, tuple(args))))
 
+    def pause(self) -> None:
+        """Let it and what it started stand still, until `go_on`."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """The end of a `pause`."""
+        self._signal(signal.SIGCONT)
+
     def answer(self, wait: float = 0.0) -> Any:
         """What the function returned, or the `Failure` that it ended with; `PENDING` after so many seconds of neither.
 
@@ -132,12 +147,15 @@ class Child:
         """Kill it and what it started, once."""
         if self.pipe.closed:
             return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
             self._process.kill()  # it has no session of its own yet
         self._process.wait()
         self.pipe.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
 
     def _status(self) -> int | None:
         """Its exit status, negative for a signal; None while it lives."""
@@ -162,18 +180,20 @@ class Child:
     def _stopped(self, kind: str, what: str) -> Failure:
         step = self._note.read_bytes().rstrip(b"\0").decode(errors="replace")
         self.end()
-        said = self._errors.read_text(errors="replace")[-_SAID_BYTES:] if self._errors.exists() else ""
-        return Failure(kind, what, said, step)
+        said = self._errors.read_text(errors="replace") if self._errors.exists() else ""
+        return Failure(kind, what, report_in(said) or said[-_SAID_BYTES:], step)
 
 
 class Worker:
     """A fresh Python process to call functions in, and another one when it dies. Use it as a context manager.
 
     memory: bytes that its memory may grow to; by default three quarters of what is available now.
+    variables: of its environment, beside those of this process.
     """
 
-    def __init__(self, memory: int = 0) -> None:
+    def __init__(self, memory: int = 0, variables: Mapping[str, str] | None = None) -> None:
         self._memory = memory or most_memory()
+        self._variables = dict(variables or {})
         self._folder = tempfile.TemporaryDirectory(prefix="pellucid-debug-")
         self._child: Child | None = None
 
@@ -188,7 +208,8 @@ class Worker:
         if self._child is not None and not self._child.alive:
             self._child.end()
             self._child = None
-        child = self._child = self._child or Child(_spawn, Path(self._folder.name), self._memory)
+        child = self._child = self._child or Child(self._spawn, Path(self._folder.name), self._memory)
+        child.go_on()
         try:
             child.ask(function, args, seconds)
             while (found := child.answer(POLL_S)) is PENDING:
@@ -206,20 +227,24 @@ class Worker:
         pass_on(found)
         raise NotJudged(f"{refused}: {found}", hint=hint)
 
+    def pause(self) -> None:
+        """Let it stand still until the next call: idle threads of what it has loaded may spin, and take cores away."""
+        if self._child is not None:
+            self._child.pause()
+
     def close(self) -> None:
         if self._child is not None:
             self._child.end()
         self._folder.cleanup()
 
+    def _spawn(self, _ours: Connection, theirs: Connection, note: Path, errors: Path) -> psutil.Process:
+        variables = {**self._variables, NOTE: str(note)}
+        return begin(psutil.Popen, f"{__name__}:serve", theirs.fileno(), errors, stdin=subprocess.DEVNULL, **variables)
+
 
 def most_memory() -> int:
     """Bytes that a process may use if nothing else is said."""
     return psutil.virtual_memory().available * 3 // 4
-
-
-def _spawn(_ours: Connection, theirs: Connection, note: Path, errors: Path) -> psutil.Process:
-    variables = {NOTE: str(note)}
-    return begin(psutil.Popen, f"{__name__}:serve", theirs.fileno(), errors, stdin=subprocess.DEVNULL, **variables)
 
 
 def _signal_name(number: int) -> str:

@@ -44,11 +44,13 @@ class Forks:
         self._free, self._busy = [], {}
         self._folder.cleanup()
 
-    def call(self, function: Callable[..., Any], *args: Any, seconds: float) -> Any:
+    def call(self, function: str | Callable[..., Any], *args: Any, seconds: float) -> Any:
         """What a function of a module returns in a child, or the `Failure` that ended it."""
         return self.map(function, [args], seconds)[0]
 
-    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
+    def map(
+        self, function: str | Callable[..., Any], arguments: Sequence[tuple[Any, ...]], seconds: float
+    ) -> list[Any]:
         """The same for several calls, which run side by side as far as there are children."""
         answers: dict[int, Any] = {}
         waiting = list(range(len(arguments)))

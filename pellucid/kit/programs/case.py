@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pellucid.errors import UserError
+from pellucid.errors import PellucidError, UserError, near
+from pellucid.kit.process.child import failure_of, not_judged
 
-_FORM = "give FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs), the folder of a run, or -- COMMAND"
+_FORM = (
+    "give FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs), the folder of a run, or "
+    "-- python SCRIPT.py"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,11 @@ class Case:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Case:
+        """The program `fn(*args, **kwargs)` under its own name."""
+        return cls(getattr(fn, "__name__", type(fn).__name__), fn, tuple(args), dict(kwargs or {}))
 
     def fresh(self) -> Case:
         """The same program on copies of its tensors and modules, so that a run leaves the original as it is."""
@@ -60,26 +70,48 @@ def copied(tree: Any) -> Any:
 
 
 def load_case(target: str) -> Case:
-    """The program that `FILE.py:NAME` names. Raises UserError when there is none."""
+    """The program that `FILE.py:NAME` names. Raises UserError when there is none, NotJudged when NAME() fails."""
     make = load_case_file(target)
     torch.manual_seed(0)  # so that another process finds the same numbers
-    return case_of(make(), target)
+    with _failing(f"{target}, which makes the program, fails"):
+        made = make()
+    return case_of(made, target)
 
 
 def load_case_file(target: str) -> Callable[[], Any]:
-    """The function that `FILE.py:NAME` names, which makes a program. Raises UserError when there is none."""
+    """The function that `FILE.py:NAME` names, which makes a program.
+
+    Raises UserError when there is none, NotJudged when the file cannot be imported.
+    """
     file, colon, name = target.rpartition(":")
     path = Path(file)
     if Path(target).is_dir():
         raise UserError(f"{target} is no run: it has no run.json", hint="`pellucid capture TARGET -o RUN` makes one")
+    if Path(target).is_file():
+        hint = f"give {target}:NAME, a function of it, or -- python {target}, to run it as a script"
+        raise UserError(f"{target!r} names no program, but a file", hint=hint)
     if not colon or not name.isidentifier():
         raise UserError(f"{target!r} names no program", hint=_FORM)
     if not path.is_file():
         raise UserError(f"there is no file {file}", hint=_FORM)
-    make = getattr(_module(path), name, None)
+    with _failing(f"{file} cannot be imported"):
+        module = _module(path)
+    make = getattr(module, name, None)
     if not callable(make):
-        raise UserError(f"{file} has no function {name}", hint=_FORM)
+        callables = [each for each, value in vars(module).items() if callable(value)]
+        raise UserError(f"{file} has no function {name}", hint=near(name, callables) or _FORM)
     return make
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """The user's code fails before there is a program. Raises NotJudged, which says so."""
+    try:
+        yield
+    except PellucidError:
+        raise
+    except Exception as error:
+        raise not_judged(what, failure_of(error)) from error
 
 
 def case_of(made: Any, name: str) -> Case:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx.node import map_arg
 
-from pellucid.capture.graph import attribute_of
+from pellucid.capture.fx import attribute_of
 from pellucid.capture.torch_compat import decomposed_call
 from pellucid.kit.programs.graphs import Graph, calls_of, twin
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pellucid.capture.graph import attribute_of
-from pellucid.capture.torch_compat import capture_with_aot, fake_graph
-from pellucid.kit.programs.case import copied
+from pellucid.capture.fx import attribute_of
+from pellucid.capture.sizes import fake_inputs
+from pellucid.capture.torch_compat import capture_with_aot, fake_graph, traced_anew
+from pellucid.kit.programs.calls import returns_view
+from pellucid.kit.programs.case import Case, copied
 
 GraphCompiler: TypeAlias = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
 
+LATER = 2
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,12 +30,14 @@ class Graph:
     """One graph as AOTAutograd hands it to a compiler.
 
     name: `forward_0`. kind: `inference`, `forward` or `backward`. inputs: of its first call, for its placeholders.
+    later: of calls with other sizes, `LATER` at most.
     """
 
     name: str
     kind: str
     module: torch.fx.GraphModule
     inputs: tuple[Any, ...]
+    later: tuple[tuple[Any, ...], ...] = ()
 
     @property
     def calls(self) -> int:
@@ -78,18 +84,27 @@ class Recorder:
         def compile_graph(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
             name = f"{kind}_{self._count}"
             self._count += 1
-            kept, called = twin(module), []
+            kept, called = twin(module), set()
 
             def run(args: list[Any]) -> list[Any]:
-                if not called:
-                    called.append(True)
-                    self._keep(Graph(name, kind, kept, tuple(copied(args))))
+                sizes = tuple(each if isinstance(each, int) else getattr(each, "shape", None) for each in args)
+                if sizes not in called and len(called) <= LATER:
+                    self._called(Graph(name, kind, kept, tuple(copied(args))), bool(called))
+                    called.add(sizes)
                 return list(interpret(module, args))
 
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
 
         return compile_graph
+
+    def _called(self, graph: Graph, again: bool) -> None:
+        """Keep a graph at its first call; again: add the arguments of another one."""
+        if not again:
+            self._keep(graph)
+        for position, kept in enumerate(self.graphs if again else ()):
+            if kept.module is graph.module:
+                self.graphs[position] = replace(kept, later=(*kept.later, graph.inputs))
 
 
 def twin(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -148,6 +163,16 @@ def in_float64(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return wide
 
 
+class InFloat64(TorchDispatchMode):
+    """The same for what runs in this context, whose inputs are `widened`. Random numbers stay those of their types."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            args, kwargs = map_aggregate((args, kwargs), wider)  # type: ignore[misc]
+        return func(*args, **kwargs)
+
+
 def wider(value: Any) -> Any:
     """float64 for a shorter type; anything else as it is."""
     return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
@@ -162,6 +187,21 @@ def widened(tree: Any) -> Any:
         return copied(leaf).to(torch.float64) if leaf.dtype in LOW else copied(leaf)
 
     return pytree.tree_map(widen, tree)
+
+
+def case_in(case: Case, dtype: torch.dtype) -> Case:
+    """A program on the same numbers in float32 or float64: copies of its parameters, buffers and arguments."""
+    fresh = case.fresh()
+    fn = fresh.fn
+    if isinstance(fn, torch.nn.Module):
+        fn = fn.double() if dtype is torch.float64 else fn.float()
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+            return leaf
+        return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+
+    return Case(case.name, fn, *pytree.tree_map(convert, (fresh.args, dict(fresh.kwargs))))
 
 
 def is_random(node: torch.fx.Node) -> bool:
@@ -182,11 +222,13 @@ def cut(
     names: Collection[str],
     values: Mapping[str, Any],
     first: Iterable[torch.fx.Node] = (),
+    results: Collection[str] = (),
 ) -> tuple[torch.fx.GraphModule, list[Any]]:
     """Some calls of a graph as a graph of its own, and its inputs: what they need from outside, by name in `values`.
 
-    first: nodes of the graph that are inputs whether they are needed or not, before the others. It returns those of the
-    results that are tensors and that nobody, or somebody else, needs. Raises KeyError when a value is missing.
+    first: nodes of the graph that are inputs whether they are needed or not, before the others. results: calls
+    whose results, tensors, it returns; by default those tensors that nobody, or somebody else, needs. Raises KeyError
+    when a value is missing.
     """
     made = torch.fx.Graph()
     known: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -198,8 +240,13 @@ def cut(
         known[each].meta = dict(each.meta)
     for node in nodes:
         known[node] = made.node_copy(node, known.__getitem__)
-    returned = [node for node in nodes if not node.users or any(user.name not in names for user in node.users)]
-    made.output(tuple(known[node] for node in returned if isinstance(values[node.name], torch.Tensor)))
+    returned = [node for node in nodes if node.name in results] or [
+        node
+        for node in nodes
+        if isinstance(values[node.name], torch.Tensor)
+        and (not node.users or any(user.name not in names for user in node.users))
+    ]
+    made.output(tuple(known[node] for node in returned))
     return torch.fx.GraphModule(torch.nn.Module(), made), inputs
 
 
@@ -207,6 +254,23 @@ def needed_by(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
     """What calls need from outside, in the order in which they need it."""
     inside = set(nodes)
     return list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside))
+
+
+def graph_of(module: torch.nn.Module, inputs: list[Any], kind: str, sizes: Mapping[str, Any] | None) -> Graph:
+    """A graph to compile, traced from a module. sizes: which of the inputs' are symbols, see `capture.sizes`."""
+    static = {"symbols": {}, "inputs": [None] * len(inputs)}
+    mode, fakes = fake_inputs(_bound_sizes(sizes or static, inputs), inputs)
+    return Graph("graph", kind, traced_anew(module, fakes, mode), tuple(inputs))
+
+
+def _bound_sizes(sizes: Mapping[str, Any], inputs: Sequence[Any]) -> dict[str, Any]:
+    """The sizes with the values that their symbols have in these inputs."""
+    symbols = dict(sizes["symbols"])
+    for form, value in zip(sizes["inputs"], inputs, strict=True):
+        formulas = [form] if isinstance(value, int) else form["size"] if isinstance(form, dict) else []
+        numbers = [value] if isinstance(value, int) else value.shape if isinstance(value, torch.Tensor) else []
+        symbols.update({name: number for name, number in zip(formulas, numbers, strict=False) if name in symbols})
+    return {**sizes, "symbols": symbols}
 
 
 def calls_of(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
@@ -217,6 +281,11 @@ def calls_of(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
 def mutates(call: torch.fx.Node) -> bool:
     """Whether an operator works in place."""
     return getattr(getattr(call.target, "_schema", None), "is_mutable", False)
+
+
+def is_view(call: torch.fx.Node) -> bool:
+    """Whether a call makes no new values: it looks at others, takes one out of several, or computes sizes."""
+    return getattr(call.target, "_schema", None) is None or returns_view(call.target)
 
 
 def _is_foreign(call: torch.fx.Node) -> bool:
@@ -232,6 +301,13 @@ def writes(call: torch.fx.Node, operand: torch.fx.Node) -> bool:
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     given = {**dict(zip((a.name for a in schema.arguments), call.args, strict=False)), **call.kwargs}
     return any(given.get(name) is operand for name in written)
+
+
+def results_of(module: torch.fx.GraphModule) -> list[str]:
+    """By position in what a graph returns, the node that makes it; empty where there is none."""
+    returned = module.graph.output_node().args[0]
+    items = returned if isinstance(returned, list | tuple) else [returned]
+    return [node.name if isinstance(node, torch.fx.Node) else "" for node in items]
 
 
 def writers_of(module: torch.fx.GraphModule) -> dict[int, str]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
+from pellucid.errors import UserError
 from pellucid.ir.origin import Origin
 from pellucid.kit.programs.case import Case
 from pellucid.kit.programs.graphs import Graph, GraphCompiler, Recorder, interpret, through_aot
-from pellucid.kit.subjects.explain import Refusal, Refused
+from pellucid.kit.subjects.refusals import Refusal, Refused
+from pellucid.trace.fx_programs import Constants
+
+Near: TypeAlias = Callable[[torch.Tensor, torch.Tensor], bool]
+"""Whether a tensor differs from another by rounding only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,7 @@ class Step:
     origin: the FX nodes that it implements, in graph order, and their user lines.
     reads, writes: names of buffers. values: the FX nodes whose whole result lies in memory once this call is done.
     symbol: the C++ function; equal kernels share it. source: its C++. lines: where each line of that comes from.
+    facts: what the subject tells of a kernel beside this, by column of `kernels.csv`.
     """
 
     name: str
@@ -39,15 +47,29 @@ class Step:
     lines: tuple[Origin, ...] = ()
     reason: str = ""
     ops: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def generated(self) -> bool:
         return not self.op
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the C++ of a kernel, whatever its name: the same kernel in another graph has the same."""
+        return hashlib.sha256(self.source.replace(self.symbol, "kernel").encode()).hexdigest()[:16]
 
-def refusal(kind: str, subject: tuple[str, ...], cause: str, origin: Origin) -> Refusal:
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """Two parts of a graph that became one kernel: what each computes."""
+
+    first: Origin
+    second: Origin
+
+
+def refusal(kind: str, subject: tuple[str, ...], cause: str, origin: Origin, category: str = "") -> Refusal:
     """One thing that was not done, with where it comes from."""
-    return Refusal(kind, subject, cause, origin.nodes, str(origin.users[-1]) if origin.users else "")
+    return Refusal(kind, subject, cause, origin.nodes, str(origin.users[-1]) if origin.users else "", category)
 
 
 class Probe:
@@ -64,13 +86,29 @@ class Compiled(ABC):
     """A graph that a subject compiled.
 
     graph: the FX graph whose nodes the steps name: the given one after the subject's own graph passes.
-    steps: in the order in which they run; empty where the subject does not tell. plan: the compiled graph as the
-    subject prints it; empty where it does not.
+    steps: in the order in which they run; empty where the subject does not tell. seconds: that each stage of
+    compilation took, in order, as far as the subject tells.
     """
 
     graph: torch.fx.GraphModule
     steps: tuple[Step, ...]
-    plan: str = ""
+    seconds: Mapping[str, float] = MappingProxyType({})
+
+    def texts(self, constants: Constants) -> Mapping[str, str]:
+        """What the subject made of the graph, by names of `schema.GRAPH_FILES`. constants: of the run's programs."""
+        return {}
+
+    def decisions(self) -> Iterator[Mapping[str, Any]]:
+        """Rows of `decisions.csv`, but for the graph."""
+        for each in self.refusals():
+            yield {
+                "rule": each.kind,
+                "subject": " ".join(each.subject),
+                "ok": 0,
+                "why": each.cause,
+                "fx_nodes": " ".join(each.fx_nodes),
+                "user_lines": each.user_line,
+            }
 
     def refusals(self) -> Iterator[Refusal]:
         """What was not fused, not vectorised and not compiled, and why, as far as the subject tells."""
@@ -81,6 +119,17 @@ class Compiled(ABC):
     @abstractmethod
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
         """What the graph returns. The inputs are changed where the graph mutates them."""
+
+    def fusions(self) -> Sequence[Fusion]:
+        """The fusions that were made, in their order; none where the subject does not tell."""
+        return ()
+
+    def wrong_scalar(self, node: str, inputs: Sequence[Any], near: Near) -> str:
+        """Of the scalar operators that an FX node became, the first whose value is not near what its operands make.
+
+        Empty where none is, or where the subject does not tell.
+        """
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +172,17 @@ class Subject(ABC):
     def compile(self, graph: Graph) -> Compiled:
         """Compile one graph for inputs like its own. Raises what the backend raises."""
 
+    def timed(self, graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
+        """One graph compiled, for a list of its arguments, which notes its runs while a `clock` is on.
+
+        A backend that does not tell its steps notes nothing. Raises what the backend raises.
+        """
+        return self.callable(graph)
+
+    def clocked(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+        """`fn` compiled by this backend, whose graphs note their runs while a `clock` is on."""
+        return self.wrap(fn, dynamic)
+
     def watched(self, fn: Callable[..., Any], probe: Probe, dynamic: bool | None = None) -> Callable[..., Any]:
         """`fn` compiled by this backend, with `probe` around each step of its graphs."""
 
@@ -151,6 +211,12 @@ class Subject(ABC):
         For a process that is about to compile many graphs that are much alike.
         """
 
+    def sanitized(self) -> Subject:
+        """The same with its kernels built for the sanitizers, in a process of theirs (`process.sanitizer`), and with
+        memory of its own for each buffer. Raises UserError for a backend whose kernels the kit does not build.
+        """
+        raise UserError(f"the kernels of {self.name} cannot be sanitized", hint="take pellucid or inductor")
+
     def refused(self, error: BaseException) -> Refused | None:
         """The kernel that the C++ compiler refused, if that is what `error`, raised by `compile`, says."""
         return None
@@ -162,6 +228,14 @@ class Subject(ABC):
     def passed(self, graph: Graph) -> torch.fx.GraphModule:
         """A graph after the backend's own passes; the given one stays as it is."""
         return graph.module
+
+    def callable(self, graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
+        """A graph compiled, with nothing around its steps: for timing."""
+        return self.compile(graph).run
+
+    def fusing(self, most: int) -> Subject:
+        """The same with the first so many fusions of a graph, no more. Where `Compiled.fusions` tells them."""
+        raise NotImplementedError(self.name)
 
     @abstractmethod
     def ladder(self) -> tuple[Rung, ...]:
@@ -276,3 +350,20 @@ def _weighted(tensor: torch.Tensor) -> torch.Tensor:
     weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
     real = torch.view_as_real(tensor).sum(-1) if tensor.is_complex() else tensor
     return (real.double() * weights).sum()
+
+
+class Watched:
+    """A graph compiled by a subject. ran: the kernels of its last call, by `Step.fingerprint`."""
+
+    def __init__(self, graph: Graph, subject: Subject) -> None:
+        self.ran: set[str] = set()
+        self._compiled = subject.compile(graph)
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        ran = self.ran = set()
+
+        class Noted(Probe):
+            def before(self, step: Step) -> None:
+                ran.update([step.fingerprint] if step.generated else ())
+
+        return self._compiled.run(list(inputs), Noted())

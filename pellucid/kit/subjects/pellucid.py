@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +12,13 @@ import torch
 
 from pellucid.backend import compile_fx
 from pellucid.capture.decompositions import decompositions
-from pellucid.capture.graph import origin_of
+from pellucid.capture.fx import origin_of
 from pellucid.codegen import CppKernel
 from pellucid.executable import Probe as NodeProbe
+from pellucid.ir.decision import Decision
 from pellucid.ir.interp import run_program
 from pellucid.ir.nodes import Compute, Extern, Kernel, Node, Program, Reduce, View
-from pellucid.ir.origin import Origin, merge
+from pellucid.ir.origin import GLUE, merge
 from pellucid.ir.printer import print_program
 from pellucid.ir.types import TORCH_DTYPES
 from pellucid.kit.programs.graphs import Graph, GraphCompiler, through_aot
@@ -24,7 +26,9 @@ from pellucid.kit.subjects.base import (
     AsTraced,
     Captured,
     Compiled,
+    Fusion,
     Interpreted,
+    Near,
     Partial,
     Passed,
     Probe,
@@ -34,17 +38,22 @@ from pellucid.kit.subjects.base import (
     Undecomposed,
     refusal,
 )
-from pellucid.kit.subjects.explain import BY_PYTHON, CPP_NAMES, DEFINITION, Refusal, Refused, Value
+from pellucid.kit.subjects.lines import wrong_scalar
 from pellucid.kit.subjects.plain import front_rungs
+from pellucid.kit.subjects.refusals import BY_PYTHON, CPP_NAMES, DEFINITION, Refusal, Refused, Value, kind_of
 from pellucid.lower import NotHeld, lower
-from pellucid.lower.graph import buffers_of
+from pellucid.lower.program_builder import buffers_of
 from pellucid.native.build import KernelCompileError
 from pellucid.options import make_options
 from pellucid.pipeline import Unit, compile_graph, graph_passes, joint_passes
 from pellucid.schedule import schedule
+from pellucid.trace.fx_programs import Constants
 from pellucid.trace.record import GraphRecord
+from pellucid.trace.store import decision_rows, kernel_facts, texts_of
+from pellucid.trace.store import origin_of as origin_of_node
 
-_REFUSALS = (("fuse.", "fusion"), ("codegen.vectorize", "vectorisation"))
+_FUSIONS = ("fuse.vertical", "fuse.inline", "fuse.horizontal")
+_RANDOM = ("rand", "bernoulli", "dropout", "normal_", "uniform_", "multinomial", "exponential_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +75,20 @@ class Pellucid(Subject):
     def compile(self, graph: Graph) -> PellucidCompiled:
         return PellucidCompiled(graph, self.options)
 
+    def callable(self, graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
+        return compile_graph(graph.module, graph.kind, make_options(self.options))[0]
+
+    def sanitized(self) -> Subject:
+        return Pellucid({**self.options, "reuse_memory": False})  # the environment has the compiler's flags
+
     def refused(self, error: BaseException) -> Refused | None:
         if not isinstance(error, KernelCompileError) or error.record is None:
             return None
         kernel = next(kernel for kernel in error.record.kernels.values() if kernel.name == error.kernel)
         return Refused(error.kernel, kernel.source, error.line, error.detail, error.output, dict(_values(kernel)))
+
+    def fusing(self, most: int) -> Pellucid:
+        return Pellucid({**self.options, **({"max_fusions": most} if most else {"fusion": False})})
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return decompositions()
@@ -79,13 +97,14 @@ class Pellucid(Subject):
         return graph_passes(graph.module, graph.kind)[0]
 
     def ladder(self) -> tuple[Rung, ...]:
-        simplest = {**self.options, "fusion": False, "vectorize": False, "reuse_memory": False}
+        simplest = {**self.options, "fusion": False, "vectorize": False, "reuse_memory": False, "freeze": False}
         steps: list[Rung] = []
         for component, more in (
             ("codegen", {}),
             ("memory plan", {"reuse_memory": True}),
             ("vectorisation", {"vectorize": True}),
             ("fusion", {"fusion": True}),
+            *([("freezing", {"freeze": True})] if make_options(self.options).freeze else []),
         ):
             simplest = {**simplest, **more}
             steps.append(Rung(component, Pellucid(simplest), threads=1))
@@ -114,7 +133,7 @@ class Lowered(Partial):
     def compile(self, graph: Graph) -> Compiled:
         passed = self.passed(graph)
         try:
-            lowered = lower(passed)
+            lowered = lower(passed, contract=False)
         except NotHeld:
             return Interpreted(passed)
         program = schedule(lowered.program, make_options({"fusion": False}))[0] if self.scheduled else lowered.program
@@ -136,28 +155,57 @@ class PellucidCompiled(Compiled):
     def __init__(self, graph: Graph, options: Mapping[str, Any]) -> None:
         self._probe = Probe()
         self._steps: dict[str, Step] = {}
-        executable, record = compile_graph(graph.module, graph.kind, make_options(options), self._watch)
+        self._options = make_options(options)
+        executable, record = compile_graph(graph.module, graph.kind, self._options, self._watch)
         self._executable = executable
         self.record: GraphRecord = record
         self.graph = record.graph
         self.steps = tuple(self._steps.values())
-        self.plan = "\n".join(print_program(each.scheduled) for each in record.programs)
+        self.seconds = record.seconds
 
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
         self._probe = probe or Probe()
         with torch.no_grad():
             return self._executable(list(inputs))
 
+    def texts(self, constants: Constants) -> Mapping[str, str]:
+        programs = self.record.programs
+        if programs == (self.record,):
+            return {
+                name: make() for name, make in texts_of(self.record, constants).items() if not name.startswith("fx_")
+            }
+        return {
+            "ir_pre_fusion.txt": "\n".join(print_program(each.lowered) for each in programs),
+            "ir_post_fusion.txt": "\n".join(print_program(each.scheduled) for each in programs),
+            "segments.txt": self.record.outline + "\n",
+        }
+
+    def decisions(self) -> Iterator[Mapping[str, Any]]:
+        split = () if self.record in self.record.programs else decision_rows(self.record)
+        return itertools.chain(split, *map(decision_rows, self.record.programs))
+
+    def fusions(self) -> Sequence[Fusion]:
+        if self.record.outline:
+            return ()  # each segment has its own
+        origins = {node.name: origin_of_node(node) for node in self.record.lowered.nodes}
+        pairs = [each.subject for each in self.record.decisions if each.ok and each.rule in _FUSIONS]
+        return tuple(Fusion(*(origins.get(name, GLUE) for name in pair)) for pair in pairs)
+
+    def wrong_scalar(self, node: str, inputs: Sequence[Any], near: Near) -> str:
+        if self.record.outline:
+            return ""
+        return wrong_scalar(self.record.scheduled, self.record.constants, inputs, node, self._options, near)
+
     def refusals(self) -> Iterator[Refusal]:
         yield from super().refusals()
         yield from _called_by_python(self.record)
         for record in self.record.programs:
-            origins = {node.name: _origin(node) for node in (*record.lowered.nodes, *record.scheduled.nodes)}
+            origins = {node.name: origin_of_node(node) for node in (*record.lowered.nodes, *record.scheduled.nodes)}
             for decision in record.decisions:
-                kind = next((kind for rule, kind in _REFUSALS if decision.rule.startswith(rule)), "")
-                if kind and not decision.ok:
+                kind = kind_of(decision.rule)
+                if kind in ("fusion", "vectorisation") and not decision.ok:  # of the steps, `super` knows the fallbacks
                     origin = merge(origins[name] for name in decision.subject if name in origins)
-                    yield refusal(kind, decision.subject, decision.why, origin)
+                    yield refusal(kind, decision.subject, decision.why, origin, _category(decision))
 
     def _watch(self, unit: Unit) -> dict[str, NodeProbe]:
         """A probe for each node of a program; called while the graph is compiled, once per program."""
@@ -179,6 +227,12 @@ class PellucidCompiled(Compiled):
 
     def _after(self, step: Step, *tensors: torch.Tensor) -> None:
         self._probe.after(step, dict(zip(step.values, tensors, strict=True)))
+
+
+def _category(decision: Decision) -> str:
+    """What was in the way of a fusion. A call that draws numbers is fused with nothing, as no other draws the same."""
+    category = str(dict(decision.facts).get("category", ""))
+    return "random-seed" if category == "extern" and any(op in decision.why for op in _RANDOM) else category
 
 
 def _called_by_python(record: GraphRecord) -> Iterator[Refusal]:
@@ -209,23 +263,20 @@ def _step(unit: Unit, node: Node, values: tuple[str, ...]) -> Step:
             return Step(
                 name=node.name,
                 op="",
-                origin=_origin(node),
+                origin=origin_of_node(node),
                 reads=tuple(dict.fromkeys(load.buffer for _, load in node.loads())),
                 writes=_written(node),
                 values=values,
                 symbol=kernel.name,
                 source=kernel.source,
                 lines=tuple(kernel.line_map),
+                facts=kernel_facts(node, kernel),
                 ops=tuple(line.rhs.op for line in node.body if isinstance(line.rhs, Compute | Reduce)),
             )
         case Extern():
             written = _written(node)
             read = tuple(sorted(buffers_of(node) - set(written)))
             return Step(node.name, node.op, node.origin, read, written, values, reason=node.reason)
-
-
-def _origin(node: Node) -> Origin:
-    return merge(line.origin for line in node.body) if isinstance(node, Kernel) else node.origin
 
 
 def _written(node: Node) -> tuple[str, ...]:

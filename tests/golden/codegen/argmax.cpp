@@ -1,5 +1,5 @@
 // codegen.vectorize yes argmax: 16 lanes along i1, cheaper than along i0
-// codegen.parallel no argmax: the whole kernel takes about 2.04e+03 ns in 50 iterations: one thread is enough
+// codegen.parallel no argmax: the whole kernel takes about 394 ns in 50 iterations: one thread is enough
 extern "C" int64_t k_argmax_cfc22e209ae9(void* const* p, const int64_t* s, int64_t begin, int64_t end) {
   const float* p0 = static_cast<const float*>(p[0]);                                                  // a  model.py:1
   int64_t* p1 = static_cast<int64_t*>(p[1]);                                                          // st  model.py:3

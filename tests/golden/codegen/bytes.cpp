@@ -1,5 +1,5 @@
 // codegen.vectorize yes bytes: 64 lanes along i0
-// codegen.parallel no bytes: the whole kernel takes about 300 ns in 1 iterations: one thread is enough
+// codegen.parallel no bytes: the whole kernel takes about 28.4 ns in 1 iterations: one thread is enough
 extern "C" int64_t k_add_maximum_19a9ca35cc3b(void* const* p, const int64_t* s, int64_t begin, int64_t end) {
   const uint8_t* p0 = static_cast<const uint8_t*>(p[0]);                                              // a  model.py:1
   const uint8_t* p1 = static_cast<const uint8_t*>(p[1]);                                              // b  model.py:2

@@ -1,5 +1,5 @@
 // codegen.vectorize yes column_sum: 64 lanes along i0, cheaper than along i1
-// codegen.parallel yes column_sum: an iteration takes about 1.05e+05 ns, so 1 of 16 are worth a thread
+// codegen.parallel yes column_sum: an iteration takes about 2.63e+04 ns, so 1 of 16 are worth a thread
 // codegen.pairwise yes column_sum, s: each accumulator adds 4096 terms: they are added in blocks, and blocks pairwise, for accuracy
 extern "C" int64_t k_sum_fb831f32f67f(void* const* p, const int64_t* s, int64_t begin, int64_t end) {
   const float* p0 = static_cast<const float*>(p[0]);                                                  // a  model.py:1

@@ -1,5 +1,5 @@
 // codegen.vectorize yes embedding: 16 lanes along i1, cheaper than along i0
-// codegen.parallel yes embedding: an iteration takes about 400 ns, so 50 of 100 are worth a thread
+// codegen.parallel no embedding: the whole kernel takes about 5.04e+03 ns in 100 iterations: one thread is enough
 extern "C" int64_t k_copy_8cd974b8e34f(void* const* p, const int64_t* s, int64_t begin, int64_t end) {
   const int64_t* p0 = static_cast<const int64_t*>(p[0]);                                              // k  model.py:1
   const float* p1 = static_cast<const float*>(p[1]);                                                  // a  model.py:3

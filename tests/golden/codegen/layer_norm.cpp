@@ -1,5 +1,5 @@
 // codegen.vectorize yes layer_norm: 64 lanes along i1, cheaper than along i0
-// codegen.parallel no layer_norm: the whole kernel takes about 3.09e+04 ns in 100 iterations: one thread is enough
+// codegen.parallel yes layer_norm: an iteration takes about 110 ns, so 29 of 100 are worth a thread
 extern "C" int64_t k_sum_div_sub_mul_add_rsqrt_4cd1022d8168(void* const* p, const int64_t* s, int64_t begin, int64_t end) {
   const pv::bf16* p0 = static_cast<const pv::bf16*>(p[0]);                                            // a  model.py:1
   const pv::bf16* p1 = static_cast<const pv::bf16*>(p[1]);                                            // g  model.py:13

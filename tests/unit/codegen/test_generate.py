@@ -9,11 +9,11 @@ import pytest
 
 from pellucid.codegen import annotate, generate
 from pellucid.codegen.cpp import scalar_text
-from pellucid.codegen.target import AVX512
 from pellucid.ir.nodes import Kernel
 from pellucid.ir.origin import Origin, UserLine
 from pellucid.ir.parser import parse_kernel
 from pellucid.ir.types import DType
+from pellucid.machine import AVX512
 from pellucid.options import Options
 from tests.golden.codegen_cases import CASES, SOFTMAX
 

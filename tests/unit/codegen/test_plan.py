@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pellucid.codegen import CppKernel, generate
-from pellucid.codegen.target import AVX2, AVX512, Target
 from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import const
 from pellucid.ir.parser import parse_kernel
+from pellucid.machine import AVX2, AVX512, Machine, Rate
 from pellucid.options import Options
 from tests.golden import codegen_cases as cases
 
 
-def compile_text(text: str, target: Target = AVX512, **options: bool) -> CppKernel:
+def compile_text(text: str, target: Machine = AVX512, **options: bool) -> CppKernel:
     return generate(parse_kernel(text), Options(**options), target)
 
 
@@ -48,8 +50,8 @@ def test_a_broadcast_operand_keeps_the_axes_apart() -> None:
 def test_row_reduction_vectorises_the_reduced_axis() -> None:
     plan = compile_text(cases.SOFTMAX).plan
     assert plan.vector_is_reduced and plan.width == 64
-    assert [sweep.keep for sweep in plan.stages.sweeps] == [(), ("v3",), ()]
-    assert [sweep.recall for sweep in plan.stages.sweeps] == [(), (), ("v3",)]
+    assert [sweep.keep for sweep in plan.sweeps.order] == [(), ("v3",), ()]
+    assert [sweep.recall for sweep in plan.sweeps.order] == [(), (), ("v3",)]
 
 
 def test_column_reduction_vectorises_the_kept_axis() -> None:
@@ -60,9 +62,9 @@ def test_column_reduction_vectorises_the_kept_axis() -> None:
 
 
 def test_cheap_values_are_computed_again() -> None:
-    stages = compile_text(cases.LAYER_NORM).plan.stages
-    assert len(stages.sweeps) == 3
-    assert not any(sweep.keep for sweep in stages.sweeps)
+    sweeps = compile_text(cases.LAYER_NORM).plan.sweeps
+    assert len(sweeps.order) == 3
+    assert not any(sweep.keep for sweep in sweeps.order)
 
 
 def test_byte_kernels_fill_the_register() -> None:
@@ -222,3 +224,35 @@ kernel k(x: f32[4], o: f32[4], q: f32[4]) {
     )
     assert kernel.params == ("o",)
     assert kernel.extent == const(1)
+
+
+def test_how_much_work_is_worth_a_thread_depends_on_the_machine() -> None:
+    """What a barrier costs, and how fast memory is, decide; not a number of ours."""
+    usual = compile_text(cases.SOFTMAX)
+    assert usual.grain < 24, "two threads share it"
+    slow_barrier = replace(AVX512, barrier=100 * AVX512.barrier)
+    alone = generate(parse_kernel(cases.SOFTMAX), Options(), slow_barrier)
+    assert alone.source == usual.source and alone.grain > 24
+    said = next(decision for decision in alone.decisions if decision.rule == "codegen.parallel")
+    assert not said.ok and "one thread is enough" in said.why
+    memory = replace(AVX512.memory, read=Rate(1.0, 1.0))
+    slow_memory = replace(AVX512, levels=(*AVX512.levels[:-1], memory))
+    assert generate(parse_kernel(cases.POINTWISE), Options(), slow_memory).grain < compile_text(cases.POINTWISE).grain
+
+
+def test_reasons_about_symbolic_sizes_are_words() -> None:
+    """The chunks of a long sum, joined by one kernel: few points, as a size at run time says."""
+    kernel = compile_text(
+        """\
+kernel k<s0>(x: f32[(4*s0 + 131071) // 131072], o: f32[1]) {
+  axes i: (4*s0 + 131071) // 131072
+  a: f32 = load x[i]
+  b: f32 = sum a over i
+  st: f32 = store o[0], b
+}
+"""
+    )
+    assert all("//" not in each.why for each in kernel.decisions)
+    assert decision(kernel, "codegen.vectorize").why.endswith(
+        "its extent depends on sizes, and is about 1 where they are about 256"
+    )

@@ -10,6 +10,7 @@ from pellucid.errors import InternalError, ToolchainError
 from pellucid.native import build as build_module
 from pellucid.native.build import KernelCompileError, build, default_toolchain
 from pellucid.native.compiler import Blame, blame
+from pellucid.native.session import SESSION
 from pellucid.native.store import KernelStore
 from tests.unit.native.support import DOUBLE, kernel_text
 
@@ -30,7 +31,7 @@ def call(address: int) -> int:
 
 def forget_loaded(monkeypatch) -> None:
     """As if in a new process."""
-    monkeypatch.setattr(build_module, "_addresses", {})
+    monkeypatch.setattr(SESSION, "addresses", {})
 
 
 def test_builds_what_is_missing_and_finds_the_rest(store, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pellucid.errors import InternalError
-from pellucid.native.plan import (
+from pellucid.native.execution_plan import (
     ArenaSlot,
     ExternSlot,
     FunctionalCall,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from pellucid.ir.index import sym
 from pellucid.ir.nodes import Extern, Kernel, Program
 from pellucid.ir.parser import parse_kernel
 from pellucid.ir.types import DType
+from pellucid.machine import AVX2, Machine, Rate
 from pellucid.options import Options
 from pellucid.schedule import schedule
 from pellucid.schedule.inline import recipe_of
@@ -339,3 +341,18 @@ def test_decisions_have_known_categories() -> None:
     for decision in decisions:
         facts = dict(decision.facts)
         assert decision.ok or not decision.rule.startswith("fuse.") or facts["category"] in known
+
+
+def test_whether_a_value_is_computed_again_depends_on_the_machine() -> None:
+    """Loading it costs bandwidth, computing it again costs instructions: the machine says which is less."""
+    b = ProgramBuilder()
+    x, w = b.input(512, 512), b.input(512, 512)
+    h = b.op("mul", x, 2.0)
+    program = b.finish(b.op("add", b.op("add", b.mm(h, w), x), h))
+
+    def inlined(machine: Machine) -> bool:
+        return any(each.rule == "fuse.inline" and each.ok for each in schedule(program, Options(), machine)[1])
+
+    flops = replace(AVX2.flops, f32=Rate(AVX2.flops.f32.one / 1000, AVX2.flops.f32.all / 1000))
+    assert inlined(AVX2)
+    assert not inlined(replace(AVX2, flops=flops))

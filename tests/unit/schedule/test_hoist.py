@@ -10,7 +10,8 @@ from pellucid.ir.nodes import Buffer, Kernel, Program
 from pellucid.ir.ops import OPS
 from pellucid.ir.parser import parse_kernel
 from pellucid.ir.verify import verify_kernel
-from pellucid.schedule.cost import op_cost
+from pellucid.machine import AVX2
+from pellucid.machine.work import op_cost
 from pellucid.schedule.hoist import find_rows, hoist
 
 NORM = """\
@@ -100,7 +101,7 @@ def work(kernel: Kernel) -> set[str]:
     ],
 )
 def test_hoisting_computes_the_same(kernel: Kernel, moved: set[str]) -> None:
-    program, (decision,) = hoist(program_of(kernel))
+    program, (decision,) = hoist(program_of(kernel), AVX2)
     first, rest = program.nodes
     assert isinstance(first, Kernel) and isinstance(rest, Kernel)
     verify_kernel(first)
@@ -124,7 +125,7 @@ def test_hoisting_computes_the_same(kernel: Kernel, moved: set[str]) -> None:
 
 def test_rows_over_several_axes_are_taken_out_one_after_the_other() -> None:
     kernel = parse_kernel(TWO)
-    program, decisions = hoist(program_of(kernel))
+    program, decisions = hoist(program_of(kernel), AVX2)
     assert [decision.ok for decision in decisions] == [True, True]
     assert [node.name for node in program.nodes] == ["two_rows", "two_rows_1", "two"]
     given: dict[str, torch.Tensor] = {}
@@ -141,7 +142,7 @@ def test_rows_over_several_axes_are_taken_out_one_after_the_other() -> None:
 
 def test_what_the_kernel_stores_itself_stays() -> None:
     """`exp` of `old` may be taken before or after its update: only the kernel knows."""
-    (rows,) = find_rows(parse_kernel(IN_PLACE))
+    (rows,) = find_rows(parse_kernel(IN_PLACE), AVX2)
     assert [line.out for line in rows.values] == ["e"]
 
 
@@ -153,13 +154,15 @@ def test_what_the_kernel_stores_itself_stays() -> None:
     ],
 )
 def test_a_row_that_is_not_kept_has_a_reason(kernel: Kernel, why: str) -> None:
-    program, (decision,) = hoist(program_of(kernel))
+    program, (decision,) = hoist(program_of(kernel), AVX2)
     assert program.nodes == (kernel,)
     assert not decision.ok and why in decision.why
 
 
 def test_cheap_rows_and_columns_are_left_alone() -> None:
     cheap = NORM.replace("sqrt v", "neg v").replace("reciprocal s", "neg s").replace("div m, h", "mul m, h")
-    assert find_rows(parse_kernel(cheap.format(n=4000, c=32, numel=128000))) == []
+    assert find_rows(parse_kernel(cheap.format(n=4000, c=32, numel=128000)), AVX2) == []
     column = NORM.replace("mean[c]", "mean[i]").replace("var[c]", "var[i]").replace("f32[{c}]", "f32[{n}]")
-    assert find_rows(parse_kernel(column.format(n=4000, c=32, numel=128000))) == [], "that is lifted out of the loop"
+    assert find_rows(parse_kernel(column.format(n=4000, c=32, numel=128000)), AVX2) == [], (
+        "that is lifted out of the loop"
+    )

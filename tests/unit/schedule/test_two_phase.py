@@ -163,3 +163,12 @@ def test_chunks_are_equal_where_they_can_be() -> None:
     assert cut.exact and cut.count * cut.size == const(1 << 22)
     (cut,), _ = choose_cuts(parse_kernel(SUM.format(n=9_999_991)), Options())
     assert not cut.exact
+
+
+def test_a_sum_of_squares_is_no_matrix_product() -> None:
+    """Nor is a dot product: they are as little parallel as any other sum."""
+    text = SUM.format(n=1 << 22)
+    squares = text.replace("  s: f32 = sum a over", "  b: f32 = mul a, a\n  s: f32 = sum b over")
+    assert squares != text
+    (cut,), _ = choose_cuts(parse_kernel(squares), Options())
+    assert cut.exact

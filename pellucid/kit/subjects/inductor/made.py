@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
 import torch._inductor.debug
+from torch._dynamo.utils import compilation_time_metrics
 from torch._inductor.codegen.common import CSE
 from torch._inductor.codegen.cpp import (
     VECTORIZABLE_DTYPES,
     CppKernelProxy,
+    CppScheduling,
     CppVecKernel,
     KernelOpStats,
     TilingSelect,
 )
 from torch._inductor.codegen.cpp_utils import _get_dtype_from_loopbodies, _get_loop_body
 from torch._inductor.graph import GraphLowering
-from torch._inductor.scheduler import SchedulerNode, WhyNoFuse
+from torch._inductor.scheduler import BaseSchedulerNode, Scheduler, SchedulerNode, WhyNoFuse
 from torch._inductor.virtualized import V
 
-from pellucid.capture.graph import origin_of
-from pellucid.ir.origin import merge
-from pellucid.kit.subjects.explain import CPP_NAMES, Value
+from pellucid.capture.fx import origin_of
+from pellucid.ir.origin import Origin, merge
+from pellucid.kit.subjects.base import Fusion
+from pellucid.kit.subjects.inductor.facts import Loops, loops_of
+from pellucid.kit.subjects.inductor.unfused import category_of
+from pellucid.kit.subjects.refusals import CPP_NAMES, Value
 
 # As `TilingSelect` has it: from so many accesses that are not contiguous on, no vectors.
 _STRIDED_LIMIT = 35
@@ -33,13 +38,17 @@ _STRIDED_LIMIT = 35
 _ELEMENT_BY_ELEMENT = "tmpbuf_out"
 
 
+Variables: TypeAlias = "Mapping[str, Sequence[Value]]"
+
+
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """A refusal: its kind (see `explain.Refusal`), the buffers that it is about, and why."""
+    """A refusal: its kind (see `explain.Refusal`), the buffers that it is about, why, and of a fusion its category."""
 
     kind: str
     buffers: tuple[str, ...]
     why: str
+    category: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +64,11 @@ class Made:
     """What Inductor made of a graph.
 
     text: its Python module. graph: the FX graph after its passes. holds: by buffer, the FX node whose result it is.
-    constants: what the text names beside its arguments. nodes: by provenance handle, names of FX nodes. values: the
-    variables of kernels by the text that defines them. undone: what was not fused or vectorised.
-    loaded: the names of the module that it became, with its kernels; empty before.
+    constants: what the text names beside its arguments. nodes: by provenance handle, names of FX nodes. values: by
+    kernel, for each of its calls, its variables by the text that defines them; loops of one kernel may define several
+    by one text, which stand in order. undone: what was not fused or vectorised. fused: what was, in order.
+    loops: what each kernel moves and computes, by its name. before_fusion, after_fusion: its loops as it prints them.
+    seconds: of each stage. loaded: the names of the module that it became, with its kernels; empty before.
     """
 
     text: str
@@ -65,40 +76,87 @@ class Made:
     holds: Mapping[str, str]
     constants: Mapping[str, Any]
     nodes: Mapping[str, Sequence[str]]
-    values: Mapping[str, Value] = field(default_factory=dict)
+    values: Mapping[str, Sequence[Variables]] = field(default_factory=dict)
     undone: Sequence[Undone] = ()
+    loops: Mapping[str, Loops] = field(default_factory=dict)
+    before_fusion: str = ""
+    after_fusion: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    fused: Sequence[Fusion] = ()
     loaded: dict[str, Any] = field(default_factory=dict)
 
 
+# What PyTorch calls the times of each stage.
+_TIMERS = {
+    "transform": ("_recursive_post_grad_passes",),
+    "lower": ("GraphLowering.run",),
+    "schedule": ("Scheduler.__init__",),
+    "codegen": ("Scheduler.codegen", "PythonWrapperCodegen.generate"),
+    "build": ("PyCodeCache.load_by_key_path",),
+}
+
+
 @contextmanager
-def listening(made: list[Made]) -> Iterator[None]:
-    """What Inductor makes of each graph that it compiles in this context is appended."""
+def listening(made: list[Made], most: int | None = None) -> Iterator[None]:
+    """What Inductor makes of each graph that it compiles in this context is appended.
+
+    most: how many fusions it may make; None for all.
+    """
+    before = _times()
     with ExitStack() as stack:
-        for owner, name, replacement in _Ear(made).hooks():
+        for owner, name, replacement in _Ear(made, most).hooks():
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
+    if made:
+        made[-1].seconds.update({stage: seconds - before[stage] for stage, seconds in _times().items()})
+
+
+def _times() -> dict[str, float]:
+    """Seconds in each stage since the process began."""
+    known = compilation_time_metrics
+    return {stage: sum(sum(known.get(name, ())) for name in names) for stage, names in _TIMERS.items()}
 
 
 class _Ear:
     """Stands before functions of Inductor, calls them, and notes what they were given and gave."""
 
-    def __init__(self, made: list[Made]) -> None:
-        self.made = made
-        self.values: dict[str, Value] = {}
+    def __init__(self, made: list[Made], most: int | None = None) -> None:
+        self.made, self.most = made, most
+        self.variables: dict[str, list[Value]] = {}  # of the kernel that is being written
+        self.values: dict[str, list[Variables]] = {}
+        self.fusions: list[Fusion] = []
         self.undone: dict[Undone, None] = {}
+        self.loops: dict[str, Loops] = {}
         self.tiling: _Tiling | None = None  # of the kernel that is being written
+        self.scalar: list[str] = []  # of each of its loops, why it has no vectors
+        self.before_fusion = self.after_fusion = ""
 
     def hooks(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """By class and method, what takes its place; it is given the method first."""
         for owner, name, hear in (
+            (torch._inductor.debug, "log_ir_pre_fusion", self.scheduled),
+            (torch._inductor.debug, "log_ir_post_fusion", self.fused),
             (GraphLowering, "codegen", self.wrote),
             (GraphLowering, "compile_to_module", self.loaded),
             (CSE, "generate", self.defined),
             (WhyNoFuse, "__call__", self.unfused),
             (TilingSelect, "select_tiling", self.tiled),
             (CppKernelProxy, "codegen_nodes", self.looped),
+            (CppScheduling, "define_kernel", self.kernel),
+            (Scheduler, "can_fuse", self.may_fuse),
+            (Scheduler, "fuse_two_nodes", self.fuse),
         ):
             yield owner, name, _method(hear, getattr(owner, name))
+
+    def scheduled(self, log: Callable[..., Any], nodes: Sequence[BaseSchedulerNode]) -> None:
+        """The graph was lowered to loops."""
+        log(nodes)
+        self.before_fusion = _printed(nodes)
+
+    def fused(self, log: Callable[..., Any], nodes: Sequence[BaseSchedulerNode]) -> None:
+        """The loops were fused."""
+        log(nodes)
+        self.after_fusion = _printed(nodes)
 
     def wrote(self, codegen: Callable[..., Any], lowering: GraphLowering) -> Any:
         """Inductor wrote the module of a graph."""
@@ -112,6 +170,10 @@ class _Ear:
             {key: list(names) for key, names in handles.items()},
             dict(self.values),
             tuple(self.undone),
+            dict(self.loops),
+            self.before_fusion,
+            self.after_fusion,
+            fused=tuple(self.fusions),
         )
         self.made.append(made)
         return result
@@ -130,17 +192,38 @@ class _Ear:
         if node is None:
             return made
         if isinstance(expression, str):
-            self.values[f"{made} = {expression}"] = _value(str(node.target), about.get("dtype"))
+            value = _value(str(node.target), about.get("dtype"))
+            self.variables.setdefault(f"{made} = {expression}", []).append(value)
         elif _ELEMENT_BY_ELEMENT in getattr(expression, "getvalue", str)():
             why = f"ops.{node.target} has no vector form: it is computed one element at a time"
             self.undone[Undone("vectorisation", _buffers(_current()), why)] = None
         return made
 
+    def kernel(
+        self, define: Callable[..., str], scheduling: CppScheduling, text: str, nodes: Any, args: Any = None
+    ) -> str:
+        """A kernel was written, or one that is the same as one before."""
+        name = define(scheduling, text, nodes, args)
+        scalar = self.scalar[0] if self.scalar and all(self.scalar) else ""
+        self.loops[name] = loops_of(nodes, scheduling.kernel_group.args if args is None else args, scalar)
+        self.values.setdefault(name, []).append(self.variables)
+        self.variables, self.scalar = {}, []
+        return name
+
+    def may_fuse(self, ask: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        """Whether two loops may be fused."""
+        return (self.most is None or len(self.fusions) < self.most) and ask(*args, **kwargs)
+
+    def fuse(self, fuse: Callable[..., Any], scheduler: Scheduler, first: Any, second: Any, *args: Any) -> Any:
+        """Two loops are fused."""
+        self.fusions.append(Fusion(_origin(first.get_nodes()), _origin(second.get_nodes())))
+        return fuse(scheduler, first, second, *args)
+
     def unfused(self, refuse: Callable[..., Any], pair: WhyNoFuse, reason: str, *args: Any) -> None:
         """Two loops were not fused."""
         refuse(pair, reason, *args)
         names = tuple(name.replace("op", "buf") for name in (pair.name1, pair.name2))
-        self.undone[Undone("fusion", names, reason % args)] = None
+        self.undone[Undone("fusion", names, reason % args, category_of(pair.name1, pair.name2, reason))] = None
 
     def tiled(self, select: Callable[..., Any], tiling: TilingSelect, functions: Sequence[Any], sizes: Any) -> Any:
         """The loops of a kernel that vectors go along were chosen."""
@@ -152,12 +235,18 @@ class _Ear:
         """The loops of a kernel were written, with vectors or without."""
         self.tiling = None
         codegen(proxy, nodes)
-        if not any(isinstance(kernel, CppVecKernel) for kernel in proxy.kernels):
-            self.undone[Undone("vectorisation", _buffers(nodes), _why_scalar(proxy, self.tiling))] = None
+        vectors = any(isinstance(kernel, CppVecKernel) for kernel in proxy.kernels)
+        self.scalar.append("" if vectors else _why_scalar(proxy, self.tiling))
+        if not vectors:
+            self.undone[Undone("vectorisation", _buffers(nodes), self.scalar[-1])] = None
 
 
 def _method(hear: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: hear(method, *args, **kwargs)
+
+
+def _printed(nodes: Iterable[BaseSchedulerNode]) -> str:
+    return "\n\n".join(node.debug_str() for node in nodes) + "\n"
 
 
 def _buffers(nodes: Iterable[SchedulerNode]) -> tuple[str, ...]:
@@ -189,9 +278,18 @@ def _current() -> list[SchedulerNode]:
     return [] if current is None else [current]
 
 
+def _origins(nodes: Iterable[Any]) -> list[torch.fx.Node]:
+    """The FX nodes behind loops, in graph order."""
+    return sorted({node for each in nodes if each.node is not None for node in each.node.get_origins()})
+
+
+def _origin(nodes: Iterable[Any]) -> Origin:
+    return merge(map(origin_of, _origins(nodes)))
+
+
 def _value(op: str, dtype: torch.dtype | None) -> Value:
     """A variable of the kernel that is being written; of the FX nodes behind it, the one that is this operator."""
-    origins = [node for current in _current() if current.node is not None for node in current.node.get_origins()]
+    origins = _origins(_current())
     named = [node for node in origins if op in str(node.target)]
     origin = merge(map(origin_of, named or origins))
     return Value(op, CPP_NAMES.get(dtype, "") if dtype is not None else "", origin)

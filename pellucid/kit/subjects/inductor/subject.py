@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._inductor import config
+from torch._inductor import config, cpp_builder
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
@@ -20,14 +21,16 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import CppCompileError
 from torch._inductor.graph import GraphLowering
 
-from pellucid.capture.graph import origin_of
+from pellucid.capture.fx import origin_of
 from pellucid.errors import UserError, near
 from pellucid.ir.origin import merge
 from pellucid.kit.process.child import chain_of
+from pellucid.kit.process.sanitizer import FLAGS
 from pellucid.kit.programs.graphs import Graph, GraphCompiler, interpret, twin
 from pellucid.kit.subjects.base import (
     Captured,
     Compiled,
+    Fusion,
     Interpreted,
     Partial,
     Passed,
@@ -37,11 +40,13 @@ from pellucid.kit.subjects.base import (
     Undecomposed,
     refusal,
 )
-from pellucid.kit.subjects.explain import Refusal, Refused
 from pellucid.kit.subjects.inductor.loops import Loops
 from pellucid.kit.subjects.inductor.made import Made, holds_of, listening
-from pellucid.kit.subjects.inductor.text import Instrumented, refused_kernel
+from pellucid.kit.subjects.inductor.text import Instrumented, as_program, refused_kernel
+from pellucid.kit.subjects.inductor.timing import timed_module
 from pellucid.kit.subjects.plain import front_rungs
+from pellucid.kit.subjects.refusals import Refusal, Refused
+from pellucid.trace.fx_programs import Constants
 
 # A cache would serve code that another version of the compiler made, a patched one for example.
 _SETTINGS: dict[str, Any] = {
@@ -60,7 +65,12 @@ extern "C" void kernel(float* out) { at::vec::Vectorized<float>(0.0f).store(out)
 
 @dataclass(frozen=True, slots=True)
 class Inductor(Subject):
-    """Stock TorchInductor of the installed torch; `options` are settings of `torch._inductor.config` by their names."""
+    """Stock TorchInductor of the installed torch; `options` are settings of `torch._inductor.config` by their names.
+
+    most_fusions: of each graph that `compile` is given; None for all.
+    """
+
+    most_fusions: int | None = None
 
     demands = 2  # operators that it decomposes must not be left
 
@@ -82,7 +92,24 @@ class Inductor(Subject):
         return partial(compile_fx, inner_compile=inner, config_patches=patches, decompositions=table)
 
     def compile(self, graph: Graph) -> Compiled:
-        return _InductorCompiled(graph, self.options)
+        return _InductorCompiled(graph, self.options, self.most_fusions)
+
+    def fusing(self, most: int) -> Inductor:
+        return replace(self, most_fusions=most)
+
+    def timed(self, graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
+        return _InductorCompiled(graph, self.options, self.most_fusions).timed(graph.name)
+
+    def clocked(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+        numbers = itertools.count()
+
+        def compiler(kind: str) -> GraphCompiler:
+            def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+                return self.timed(Graph(f"{kind}_{next(numbers)}", kind, module, tuple(inputs)))
+
+            return compile_graph
+
+        return torch.compile(fn, backend=self.capturing(compiler), dynamic=dynamic)
 
     def warm_up(self) -> None:
         """Find the vector instructions and precompile the headers: a second and more in each process."""
@@ -94,6 +121,17 @@ class Inductor(Subject):
         """Inductor names a kernel's file by its text, so only the caches of whole graphs could hide a change of it."""
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         _SETTINGS.update(force_disable_caches=False, fx_graph_cache=False, fx_graph_remote_cache=False)
+
+    def sanitized(self) -> Subject:
+        valid_vec_isa_list()  # tries what it finds in a process of its own, which has not the sanitizers' libraries
+        flags = cpp_builder._get_optimization_cflags
+
+        def with_sanitizers(*given: Any) -> tuple[list[str], list[str]]:
+            compiling, linking = flags(*given)
+            return [*compiling, *(flag.removeprefix("-") for flag in FLAGS)], linking
+
+        cpp_builder._get_optimization_cflags = with_sanitizers
+        return Inductor({**self.options, "allow_buffer_reuse": False, "inplace_buffers": False})
 
     def refused(self, error: BaseException) -> Refused | None:
         failed = next((each for each in chain_of(error) if isinstance(each, CppCompileError)), None)
@@ -169,10 +207,10 @@ class _LoweredCompiled(Compiled):
 class _InductorCompiled(Compiled):
     """A graph that Inductor compiled."""
 
-    def __init__(self, graph: Graph, options: Mapping[str, Any]) -> None:
+    def __init__(self, graph: Graph, options: Mapping[str, Any], most: int | None) -> None:
         made: list[Made] = []
         try:
-            with listening(made):
+            with listening(made, most):
                 self._call = _compiled(graph, options)
         except Exception as error:
             if made:
@@ -181,9 +219,19 @@ class _InductorCompiled(Compiled):
         if not made:  # an empty graph is returned as it is
             made.append(Made("def call(args):\n    return list(args)\n", graph.module, {}, {}, {}))
         self._made = made[-1]
-        self.graph, self.plan = self._made.graph, self._made.text
+        self.graph, self.seconds = self._made.graph, self._made.seconds
         self._module = Instrumented(self._made)
         self.steps = tuple(self._module.steps)
+
+    def texts(self, constants: Constants) -> Mapping[str, str]:
+        return {
+            "ir_pre_fusion.txt": self._made.before_fusion,
+            "ir_post_fusion.txt": self._made.after_fusion,
+            "output_code.py": as_program(self._made, constants),
+        }
+
+    def fusions(self) -> Sequence[Fusion]:
+        return self._made.fused
 
     def refusals(self) -> Iterator[Refusal]:
         yield from super().refusals()
@@ -192,7 +240,11 @@ class _InductorCompiled(Compiled):
             # Loops that were fused before have the names of all their buffers.
             held = [self._made.holds.get(name) for names in undone.buffers for name in names.split("_")]
             origin = merge(origin_of(nodes[name]) for name in held if name in nodes)
-            yield refusal(undone.kind, undone.buffers, undone.why, origin)
+            yield refusal(undone.kind, undone.buffers, undone.why, origin, undone.category)
+
+    def timed(self, name: str) -> Callable[[list[Any]], Any]:
+        """The graph as it runs without probes, noting its times while a clock is on."""
+        return timed_module(name, self._made, self._call)
 
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
         with torch.no_grad():

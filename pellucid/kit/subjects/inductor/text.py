@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 from torch._inductor.exc import CppCompileError
 
-from pellucid.capture.graph import origin_of
+from pellucid.capture.fx import origin_of
 from pellucid.ir.origin import GLUE, Origin, merge
 from pellucid.kit.subjects.base import Probe, Step
-from pellucid.kit.subjects.explain import DEFINITION, Refused
-from pellucid.kit.subjects.inductor.made import Made
+from pellucid.kit.subjects.inductor.made import Made, Variables
+from pellucid.kit.subjects.refusals import DEFINITION, Refused, Value, start_of
+from pellucid.trace.fx_programs import Constants
 
+BEFORE, AFTER = "__before__", "__after__"
 _ERROR = re.compile(r"^(?P<file>[^\s:]+):(?P<line>\d+):\d+: (?:fatal )?error: (?P<message>.*)$", re.MULTILINE)
 _HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
 
@@ -26,23 +30,9 @@ class Instrumented:
     """The module that Inductor wrote, with a hook before and after each call it makes."""
 
     def __init__(self, made: Made) -> None:
-        tree = ast.parse(made.text)
-        self._reader = _Reader(made, tree)
-        call = _call_function(tree)
-        call.body = list(self._reader.instrument(call.body))
-        ast.fix_missing_locations(tree)
-        self.steps = self._reader.steps
+        tree, _, self.steps = hooked(made)
         self._probe = Probe()
-        self._space: dict[str, Any] = {
-            **made.loaded,
-            "__name__": "pellucid_instrumented",
-            "__before__": self._before,
-            "__after__": self._after,
-            **made.constants,
-        }
-        if made.loaded:  # its kernels are there
-            tree.body = [each for each in tree.body if not _compiles(each)]
-        self._code = compile(tree, "<instrumented>", "exec")
+        self._code, self._space = loadable(made, tree, {BEFORE: self._before, AFTER: self._after})
         self._loaded = False
 
     def run(self, inputs: list[Any], probe: Probe) -> Sequence[Any]:
@@ -58,6 +48,25 @@ class Instrumented:
     def _after(self, position: int, *tensors: torch.Tensor) -> None:
         step = self.steps[position]
         self._probe.after(step, dict(zip(step.values, tensors, strict=True)))
+
+
+def hooked(made: Made) -> tuple[ast.Module, ast.FunctionDef, list[Step]]:
+    """The module with hooks, `BEFORE(number)` and `AFTER(number, *results)`, around the calls of its function; that
+    function; and its calls by number. Where a result gets its name late, an `AFTER` stands alone."""
+    tree = ast.parse(made.text)
+    reader = _Reader(made, tree)
+    function = _call_function(tree)
+    function.body = list(reader.instrument(function.body))
+    return tree, function, reader.steps
+
+
+def loadable(made: Made, tree: ast.Module, names: Mapping[str, Any]) -> tuple[CodeType, dict[str, Any]]:
+    """A module like that which Inductor wrote, with what it runs in: `names` beside its own; its kernels are there."""
+    ast.fix_missing_locations(tree)
+    if made.loaded:
+        tree.body = [each for each in tree.body if not _compiles(each)]
+    space = {**made.loaded, "__name__": "pellucid_instrumented", **names, **made.constants}
+    return compile(tree, "<instrumented>", "exec"), space
 
 
 def _compiles(statement: ast.stmt) -> bool:
@@ -81,6 +90,7 @@ class _Reader:
     steps: list[Step] = field(default_factory=list)
     _kernels: dict[str, tuple[str, tuple[bool, ...]]] = field(default_factory=dict)
     _roots: dict[str, str] = field(default_factory=dict)
+    _calls: Counter[str] = field(default_factory=Counter)
 
     def instrument(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
         """The statements with hooks between them."""
@@ -99,9 +109,9 @@ class _Reader:
             values = tuple(self.made.holds[b] for b in held)
             number = len(self.steps)
             self.steps.append(_replaced(step, self._unique(step.name), origin, values))
-            yield _hook("__before__", number)
+            yield _hook(BEFORE, number)
             yield statement
-            yield _hook("__after__", number, *held)
+            yield _hook(AFTER, number, *held)
 
     def _late(self, results: Sequence[str]) -> Iterator[ast.stmt]:
         """A name given to a result of the last step."""
@@ -112,7 +122,7 @@ class _Reader:
             fresh = [name for name in held if self.made.holds[name] not in step.values]
             if fresh:
                 self.steps.append(_replaced(step, step.name, step.origin, tuple(self.made.holds[n] for n in fresh)))
-                yield _hook("__after__", len(self.steps) - 1, *fresh)
+                yield _hook(AFTER, len(self.steps) - 1, *fresh)
 
     def _step(self, statement: ast.stmt) -> Step | None:
         call = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
@@ -126,8 +136,11 @@ class _Reader:
             arguments = [_base(arg) for arg in call.args]
             writes = [a for a, w in zip(arguments, written, strict=False) if a and w]
             reads = [a for a, w in zip(arguments, written, strict=False) if a and not w]
-            lines, ops = self._annotations(source)
-            return Step(name, "", GLUE, tuple(reads), self._with_roots(writes), (), name, source, lines, ops=ops)
+            lines, ops = self._annotations(source, self._variables(name))
+            loops = self.made.loops.get(name)
+            facts = loops.row if loops is not None else {}
+            written = self._with_roots(writes)
+            return Step(name, "", GLUE, tuple(reads), written, (), name, source, lines, ops=ops, facts=facts)
         if not name.startswith(("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")):
             return None
         out = [_base(keyword.value) for keyword in call.keywords if keyword.arg == "out"]
@@ -140,13 +153,23 @@ class _Reader:
         operator = name.removeprefix("torch.ops.").removeprefix("extern_kernels.")
         return Step(operator, operator, GLUE, tuple(reads), self._with_roots([*filter(None, out), *targets]))
 
-    def _annotations(self, source: str) -> tuple[tuple[Origin, ...], tuple[str, ...]]:
+    def _variables(self, kernel: str) -> Variables:
+        """Those of the next call of a kernel."""
+        number, calls = self._calls[kernel], self.made.values.get(kernel, ())
+        self._calls[kernel] += 1
+        return calls[min(number, len(calls) - 1)] if calls else {}
+
+    def _annotations(self, source: str, variables: Variables) -> tuple[tuple[Origin, ...], tuple[str, ...]]:
         """Where each line of a kernel comes from, and its operators in order; lines that define no value are glue."""
         origins: list[Origin] = []
         ops: list[str] = []
-        for line in source.splitlines():
-            found = DEFINITION.match(line)
-            value = self.made.values.get(f"{found['name']} = {found['value']}") if found else None
+        matches = [DEFINITION.match(line) for line in source.splitlines()]
+        texts = [f"{found['name']} = {found['value']}" if found else "" for found in matches]
+        often, seen = Counter(texts), Counter[str]()
+        for text in texts:
+            values = variables.get(text, ())
+            value = values[seen[text]] if len(values) == often[text] else _merged(values)
+            seen[text] += 1
             origins.append(value.origin if value else GLUE)
             ops += [value.op] if value else []
         return tuple(origins), tuple(ops)
@@ -214,6 +237,11 @@ class _Reader:
         return f"{name}#{count + 1}" if count else name
 
 
+def _merged(values: Sequence[Value]) -> Value | None:
+    """One value for several that one text defines."""
+    return replace(values[0], origin=merge(value.origin for value in values)) if values else None
+
+
 def _replaced(step: Step, name: str, origin: Origin, values: tuple[str, ...]) -> Step:
     return replace(step, name=name, origin=origin, values=values)
 
@@ -247,16 +275,29 @@ def kernels_of(tree: ast.Module) -> Iterator[tuple[str, tuple[str, tuple[bool, .
                 yield name, (str(text), tuple("*" in each and not each.startswith("const") for each in declared))
 
 
+_MAIN = re.compile(r"\n\ndef get_args\(\):.*|\nif __name__ == .*", re.DOTALL)
+
+
+def as_program(made: Made, constants: Constants) -> str:
+    """The module as a program of a run folder: called with the graph's inputs and judged, not with random numbers."""
+    named = "".join(f"{name} = {constants.text(each)}\n" for name, each in made.constants.items())
+    needed = "from pellucid.runnable import compare_called, saved\n\n"
+    values = f"VALUES = saved(__file__)\n{named}" if named else ""
+    call = 'if __name__ == "__main__":\n    raise SystemExit(compare_called(call, __file__))\n'
+    return f"{_MAIN.sub('', made.text).rstrip()}\n\n\n{needed}{values}\n\n{call}"
+
+
 def refused_kernel(failed: CppCompileError, made: Made) -> Refused | None:
     """The kernel that the C++ compiler refused, if the error names a line of one."""
     found = _ERROR.search(failed.output)
     if found is None:
         return None
     file, number, message = found["file"], int(found["line"]), found["message"]
-    compiled = Path(file).read_text().splitlines() if Path(file).is_file() else []
     for name, (source, _) in kernels_of(ast.parse(made.text)):
-        lines = source.splitlines()
-        for start in range(len(compiled) - len(lines) + 1):
-            if compiled[start : start + len(lines)] == lines:
-                return Refused(name, source, number - start, message, failed.output, made.values)
+        start = start_of(source, Path(file))
+        if start is not None:
+            calls = made.values.get(name, ())
+            values = {text: _merged(each) for text, each in calls[0].items()} if calls else {}
+            known = {text: value for text, value in values.items() if value is not None}
+            return Refused(name, source, number - start, message, failed.output, known)
     return None

@@ -1,0 +1,96 @@
+"""Reading FX graphs: element types, sizes and strides of fake tensors, and where a node comes from."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pellucid.capture.torch_compat import (
+    derived_in,
+    expr_of,
+    is_symbolic,
+    module_of,
+    stride_of,
+    tree_leaves,
+    user_frames,
+)
+from pellucid.errors import UnsupportedError
+from pellucid.ir.derived import Derived
+from pellucid.ir.index import Expr
+from pellucid.ir.origin import Origin, UserLine, merge
+from pellucid.ir.types import TORCH_DTYPES, DType
+
+DTYPES: dict[torch.dtype, DType] = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
+
+# Key in a node's meta: origins of the nodes that it replaced.
+_MERGED = "pellucid_merged_origins"
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n?\s*(?P<code>[^\n]*)')
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def dtype_of(tensor: torch.Tensor) -> DType:
+    """The element type of a (fake) tensor; raises `UnsupportedError` for one that the IR has no name for."""
+    if tensor.dtype not in DTYPES:
+        raise UnsupportedError(f"tensors of {tensor.dtype}", hint="keep them out with torch.compiler.disable")
+    return DTYPES[tensor.dtype]
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[Expr, ...]:
+    """The sizes of a (fake) tensor as index expressions."""
+    return tuple(expr_of(size) for size in tensor.shape)
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[Expr, ...]:
+    """The strides of a (fake) tensor, in elements."""
+    return tuple(stride_of(stride) for stride in tensor.stride())
+
+
+def attribute_of(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
+    """What a `get_attr` node stands for: a tensor or a graph, of the module or of one inside of it."""
+    value: Any = graph_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+def derived_sizes(graph_module: torch.fx.GraphModule) -> dict[str, Derived]:
+    """The derived integers that the sizes of a graph name, each after those that it is made of."""
+    found: dict[str, Derived] = {}
+    for node in graph_module.graph.nodes:
+        for value in tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                for size in (*value.shape, value.storage_offset()):
+                    found |= derived_in(size)
+                for stride in value.stride():
+                    found |= derived_in(stride, stride=True)
+            elif is_symbolic(value):
+                found |= derived_in(value)
+    return found
+
+
+def origin_of(node: torch.fx.Node) -> Origin:
+    """The FX node itself and the line of the user's program that made it.
+
+    The line is the innermost one outside PyTorch; a module of a library counts as the user's program. Where all lines
+    are PyTorch's, as in an `nn.Sequential`, the path and the class of the module stand alone.
+    """
+    line, (module, kind) = _innermost_line(user_frames(node)), module_of(node)
+    known = [UserLine("", 0, kind, module) if line is None else line._replace(module=module)] if line or module else []
+    return merge((Origin((node.name,), tuple(known)), *node.meta.get(_MERGED, ())))
+
+
+def merge_origin(kept: torch.fx.Node, dropped: torch.fx.Node) -> None:
+    """`kept` now stands for `dropped` as well."""
+    kept.meta[_MERGED] = (*kept.meta.get(_MERGED, ()), origin_of(dropped))
+
+
+@lru_cache(maxsize=65536)
+def _innermost_line(trace: str) -> UserLine | None:
+    frames = [UserLine(m["file"], int(m["line"]), m["code"].strip()) for m in _FRAME.finditer(trace)]
+    outside = [frame for frame in frames if not frame.file.startswith(_TORCH)]
+    return (outside or frames or [None])[-1]

@@ -1,0 +1,349 @@
+"""The blocks of a contraction: which of its axes are cut, and into what sizes.
+
+Sizes and strides alone decide, never the number of threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pellucid.ir.contraction import Contraction, find_contraction, stored_along
+from pellucid.ir.decision import Decision
+from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product, var
+from pellucid.ir.nodes import Kernel, Load
+from pellucid.machine.work import estimate
+from pellucid.options import Options
+
+# The largest block: what is read again lies in the second cache, and what is packed is used often enough.
+ROWS = 240
+COLUMNS = 128
+# Blocks are multiples of these: columns of two registers of AVX-512; rows of little, so that blocks are equal.
+COLUMN_STEP = 32
+ROW_STEP = 2
+# Smaller blocks than these would pack the operands too often.
+FEWEST_ROWS = 48
+# The same of a convolution, whose small blocks cost more: to gather a term for a row takes as long as so many products,
+# which all columns share, and to pack one for a column, which all rows share.
+ENOUGH_WINDOWS = 12
+GATHER = 3.5
+PACK = 7.3
+# Terms that are packed at a time, as `contract.h` has it: all taps of a channel must be among them.
+DEPTH = 192
+# Columns that leave panels mostly empty, as `contract.h` has it.
+FEW_COLUMNS = 4
+# Axes that the rows of a window may have: images, lines, pixels; and its taps.
+MOST_ROW_AXES = 3
+MOST_TAP_AXES = 2
+# Blocks from which on no thread waits long for another.
+ENOUGH_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A matrix in `buffer` that begins at the index `start`, with the strides of its rows and columns."""
+
+    buffer: str
+    start: Expr
+    row: Expr
+    column: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What lies outside of an image adds nothing: it counts where 0 <= first + rows * i + taps * j < extent."""
+
+    first: Expr
+    rows: tuple[Expr, ...]
+    taps: tuple[Expr, ...]
+    extent: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A left operand whose rows are points of several axes, and whose terms are those of taps and channels.
+
+    start: the index of the block's first row and term. rows, taps: (extent, stride), outermost first.
+    channels: terms that are neighbours. edges: one for each dimension with padding.
+    planes: the right operand's terms lie taps innermost, not channels. zeros: see `Contraction`.
+    """
+
+    buffer: str
+    start: Expr
+    rows: tuple[tuple[Expr, Expr], ...]
+    taps: tuple[tuple[Expr, Expr], ...]
+    channels: Expr
+    planes: bool
+    zeros: bool
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A right operand of `terms` rows and `columns` columns, packed whole before the program runs.
+
+    area: taps of a channel where the operand's terms lie channel by channel and the left one's tap by tap, else 1.
+    """
+
+    operand: Operand
+    terms: int
+    columns: int
+    area: int
+
+    def numel(self, lanes: int) -> int:
+        """How many f32 that makes, in panels of two registers of `lanes`: `pack_panels` checks it."""
+        return -(-self.columns // (2 * lanes)) * 2 * lanes * self.terms + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """One block is `rows` points of the axis `row`, with all of `whole`, by `columns` of `column`.
+
+    Sums run over the `terms` of `inner`, in the order of the left operand. window: whether rows and terms of that are
+    more than a row and a column of a matrix. planes: the right operand's terms lie with the last of `inner` outermost.
+    packed: the right operand is packed before the program runs.
+    """
+
+    contraction: Contraction
+    row: str
+    whole: tuple[str, ...]
+    column: str
+    inner: tuple[str, ...]
+    rows: int
+    columns: int
+    ranges: dict[str, Expr]
+    window: bool = False
+    planes: bool = False
+    packed: bool = False
+
+    @property
+    def terms(self) -> Expr:
+        return product(self.ranges[name] for name in self.inner)
+
+    @property
+    def by_channel(self) -> bool:
+        """True if a column of the block is made of one column of both operands."""
+        return self.column in self.contraction.batch
+
+    @property
+    def height(self) -> int:
+        """Rows of a block, seen as a matrix."""
+        return self.rows * estimate(product(self.ranges[name] for name in self.whole))
+
+    def operands(self) -> tuple[Operand | Window, Operand]:
+        """The parts of both operands for the block that begins at row `lo` and column `from`."""
+        left, right = self.contraction.loads
+        along = self.inner[-2 if self.planes else -1]
+        return self._window(left) if self.window else self._part(left, self.row, along), self._part(
+            right, along, self.column
+        )
+
+    def packing(self) -> Packing | None:
+        """How the right operand is packed, if that happens before the program runs."""
+        if not self.packed:
+            return None
+        start: dict[Atom, Expr] = {Var("from"): ZERO}
+        right = self.operands()[1]
+        terms, columns = self.terms.value, self.ranges[self.column].value
+        assert terms is not None and columns is not None
+        area = _area(_taps(self.contraction, self.inner)[0], self.ranges) if self.planes else 1
+        return Packing(replace(right, start=right.start.substitute(start)), terms, columns, area)
+
+    def syms(self) -> frozenset[str]:
+        """The size symbols that the operands name."""
+        return self.terms.syms().union(*(load.index.syms() for load in self.contraction.loads))
+
+    def _part(self, load: Load, row: str, column: str) -> Operand:
+        return Operand(
+            load.buffer, self._first(load.index), stride_along(load.index, row), stride_along(load.index, column)
+        )
+
+    def _window(self, load: Load) -> Window:
+        taps, channels = _taps(self.contraction, self.inner)
+        rows = ((self.row, var("hi") - var("lo")), *((name, self.ranges[name]) for name in self.whole))
+        edges = (
+            Edge(
+                self._first(bound.position),
+                tuple(stride_along(bound.position, name) for name, _ in rows),
+                tuple(stride_along(bound.position, name) for name in taps),
+                bound.extent,
+            )
+            for bound in self.contraction.bounds
+        )
+        return Window(
+            load.buffer,
+            self._first(load.index),
+            tuple((extent, stride_along(load.index, name)) for name, extent in rows),
+            tuple((self.ranges[name], stride_along(load.index, name)) for name in taps),
+            product(self.ranges[name] for name in channels),
+            self.planes and not self.packed,
+            self.contraction.zeros,
+            tuple(edges),
+        )
+
+    def _first(self, index: Expr) -> Expr:
+        """`index` at the first row, column and term of a block."""
+        first: dict[Atom, Expr] = {Var(name): ZERO for name in (*self.inner, *self.whole)}
+        return index.substitute({**first, Var(self.row): var("lo"), Var(self.column): var("from")})
+
+
+def find_blocks(
+    kernel: Kernel, options: Options, frozen: frozenset[str] = frozenset()
+) -> tuple[Blocks, tuple[Decision, ...]] | None:
+    """The blocks of a kernel whose space is simplified, None if it is no contraction, or runs better otherwise.
+
+    frozen: buffers that are the same at each call.
+    """
+    found = find_contraction(kernel)
+    if found is None or not options.vectorize:
+        return None
+    ranges = kernel.ranges
+
+    def longest(axes: tuple[str, ...]) -> str:
+        return max(axes, key=lambda name: estimate(ranges[name]))
+
+    if not found.rows or not (found.columns or by_channel(found)):
+        return None
+    columns = found.columns or found.batch
+    row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
+    blocks = None
+    if found.windowed or (len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS):
+        blocks = _windows(kernel, found, column)
+    if blocks is None:
+        if found.windowed:
+            return None
+        others = (extent for name, extent in ranges.items() if name not in (row, column, *found.inner))
+        outer = max(1, estimate(product(others)))
+        rows, columns = _sizes(found, row, estimate(ranges[row]), estimate(ranges[column]), outer)
+        blocks = Blocks(found, row, (), column, found.inner, rows, columns, ranges)
+    facts = (("rows", blocks.height), ("columns", blocks.columns))
+    terms, lines = ", ".join(blocks.inner), ", ".join((blocks.row, *blocks.whole))
+    why = f"a sum of products over {terms}: computed in blocks of {lines} and {column}"
+    decision = Decision("codegen.contract", (kernel.name, found.total.out), True, why, facts)
+    left, right = (load.buffer for load in found.loads)
+    buffer = right if right in frozen else left
+    if buffer not in frozen:
+        return blocks, (decision,)
+    refusal = _not_packed(kernel, blocks) if buffer == right else "the operand gives the rows of blocks, not columns"
+    why = refusal or "the operand is frozen: it is packed before the program runs"
+    freezing = Decision("codegen.freeze", (kernel.name, buffer), not refusal, why)
+    return replace(blocks, packed=not refusal), (decision, freezing)
+
+
+def _not_packed(kernel: Kernel, blocks: Blocks) -> str:
+    """Why a frozen right operand is read as it lies; empty if it can be packed."""
+    right = blocks.contraction.loads[1]
+    columns = blocks.ranges[blocks.column]
+    if right.index.vars() - {*blocks.inner, blocks.column}:
+        return "the operand is not one matrix but a batch of them"
+    if right.index.syms() or blocks.terms.value is None or columns.value is None:
+        return "the operand's sizes are not known"
+    if sum(load.buffer == right.buffer for _, load in kernel.loads()) > 1:
+        return "the kernel also reads the operand elsewhere"
+    if columns.value <= FEW_COLUMNS:
+        return f"panels of {columns.value} columns would be mostly empty"
+    return ""
+
+
+def by_channel(found: Contraction) -> bool:
+    """True for a depthwise convolution: each channel has its own sums, and channels of an image are neighbours."""
+    return found.windowed and len(found.batch) == 1 and stride_along(found.loads[0].index, found.batch[0]) == ONE
+
+
+def _windows(kernel: Kernel, found: Contraction, column: str) -> Blocks | None:
+    """Blocks of a convolution: whole lines of an image, as many as the caches like. None if terms do not line up."""
+    (left, right), ranges = found.loads, kernel.ranges
+    inner = tuple(sorted(found.inner, key=lambda name: -estimate(stride_along(left.index, name))))
+    rows = sorted(found.rows, key=lambda name: -estimate(stride_along(left.index, name)))
+    taps, channels = _taps(found, inner)
+    planes = not _lies(right.index, inner, ranges)
+    if planes and not (channels and _lies(right.index, (*channels, *taps), ranges) and _area(taps, ranges) <= DEPTH):
+        return None
+    if column in found.batch and (channels or _area(taps, ranges) > DEPTH):
+        return None
+    if len(taps) > MOST_TAP_AXES or any(ranges[name].value is None for name in rows):
+        return None
+    whole: list[str] = []
+    size = 1
+    while len(rows) > 1 and len(whole) + 1 < MOST_ROW_AXES and size * estimate(ranges[rows[-1]]) <= ROWS:
+        whole.insert(0, rows.pop())
+        size *= estimate(ranges[whole[0]])
+    m, n = estimate(ranges[rows[-1]]), estimate(ranges[column])
+    outer = estimate(
+        product(axis.extent for axis in kernel.space if axis.name not in (*inner, *whole, rows[-1], column))
+    )
+    lines, columns = _lines_and_columns(m, size, n, max(1, outer))
+    return Blocks(found, rows[-1], tuple(whole), column, inner, lines, columns, ranges, True, planes)
+
+
+def _lines_and_columns(m: int, size: int, n: int, outer: int) -> tuple[int, int]:
+    """Lines, each of `size` rows, and columns of a block: enough blocks, and little work beside the products."""
+    least = min(FEWEST_ROWS, m * size)
+    lines = {-(-m // pieces) for pieces in range(1, m + 1)}
+    found = [each for each in lines if least <= each * size <= ROWS] or [max(1, ROWS // size)]
+    columns = {_even(n, most, COLUMN_STEP) for most in (COLUMNS, COLUMNS // 2, COLUMN_STEP)}
+
+    def blocks(each: tuple[int, int]) -> int:
+        return outer * -(-m // each[0]) * -(-n // each[1])
+
+    def beside(each: tuple[int, int]) -> float:
+        uneven = -(-m // each[0]) * each[0] / m - 1
+        return GATHER / min(each[1], n) + PACK / (each[0] * size) + uneven
+
+    return min(
+        ((each, other) for each in found for other in columns),
+        key=lambda each: (-min(blocks(each), ENOUGH_WINDOWS), beside(each), each),
+    )
+
+
+def _lies(index: Expr, axes: tuple[str, ...], ranges: dict[str, Expr]) -> bool:
+    """True if the axes, the last one innermost, are steps of equal size through memory."""
+    step = stride_along(index, axes[-1])
+    for name in reversed(axes):
+        if stride_along(index, name) != step or ranges[name].value is None:
+            return False
+        step = step * ranges[name]
+    return True
+
+
+def _area(taps: tuple[str, ...], ranges: dict[str, Expr]) -> int:
+    return estimate(product(ranges[name] for name in taps))
+
+
+def _taps(found: Contraction, inner: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes of taps, and that of channels: the last one, if its terms are neighbours that count or not together."""
+    last = inner[-1]
+    together = all(last not in bound.position.vars() for bound in found.bounds)
+    return (inner[:-1], inner[-1:]) if together and stride_along(found.loads[0].index, last) == ONE else (inner, ())
+
+
+def stride_along(index: Expr, name: str) -> Expr:
+    """How far one step along an axis goes through memory; the index is affine."""
+    stride = index.coefficient(name)
+    assert stride is not None
+    return stride
+
+
+def _sizes(found: Contraction, row: str, m: int, n: int, outer: int) -> tuple[int, int]:
+    """Rows and columns of a block: as many as the caches like, fewer where that makes too few blocks for threads.
+
+    Rows that are no neighbours in their terms are packed for each block of columns, so there columns stay many.
+    """
+    rows, columns = _even(m, ROWS, ROW_STEP), _even(n, COLUMNS, COLUMN_STEP)
+    left = found.loads[0].index
+    packed = left.coefficient(row) == ONE
+
+    def few() -> bool:
+        return outer * -(-m // rows) * -(-n // columns) < ENOUGH_BLOCKS
+
+    while packed and few() and rows > 2 * FEWEST_ROWS:
+        rows = _even(rows, rows // 2, ROW_STEP)
+    while few() and columns > COLUMN_STEP:
+        columns = _even(columns, columns // 2, COLUMN_STEP)
+    return rows, columns
+
+
+def _even(extent: int, most: int, step: int) -> int:
+    """The size of equal pieces of `extent`, about `most` and a multiple of `step`."""
+    extent = max(extent, 1)
+    pieces = -(-extent // max(most, step))
+    return -(-extent // (pieces * step)) * step

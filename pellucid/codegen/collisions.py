@@ -1,0 +1,57 @@
+"""Scatters: stores at an index that depends on values, and the axes along which their points may meet.
+
+Points that meet must be stored one after the other, or the result would depend on the number of threads. So a kernel
+that scatters runs its colliding axes as loops inside the parallel one, and threads share the others. For the sum of
+rows `store add y[256*v + i1], g` that are the columns: each thread adds its columns of all rows.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from pellucid.ir.index import Expr, Val, nonnegative, var
+from pellucid.ir.nodes import CheckIndex, Kernel, Store, axes_of
+from pellucid.machine.work import estimate
+
+
+def scatters(kernel: Kernel) -> bool:
+    """True if a store's index depends on values."""
+    return any(store.index.vals() for _, store in kernel.stores())
+
+
+def colliding(kernel: Kernel) -> tuple[str, ...]:
+    """The axes along which two points may store the same element, in space order; none if nothing is scattered."""
+    depends = axes_of(kernel)
+    found: set[str] = set()
+    for line, store in kernel.stores():
+        if store.index.vals():
+            found |= depends[line.out] - (store.index.vars() if _is_radix(kernel, store) else frozenset())
+    return tuple(axis.name for axis in kernel.space if axis.name in found)
+
+
+def _is_radix(kernel: Kernel, store: Store) -> bool:
+    """True if the axes and checked values in the index are the digits of a number: no two of these are equal.
+
+    That holds when each digit weighs at least as much as all smaller ones together.
+    """
+    digits = _digits(kernel, store.index)
+    if digits is None:
+        return False
+    digits.sort(key=lambda digit: -estimate(digit[0]))
+    return all(nonnegative(weight - less * extent) for (weight, _), (less, extent) in pairwise(digits))
+
+
+def _digits(kernel: Kernel, index: Expr) -> list[tuple[Expr, Expr]] | None:
+    """(weight, extent) of each axis and each value in `index`; None if it is not a sum of these."""
+    sizes = {line.out: line.rhs.size for line in kernel.body if isinstance(line.rhs, CheckIndex)}
+    if not sizes.keys() >= index.vals():
+        return None
+    values = {f"@{name}": sizes[name] for name in index.vals()}
+    index = index.substitute({Val(name): var(f"@{name}") for name in index.vals()})
+    digits: list[tuple[Expr, Expr]] = []
+    for name in sorted(index.vars()):
+        weight = index.coefficient(name)
+        if weight is None or weight.vars() or not nonnegative(weight - 1):
+            return None
+        digits.append((weight, values[name] if name in values else kernel.ranges[name]))
+    return digits

@@ -1,0 +1,81 @@
+"""The plan of a contraction: `native/kernel/contract.h` computes blocks of its sums, the rest runs over each block.
+
+Each parallel iteration takes a block of rows and columns. A call fills memory of its own with that block of the sums;
+then the other lines of the kernel run over the block as those of any kernel, with a load from there in place of the
+sum.
+"""
+
+from __future__ import annotations
+
+from pellucid.codegen.blocks import Blocks, find_blocks
+from pellucid.codegen.plan import Plan, chunks, grain_of
+from pellucid.codegen.sweeps import plan_sweeps
+from pellucid.codegen.vector import base_lanes
+from pellucid.ir.index import product, var
+from pellucid.ir.nodes import CheckIndex, Kernel, Line, Load, Store, axes_of, operands
+from pellucid.machine import Machine
+from pellucid.machine.work import estimate
+from pellucid.options import Options
+
+BLOCK = "block"
+"""The name of a block's memory in the body of a kernel."""
+
+
+def plan_contraction(kernel: Kernel, machine: Machine, options: Options, frozen: frozenset[str]) -> Plan | None:
+    """The plan of a kernel whose space is simplified; None if it is no contraction that this file can run.
+
+    frozen: buffers that are the same at each call.
+    """
+    found = find_blocks(kernel, options, frozen)
+    if found is None:
+        return None
+    blocks, decisions = found
+    rest = epilogue(kernel, blocks)
+    ranges = kernel.ranges
+    inside = (blocks.row, *blocks.whole, blocks.column)
+    outer = tuple(axis.name for axis in rest.space if axis.name not in inside)
+    extent = product(ranges[name] for name in outer)
+    extent = extent * chunks(ranges[blocks.row], blocks.rows) * chunks(ranges[blocks.column], blocks.columns)
+    steps = estimate(product(ranges.values())) / machine.lanes
+    grain, parallel = grain_of(kernel, extent, steps, machine, options)
+    return Plan(
+        kernel=rest,
+        outer=outer,
+        inner=blocks.row,
+        chunk=blocks.rows,
+        whole=blocks.whole,
+        colliding=(),
+        reduced=(),
+        vector=blocks.column,
+        width=base_lanes(rest, machine),
+        wide=frozenset(name for name, axes in axes_of(rest).items() if blocks.column in axes),
+        tile=blocks.column,
+        tiled=frozenset(),
+        sweeps=plan_sweeps(rest, 1),
+        pairwise=frozenset(),
+        streamed=frozenset(),
+        extent=extent,
+        grain=grain,
+        decisions=(*decisions, parallel),
+        steps=steps,
+        blocks=blocks,
+    )
+
+
+def epilogue(kernel: Kernel, blocks: Blocks) -> Kernel:
+    """`kernel` with a load from the block in place of the sum; `lo` and `from` are the block's first row and column."""
+    ranges, place = kernel.ranges, var(blocks.row) - var("lo")
+    for name in blocks.whole:
+        place = place * ranges[name] + var(name)
+    index = place * blocks.columns + (var(blocks.column) - var("from"))
+    total = blocks.contraction.total
+    needed: set[str] = set()
+    body: list[Line] = []
+    for line in reversed(kernel.body):
+        if line.out == total.out:
+            body.append(Line(line.out, Load(BLOCK, index), line.dtype, line.origin))
+        elif isinstance(line.rhs, Store | CheckIndex) or line.out in needed:
+            needed.update(operands(line.rhs))
+            body.append(line)
+    space = tuple(axis for axis in kernel.space if axis.name not in blocks.inner)
+    return Kernel(kernel.name, kernel.params, space, tuple(body[::-1]))

@@ -1,0 +1,110 @@
+"""A compiled program whose parameters are prepared once: what follows from them, and their matrices packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, TypeAlias
+
+import torch
+
+from pellucid.errors import warn
+from pellucid.native.fingerprint import Fingerprint
+from pellucid.native.function import kernel_function
+
+_Run: TypeAlias = "Callable[[list[Any]], list[Any]]"
+
+# As often as this may parameters change before somebody is told what that costs.
+_CHANGES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """A function that packs a tensor: the one at `source` among the arguments and then the results of what runs before.
+
+    name, address, numel: see `CppPacking`.
+    """
+
+    name: str
+    address: int
+    numel: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What was prepared, and of what."""
+
+    fingerprint: Fingerprint
+    tensors: tuple[torch.Tensor, ...]
+
+
+class Frozen:
+    """Runs `main` with the caller's arguments, then the results of `before`, then panels.
+
+    Called with the list of the graph's arguments, which is emptied. At each call it looks whether the arguments at
+    `positions` are as they were (`Fingerprint`), and prepares again what is not. Any number of threads may call it.
+
+    Before: `main(x, w)` packs w at each call. After: `main(x, w, panels of w)` finds it packed.
+    """
+
+    _boxed_call = True
+
+    def __init__(
+        self,
+        main: _Run,
+        before: _Run,
+        positions: Sequence[int],
+        packers: Sequence[Packer],
+        unread: Sequence[int] = (),
+        name: str = "program",
+    ) -> None:
+        """unread: results of `before` that are needed packed alone. name: of the program."""
+        self._main = main
+        self._before = before
+        self._positions = tuple(positions)
+        self._packers = tuple(packers)
+        self._unread = tuple(unread)
+        self._name = name
+        self._lock = Lock()
+        self._prepared: _Prepared | None = None
+        self._changes = -1  # the first time is none
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        frozen = [args[position] for position in self._positions]
+        prepared = self._prepared
+        if prepared is None or not prepared.fingerprint.holds(frozen):
+            prepared = self._prepare(args, frozen)
+        args.extend(prepared.tensors)
+        return self._main(args)
+
+    def _prepare(self, args: list[Any], frozen: list[torch.Tensor]) -> _Prepared:
+        with self._lock:
+            prepared = self._prepared
+            if prepared is not None and prepared.fingerprint.holds(frozen):
+                return prepared  # another thread was here
+            self._prepared = prepared = None  # its memory goes first
+            fingerprint = Fingerprint.of(frozen)
+            made = self._before(list(args))
+            panels = [_packed(packer, [*args, *made]) for packer in self._packers]
+            for number in self._unread:
+                made[number] = torch.empty(0)  # what it was need not be kept
+            self._prepared = _Prepared(fingerprint, (*made, *panels))
+            self._count()
+            return self._prepared
+
+    def _count(self) -> None:
+        self._changes += 1
+        if self._changes == _CHANGES:
+            warn(
+                f"the parameters of {self._name} have changed {_CHANGES} times, and were prepared again each time: "
+                "the option `freeze` is for models whose parameters stay as they are"
+            )
+
+
+def _packed(packer: Packer, tensors: Sequence[Any]) -> torch.Tensor:
+    """The panels of a matrix. Shape: [packer.numel], f32."""
+    panels = torch.empty(packer.numel, dtype=torch.float32)
+    kernel_function(packer.name, packer.address)([tensors[packer.source], panels], [], 1)
+    return panels

@@ -1,0 +1,166 @@
+"""Contractions: kernels whose one reduction is a sum of products of two loads, as matrix products are.
+
+axes i0: m, i1: n, i2: k
+v0: f32 = load a[k*i0 + i2]
+v1: f32 = load b[n*i2 + i1]
+v2: f32 = mul v0, v1
+v3: f32 = sum v2 over i2
+...                              the epilogue, over i0 and i1
+
+Of a convolution, the terms are taps and channels, and the left operand is read in windows. Where windows reach over the
+edges, both loads have one mask, so that what lies outside adds nothing, whatever the weights are. Of an image that was
+padded with zeros before, the left load alone has it: what lies outside adds zeros times weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pellucid.ir.index import ONE, Expr, const
+from pellucid.ir.nodes import Compute, Const, IndexValue, Kernel, Line, Load, Reduce, axes_of, operands
+from pellucid.ir.types import DType
+
+ENDLESS = const(1 << 62)
+"""The extent of a bound without an upper end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A term counts where 0 <= position < extent."""
+
+    position: Expr
+    extent: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Contraction:
+    """The lines of a contraction, and what its kept axes are.
+
+    left, right, product, total: the lines `v0` to `v3` above.
+    rows, columns: kept axes of the left and of the right operand alone; the result lies along columns rather than
+        rows, and bounds are about rows. batch: kept axes of both.
+    inner: the axes that are summed over. bounds: where terms count; everywhere without any.
+    zeros: terms that do not count are zeros times the right operand.
+    """
+
+    left: Line
+    right: Line
+    product: Line
+    total: Line
+    batch: tuple[str, ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    inner: tuple[str, ...]
+    bounds: tuple[Bound, ...] = ()
+    zeros: bool = False
+
+    @property
+    def loads(self) -> tuple[Load, Load]:
+        """What the two operands load."""
+        assert isinstance(self.left.rhs, Load) and isinstance(self.right.rhs, Load)
+        return self.left.rhs, self.right.rhs
+
+    @property
+    def windowed(self) -> bool:
+        """True if the left operand is read in windows: its terms are those of several axes, or some do not count."""
+        return bool(self.bounds) or len(self.inner) > 1
+
+    def swapped(self) -> Contraction:
+        """The same with the operands exchanged, rows for columns."""
+        return replace(self, left=self.right, right=self.left, rows=self.columns, columns=self.rows)
+
+
+def find_contraction(kernel: Kernel) -> Contraction | None:
+    """The contraction that `kernel` is, if it is one in f32 whose other lines do not depend on the summed axes.
+
+    A sum of squares is none, nor are the dot products of a batch: each element goes into one sum only.
+    """
+    reductions = [line for line in kernel.body if isinstance(line.rhs, Reduce)]
+    if len(reductions) != 1:
+        return None
+    lines = {line.out: line for line in kernel.body}
+    total = reductions[0]
+    assert isinstance(total.rhs, Reduce)
+    product = lines[total.rhs.arg]
+    if total.rhs.op != "sum" or not isinstance(product.rhs, Compute) or product.rhs.op != "mul":
+        return None
+    left, right = (lines[name] for name in product.rhs.args)
+    dtypes = {param.name: param.dtype for param in kernel.params}
+    if not (_is_operand(left, dtypes) and _is_operand(right, dtypes)):
+        return None
+    assert isinstance(left.rhs, Load) and isinstance(right.rhs, Load)
+    masks = (left.rhs.mask, right.rhs.mask)
+    mask, zeros = masks[0] or masks[1], masks[0] != masks[1]
+    bounds = None if zeros and None not in masks else _bounds(mask, lines)
+    if bounds is None:
+        return None
+    scopes, inner = axes_of(kernel), frozenset(total.rhs.axes)
+    mine = {left.out, right.out, product.out} | _made_of(mask, lines)
+    if any(scopes[line.out] & inner and line.out not in mine for line in kernel.body):
+        return None
+    one, other = left.rhs.index.vars(), right.rhs.index.vars()
+    if not all(map(is_affine, (left.rhs.index, right.rhs.index, *(bound.position for bound in bounds)))):
+        return None
+    if one == other or not inner <= one & other or any(axis.name not in one | other for axis in kernel.space):
+        return None
+
+    def named(axes: frozenset[str]) -> tuple[str, ...]:
+        return tuple(axis.name for axis in kernel.space if axis.name in axes)
+
+    batch, rows, columns = named(one & other - inner), named(one - other), named(other - one)
+    found = Contraction(left, right, product, total, batch, rows, columns, named(inner), bounds, zeros)
+    if bounds:
+        sides = zip((one, other), masks, strict=True)
+        windows = [side for side, masked in sides if masked and all(b.position.vars() <= side for b in bounds)]
+        return None if not windows else found if windows[0] is one else found.swapped()
+    turned = stored_along(kernel, rows) and not stored_along(kernel, columns)
+    return found.swapped() if turned else found
+
+
+def stored_along(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `axes` along which neighbours are stored as neighbours."""
+    return tuple(name for name in axes if any(store.index.coefficient(name) == ONE for _, store in kernel.stores()))
+
+
+def _is_operand(line: Line, dtypes: dict[str, DType]) -> bool:
+    load = line.rhs
+    if not isinstance(load, Load) or load.index.vals() or dtypes[load.buffer] is not DType.F32:
+        return False
+    return load.mask is None or load.other == 0
+
+
+def is_affine(index: Expr) -> bool:
+    """True if the index has a stride along each of its axes, and depends on no values."""
+    strides = [index.coefficient(name) for name in index.vars()]
+    return not index.vals() and all(stride is not None and not stride.vars() for stride in strides)
+
+
+def _made_of(name: str | None, lines: Mapping[str, Line]) -> set[str]:
+    """The names of a line and of all that it is made of."""
+    if name is None:
+        return set()
+    return {name}.union(*(_made_of(each, lines) for each in operands(lines[name].rhs)))
+
+
+def _bounds(mask: str | None, lines: Mapping[str, Line]) -> tuple[Bound, ...] | None:
+    """What the mask of a load says of positions; None if it says anything else than that they lie between bounds."""
+    found: dict[Expr, Expr] = {}
+    open_ = [] if mask is None else [mask]
+    while open_:
+        rhs = lines[open_.pop()].rhs
+        if not isinstance(rhs, Compute):
+            return None
+        if rhs.op == "bitwise_and":
+            open_ += rhs.args
+            continue
+        position, limit = (lines[name].rhs for name in rhs.args[:2])
+        if not isinstance(position, IndexValue) or not isinstance(limit, Const) or position.index.vals():
+            return None
+        if rhs.op == "lt":
+            found[position.index] = const(int(limit.value))
+        elif rhs.op == "ge" and limit.value == 0:
+            found.setdefault(position.index, ENDLESS)
+        else:
+            return None
+    return tuple(Bound(position, extent) for position, extent in sorted(found.items(), key=repr))

@@ -1,0 +1,235 @@
+"""Other inference engines, as subjects of a benchmark: each started as its own documents say, with its settings for
+latency.
+
+They infer only, and know nothing of `torch.compile`: the program is converted once, for the sizes that it is called
+with, into a folder, and then takes its tensors by position. Beside others an engine runs in a process of its own, which
+stands still when it is not its turn: its idle threads spin, and made calls of eager forty times as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pellucid.errors import PellucidError, UserError
+from pellucid.kit.bench.interleave import Slot, run_slot
+from pellucid.kit.judge.accuracy import floating_type, tensors
+from pellucid.kit.process.child import Failure, Worker
+from pellucid.kit.programs.case import Case
+from pellucid.kit.programs.graphs import case_in
+
+Run: TypeAlias = Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A program as an engine reads it from files. peer: the engine's name. settings: the engine's own."""
+
+    peer: str
+    folder: Path
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine. packages: that it needs. convert: writes a program into a folder, and gives the settings to run it.
+    start: makes what was written ready to run, given its tensors.
+    """
+
+    packages: tuple[str, ...]
+    convert: Callable[[Case, Path], dict[str, Any]]
+    start: Callable[[Converted, list[Tensor]], Run]
+
+
+def check_installed(name: str) -> None:
+    """Raises UserError for a peer whose packages are not there."""
+    missing = [each for each in PEERS[name].packages if find_spec(each) is None]
+    if missing:
+        raise UserError(f"{name} needs {' and '.join(missing)}", hint="pip install 'pellucid[peers]'")
+
+
+def peer(name: str, case: Case, options: Mapping[str, Any]) -> Run:
+    """A call of the program under an engine in this process; converting it takes seconds.
+
+    options: the engine's own. What it returns are the tensors that the program returns, in order. Raises what the
+    engine raises.
+    """
+    with tempfile.TemporaryDirectory(prefix="pellucid-peer-") as folder:
+        return _start(_convert(name, case, options, Path(folder)))
+
+
+class Engine:
+    """The same in a process of its own, until it is closed. Raises `EngineError` where that process fails."""
+
+    def __init__(self, name: str, case: Case, options: Mapping[str, Any]) -> None:
+        self._worker = Worker()
+        try:
+            with tempfile.TemporaryDirectory(prefix="pellucid-peer-") as folder:
+                self._ask(_begin, _convert(name, case, options, Path(folder)))
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self) -> list[Tensor]:
+        """What the program returns."""
+        return self._ask(_output)
+
+    def slot(self, count: int) -> Slot:
+        """So many timed calls."""
+        return self._ask(_slot, count)
+
+    def close(self) -> None:
+        """End the process."""
+        self._worker.close()
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        found = self._worker.call(function, *args)
+        self._worker.pause()
+        if isinstance(found, Failure):
+            raise EngineError(f"{found.what}: {' '.join(found.text.split())}")
+        return found
+
+
+class EngineError(PellucidError):
+    """An engine failed, in its own process."""
+
+    code = "engine"
+
+
+# ------------------------------------------------------------------------------------------------ in its process
+
+_running: list[Run] = []
+
+
+def _begin(converted: Converted) -> None:
+    _running[:] = [_start(converted)]
+
+
+def _output() -> list[Tensor]:
+    return _running[0]()
+
+
+def _slot(count: int) -> Slot:
+    return run_slot(_running[0], count)
+
+
+def _start(converted: Converted) -> Run:
+    given = torch.load(converted.folder / _GIVEN, weights_only=True)
+    with _quiet():
+        return PEERS[converted.peer].start(converted, given)
+
+
+# ------------------------------------------------------------------------------------------------ converting
+
+_GIVEN = "given.pt"
+
+
+def _convert(name: str, case: Case, options: Mapping[str, Any], folder: Path) -> Converted:
+    with torch.no_grad(), _quiet():
+        settings = PEERS[name].convert(case, folder)
+    return Converted(name, folder, {**settings, **options})
+
+
+class _Positional(nn.Module):
+    """A program of its tensors alone, in order: the other arguments are constants."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.fn = case.fn
+        self._leaves, self._spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
+        self._places = [at for at, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+
+    @property
+    def given(self) -> tuple[Tensor, ...]:
+        """The tensors that the program is called with."""
+        return tuple(self._leaves[at] for at in self._places)
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        leaves = list(self._leaves)
+        for at, tensor in zip(self._places, given, strict=True):
+            leaves[at] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return tuple(tensors(self.fn(*args, **kwargs)))
+
+    def save_given(self, folder: Path) -> None:
+        """Keep the tensors that the program is called with."""
+        torch.save([tensor.clone() for tensor in self.given], folder / _GIVEN)
+
+
+def _convert_for_openvino(case: Case, folder: Path) -> dict[str, Any]:
+    """https://docs.openvino.ai: `convert_model`, then `compile_model` with the hint for latency.
+
+    A program in bfloat16 is given in float32, with bfloat16 as the precision to compute in.
+    """
+    openvino: Any = import_module("openvino")
+    narrow = floating_type(case) is torch.bfloat16
+    program = _Positional(case_in(case, torch.float32) if narrow else case).eval()
+    model = openvino.convert_model(program, example_input=program.given)
+    openvino.save_model(model, str(folder / "program.xml"), compress_to_fp16=False)
+    program.save_given(folder)
+    return {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "INFERENCE_PRECISION_HINT": "bf16" if narrow else "f32",
+    }
+
+
+def _start_openvino(converted: Converted, given: list[Tensor]) -> Run:
+    openvino: Any = import_module("openvino")
+    model = openvino.Core().read_model(str(converted.folder / "program.xml"))
+    compiled = openvino.compile_model(model, "CPU", dict(converted.settings))
+    arrays = [tensor.numpy() for tensor in given]
+    return lambda: [torch.from_numpy(each) for each in compiled(arrays).values()]
+
+
+def _convert_for_onnxruntime(case: Case, folder: Path) -> dict[str, Any]:
+    """https://onnxruntime.ai/docs: the program exported by `torch.onnx.export`, one session with as many threads."""
+    program = _Positional(case).eval()
+    exported: Any = torch.onnx.export(program, program.given, dynamo=True, verbose=False)
+    exported.save(str(folder / "program.onnx"), external_data=True)  # one file holds at most 2 GB
+    program.save_given(folder)
+    return {"intra_op_num_threads": torch.get_num_threads()}
+
+
+def _start_onnxruntime(converted: Converted, given: list[Tensor]) -> Run:
+    onnxruntime: Any = import_module("onnxruntime")
+    settings = onnxruntime.SessionOptions()
+    for name, value in converted.settings.items():
+        if not hasattr(settings, name):
+            raise UserError(f"onnxruntime's SessionOptions has no {name}")
+        setattr(settings, name, value)
+    file = str(converted.folder / "program.onnx")
+    session = onnxruntime.InferenceSession(file, settings, providers=["CPUExecutionProvider"])
+    arrays = {each.name: tensor.numpy() for each, tensor in zip(session.get_inputs(), given, strict=True)}
+    return lambda: [torch.from_numpy(each) for each in session.run(None, arrays)]
+
+
+PEERS: Mapping[str, Peer] = {
+    "openvino": Peer(("openvino",), _convert_for_openvino, _start_openvino),
+    "onnxruntime": Peer(("onnxruntime", "onnx", "onnxscript"), _convert_for_onnxruntime, _start_onnxruntime),
+}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what converters say of code that is not the user's."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,39 @@
+"""The single fusion that makes a graph wrong: the first ones are made, and no more; how many may be, is halved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pellucid.kit.judge.graph import judge_graph
+from pellucid.kit.programs.graphs import Graph
+from pellucid.kit.subjects.base import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What makes the fault as soon as it is one kernel, by FX nodes. number: of the fusion, of so many in the graph."""
+
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    number: int
+    count: int
+
+
+def wrong_fusion(graph: Graph, subject: Subject) -> Fused | None:
+    """The fusion without which, and without those after it, the results of a graph are right.
+
+    None where the subject does not tell its fusions, or the fault does not depend on them.
+    """
+    count = len(subject.compile(graph).fusions())
+    if not count or not _is_wrong(graph, subject.fusing(count)) or _is_wrong(graph, subject.fusing(0)):
+        return None
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _is_wrong(graph, subject.fusing(middle)) else (middle, high)
+    made = subject.fusing(high).compile(graph).fusions()[high - 1]
+    return Fused(made.first.nodes, made.second.nodes, high, count)
+
+
+def _is_wrong(graph: Graph, subject: Subject) -> bool:
+    return any(output.verdict.bad for output in judge_graph(graph, subject))

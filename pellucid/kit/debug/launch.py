@@ -1,0 +1,154 @@
+"""`pellucid run`: a command in the environment that the doctor recommends: what changes, why, and what it gains."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+
+from pellucid.errors import NotJudged, UserError
+from pellucid.kit.debug.doctor import Check, process_checks
+from pellucid.kit.shown import Shown
+from pellucid.kit.stats import Summary, pairwise_ratio, summarise
+from pellucid.printing import sentence
+
+PIN = Check(
+    "affinity",
+    "good",
+    "threads move between cores",
+    "each thread on a core of its own, for a machine that nothing else uses",
+    {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A variable of the environment. before: what it is; None where it is not set. One that is set is left as it is.
+
+    check: of the doctor, and why: what that found.
+    """
+
+    name: str
+    value: str
+    before: str | None
+    check: str
+    why: str
+
+    @property
+    def applied(self) -> bool:
+        return self.before is None
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A command with the settings and without, called in turn. Seconds, and page faults of one call, as medians.
+
+    ratio: how many times as fast it is with them, pair by pair.
+    """
+
+    seconds: Summary
+    plain_seconds: Summary
+    page_faults: float
+    plain_page_faults: float
+    ratio: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Launch(Shown):
+    """settings: all that were recommended. code: the exit code of the command. gain: where it was measured."""
+
+    command: tuple[str, ...]
+    settings: tuple[Setting, ...]
+    code: int = 0
+    gain: Gain | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For the command."""
+        return {**os.environ, **{each.name: each.value for each in self.settings if each.applied}}
+
+    @property
+    def good(self) -> bool:
+        return self.code == 0
+
+
+def plan(command: Sequence[str], pin: bool = False) -> Launch:
+    """What would be set for a command. pin: bind threads to cores too. Raises UserError for a command that is none."""
+    if not command or shutil.which(command[0]) is None:
+        raise UserError(
+            f"there is no command {command[0] if command else ''!r}", hint="pellucid run -- python train.py"
+        )
+    return Launch(tuple(command), settings_of((*process_checks(), *([PIN] if pin else []))))
+
+
+def settings_of(checks: Sequence[Check], environment: Mapping[str, str] = os.environ) -> tuple[Setting, ...]:
+    """What checks recommend; of two numbers of threads the smaller one."""
+    found: dict[str, Setting] = {}
+    for check in checks:
+        for name, value in check.settings.items():
+            known = found.get(name)
+            if known is None or (value.isdigit() and int(value) < int(known.value)):
+                why = f"{check.found}: {check.remedy}" if check.verdict == "good" else check.found
+                found[name] = Setting(name, value, environment.get(name), check.name, why)
+    return tuple(found.values())
+
+
+def replace_process(launch: Launch) -> None:
+    """Become the command; does not return."""
+    os.execvpe(launch.command[0], launch.command, launch.environment)
+
+
+def compare(launch: Launch, pairs: int) -> Launch:
+    """Run the command with the settings and without, in turn, so many times each, and time it.
+
+    What it prints is shown once. Raises NotJudged for a command that fails.
+    """
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    faults: dict[bool, list[int]] = {True: [], False: []}
+    for number in range(pairs):
+        for applied in (True, False) if number % 2 == 0 else (False, True):
+            begin = time.perf_counter()
+            code, faulted = _called(
+                launch.command, launch.environment if applied else dict(os.environ), number == 0 and applied
+            )
+            if code:
+                how = "with the settings" if applied else "without them"
+                raise NotJudged(f"{launch.command[0]} ends with {code} {how}", hint="run it without --compare")
+            seconds[applied].append(time.perf_counter() - begin)
+            faults[applied].append(faulted)
+    with_them, without = (summarise(seconds[applied]) for applied in (True, False))
+    pages, plain_pages = (summarise(faults[applied]).median for applied in (True, False))
+    gain = Gain(with_them, without, pages, plain_pages, pairwise_ratio(seconds[False], seconds[True]))
+    return Launch(launch.command, launch.settings, 0, gain)
+
+
+def _called(command: Sequence[str], environment: Mapping[str, str], shown: bool) -> tuple[int, int]:
+    """The exit code of a command and its page faults, those of processes that it waited for included."""
+    quiet = None if shown else subprocess.DEVNULL
+    process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet, stdin=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, usage.ru_minflt
+
+
+def launch_text(found: Launch) -> Iterator[RenderableType]:
+    """What is set, what was there, and why; and what that gained, if it was measured."""
+    if not found.settings:
+        yield sentence("the environment is as it should be: nothing is set")
+    for each in found.settings:
+        now = f"{each.name}={each.value}" if each.applied else f"{each.name}={each.before} stays, as you set it"
+        more = "" if each.applied else f"; recommended is {each.value}"
+        yield sentence((now, "bold"), f"{more}  ({each.check}: {each.why})", hang=2)
+    gain = found.gain
+    if gain is not None:
+        ratio = gain.ratio
+        yield sentence(
+            f"{ratio.median:.2f} times as fast with it (quartiles {ratio.q1:.2f} to {ratio.q3:.2f} of {ratio.count} "
+            f"pairs): {gain.seconds.median:.2f} s, {gain.plain_seconds.median:.2f} s without; "
+            f"{gain.page_faults:.0f} page faults, {gain.plain_page_faults:.0f} without"
+        )

@@ -1,0 +1,364 @@
+"""What to do about the time of a program: one rule for each kind of advice, over its profile and the machine.
+
+A rule says what it would save at the most, in microseconds of a call; what saves less than `LEAST` of a call is not
+worth saying.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pellucid.ir.types import DType
+from pellucid.kit.debug.doctor import KEEP_PAGES
+from pellucid.kit.profile.result import Advice, Event, KernelTime, Profile
+from pellucid.kit.profile.rows import GROUPS
+from pellucid.machine import Machine
+
+LEAST = 0.05
+"""Of a call's time."""
+
+_MOST = 0.9  # of a call's time is what any advice saves: what is left is not known so well
+_LINES = 3  # of the user's, in `where`
+_ORDINARY = frozenset((GROUPS["kernel"], GROUPS["call"], GROUPS["layout"]))
+_COPIES = ("clone", "copy", "contiguous", "_to_copy")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a rule found. saved: microseconds of a call of the program. environment, options: of the command that checks
+    it. certain: to be said whatever it saves."""
+
+    category: str
+    what: str
+    where: tuple[str, ...]
+    evidence: str
+    saved: float
+    environment: str = ""
+    options: str = ""
+    certain: bool = False
+
+
+Rule: TypeAlias = Callable[[Profile, Machine], Iterator[Found]]
+
+
+def advise(profile: Profile, machine: Machine) -> tuple[Advice, ...]:
+    """What to do, what gains most first."""
+    whole = profile.microseconds
+    if whole <= 0:
+        return ()
+    found = [each for rule in RULES for each in rule(profile, machine) if each.certain or each.saved >= LEAST * whole]
+    found.sort(key=lambda each: -each.saved)
+    return tuple(
+        Advice(
+            each.category,
+            each.what,
+            each.where,
+            each.evidence,
+            round(whole / (whole - min(max(each.saved, 0.0), _MOST * whole)), 3),
+            _command(profile, each),
+        )
+        for each in found
+    )
+
+
+def _command(profile: Profile, found: Found) -> str:
+    """How to see whether it helped: the same profile again."""
+    if profile.target == "block":
+        command = "the same program with pellucid.profile()"
+    else:
+        backend = "" if profile.backend == "pellucid" else f"--backend {profile.backend}"
+        command = " ".join(filter(None, ("pellucid profile", profile.target, backend, found.options)))
+    return " ".join(filter(None, (found.environment, command)))
+
+
+# ------------------------------------------------------------------------------------------------ the process
+
+
+def _oversubscription(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """More threads than cores: they take turns, and wait for one another at the end of every kernel."""
+    process = profile.process
+    if 0 < process.cores < profile.threads:
+        yield Found(
+            "oversubscription",
+            f"use {process.cores} threads: torch.set_num_threads({process.cores})",
+            (),
+            f"{profile.threads} threads share {process.cores} cores, and could run but had no core for "
+            f"{process.waited:.0%} of the time",
+            process.waited * profile.microseconds,
+            environment=f"OMP_NUM_THREADS={process.cores}",
+            options=f"--threads {process.cores}",
+        )
+
+
+def _threads(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """Fewer threads than cores, and kernels that are long enough to be shared."""
+    cores, threads = profile.process.cores, profile.threads
+    if threads < cores:
+        worth = [row for row in profile.kernels if row.microseconds * 1e3 > 2 * machine.barrier]
+        saved = sum(row.total_microseconds for row in worth) * (1 - threads / cores)
+        yield Found(
+            "threads",
+            f"use {cores} threads: torch.set_num_threads({cores})",
+            (),
+            f"{threads} of {cores} cores {'is' if threads == 1 else 'are'} used, and {len(worth)} kernels and calls "
+            "take longer than it takes threads to meet",
+            saved,
+            environment=f"OMP_NUM_THREADS={cores}",
+            options=f"--threads {cores}",
+        )
+
+
+def _openmp_runtimes(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """Each runtime keeps a team of threads of its own, which spins while it waits for work."""
+    runtimes = profile.process.openmp
+    if len(runtimes) > 1:
+        yield Found(
+            "openmp-runtimes",
+            "keep PyTorch's OpenMP runtime only: take the others out of LD_PRELOAD, or of the packages that load them",
+            (),
+            f"{len(runtimes)} OpenMP runtimes in the process: {', '.join(runtimes)}; threads could run but had no core "
+            f"for {profile.process.waited:.0%} of the time",
+            profile.process.waited * profile.microseconds if profile.threads <= profile.process.cores else 0.0,
+            certain=True,
+        )
+
+
+def _pages(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """Memory that comes from the system at every call: each page of it is a trip to the kernel."""
+    process = profile.process
+    saved = process.page_faults * machine.page * 1e-3
+    evidence = (
+        f"{process.page_faults:.0f} page faults in each call, of {machine.page:.0f} ns each: {saved:.0f} of "
+        f"{profile.microseconds:.0f} µs"
+    )
+    if process.keeps_memory:
+        what = "let the program keep the memory that it maps in each call, instead of asking for it again"
+        yield Found("page-faults", what, (), evidence, saved)
+    else:
+        what = f"let the allocator keep memory: set {KEEP_PAGES}, or LD_PRELOAD jemalloc or tcmalloc"
+        evidence += "; the allocator gives the memory of tensors that are freed back to the system"
+        yield Found("allocator", what, (), evidence, saved, environment=KEEP_PAGES)
+
+
+def _denormals(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """Numbers too small to be normal take some instructions many times as long."""
+    process = profile.process
+    if process.denormals and process.flushed > 1:
+        yield Found(
+            "denormals",
+            "torch.set_flush_denormal(True) in each thread, if values below 1e-38 do not matter; or keep them away",
+            (*_kernels_at(process.denormals[0].line, profile), *_lines(process.denormals)),
+            f"a call is {process.flushed:.2f} times as fast while denormal numbers count as zeros; "
+            f"{process.denormals[0].why}",
+            profile.microseconds * (1 - 1 / process.flushed),
+        )
+
+
+# ------------------------------------------------------------------------------------------------ Dynamo
+
+
+def _recompilation(profile: Profile, machine: Machine) -> Iterator[Found]:
+    events = profile.process.recompilations
+    if events:
+        yield Found(
+            "recompilation",
+            "keep what a guard looks at the same from call to call, or mark it as dynamic",
+            _lines(events),
+            f"compilations while it was measured: {len(events)}, the last because: {_brief(events[-1])}",
+            profile.overhead.python_microseconds,
+            options="--dynamic",
+        )
+
+
+def _graph_break(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """Python between graphs, and kernels that do little in them; with one graph in its place, one entry is left."""
+    events = profile.process.graph_breaks
+    if events:
+        runs = profile.graph_runs
+        between = profile.overhead.microseconds + sum(row.total_microseconds for row in _small(profile))
+        yield Found(
+            "graph-break",
+            "take what breaks the graph out of the compiled function",
+            _lines(events),
+            f"{len(events)} {'place breaks' if len(events) == 1 else 'places break'} the graph, {runs:g} graphs run in "
+            f"a call, and {profile.overhead.python_microseconds / profile.microseconds:.0%} of it is Python: "
+            f"{_brief(events[0])}",
+            between * (1 - 1 / max(runs, 1) if runs else 1.0),
+        )
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def _layout(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """Copies from one order in memory to another, and elements that lie apart in memory."""
+    for row in profile.kernels:
+        if row.group == GROUPS["layout"] or _only_copies(row):
+            yield Found(
+                "layout",
+                "lay the tensor out as its readers want it where it is made, so that it need not be copied",
+                _where(row),
+                f"{_said(row, profile)} and computes nothing: it only moves {_size(row.bytes)}",
+                row.total_microseconds,
+            )
+        elif row.fetched and row.bytes and row.fetched > row.bytes and row.limit not in ("compute", "overhead"):
+            yield Found(
+                "layout",
+                "make what it reads and writes contiguous: of elements that lie apart each takes a line of the cache",
+                _where(row),
+                f"{_said(row, profile)} and needs {_size(row.bytes)}, but the lines of the cache that these lie in are "
+                f"{_size(row.fetched)}",
+                row.total_microseconds * (1 - row.bytes / row.fetched),
+            )
+
+
+def _only_copies(row: KernelTime) -> bool:
+    return row.kind == "kernel" and row.flops == 0 and bool(row.fx_nodes) and all(map(_copies, row.fx_nodes))
+
+
+def _copies(node: str) -> bool:
+    return node.rstrip("0123456789").rstrip("_") in _COPIES
+
+
+def _scalar_kernel(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """With vectors a kernel takes as long as its limit at the least, and no less than its share of the lanes."""
+    for row in profile.kernels:
+        if row.scalar:
+            least = max((row.percent_of_limit or 0.0) / 100, 1 / machine.lanes)
+            yield Found(
+                "scalar-kernel",
+                "let it be vectorised",
+                _where(row),
+                f"{_said(row, profile)}{_reached(row)}, scalar because {row.scalar}",
+                row.total_microseconds * (1 - min(1.0, least)),
+            )
+
+
+def _fallback(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """An operator that is not compiled; one that only moved its bytes would take what its limit says."""
+    for row in profile.kernels:
+        if row.kind == "call" and row.group == GROUPS["call"] and profile.backend != "eager":
+            why = f": {row.reason}" if row.reason else ""
+            yield Found(
+                "fallback",
+                "write it with operators that are compiled",
+                _where(row),
+                f"{_said(row, profile)} and is a call of PyTorch's library{why}",
+                row.total_microseconds * (1 - min(1.0, (row.percent_of_limit or 0.0) / 100)),
+            )
+
+
+def _imbalance(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """Not where other processes take the cores: then any kernel waits for the thread that was stopped."""
+    if profile.process.waited >= LEAST:
+        return
+    for row in profile.kernels:
+        if row.imbalance:
+            yield Found(
+                "imbalance",
+                "give its threads equal shares: sizes that are a multiple of their number, or fewer threads",
+                _where(row),
+                f"{_said(row, profile)}; its {row.threads} threads wait {row.imbalance:.0%} of their time for the last "
+                "of them",
+                row.total_microseconds * row.imbalance,
+            )
+
+
+def _small_kernels(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """Kernels that take longer to be called than to work."""
+    rows = _small(profile)
+    if rows:
+        calls = sum(row.calls for row in rows)
+        longest = max(rows, key=lambda row: row.total_microseconds)
+        spent = sum(row.total_microseconds for row in rows) + profile.overhead.launch_microseconds
+        yield Found(
+            "small-kernels",
+            "give each kernel more to do: larger batches, or several inputs in one tensor",
+            _where(longest),
+            f"calls that do less than it takes to make them: {calls:.0f}; with what is between them they take "
+            f"{spent:.0f} of {profile.microseconds:.0f} µs",
+            spent,
+        )
+
+
+def _small(profile: Profile) -> list[KernelTime]:
+    return [row for row in profile.kernels if row.limit == "overhead"]
+
+
+def _dtype(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """A type in which this machine multiplies, or moves, more slowly than in f32."""
+    for row in profile.kernels:
+        dtype = next((each for each in DType if each.value == row.dtype and each is not DType.F32), None)
+        if dtype is None:
+            continue
+        moves = row.group in _ORDINARY
+        rate = 4 / dtype.itemsize if moves else machine.product.of(dtype).all / machine.product.f32.all
+        if dtype is DType.F16 and not moves:
+            continue  # of which nothing was measured
+        yield Found(
+            "dtype",
+            f"compute in f32 instead of {dtype.value}, where its precision is enough",
+            _where(row),
+            f"{_said(row, profile)}; this machine {'moves' if moves else 'multiplies'} {rate:.2g} times as much in "
+            f"{dtype.value} as in f32",
+            row.total_microseconds * (1 - min(1.0, rate)),
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _oversubscription,
+    _threads,
+    _openmp_runtimes,
+    _pages,
+    _denormals,
+    _recompilation,
+    _graph_break,
+    _layout,
+    _scalar_kernel,
+    _fallback,
+    _imbalance,
+    _small_kernels,
+    _dtype,
+)
+
+
+# ------------------------------------------------------------------------------------------------ sentences
+
+
+def _said(row: KernelTime, profile: Profile) -> str:
+    calls = f" in {row.calls:g} calls" if row.calls != 1 else ""
+    return f"{row.name} takes {row.total_microseconds / profile.microseconds:.0%} of the time{calls}"
+
+
+def _reached(row: KernelTime) -> str:
+    return f" at {row.percent_of_limit:.0f}% of the limit of {row.limit}" if row.percent_of_limit is not None else ""
+
+
+def _where(row: KernelTime) -> tuple[str, ...]:
+    return (row.name, *row.user_lines[:_LINES])
+
+
+def _lines(events: Iterable[Event]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(each.line for each in events if each.line))[:_LINES]
+
+
+def _kernels_at(line: str, profile: Profile) -> tuple[str, ...]:
+    """The longest kernel with this line."""
+    return tuple(row.name for row in profile.kernels if line in row.user_lines)[:1]
+
+
+def _brief(event: Event) -> str:
+    """Why, without the hints and stacks that Dynamo adds."""
+    return re.split(r" (?:Explanation|Hint|User stack trace):", event.why)[0]
+
+
+def _size(nbytes: int | None) -> str:
+    value = float(nbytes or 0)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"

@@ -1,0 +1,187 @@
+"""The ATen calls that a program makes, forward and backward, each with the user's line that it comes from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pellucid.capture.fx import origin_of
+from pellucid.capture.torch_compat import autograd_number, is_fake, next_autograd_number
+from pellucid.kit.process.child import NOT_THE_USERS
+from pellucid.kit.programs.case import copied
+
+
+@dataclass(slots=True)
+class Call:
+    """An ATen call: its arguments and result as they were when it was made.
+
+    line: `file:line` of the user's, for a call of the backward pass that of its forward call; empty where there is
+    none. sources: by leaf of its arguments, the call that returned it, by position, and which of its results it is.
+    backward: it was made while autograd computed a gradient.
+    """
+
+    func: Any
+    leaves: list[Any]
+    spec: Any
+    results: list[Any]
+    line: str
+    sources: Mapping[int, tuple[int, int]]
+    backward: bool
+
+    @property
+    def op(self) -> str:
+        return op_of(self.func)
+
+    def again(self, tensor: Callable[[int, torch.Tensor], Any], constant: Callable[[Any], Any]) -> list[Any]:
+        """Its results for other arguments. tensor: given a leaf's position and value, what takes its place; constant:
+        the same for what is no tensor. Raises what the operator raises."""
+        leaves = [
+            tensor(at, each) if isinstance(each, torch.Tensor) else constant(each)
+            for at, each in enumerate(self.leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with torch.no_grad():
+            return pytree.tree_leaves(self.func(*args, **kwargs))
+
+
+def op_of(target: Any) -> str:
+    """The operator of a call, in place or not: `gelu_backward`, `add`."""
+    schema = getattr(target, "_schema", None)
+    name = schema.name.partition("::")[2] if schema is not None else getattr(target, "__name__", str(target))
+    return name if name.startswith("_") and name.endswith("__") else name.rstrip("_")
+
+
+def returns_view(target: Any) -> bool:
+    """Whether an operator returns its argument's memory."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def draws(target: Any) -> bool:
+    """Whether an operator draws random numbers, in place or not: of those in place some have no tag."""
+    same = getattr(torch.ops.aten, op_of(target), None)
+    overloads = [target, *(getattr(same, name) for name in same.overloads())] if same is not None else [target]
+    return any(torch.Tag.nondeterministic_seeded in getattr(each, "tags", ()) for each in overloads)
+
+
+class Observed(TorchDispatchMode):
+    """Tells of each ATen call that is made while it is on, and knows whose line it comes from.
+
+    node: whose line it is, where a graph is interpreted: who does that sets it. unknown: lines cannot be told.
+    """
+
+    def __init__(self, *, unknown: bool = False) -> None:
+        super().__init__()
+        self.node: torch.fx.Node | None = None
+        self._unknown = unknown
+        self._lines: dict[int, str] = {}  # of forward calls, by the number of their autograd node
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = self.before(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if not any(is_fake(each) for each in pytree.tree_leaves((args, kwargs, result))):
+            self.after(func, self._line(), made, result)
+        return result
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call is about to be made; what it returns is given to `after`."""
+
+    def after(self, func: Any, line: str, made: Any, result: Any) -> None:
+        """A call was made. Its result may be written to."""
+
+    def _line(self) -> str:
+        backward = autograd_number()
+        if self._unknown or backward is not None:
+            return "" if backward is None else self._lines.get(backward, "")
+        line = line_of(self.node) if self.node is not None else _user_line()
+        self._lines[next_autograd_number() - 1] = line
+        return line
+
+
+def in_backward() -> bool:
+    """Whether autograd computes a gradient at the moment."""
+    return autograd_number() is not None
+
+
+def line_of(node: torch.fx.Node) -> str:
+    """`file:line` of a node; empty where there is none."""
+    return next((str(user) for user in reversed(origin_of(node).users)), "")
+
+
+def _user_line() -> str:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(NOT_THE_USERS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class Calls(Observed):
+    """Keeps the calls. What an operator changes in place is copied before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Call] = []
+        self._held: dict[int, list[tuple[list[Any], int]]] = {}  # by memory, where its tensors are kept
+        self._maker: dict[tuple[Any, ...], tuple[int, int]] = {}  # by place, the call that returned it, and where
+        self._writer: dict[int, int] = {}  # by memory, the last call that wrote to it
+        self._taker: dict[int, int] = {}  # and the last that took it as an argument
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        given = {at: each for at, each in enumerate(leaves) if isinstance(each, torch.Tensor)}
+        sources = {at: self._maker[_place(each)] for at, each in given.items() if _place(each) in self._maker}
+        self._taker.update((memory_of(each), len(self.made)) for each in given.values())
+        self._hold(leaves)
+        for tensor in _written(func, args, kwargs):
+            held = self._held.pop(memory_of(tensor), [])
+            copies = copied([where[at] for where, at in held])
+            for (where, at), copy in zip(held, copies, strict=True):
+                where[at] = copy
+        return leaves, spec, sources
+
+    def after(self, func: Any, line: str, made: Any, result: Any) -> None:
+        leaves, spec, sources = made
+        results = pytree.tree_leaves(result)
+        for number, each in enumerate(results):
+            if isinstance(each, torch.Tensor) and memory_of(each):
+                self._maker[_place(each)] = (len(self.made), number)
+                if not returns_view(func):
+                    self._writer[memory_of(each)] = len(self.made)
+        self.made.append(Call(func, leaves, spec, results, line, sources, in_backward()))
+        self._hold(results)
+
+    def maker(self, tensor: torch.Tensor) -> Call | None:
+        """The call that returned a tensor, else the one that wrote to its memory last, or took it."""
+        last = self._writer.get(memory_of(tensor), self._taker.get(memory_of(tensor)))
+        at, _ = self._maker.get(_place(tensor), (last, 0))
+        return None if at is None else self.made[at]
+
+    def _hold(self, leaves: list[Any]) -> None:
+        for at, each in enumerate(leaves):
+            if isinstance(each, torch.Tensor) and memory_of(each):
+                self._held.setdefault(memory_of(each), []).append((leaves, at))
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where its storage lies; 0 for one without memory."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return memory_of(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    arguments = func._schema.arguments if func._schema.is_mutable else ()
+    for position, argument in enumerate(arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from (each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor))

@@ -1,0 +1,109 @@
+"""`pellucid report`: a TARGET is captured and profiled into a run, and a run becomes a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pellucid.errors import UserError
+from pellucid.kit.debug.capture import save_compiled, save_graphs
+from pellucid.kit.debug.doctor import process_checks
+from pellucid.kit.process.child import SECONDS, Worker
+from pellucid.kit.profile.compare import compare
+from pellucid.kit.profile.limits import known_machine
+from pellucid.kit.profile.measure import BUDGET
+from pellucid.kit.profile.request import take_request
+from pellucid.kit.profile.result import Advice, Profile
+from pellucid.kit.profile.saved import FILE
+from pellucid.kit.report.material import AGAINST, DOCTOR, MACHINE, TRACE, material_of
+from pellucid.kit.report.page import page_of
+from pellucid.kit.report.view import view_of
+from pellucid.kit.runs.run import open_run, split_run
+from pellucid.kit.runs.target import Request
+from pellucid.kit.shown import Shown, plain
+from pellucid.machine.model import to_text
+from pellucid.trace.folder import write_json
+
+REPORT = "report.html"
+
+
+@dataclass(frozen=True, slots=True)
+class Reported(Shown):
+    """page: the file. profile: its numbers, of which `advice` is a part; None of a run that was never profiled."""
+
+    page: str
+    folder: str
+    profile: Profile | None
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        return self.profile.advice if self.profile is not None else ()
+
+    @property
+    def good(self) -> bool:
+        return self.profile is None or self.profile.good
+
+
+def report(
+    request: Request,
+    folder: Path,
+    against: Sequence[str] = (),
+    budget: float = BUDGET,
+    seconds: float = SECONDS,
+    memory: int = 0,
+    page: Path | None = None,
+) -> Reported:
+    """Write the page about a TARGET, and what it is made of, into the run in a folder.
+
+    A program is captured into a new run there and profiled; of a run, what it lacks is measured. against: backends, or
+    `eager`, to profile beside it. budget: seconds of calls. seconds, memory (bytes): what the process may take. page:
+    where to write; `report.html` of the run by default. Raises UserError for a target that does not exist, and for one
+    that fails.
+    """
+    captured = split_run(request.target)
+    if captured is not None and captured[1]:
+        raise UserError("a report is about a whole run", hint=f"pellucid report {captured[0]}")
+    complete = (folder / FILE).is_file() and all((folder / AGAINST.format(name)).is_file() for name in against)
+    if not complete:
+        refused, hint = f"{request.target} cannot be profiled", "see `pellucid check`"
+        given = request, str(folder.absolute()), tuple(against), budget
+        if captured is None:
+            with Worker(memory) as worker:
+                worker.ask(save_program, request, str(folder), seconds=seconds, refused=refused, hint=hint)
+        with Worker(memory) as worker:  # another process: graphs are counted in each
+            worker.ask(measure, *given, seconds=seconds + budget, refused=refused, hint=hint)
+    return write_page(folder, page or folder / REPORT)
+
+
+def write_page(folder: Path, page: Path) -> Reported:
+    """The page about what a run holds. Raises UserError for a folder that is no run, or that cannot be written to."""
+    material = material_of(folder)
+    text = page_of(view_of(material))
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {page}: {error}", hint="give a folder that is writable") from error
+    return Reported(str(page), str(folder), material.profile)
+
+
+# ------------------------------------------------------------------------------------------------ in the worker
+
+
+def save_program(request: Request, folder: str) -> None:
+    """Capture a program into a new run, with what the backend makes of each of its graphs."""
+    save_graphs(request, folder)
+    for name in open_run(Path(folder), request.libraries).names:
+        save_compiled(replace(request, target=f"{folder}:{name}"), intermediates=False, runs=False)
+
+
+def measure(request: Request, folder: str, against: Sequence[str], budget: float) -> None:
+    """Add to a run the profile of a request and of others, and what is known of the machine and the process."""
+    into = Path(folder)
+    ours, *others = take_request(request, against, budget, str(into / TRACE))
+    write_json(into / FILE, plain(ours))
+    for theirs in others:
+        write_json(into / AGAINST.format(theirs.backend), plain(compare(ours, theirs)))
+    (into / MACHINE).write_text(to_text(known_machine()[0]), encoding="utf-8")
+    write_json(into / DOCTOR, plain(process_checks()))

@@ -1,0 +1,172 @@
+"""What the calls of Pellucid's instances move and compute, from their programs and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from pellucid.codegen import CppKernel
+from pellucid.executable import Sized, operator_of, plain_argument
+from pellucid.ir.index import product
+from pellucid.ir.nodes import Arg, Extern, Kernel, Node, View
+from pellucid.ir.origin import merge
+from pellucid.ir.traffic import Traffic, tensor_bytes, traffic
+from pellucid.ir.types import TORCH_DTYPES
+from pellucid.kit.subjects.facts import StepFacts, library_facts, shape_text, widest_float
+from pellucid.machine import Part
+from pellucid.machine.work import estimate
+
+_Touched: TypeAlias = "dict[str, tuple[int, int, int]]"
+"""By buffer: bytes that are read and written, and at how many places that begins."""
+
+
+def facts_of(sized: Sized) -> tuple[StepFacts | None, ...]:
+    """The facts of each call of an instance's plan, None for the calls of probes."""
+    facts = _Facts(sized)
+    kept = frozenset(buffer.name for buffer in sized.program.buffers if buffer.role != "temp")
+    parts = iter(_parts([facts.touched(node) for node in sized.calls if node is not None], kept))
+    return tuple(None if node is None else replace(facts.of(node), parts=next(parts)) for node in sized.calls)
+
+
+def _parts(steps: Sequence[_Touched], kept: Collection[str]) -> list[tuple[Part, ...]]:
+    """What each step moves, with what was touched since, as if the run were one of many: buffers that are `kept` lie
+    where the run before left them, temporaries where others have just been."""
+    sizes: dict[str, int] = {}
+    for step in steps:
+        sizes |= {name: max(sizes.get(name, 0), *touched[:2]) for name, touched in step.items()}
+    whole, passed, last = sum(sizes.values()), 0, dict[str, int]()
+    made: list[tuple[Part, ...]] = []
+    for _ in range(2):
+        made.clear()
+        last = {name: at for name, at in last.items() if name in kept}
+        for step in steps:
+            own = sum(max(touched[:2]) for touched in step.values())
+            made.append(
+                tuple(
+                    Part(*touched, min(whole, own + (passed - last[name] if name in last else 0)))
+                    for name, touched in step.items()
+                )
+            )
+            last |= dict.fromkeys(step, passed)  # of all that this step touches, some came before
+            passed += own
+    return made
+
+
+class _Facts:
+    def __init__(self, sized: Sized) -> None:
+        self._sized = sized
+        self._tensors: dict[View, torch.Tensor] = {}
+        self._moved: dict[str, Traffic] = {}
+        self._dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in sized.program.buffers}
+
+    def of(self, node: Node) -> StepFacts:
+        return self.kernel(node) if isinstance(node, Kernel) else self.library(node)
+
+    def touched(self, node: Node) -> _Touched:
+        """What a call touches of each buffer."""
+        if isinstance(node, Kernel):
+            moved = self._traffic(node)
+            return {
+                name: (moved.loaded.get(name, 0), moved.stored.get(name, 0), moved.rows.get(name, 1))
+                for name in {**moved.loaded, **moved.stored}
+            }
+        found: _Touched = {}
+        made = [view for view in node.outputs if view is not None]
+        for view in (*_views((node.args, tuple(value for _, value in node.kwargs))), *made):
+            read, written, _ = found.get(view.buffer, (0, 0, 1))
+            nbytes = self._nbytes(view)
+            found[view.buffer] = (read, max(written, nbytes), 1) if view in made else (max(read, nbytes), written, 1)
+        return found
+
+    def _nbytes(self, view: View) -> int:
+        tensor = self._tensor(view)
+        return tensor_bytes(tensor.shape, tensor.stride(), tensor.dtype.itemsize)
+
+    def _traffic(self, kernel: Kernel) -> Traffic:
+        if kernel.name not in self._moved:
+            self._moved[kernel.name] = traffic(kernel, self._sized.size)
+        return self._moved[kernel.name]
+
+    def kernel(self, kernel: Kernel) -> StepFacts:
+        compiled, size = self._sized.kernels[kernel.name], self._sized.size
+        moved = self._traffic(kernel)
+        buffers = {**moved.loaded, **moved.stored}
+        shares = size(compiled.extent) // compiled.grain
+        return StepFacts(
+            self._sized.name,
+            kernel.name,
+            compiled.name,
+            "kernel",
+            reads=self._shapes(moved.loaded),
+            writes=self._shapes(moved.stored),
+            loaded=sum(moved.loaded.values()),
+            stored=sum(moved.stored.values()),
+            flops=moved.flops,
+            touched=sum(max(moved.loaded.get(name, 0), moved.stored.get(name, 0)) for name in buffers),
+            instructions=self._instructions(kernel),
+            dtype=widest_float([TORCH_DTYPES[line.dtype] for line in kernel.body]) if moved.flops else "",
+            threads=max(1, min(torch.get_num_threads(), shares)),
+            counts_as="product" if compiled.plan.blocks else "attention" if compiled.plan.rows else "",
+            fetched=moved.fetched,
+            scalar=_why_scalar(compiled),
+            origin=merge(line.origin for line in kernel.body),
+        )
+
+    def _instructions(self, kernel: Kernel) -> float:
+        """The plan counts them at middling sizes; with others they grow as the points do."""
+        points = product(axis.extent for axis in kernel.space)
+        plan = self._sized.kernels[kernel.name].plan
+        return plan.steps * self._sized.size(points) / max(1, estimate(points))
+
+    def library(self, call: Extern) -> StepFacts:
+        step = StepFacts(self._sized.name, call.name, call.op, "call", origin=call.origin, reason=call.reason)
+        results = [self._tensor(view) for view in call.outputs if view is not None]
+        kwargs = {name: self._value(value) for name, value in call.kwargs}
+        if call.out:
+            kwargs, results = {**kwargs, "out": results[0]}, []
+        args = [self._value(arg) for arg in call.args]
+        return library_facts(step, operator_of(call.op), args, kwargs, results)
+
+    def _shapes(self, buffers: Iterable[str]) -> tuple[str, ...]:
+        return tuple(
+            shape_text(self._dtypes[name], tuple(map(self._sized.size, self._sized.shapes[name].shape)))
+            for name in buffers
+        )
+
+    def _tensor(self, view: View) -> torch.Tensor:
+        """A tensor without memory; the same for the same view."""
+        if view not in self._tensors:
+            shape, strides = (tuple(map(self._sized.size, each)) for each in (view.shape, view.strides))
+            dtype = self._dtypes[view.buffer]
+            self._tensors[view] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return self._tensors[view]
+
+    def _value(self, arg: Arg) -> Any:
+        """An argument, with tensors without memory for views."""
+        match arg:
+            case View():
+                return self._tensor(arg)
+            case tuple():
+                return tuple(self._value(item) for item in arg)
+            case _:
+                return plain_argument(arg, self._sized.size)
+
+
+def _why_scalar(compiled: CppKernel) -> str:
+    """Why a kernel has no vectors; empty if it has, or multiplies matrices."""
+    plan = compiled.plan
+    if plan.vector is not None or plan.blocks is not None:
+        return ""
+    return next((each.why for each in plan.decisions if each.rule == "codegen.vectorize" and not each.ok), "")
+
+
+def _views(arg: Arg) -> Iterator[View]:
+    """The tensors of an argument."""
+    if isinstance(arg, View):
+        yield arg
+    elif isinstance(arg, tuple):
+        for each in arg:
+            yield from _views(each)

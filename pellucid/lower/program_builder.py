@@ -1,0 +1,300 @@
+"""The program under construction: buffers, nodes, and what each FX node stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from pellucid.capture.fx import dtype_of, origin_of, shape_of, strides_of
+from pellucid.capture.torch_compat import derived_in, expr_of, is_symbolic, term_of
+from pellucid.errors import InternalError, UnsupportedError
+from pellucid.ir.decision import Decision, DecisionLog
+from pellucid.ir.derived import Apply, Derived, Float, names_in, number_name
+from pellucid.ir.index import ONE, ZERO, Expr, nonnegative, product, sym, total
+from pellucid.ir.nodes import Buffer, Extern, Kernel, Node, Program, View
+from pellucid.ir.types import DType
+from pellucid.ir.verify import program_sizes
+from pellucid.lower.kernel_builder import KernelBuilder
+from pellucid.machine import AVX2, Machine
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor of the graph: a view of a buffer and the type of its elements."""
+
+    view: View
+    dtype: DType
+
+    @property
+    def shape(self) -> tuple[Expr, ...]:
+        return self.view.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A truth value that is known when the graph is called. Programs have no place for one."""
+
+
+Result: TypeAlias = "TensorRef | Expr | Float | Condition | bool | float | tuple[Result, ...] | None"
+
+
+class ProgramBuilder:
+    """Collects the program while the FX graph is walked in order."""
+
+    def __init__(
+        self, derived: Mapping[str, Derived] | None = None, *, contract: bool = True, machine: Machine = AVX2
+    ) -> None:
+        """derived: the derived integers that sizes may name, each after those that it is made of.
+
+        contract: whether matrix products, convolutions and attention become kernels. machine: they are compiled for.
+        """
+        self.contract = contract
+        self.machine = machine
+        self.decisions = DecisionLog()
+        self.constants: dict[str, torch.Tensor] = {}
+        self._values: dict[torch.fx.Node, Result] = {}
+        self._buffers: dict[str, Buffer] = {}
+        self._nodes: list[Node] = []
+        self._inputs: list[str | None] = []
+        self._symbols: list[str] = []
+        self._offsets: dict[str, Expr] = {}
+        self._derived: dict[str, Derived] = dict(derived or {})
+        self._floats: set[str] = set()  # float arguments
+
+    # What FX nodes stand for.
+
+    def bind(self, node: torch.fx.Node, value: Result) -> None:
+        self._values[node] = value
+
+    def value(self, arg: Any) -> Any:
+        """`arg` of an FX node with every node in it replaced by what it stands for."""
+        if isinstance(arg, torch.fx.Node):
+            return self._values[arg]
+        if isinstance(arg, list | tuple):
+            return tuple(self.value(item) for item in arg)
+        return self.number(arg) if is_symbolic(arg) else arg
+
+    def computed(self) -> dict[str, View]:
+        """Where the tensor that each call computes lies, by the name of its FX node."""
+        calls = {node.name: value for node, value in self._values.items() if node.op == "call_function"}
+        return {name: value.view for name, value in calls.items() if isinstance(value, TensorRef)}
+
+    def number(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Expr | Float | float | Condition:
+        """What a symbolic number stands for; a float becomes a derived number of the program, or is an input."""
+        if isinstance(value, torch.SymInt):
+            return expr_of(value)
+        if isinstance(value, torch.SymBool):
+            return Condition()
+        term = term_of(value)
+        if not isinstance(term, Apply | Float | Expr):
+            return term
+        for each in derived_in(value).values():
+            self._derived.setdefault(each.name, each)
+        name = number_name(term)
+        if name not in self._floats:
+            self._derived.setdefault(name, Derived(name, True, term))
+        return Float(name)
+
+    # Buffers.
+
+    def add_symbol(self, value: Expr) -> None:
+        """An integer argument: it tells the value of a symbol, unless it is no symbol or was told before."""
+        names = [name for name in value.syms() if value == sym(name) and name not in self._symbols]
+        self._inputs.append(names[0] if names else None)
+        self._symbols += names
+
+    def add_float(self, name: str) -> None:
+        """A float argument, which arrives as a tensor of one f64."""
+        del self._derived[name]
+        self._floats.add(name)
+        self._buffers[name] = Buffer(name, DType.F64, ONE, "input")
+        self._inputs.append(name)
+
+    def float_ref(self, number: Float) -> TensorRef:
+        """The memory that holds a float."""
+        if number.name not in self._buffers:
+            self._buffers[number.name] = Buffer(number.name, DType.F64, ONE, "input")
+        return TensorRef(View(number.name, (), (), ZERO), DType.F64)
+
+    def is_derived(self, number: Float) -> bool:
+        """Whether the program computes `number`; otherwise it is an argument, and nothing but kernels can read it."""
+        return number.name in self._derived
+
+    def add_unused_input(self) -> None:
+        self._inputs.append(None)
+
+    def add_input(self, name: str, tensor: torch.Tensor) -> TensorRef:
+        """A tensor that the caller owns; addresses are relative to its data pointer."""
+        view = whole(name, tensor)
+        self._buffers[name] = Buffer(name, dtype_of(tensor), storage_extent(view), "input")
+        self._offsets[name] = expr_of(tensor.storage_offset())
+        self._inputs.append(name)
+        return TensorRef(view, dtype_of(tensor))
+
+    def add_constant(self, name: str, tensor: torch.Tensor) -> TensorRef:
+        """A tensor that belongs to the graph: an input that the compiled program supplies itself."""
+        self.constants[name] = tensor
+        return self.add_input(name, tensor)
+
+    def new(self, meta: torch.Tensor, hint: str) -> TensorRef:
+        """A fresh buffer with the layout that eager gives to `meta`."""
+        name = f"b{len(self._buffers)}_{hint}"
+        view = whole(name, meta)
+        self._buffers[name] = Buffer(name, dtype_of(meta), storage_extent(view), "temp")
+        # Some fake results, those of slice_scatter among them, claim an offset: views of them count from it.
+        self._offsets[name] = expr_of(meta.storage_offset())
+        return TensorRef(view, dtype_of(meta))
+
+    def alias(self, base: TensorRef, meta: torch.Tensor) -> TensorRef:
+        """Another view of `base`'s buffer, laid out like `meta`.
+
+        Buffers have eager's layout, so a view operator needs no arithmetic of ours.
+        """
+        start = self._offsets[base.view.buffer]
+        offset = expr_of(meta.storage_offset()) - start
+        if start != ZERO and not nonnegative(offset):
+            raise UnsupportedError("a view that may begin before the memory of the input it is made from")
+        view = View(base.view.buffer, shape_of(meta), strides_of(meta), offset)
+        self._reach(view)
+        return TensorRef(view, dtype_of(meta))
+
+    def _reach(self, view: View) -> None:
+        """`as_strided` may go beyond the elements of the argument that it is made from, in the same memory."""
+        buffer, end = self._buffers[view.buffer], view.offset + storage_extent(view)
+        if buffer.role == "input" and nonnegative(end - buffer.numel - 1):
+            self._buffers[view.buffer] = replace(buffer, numel=end)
+
+    # Nodes.
+
+    def kernel(self, node: torch.fx.Node, shape: Sequence[Expr]) -> KernelBuilder:
+        """A kernel over `shape` that computes `node`."""
+        return KernelBuilder(f"{op_name(node)}", shape, origin_of(node).step("lower"))
+
+    def emit(self, kernel: KernelBuilder) -> None:
+        """Add a finished kernel to the program."""
+        finished = kernel.finish()
+        params = tuple(replace(param, numel=self._buffers[param.name].numel) for param in finished.params)
+        self._nodes.append(Kernel(f"{finished.name}_{len(self._nodes)}", params, finished.space, finished.body))
+
+    def emit_extern(self, make: Callable[[str], Node]) -> None:
+        """Add a call; `make` gets the position in the program, to build a unique name from."""
+        self._nodes.append(make(str(len(self._nodes))))
+
+    def decide(self, decision: Decision) -> Decision:
+        return self.decisions.add(decision)
+
+    def finish(self, outputs: Iterable[Result]) -> Program:
+        """The program that returns `outputs`. Inputs, symbols and buffers that nothing uses are left out of it."""
+        views = tuple(_output(value) for value in outputs)
+        returned = {view.buffer for view in views if isinstance(view, View)}
+        used = returned.union(*(buffers_of(node) for node in self._nodes))
+        buffers = tuple(
+            replace(buffer, role="output") if buffer.role == "temp" and buffer.name in returned else buffer
+            for buffer in self._buffers.values()
+            if buffer.name in used
+        )
+        program = Program((), buffers, (), tuple(self._nodes), views)
+        derived, needed = self._derived_in(program)
+        symbols = tuple(name for name in self._symbols if name in needed)
+        inputs = tuple(name if name in used or name in symbols else None for name in self._inputs)
+        return replace(program, symbols=symbols, inputs=inputs, derived=derived)
+
+    def _derived_in(self, program: Program) -> tuple[tuple[Derived, ...], set[str]]:
+        """The derived numbers that `program` names, those that they are made of, and the names of all that it needs."""
+        needed = {name for _, size in program_sizes(program) for name in size.syms()}
+        needed |= {buffer.name for buffer in program.buffers}
+        for node in program.nodes:
+            needed.update(_float_names((node.args, node.kwargs)) if isinstance(node, Extern) else ())
+        kept: list[Derived] = []
+        for each in reversed(self._derived.values()):
+            if each.name in needed and each.name not in self._symbols:
+                needed |= names_in(each.term)
+                kept.append(each)
+        return tuple(reversed(kept)), needed
+
+
+def buffers_of(node: Node) -> frozenset[str]:
+    """Every buffer that `node` reads or writes."""
+    match node:
+        case Kernel():
+            return frozenset(param.name for param in node.params)
+        case Extern():
+            views = (*node.outputs, *_views(node.args), *_views(tuple(value for _, value in node.kwargs)))
+            return frozenset((*node.mutates, *(view.buffer for view in views if view is not None)))
+
+
+def _views(arg: object) -> Iterator[View]:
+    if isinstance(arg, View):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _views(item)
+
+
+def _float_names(arg: object) -> Iterator[str]:
+    if isinstance(arg, Float):
+        yield arg.name
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _float_names(item)
+
+
+def _output(value: Result) -> View | Expr | None:
+    match value:
+        case TensorRef(view, _):
+            return view
+        case Expr() | None:
+            return value
+        case bool() | int():
+            return ONE * value
+        case _:
+            raise InternalError(f"a graph cannot return {value!r}")
+
+
+def whole(buffer: str, tensor: torch.Tensor) -> View:
+    """All of a buffer that holds what lies in memory like `tensor`."""
+    return View(buffer, shape_of(tensor), strides_of(tensor), ZERO)
+
+
+def storage_extent(view: View) -> Expr:
+    """How many elements of its buffer `view` spans, from the data pointer on. Strides are not negative.
+
+    With a symbolic extent that turns out to be 0 this is an upper bound.
+    """
+    if any(extent == ZERO for extent in view.shape):
+        return ZERO
+    return ONE + total((extent - 1) * stride for extent, stride in zip(view.shape, view.strides, strict=True))
+
+
+def overlaps_itself(meta: torch.Tensor) -> bool:
+    """True if two elements of a tensor laid out like `meta` may share memory (a stride of 0)."""
+    return any(
+        stride == ZERO and extent not in (ONE, ZERO)
+        for extent, stride in zip(shape_of(meta), strides_of(meta), strict=True)
+    )
+
+
+def numel(shape: Sequence[Expr]) -> Expr:
+    return product(shape)
+
+
+def op_name(node: torch.fx.Node) -> str:
+    """A short name of the operator that `node` calls, fit for identifiers."""
+    target = node.target
+    name = target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    return re.sub(r"\W+", "_", name).strip("_") or "op"
+
+
+def arguments(node: torch.fx.Node, graph: ProgramBuilder) -> Mapping[str, Any]:
+    """The arguments of a call by their names in the operator's schema, defaults filled in."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    given = {argument.name: graph.value(value) for argument, value in zip(schema.arguments, node.args, strict=False)}
+    given.update({name: graph.value(value) for name, value in node.kwargs.items()})
+    for argument in schema.arguments:
+        if argument.name not in given and argument.has_default_value():
+            given[argument.name] = argument.default_value
+    return given

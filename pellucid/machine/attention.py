@@ -1,0 +1,106 @@
+"""The blocks of an attention kernel, `native/kernel/attend.h`, and the instructions that they take.
+
+Sizes alone decide about blocks, never the number of threads, so that results do not depend on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pellucid.machine.model import Machine
+
+MOST_COLUMNS = 256
+"""The largest head size: beyond it, blocks would not stay in the second cache."""
+
+# Elements of a block of keys, or of values, and of the sums of all rows; keys that pass over the sums often enough.
+_KEYS_AND_COLUMNS = 32768
+_ROWS_AND_COLUMNS = 65536
+_KEYS = 512
+_PANEL = 32  # columns of the widest panel
+# Rows whose scores are in work at once, as `attend.h` has it; and those up to which it packs nothing.
+_QUERIES = 24
+_FEW_ROWS = 3
+# Blocks from which on no thread waits long for another; fewer rows in a block would pack too often.
+_ENOUGH = 12
+_FEWEST_ROWS = 48
+
+# Instructions for one lane: of one term of a product in the micro-kernel, of a sum in it beside its terms, of a score's
+# weight, of packing an element in whole registers, or by itself. Measured on an AMD EPYC (Zen 4) with AVX2.
+_TERM = 1.15
+_SUM = 5.0
+_WEIGHT = 36.0
+_PACK = 12.0
+_PACK_ONE = 64.0
+# The same for few rows: a sum of a dot product, and what rows share of reading a value.
+_DOT = 64.0
+_VALUE = 4.0
+# The share of ATen's time that goes into weights where its rate is measured, at a head size of 64; and the fewest rows
+# that its products are made for.
+_LIBRARY_WEIGHTS = 0.25
+_LIBRARY_SIZE = 64
+_LIBRARY_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """An attention in numbers: `count` heads of `rows` queries and `keys` keys, each of `size` elements.
+
+    share: of the scores that count, 1 unless keys that follow a query are left out.
+    """
+
+    count: int
+    rows: int
+    keys: int
+    size: int
+    causal: bool = False
+
+    @property
+    def share(self) -> float:
+        if not self.causal:
+            return 1.0
+        seen = min(self.rows, self.keys)
+        return (seen * (seen + 1) / 2 + (self.rows - seen) * self.keys) / max(1, self.rows * self.keys)
+
+    @property
+    def _width(self) -> int:
+        """Columns, in whole panels."""
+        return -(-self.size // _PANEL) * _PANEL
+
+    @property
+    def flops(self) -> int:
+        """Of both products."""
+        return int(4 * self.count * self.rows * self.keys * self.size * self.share)
+
+    @property
+    def library_flops(self) -> int:
+        """Operations that take ATen's kernel as long as this attention, at the rate that it is measured at."""
+        rows = max(self.rows, _LIBRARY_ROWS) / max(1, self.rows) * self.share
+        size = (1 - _LIBRARY_WEIGHTS) * self.size + _LIBRARY_WEIGHTS * _LIBRARY_SIZE
+        return int(4 * self.count * self.rows * self.keys * size * rows)
+
+    @property
+    def key_block(self) -> int:
+        """Keys of a block."""
+        return min(_KEYS, _KEYS_AND_COLUMNS // self._width // _PANEL * _PANEL)
+
+    @property
+    def row_block(self) -> int:
+        """Rows of a block: as many as the cache likes, fewer where that makes too few blocks for threads."""
+        pieces = -(-self.rows // (_ROWS_AND_COLUMNS // self._width))
+        while self.count * pieces < _ENOUGH and self.rows >= 2 * pieces * _FEWEST_ROWS:
+            pieces *= 2
+        return max(1, -(-self.rows // (pieces * _QUERIES)) * _QUERIES if pieces > 1 else self.rows)
+
+    def steps(self, machine: Machine) -> float:
+        """Vector instructions of a call."""
+        scores = self.count * self.rows * self.keys * self.share
+        if self.rows <= _FEW_ROWS:
+            each = self.size * (2 + _VALUE / self.rows) + _DOT + _WEIGHT
+            return scores * each / machine.lanes
+        panel = 2 * machine.lanes
+        width = -(-self.size // panel) * panel
+        each = (self.size + width) * _TERM + _SUM + _WEIGHT
+        alone = self.size % machine.lanes + self.size % panel  # of a key and of a value
+        packed = (2 * self.size - alone) * _PACK + alone * _PACK_ONE
+        blocks = self.count * -(-self.rows // self.row_block)
+        return (scores * each + blocks * self.keys * packed) / machine.lanes

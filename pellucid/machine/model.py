@@ -1,0 +1,244 @@
+"""`Machine`: one value that says what this machine can do. Rates are per nanosecond: bytes/ns are GB/s."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from pellucid.errors import UserError
+from pellucid.ir.types import DType
+
+VERSION = 3
+"""Of the file format and of how the figures are measured: a file of another version is measured again."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Isa:
+    """A vector instruction set: bytes of a vector register, and how many registers there are."""
+
+    name: str
+    register_bytes: int
+    registers: int
+
+
+ISAS = {isa.name: isa for isa in (Isa("AVX512", 64, 32), Isa("AVX2", 32, 16))}
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Units per nanosecond of one thread, and of all cores of this process together."""
+
+    one: float
+    all: float
+
+    def of(self, threads: int) -> float:
+        """The rate of so many threads: each adds its own until the whole is reached."""
+        return self.one if threads <= 1 else max(self.one, min(self.one * threads, self.all))
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A level of cache, or memory, and the bytes that it moves per nanosecond.
+
+    size: bytes of one such cache; 0 for memory. shared: by the cores, each of which has its own otherwise.
+    write: such that copying n bytes takes n / read + n / write.
+    """
+
+    name: str
+    size: int
+    shared: bool
+    read: Rate
+    write: Rate
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating point operations per nanosecond, by type. A multiply-add counts as two."""
+
+    f32: Rate
+    f64: Rate
+    bf16: Rate
+
+    def of(self, dtype: DType) -> Rate:
+        return {DType.F64: self.f64, DType.BF16: self.bf16}.get(dtype, self.f32)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one machine can do.
+
+    name: the processor's. cores: that the measuring process could use.
+    levels: from the nearest cache to memory.
+    flops: the peak, of multiply-adds in registers. product: what ATen's matrix products reach of it; convolution: what
+    its convolutions of one tap reach, attention: what the products of its attention reach, in f32.
+    latency: nanoseconds to load from memory what nothing was loaded near of.
+    barrier: nanoseconds from the start to the end of an empty parallel region of all threads. call: of a kernel that
+    does nothing, in a plan. dispatch: of an ATen operator that does nearly nothing. page: to get a fresh page from
+    the system, and to write to it.
+    spread: how far apart the middle half of the measurements lay, as a share of the median, by the figure's name.
+    """
+
+    name: str
+    isa: Isa
+    cores: int
+    levels: tuple[Level, ...]
+    flops: Flops
+    product: Flops
+    convolution: Rate
+    attention: Rate
+    latency: float
+    barrier: float
+    call: float
+    dispatch: float
+    page: float
+    spread: Mapping[str, float] = field(default_factory=dict[str, float], compare=False, hash=False)
+
+    @property
+    def memory(self) -> Level:
+        return self.levels[-1]
+
+    @property
+    def last_cache(self) -> int:
+        """Bytes of the last level of cache."""
+        return self.levels[-2].size
+
+    @property
+    def instructions(self) -> float:
+        """Vector instructions that one thread finishes per nanosecond."""
+        return self.flops.f32.one / (2 * self.lanes)
+
+    @property
+    def lanes(self) -> int:
+        """Values of four bytes in a vector register."""
+        return self.isa.register_bytes // 4
+
+    def level(self, working_set: float, threads: int = 1) -> Level:
+        """The nearest level that holds so many bytes when so many threads work on them, each on its part."""
+        for level in self.levels[:-1]:
+            if working_set <= level.size * (1 if level.shared else threads):
+                return level
+        return self.memory
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """All that is measured, by name: `memory.read.one`, `flops.f32.all`, `barrier`."""
+        found: dict[str, float] = {}
+
+        def note(name: str, value: float) -> float:
+            found[name] = value
+            return value
+
+        _mapped(self, note, "")
+        return found
+
+
+def rounded(machine: Machine) -> Machine:
+    """The machine as the compiler sees it: ten steps to the power of ten, so that few digits of noise are left.
+
+    What is compared with measured times takes the figures as they were measured.
+    """
+    return _mapped(machine, lambda _, value: float(f"{10 ** (round(10 * math.log10(value)) / 10):.3g}"), "")
+
+
+def steadied(new: Machine, old: Machine) -> Machine:
+    """`new`, with the figures of `old` where they differ by less than such a step: measuring again changes nothing."""
+    before = old.figures
+    step = 10**0.1
+
+    def keep(name: str, value: float) -> float:
+        known = before.get(name, value)
+        return known if 1 / step < value / known < step else value
+
+    return _mapped(new, keep, "")
+
+
+def _mapped(value: _T, change: Callable[[str, float], float], prefix: str) -> _T:
+    """A dataclass with each of its floats changed, those of the dataclasses in it as well."""
+    made: dict[str, Any] = {}
+    for each in fields(value):  # type: ignore[arg-type]
+        item, name = getattr(value, each.name), f"{prefix}{each.name}"
+        if isinstance(item, float):
+            made[each.name] = change(name, item)
+        elif each.name == "levels":
+            levels: tuple[Level, ...] = item
+            made[each.name] = tuple(_mapped(level, change, f"{level.name}.") for level in levels)
+        elif is_dataclass(item):
+            made[each.name] = _mapped(item, change, f"{name}.")
+    return replace(value, **made)  # type: ignore[type-var]
+
+
+# ---------------------------------------------------------------------------------------------- as a file
+
+
+def make_machine(name: str, isa: str, cores: int, caches: Mapping[str, int], figures: Mapping[str, float]) -> Machine:
+    """A machine of its figures. caches: bytes of `l1`, `l2` and `l3`, as far as there are such.
+
+    Raises KeyError for a figure that is missing.
+    """
+
+    def rate(what: str) -> Rate:
+        return Rate(float(figures[f"{what}.one"]), float(figures[f"{what}.all"]))
+
+    def flops(what: str) -> Flops:
+        return Flops(rate(f"{what}.f32"), rate(f"{what}.f64"), rate(f"{what}.bf16"))
+
+    levels = tuple(
+        Level(level, size, level in ("l3", "memory"), rate(f"{level}.read"), rate(f"{level}.write"))
+        for level, size in (*caches.items(), ("memory", 0))
+    )
+    return Machine(
+        name=name,
+        isa=ISAS[isa],
+        cores=cores,
+        levels=levels,
+        flops=flops("flops"),
+        product=flops("product"),
+        convolution=rate("convolution"),
+        attention=rate("attention"),
+        latency=float(figures["latency"]),
+        barrier=float(figures["barrier"]),
+        call=float(figures["call"]),
+        dispatch=float(figures["dispatch"]),
+        page=float(figures["page"]),
+    )
+
+
+def to_text(machine: Machine) -> str:
+    """The machine as JSON."""
+    about = {
+        "version": VERSION,
+        "name": machine.name,
+        "isa": machine.isa.name,
+        "cores": machine.cores,
+        "caches": {level.name: level.size for level in machine.levels[:-1]},
+        "figures": {name: float(f"{value:.4g}") for name, value in machine.figures.items()},
+        "spread": {name: round(share, 4) for name, share in machine.spread.items()},
+    }
+    return json.dumps(about, indent=1) + "\n"
+
+
+def from_text(text: str, source: str) -> Machine:
+    """The machine that `to_text` wrote. source: where the text is from. Raises UserError for anything else."""
+    try:
+        about = json.loads(text)
+        if about["version"] != VERSION:
+            raise ValueError(f"it is of version {about['version']}, this Pellucid's is {VERSION}")
+        caches = {str(name): int(size) for name, size in about["caches"].items()}
+        if not caches or any(name not in ("l1", "l2", "l3") or size <= 0 for name, size in caches.items()):
+            raise ValueError("it names no caches")
+        machine = make_machine(str(about["name"]), about["isa"], int(about["cores"]), caches, about["figures"])
+        spread = {str(name): float(share) for name, share in about.get("spread", {}).items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UserError(
+            f"{source} describes no machine: {said}", hint="`pellucid doctor --remeasure` makes such a file"
+        ) from error
+    bad = [name for name, value in machine.figures.items() if not (math.isfinite(value) and value > 0)]
+    if bad or machine.cores < 1:
+        raise UserError(f"{source} describes no machine: {', '.join(bad) or 'cores'} must be more than 0")
+    return replace(machine, spread=spread)

@@ -1,0 +1,163 @@
+"""What kernels move and compute before any sizes are known: the closed forms behind cost rules.
+
+`ir.traffic` counts it exactly, at the sizes of a call; which lines are arithmetic, and where, stands there for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pellucid.ir.index import ZERO, Expr, Var, product, total
+from pellucid.ir.nodes import Axis, Compute, Kernel, Load, Param, Reduce, Rhs, Store, axes_of
+from pellucid.ir.ops import OPS
+from pellucid.ir.traffic import flops_of, worked
+from pellucid.ir.types import DType
+
+SYMBOL_GUESS = 256
+"""What a size symbol counts for where a rule needs a number."""
+
+Size: TypeAlias = Callable[[Expr], int]
+"""The number of an expression over sizes: at a call, or a guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """Totals of one kernel.
+
+    loaded, stored: bytes of distinct elements, as if each were moved once.
+    flops: operations on floats.
+    work: estimated instructions, from the `cost` of each operator.
+    """
+
+    loaded: Expr
+    stored: Expr
+    flops: Expr
+    work: Expr
+
+
+def kernel_cost(kernel: Kernel) -> KernelCost:
+    """The cost of one call of `kernel`, in terms of the size symbols."""
+    params = {param.name: param for param in kernel.params}
+    scopes = axes_of(kernel)
+    flops, work = ZERO, ZERO
+    for line in kernel.body:
+        scope, cost = worked(line, scopes), op_cost(line.rhs)
+        if cost:
+            work = work + evaluations(scope, kernel.space) * cost
+        if flops_of(line):
+            flops = flops + product(kernel.ranges[name] for name in sorted(scope)) * flops_of(line)
+    loads = [(line.rhs, scopes[line.out]) for line in kernel.body if isinstance(line.rhs, Load)]
+    stores = [(line.rhs, scopes[line.out]) for line in kernel.body if isinstance(line.rhs, Store)]
+    return KernelCost(_bytes(loads, kernel, params), _bytes(stores, kernel, params), flops, work)
+
+
+def op_cost(rhs: Rhs) -> int:
+    """Estimated instructions of one line at one point, memory left aside."""
+    match rhs:
+        case Compute(op):
+            return OPS[op].cost
+        case Reduce():
+            return 1
+        case _:
+            return 0
+
+
+def evaluations(scope: Collection[str], space: Iterable[Axis]) -> Expr:
+    """How often a line that depends on the axes `scope` runs, when loops nest in the order of `space`.
+
+    A line that misses an inner axis is lifted out of its loop; one that misses an outer axis runs again and again.
+    """
+    axes = tuple(space)
+    depth = max((number + 1 for number, axis in enumerate(axes) if axis.name in scope), default=0)
+    return product(axis.extent for axis in axes[:depth])
+
+
+def estimate(size: Expr) -> int:
+    """`size` as a number: symbols that are not known yet count as a middling size, loop counters as 0."""
+    if size.value is not None:
+        return size.value
+    return size.evaluate(lambda atom: 0 if isinstance(atom, Var) else SYMBOL_GUESS)
+
+
+def touched_bytes(index: Expr, param: Param, ranges: Mapping[str, Expr]) -> Expr:
+    """Bytes of the distinct elements of a buffer that one load or store touches over the whole space."""
+    if index.vals():
+        return param.numel * param.dtype.itemsize
+    elements = product(ranges[name] for name in sorted(index.vars()))
+    if elements.value is not None and param.numel.value is not None and elements.value > param.numel.value:
+        elements = param.numel
+    return elements * param.dtype.itemsize
+
+
+def _bytes(
+    accesses: Iterable[tuple[Load | Store, frozenset[str]]], kernel: Kernel, params: Mapping[str, Param]
+) -> Expr:
+    """Bytes of all accesses, each with the axes that it depends on; equal ones count once.
+
+    No buffer counts for more than it holds, and one that is indexed by values for no more than there are points.
+    """
+    by_buffer: dict[str, dict[Expr, frozenset[str]]] = {}
+    for access, scope in accesses:
+        by_buffer.setdefault(access.buffer, {})[access.index] = scope
+    sums: list[Expr] = []
+    for buffer, found in by_buffer.items():
+        moved = total(_moved(index, scope, params[buffer], kernel.ranges) for index, scope in found.items())
+        whole = params[buffer].numel * params[buffer].dtype.itemsize
+        sums.append(whole if len(found) > 1 and estimate(moved) > estimate(whole) else moved)
+    return total(sums)
+
+
+def _moved(index: Expr, scope: frozenset[str], param: Param, ranges: Mapping[str, Expr]) -> Expr:
+    whole = touched_bytes(index, param, ranges)
+    points = product(ranges[name] for name in sorted(scope)) * param.dtype.itemsize
+    return points if index.vals() and estimate(points) < estimate(whole) else whole
+
+
+# ------------------------------------------------------------------------------------------------- as numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of what a call moves, the bytes of one buffer. runs: places that it begins anew at: one, but for rows that values
+    choose. distance: bytes that others touched since it was touched last, with its own."""
+
+    read: int
+    written: int
+    runs: int
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One call of a kernel or of the library, in numbers.
+
+    read, written: bytes, each element once. working_set: bytes of all that it touches.
+    flops: floating point operations. dtype: in which they are done.
+    steps: vector instructions of a kernel; 0 for a library call, and for a kernel of which nobody knows.
+    kind: `kernel`; of library calls `product`, `convolution`, `attention` or `call`.
+    parts: what it moves by buffer, where it is known what came before; else all that it touches counts as touched last.
+    """
+
+    read: int
+    written: int
+    working_set: int
+    flops: int
+    dtype: DType = DType.F32
+    steps: float = 0.0
+    kind: str = "kernel"
+    parts: tuple[Part, ...] = ()
+
+
+def kernel_work(kernel: Kernel, steps: float, size: Size = estimate) -> Work:
+    """A call of `kernel`, which issues so many vector instructions."""
+    cost = kernel_cost(kernel)
+    read, written, flops = size(cost.loaded), size(cost.stored), size(cost.flops)
+    held = sum(size(param.numel) * param.dtype.itemsize for param in kernel.params)
+    return Work(read, written, min(held, read + written), flops, _widest(kernel), steps)
+
+
+def _widest(kernel: Kernel) -> DType:
+    floats = [line.dtype for line in kernel.body if line.dtype.is_float and not isinstance(line.rhs, Store)]
+    return max(floats, key=lambda dtype: dtype.itemsize, default=DType.F32)

@@ -1,0 +1,284 @@
+// Memory: loads, stores, strided and indirect access, joining, transposed squares.
+namespace pv {
+
+// How an element lies in memory (Raw) and the type it is computed in (Value).
+template <class T> struct Element { using raw = T; using value = T; };
+template <> struct Element<bf16> { using raw = uint16_t; using value = float; };
+template <> struct Element<f16> { using raw = uint16_t; using value = float; };
+template <> struct Element<bool> { using raw = uint8_t; using value = bool; };
+template <class T> using Raw = typename Element<T>::raw;
+template <class T> using Value = typename Element<T>::value;
+
+PV_FN float from_bits(uint32_t bits) { float a; std::memcpy(&a, &bits, 4); return a; }
+PV_FN uint32_t to_bits(float a) { uint32_t bits; std::memcpy(&bits, &a, 4); return bits; }
+
+// The upper half of a float, rounded to nearest even; NaN stays NaN.
+PV_FN uint16_t bf16_bits(float a) {
+  const uint32_t bits = to_bits(a);
+  return a != a ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+template <class T> PV_FN Value<T> widen(Raw<T> a) {
+  if constexpr (std::is_same_v<T, bf16>) return from_bits(uint32_t(a) << 16);
+  else if constexpr (std::is_same_v<T, f16>) return _cvtsh_ss(a);
+  else if constexpr (std::is_same_v<T, bool>) return a != 0;
+  else return a;
+}
+template <class T> PV_FN Raw<T> shrink(Value<T> a) {
+  if constexpr (std::is_same_v<T, bf16>) return bf16_bits(a);
+  else if constexpr (std::is_same_v<T, f16>) return _cvtss_sh(a, _MM_FROUND_TO_NEAREST_INT);
+  else return a;
+}
+
+// Between 16 and 32 bits, written out because compilers take the long way round.
+template <int W> PV_FN Vec<uint32_t, W> widen_16(const Vec<uint16_t, W>& a) {
+#ifdef __AVX512F__
+  return convert<uint32_t>(a, [](auto x) PV_INLINE { return (Reg<uint32_t, 16>)_mm512_cvtepu16_epi32((__m256i)x); });
+#else
+  return convert<uint32_t>(a, [](auto x) PV_INLINE { return (Reg<uint32_t, 8>)_mm256_cvtepu16_epi32((__m128i)x); });
+#endif
+}
+template <int W> PV_FN Vec<uint16_t, W> narrow_16(const Vec<uint32_t, W>& a) {
+#ifdef __AVX512F__
+  return convert<uint16_t>(a, [](auto x) PV_INLINE { return (Reg<uint16_t, 16>)_mm512_cvtepi32_epi16((__m512i)x); });
+#else
+  return convert<uint16_t>(a, [](auto x) PV_INLINE {
+    const __m256i packed = _mm256_packus_epi32((__m256i)x, (__m256i)x);  // of each half, twice
+    return (Reg<uint16_t, 8>)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+  });
+#endif
+}
+
+template <class T, int W> PV_FN Vec<Value<T>, W> widen(const Vec<Raw<T>, W>& a) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return as<float>(map<uint32_t>([](auto x) PV_INLINE { return x << 16; }, widen_16(a)));
+  } else if constexpr (std::is_same_v<T, f16>) {
+#ifdef __AVX512F__
+    return convert<float>(a, [](auto x) PV_INLINE { return (Reg<float, 16>)_mm512_cvtph_ps((__m256i)x); });
+#else
+    return convert<float>(a, [](auto x) PV_INLINE { return (Reg<float, 8>)_mm256_cvtph_ps((__m128i)x); });
+#endif
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return compare<NE>(a, splat<W>(uint8_t(0)));
+  } else {
+    return a;
+  }
+}
+template <class T, int W> PV_FN Vec<Raw<T>, W> shrink(const Vec<Value<T>, W>& a) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    const auto rounded = map<uint32_t>([](auto x) PV_INLINE { return (x + 0x7fff + (x >> 16 & 1)) >> 16; },
+                                       as<uint32_t>(a));
+    return narrow_16(where(compare<NE>(a, a), splat<W>(uint32_t(0x7fc0)), rounded));
+  } else if constexpr (std::is_same_v<T, f16>) {
+#ifdef __AVX512F__
+    return convert<uint16_t>(a, [](auto x) PV_INLINE { return (Reg<uint16_t, 16>)_mm512_cvtps_ph((__m512)x, 0); });
+#else
+    return convert<uint16_t>(a, [](auto x) PV_INLINE { return (Reg<uint16_t, 8>)_mm256_cvtps_ph((__m256)x, 0); });
+#endif
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return where(a, splat<W>(uint8_t(1)), splat<W>(uint8_t(0)));
+  } else {
+    return a;
+  }
+}
+
+template <class T> PV_FN Value<T> load(const T* p) { return widen<T>(*(const Raw<T>*)p); }
+template <class T> PV_FN Value<T> load(const T* p, bool mask, Value<T> other) { return mask ? load(p) : other; }
+template <class T> PV_FN void store(T* p, Value<T> a) { *(Raw<T>*)p = shrink<T>(a); }
+
+template <class T, int W> PV_FN Vec<Value<T>, W> load(const T* p, All<W>) {
+  using V = Vec<Raw<T>, W>;
+  using U = typename RegisterOf<Raw<T>, V::lanes>::unaligned;
+  return widen<T, W>(build<V, V::count>([&](auto K) PV_INLINE {
+    return (typename V::reg)*(const U*)((const Raw<T>*)p + decltype(K)::value * V::lanes);
+  }));
+}
+template <class T, int W> PV_FN Vec<Value<T>, W> load(const T* p, const Some<W>& n) {
+  return widen<T, W>(load_masked((const Raw<T>*)p, n.mask));
+}
+template <int W> PV_FN Vec<bool, W> both(const Vec<bool, W>& m, All<W>) { return m; }
+template <int W> PV_FN Vec<bool, W> both(const Vec<bool, W>& m, const Some<W>& n) {
+  return build<Vec<bool, W>, Vec<bool, W>::count>([&](auto K) PV_INLINE {
+    return typename Vec<bool, W>::reg(m.r[K] & n.mask.r[K]);
+  });
+}
+template <class T, int W, class N>
+PV_FN Vec<Value<T>, W> load(const T* p, const N& n, const Vec<bool, W>& mask, Value<T> other) {
+  return where(mask, widen<T, W>(load_masked((const Raw<T>*)p, both(mask, n))), splat<W>(other));
+}
+
+template <class T, int W> PV_FN void store(T* p, const Vec<Value<T>, W>& a, All<W>) {
+  using V = Vec<Raw<T>, W>;
+  using U = typename RegisterOf<Raw<T>, V::lanes>::unaligned;
+  const V raw = shrink<T, W>(a);
+  build<std::array<int, V::count>, V::count>([&](auto K) PV_INLINE {
+    *(U*)((Raw<T>*)p + decltype(K)::value * V::lanes) = raw.r[K];
+    return 0;
+  });
+}
+template <class T, int W> PV_FN void store(T* p, const Vec<Value<T>, W>& a, const Some<W>& n) {
+  store_masked((Raw<T>*)p, shrink<T, W>(a), n.mask);
+}
+
+// A store past the caches, for whole registers at aligned addresses; `stream_end` makes them visible to other threads.
+template <class R> PV_FN void stream_register(void* p, R a) {
+  if (uintptr_t(p) % sizeof(R) != 0) std::memcpy(p, &a, sizeof(R));
+#ifdef __AVX512F__
+  else if constexpr (sizeof(R) == 64) _mm512_stream_si512((__m512i*)p, (__m512i)a);
+#endif
+  else if constexpr (sizeof(R) == 32) _mm256_stream_si256((__m256i*)p, (__m256i)a);
+  else if constexpr (sizeof(R) == 16) _mm_stream_si128((__m128i*)p, (__m128i)a);
+  else std::memcpy(p, &a, sizeof(R));
+}
+template <class T, int W> PV_FN void stream(T* p, const Vec<Value<T>, W>& a, All<W>) {
+  using V = Vec<Raw<T>, W>;
+  const V raw = shrink<T, W>(a);
+  build<std::array<int, V::count>, V::count>([&](auto K) PV_INLINE {
+    stream_register((Raw<T>*)p + decltype(K)::value * V::lanes, raw.r[K]);
+    return 0;
+  });
+}
+template <class T, int W> PV_FN void stream(T* p, const Vec<Value<T>, W>& a, const Some<W>& n) { store<T>(p, a, n); }
+PV_FN void stream_end() { _mm_sfence(); }
+
+// Element `at(k)` of p in lane k: strided and indirect access, one lane at a time.
+template <class T, class N, int W, class F> PV_FN Vec<Value<T>, W> gather_lanes(const T* p, const N& n, All<W>, F at) {
+  Lanes<Raw<T>, W> out = {};
+  const int64_t used = active(n);
+  for (int k = 0; k < used; k++) out.lane[k] = ((const Raw<T>*)p)[at(k)];
+  return widen<T, W>(from_lanes(out));
+}
+template <int W, class T, class N, class F> PV_FN Vec<Value<T>, W> gather(const T* p, const N& n, F at) {
+  return gather_lanes(p, n, All<W>(), at);
+}
+template <int W, class T, class N, class F>
+PV_FN Vec<Value<T>, W> gather(const T* p, const N& n, F at, const Vec<bool, W>& mask, Value<T> other) {
+  Lanes<Value<T>, W> out = {};
+  const auto on = lanes(mask);
+  const int64_t used = active(n);
+  for (int k = 0; k < used; k++) out.lane[k] = on[k] ? load(p + at(k)) : other;
+  return from_lanes(out);
+}
+// Memory joined with a value by `join`; scatters one lane after the other, so that lanes may name the same element.
+template <class T, class J> PV_FN void update(T* p, Value<T> a, J join) { store(p, join(load(p), a)); }
+template <class T, int W, class N, class J> PV_FN void update(T* p, const Vec<Value<T>, W>& a, const N& n, J join) {
+  store<T>(p, join(load<T>(p, n), a), n);
+}
+template <class T, int W, class N, class F, class J>
+PV_FN void scatter(T* p, const Vec<Value<T>, W>& a, const N& n, F at, J join) {
+  const auto from = lanes(a);
+  const int64_t used = active(n);
+  for (int k = 0; k < used; k++) update(p + at(k), from[k], join);
+}
+template <class T, int W, class N, class F> PV_FN void scatter(T* p, const Vec<Value<T>, W>& a, const N& n, F at) {
+  const auto from = lanes(shrink<T, W>(a));
+  const int64_t used = active(n);
+  for (int k = 0; k < used; k++) ((Raw<T>*)p)[at(k)] = from[k];
+}
+
+// Row i and row i + S of a square exchange the blocks that lie across its diagonal.
+template <int S, class V> PV_FN void exchange(typename V::reg& upper, typename V::reg& lower) {
+  constexpr int L = V::lanes;
+  [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
+    const auto a = upper, b = lower;
+    upper = __builtin_shufflevector(a, b, (K & S ? L + K - S : K)...);
+    lower = __builtin_shufflevector(a, b, (K & S ? L + K : K + S)...);
+  }(std::make_integer_sequence<int, L>());
+}
+template <int S, class V, size_t... I> PV_FN void exchange_all(typename V::reg* r, std::index_sequence<I...>) {
+  ([&]() PV_INLINE { if constexpr (!(I & S)) exchange<S, V>(r[I], r[I + S]); }(), ...);
+}
+template <int S, class V> PV_FN void transpose(typename V::reg* r) {
+  if constexpr (S > 0) {
+    exchange_all<S, V>(r, std::make_index_sequence<V::lanes>());
+    transpose<S / 2, V>(r);
+  }
+}
+
+// W x W elements that are rows in memory, `step` apart, and columns in the kernel: a load reads the rows and gives the
+// columns one by one, a store is given the columns and writes the rows. Of each row `count` elements are meant, and as
+// many rows as `n` has lanes.
+template <class T, int W> struct Tile {
+  using V = Vec<Raw<T>, W>;
+  using U = typename RegisterOf<Raw<T>, V::lanes>::unaligned;
+  V column[W];
+
+  Tile() = default;
+  // The rows start at p[at]. With `numel` >= 0, p has that many elements, and none beyond them is touched: what
+  // is meant may lie outside for columns that a mask leaves out.
+  template <class N> PV_FN Tile(const T* p, int64_t at, int64_t step, int64_t count, const N& n, int64_t numel) {
+    const int64_t last = at + (W - 1) * step, low = last < at ? last : at, high = (last < at ? at : last) + W;
+    const bool whole = numel >= 0 ? low >= 0 && high <= numel : count == W && active(n) == W;
+    if (whole) {
+      read_blocks([&](auto i) PV_INLINE { return (const Raw<T>*)p + at + decltype(i)::value * step; });
+    } else {
+      part((const Raw<T>*)p, at, step, count, active(n), numel);
+    }
+  }
+  PV_FN Vec<Value<T>, W> row(int64_t k) const { return widen<T, W>(column[k]); }
+
+  PV_FN void put(int64_t k, const Vec<Value<T>, W>& a) { column[k] = shrink<T, W>(a); }
+  template <bool PAST_CACHE, class N> PV_FN void write(T* p, int64_t step, int64_t count, const N& n) const {
+    Raw<T>* q = (Raw<T>*)p;
+    if (count == W && active(n) == W) {
+      write_blocks([&](auto i, auto j, const typename V::reg& a) PV_INLINE {
+        Raw<T>* to = q + decltype(i)::value * step + decltype(j)::value;
+        if constexpr (PAST_CACHE) stream_register(to, a);
+        else *(U*)to = a;
+      });
+    } else {
+      const int64_t rows = active(n);
+      for (int64_t k = 0; k < count; k++) {
+        const Lanes<Raw<T>, W> lane = lanes(column[k]);
+        for (int64_t i = 0; i < rows; i++) q[i * step + k] = lane[int(i)];
+      }
+    }
+  }
+
+ private:
+  static constexpr int L = V::lanes, C = V::count;
+  // Blocks of L x L: rows given by `from` become columns, or columns become rows that `to` takes.
+  template <class F> PV_FN void read_blocks(F from) {
+    each([&](auto i, auto j) PV_INLINE {
+      constexpr int I = decltype(i)::value, J = decltype(j)::value;
+      [&]<size_t... K>(std::index_sequence<K...>) PV_INLINE {
+        typename V::reg r[L] = {(typename V::reg)*(const U*)(from(std::integral_constant<int, I * L + int(K)>()) + J * L)...};
+        transpose<L / 2, V>(r);
+        ((column[J * L + K].r[I] = r[K]), ...);
+      }(std::make_index_sequence<L>());
+    });
+  }
+  template <class F> PV_FN void write_blocks(F to) const {
+    each([&](auto i, auto j) PV_INLINE {
+      constexpr int I = decltype(i)::value, J = decltype(j)::value;
+      [&]<size_t... K>(std::index_sequence<K...>) PV_INLINE {
+        typename V::reg r[L] = {column[J * L + K].r[I]...};
+        transpose<L / 2, V>(r);
+        (to(std::integral_constant<int, I * L + int(K)>(), std::integral_constant<int, J * L>(), r[K]), ...);
+      }(std::make_index_sequence<L>());
+    });
+  }
+  template <class F> PV_FN static void each(F f) {
+    [&]<size_t... B>(std::index_sequence<B...>) PV_INLINE {
+      (f(std::integral_constant<int, int(B) / C>(), std::integral_constant<int, int(B) % C>()), ...);
+    }(std::make_index_sequence<C * C>());
+  }
+  void part(const Raw<T>* p, int64_t at, int64_t step, int64_t count, int64_t rows, int64_t numel) {
+    Raw<T> lane[W][W] = {};
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t k = 0; k < count; k++) {
+        const int64_t i = at + row * step + k;
+        if (numel < 0 || (i >= 0 && i < numel)) lane[k][row] = p[i];
+      }
+    std::memcpy(column, lane, sizeof lane);
+  }
+};
+
+// The integer f(k) in lane k.
+template <int W, class F> PV_FN Vec<int64_t, W> indices(F f) {
+  Lanes<int64_t, W> out;
+  for (int k = 0; k < W; k++) out.lane[k] = f(k);
+  return from_lanes(out);
+}
+
+}  // namespace pv

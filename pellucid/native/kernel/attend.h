@@ -1,0 +1,196 @@
+// Attention in f32: softmax(scale * q @ k^T + mask) @ v for some rows of one head, without a matrix of all scores.
+//
+// Keys are taken in blocks (KEYS), which are packed once for all rows of the call and stay in the second cache: keys as
+// columns of the first product, values as columns of the second. For QUERIES rows at a time the scores of a block
+// become weights in place, relative to the greatest score so far, and the sums of the rows are made relative to it too
+// (online softmax). Few rows do not pay for packing: they read keys by dot products and values where they lie.
+//
+// A row without any key is zero, as in eager.
+namespace pv {
+
+constexpr int QUERIES = 24;
+// Rows that read keys and values where they lie; and how many keys at a time, which stay in the first cache while all
+// rows and columns use them.
+constexpr int ROWS_IN_PLACE = 3;
+constexpr int KEYS_IN_PLACE = 64;
+
+// A matrix that is written.
+struct Results {
+  float* at;
+  int64_t row, column;
+  PV_FN float* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
+};
+
+// Rows of queries (row, term), keys (key, term), values (key, column), and what is added to scores (row, key); results
+// (row, column), and for each row the logarithm of the sum that its weights are divided by. Mask and logarithms may be
+// null. causal: row i sees the first `seen` + i keys.
+struct Attention {
+  Matrix queries, keys, values, mask;
+  float scale;
+  bool causal;
+  int64_t seen;
+  Results out, logsumexp;
+};
+
+// e^x for x <= 0; zero where that is less than e^-87, NaN for NaN.
+template <int W> PV_FN Vec<float, W> exp_of_negative(const Vec<float, W>& x) {
+  const auto parts = exp_parts(x);
+  const auto mantissa = as<int32_t>(add(parts.less_one, splat<W>(1.0f)));
+  const auto exponent = map<int32_t>([](auto n) PV_INLINE { return n << 23; }, convert<int32_t>(parts.n));
+  return where(lt(x, splat<W>(-87.0f)), splat<W>(0.0f), as<float>(add(mantissa, exponent)));
+}
+
+// The maximum of numbers: a NaN does not count, since it makes the sum of weights NaN.
+struct Greatest {
+  template <class T> static constexpr T identity = -inf<T>;
+  template <class V> PV_FN static V join(const V& a, const V& b) {
+    return map<float>([](auto x, auto y) PV_INLINE { return (decltype(x))PV_PS(max)(y, x); }, a, b);
+  }
+};
+
+// What a row has seen: its greatest score (scaled), and the sum of its weights relative to that.
+struct Seen {
+  float greatest, sum;
+};
+
+// The n scores of a row become weights relative to the greatest so far; gives the factor for what was summed before.
+// PLAIN: they are still to be scaled.
+template <bool PLAIN>
+[[gnu::noinline]] inline float weigh(float* scores, int64_t n, float scale, Seen& row) {
+  constexpr int W = COLUMN;  // GCC keeps more of them in memory
+  const auto factor = splat<W>(scale);
+  Acc<Greatest, Vec<float, 4 * COLUMN>> top;
+  steps<4 * COLUMN>(0, n, [&](auto l, int64_t j) PV_INLINE { top.add(load<float>(scores + j, l), l); });
+  const float most = total<Max>(top.value()) * (PLAIN ? scale : 1.0f);
+  const float now = most > row.greatest ? most : row.greatest;
+  const float base = now == -inf<float> ? 0.0f : now;
+  const auto less = splat<W>(-base);
+  Acc<Sum, Vec<float, W>> sum;
+  steps<W>(0, n, [&](auto l, int64_t j) PV_INLINE {
+    const auto a = load<float>(scores + j, l);
+    const auto weight = exp_of_negative(PLAIN ? fma(a, factor, less) : add(a, less));
+    store<float>(scores + j, weight, l);
+    sum.add(weight, l);
+  });
+  const float before = now == row.greatest ? 1.0f : std::exp(row.greatest - base);
+  row.sum = row.sum * before + total<Sum>(sum.value());
+  row.greatest = now;
+  return before;
+}
+
+// scores = scores * scale + mask
+[[gnu::noinline]] inline void add_mask(float* scores, int64_t n, float scale, const float* mask, int64_t step) {
+  constexpr int W = 4 * COLUMN;
+  if (mask && step != 1) {
+    for (int64_t j = 0; j < n; j++) scores[j] = scores[j] * scale + mask[j * step];
+    return;
+  }
+  const auto factor = splat<W>(scale);
+  steps<W>(0, n, [&](auto l, int64_t j) PV_INLINE {
+    const auto a = mul(load<float>(scores + j, l), factor);
+    store<float>(scores + j, mask ? add(a, load<float>(mask + j, l)) : a, l);
+  });
+}
+
+template <int D>
+PV_FN void rescale(float* sums, float factor) {
+  if (factor == 1.0f) return;
+  for (int j = 0; j < D; j += COLUMN) write_column(sums + j, read_column(sums + j) * spread(factor));
+}
+
+// The block of keys that is at work: where they lie as panels, or, for few rows, in the operands.
+struct KeyBlock {
+  const float *keys, *values;  // null: in the operands
+  int64_t from, count;
+};
+
+// scores[rows, n] of the rows from `first` on.
+template <int D, int STEP>
+PV_FN void score(const Attention& a, const KeyBlock& block, int64_t first, int64_t rows, int64_t n, float* scores) {
+  const Matrix queries = a.queries.from(first, 0);
+  if (!block.keys) {
+    const Matrix columns{a.keys(block.from, 0), a.keys.column, a.keys.row};
+    for (int64_t j = 0; j < n; j += KEYS_IN_PLACE)
+      dot_block(rows, least(KEYS_IN_PLACE, n - j), D, queries, columns.from(0, j), {scores + j, STEP, false});
+    return;
+  }
+  for (int64_t j = 0; j < n; j += COLUMNS)
+    for (int64_t i = 0; i < rows; i += ROWS)
+      tile_of(rows - i, D, queries.from(i, 0), block.keys + j * D, COLUMNS, {scores + i * STEP + j, STEP, false});
+}
+
+// sums[rows, D] (+)= weights[rows, n] @ values
+template <int D, int KEYS, int STEP>
+PV_FN void add_values(const Attention& a, const KeyBlock& block, int64_t rows, int64_t n, const float* weights, Sums sums) {
+  if (!block.values) {
+    for (int64_t t = 0; t < n; t += KEYS_IN_PLACE, sums.more = true)
+      for (int64_t j = 0; j < D; j += COLUMNS)
+        for (int64_t i = 0; i < rows; i += ROWS)
+          tile_of(rows - i, least(KEYS_IN_PLACE, n - t), Matrix{weights + i * STEP + t, STEP, 1}, a.values(block.from + t, j),
+                  a.values.row, sums.from(i, j));
+    return;
+  }
+  for (int64_t j = 0; j < D; j += COLUMNS)
+    for (int64_t i = 0; i < rows; i += ROWS)
+      tile_of(rows - i, n, Matrix{weights + i * STEP, STEP, 1}, block.values + j * KEYS, COLUMNS, sums.from(i, j));
+}
+
+// The scores of a row become weights; gives the factor for what was summed before.
+PV_FN float weigh_row(const Attention& a, int64_t row, int64_t from, int64_t n, float* scores, Seen& seen) {
+  if (!a.mask.at && a.scale > 0) return weigh<true>(scores, n, a.scale, seen);
+  const float* mask = a.mask.at ? a.mask(row, from) : nullptr;
+  add_mask(scores, n, a.scale, mask, a.mask.column);
+  return weigh<false>(scores, n, 1.0f, seen);
+}
+
+// m rows, at most M, of n keys. D: columns, and terms of the first product.
+template <int D, int M, int KEYS>
+inline void attend(int64_t m, int64_t n, const Attention& a) {
+  static_assert(KEYS % COLUMNS == 0);
+  constexpr int WIDTH = (D + COLUMNS - 1) / COLUMNS * COLUMNS;
+  constexpr int STEP = KEYS + COLUMNS;  // so that rows lie in different sets of the first cache
+  alignas(64) float keys[KEYS * D], values[KEYS * WIDTH], scores[QUERIES * STEP], sums[M * WIDTH];
+  Seen seen[M];
+  for (int64_t i = 0; i < m; i++) seen[i] = {-inf<float>, 0.0f};
+  const bool few = m <= ROWS_IN_PLACE;
+  const bool keys_there = few && a.keys.column == 1 && a.queries.column == 1;
+  const bool values_there = few && a.values.column == 1 && D % COLUMNS == 0;
+  const int64_t last = a.causal ? least(n, a.seen + m - 1) : n;
+  if (last <= 0 || (a.causal && a.seen <= 0)) std::memset(sums, 0, sizeof sums);  // some rows see nothing
+  for (int64_t from = 0; from < last; from += KEYS) {
+    const int64_t count = least(KEYS, last - from);
+    const KeyBlock block{keys_there ? nullptr : keys, values_there ? nullptr : values, from, count};
+    if (!keys_there) pack_columns<COLUMNS * D>({a.keys(from, 0), a.keys.column, a.keys.row}, D, count, keys);
+    if (!values_there) pack_columns<COLUMNS * KEYS>(a.values.from(from, 0), count, D, values);
+    for (int64_t first = 0; first < m; first += QUERIES) {
+      const int64_t rows = least(QUERIES, m - first);
+      const auto visible = [&](int64_t row) PV_INLINE { return a.causal ? least(count, a.seen + row - from) : count; };
+      const int64_t most = visible(first + rows - 1);
+      if (most <= 0) continue;
+      score<D, STEP>(a, block, first, rows, most, scores);
+      for (int64_t i = 0; i < rows; i++) {
+        float* row = scores + i * STEP;
+        const int64_t some = visible(first + i);
+        for (int64_t j = some < 0 ? 0 : some; j < most; j++) row[j] = 0.0f;
+        if (some <= 0) continue;
+        const float before = weigh_row(a, first + i, from, some, row, seen[first + i]);
+        if (from > 0) rescale<WIDTH>(sums + (first + i) * WIDTH, before);
+      }
+      add_values<D, KEYS, STEP>(a, block, rows, most, scores, {sums + first * WIDTH, WIDTH, from > 0});
+    }
+  }
+  for (int64_t i = 0; i < m; i++) {
+    const float all = seen[i].sum;
+    const float share = all == 0 ? 1.0f : 1.0f / all;
+    if (a.out.column == 1) {
+      steps<COLUMN>(0, D, [&](auto l, int64_t j) PV_INLINE {
+        store<float>(a.out(i, j), mul(load<float>(sums + i * WIDTH + j, l), splat<COLUMN>(share)), l);
+      });
+    } else {
+      for (int64_t j = 0; j < D; j++) *a.out(i, j) = sums[i * WIDTH + j] * share;
+    }
+    if (a.logsumexp.at) *a.logsumexp(i, 0) = all == 0 ? 0.0f : seen[i].greatest + std::log(all);
+  }
+}
+
+}  // namespace pv

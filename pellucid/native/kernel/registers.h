@@ -1,0 +1,334 @@
+// Registers and vectors of them; masks, for AVX-512 and for AVX2.
+namespace pv {
+
+#ifdef __AVX512F__
+constexpr int REGISTER = 64;
+#define PV_PS(name) _mm512_##name##_ps
+#define PV_PD(name) _mm512_##name##_pd
+#define PV_SLEEF_F(name) Sleef_##name##f16
+#define PV_SLEEF_D(name) Sleef_##name##d8
+#define PV_SLEEF_FU(name, ulp) Sleef_##name##f16_##ulp
+#define PV_SLEEF_DU(name, ulp) Sleef_##name##d8_##ulp
+#else
+constexpr int REGISTER = 32;
+#define PV_PS(name) _mm256_##name##_ps
+#define PV_PD(name) _mm256_##name##_pd
+#define PV_SLEEF_F(name) Sleef_##name##f8
+#define PV_SLEEF_D(name) Sleef_##name##d4
+#define PV_SLEEF_FU(name, ulp) Sleef_##name##f8_##ulp
+#define PV_SLEEF_DU(name, ulp) Sleef_##name##d4_##ulp
+#endif
+
+// L lanes of T in one register.
+template <class T, int L> struct RegisterOf {
+  typedef T type __attribute__((vector_size(L * sizeof(T))));
+  typedef T unaligned __attribute__((vector_size(L * sizeof(T)), aligned(1), may_alias));
+};
+template <class T, int L> using Reg = typename RegisterOf<T, L>::type;
+
+template <class T, int W> struct Vec {
+  static constexpr int lanes = W * int(sizeof(T)) < REGISTER ? W : REGISTER / int(sizeof(T));  // in one register
+  static constexpr int count = W / lanes;                                                      // of registers
+  using reg = Reg<T, lanes>;
+  reg r[count];
+};
+
+template <class V> struct LaneOf { using type = V; };
+template <class T, int W> struct LaneOf<Vec<T, W>> { using type = T; };
+template <class V> using Lane = typename LaneOf<V>::type;
+
+// Calls f(K) for K = 0 .. N-1 with compile-time K and builds `Out{f(0), f(1), ...}`. Subscripts that are constants
+// from the start keep the registers of a Vec in registers.
+template <class Out, int N, class F> PV_FN Out build(F f) {
+  return [&]<size_t... K>(std::index_sequence<K...>) PV_INLINE {
+    return Out{{f(std::integral_constant<int, int(K)>())...}};
+  }(std::make_index_sequence<N>());
+}
+
+// f on each register of vectors of one lane type.
+template <class To, class F, class T, int W, class... More>
+PV_FN Vec<To, W> map(F f, const Vec<T, W>& a, const More&... more) {
+  return build<Vec<To, W>, Vec<To, W>::count>([&](auto K) PV_INLINE { return f(a.r[K], more.r[K]...); });
+}
+
+// Lanes [FROM, FROM + N) of one register.
+template <int FROM, int N, class T, int L> PV_FN Reg<T, N> piece(const Reg<T, L>& a) {
+  if constexpr (N == L) {
+    return a;
+  } else {
+    return [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
+      return __builtin_shufflevector(a, a, (FROM + K)...);
+    }(std::make_integer_sequence<int, N>());
+  }
+}
+
+template <class T, int L> PV_FN Reg<T, 2 * L> join(const Reg<T, L>& a, const Reg<T, L>& b) {
+  return [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
+    return __builtin_shufflevector(a, b, K...);
+  }(std::make_integer_sequence<int, 2 * L>());
+}
+
+// N lanes of To, from lane FROM on, converted by `f` in the largest groups that are one register on both sides.
+template <class To, int FROM, int N, int STEP, class From, int W, class F>
+PV_FN Reg<To, N> converted(const Vec<From, W>& a, F f) {
+  constexpr int in = Vec<From, W>::lanes;
+  if constexpr (N == STEP) {
+    return f(piece<FROM % in, STEP, From, in>(a.r[FROM / in]));
+  } else {
+    return join<To, N / 2>(converted<To, FROM, N / 2, STEP>(a, f), converted<To, FROM + N / 2, N / 2, STEP>(a, f));
+  }
+}
+template <class To, class From, int W, class F> PV_FN Vec<To, W> convert(const Vec<From, W>& a, F f) {
+  constexpr int in = Vec<From, W>::lanes, out = Vec<To, W>::lanes, step = in < out ? in : out;
+  return build<Vec<To, W>, Vec<To, W>::count>([&](auto K) PV_INLINE {
+    return converted<To, decltype(K)::value * out, out, step>(a, f);
+  });
+}
+template <class To, class From, int W> PV_FN Vec<To, W> convert(const Vec<From, W>& a) {
+  constexpr int in = Vec<From, W>::lanes, out = Vec<To, W>::lanes, step = in < out ? in : out;
+  return convert<To>(a, [](auto x) PV_INLINE { return __builtin_convertvector(x, Reg<To, step>); });
+}
+
+// The same bits as lanes of another type of the same size.
+template <class To, class From, int W> PV_FN Vec<To, W> as(const Vec<From, W>& a) {
+  return build<Vec<To, W>, Vec<To, W>::count>([&](auto K) PV_INLINE { return (typename Vec<To, W>::reg)a.r[K]; });
+}
+
+#ifdef __AVX512F__
+
+// A mask is one bit per lane, in groups of 16 lanes so that 32-bit lanes need no shifting.
+template <int W> struct Vec<bool, W> {
+  static constexpr int count = W / 16;
+  using reg = uint16_t;
+  reg r[count];
+};
+
+// Any register as a full one; what is above it is undefined.
+template <class R> PV_FN __m512i full(R a) {
+  if constexpr (sizeof(R) == 64) return (__m512i)a;
+  else if constexpr (sizeof(R) == 32) return _mm512_castsi256_si512((__m256i)a);
+  else if constexpr (sizeof(R) == 16) return _mm512_castsi128_si512((__m128i)a);
+  else { __m128i low = {}; std::memcpy(&low, &a, sizeof(R)); return _mm512_castsi128_si512(low); }
+}
+template <class R> PV_FN R narrow(__m512i a) {
+  if constexpr (sizeof(R) == 64) return (R)a;
+  else if constexpr (sizeof(R) == 32) return (R)_mm512_castsi512_si256(a);
+  else if constexpr (sizeof(R) == 16) return (R)_mm512_castsi512_si128(a);
+  else { R low; __m128i all = _mm512_castsi512_si128(a); std::memcpy(&low, &all, sizeof(R)); return low; }
+}
+
+// Masks are joined by instructions that look at the used bits alone, not by shifts: GCC 12 spills a mask of 8 bits as a
+// byte and reads it back as 16 where it believes the rest to be zero.
+PV_FN uint16_t join_masks(uint8_t low, uint8_t high) { return _mm512_kunpackb(high, low); }
+PV_FN uint32_t join_masks(uint16_t low, uint16_t high) { return _mm512_kunpackw(high, low); }
+PV_FN uint64_t join_masks(uint32_t low, uint32_t high) { return _mm512_kunpackd(high, low); }
+
+// The L bits for register K of a vector with L lanes per register, and back.
+template <int K, int L, int W> PV_FN uint64_t bits_of(const Vec<bool, W>& m) {
+  if constexpr (L == 64) {
+    return join_masks(join_masks(m.r[4 * K], m.r[4 * K + 1]), join_masks(m.r[4 * K + 2], m.r[4 * K + 3]));
+  } else if constexpr (L == 32) {
+    return join_masks(m.r[2 * K], m.r[2 * K + 1]);
+  } else {
+    return (m.r[K * L / 16] >> (K * L % 16)) & ((1u << L) - 1);
+  }
+}
+template <int L, int W, class F> PV_FN Vec<bool, W> from_bits(F bits) {
+  return build<Vec<bool, W>, Vec<bool, W>::count>([&](auto G) PV_INLINE {
+    constexpr int g = decltype(G)::value;
+    if constexpr (L >= 16) {
+      return uint16_t(bits(std::integral_constant<int, g * 16 / L>()) >> (g * 16 % L));
+    } else {
+      static_assert(L == 8);
+      return join_masks(uint8_t(bits(std::integral_constant<int, 2 * g>())),
+                        uint8_t(bits(std::integral_constant<int, 2 * g + 1>())));
+    }
+  });
+}
+
+enum Predicate { EQ = 0, LT = 1, LE = 2, NE = 4, NOT_LE = 6 };
+
+template <Predicate P, class T> PV_FN uint64_t compare_integers(__m512i a, __m512i b) {
+  if constexpr (std::is_signed_v<T>) {
+    if constexpr (sizeof(T) == 8) return _mm512_cmp_epi64_mask(a, b, P);
+    else if constexpr (sizeof(T) == 4) return _mm512_cmp_epi32_mask(a, b, P);
+    else if constexpr (sizeof(T) == 2) return _mm512_cmp_epi16_mask(a, b, P);
+    else return _mm512_cmp_epi8_mask(a, b, P);
+  } else {
+    if constexpr (sizeof(T) == 8) return _mm512_cmp_epu64_mask(a, b, P);
+    else if constexpr (sizeof(T) == 4) return _mm512_cmp_epu32_mask(a, b, P);
+    else if constexpr (sizeof(T) == 2) return _mm512_cmp_epu16_mask(a, b, P);
+    else return _mm512_cmp_epu8_mask(a, b, P);
+  }
+}
+
+template <Predicate P, class T, int W> PV_FN Vec<bool, W> compare(const Vec<T, W>& a, const Vec<T, W>& b) {
+  using V = Vec<T, W>;
+  return from_bits<V::lanes, W>([&](auto K) PV_INLINE -> uint64_t {
+    constexpr int k = decltype(K)::value;
+    constexpr int quiet = P == LT ? _CMP_LT_OQ : P == LE ? _CMP_LE_OQ : P == NE ? _CMP_NEQ_UQ
+                          : P == NOT_LE ? _CMP_NLE_UQ : _CMP_EQ_OQ;
+    constexpr uint64_t used = V::lanes == 64 ? ~0ull : (1ull << (V::lanes % 64)) - 1;
+    if constexpr (std::is_same_v<T, float>) return _mm512_cmp_ps_mask((__m512)a.r[k], (__m512)b.r[k], quiet);
+    else if constexpr (std::is_same_v<T, double>) return _mm512_cmp_pd_mask((__m512d)a.r[k], (__m512d)b.r[k], quiet);
+    else return compare_integers<P, T>(full(a.r[k]), full(b.r[k])) & used;
+  });
+}
+
+template <class T, int W>
+PV_FN Vec<T, W> where(const Vec<bool, W>& m, const Vec<T, W>& a, const Vec<T, W>& b) {
+  using V = Vec<T, W>;
+  if constexpr (std::is_same_v<T, bool>) {
+    return build<V, V::count>([&](auto K) PV_INLINE { return uint16_t((m.r[K] & a.r[K]) | (~m.r[K] & b.r[K])); });
+  } else {
+    return build<V, V::count>([&](auto K) PV_INLINE {
+      constexpr int k = decltype(K)::value;
+      const uint64_t bits = bits_of<k, V::lanes>(m);
+      using R = typename V::reg;
+      if constexpr (std::is_same_v<T, float>) return (R)_mm512_mask_blend_ps(bits, (__m512)b.r[k], (__m512)a.r[k]);
+      else if constexpr (std::is_same_v<T, double>) return (R)_mm512_mask_blend_pd(bits, (__m512d)b.r[k], (__m512d)a.r[k]);
+      else if constexpr (sizeof(T) == 8) return narrow<R>(_mm512_mask_blend_epi64(bits, full(b.r[k]), full(a.r[k])));
+      else if constexpr (sizeof(T) == 4) return narrow<R>(_mm512_mask_blend_epi32(bits, full(b.r[k]), full(a.r[k])));
+      else if constexpr (sizeof(T) == 2) return narrow<R>(_mm512_mask_blend_epi16(bits, full(b.r[k]), full(a.r[k])));
+      else return narrow<R>(_mm512_mask_blend_epi8(bits, full(b.r[k]), full(a.r[k])));
+    });
+  }
+}
+
+template <int W> PV_FN bool any(const Vec<bool, W>& m) {
+  uint16_t all = 0;
+  for (int g = 0; g < Vec<bool, W>::count; g++) all |= m.r[g];
+  return all != 0;
+}
+
+// Lanes [0, n) of W.
+template <int W> PV_FN Vec<bool, W> first_lanes(int64_t n) {
+  const uint64_t bits = _bzhi_u64(~0ull, uint32_t(n));
+  return from_bits<64, W>([&](auto) PV_INLINE { return bits; });
+}
+
+template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool, W>& m) {
+  using V = Vec<T, W>;
+  return build<V, V::count>([&](auto K) PV_INLINE {
+    constexpr int k = decltype(K)::value;
+    const uint64_t bits = bits_of<k, V::lanes>(m);
+    const T* q = p + k * V::lanes;
+    using R = typename V::reg;
+    if constexpr (sizeof(T) == 8) return narrow<R>(_mm512_maskz_loadu_epi64(bits, q));
+    else if constexpr (sizeof(T) == 4) return narrow<R>(_mm512_maskz_loadu_epi32(bits, q));
+    else if constexpr (sizeof(T) == 2) return narrow<R>(_mm512_maskz_loadu_epi16(bits, q));
+    else return narrow<R>(_mm512_maskz_loadu_epi8(bits, q));
+  });
+}
+template <class T, int W> PV_FN void store_masked(T* p, const Vec<T, W>& a, const Vec<bool, W>& m) {
+  using V = Vec<T, W>;
+  build<std::array<int, V::count>, V::count>([&](auto K) PV_INLINE {
+    constexpr int k = decltype(K)::value;
+    const uint64_t bits = bits_of<k, V::lanes>(m);
+    T* q = p + k * V::lanes;
+    if constexpr (sizeof(T) == 8) _mm512_mask_storeu_epi64(q, bits, full(a.r[k]));
+    else if constexpr (sizeof(T) == 4) _mm512_mask_storeu_epi32(q, bits, full(a.r[k]));
+    else if constexpr (sizeof(T) == 2) _mm512_mask_storeu_epi16(q, bits, full(a.r[k]));
+    else _mm512_mask_storeu_epi8(q, bits, full(a.r[k]));
+    return 0;
+  });
+}
+#else
+
+// A mask is 0 or -1 per lane, as wide as a float.
+template <int W> struct Vec<bool, W> {
+  static constexpr int count = Vec<int32_t, W>::count;
+  using reg = typename Vec<int32_t, W>::reg;
+  reg r[count];
+};
+template <int W> PV_FN Vec<int32_t, W> int_lanes(const Vec<bool, W>& m) {
+  return build<Vec<int32_t, W>, Vec<int32_t, W>::count>([&](auto K) PV_INLINE { return m.r[K]; });
+}
+
+enum Predicate { EQ, LT, LE, NE, NOT_LE };
+template <size_t SIZE> using IntOfSize = std::conditional_t<
+    SIZE == 8, int64_t, std::conditional_t<SIZE == 4, int32_t, std::conditional_t<SIZE == 2, int16_t, int8_t>>>;
+
+template <Predicate P, class T, int W> PV_FN Vec<bool, W> compare(const Vec<T, W>& a, const Vec<T, W>& b) {
+  using I = IntOfSize<sizeof(T)>;
+  const auto wide = build<Vec<I, W>, Vec<I, W>::count>([&](auto K) PV_INLINE {
+    using R = typename Vec<I, W>::reg;
+    if constexpr (P == EQ) return (R)(a.r[K] == b.r[K]);
+    else if constexpr (P == LT) return (R)(a.r[K] < b.r[K]);
+    else if constexpr (P == LE) return (R)(a.r[K] <= b.r[K]);
+    else if constexpr (P == NOT_LE) return ~(R)(a.r[K] <= b.r[K]);
+    else return (R)(a.r[K] != b.r[K]);
+  });
+  const auto lanes = convert<int32_t>(wide);
+  return build<Vec<bool, W>, Vec<bool, W>::count>([&](auto K) PV_INLINE { return lanes.r[K]; });
+}
+
+template <class T, int W>
+PV_FN Vec<T, W> where(const Vec<bool, W>& m, const Vec<T, W>& a, const Vec<T, W>& b) {
+  using V = Vec<T, W>;
+  if constexpr (std::is_same_v<T, bool>) {
+    return build<V, V::count>([&](auto K) PV_INLINE { return (m.r[K] & a.r[K]) | (~m.r[K] & b.r[K]); });
+  } else {
+    const auto wide = convert<IntOfSize<sizeof(T)>>(int_lanes(m));
+    return build<V, V::count>([&](auto K) PV_INLINE { return wide.r[K] ? a.r[K] : b.r[K]; });
+  }
+}
+
+template <int W> PV_FN bool any(const Vec<bool, W>& m) {
+  auto all = m.r[0];
+  for (int k = 1; k < Vec<bool, W>::count; k++) all |= m.r[k];
+  return !_mm256_testz_si256((__m256i)all, (__m256i)all);
+}
+
+template <int W> PV_FN bool all(const Vec<bool, W>& m) {
+  auto both = m.r[0];
+  for (int k = 1; k < Vec<bool, W>::count; k++) both &= m.r[k];
+  return _mm256_testc_si256((__m256i)both, _mm256_set1_epi32(-1));
+}
+
+// Lanes [0, n) of W.
+template <int W> PV_FN Vec<bool, W> first_lanes(int64_t n) {
+  return build<Vec<bool, W>, Vec<bool, W>::count>([&](auto K) PV_INLINE {
+    constexpr int k = decltype(K)::value * 8;
+    const int first = int(n) - k;
+    return (typename Vec<bool, W>::reg){0, 1, 2, 3, 4, 5, 6, 7} < first;
+  });
+}
+
+// A mask of which every lane is on or off takes a branch: what `cat` and `pad` load is of one side nearly everywhere.
+// The lanes that a mixed mask leaves out may lie outside of the tensor, so they are not read.
+template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool, W>& m) {
+  using V = Vec<T, W>;
+  V result;
+  if (all(m)) {
+    std::memcpy(result.r, p, sizeof(T) * W);
+  } else if (!any(m)) {
+    result = build<V, V::count>([&](auto) PV_INLINE { return typename V::reg(); });
+  } else if constexpr (sizeof(T) >= 4) {
+    const auto wide = convert<IntOfSize<sizeof(T)>>(int_lanes(m));
+    result = build<V, V::count>([&](auto K) PV_INLINE {
+      const T* q = p + decltype(K)::value * V::lanes;
+      if constexpr (sizeof(T) == 8) return (typename V::reg)_mm256_maskload_epi64((const long long*)q, (__m256i)wide.r[K]);
+      else return (typename V::reg)_mm256_maskload_epi32((const int*)q, (__m256i)wide.r[K]);
+    });
+  } else {
+    alignas(32) int32_t on[W];
+    alignas(32) T lanes[W];
+    std::memcpy(on, m.r, sizeof on);
+    for (int k = 0; k < W; k++) lanes[k] = on[k] ? p[k] : T();
+    std::memcpy(result.r, lanes, sizeof lanes);
+  }
+  return result;
+}
+template <class T, int W> PV_FN void store_masked(T* p, const Vec<T, W>& a, const Vec<bool, W>& m) {
+  alignas(32) int32_t on[W];
+  alignas(32) T lanes[W];
+  std::memcpy(on, m.r, sizeof on);
+  std::memcpy(lanes, a.r, sizeof lanes);
+  for (int k = 0; k < W; k++)
+    if (on[k]) p[k] = lanes[k];
+}
+
+#endif
+
+}  // namespace pv

@@ -1,0 +1,64 @@
+// The call of a kernel: its loop is shared out to threads.
+#pragma once
+
+#include <atomic>
+
+#include "host.h"
+
+namespace pellucid {
+namespace {
+
+// What a kernel that fails returns the address of; `index_failure` in kernel/loops.h makes it.
+struct IndexFailure {
+  int64_t check, index, size;
+};
+
+void fill_in(std::string& message, const std::string& name, int64_t value) {
+  message.replace(message.find(name), name.size(), std::to_string(value));
+}
+
+struct Share {
+  const KernelCall& call;
+  void* const* parameters;
+  ShareTime* times;  // by thread; null where nobody asks
+  std::atomic<int64_t> status{0};
+};
+
+void run_share(void* data) {
+  Share& share = *static_cast<Share*>(data);
+  int64_t n = omp_get_num_threads(), i = omp_get_thread_num(), extent = share.call.extent;
+  int64_t status =
+      share.call.function(share.parameters, share.call.symbols.data(), extent * i / n, extent * (i + 1) / n);
+  if (status) share.status = status;
+}
+
+void run_timed_share(void* data) {
+  ShareTime& time = static_cast<Share*>(data)->times[omp_get_thread_num()];
+  time.begin = ticks();
+  run_share(data);
+  time.end = ticks();
+  time.thread = thread_number();
+}
+
+int64_t torch_threads() {
+  if (single_threaded || omp_in_parallel()) return 1;
+  uint32_t threads = 1;
+  torch_get_num_threads(&threads);
+  return threads;
+}
+
+// times: of the run, or null.
+int64_t run_kernel(const KernelCall& call, Frame& frame, RunTimes* times) {
+  for (size_t i = 0; i < call.slots.size(); i++) frame.parameters[i] = frame.pointer[call.slots[i]];
+  if (call.extent <= 0) return 0;
+  int64_t threads = call.extent / call.grain;
+  if (threads > 1) threads = std::min(threads, torch_threads());
+  if (threads <= 1) return call.function(frame.parameters.data(), call.symbols.data(), 0, call.extent);
+  Share share{call, frame.parameters.data(), times ? times->shares(threads) : nullptr};
+  GOMP_parallel(times ? run_timed_share : run_share, &share, static_cast<unsigned>(threads), 0);
+  if (times) times->keep_shares();
+  return share.status;
+}
+
+}  // namespace
+}  // namespace pellucid

@@ -1,0 +1,234 @@
+// When each call of a run began and ended, and each thread's share of it: counts belong to a run, and are handed in when
+// it is over. Switched off, this costs a run one load and each call of its plan one branch.
+//
+// To read the time takes as long as a sixth of a tiny kernel. So of brief calls in a row, each run after a plan's first
+// reads the time around a few only, each run around others; timeline.py tells what the others took.
+#pragma once
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#include <x86intrin.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "counters.h"
+
+namespace pellucid {
+
+// Of the clock of Python's time.perf_counter_ns.
+inline int64_t nanoseconds() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1'000'000'000 + time.tv_nsec;
+}
+
+// Whether the processor counts at a constant rate in all states, the same on all cores.
+inline bool counts_steadily() {
+  unsigned a, b, c, d;
+  return __get_cpuid(0x80000007, &a, &b, &c, &d) && (d >> 8 & 1);
+}
+
+inline const bool kSteady = counts_steadily();
+
+// A time in units of its own, read in a third of what the system's clock takes; nanoseconds where that cannot be.
+inline int64_t ticks() {
+  return kSteady ? static_cast<int64_t>(__rdtsc()) : nanoseconds();
+}
+
+// The same moment in nanoseconds and ticks: of some tries the one in which least came between.
+struct Moment {
+  int64_t ns, tick;
+};
+
+inline Moment now() {
+  Moment best{0, 0};
+  int64_t least = INT64_MAX;
+  for (int i = 0; i < 5; i++) {
+    int64_t before = nanoseconds(), middle = ticks(), after = nanoseconds();
+    if (after - before >= least) continue;
+    least = after - before;
+    best = {before + (after - before) / 2, middle};
+  }
+  return best;
+}
+
+// By which the operating system knows the calling thread.
+inline int64_t thread_number() {
+  thread_local int64_t number = syscall(SYS_gettid);
+  return number;
+}
+
+// A thread's share of a kernel; `begin` is 0 where it had none.
+struct ShareTime {
+  int64_t thread = 0, begin = 0, end = 0;
+};
+
+// Which ends of calls the runs of a plan read: of eight brief calls in a row one is timed alone, the others together.
+class Reading {
+ public:
+  // ends: of the calls of the plan's first run. first: when they began.
+  Reading(int64_t first, const int64_t* ends, size_t calls) {
+    for (size_t phase = 0; phase < kPhases; phase++) {
+      read_[phase].assign(calls, true);
+      for (size_t i = 0; i + 1 < calls; i++) {
+        bool brief = ends[i] - (i ? ends[i - 1] : first) < kBrief && ends[i + 1] - ends[i] < kBrief;
+        if (brief && (i + phase) % kPhases >= 2) read_[phase][i] = false;
+      }
+    }
+  }
+
+  const char* of_next_run() { return read_[next_++ % kPhases].data(); }
+
+ private:
+  static constexpr size_t kPhases = 8;
+  static constexpr int64_t kBrief = 1000;  // ticks: a third or half of a microsecond
+  std::array<std::vector<char>, kPhases> read_;
+  std::atomic<size_t> next_ = 0;
+};
+
+// The times of one run. A call begins where the one before it ended.
+class RunTimes {
+ public:
+  // reading: of the plan; null for its first run, which reads all. counters: of this thread, or null.
+  RunTimes(int64_t plan, size_t calls, std::shared_ptr<Reading> reading, const CounterGroup* counters)
+      : words_(kHead + calls), reading_(std::move(reading)), counters_(counters) {
+    if (reading_ && !counters_) read_ = reading_->of_next_run();
+    words_[0] = plan;
+    words_[1] = thread_number();
+    words_[2] = ticks();
+  }
+
+  void begin_calls() {
+    if (counters_) counters_->read(counted_);
+    words_[3] = ticks();
+  }
+
+  void end_call() {
+    if (!read_ || read_[calls_]) words_[kHead + calls_] = ticks();
+    calls_++;
+    if (counters_) counters_->read(counted_);
+  }
+
+  // Room for the shares of so many threads in the call that runs, each of which fills in its own.
+  ShareTime* shares(int64_t threads) {
+    shares_.assign(threads, {});
+    return shares_.data();
+  }
+
+  // They have filled them in.
+  void keep_shares() {
+    for (const ShareTime& share : shares_)
+      if (share.begin) kept_.insert(kept_.end(), {calls_, share.thread, share.begin, share.end});
+  }
+
+  int64_t plan() const { return words_[0]; }
+
+  // How later runs of the plan are to be read; null if this one has not come to its end.
+  std::shared_ptr<Reading> reading() const {
+    size_t calls = words_.size() - kHead;
+    if (static_cast<size_t>(calls_) < calls) return nullptr;
+    return reading_ ? reading_ : std::make_shared<Reading>(words_[3], &words_[kHead], calls);
+  }
+
+  // As words, which timeline.py reads: plan, thread, begin, begin of the first call, end, number of calls, of shares, of
+  // counts; the end of each call, or 0; for each share its call, thread, begin and end; and what each counter had
+  // counted at the begin of the first call and at the end of each. Times are ticks.
+  const std::vector<int64_t>& finished() {
+    words_[4] = ticks();
+    words_[5] = calls_;
+    words_[6] = static_cast<int64_t>(kept_.size()) / 4;
+    words_[7] = static_cast<int64_t>(counted_.size());
+    words_.resize(kHead + calls_);
+    words_.insert(words_.end(), kept_.begin(), kept_.end());
+    words_.insert(words_.end(), counted_.begin(), counted_.end());
+    return words_;
+  }
+
+ private:
+  static constexpr size_t kHead = 8;
+  std::vector<int64_t> words_, kept_, counted_;
+  std::vector<ShareTime> shares_;
+  std::shared_ptr<Reading> reading_;
+  const CounterGroup* counters_;
+  const char* read_ = nullptr;  // by call; null: all
+  int64_t calls_ = 0;
+};
+
+// Collects the times of all runs of the process while it is on.
+class Timeline {
+ public:
+  bool on() const { return on_.load(std::memory_order_relaxed); }
+
+  // events: to be counted too, in each thread that runs graphs.
+  void start(std::vector<CounterEvent> events) {
+    std::lock_guard<std::mutex> lock(mutex);
+    events_ = std::move(events);
+    starts_++;
+    Moment began = now();
+    words_ = {began.ns, began.tick, 0, 0, 0};
+    readings_.clear();
+    on_ = true;
+  }
+
+  // What was collected: nanoseconds and ticks at the start and at the end, how many runs there was no room for, then the
+  // runs. Valid until the next start.
+  const std::vector<int64_t>& stop() {
+    std::lock_guard<std::mutex> lock(mutex);
+    on_ = false;
+    words_.resize(std::max(words_.size(), size_t{5}));
+    Moment ended = now();
+    words_[2] = ended.ns;
+    words_[3] = ended.tick;
+    return words_;
+  }
+
+  // How the next run of a plan is to be read; null before its first has ended.
+  std::shared_ptr<Reading> reading(int64_t plan) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = readings_.find(plan);
+    return found == readings_.end() ? nullptr : found->second;
+  }
+
+  // The counters of the calling thread; null where nothing is counted, or nothing can be.
+  const CounterGroup* counters() {
+    thread_local std::unique_ptr<CounterGroup> group;
+    thread_local int64_t made_at = 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (made_at != starts_) {
+      group = events_.empty() ? nullptr : std::make_unique<CounterGroup>(events_);
+      made_at = starts_;
+    }
+    return group && !group->error() ? group.get() : nullptr;
+  }
+
+  void add(RunTimes& times) {
+    std::shared_ptr<Reading> reading = times.reading();
+    const std::vector<int64_t>& run = times.finished();
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!on()) return;  // it began before the end, and ended after it
+    if (reading) readings_[times.plan()] = std::move(reading);
+    if (words_.size() + run.size() > kMost) words_[4]++;
+    else words_.insert(words_.end(), run.begin(), run.end());
+  }
+
+  std::mutex mutex;
+
+ private:
+  static constexpr size_t kMost = 16 << 20;  // words, so 128 MB
+  std::atomic<bool> on_ = false;
+  std::vector<int64_t> words_;
+  std::unordered_map<int64_t, std::shared_ptr<Reading>> readings_;  // by plan
+  std::vector<CounterEvent> events_;
+  int64_t starts_ = 0;
+};
+
+}  // namespace pellucid

@@ -1,0 +1,70 @@
+"""What may be fused with a contraction: what runs over each block of its result; with an attention: nothing.
+
+A contraction is computed once, in blocks of rows and columns. Lines over rows and columns find the sum of each point
+there; a line over the summed axis would have no loop to stand in.
+"""
+
+from __future__ import annotations
+
+from pellucid.ir.attention import reduces_in_turn
+from pellucid.ir.contraction import Contraction, find_contraction
+from pellucid.ir.index import product
+from pellucid.ir.nodes import Kernel
+from pellucid.machine.work import estimate
+from pellucid.schedule.canonical import canonical_kernel
+from pellucid.schedule.match_axes import Mismatch
+
+# Columns that a block must be able to have along one axis, or all there are if these are fewer; rows too, unless their
+# axes have known extents: then a block has several of them.
+_LEAST = 32
+
+
+def check_neighbours(first: Kernel, second: Kernel) -> Mismatch | None:
+    """Refuse merges that put work before a contraction or beside it, and all that touch an attention."""
+    for kernel in (first, second):
+        if reduces_in_turn(kernel):
+            return Mismatch("attention", f"{kernel.name} is an attention, which runs as a whole")
+    if find_contraction(second) is not None:
+        return Mismatch("contraction", f"{second.name} multiplies matrices as they lie in memory")
+    if find_contraction(first) is None:
+        return None
+    stored = {store.buffer for _, store in first.stores()}
+    if stored.isdisjoint(load.buffer for _, load in second.loads()):
+        return Mismatch(
+            "contraction", f"{first.name} multiplies matrices: it shares its loops with what it feeds alone"
+        )
+    return None
+
+
+def check_epilogue(first: Kernel, kernel: Kernel) -> Mismatch | None:
+    """Refuse a `kernel`, made of the contraction `first` and a consumer, that is no contraction with large blocks."""
+    if find_contraction(first) is None:
+        return None
+    kernel = canonical_kernel(kernel)
+    after = find_contraction(kernel)
+    if after is None:
+        return Mismatch("contraction", "some of it would run over more than rows and columns of the product")
+    for axes in (after.columns, after.rows):
+        extents = [kernel.ranges[name] for name in axes]
+        longest = max(map(estimate, extents), default=1)
+        joined = axes == after.rows and all(extent.value is not None for extent in extents)
+        if not joined and longest < min(estimate(product(extents)), _LEAST):
+            return Mismatch("contraction", f"blocks of {longest} rows or columns would be too small")
+    return None
+
+
+def check_operands(before: Kernel, after: Kernel) -> Mismatch | None:
+    """Refuse to compute operands again: each element is read for many points."""
+    if reduces_in_turn(before):
+        return Mismatch("attention", f"{before.name} is an attention, which reads its operands as they lie in memory")
+    one = find_contraction(before)
+    if one is None:
+        return None
+    other = find_contraction(after)
+    if other is None or _operands(one) != _operands(other):
+        return Mismatch("contraction", f"{before.name} multiplies matrices as they lie in memory")
+    return None
+
+
+def _operands(found: Contraction) -> frozenset[str]:
+    return frozenset(load.buffer for load in found.loads)

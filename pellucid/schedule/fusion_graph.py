@@ -1,0 +1,223 @@
+"""The graph that fusion works on: nodes that merge, in an order that stays topological.
+
+Merging two nodes is allowed when no path leads from one to the other through a third. To find out, and to keep the
+order topological, only nodes that stand between the two in the order have to be looked at (the incremental
+algorithm of Pearce and Kelly). Fusion mostly joins neighbours, so this is near-linear for a whole program; a search
+that grows beyond a fixed budget is given up, and the merge refused.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from pellucid.ir.nodes import Kernel, Node, Program
+from pellucid.machine import Machine
+from pellucid.schedule.deps import dependencies, reads, writes
+from pellucid.schedule.match_axes import Mismatch
+
+_SEARCH_BUDGET = 1000  # edges looked at for one merge
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A node of the graph: an extern, or a kernel that other kernels may have been merged into.
+
+    place: where it stands in the order; smaller runs earlier.
+    parts: names of the nodes that it was made from, in program order.
+    read, written: buffers that it reads and writes.
+    merged_into: the group that has taken this one's place.
+    """
+
+    node: Node
+    place: int
+    parts: tuple[str, ...]
+    read: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    before: dict[Group, None] = field(default_factory=dict["Group", None])
+    after: dict[Group, None] = field(default_factory=dict["Group", None])
+    merged_into: Group | None = None
+
+    @property
+    def kernel(self) -> Kernel:
+        assert isinstance(self.node, Kernel)
+        return self.node
+
+
+def survivor(group: Group) -> Group:
+    """The group that `group` is part of now."""
+    while group.merged_into is not None:
+        if group.merged_into.merged_into is not None:
+            group.merged_into = group.merged_into.merged_into
+        group = group.merged_into
+    return group
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The answer that two groups may merge: what has to move before and after the merged one."""
+
+    first: Group
+    second: Group
+    ahead: tuple[Group, ...]
+    behind: tuple[Group, ...]
+
+
+class FusionGraph:
+    """The nodes of a program, their order, who reads and writes each buffer, and the machine that it is for.
+
+    fusions: made so far.
+    """
+
+    def __init__(self, program: Program, machine: Machine) -> None:
+        self.program = program
+        self.machine = machine
+        self._count = 0
+        self.fusions = 0
+        self.buffers = {buffer.name: buffer for buffer in program.buffers}
+        self.readers: dict[str, dict[Group, None]] = {}
+        self.writers: dict[str, list[int]] = {}
+        self._members = [Group(node, place, (node.name,)) for place, node in enumerate(program.nodes)]
+        for place, earlier in enumerate(dependencies(program.nodes)):
+            for other in earlier:
+                self._link(self._members[other], self._members[place])
+            self._enter(self._members[place], program.nodes[place])
+            for buffer in self._members[place].written:
+                self.writers.setdefault(buffer, []).append(place)
+
+    def group(self, position: int) -> Group:
+        """The group that the node at `position` of the program belongs to."""
+        found = self._members[position] = survivor(self._members[position])
+        return found
+
+    def groups(self) -> list[Group]:
+        """All groups, in an order in which they can run."""
+        alive = [group for group in self._members if group.merged_into is None]
+        return sorted(dict.fromkeys(alive), key=lambda group: group.place)
+
+    def last_writer(self, buffer: str, position: int) -> int | None:
+        """Position of the node that last wrote `buffer` before the node at `position`; None for the caller."""
+        writers = self.writers.get(buffer, [])
+        before = bisect_left(writers, position)
+        return writers[before - 1] if before else None
+
+    def producer(self, buffer: str, position: int) -> Group | None:
+        """The group of the last writer."""
+        writer = self.last_writer(buffer, position)
+        return None if writer is None else self.group(writer)
+
+    def is_mutated(self, buffer: str) -> bool:
+        """True if the contents of `buffer` change between its readers."""
+        written = len(self.writers.get(buffer, ()))
+        return written > 1 or (written == 1 and self.buffers[buffer].role == "input")
+
+    def needed_outside(self, buffer: str, *inside: Group) -> bool:
+        """True if somebody besides the groups `inside` wants `buffer` in memory."""
+        if self.buffers[buffer].role != "temp":
+            return True
+        return any(reader not in inside for reader in self.readers.get(buffer, ()))
+
+    # Merging.
+
+    def joint(self, one: Group, other: Group) -> Joint | Mismatch:
+        """Whether two groups may become one."""
+        first, second = (one, other) if one.place < other.place else (other, one)
+        budget = [_SEARCH_BUDGET]
+        ahead = _between(first, second, budget, forward=False)
+        if isinstance(ahead, Mismatch):
+            return ahead
+        behind = _between(first, second, budget, forward=True)
+        if isinstance(behind, Mismatch):
+            return behind
+        return Joint(first, second, tuple(sorted(ahead, key=_place)), tuple(sorted(behind, key=_place)))
+
+    def merge(self, joint: Joint, kernel: Kernel) -> Group:
+        """Put `kernel` in the place of both groups of `joint`."""
+        self.fusions += 1
+        moved = (*joint.ahead, joint.first, joint.second, *joint.behind)
+        places = sorted(group.place for group in moved)
+        parts = (*joint.first.parts, *joint.second.parts)
+        keep, drop = joint.second, joint.first
+        if len(drop.before) + len(drop.after) > len(keep.before) + len(keep.after):
+            keep, drop = drop, keep
+        self._leave(keep)
+        self._leave(drop)
+        self._redirect(drop, keep)
+        keep.parts = parts
+        self._enter(keep, kernel)
+        # One place of the two is left empty.
+        for group, place in zip((*joint.ahead, keep), places, strict=False):
+            group.place = place
+        for group, place in zip(reversed(joint.behind), reversed(places), strict=False):
+            group.place = place
+        return keep
+
+    def inline(self, group: Group, kernel: Kernel, producer: Group, position: int) -> None:
+        """Give `group` the body `kernel`, which computes what it used to load from `producer`.
+
+        position: where in the program the new loads read.
+        """
+        self.fusions += 1
+        old = set(group.read)
+        self._leave(group)
+        self._enter(group, kernel)
+        touched = {*group.read, *group.written}
+        if touched.isdisjoint(producer.written) and touched.isdisjoint(producer.read):
+            del group.before[producer], producer.after[group]
+        for buffer in group.read:
+            source = None if buffer in old else self.producer(buffer, position)
+            if source is not None:
+                self._link(source, group)
+
+    def fresh(self) -> int:
+        """A number that no other call has given."""
+        self._count += 1
+        return self._count
+
+    def _redirect(self, drop: Group, keep: Group) -> None:
+        drop.merged_into = keep
+        for other in drop.before:
+            del other.after[drop]
+            if other is not keep:
+                self._link(other, keep)
+        for other in drop.after:
+            del other.before[drop]
+            if other is not keep:
+                self._link(keep, other)
+        drop.before, drop.after = {}, {}
+
+    def _link(self, earlier: Group, later: Group) -> None:
+        earlier.after[later] = None
+        later.before[earlier] = None
+
+    def _enter(self, group: Group, node: Node) -> None:
+        group.node, group.read, group.written = node, reads(node), writes(node)
+        for buffer in group.read:
+            self.readers.setdefault(buffer, {})[group] = None
+
+    def _leave(self, group: Group) -> None:
+        for buffer in group.read:
+            del self.readers[buffer][group]
+
+
+def _place(group: Group) -> int:
+    return group.place
+
+
+def _between(first: Group, second: Group, budget: list[int], *, forward: bool) -> dict[Group, None] | Mismatch:
+    """Groups between the two in the order that follow `first` (or precede `second`), none of them on a path."""
+    start, end = (first, second) if forward else (second, first)
+    found: dict[Group, None] = {}
+    stack = [start]
+    while stack:
+        group = stack.pop()
+        for other in group.after if forward else group.before:
+            budget[0] -= 1
+            if budget[0] < 0:
+                return Mismatch("search-limit", "too many nodes lie between them to look for a cycle")
+            if other is end and group is not start:
+                return Mismatch("cycle", "a node between them needs the first and is needed by the second")
+            if first.place < other.place < second.place and other not in found:
+                found[other] = None
+                stack.append(other)
+    return found

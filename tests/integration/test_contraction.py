@@ -1,0 +1,211 @@
+"""Matrix products as kernels of our own: what eager means by them, and what is fused with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from pellucid import pipeline
+from pellucid.ir.nodes import Extern, Kernel, Node
+from tests.support import assert_matches, widened
+
+F = torch.nn.functional
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[Node, Any]]]:
+    """The nodes of all programs that are compiled meanwhile; kernels with the blocks of their plans."""
+    found: list[tuple[Node, Any]] = []
+
+    def recording(*args: Any) -> Any:
+        executable, record = pipeline.compile_graph(*args)
+        for program in record.programs:
+            for node in program.scheduled.nodes:
+                found.append((node, record.kernels[node.name].plan.blocks if isinstance(node, Kernel) else None))
+        return executable, record
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pellucid.backend.compile_graph", recording)
+        yield found
+
+
+def compiled(function: Callable[..., Any], *args: Any, dynamic: bool = False, **options: Any) -> list[tuple[Node, Any]]:
+    """Compile `function`, compare its result with eager's and float64's, and return what `recorded` gives."""
+    torch._dynamo.reset()
+    with recorded() as nodes, torch.no_grad():
+        made = torch.compile(function, backend="pellucid", dynamic=dynamic, options={"verify": True, **options})
+        assert_matches(made(*args), function(*args), function(*widened(args)))
+    return nodes
+
+
+def product_alone(nodes: list[tuple[Node, Any]]) -> bool:
+    """True if everything is one kernel, a contraction."""
+    return len(nodes) == 1 and nodes[0][1] is not None
+
+
+def test_what_runs_over_the_product_is_fused_with_it() -> None:
+    x, w, b, r, s = (
+        torch.randn(2, 40, 70),
+        torch.randn(90, 70),
+        torch.randn(90),
+        torch.randn(2, 40, 90),
+        torch.randn(90),
+    )
+    assert product_alone(compiled(lambda x, w, b, r, s: F.gelu(F.linear(x, w, b)) * s + r, x, w, b, r, s))
+    x, w = torch.randn(2, 40, 70), torch.randn(96, 70)
+    assert product_alone(compiled(lambda x, w: (x @ w.t()).view(2, 40, 3, 32).transpose(1, 2).contiguous(), x, w))
+
+
+def test_what_makes_an_operand_is_not() -> None:
+    """Each element of an operand is read for many points of the product: it is computed once, before."""
+    nodes = compiled(lambda x, w: x.exp() @ w, torch.randn(40, 70), torch.randn(70, 90))
+    assert [blocks is not None for _, blocks in nodes] == [False, True]
+    nodes = compiled(lambda x, w: x.new_ones(40, 70) @ w + x, torch.randn(40, 90), torch.randn(70, 90))
+    assert [blocks is not None for _, blocks in nodes] == [False, True]
+
+
+def test_a_reduction_of_the_product_runs_after_it() -> None:
+    nodes = compiled(lambda x, w: (x @ w + 1).softmax(-1), torch.randn(40, 70), torch.randn(70, 90))
+    assert [blocks is not None for _, blocks in nodes] == [True, False]
+
+
+def test_a_product_is_computed_once_for_several_readers() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x @ w
+        return y.relu(), y[:7] * 2, y.sum(0)
+
+    nodes = compiled(function, torch.randn(40, 70), torch.randn(70, 90))
+    assert sum(blocks is not None for _, blocks in nodes) == 1
+
+
+def test_products_share_no_loops() -> None:
+    x, w, u = torch.randn(40, 70), torch.randn(70, 90), torch.randn(70, 90)
+    assert all(blocks is not None for _, blocks in compiled(lambda x, w, u: (x @ w, x @ u), x, w, u))
+    nodes = compiled(lambda x, w, u: (x @ w) * (x @ u).sigmoid(), x, w, u)
+    assert len(nodes) == 2 and all(blocks is not None for _, blocks in nodes)
+
+
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, -2), (0, 3)])
+@pytest.mark.parametrize("shape", [(90,), (40, 90), (1, 90), (40, 1), ()])
+def test_addmm_scales_and_broadcasts(shape: tuple[int, ...], beta: float, alpha: float) -> None:
+    x, w, b = torch.randn(40, 70), torch.randn(70, 90), torch.randn(shape)
+    compiled(lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), b, x, w)
+
+
+def test_beta_of_zero_ignores_what_is_added() -> None:
+    x, w = torch.randn(3, 40, 70), torch.randn(3, 70, 90)
+    compiled(lambda b, x, w: torch.baddbmm(b, x, w, beta=0), torch.full((90,), torch.nan), x, w)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 6), (5, 0, 6), (5, 6, 0), (5, 1, 6), (1, 5, 6), (5, 6, 1), (1, 1, 1)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_products_of_nothing_and_of_one(sizes: tuple[int, int, int], dynamic: bool) -> None:
+    m, k, n = sizes
+    compiled(
+        lambda b, x, w: torch.addmm(b, x, w).relu(),
+        torch.randn(n),
+        torch.randn(m, k),
+        torch.randn(k, n),
+        dynamic=dynamic,
+    )
+
+
+def test_one_kernel_serves_all_sizes() -> None:
+    torch._dynamo.reset()
+    with recorded() as nodes, torch.no_grad():
+        function = torch.compile(lambda x, w: (x @ w.t()).relu(), backend="pellucid", dynamic=True)
+        for m, k, n in ((40, 70, 90), (3, 700, 9), (300, 2, 250), (7, 33, 1000)):
+            x, w = torch.randn(m, k), torch.randn(n, k)
+            assert_matches(function(x, w), (x @ w.t()).relu(), (x.double() @ w.double().t()).relu())
+    assert product_alone(nodes)
+
+
+def test_what_is_not_finite_stays_where_eager_has_it() -> None:
+    """Columns and terms that a register has beyond the matrix are zero, and must not meet an infinity."""
+    for m in (3, 40):
+        x, w = torch.randn(m, 37), torch.randn(37, 21)
+        x[1, 3], x[2, 5], w[36, 20] = torch.inf, torch.nan, -torch.inf
+        torch._dynamo.reset()
+        for given in (w, w.t().contiguous().t()):
+            made = torch.compile(torch.mm, backend="pellucid")(x, given)
+            torch.testing.assert_close(made, x @ given, equal_nan=True)
+
+
+@pytest.mark.parametrize("m", [4, 64])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_long_sums_are_as_exact_as_eagers(m: int, transposed: bool) -> None:
+    """Root mean square of the errors; sums of one sign, where rounding adds up."""
+    torch.manual_seed(0)
+    x, w = torch.rand(m, 10_000), torch.rand(64, 10_000).t() if transposed else torch.rand(10_000, 64)
+    exact = x.double() @ w.double()
+    torch._dynamo.reset()
+    made = torch.compile(torch.mm, backend="pellucid")(x, w)
+    assert (made - exact).square().mean() <= 1.1 * (x @ w - exact).square().mean()
+
+
+def test_in_place_products_read_before_they_write() -> None:
+    def function(b: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        b.addmm_(x, w)
+        x.copy_(x @ w)
+        return b + x
+
+    b, x, w = torch.randn(50, 50), torch.randn(50, 50), torch.randn(50, 50)
+    mine, theirs = (b.clone(), x.clone()), (b.clone(), x.clone())
+    torch._dynamo.reset()
+    made = torch.compile(function, backend="pellucid", options={"verify": True})(*mine, w)
+    torch.testing.assert_close(made, function(*theirs, w))
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_gradients_are_products_too() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.GELU(), torch.nn.Linear(90, 50))
+    x = torch.randn(40, 70, requires_grad=True)
+
+    def gradients(function: Callable[..., Any], module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(function(x).square().sum(), [x, *module.parameters()]))
+
+    torch._dynamo.reset()
+    with recorded() as nodes:
+        made = gradients(torch.compile(model, backend="pellucid"), model, x)
+    eager = gradients(model, model, x)
+    exact = gradients(model.double(), model, x.detach().double().requires_grad_())
+    assert_matches(made, eager, exact)
+    kinds = [
+        "aten" if isinstance(node, Extern) else "ours" for node, blocks in nodes if blocks or isinstance(node, Extern)
+    ]
+    assert (kinds.count("ours"), kinds.count("aten")) == (4, 2), (
+        "ATen has the gradients of weights, see lower/contraction.py"
+    )
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "why"),
+    [
+        (torch.randn(70, 40).t(), torch.randn(70, 90), "columns of the left operand"),
+        (torch.randn(40, 70), torch.randn(70, 180)[:, ::2], "neither rows nor columns"),
+        (torch.randn(400, 7), torch.randn(7, 400), "few terms"),
+        (torch.randn(10, 20_000), torch.randn(20_000, 10), "few rows and columns"),
+    ],
+)
+def test_aten_keeps_what_it_computes_faster(left: torch.Tensor, right: torch.Tensor, why: str) -> None:
+    ((node, _),) = compiled(torch.mm, left, right)
+    assert isinstance(node, Extern) and why in node.reason
+
+
+def test_other_types_and_the_option_leave_products_to_aten() -> None:
+    x, w = torch.randn(40, 70), torch.randn(70, 90)
+    for args, options in (
+        ((x.double(), w.double()), {}),
+        ((x.bfloat16(), w.bfloat16()), {}),
+        ((x, w), {"contract": False}),
+    ):
+        torch._dynamo.reset()
+        with recorded() as nodes:
+            made = torch.compile(torch.mm, backend="pellucid", options=options)(*args)
+        assert torch.equal(made, torch.mm(*args))
+        (node, _), *others = nodes
+        assert not others and isinstance(node, Extern) and "matrix multiplication" in node.reason

@@ -1,0 +1,308 @@
+"""The option `freeze`: the same results, and every change of a parameter is noticed."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pellucid import pipeline
+from pellucid.frozen import Frozen
+from pellucid.trace.record import GraphRecord
+from tests.support import assert_matches, widened
+
+
+class Model(nn.Module):
+    """Products and convolutions of each kind: linear, padded, depthwise, pointwise; a norm, an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(50, 200)
+        self.first, self.second = nn.Linear(200, 300), nn.Linear(300, 70)
+        self.stem = nn.Conv2d(24, 32, 3, padding=1)
+        self.norm = nn.BatchNorm2d(32)
+        self.depthwise = nn.Conv2d(32, 32, 3, groups=32, padding=1)
+        self.pointwise = nn.Conv2d(32, 48, 1)
+        for each in (self.norm.running_mean, self.norm.running_var):
+            assert each is not None
+            each.uniform_(0.5, 1.5)
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + self.positions(torch.arange(40))
+        image = self.depthwise(torch.relu(self.norm(self.stem(image))))
+        return self.second(torch.relu(self.first(x))), self.pointwise(image)
+
+
+@contextmanager
+def recorded() -> Iterator[list[GraphRecord]]:
+    """The records of all graphs that are compiled meanwhile."""
+    found: list[GraphRecord] = []
+
+    def recording(*args: Any) -> Any:
+        executable, record = pipeline.compile_graph(*args)
+        found.append(record)
+        return executable, record
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pellucid.backend.compile_graph", recording)
+        yield found
+
+
+def frozen(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="pellucid", options={"freeze": True, "verify": True, **options})
+
+
+def agrees(compiled: Callable[..., Any], model: nn.Module, *args: Any) -> None:
+    """The compiled model does what the model does now."""
+    with torch.no_grad():
+        assert_matches(compiled(*args), model(*args), copy.deepcopy(model).double()(*widened(args)))
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+@pytest.fixture
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(40, 200), torch.randn(2, 24, 10, 11).contiguous(memory_format=torch.channels_last)
+
+
+def decided(record: GraphRecord, rule: str) -> set[str]:
+    """What `rule` said yes to."""
+    return {decision.subject[-1] for decision in record.decisions if decision.rule == rule and decision.ok}
+
+
+def test_weights_are_packed_before_the_first_call(model: Model, inputs: tuple[Any, ...]) -> None:
+    with recorded() as records:
+        agrees(frozen(model), model, *inputs)
+    (record,) = records
+    assert len(decided(record, "codegen.freeze")) == 5
+    assert record.before is not None and len(record.before.scheduled.nodes) > 0
+    assert not any("sqrt" in node.name for node in record.scheduled.nodes)  # of the running variance
+
+
+def _in_place(model: Model) -> None:
+    with torch.no_grad():
+        model.first.weight.mul_(2)
+
+
+def _by_data(model: Model) -> None:
+    model.second.weight.data.mul_(3)
+
+
+def _other_data(model: Model) -> None:
+    model.stem.weight.data = torch.randn_like(model.stem.weight)
+
+
+def _loaded(model: Model) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def _another(model: Model) -> None:
+    model.pointwise.weight = nn.Parameter(torch.randn_like(model.pointwise.weight))
+
+
+def _stepped(model: Model) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.enable_grad():
+        model.first(torch.ones(1, 200)).square().mean().backward()
+    optimizer.step()
+
+
+def _buffer(model: Model) -> None:
+    assert model.norm.running_mean is not None
+    model.norm.running_mean.add_(1)
+
+
+@pytest.mark.parametrize("change", [_in_place, _by_data, _other_data, _loaded, _another, _stepped, _buffer])
+def test_a_change_is_noticed(model: Model, inputs: tuple[Any, ...], change: Callable[[Model], None]) -> None:
+    compiled = frozen(model)
+    agrees(compiled, model, *inputs)
+    with torch.no_grad():
+        before = compiled(*inputs)
+    change(model)
+    agrees(compiled, model, *inputs)
+    with torch.no_grad():
+        assert any(not torch.equal(old, new) for old, new in zip(before, compiled(*inputs), strict=True))
+
+
+def test_inference_tensors_are_watched_by_their_bytes(inputs: tuple[Any, ...]) -> None:
+    with torch.inference_mode():
+        model = Model().eval()
+        compiled = frozen(model)
+        for _ in range(2):
+            result, expected = compiled(*inputs), model(*inputs)
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+            model.first.weight.mul_(2)
+
+
+def test_tied_weights_are_prepared_for_each_use() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(300, 160)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.table(tokens)
+            return (x @ self.table.weight.t()) @ self.table.weight
+
+    model, tokens = Tied(), torch.randint(300, (20,))
+    compiled = frozen(model)
+    agrees(compiled, model, tokens)
+    with torch.no_grad():
+        model.table.weight.mul_(0.5)
+    agrees(compiled, model, tokens)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_meet_no_padding(inputs: tuple[Any, ...], value: float) -> None:
+    model = nn.Conv2d(24, 32, 3, padding=1).eval()
+    with torch.no_grad():
+        model.weight[3, 2, 0, 0] = value  # it meets the padding of the first line and column alone
+        result, expected = frozen(model)(inputs[1]), model(inputs[1])
+    torch.testing.assert_close(result, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 33), (7, 4), (7, 5), (9, 33)])
+def test_odd_sizes(rows: int, columns: int) -> None:
+    model, x = nn.Linear(193, columns), torch.randn(rows, 193)
+    agrees(frozen(model), model, x)
+
+
+def test_sizes_of_activations_may_change() -> None:
+    model = nn.Sequential(nn.Linear(130, 64), nn.ReLU(), nn.Linear(64, 20)).eval()
+    with recorded() as records:
+        compiled = frozen(model)
+        for rows in (3, 50, 7, 200):
+            agrees(compiled, model, torch.randn(rows, 130))
+    assert len(records) == 2
+    assert all(decided(record, "codegen.freeze") for record in records)
+
+
+def test_what_the_graph_changes_is_not_frozen() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3))
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert isinstance(self.count, torch.Tensor)
+            self.count += 1
+            return x * self.count.exp() * self.scale.exp()
+
+    one, other = Counting(), Counting()
+    compiled = frozen(one)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(torch.ones(3)), other(torch.ones(3)))
+
+
+def test_results_are_the_callers_own() -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(40))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            twice = self.weight * 2
+            return x + twice, twice
+
+    model, x = Doubled(), torch.randn(40)
+    compiled = frozen(model)
+    with torch.no_grad():
+        compiled(x)[1].zero_()
+    agrees(compiled, model, x)
+
+
+def test_nothing_is_kept_that_is_much_larger_than_its_parameters() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(200))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.weight[:, None] * self.weight
+
+    model, x = Outer(), torch.randn(200, 200)
+    with recorded() as records:
+        agrees(frozen(model), model, x)
+    assert records[0].before is not None and not records[0].before.scheduled.nodes
+
+
+def test_training_says_that_nothing_is_frozen(model: Model, inputs: tuple[Any, ...]) -> None:
+    with recorded() as records:
+        sum(each.sum() for each in frozen(model)(*inputs)).backward()
+    (reason, *_) = [each for record in records for each in record.decisions if each.rule == "freeze.before"]
+    assert not reason.ok and "trained" in reason.why
+
+
+def test_threads_share_what_is_prepared(model: Model, inputs: tuple[Any, ...]) -> None:
+    compiled = frozen(model)
+    with torch.no_grad():
+        compiled(*inputs)
+        _in_place(model)
+        expected = model(*inputs)
+    results: list[Any] = []
+
+    def call() -> None:
+        with torch.no_grad():
+            results.append(compiled(*inputs))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_change_at_each_call_are_told() -> None:
+    model, x = nn.Linear(64, 64), torch.randn(20, 64)
+    compiled = frozen(model)
+    with pytest.warns(UserWarning, match="`freeze` is for models whose parameters stay as they are") as warned:
+        for _ in range(12):
+            with torch.no_grad():
+                model.weight.mul_(0.9)
+            agrees(compiled, model, x)
+    assert len(warned) == 1
+
+
+def test_what_is_needed_packed_alone_is_not_kept() -> None:
+    """A convolution's weight is laid out and packed; what lies between is given back."""
+    kept: list[int] = []
+
+    def main(args: list[Any]) -> list[Any]:
+        kept.extend(each.numel() for each in args)
+        return []
+
+    run = Frozen(main, lambda args: [torch.ones(1000), torch.ones(10)], [0], [], [0])
+    run([torch.ones(3)])
+    assert kept == [3, 0, 10]
+
+
+def test_output_code_prepares_and_runs(model: Model, inputs: tuple[Any, ...], tmp_path: Any) -> None:
+    with torch.no_grad():
+        frozen(model, trace=str(tmp_path))(*inputs)
+    (program,) = tmp_path.glob("*/graphs/*/output_code.py")
+    assert "sqrt" in (program.parent / "ir_frozen.txt").read_text()
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        expected = model(*inputs)[0].square().mean().sqrt()
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("output 0")]
+    assert float(line.rpartition("rms ")[2]) == pytest.approx(float(expected), rel=1e-3)

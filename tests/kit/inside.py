@@ -1,0 +1,137 @@
+"""Faults planted deep inside fused kernels of real models, as targets of the kit: `tests/kit/inside.py:NAME`.
+
+Each names the operator that must be found, by its FX node and, on Pellucid, the scalar operator in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from tests.kit import real_models
+from tests.kit.planted import Fault, during, patch
+
+
+@dataclass(frozen=True, slots=True)
+class Inside(Fault):
+    """A fault. scalar: the operator of the loop language that is to blame, where it is known."""
+
+    scalar: str = ""
+
+
+def inside(
+    name: str,
+    component: str,
+    node: str,
+    program: Callable[[], real_models.Program],
+    plant: Callable[[], None],
+    scalar: str = "",
+    backward: bool = False,
+) -> Inside:
+    """A fault that a subject, the first word of its name, has in a component, with the operator's FX node."""
+    return Inside(name, name.partition("_")[0], "wrong", component, node, plant, program, backward, __file__, scalar)
+
+
+def scaled(op: str, factor: str = "1.03f") -> Callable[[], None]:
+    """Pellucid's vector code of an operator is off by a factor."""
+
+    def plant() -> None:
+        from pellucid.codegen.cpp import _Printer
+        from pellucid.ir.nodes import Compute
+
+        def make(original: Callable[..., str]) -> Callable[..., str]:
+            def value(self: Any, line: Any) -> str:
+                text = original(self, line)
+                hit = isinstance(line.rhs, Compute) and line.rhs.op == op and self.is_wide(line.out)
+                return f"pv::mul({text}, pv::splat<{self.plan.width}>({factor}))" if hit else text
+
+            return value
+
+        patch(_Printer, "value", make)
+
+    return plant
+
+
+def lowered(rule: str, op: str, factor: float = 1.03) -> Callable[[], None]:
+    """Pellucid's rule for an ATen operator makes a scalar operator off by a factor."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(self: Any, name: str, *args: Any) -> Any:
+            value = original(self, name, *args)
+            return original(self, "mul", value, factor) if name == op else value
+
+        return wrong
+
+    return lambda: during(rule, "op", make)
+
+
+def vector(op: str, factor: str = "1.03f") -> Callable[[], None]:
+    """Inductor's vector code of an operator is off by a factor."""
+
+    def plant() -> None:
+        from torch._inductor.codegen.cpp import CppVecOverrides
+
+        def make(original: Callable[..., str]) -> Any:
+            @wraps(original)
+            def text(*args: Any) -> str:
+                it = original(*args)
+                return f"({it} * std::decay_t<decltype({it})>({factor}))"
+
+            return staticmethod(text)
+
+        patch(CppVecOverrides, op, make)
+
+    return plant
+
+
+def rule(target: str, factor: float = 1.03) -> Callable[[], None]:
+    """Inductor's lowering of an ATen operator is off by a factor."""
+
+    def plant() -> None:
+        import torch
+        from torch._inductor.lowering import lowerings
+
+        name, _, overload = target.partition(".")
+        call = getattr(getattr(torch.ops.aten, name), overload)
+        right, times = lowerings[call], lowerings[torch.ops.aten.mul.Tensor]
+        lowerings[call] = lambda *args, **kwargs: times(right(*args, **kwargs), factor)
+
+    return plant
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        inside("pellucid_bert_erf", "vectorisation", "gelu", real_models.bert, scaled("erf"), "erf"),
+        inside("pellucid_llama_cos", "vectorisation", "cos", real_models.llama, scaled("cos"), "cos"),
+        inside("pellucid_llama_silu", "lowering", "silu", real_models.llama, lowered("silu.default", "exp")),
+        inside("pellucid_resnet_sqrt", "lowering", "sqrt", real_models.resnet, lowered("sqrt.default", "sqrt")),
+        inside("pellucid_unet_var", "lowering", "var_mean", real_models.unet, lowered("var_mean.correction", "div")),
+        inside("pellucid_gpt2_norm", "lowering", "layer_norm", real_models.gpt2_training,
+               lowered("native_layer_norm.default", "rsqrt"), backward=True),
+        inside("inductor_bert_erf", "vectorisation", "erf", real_models.bert, vector("erf")),
+        inside("inductor_bert_rsqrt", "lowering", "rsqrt", real_models.bert, rule("rsqrt.default")),
+        inside("inductor_llama_cos", "lowering", "cos", real_models.llama, rule("cos.default")),
+        inside("inductor_resnet_sqrt", "lowering", "sqrt", real_models.resnet, rule("sqrt.default")),
+        inside("inductor_unet_exp", "vectorisation", "exp", real_models.unet, vector("exp")),
+        inside("inductor_gpt2_tanh", "vectorisation", "tanh", real_models.gpt2_training, vector("tanh"),
+               backward=True),
+    )
+}  # fmt: skip
+_PLANTED: set[str] = set()
+
+
+def __getattr__(name: str) -> Callable[[], real_models.Program]:
+    if name not in FAULTS:
+        raise AttributeError(name)
+    fault = FAULTS[name]
+
+    def make() -> real_models.Program:
+        if name not in _PLANTED:  # the tools call this again in the same process
+            _PLANTED.add(name)
+            fault.plant()
+        return fault.program()
+
+    return make

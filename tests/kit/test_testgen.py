@@ -1,0 +1,39 @@
+"""Generated tests pass, and fail when another kernel than the one that they name implements their graph."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pellucid.kit.debug import testgen as tests
+from pellucid.kit.runs.target import Request
+
+MIXED = f"{Path(__file__).parent}/planted.py:mixed"
+
+
+def outcome(folder: Path) -> str:
+    """What pytest says at the end."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(folder)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [
+        ("pellucid", True),
+        pytest.param("pellucid", None, marks=pytest.mark.slow),
+        pytest.param("inductor", None, marks=pytest.mark.slow),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_generated_passes_and_means_its_kernel(backend, dynamic, tmp_path):
+    found = tests.testgen(Request(MIXED, backend, dynamic=dynamic), tmp_path)
+    assert found.good and found.files, [test.why for test in found.tests]
+    texts = [Path(file).read_text() for file in found.files]
+    assert any("SIZES = {" in text for text in texts) == bool(dynamic), "sizes are symbols where they were"
+    changed = texts[0].replace('KERNEL = "', 'KERNEL = "another ')
+    (tmp_path / f"{Path(found.files[0]).stem}_.py").write_text(changed)
+    assert outcome(tmp_path).startswith(f"1 failed, {len(found.files)} passed"), "the one with another kernel"

@@ -1,0 +1,156 @@
+"""Which kernels are attentions, what they compute, and in what blocks they run."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from pellucid.codegen import generate
+from pellucid.errors import InternalError
+from pellucid.ir.attention import find_attention
+from pellucid.ir.interp import run_kernel
+from pellucid.ir.nodes import Kernel
+from pellucid.ir.parser import parse_kernel
+from pellucid.ir.traffic import traffic
+from pellucid.ir.verify import verify_kernel
+from pellucid.machine import AVX2, AVX512, Machine
+from pellucid.machine.attention import Heads
+from pellucid.machine.work import estimate
+from pellucid.native.build import build
+from pellucid.native.machine import machine_for
+from pellucid.options import Options
+from tests.property.test_contractions import guarded
+
+# Five rows and seven keys of three heads, four elements each; a mask that all heads share.
+ATTENTION = """\
+kernel attention(q: f32[60], k: f32[84], v: f32[84], m: f32[35], o: f32[60], l: f32[15]) {
+  axes h: 3, i: 5, d: 4, t: 7, e: 4
+  a: f32 = load q[20*h + 4*i + e]
+  b: f32 = load k[28*h + 4*t + e]
+  c: f32 = mul a, b
+  s0: f32 = sum c over e
+  half: f32 = const 0.5
+  s1: f32 = mul s0, half
+  w: f32 = load m[7*i + t]
+  s2: f32 = add s1, w
+  at: i64 = index t
+  end: i64 = index i
+  sees: bool = le at, end
+  low: f32 = const -inf
+  s: f32 = where sees, s2, low
+  top: f32 = max s over t
+  none: bool = eq top, low
+  zero: f32 = const 0.0
+  base: f32 = where none, zero, top
+  x: f32 = sub s, base
+  p: f32 = exp x
+  sum: f32 = sum p over t
+  y: f32 = load v[28*h + 4*t + d]
+  z: f32 = mul p, y
+  u: f32 = sum z over t
+  empty: bool = eq sum, zero
+  one: f32 = const 1.0
+  all: f32 = where empty, one, sum
+  r: f32 = div u, all
+  st0: f32 = store o[20*h + 4*i + d], r
+  log: f32 = log sum
+  lse: f32 = add base, log
+  ls: f32 = where empty, zero, lse
+  st1: f32 = store l[5*h + i], ls
+}
+"""
+
+
+def changed(*pairs: tuple[str, str]) -> Kernel:
+    text = ATTENTION
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    return parse_kernel(text)
+
+
+def test_the_formula_is_recognised() -> None:
+    found = find_attention(parse_kernel(ATTENTION))
+    assert found is not None
+    assert (found.rows, found.key, found.term, found.column, found.scale) == (("i",), "t", "e", "d", 0.5)
+    assert found.mask is not None and found.limit is not None and found.logsumexp is not None
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("exp x", "neg x"),
+        ("le at, end", "lt at, end"),
+        ("max s over t", "min s over t"),
+        ("z: f32 = mul p, y", "z: f32 = mul x, y"),
+        ("div u, all", "div u, sum"),
+        ("log sum", "log all"),
+        ("where empty, zero, lse", "where empty, one, lse"),
+        ("where none, zero, top", "where none, half, top"),
+    ],
+)
+def test_another_formula_is_no_kernel_at_all(pair: tuple[str, str]) -> None:
+    kernel = changed(pair)
+    with pytest.raises(InternalError, match="reduces over other axes"):
+        verify_kernel(kernel)
+    with pytest.raises(InternalError, match="no attention"):
+        generate(kernel, Options(), AVX2)
+
+
+def test_native_code_and_the_interpreter_compute_softmax_times_values() -> None:
+    """With a row that sees nothing, in memory that ends where a page without access begins."""
+    kernel = parse_kernel(ATTENTION)
+    verify_kernel(kernel)
+    q, k, v, m = (guarded(param.numel.value or 0) for param in kernel.params[:4])
+    m[14:21] = -torch.inf
+    heads = [each.view(3, -1, 4).double() for each in (q, k, v)]
+    scores = heads[0] @ heads[1].mT * 0.5 + m.view(5, 7)
+    scores = scores.masked_fill(~torch.ones(5, 7, dtype=torch.bool).tril(), -torch.inf)
+    out = scores.softmax(-1).nan_to_num(0.0) @ heads[2]
+    logarithms = scores.logsumexp(-1).nan_to_num(neginf=0.0)
+    for run in (run_kernel, run_native):
+        memory = {"q": q, "k": k, "v": v, "m": m, "o": torch.full((60,), torch.nan), "l": torch.full((15,), torch.nan)}
+        run(kernel, memory, {})
+        torch.testing.assert_close(memory["o"], out.flatten().float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(memory["l"], logarithms.flatten().float(), rtol=1e-5, atol=1e-6)
+
+
+def run_native(kernel: Kernel, memory: dict[str, torch.Tensor], symbols: dict[str, int]) -> None:
+    assert not symbols
+    native = generate(kernel, Options(), machine_for(""))
+    addresses, _ = build({native.name: native.source})
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(addresses[native.name])
+    pointers = (ctypes.c_void_p * len(native.params))(*(memory[name].data_ptr() for name in native.params))
+    assert function(pointers, (ctypes.c_int64 * 1)(), 0, native.extent.value) == 0
+
+
+def test_scores_beyond_the_last_key_that_counts_are_no_work() -> None:
+    """Of 35 scores 15 count."""
+    some, all_ = (
+        traffic(kernel, estimate).flops
+        for kernel in (parse_kernel(ATTENTION), changed(("where sees, s2, low", "neg s2")))
+    )
+    assert some == pytest.approx(all_ * 15 / 35, rel=0.1)
+
+
+@pytest.mark.parametrize("machine", [AVX2, AVX512])
+def test_blocks_follow_from_sizes(machine: Machine) -> None:
+    """Whole panels of keys, equal blocks of rows, and about as many of them as threads want."""
+    for size in (2, 20, 64, 80, 128, 256):
+        assert Heads(8, 512, 512, size).key_block % (2 * machine.lanes) == 0
+        assert 1 <= Heads(1, 4096, 512, size).row_block * size <= 70_000
+    assert [Heads(12, rows, 128, 64).row_block for rows in (1, 128, 512)] == [1, 128, 512]
+    assert Heads(1, 512, 512, 64).row_block < 100
+    found = generate(parse_kernel(ATTENTION), Options(), machine).plan
+    assert found.rows is not None and found.rows.triangular and found.extent.value == 3
+
+
+def test_prices_grow_with_scores_and_shrink_with_what_is_left_out() -> None:
+    full, causal, long = Heads(8, 512, 512, 64), Heads(8, 512, 512, 64, True), Heads(8, 512, 1024, 64)
+    assert 0.4 < causal.steps(AVX2) / full.steps(AVX2) < 0.6
+    assert 1.9 < long.steps(AVX2) / full.steps(AVX2) < 2.1
+    assert causal.flops * 2 == pytest.approx(full.flops, rel=0.01)
+    assert full.steps(AVX512) * 1.8 < full.steps(AVX2)
+    assert Heads(8, 1, 512, 64).library_flops == Heads(8, 4, 512, 64).library_flops

@@ -1,0 +1,90 @@
+"""Which kernels are contractions, and in what blocks they run."""
+
+from __future__ import annotations
+
+import pytest
+
+from pellucid.codegen import Plan, generate
+from pellucid.codegen.blocks import ENOUGH_BLOCKS
+from pellucid.ir.contraction import find_contraction
+from pellucid.ir.parser import parse_kernel
+from pellucid.machine import AVX2, AVX512, Machine
+from pellucid.options import Options
+
+PRODUCT = """\
+kernel product(a: f32[{a}], b: f32[{b}], c: f32[{c}]) {{
+  axes m: {m}, n: {n}, k: {k}
+  x: f32 = load a[{at_a}]
+  y: f32 = load b[{at_b}]
+  p: f32 = mul x, y
+  t: f32 = sum p over k
+  {rest}
+  st: f32 = store c[{at_c}], {value}
+}}
+"""
+
+
+def product(
+    m: int, n: int, k: int, at_c: str = "", rest: str = "", value: str = "t", at_a: str = "", at_b: str = ""
+) -> str:
+    return PRODUCT.format(
+        a=m * k, b=n * k, c=m * n, m=m, n=n, k=k, rest=rest, value=value,
+        at_a=at_a or f"{k}*m + k", at_b=at_b or f"{k}*n + k", at_c=at_c or f"{n}*m + n",
+    )  # fmt: skip
+
+
+def plan_of(text: str, target: Machine = AVX2, **options: bool) -> Plan:
+    return generate(parse_kernel(text), Options(**options), target).plan
+
+
+def test_rows_and_columns_are_those_of_one_operand() -> None:
+    found = find_contraction(parse_kernel(product(40, 50, 60)))
+    assert found is not None
+    assert (found.batch, found.rows, found.columns, found.inner) == ((), ("m",), ("n",), ("k",))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        product(40, 50, 60).replace("sum p", "max p"),
+        product(40, 50, 60).replace("mul x", "add x"),
+        product(40, 50, 60, rest="w: f32 = div p, t", value="w", at_c="50*m + n"),
+        product(40, 50, 60, rest="w: f32 = load b[60*n + k]\n  z: f32 = sum w over k\n  u: f32 = add t, z", value="u"),
+        product(40, 50, 60).replace("f32[2400]", "bf16[2400]"),
+    ],
+)
+def test_what_is_no_contraction_has_no_blocks(text: str) -> None:
+    assert find_contraction(parse_kernel(text)) is None
+    assert plan_of(text).blocks is None
+
+
+def test_scalar_code_has_no_blocks() -> None:
+    assert plan_of(product(40, 50, 60), vectorize=False).blocks is None
+
+
+@pytest.mark.parametrize("target", [AVX2, AVX512])
+def test_columns_are_the_axis_along_which_the_result_lies(target: Machine) -> None:
+    plain, turned = plan_of(product(64, 96, 60), target), plan_of(product(64, 96, 60, at_c="m + 64*n"), target)
+    for plan, extent in ((plain, 96), (turned, 64)):
+        assert plan.blocks is not None and plan.vector == plan.blocks.column
+        assert plan.extent_of(plan.blocks.column).value == extent
+
+
+def test_blocks_are_equal_and_enough() -> None:
+    plan = plan_of(product(1024, 1024, 512))
+    assert plan.blocks is not None
+    rows, columns = plan.blocks.rows, plan.blocks.columns
+    assert 1024 % rows > rows - 12 or 1024 % rows == 0
+    assert columns == 128 and (plan.extent.value or 0) >= ENOUGH_BLOCKS
+    small = plan_of(product(128, 768, 768))
+    assert small.blocks is not None and small.blocks.columns < 128 and (small.extent.value or 0) >= ENOUGH_BLOCKS
+
+
+def test_an_operand_whose_rows_are_packed_keeps_its_columns() -> None:
+    plan = plan_of(product(480, 256, 600, at_a="m + 480*k"))
+    assert plan.blocks is not None and plan.blocks.columns >= 64 and plan.blocks.rows <= 120
+
+
+def test_a_small_product_is_for_one_thread() -> None:
+    plan = plan_of(product(12, 30, 20))
+    assert plan.grain >= (plan.extent.value or 0)
