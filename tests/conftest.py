@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
 
 # Kernels are the same on every run, whatever was measured on the machine.
 os.environ.setdefault("PELLUCID_MACHINE", "reference")
 
 # A runner that starts the tests in the background leaves Ctrl-C ignored, for the processes that tests start as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test marked `alone` measures: no other process of these tests runs one meanwhile.
+
+    It locks the room, which all others share. Each passes the same door, so that one who waits for an empty room
+    keeps others from entering.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    shared = Path(item.config.getoption("basetemp")).parent  # by all processes of this run
+    with (shared / "room").open("w") as room:
+        with (shared / "door").open("w") as door:
+            fcntl.flock(door, fcntl.LOCK_EX)
+            fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        return (yield)

@@ -139,6 +139,7 @@ def profiled(fn, args, backend="pellucid", options=None, kwargs=None) -> Profile
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("category", PLANTED)
 def test_what_is_planted_is_named_on_top(category, backend):
@@ -154,6 +155,7 @@ def test_what_is_planted_is_named_on_top(category, backend):
     assert first.what in " ".join(str(found).split()) or "\n" in str(found)
 
 
+@pytest.mark.alone
 def test_a_second_openmp_runtime_is_named(tmp_path):
     """An empty library with the name of one that other packages bring, in a process of its own."""
     second = tmp_path / "libiomp5.so"
@@ -206,6 +208,7 @@ HEALTHY = {
 QUICK = ("pointwise", "sum_of_columns", "linear_gelu")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in HEALTHY])
 def test_nothing_of_the_kind_is_said_of_a_healthy_program(name, backend):

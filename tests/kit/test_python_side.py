@@ -79,6 +79,7 @@ def step(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_slow_function_of_the_user_is_found(backend, monkeypatch, tmp_path):
     monkeypatch.setattr(python, "_SECONDS", 0.05)

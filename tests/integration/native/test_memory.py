@@ -438,7 +438,7 @@ def test_warm_up_returns_at_once_and_serves_the_first_build(tmp_path):
         warm = time.perf_counter() - started
         build({"k": kernel_text("k", DOUBLE)})
         Instance([], [], [], inputs=0, arena=0).run([])
-        assert warm < 0.2, warm
+        assert warm < 1, warm  # a build takes several
         files = {path.name for path in (default_store().directory / "files").iterdir()}
         assert {"prelude.h", "libtorch_cpu.so"} <= files and any(name.startswith("runtime") for name in files)
         print("good")

@@ -63,6 +63,7 @@ def test_a_timeline_starts_empty(add):
     assert list(timeline.stop()) == []
 
 
+@pytest.mark.alone
 def test_brief_calls_in_a_row_are_timed_together_and_each_alone_in_some_runs(kernels):
     """40 calls on 4 elements, one on a million, and 40 more."""
     n = 1 << 20
