@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from pellucid.codegen.attention import plan_attention
 from pellucid.codegen.contraction import plan_contraction
 from pellucid.codegen.copies import raw_copies
-from pellucid.codegen.cpp import print_kernel, print_packing
+from pellucid.codegen.cpp import print_kernel
 from pellucid.codegen.linemap import annotate_source
 from pellucid.codegen.loops import nest
 from pellucid.codegen.names import Canonical, canonical_symbol, canonicalise
+from pellucid.codegen.operands import print_packing
 from pellucid.codegen.plan import Plan, make_plan
 from pellucid.codegen.space import simplify
 from pellucid.codegen.vector import base_lanes

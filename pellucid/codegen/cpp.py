@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from typing_extensions import assert_never
 
-from pellucid.codegen.blocks import Operand, Packing, Window
 from pellucid.codegen.contraction import BLOCK
 from pellucid.codegen.linemap import Writer
 from pellucid.codegen.loops import (
@@ -29,28 +27,14 @@ from pellucid.codegen.loops import (
     StartTile,
     WriteTile,
 )
+from pellucid.codegen.operands import Operands
 from pellucid.codegen.plan import Plan, chunks
+from pellucid.codegen.text import CPP_TYPE, index_text, scalar_text
 from pellucid.codegen.vector import Access, access
-from pellucid.ir.index import Expr, FloorDiv, Mod, Sym, Val, Var, bounds, const, nonnegative, product, var
-from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Scalar, Store, axes_of
+from pellucid.ir.index import Expr, Sym, Val, Var, const, product, var
+from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
-
-CPP_TYPE = {
-    DType.F64: "double",
-    DType.F32: "float",
-    DType.BF16: "pv::bf16",
-    DType.F16: "pv::f16",
-    DType.I64: "int64_t",
-    DType.I32: "int32_t",
-    DType.I16: "int16_t",
-    DType.I8: "int8_t",
-    DType.U64: "uint64_t",
-    DType.U32: "uint32_t",
-    DType.U16: "uint16_t",
-    DType.U8: "uint8_t",
-    DType.BOOL: "bool",
-}
 
 REDUCTION = {"sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "any": "Any", "all": "Every"}
 
@@ -58,70 +42,6 @@ REDUCTION = {"sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "any": "A
 def print_kernel(plan: Plan, items: Iterable[Item], name: str) -> Writer:
     """The function `name`, with the origin of each of its lines."""
     return _Printer(plan).function(list(items), name)
-
-
-def print_packing(packing: Packing, numel: int, name: str) -> str:
-    """The function `name` that packs an operand, see `CppPacking`."""
-    operand = packing.operand
-    start, row, column = (index_text(each, {}, repr) for each in (operand.start, operand.row, operand.column))
-    matrix = f"{{static_cast<const float*>(p[0]) + {start}, {row}, {column}}}"
-    sizes = f"{packing.columns}, {packing.terms}, {numel}"
-    return (
-        f'extern "C" int64_t {name}(void* const* p, const int64_t*, int64_t, int64_t) {{\n'
-        f"  pv::pack_panels<{sizes}>({packing.area}, {matrix}, static_cast<float*>(p[1]));\n"
-        "  return 0;\n"
-        "}\n"
-    )
-
-
-def index_text(index: Expr, ranges: dict[str, Expr], atom: Callable[[Sym | Var | Val], str]) -> str:
-    """An index expression as C++ on `int64_t`, with `atom` naming its variables."""
-
-    def factor(each: object) -> str:
-        match each:
-            case FloorDiv(num, den):
-                return division("/", "floordiv", num, den)
-            case Mod(num, den):
-                return division("%", "remainder", num, den)
-            case Sym() | Var() | Val():
-                return atom(each)
-            case _:
-                raise AssertionError(each)
-
-    def division(operator: str, function: str, num: Expr, den: Expr) -> str:
-        left, right = index_text(num, ranges, atom), index_text(den, ranges, atom)
-        span = bounds(num, ranges)
-        if span is not None and nonnegative(span[0]):
-            left, right = (each if each.isalnum() else f"({each})" for each in (left, right))
-            return f"({left} {operator} {right})"
-        return f"pv::{function}<int64_t>({left}, {right})"
-
-    text = ""
-    for monomial, coefficient in index.terms:
-        factors = [factor(each) for each in monomial]
-        if abs(coefficient) != 1 or not factors:
-            factors.insert(0, str(abs(coefficient)))
-        sign = ("-" if coefficient < 0 else "") if not text else (" - " if coefficient < 0 else " + ")
-        text += sign + " * ".join(factors)
-    return text or "0"
-
-
-def scalar_text(value: Scalar, dtype: DType) -> str:
-    """A constant of a value's type; floats are written so that the same number is read back."""
-    kind = CPP_TYPE[dtype]
-    if dtype is DType.BOOL:
-        return "true" if value else "false"
-    if dtype.is_float:
-        number = float(value)
-        if math.isnan(number):
-            return f"pv::nan<{kind}>"
-        if math.isinf(number):
-            return f"{'-' if number < 0 else ''}pv::inf<{kind}>"
-        return f"{kind}({number!r})"
-    number = dtype.wrap(int(value))
-    if number == DType.I64.limits[0]:
-        return "INT64_MIN"
-    return f"{kind}({number}{'u' if number > DType.I64.limits[1] else ''})"
 
 
 class _Printer:
@@ -375,65 +295,12 @@ class _Printer:
     def fill_block(self, line: Line) -> None:
         blocks = self.plan.blocks
         assert blocks is not None
-        left, right = blocks.operands()
         self.out.line(f"alignas(64) float {BLOCK}[{blocks.height * blocks.columns}];", line.origin)
-        window = isinstance(left, Window)
-        sizes = f"to - from, {self.text(blocks.terms)}" if window else f"hi - lo, to - from, {self.text(blocks.terms)}"
-        packing = blocks.packing()
-        other = self.panels(packing) if packing else self.matrix(right)
-        operands = f"{self.window(left) if window else self.matrix(left)}, {other}"
-        function = "contract_taps" if blocks.by_channel else "contract"
-        call = f"pv::{function}<{blocks.height}, {blocks.columns}>({sizes}, {operands}, {BLOCK});"
-        self.out.line(call, line.origin)
+        self.out.line(Operands(self.pointer, self.text).contract(blocks), line.origin)
 
     def attend(self, line: Line) -> None:
-        rows = self.plan.rows
-        assert rows is not None
-        keys, seen = self.text(rows.keys), "0"
-        if rows.seen is not None:
-            seen = self.text(rows.seen)
-            keys = keys if rows.triangular else f"pv::least({keys}, {seen})"
-        parts = [self.strided(operand) for operand in (rows.query, rows.key, rows.value, rows.mask)]
-        parts += [scalar_text(rows.attention.scale, DType.F32), "true" if rows.triangular else "false", seen]
-        parts += [self.strided(operand) for operand in (rows.out, rows.logsumexp)]
-        count = "hi - lo" if rows.row else "1"
-        sizes = f"{rows.size}, {rows.height}, {rows.block}"
-        call = f"pv::attend<{sizes}>({count}, {keys}, pv::Attention{{{', '.join(parts)}}});"
-        self.out.line(call, line.origin)
-
-    def strided(self, operand: Operand | None) -> str:
-        """An operand as the fields of a matrix, empty for none."""
-        if operand is None:
-            return "{}"
-        start = self.pointer(operand.buffer, operand.start)
-        return f"{{{start}, {self.text(operand.row)}, {self.text(operand.column)}}}"
-
-    def matrix(self, operand: Operand) -> str:
-        return f"pv::Matrix{self.strided(operand)}"
-
-    def panels(self, packing: Packing) -> str:
-        return f"pv::panels_from({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
-
-    def window(self, window: Window) -> str:
-        """A `pv::Window`, with axes and edges that do nothing in the places that are left."""
-
-        def axes(found: Iterable[tuple[Expr, Expr]], count: int) -> str:
-            given = [f"{{{self.text(extent)}, {self.text(stride)}}}" for extent, stride in found]
-            return "{" + ", ".join(["{1, 0}"] * (count - len(given)) + given) + "}"
-
-        def steps(found: Iterable[Expr], count: int) -> str:
-            given = [self.text(step) for step in found]
-            return "{" + ", ".join(["0"] * (count - len(given)) + given) + "}"
-
-        edges = [
-            f"{{{self.text(edge.first)}, {self.text(edge.extent)}, {steps(edge.rows, 3)}, {steps(edge.taps, 2)}}}"
-            for edge in window.edges
-        ]
-        edges += ["{0, 1, {}, {}}"] * (2 - len(edges))
-        flags = ["true" if flag else "false" for flag in (window.planes, bool(window.edges), window.zeros)]
-        parts = [axes(window.rows, 3), axes(window.taps, 2), self.text(window.channels), *flags]
-        parts.append("{" + ", ".join(edges) + "}")
-        return f"pv::Window{{{self.pointer(window.buffer, window.start)}, {', '.join(parts)}}}"
+        assert self.plan.rows is not None
+        self.out.line(Operands(self.pointer, self.text).attend(self.plan.rows), line.origin)
 
     def fill_tile(self, line: Line) -> None:
         assert isinstance(line.rhs, Load)

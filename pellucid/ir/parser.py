@@ -1,6 +1,6 @@
 """Reads kernels, programs and index expressions back from the text that `printer` writes.
 
-A hand-written recursive-descent parser: one method per rule of the grammar, which is
+A hand-written recursive-descent parser, one class and so one long file: a method per rule of the grammar, which is
 
     program = "program" "{" ["symbols" names] derived* buffer* ["inputs" input ("," input)*] node* output* "}"
     derived = "derived" name ":" ("int" | "float") "=" formula

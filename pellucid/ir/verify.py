@@ -8,48 +8,26 @@ algebra cannot tell, the IR passes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from itertools import combinations
-from math import gcd
+from collections.abc import Callable, Iterator
 
 from typing_extensions import assert_never
 
 from pellucid.errors import InternalError
-from pellucid.ir.attention import find_attention
 from pellucid.ir.derived import FUNCTIONS, Apply, Float, Term, names_in
-from pellucid.ir.index import ONE, ZERO, Expr, Sym, Var, bounds, nonnegative, sym, total, var
+from pellucid.ir.index import ONE, ZERO, Expr, sym, total, var
 from pellucid.ir.nodes import (
     Arg,
-    CheckIndex,
-    Compute,
-    Const,
     Extern,
-    IndexValue,
     Kernel,
-    Line,
-    Load,
     Node,
-    Param,
     Program,
-    Reduce,
-    Scalar,
-    Store,
     View,
-    axes_of,
-    operands,
 )
-from pellucid.ir.ops import JOINS, OPS, REDUCTIONS, Domain, Op, Result
-from pellucid.ir.printer import kernel_symbols, print_line, print_scalar, print_view
+from pellucid.ir.printer import kernel_symbols, print_view
 from pellucid.ir.types import DType
+from pellucid.ir.verify_kernel import bounds_problem, listed, name_problem, verify_kernel
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPERATOR = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)+(\.[A-Za-z_]\w*)?")
-
-
-def verify_kernel(kernel: Kernel) -> None:
-    """Raise InternalError unless `kernel` keeps every invariant."""
-    for check in KERNEL_CHECKS:
-        check(kernel)
 
 
 def verify_program(program: Program) -> None:
@@ -61,183 +39,13 @@ def verify_program(program: Program) -> None:
         check(program)
 
 
-# ------------------------------------------------------------------------------------------------ kernels
-
-
-def check_names(kernel: Kernel) -> None:
-    """Axes, lines and buffers have names that are unique in the kernel and that the parser can read."""
-    names = [axis.name for axis in kernel.space] + [line.out for line in kernel.body]
-    names += [param.name for param in kernel.params]
-    if problem := _name_problem([kernel.name]) or _name_problem(names):
-        raise _kernel_error(kernel, None, problem)
-
-
-def check_definitions(kernel: Kernel) -> None:
-    """A line reads only values of earlier lines; a store has no value."""
-    defined: set[str] = set()
-    for line in kernel.body:
-        for name in operands(line.rhs):
-            if name not in defined:
-                raise _kernel_error(kernel, line, f"reads {name}, which no earlier line defines")
-        if not isinstance(line.rhs, Store):
-            defined.add(line.out)
-
-
-def check_indices(kernel: Kernel) -> None:
-    """Index expressions use axes of the space and `i64` values, sizes symbols only; no symbol is an axis."""
-    axes = {axis.name for axis in kernel.space}
-    types = {line.out: line.dtype for line in kernel.body}
-    for what, size in _sizes(kernel):
-        if size.vars() or size.vals():
-            raise _kernel_error(kernel, None, f"{what} {size} depends on more than size symbols")
-    for line in kernel.body:
-        for index in _line_exprs(line):
-            if unknown := index.vars() - axes:
-                raise _kernel_error(kernel, line, f"{_list(unknown)} is not an axis of the kernel")
-            if clash := index.syms() & (axes | types.keys()):
-                raise _kernel_error(kernel, line, f"the symbol {_list(clash)} is also an axis or a value")
-            if wrong := {name for name in index.vals() if types.get(name) is not DType.I64}:
-                raise _kernel_error(kernel, line, f"the index value {_list(wrong)} is not i64")
-        if isinstance(line.rhs, CheckIndex) and (line.rhs.size.vars() or line.rhs.size.vals()):
-            raise _kernel_error(kernel, line, "the size depends on more than size symbols")
-
-
-def check_params(kernel: Kernel) -> None:
-    """Each buffer that the body loads or stores is a parameter, once, and each parameter is used."""
-    declared = {param.name for param in kernel.params}
-    used: set[str] = set()
-    for line in kernel.body:
-        if isinstance(line.rhs, Load | Store):
-            used.add(line.rhs.buffer)
-            if line.rhs.buffer not in declared:
-                raise _kernel_error(kernel, line, f"{line.rhs.buffer} is not a parameter")
-    if unused := declared - used:
-        raise _kernel_error(kernel, None, f"parameter {_list(unused)} is never used")
-    for param in kernel.params:
-        if param.dtype.is_opaque:
-            raise _kernel_error(kernel, None, f"parameter {param.name} is complex; only ATen handles these")
-
-
-def check_types(kernel: Kernel) -> None:
-    """Every line has the type that its operator and arguments give it."""
-    params = {param.name: param for param in kernel.params}
-    types: dict[str, DType] = {}
-    for line in kernel.body:
-        problem = _type_problem(line, types, params)
-        if line.dtype.compute is not line.dtype or line.dtype.is_opaque:
-            problem = f"no value has the type {line.dtype!r}"
-        if problem:
-            raise _kernel_error(kernel, line, problem)
-        types[line.out] = line.dtype
-
-
-def check_reductions(kernel: Kernel) -> None:
-    """All reductions name the same axes of the space, at least one, but in an attention; no maximum is over nothing."""
-    first: Line | None = None
-    in_turn = find_attention(kernel) is not None
-    extents = kernel.ranges
-    for line in kernel.body:
-        if not isinstance(line.rhs, Reduce):
-            continue
-        axes = line.rhs.axes
-        if not axes or len(set(axes)) != len(axes) or not extents.keys() >= set(axes):
-            raise _kernel_error(kernel, line, "does not reduce over distinct axes of the kernel")
-        first = first or line
-        if isinstance(first.rhs, Reduce) and set(axes) != set(first.rhs.axes) and not in_turn:
-            raise _kernel_error(kernel, line, f"reduces over other axes than {first.out} does")
-        if line.rhs.op not in ("sum", "prod", "any", "all") and any(extents[axis] == ZERO for axis in axes):
-            raise _kernel_error(kernel, line, f"{line.rhs.op} over no elements has no value")
-
-
-def check_store_axes(kernel: Kernel) -> None:
-    """A stored value does not vary along an axis that the store's index ignores, unless its extent is 1.
-
-    A scatter may: the same place may be named at every point of an axis, and points that meet follow one another.
-    """
-    scopes, extents = axes_of(kernel), kernel.ranges
-    for line, store in kernel.stores():
-        if store.index.vals():
-            continue
-        lost = {axis for axis in scopes[store.arg] - store.index.vars() if extents[axis] != ONE}
-        if lost:
-            problem = f"{store.arg} varies along {_list(lost)}, the index does not: points overwrite each other"
-            raise _kernel_error(kernel, line, problem)
-
-
-def check_store_collisions(kernel: Kernel) -> None:
-    """No element is stored twice, as far as constant strides tell: by two points or by two lines.
-
-    A kernel that scatters does not reduce, and reads nothing of the buffer that it scatters into.
-    """
-    scopes, extents = axes_of(kernel), kernel.ranges
-    stored: set[tuple[str, Expr]] = set()
-    for line, store in kernel.stores():
-        if (store.buffer, store.index) in stored:
-            raise _kernel_error(kernel, line, "an earlier line stores the same elements")
-        stored.add((store.buffer, store.index))
-        if store.index.vals():
-            if kernel.reduced:
-                raise _kernel_error(kernel, line, "a kernel cannot both scatter and reduce")
-            if any(load.buffer == store.buffer for _, load in kernel.loads()):
-                raise _kernel_error(kernel, line, f"loads {store.buffer}, which it scatters into")
-            continue
-        if any(extents[axis] == ZERO for axis in scopes[line.out]):
-            continue  # it stores nothing, whatever strides an empty tensor has
-        axes = [axis for axis in sorted(scopes[line.out]) if extents[axis] != ONE]
-        for left, right in combinations(axes, 2):
-            if _collide(store.index, left, right, extents):
-                raise _kernel_error(kernel, line, f"two points along {left}, {right} store the same element")
-
-
-def check_bounds(kernel: Kernel) -> None:
-    """Stores, and loads without a mask, stay inside their buffer, where the index algebra can tell."""
-    extents = kernel.ranges
-    if any(extent == ZERO for extent in extents.values()):
-        return
-    numel = {param.name: param.numel for param in kernel.params}
-    for line in kernel.body:
-        match line.rhs:
-            case Load(buffer, index, None) | Store(buffer, index):
-                if problem := _bounds_problem(index, numel[buffer], extents):
-                    raise _kernel_error(kernel, line, problem)
-            case _:
-                pass
-
-
-def check_in_place(kernel: Kernel) -> None:
-    """A buffer that is stored is loaded only at the index at which it is stored: by the same point."""
-    stored: dict[str, set[Expr]] = {}
-    for _, store in kernel.stores():
-        stored.setdefault(store.buffer, set()).add(store.index)
-    for line, load in kernel.loads():
-        if load.buffer in stored and load.index not in stored[load.buffer]:
-            raise _kernel_error(kernel, line, f"loads {load.buffer} at an index at which no line stores it")
-
-
-KERNEL_CHECKS: tuple[Callable[[Kernel], None], ...] = (
-    check_names,
-    check_definitions,
-    check_indices,
-    check_params,
-    check_types,
-    check_reductions,
-    check_store_axes,
-    check_store_collisions,
-    check_bounds,
-    check_in_place,
-)
-
-
-# ------------------------------------------------------------------------------------------------ programs
-
-
 def check_program_names(program: Program) -> None:
     """Symbols and buffers have unique names, and so have kernels and calls."""
     nodes = [node.name for node in program.nodes]
     supplied = program.supplied
     storage = [*program.symbols, *(each.name for each in program.derived if each.name not in supplied)]
     storage += [buffer.name for buffer in program.buffers]
-    if problem := _name_problem(nodes) or _name_problem(storage):
+    if problem := name_problem(nodes) or name_problem(storage):
         raise _program_error(problem)
 
 
@@ -246,7 +54,7 @@ def check_derived(program: Program) -> None:
     known = set(program.symbols)
     for each in program.derived:
         if unknown := names_in(each.term) - known:
-            raise _program_error(f"the derived number {each.name} uses {_list(unknown)} before it is known")
+            raise _program_error(f"the derived number {each.name} uses {listed(unknown)} before it is known")
         if problem := _term_problem(each.term):
             raise _program_error(f"the derived number {each.name}: {problem}")
         known.add(each.name)
@@ -254,7 +62,7 @@ def check_derived(program: Program) -> None:
     for node in program.nodes:
         for arg in _call_args(node) if isinstance(node, Extern) else ():
             if unknown := set(_arg_floats(arg)) - floats:
-                raise _program_error(f"{_list(unknown)} is not a derived float", node)
+                raise _program_error(f"{listed(unknown)} is not a derived float", node)
     for name in program.supplied:
         if (program.buffer(name).dtype, program.buffer(name).numel) != (DType.F64, ONE):
             raise _program_error(f"the buffer {name} of a derived float is not one f64")
@@ -265,20 +73,20 @@ def check_symbols(program: Program) -> None:
     known = {*program.symbols, *(each.name for each in program.derived if not each.is_float)}
     for where, size in program_sizes(program):
         if unknown := (size.syms() - known) | size.vars() | size.vals():
-            raise _program_error(f"{_list(unknown)} in {size} is not a symbol of the program", where)
+            raise _program_error(f"{listed(unknown)} in {size} is not a symbol of the program", where)
 
 
 def check_inputs(program: Program) -> None:
     """The inputs name each symbol and each input buffer that the program does not supply once, and nothing else."""
     given = [name for name in program.inputs if name is not None]
-    if problem := _name_problem(given):
+    if problem := name_problem(given):
         raise _program_error(f"inputs: {problem}")
     expected = {*program.symbols, *(buffer.name for buffer in program.buffers if buffer.role == "input")}
     expected -= set(program.supplied)
     if missing := expected - set(given):
-        raise _program_error(f"{_list(missing)} is not among the inputs")
+        raise _program_error(f"{listed(missing)} is not among the inputs")
     if unknown := set(given) - expected:
-        raise _program_error(f"the input {_list(unknown)} is neither a symbol nor a buffer with that role")
+        raise _program_error(f"the input {listed(unknown)} is neither a symbol nor a buffer with that role")
 
 
 def check_buffers(program: Program) -> None:
@@ -321,7 +129,7 @@ def check_views(program: Program) -> None:
             continue
         extents = {f"d{d}": size for d, size in enumerate(view.shape)}
         axes = (var(f"d{d}") * stride for d, stride in enumerate(view.strides))
-        if problem := _bounds_problem(total(axes) + view.offset, numel[view.buffer], extents):
+        if problem := bounds_problem(total(axes) + view.offset, numel[view.buffer], extents):
             raise _program_error(f"{print_view(view)}: {problem}", where)
 
 
@@ -357,12 +165,6 @@ PROGRAM_CHECKS: tuple[Callable[[Program], None], ...] = (
 # ------------------------------------------------------------------------------------------------ details
 
 
-def _kernel_error(kernel: Kernel, line: Line | None, problem: str) -> InternalError:
-    where = f"kernel {kernel.name}" if line is None else f"kernel {kernel.name}, line {line.out}"
-    context = {} if line is None else {"line": print_line(line)}
-    return InternalError(f"{where}: {problem}", context=dict[str, object](context))
-
-
 def _program_error(problem: str, where: Node | None = None) -> InternalError:
     match where:
         case None:
@@ -373,175 +175,6 @@ def _program_error(problem: str, where: Node | None = None) -> InternalError:
             return InternalError(f"call {where.name}: {problem}", context={"op": where.op})
         case _:
             assert_never(where)
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
-
-
-def _name_problem(names: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    for name in names:
-        if not _NAME.fullmatch(name):
-            return f"{name!r} is not a name"
-        if name in seen:
-            return f"{name} is defined twice"
-        seen.add(name)
-    return None
-
-
-def _sizes(kernel: Kernel) -> Iterator[tuple[str, Expr]]:
-    for axis in kernel.space:
-        yield f"the extent of {axis.name},", axis.extent
-    for param in kernel.params:
-        yield f"the size of {param.name},", param.numel
-
-
-def _line_exprs(line: Line) -> tuple[Expr, ...]:
-    match line.rhs:
-        case IndexValue(index) | Load(_, index) | Store(_, index):
-            return (index,)
-        case CheckIndex(_, size):
-            return (size,)
-        case Const() | Compute() | Reduce():
-            return ()
-        case _:
-            assert_never(line.rhs)
-
-
-def _type_problem(line: Line, types: dict[str, DType], params: dict[str, Param]) -> str | None:
-    match line.rhs:
-        case Const(value):
-            return _scalar_problem(value, line.dtype)
-        case IndexValue():
-            return None if line.dtype is DType.I64 else "an index value is i64"
-        case CheckIndex(arg):
-            return None if types[arg] is line.dtype is DType.I64 else "an index value is i64"
-        case Load(buffer, _, mask, other):
-            if line.dtype is not params[buffer].dtype.compute:
-                return f"a load of {params[buffer].dtype!r} gives {params[buffer].dtype.compute!r}"
-            if mask is not None and types[mask] is not DType.BOOL:
-                return f"the mask {mask} is not bool"
-            return _scalar_problem(other, line.dtype)
-        case Store(buffer, _, arg, join):
-            if types[arg] is not line.dtype:
-                return f"{arg} is {types[arg]!r}"
-            if join and (join not in JOINS or not _in_domain(line.dtype, OPS[join].domain)):
-                return f"a store cannot join {line.dtype!r} with {join!r}"
-            wanted = params[buffer].dtype.compute
-            return None if line.dtype is wanted else f"a store to {params[buffer].dtype!r} takes {wanted!r}"
-        case Reduce(op, arg):
-            return _reduction_problem(op, types[arg], line.dtype)
-        case Compute(op, args):
-            if op not in OPS:
-                return f"there is no operator {op}"
-            return _operator_problem(OPS[op], [types[arg] for arg in args], line.dtype)
-        case _:
-            assert_never(line.rhs)
-
-
-def _scalar_problem(value: Scalar, dtype: DType) -> str | None:
-    """Floats take every number, integers take integers in range, bool takes 0 and 1 as well."""
-    if dtype.is_float:
-        return None
-    low, high = dtype.limits
-    fits = not isinstance(value, float) and low <= value <= high
-    return None if fits else f"{print_scalar(value)} is not a number of type {dtype!r}"
-
-
-def _operator_problem(op: Op, args: list[DType], result: DType) -> str | None:
-    if len(args) != op.arity:
-        return f"{op.name} takes {op.arity} arguments"
-    if op.result is Result.SELECT:
-        if args[0] is not DType.BOOL:
-            return "the condition is not bool"
-        args = args[1:]
-    if len(set(args)) != 1:
-        return f"the arguments have several types: {', '.join(map(repr, args))}"
-    if not _in_domain(args[0], op.domain):
-        return f"{op.name} is not defined on {args[0]!r}, it takes {op.domain.value}"
-    match op.result:
-        case Result.SAME | Result.SELECT:
-            expected = args[0]
-        case Result.BOOL:
-            expected = DType.BOOL
-        case Result.CAST:
-            expected = result
-        case _:
-            assert_never(op.result)
-    return None if result is expected else f"{op.name} of {args[0]!r} gives {expected!r}"
-
-
-def _in_domain(dtype: DType, domain: Domain) -> bool:
-    match domain:
-        case Domain.ANY:
-            return True
-        case Domain.NUMBER:
-            return dtype.is_float or dtype.is_int
-        case Domain.FLOAT:
-            return dtype.is_float
-        case Domain.INTEGRAL:
-            return dtype.is_int or dtype is DType.BOOL
-        case Domain.INTEGER:
-            return dtype.is_int
-        case _:
-            assert_never(domain)
-
-
-def _reduction_problem(op: str, arg: DType, result: DType) -> str | None:
-    match op:
-        case "any" | "all":
-            allowed, expected = arg is DType.BOOL, DType.BOOL
-        case "max" | "min":
-            allowed, expected = True, arg
-        case "argmax" | "argmin":
-            allowed, expected = arg is not DType.BOOL, DType.I64
-        case _:
-            allowed, expected = op in REDUCTIONS and arg is not DType.BOOL, arg
-    if not allowed:
-        return f"there is no reduction {op} of {arg!r}"
-    return None if result is expected else f"{op} of {arg!r} gives {expected!r}"
-
-
-def _collide(index: Expr, left: str, right: str, extents: dict[str, Expr]) -> bool:
-    """True if two points that differ along two axes only surely have the same index.
-
-    With strides a and b, a step of b / gcd along one axis and of -a / gcd along the other leads back.
-    """
-    strides = [index.coefficient(axis) for axis in (left, right)]
-    a, b = (None if stride is None else stride.value for stride in strides)
-    steps, more = extents[left].value, extents[right].value
-    if a is None or b is None or steps is None or more is None or not steps or not more:
-        return False
-    common = gcd(a, b)
-    return common == 0 or (abs(b) // common < steps and abs(a) // common < more)
-
-
-def _bounds_problem(index: Expr, numel: Expr, extents: dict[str, Expr]) -> str | None:
-    """Why `index` surely leaves `[0, numel)` at some point, or None."""
-    span = bounds(index, extents)
-    if span is None:
-        return None
-    low, high = span
-    # Ends that may not be reached prove something only together: all points are outside, on one side.
-    least, greatest = (low, high) if _is_reached(index) else (high, low)
-    if nonnegative(-least - 1):
-        return f"the index goes down to {least}"
-    if nonnegative(greatest - numel):
-        return f"the index goes up to {greatest}, the buffer has {numel} elements"
-    return None
-
-
-def _is_reached(index: Expr) -> bool:
-    """True if `bounds` is exact: each axis occurs once and all atoms are axes or symbols."""
-    names: list[str] = []
-    for monomial, _ in index.terms:
-        for atom in monomial:
-            if isinstance(atom, Var):
-                names.append(atom.name)
-            elif not isinstance(atom, Sym):
-                return False
-    return len(names) == len(set(names))
 
 
 def _arg_views(arg: Arg) -> Iterator[View]:

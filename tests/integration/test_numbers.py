@@ -14,7 +14,7 @@ from pellucid.ir.ops import OPS, Domain, Result
 from pellucid.ir.parser import parse_kernel
 from pellucid.ir.printer import print_kernel, print_line
 from pellucid.ir.types import TORCH_DTYPES, DType
-from pellucid.ir.verify import verify_kernel
+from pellucid.ir.verify_kernel import verify_kernel
 from pellucid.machine import AVX2, Machine
 from pellucid.native.build import build
 from pellucid.native.machine import machine_for

@@ -67,6 +67,16 @@ def lowered(rule: str, op: str, factor: float = 1.03) -> Callable[[], None]:
     return lambda: during(rule, "op", make)
 
 
+def unmasked(rule: str) -> Callable[[], None]:
+    """Pellucid's rule for an ATen operator takes every element, chosen or not."""
+    return lambda: during(rule, "where", lambda original: lambda self, condition, value, other: value)
+
+
+def kept(rule: str) -> Callable[[], None]:
+    """Pellucid's rule for an ATen operator that adds up keeps one value instead."""
+    return lambda: during(rule, "store", lambda original: lambda *args, join="": original(*args))
+
+
 def vector(op: str, factor: str = "1.03f") -> Callable[[], None]:
     """Inductor's vector code of an operator is off by a factor."""
 
@@ -118,6 +128,29 @@ FAULTS = {
         inside("inductor_unet_exp", "vectorisation", "exp", real_models.unet, vector("exp")),
         inside("inductor_gpt2_tanh", "vectorisation", "tanh", real_models.gpt2_training, vector("tanh"),
                backward=True),
+        inside("pellucid_experts_scan", "lowering", "cumsum", real_models.experts, unmasked("cumsum.default")),
+        inside("pellucid_experts_scatter", "lowering", "index_add", real_models.experts, kept("index_add.default")),
+        inside("pellucid_experts_softmax", "lowering", "softmax", real_models.experts,
+               lowered("_softmax.default", "div")),
+        inside("pellucid_gpt2_loss", "lowering", "log_softmax", real_models.gpt2_training,
+               lowered("_log_softmax.default", "log"), backward=True),
+        inside("pellucid_gpt2_tanh", "vectorisation", "tanh", real_models.gpt2_training, scaled("tanh"), "tanh",
+               backward=True),
+        inside("pellucid_convnext_erf", "lowering", "gelu", real_models.convnext, lowered("gelu.default", "erf")),
+        inside("pellucid_vit_norm", "lowering", "layer_norm", real_models.vit,
+               lowered("native_layer_norm.default", "rsqrt")),
+        inside("pellucid_t5_rsqrt", "vectorisation", "rsqrt", real_models.t5, scaled("rsqrt"), "rsqrt"),
+        inside("pellucid_mobilenet_relu6", "lowering", "hardtanh", real_models.mobilenet,
+               lowered("hardtanh.default", "minimum")),
+        inside("inductor_experts_scatter", "lowering", "index_add", real_models.experts, rule("index_put_.default")),
+        inside("inductor_experts_exp", "vectorisation", "exp", real_models.experts, vector("exp")),
+        inside("inductor_gpt2_loss", "lowering", "log", real_models.gpt2_training, rule("log.default"),
+               backward=True),
+        inside("inductor_vit_erf", "lowering", "erf", real_models.vit, rule("erf.default")),
+        inside("inductor_convnext_rsqrt", "vectorisation", "rsqrt", real_models.convnext, vector("rsqrt")),
+        inside("inductor_t5_rsqrt", "lowering", "rsqrt", real_models.t5, rule("rsqrt.default")),
+        inside("inductor_streaming_sigmoid", "lowering", "sigmoid", real_models.streaming, rule("sigmoid.default")),
+        inside("inductor_whisper_erf", "vectorisation", "erf", real_models.whisper, vector("erf")),
     )
 }  # fmt: skip
 _PLANTED: set[str] = set()

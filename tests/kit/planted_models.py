@@ -240,6 +240,8 @@ inside("llama", "pellucid_neg_aborts", "neg")
 inside("bert", "pellucid_stale_weight", "permute")
 inside("bert_in_bfloat16", "pellucid_truncation", "add")
 inside("streaming", "pellucid_burned_size", "mean")
+inside("experts", "pellucid_rule_fails", "cumsum")
+inside("resnet_training", "pellucid_layout", "convolution", backward=True)
 
 inside("gpt2", "inductor_wrong_row", "embedding")
 inside("gpt2_training", "inductor_decomposition", "_log_softmax")
@@ -252,6 +254,7 @@ inside("bert_in_bfloat16", "inductor_truncation", "add")
 inside("resnet", "inductor_lost_relu", "relu")
 inside("resnet_training", "inductor_decomposition_of_a_gradient", "threshold_backward", backward=True)
 inside("streaming", "inductor_burned_size", "mean")
+inside("experts", "inductor_rule_fails", "cumsum")
 
 
 @planted("pellucid", "wrong", "graph passes", "relu", real_models.resnet, file=__file__)

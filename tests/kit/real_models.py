@@ -59,6 +59,32 @@ def unet() -> Program:
     return UNet(12).eval(), (torch.randn(2, 3, 16, 16), torch.tensor([3.0, 500.0])), {}
 
 
+def experts() -> Program:
+    """A mixture of experts: prefix sums give each token its place, sums by index its expert's input."""
+    torch.manual_seed(0)
+    return Experts(12, 3, 8).eval().requires_grad_(False), (torch.randn(19, 12),), {}
+
+
+def convnext() -> Program:
+    return _inference("convnext")
+
+
+def mobilenet() -> Program:
+    return _inference("mobilenet")
+
+
+def t5() -> Program:
+    return _inference("t5")
+
+
+def vit() -> Program:
+    return _inference("vit")
+
+
+def whisper() -> Program:
+    return _inference("whisper")
+
+
 def _inference(name: str) -> Program:
     module, inputs = build_small(name)
     return Inference(module), (), inputs
@@ -123,3 +149,27 @@ class Streaming(nn.Module):
         torch._dynamo.graph_break()  # else all of them are one graph
         x = x - x.mean(-1, keepdim=True)
         return x + F.glu(self.gate(F.glu(self.enter(x), 1)), 1)
+
+
+class Experts(nn.Module):
+    """Each token goes to one expert, as in a Switch transformer; who finds no room there passes by."""
+
+    def __init__(self, width: int, count: int, room: int) -> None:
+        super().__init__()
+        self.count, self.room = count, room
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, count)
+        self.up = nn.Parameter(torch.randn(count, width, 2 * width) / 4)
+        self.down = nn.Parameter(torch.randn(count, 2 * width, width) / 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.norm(x)
+        gate, expert = self.router(h).softmax(-1).max(-1)
+        chosen = F.one_hot(expert, self.count)
+        places = chosen.cumsum(0)
+        place = (places * chosen).sum(-1) - 1
+        slot = torch.where(place < self.room, expert * self.room + place, self.count * self.room)
+        queue = h.new_zeros(self.count * self.room + 1, h.shape[1]).index_copy(0, slot, h)
+        inner = F.silu(queue[:-1].view(self.count, self.room, -1) @ self.up)
+        outer = F.pad((inner @ self.down).flatten(0, 1), (0, 0, 0, 1))
+        load = h.new_zeros(self.count).index_add(0, expert, gate)
+        return x + gate[:, None] * outer[slot], load

@@ -14,7 +14,7 @@ from pellucid.ir.interp import run_kernel
 from pellucid.ir.nodes import Kernel
 from pellucid.ir.parser import parse_kernel
 from pellucid.ir.traffic import traffic
-from pellucid.ir.verify import verify_kernel
+from pellucid.ir.verify_kernel import verify_kernel
 from pellucid.machine import AVX2, AVX512, Machine
 from pellucid.machine.attention import Heads
 from pellucid.machine.work import estimate

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pellucid.codegen import annotate, generate
-from pellucid.codegen.cpp import scalar_text
+from pellucid.codegen.text import scalar_text
 from pellucid.ir.nodes import Kernel
 from pellucid.ir.origin import Origin, UserLine
 from pellucid.ir.parser import parse_kernel

@@ -10,7 +10,7 @@ from pellucid.ir.interp import run_kernel
 from pellucid.ir.nodes import Store
 from pellucid.ir.parser import parse_kernel
 from pellucid.ir.printer import print_kernel
-from pellucid.ir.verify import verify_kernel
+from pellucid.ir.verify_kernel import verify_kernel
 
 SCATTER = """
 kernel scatter(at: i64[5], x: f32[5], y: {dtype}[3]) {{

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 
 from pellucid.errors import InternalError
-from pellucid.ir import verify
+from pellucid.ir import verify, verify_kernel
 from pellucid.ir.derived import Apply, Derived
 from pellucid.ir.index import Expr, const, sym, val, var
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Param, Program, Reduce
 from pellucid.ir.parser import parse_kernel, parse_program
 from pellucid.ir.printer import print_program
 from pellucid.ir.types import DType
-from pellucid.ir.verify import verify_kernel, verify_program
+from pellucid.ir.verify import verify_program
 from tests.strategies import kernels
 
 SOFTMAX = parse_kernel("""
@@ -186,7 +186,7 @@ BROKEN_KERNELS: list[tuple[str, str, Kernel]] = [
 
 @pytest.mark.parametrize(("check", "message", "kernel"), BROKEN_KERNELS, ids=[f"{c}-{m}" for c, m, _ in BROKEN_KERNELS])
 def test_a_broken_kernel(check: str, message: str, kernel: Kernel):
-    for invoke in (getattr(verify, check), verify_kernel):
+    for invoke in (getattr(verify_kernel, check), verify_kernel.verify_kernel):
         with pytest.raises(InternalError) as caught:
             invoke(kernel)
         assert message in str(caught.value)
@@ -260,13 +260,13 @@ def test_a_broken_program(check: str, message: str, program: Program):
 
 def test_every_check_has_an_ir_that_breaks_it():
     broken = {check for check, *_ in [*BROKEN_KERNELS, *BROKEN_PROGRAMS]}
-    assert broken == {check.__name__ for check in (*verify.KERNEL_CHECKS, *verify.PROGRAM_CHECKS)}
-    assert broken == {name for name in vars(verify) if name.startswith("check_")}
+    assert broken == {check.__name__ for check in (*verify_kernel.KERNEL_CHECKS, *verify.PROGRAM_CHECKS)}
+    assert broken == {name for name in {**vars(verify), **vars(verify_kernel)} if name.startswith("check_")}
 
 
 def test_the_error_shows_the_line():
     with pytest.raises(InternalError) as caught:
-        verify_kernel(body(LOAD, "b: f64 = add a, a", STORE))
+        verify_kernel.verify_kernel(body(LOAD, "b: f64 = add a, a", STORE))
     assert "kernel k, line b: add of f32 gives f32" in str(caught.value)
     assert "line: b: f64 = add a, a" in str(caught.value)
 
@@ -297,7 +297,7 @@ def test_a_broken_kernel_in_a_program():
     ],
 )
 def test_a_good_kernel(kernel: Kernel):
-    verify_kernel(kernel)
+    verify_kernel.verify_kernel(kernel)
 
 
 def test_a_good_program():
@@ -312,10 +312,10 @@ def test_a_call_may_be_the_first_to_write_what_it_mutates():
 @given(kernels())
 @settings(max_examples=60, deadline=None)
 def test_generated_kernels_are_good(kernel: Kernel):
-    verify_kernel(kernel)
+    verify_kernel.verify_kernel(kernel)
 
 
 @given(kernels(symbolic=True))
 @settings(max_examples=60, deadline=None)
 def test_generated_symbolic_kernels_are_good(kernel: Kernel):
-    verify_kernel(kernel)
+    verify_kernel.verify_kernel(kernel)

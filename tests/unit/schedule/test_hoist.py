@@ -9,7 +9,7 @@ from pellucid.ir.interp import TORCH_DTYPES, run_kernel
 from pellucid.ir.nodes import Buffer, Kernel, Program
 from pellucid.ir.ops import OPS
 from pellucid.ir.parser import parse_kernel
-from pellucid.ir.verify import verify_kernel
+from pellucid.ir.verify_kernel import verify_kernel
 from pellucid.machine import AVX2
 from pellucid.machine.work import op_cost
 from pellucid.schedule.hoist import find_rows, hoist

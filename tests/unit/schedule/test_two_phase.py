@@ -11,7 +11,7 @@ from pellucid.ir.index import const
 from pellucid.ir.interp import TORCH_DTYPES, run_kernel
 from pellucid.ir.nodes import Kernel
 from pellucid.ir.parser import parse_kernel
-from pellucid.ir.verify import verify_kernel
+from pellucid.ir.verify_kernel import verify_kernel
 from pellucid.options import Options
 from pellucid.schedule.cleanup import clean_kernel
 from pellucid.schedule.cut import Cut, choose_cuts

@@ -1,0 +1,97 @@
+"""The operands of products, convolutions and attention as C++: what `native/kernel/` takes as matrices and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pellucid.codegen.blocks import Blocks, Operand, Packing, Window
+from pellucid.codegen.contraction import BLOCK
+from pellucid.codegen.rows import Rows
+from pellucid.codegen.text import index_text, scalar_text
+from pellucid.ir.index import Expr
+from pellucid.ir.types import DType
+
+
+def print_packing(packing: Packing, numel: int, name: str) -> str:
+    """The function `name` that packs an operand, see `CppPacking`."""
+    operand = packing.operand
+    start, row, column = (index_text(each, {}, repr) for each in (operand.start, operand.row, operand.column))
+    matrix = f"{{static_cast<const float*>(p[0]) + {start}, {row}, {column}}}"
+    sizes = f"{packing.columns}, {packing.terms}, {numel}"
+    return (
+        f'extern "C" int64_t {name}(void* const* p, const int64_t*, int64_t, int64_t) {{\n'
+        f"  pv::pack_panels<{sizes}>({packing.area}, {matrix}, static_cast<float*>(p[1]));\n"
+        "  return 0;\n"
+        "}\n"
+    )
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Calls on operands. pointer: the text of an element's address. text: of an index."""
+
+    pointer: Callable[[str, Expr], str]
+    text: Callable[[Expr], str]
+
+    def contract(self, blocks: Blocks) -> str:
+        """The sums of one block of the result."""
+        left, right = blocks.operands()
+        sizes = f"to - from, {self.text(blocks.terms)}"
+        if isinstance(left, Window):
+            first = self.window(left)
+        else:
+            sizes, first = f"hi - lo, {sizes}", self.matrix(left)
+        packing = blocks.packing()
+        second = self.panels(packing) if packing else self.matrix(right)
+        function = "contract_taps" if blocks.by_channel else "contract"
+        return f"pv::{function}<{blocks.height}, {blocks.columns}>({sizes}, {first}, {second}, {BLOCK});"
+
+    def attend(self, rows: Rows) -> str:
+        """The attention of a range of queries."""
+        keys, seen = self.text(rows.keys), "0"
+        if rows.seen is not None:
+            seen = self.text(rows.seen)
+            keys = keys if rows.triangular else f"pv::least({keys}, {seen})"
+        parts = [self.strided(operand) for operand in (rows.query, rows.key, rows.value, rows.mask)]
+        parts += [scalar_text(rows.attention.scale, DType.F32), "true" if rows.triangular else "false", seen]
+        parts += [self.strided(operand) for operand in (rows.out, rows.logsumexp)]
+        count = "hi - lo" if rows.row else "1"
+        sizes = f"{rows.size}, {rows.height}, {rows.block}"
+        return f"pv::attend<{sizes}>({count}, {keys}, pv::Attention{{{', '.join(parts)}}});"
+
+    def strided(self, operand: Operand | None) -> str:
+        """An operand as the fields of a matrix, empty for none."""
+        if operand is None:
+            return "{}"
+        start = self.pointer(operand.buffer, operand.start)
+        return f"{{{start}, {self.text(operand.row)}, {self.text(operand.column)}}}"
+
+    def matrix(self, operand: Operand) -> str:
+        """A `pv::Matrix`."""
+        return f"pv::Matrix{self.strided(operand)}"
+
+    def panels(self, packing: Packing) -> str:
+        """The panels of an operand that was packed."""
+        return f"pv::panels_from({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
+
+    def window(self, window: Window) -> str:
+        """A `pv::Window`, with axes and edges that do nothing in the places that are left."""
+
+        def axes(found: Iterable[tuple[Expr, Expr]], count: int) -> str:
+            given = [f"{{{self.text(extent)}, {self.text(stride)}}}" for extent, stride in found]
+            return "{" + ", ".join(["{1, 0}"] * (count - len(given)) + given) + "}"
+
+        def steps(found: Iterable[Expr], count: int) -> str:
+            given = [self.text(step) for step in found]
+            return "{" + ", ".join(["0"] * (count - len(given)) + given) + "}"
+
+        edges = [
+            f"{{{self.text(edge.first)}, {self.text(edge.extent)}, {steps(edge.rows, 3)}, {steps(edge.taps, 2)}}}"
+            for edge in window.edges
+        ]
+        edges += ["{0, 1, {}, {}}"] * (2 - len(edges))
+        flags = ["true" if flag else "false" for flag in (window.planes, bool(window.edges), window.zeros)]
+        parts = [axes(window.rows, 3), axes(window.taps, 2), self.text(window.channels), *flags]
+        parts.append("{" + ", ".join(edges) + "}")
+        return f"pv::Window{{{self.pointer(window.buffer, window.start)}, {', '.join(parts)}}}"
