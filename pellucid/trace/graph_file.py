@@ -85,16 +85,28 @@ def _node(module: torch.fx.GraphModule, node: torch.fx.Node, tensors: dict[str, 
             made["graph"] = _nodes(value, tensors, f"{path}.")
         else:
             tensors[path] = value
+    made |= _original(node)
     users = origin_of(node).users
     if users:
         made["users"] = [[line.file, line.line, line.code, line.module] for line in users[-1:]]
     return made
 
 
+def _original(node: torch.fx.Node) -> dict[str, str]:
+    """The operator that a decomposition made the node of: Inductor names its kernels by these."""
+    original = node.meta.get("original_aten")
+    known = isinstance(original, torch._ops.OpOverload) and original.namespace in _NAMESPACES
+    return {"original": _operator_name(original)} if known else {}
+
+
+def _operator_name(operator: torch._ops.OpOverload) -> str:
+    return f"{operator.namespace}.{operator._schema.name.partition('::')[2]}.{operator._overloadname}"
+
+
 def _named(node: torch.fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return f"{target.namespace}.{target._schema.name.partition('::')[2]}.{target._overloadname}"
+        return _operator_name(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"higher_order.{target.name()}"
     if target in _NAMES:
@@ -134,6 +146,8 @@ class _Reader:
             users = saved.get("users", ())
             made.meta["stack_trace"] = "\n".join(_frames(users))
             made.meta["nn_module_stack"] = {"": _module(users)}
+            if "original" in saved:
+                made.meta["original_aten"] = _operator(saved["original"], frozenset())
             known[name] = made
         return torch.fx.GraphModule(root, graph)
 

@@ -87,7 +87,7 @@ class _Texts:
         return found
 
     def ir(self, graph: str, step: str) -> str:
-        """The loops of a kernel after fusion; empty where the backend does not print them by kernel."""
+        """The loops of a kernel after fusion; empty where the backend does not print them."""
         if graph not in self._ir:
             self._ir[graph] = dict(_blocks(texts_of(self._run, graph, "ir_post_fusion.txt").splitlines()))
         return self._ir[graph].get(step, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -129,7 +131,9 @@ class _Ear:
         self.loops: dict[str, Loops] = {}
         self.tiling: _Tiling | None = None  # of the kernel that is being written
         self.scalar: list[str] = []  # of each of its loops, why it has no vectors
-        self.before_fusion = self.after_fusion = ""
+        self.before_fusion = ""
+        self.loops_left: Sequence[tuple[str, str]] = ()  # after fusion: the first of each, and their text
+        self.kernels: dict[str, str] = {}  # by a loop, the kernel that it is in
 
     def hooks(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """By class and method, what takes its place; it is given the method first."""
@@ -156,7 +160,7 @@ class _Ear:
     def fused(self, log: Callable[..., Any], nodes: Sequence[BaseSchedulerNode]) -> None:
         """The loops were fused."""
         log(nodes)
-        self.after_fusion = _printed(nodes)
+        self.loops_left = tuple((node.get_first_name(), node.debug_str()) for node in nodes)
 
     def wrote(self, codegen: Callable[..., Any], lowering: GraphLowering) -> Any:
         """Inductor wrote the module of a graph."""
@@ -172,7 +176,7 @@ class _Ear:
             tuple(self.undone),
             dict(self.loops),
             self.before_fusion,
-            self.after_fusion,
+            _by_kernel(self.loops_left, self.kernels),
             fused=tuple(self.fusions),
         )
         self.made.append(made)
@@ -207,6 +211,7 @@ class _Ear:
         scalar = self.scalar[0] if self.scalar and all(self.scalar) else ""
         self.loops[name] = loops_of(nodes, scheduling.kernel_group.args if args is None else args, scalar)
         self.values.setdefault(name, []).append(self.variables)
+        self.kernels.update((node.get_name(), name) for each in nodes for node in each.get_nodes())
         self.variables, self.scalar = {}, []
         return name
 
@@ -243,6 +248,15 @@ class _Ear:
 
 def _method(hear: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: hear(method, *args, **kwargs)
+
+
+def _by_kernel(loops: Sequence[tuple[str, str]], kernels: Mapping[str, str]) -> str:
+    """The text of loops, with those of a kernel in a block with its name, as Pellucid prints its own."""
+    parts: list[str] = []
+    for kernel, some in itertools.groupby(loops, lambda each: kernels.get(each[0], "")):
+        text = textwrap.indent("\n\n".join(text for _, text in some), "    " if kernel else "  ")
+        parts.append(f"  kernel {kernel} {{\n{text}\n  }}" if kernel else text)
+    return "program {\n" + "\n\n".join(parts) + "\n}\n"
 
 
 def _printed(nodes: Iterable[BaseSchedulerNode]) -> str:
