@@ -95,8 +95,9 @@ def _node(module: torch.fx.GraphModule, node: torch.fx.Node, tensors: dict[str, 
 def _original(node: torch.fx.Node) -> dict[str, str]:
     """The operator that a decomposition made the node of: Inductor names its kernels by these."""
     original = node.meta.get("original_aten")
-    known = isinstance(original, torch._ops.OpOverload) and original.namespace in _NAMESPACES
-    return {"original": _operator_name(original)} if known else {}
+    if not isinstance(original, torch._ops.OpOverload) or original.namespace not in _NAMESPACES:
+        return {}
+    return {"original": _operator_name(original)}
 
 
 def _operator_name(operator: torch._ops.OpOverload) -> str:

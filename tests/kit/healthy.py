@@ -255,3 +255,58 @@ def thresholds() -> Program:
         return small.sign(), small > 0, (x / 3 * 3 == x), x.mean(-1).round()
 
     return compare, (torch.randn(50, 200),)
+
+
+@program
+def long_products() -> Program:
+    """Sums of thousands of products, some of them nearly nothing."""
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x @ y, torch.addmm(x[:, :9], x, y, beta=-2, alpha=1e-3), F.cosine_similarity(x[:9], y.T, dim=-1)
+
+    return product, (torch.randn(16, 8192), torch.randn(8192, 9))
+
+
+@program
+def interpolated() -> Program:
+    """Weights that are computed from positions."""
+
+    def grow(x: torch.Tensor, grid: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        bilinear = F.interpolate(x, scale_factor=1.7, mode="bilinear", align_corners=True)
+        return bilinear, F.interpolate(x, (9, 31), mode="bicubic"), F.grid_sample(x, grid, align_corners=False)
+
+    return grow, (torch.randn(2, 3, 11, 13), torch.rand(2, 8, 8, 2) * 2.2 - 1.1)
+
+
+@program
+def quantised() -> Program:
+    """Rounding to few steps, where a half is near."""
+
+    def quantise(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        steps = (x / scale).round().clamp(-128, 127).to(torch.int8)
+        return steps.float() * scale, (x * 64).round() / 64
+
+    return quantise, (torch.randn(33, 129),)
+
+
+@program
+def optimiser_step() -> Program:
+    """Adam, by which parameter, mean and variance change in place."""
+
+    def step(p: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> None:
+        mean.lerp_(grad, 0.1)
+        var.mul_(0.999).addcmul_(grad, grad, value=0.001)
+        p.addcdiv_(mean, var.sqrt() / 0.0316 + 1e-8, value=-0.01)
+
+    return step, (torch.randn(50, 40), torch.randn(50, 40) * 1e-4, torch.zeros(50, 40), torch.zeros(50, 40))
+
+
+@program
+def nearly_nothing() -> Program:
+    """Numbers below the least normal one, and products that come to them."""
+
+    def shrink(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * y, x + x, (x * y) / y, (y * 40).exp(), x.abs().sum()
+
+    return shrink, (torch.randn(400) * 1e-38, torch.rand(400) * 1e-3 - 2.3)
