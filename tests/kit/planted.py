@@ -459,14 +459,22 @@ def in_post_grad(change: Callable[[torch.fx.Graph], None]) -> None:
 
 
 def mix_up_saved(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A partitioner that hands two tensors of the same form to the backward graph in the wrong order."""
+    """A partitioner that hands two tensors of the same form, no indices, to the backward graph in the wrong order."""
 
     def partition(*args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
         forward, backward = original(*args, num_fwd_outputs=num_fwd_outputs, **kwargs)
         output = forward.graph.output_node()
         results = list(output.args[0])
-        forms = [(each.meta["val"].shape, each.meta["val"].dtype) for each in results[num_fwd_outputs:]]
-        first, second = [at for at, form in enumerate(forms, num_fwd_outputs) if forms.count(form) > 1][:2]
+        places: dict[Any, list[int]] = {}
+        # Results first: parameters may be equal.
+        for at in sorted(range(num_fwd_outputs, len(results)), key=lambda at: results[at].op == "placeholder"):
+            value = results[at].meta["val"]
+            if value.is_floating_point():
+                places.setdefault((value.shape, value.stride()), []).append(at)
+        pair = next((some[:2] for some in places.values() if len(some) > 1), None)
+        if pair is None:
+            return forward, backward
+        first, second = pair
         results[first], results[second] = results[second], results[first]
         output.args = (tuple(results),)
         forward.recompile()
@@ -478,15 +486,16 @@ def mix_up_saved(original: Callable[..., Any]) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------------------ Pellucid
 
 
-def printed(change: Callable[[Any, str, tuple[str, ...], str], str]) -> None:
-    """Change the C++ of scalar operators: change(printer, op, arguments, text)."""
+def printed(change: Callable[[Any, str, tuple[str, ...], str], str], node: str = "") -> None:
+    """Change the C++ of scalar operators, of FX nodes named so only: change(printer, op, arguments, text)."""
     from pellucid.codegen.cpp import _Printer
     from pellucid.ir.nodes import Compute
 
     def make(original: Callable[..., str]) -> Callable[..., str]:
         def value(self: Any, line: Any) -> str:
             text = original(self, line)
-            if not isinstance(line.rhs, Compute):
+            asked = not node or any(each.startswith(node) for each in line.origin.nodes)
+            if not asked or not isinstance(line.rhs, Compute):
                 return text
             wide = self.is_wide(line.out)
             return change(self, line.rhs.op, tuple(self.arg(arg, wide) for arg in line.rhs.args), text)
@@ -497,8 +506,8 @@ def printed(change: Callable[[Any, str, tuple[str, ...], str], str]) -> None:
 
 
 def instead(op: str, text: str) -> None:
-    """Print `text` for an operator; `{0}` is its first argument, `{it}` what stood there."""
-    printed(lambda printer, name, args, it: text.format(*args, it=it) if name == op else it)
+    """Print `text` for an operator where the program has it; `{0}` is its first argument, `{it}` what stood there."""
+    printed(lambda printer, name, args, it: text.format(*args, it=it) if name == op else it, node=op)
 
 
 @planted("pellucid", "wrong", "codegen", "neg", negated)
@@ -887,8 +896,15 @@ def plant_pellucid_wrong_call() -> None:
 def plant_pellucid_wrong_row() -> None:
     """A lookup takes the next row."""
     from pellucid.lower import shapes
+    from pellucid.lower.registry import RULES
 
-    patch(shapes, "checked_position", lambda original: lambda *args, **kwargs: original(*args, **kwargs) + 1)
+    right, position = RULES["embedding.default"], shapes.checked_position
+
+    def wrong(graph: Any, node: torch.fx.Node) -> Any:
+        with mock.patch.object(shapes, "checked_position", lambda *args, **kwargs: position(*args, **kwargs) + 1):
+            return right(graph, node)
+
+    RULES["embedding.default"] = wrong
 
 
 @planted("pellucid", "wrong", "lowering", "softmax", attended)

@@ -172,7 +172,7 @@ def plant_unet_silu_backward() -> None:
 # ------------------------------------------------------------------------------------------------ before them
 
 
-@planted("pellucid", "wrong", "joint graph", "backward", unet, backward=True, file=__file__)
+@planted("pellucid", "wrong", "joint graph", "convolution_backward", unet, backward=True, file=__file__)
 def plant_unet_partition() -> None:
     """Two tensors that the backward pass needs are handed over in the wrong order."""
     from pellucid.capture import torch_compat
@@ -180,7 +180,7 @@ def plant_unet_partition() -> None:
     patch(torch_compat, "min_cut_rematerialization_partition", mix_up_saved)
 
 
-@planted("inductor", "wrong", "joint graph", "backward", unet, backward=True, file=__file__)
+@planted("inductor", "wrong", "joint graph", "convolution_backward", unet, backward=True, file=__file__)
 def plant_inductor_unet_partition() -> None:
     from torch._inductor import compile_fx
 
@@ -237,7 +237,7 @@ inside("gpt2_training", "pellucid_partitioner", "", backward=True)
 inside("llama", "pellucid_neg_wrong", "neg")
 inside("llama", "pellucid_neg_does_not_compile", "neg")
 inside("llama", "pellucid_neg_aborts", "neg")
-inside("bert", "pellucid_stale_weight", "permute")
+inside("bert", "pellucid_stale_weight", "t")
 inside("bert_in_bfloat16", "pellucid_truncation", "add")
 inside("streaming", "pellucid_burned_size", "mean")
 inside("experts", "pellucid_rule_fails", "cumsum")

@@ -71,13 +71,16 @@ def _operator(node: str) -> str:
 # What stands in the lines that call an operator, where that is not its name.
 IN_CODE = {
     "add": r"\+", "add_1": r"\+", "batch_norm": "batch_norm", "convert_element_type": r"\.to\(", "convolution": "conv",
+    "convolution_backward": "conv|down|inner|up|leave",
     "clone": "clone|contiguous", "copy_": "add_",
     "embedding": "embed|wte|word", "embedding_dense_backward": "embed|wte|word", "erf": "gelu|act",
-    "gelu": "gelu|act", "gelu_backward": "gelu|act", "layer_norm": "norm|ln", "layer_norm_backward": "norm|ln",
+    "gelu": "gelu|act", "hardtanh": "act", "gelu_backward": "gelu|act", "layer_norm": "norm|ln", "layer_norm_backward": "norm|ln",
     "log_softmax": "cross_entropy|loss", "log_softmax_backward_data": "cross_entropy|loss",
-    "max_pool2d": "pool", "mm": "@", "mul": r"\*", "mul_3": "gelu", "neg": "neg|-x2", "permute": "permute|dense|linear",
+    "max_pool2d": "pool", "mm": "@", "mul": r"\*", "mul_3": "gelu", "neg": "neg|-x2",
+    "permute": "permute|dense|linear|query",
     "relu": "relu|activation", "rsqrt": "norm|Norm", "silu": "silu|act", "silu_backward": "silu", "sqrt": "norm|sqrt",
-    "sub": " - ", "sum_1": "sum", "threshold_backward": "relu|activation", "to_copy": r"\.to\(", "var_mean": "norm",
+    "sub": " - ", "sum_1": "sum", "t": "dense|linear|query",
+    "threshold_backward": "relu|activation", "to_copy": r"\.to\(", "var_mean": "norm",
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import CppCompileError
 from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pellucid.capture.fx import origin_of
 from pellucid.errors import UserError, near
@@ -287,9 +288,12 @@ def _module_of(lowering: GraphLowering) -> torch.fx.GraphModule:
 
 
 def _examples(graph: Graph) -> list[Any]:
-    """The fake inputs that the graph was captured with."""
+    """The fake inputs that the graph is compiled for. Those of a graph that is just being captured say in which strides
+    the forward graph really leaves what it saves; the others are known by its placeholders.
+    """
     nodes = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
-    return [node.meta.get("val", value) for node, value in zip(nodes, graph.inputs, strict=True)]
+    pairs = zip(nodes, graph.inputs, strict=True)
+    return [value if isinstance(value, FakeTensor) else node.meta.get("val", value) for node, value in pairs]
 
 
 def check_options(options: Mapping[str, Any]) -> None:
