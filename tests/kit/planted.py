@@ -1120,7 +1120,7 @@ def plant_inductor_race() -> None:
     patch(CppVecKernel, "store", vector)
 
 
-@planted("inductor", "wrong", "fusion", "sum", crossed)
+@planted("inductor", "wrong", "fusion", "mul", crossed)
 def plant_inductor_bad_fusion() -> None:
     """A consumer that loads what another iteration stores shares its loop."""
     from torch._inductor.scheduler import Scheduler

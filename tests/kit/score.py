@@ -78,7 +78,8 @@ IN_CODE = {
     "log_softmax": "cross_entropy|loss", "log_softmax_backward_data": "cross_entropy|loss",
     "hardtanh": "act", "max_pool2d": "pool", "mm": "@", "mul": r"\*", "mul_3": "gelu", "neg": "neg|-x2",
     "permute": "permute|dense|linear|query",
-    "relu": "relu|activation", "rsqrt": "norm|Norm", "silu": "silu|act", "silu_backward": "silu", "sqrt": "norm|sqrt",
+    "relu": "relu|activation", "rsqrt": "norm|Norm|rsqrt",
+    "silu": "silu|act", "silu_backward": "silu", "sqrt": "norm|sqrt",
     "sub": " - ", "sum_1": "sum", "t": "dense|linear|query",
     "threshold_backward": "relu|activation", "to_copy": r"\.to\(", "var_mean": "norm",
 }  # fmt: skip

@@ -33,7 +33,7 @@ from pellucid.kit.bench.interleave import MIN_ROUNDS, interleave, run_slot
 from pellucid.kit.bench.programs import operator_word, programs_of
 from pellucid.kit.bench.results import Startup
 from pellucid.kit.bench.startup import Request, cold_and_warm
-from pellucid.kit.bench.subjects import compiled
+from pellucid.kit.bench.subjects import check_subject, compiled
 from pellucid.kit.bench.table import model_table
 from pellucid.kit.judge.accuracy import error, gradient_error, is_accurate, tensors
 from pellucid.kit.programs.graphs import case_in
@@ -475,13 +475,45 @@ def test_counts_are_those_of_the_compilations_that_were_added(monkeypatch):
 def test_fallbacks_are_listed_with_their_share_of_the_time():
     own = Case("product", lambda x: torch.relu(x.t() @ x + 1), (torch.ones(500, 500),))
     result = compare(own, Settings(subjects=("pellucid",), budget=0.05, fallbacks=True))
-    ((product,), ()) = (result.subjects[1].fallback_times, result.subjects[0].fallback_times)
+    assert result.subjects[0].fallback_times is None and result.subjects[1].fallback_times is not None
+    (product,) = result.subjects[1].fallback_times
     assert (product.op, product.calls) == ("aten::mm.out", 1) and "BLAS" in product.reason
     assert 0.3 < product.share < 1
     console = Console(width=80)
     with console.capture() as shown:
         console.print(model_table(result))
     assert "mm.out" in shown.get() and "BLAS" in shown.get()
+
+
+def test_where_nothing_is_left_to_aten_that_is_said():
+    own = Case("exp", torch.exp, (torch.ones(50),))
+    result = compare(own, Settings(subjects=("pellucid",), budget=0.05, fallbacks=True))
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(model_table(result))
+    assert "nothing is left to ATen" in shown.get()
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [("inductor:freezin=True", "freezing"), ("pellucid:freez=True", "freeze"), ("pelucid", "pellucid")],
+)
+def test_a_subject_with_a_slip_of_the_pen_is_refused_before_anything_runs(text, hint):
+    with pytest.raises((UserError, UnknownName)) as found:
+        check_subject(text)
+    assert hint in f"{found.value} {getattr(found.value, 'hint', '')}"
+
+
+def test_a_program_that_does_not_repeat_itself_is_not_measured(tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text("import random, torch\ndef make():\n    return (lambda x: x * random.random()), (torch.ones(9),)\n")
+    with pytest.raises(NotJudged, match="does not repeat itself"):
+        bench([f"{file}:make"], Settings(subjects=("pellucid",)))
+
+
+def test_a_run_that_is_not_there_is_named():
+    with pytest.raises(UserError, match="no_such is no run"):
+        programs_of("no_such:inference_0:add_0")
 
 
 # ------------------------------------------------------------------------------------------------- start-up

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pellucid.errors import UserError
+from pellucid.errors import NotJudged, UserError
 from pellucid.kit.bench.interleave import Runner, interleave, run_slot
 from pellucid.kit.bench.models import DTYPES, MODELS, Size, UnknownName
 from pellucid.kit.bench.peers import PEERS, Engine, EngineError
@@ -115,6 +115,9 @@ def compare(case: Case, settings: Settings, progress: Progress = lambda doing, d
         return _time(case, trials, settings, lambda done: progress("timing", 0.5 + 0.5 * done))
 
 
+# Of the size of results: the order of additions may differ from call to call, but not what is added.
+_REPEATS = 0.02
+
 # ------------------------------------------------------------------------------------------------ one program
 
 
@@ -163,12 +166,24 @@ def _judge(case: Case, train: bool) -> Judge:
 
 
 def _call_eagerly(case: Case, train: bool) -> None:
-    """Raises NotJudged for a program that fails without a compiler too, before fresh processes take their time."""
+    """Raises NotJudged for a program that no backend can be measured by, before fresh processes take their time: one
+    that fails without a compiler too, or whose results are others when it is called again with equal random numbers.
+    """
+    found: list[Any] = []
     try:
-        with torch.set_grad_enabled(train):
-            compiled(case.fresh(), EAGER, train)()
-    except Exception as error:
-        raise not_judged(f"{case.name} fails in eager mode", failure_of(error)) from error
+        for _ in range(2):
+            with torch.set_grad_enabled(train), torch.random.fork_rng(devices=()):
+                torch.manual_seed(0)
+                found.append(compiled(case.fresh(), EAGER, train)())
+    except Exception as failed:
+        raise not_judged(f"{case.name} fails in eager mode", failure_of(failed)) from failed
+    once, again = found
+    away = gradient_error(again, once) if train else error(tensors(again), tensors(once))
+    if away > _REPEATS:
+        raise NotJudged(
+            f"{case.name} does not repeat itself: two calls in eager mode differ by {away:.1g} of their size",
+            hint="draw random numbers from torch's generator, and keep no state between calls",
+        )
 
 
 def _try(case: Case, name: str, settings: Settings, judge: Judge, engines: ExitStack) -> _Trial:

@@ -53,8 +53,8 @@ class SubjectResult:
     is e(x) = max |x - reference| / rms(reference) against float64, the worst over all outputs or gradients (None: the
     program does not run in float64); `accurate` says whether it is near eager's (see `pellucid.kit.judge.accuracy`).
     `failure` is the exception that ended it. `kernels` were generated and `fallbacks` left to ATen, over all graphs;
-    None where a backend does not tell. `fallback_times` lists the latter where that was asked for, the most expensive
-    first.
+    None where a backend does not tell. `fallback_times` lists the latter, the most expensive first; None where nobody
+    asked for that, or the backend does not tell.
     """
 
     name: str
@@ -69,7 +69,7 @@ class SubjectResult:
     accurate: bool | None = None
     kernels: int | None = None
     fallbacks: int | None = None
-    fallback_times: tuple[FallbackTime, ...] = ()
+    fallback_times: tuple[FallbackTime, ...] | None = None
 
     @property
     def good(self) -> bool:

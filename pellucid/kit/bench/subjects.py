@@ -18,6 +18,7 @@ from pellucid.kit.bench.programs import literal, pieces
 from pellucid.kit.bench.results import FallbackTime
 from pellucid.kit.judge.accuracy import tensors
 from pellucid.kit.programs.case import Case
+from pellucid.kit.subjects.registry import subject_of
 
 EAGER = "eager"
 PELLUCID = "pellucid"
@@ -75,6 +76,8 @@ def check_subject(text: str, train: bool = False) -> None:
         check_installed(subject.backend)
         if train:
             raise UserError(f"{subject.backend} cannot be trained", hint="leave it out, or --train")
+    elif subject.backend != EAGER:
+        subject_of(subject.backend, dict(subject.options))  # knows the options of some
 
 
 def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = None) -> Callable[[], object]:
@@ -123,8 +126,12 @@ class Counter:
         new = self._new()
         return Counts(sum(int(c.kernels) for c in new), sum(int(c.fallbacks) for c in new))
 
-    def fallback_times(self, call: Callable[[], object], calls: int = 3) -> tuple[FallbackTime, ...]:
-        """What the graphs compiled since leave to ATen or Python, by its share of the time of `call`."""
+    def fallback_times(self, call: Callable[[], object], calls: int = 3) -> tuple[FallbackTime, ...] | None:
+        """What the graphs compiled since leave to ATen or Python, by its share of the time of `call`; None for a
+        subject that does not tell.
+        """
+        if self._subject != PELLUCID:
+            return None
         with profile() as profiler:
             start = time.perf_counter()
             for _ in range(calls):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from pellucid.kit.bench.models import MODELS
 from pellucid.kit.bench.programs import is_sized
-from pellucid.kit.bench.results import Environment, ModelResult, Report, Startup, SubjectResult
+from pellucid.kit.bench.results import Environment, FallbackTime, ModelResult, Report, Startup, SubjectResult
 from pellucid.kit.bench.subjects import EAGER
 from pellucid.kit.stats import Summary, geometric_mean
 from pellucid.printing import Part, Sentence, Table, code, sentence
@@ -33,7 +33,9 @@ def model_table(result: ModelResult) -> RenderableType:
         style = "" if subject.good else "red"
         rows.append([*(Text(cell, style) for cell in (subject.name, *(cell(subject) for _, cell, _ in shown))), ""])
     table = Table(("subject", *(name for name, _, _ in shown), ""), rows, frozenset(range(1, 1 + len(shown))), gap=" ")
-    fallbacks = [part for s in result.subjects if s.fallback_times for part in _fallbacks(s)]
+    fallbacks = [
+        part for s in result.subjects if s.fallback_times is not None for part in _fallbacks(s, s.fallback_times)
+    ]
     complaints = [sentence((line, "red")) for line in _complaints(result)]
     return Group(sentence((_title(result), "italic")), table, *complaints, *fallbacks)
 
@@ -43,16 +45,21 @@ def _shown(result: ModelResult) -> list[tuple[str, Callable[[Row], str], str]]:
     return [c for c in _COLUMNS if c[0] in _ALWAYS or any(c[1](s) != NOTHING for s in result.subjects)]
 
 
-def _fallbacks(subject: SubjectResult) -> tuple[RenderableType, RenderableType]:
+def _fallbacks(subject: SubjectResult, times: Sequence[FallbackTime]) -> Iterator[RenderableType]:
     """What is not compiled, the most expensive first, and how much of the time it takes."""
+    yield Text()
+    if not times:
+        yield sentence((f"{subject.name}: every call is compiled, nothing is left to ATen", "italic"))
+        return
+    yield sentence((f"{subject.name}: calls that are not compiled", "italic"))
     rows: list[tuple[str, str, tuple[Part, ...]]] = []
-    for row in subject.fallback_times:
+    for row in times:
         what = code(row.op.partition("::")[2] or row.op), sentence(row.reason)
         rows.append((f"{row.share:.1%}", str(row.calls), what))
-    total = sum(row.share for row in subject.fallback_times)
-    rows.append((f"{total:.1%}", str(sum(row.calls for row in subject.fallback_times)), (sentence("all"),)))
-    title = sentence((f"{subject.name}: calls that are not compiled", "italic"))
-    return title, Table(("share", "calls", "operator, and why"), rows, right=frozenset((0, 1)))
+    if len(rows) > 1:
+        total = sum(row.share for row in times)
+        rows.append((f"{total:.1%}", str(sum(row.calls for row in times)), (sentence("all"),)))
+    yield Table(("share", "calls", "operator, and why"), rows, right=frozenset((0, 1)))
 
 
 def model_list() -> RenderableType:

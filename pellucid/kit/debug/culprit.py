@@ -117,8 +117,9 @@ def _with_fusion(culprit: Culprit, subject: Subject, graphs: Sequence[Graph]) ->
     """The same with the fusion that makes the fault, if there is one."""
     graph = next(graph for graph in graphs if graph.name == culprit.graph)
     fused = wrong_fusion(graph, subject)
-    both = (*fused.first, *fused.second) if fused else ()
-    return replace(culprit, fx_nodes=tuple(dict.fromkeys((*culprit.fx_nodes, *both))), fused=fused)
+    if fused is None:
+        return culprit
+    return replace(culprit, fx_nodes=tuple(dict.fromkeys((*fused.first, *fused.second))), fused=fused)
 
 
 def refused_part(subject: Subject, graph: Graph, error: BaseException) -> Culprit | None:

@@ -221,7 +221,7 @@ class _Ear:
 
     def fuse(self, fuse: Callable[..., Any], scheduler: Scheduler, first: Any, second: Any, *args: Any) -> Any:
         """Two loops are fused."""
-        self.fusions.append(Fusion(_origin(first.get_nodes()), _origin(second.get_nodes())))
+        self.fusions.append(Fusion(_results(first.get_nodes()), _results(second.get_nodes())))
         return fuse(scheduler, first, second, *args)
 
     def unfused(self, refuse: Callable[..., Any], pair: WhyNoFuse, reason: str, *args: Any) -> None:
@@ -299,6 +299,12 @@ def _origins(nodes: Iterable[Any]) -> list[torch.fx.Node]:
 
 def _origin(nodes: Iterable[Any]) -> Origin:
     return merge(map(origin_of, _origins(nodes)))
+
+
+def _results(nodes: Sequence[Any]) -> Origin:
+    """What loops compute, without the views that they read through, as far as Inductor knows."""
+    whole = [each.node.get_origin_node() for each in nodes if each.node is not None]
+    return merge(origin_of(node) for node in whole) if whole and all(whole) else _origin(nodes)
 
 
 def _value(op: str, dtype: torch.dtype | None) -> Value:
