@@ -74,6 +74,7 @@ IN_CODE = {
     "convolution_backward": "conv|down|inner|up|leave",
     "clone": "clone|contiguous", "copy_": "add_",
     "embedding": "embed|wte|word", "embedding_dense_backward": "embed|wte|word", "erf": "gelu|act",
+    "exp": "exp|silu|softmax",
     "gelu": "gelu|act", "gelu_backward": "gelu|act", "layer_norm": "norm|ln", "layer_norm_backward": "norm|ln",
     "log_softmax": "cross_entropy|loss", "log_softmax_backward_data": "cross_entropy|loss",
     "hardtanh": "act", "max_pool2d": "pool", "mm": "@", "mul": r"\*", "mul_3": "gelu", "neg": "neg|-x2",

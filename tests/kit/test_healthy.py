@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,3 +157,10 @@ def own_wrong_backend(module, inputs):
 def make():
     return torch.sin, (torch.ones(3),)
 """
+
+
+@pytest.mark.slow
+def test_a_backward_graph_is_compiled_for_the_strides_that_it_will_meet():
+    """Inductor lays convolutions channels-last in the forward graph, and so what that saves."""
+    target = f"{Path(__file__).parent / 'planted_models.py'}:unet"
+    assert check_isolated(Request(target, "inductor", backward=True)).good
