@@ -492,6 +492,7 @@ def test_where_nothing_is_left_to_aten_that_is_said():
     with console.capture() as shown:
         console.print(model_table(result))
     assert "nothing is left to ATen" in shown.get()
+    assert "nothing is left to ATen" in str(result) and "vs eager" in str(result)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pellucid.kit.stats import Summary
+from pellucid.printing import plain
 
 SCHEMA = 2
 
@@ -97,6 +98,12 @@ class ModelResult:
     train: bool = False
     dynamic: bool = False
 
+    def __str__(self) -> str:
+        """The table that `pellucid bench` prints of it."""
+        from pellucid.kit.bench.table import model_table  # imports this
+
+        return plain(model_table(self))
+
 
 @dataclass(frozen=True, slots=True)
 class Environment:
@@ -126,6 +133,12 @@ class Report:
     def good(self) -> bool:
         """Whether every subject is good on every model."""
         return all(s.good for m in self.models for s in m.subjects)
+
+    def __str__(self) -> str:
+        """What `pellucid bench` prints."""
+        from pellucid.kit.bench.table import report_table  # imports this
+
+        return plain(report_table(self))
 
     def to_json(self) -> str:
         """One JSON object. Numbers that are not finite are written as strings ("inf"): JSON has none."""
