@@ -147,9 +147,9 @@ FAULTS = {
         inside("inductor_gpt2_loss", "lowering", "log", real_models.gpt2_training, rule("log.default"),
                backward=True),
         inside("inductor_vit_erf", "lowering", "erf", real_models.vit, rule("erf.default")),
-        inside("inductor_convnext_rsqrt", "vectorisation", "rsqrt", real_models.convnext, vector("rsqrt")),
+        inside("inductor_convnext_rsqrt", "lowering", "rsqrt", real_models.convnext, rule("rsqrt.default")),
         inside("inductor_t5_rsqrt", "lowering", "rsqrt", real_models.t5, rule("rsqrt.default")),
-        inside("inductor_streaming_sigmoid", "lowering", "sigmoid", real_models.streaming, rule("sigmoid.default")),
+        inside("inductor_streaming_glu", "lowering", "glu", real_models.streaming, rule("glu.default")),
         inside("inductor_whisper_erf", "vectorisation", "erf", real_models.whisper, vector("erf")),
     )
 }  # fmt: skip

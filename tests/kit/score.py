@@ -70,14 +70,16 @@ def _operator(node: str) -> str:
 
 # What stands in the lines that call an operator, where that is not its name.
 IN_CODE = {
-    "add": r"\+", "add_1": r"\+", "batch_norm": "batch_norm", "convert_element_type": r"\.to\(", "convolution": "conv",
+    "add": r"\+", "add_1": r"\+", "batch_norm": "batch_norm",
+    "convert_element_type": r"\.to\(|Norm", "convolution": "conv",
     "convolution_backward": "conv|down|inner|up|leave",
     "clone": "clone|contiguous", "copy_": "add_",
     "embedding": "embed|wte|word", "embedding_dense_backward": "embed|wte|word", "erf": "gelu|act",
     "exp": "exp|silu|softmax",
     "gelu": "gelu|act", "gelu_backward": "gelu|act", "layer_norm": "norm|ln", "layer_norm_backward": "norm|ln",
+    "log": "cross_entropy|loss|log",
     "log_softmax": "cross_entropy|loss", "log_softmax_backward_data": "cross_entropy|loss",
-    "hardtanh": "act", "max_pool2d": "pool", "mm": "@", "mul": r"\*", "mul_3": "gelu", "neg": "neg|-x2",
+    "hardtanh": "act", "max_pool2d": "pool", "max_pool2d_with_indices": "pool", "mm": "@", "mul": r"\*", "mul_3": "gelu", "neg": "neg|-x2",
     "permute": "permute|dense|linear|query",
     "relu": "relu|activation", "rsqrt": "norm|Norm|rsqrt",
     "silu": "silu|act", "silu_backward": "silu", "sqrt": "norm|sqrt",
