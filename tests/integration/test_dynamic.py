@@ -66,6 +66,7 @@ def test_lines_are_not_named_as_sizes_are() -> None:
     assert kernels and not any(re.fullmatch(r"[sun]\d+", line.out) for kernel in kernels for line in kernel.body)
 
 
+@pytest.mark.slow
 def test_training_with_sizes_that_change() -> None:
     """Forward and backward are compiled at most twice each."""
     torch._dynamo.reset()

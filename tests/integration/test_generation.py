@@ -72,6 +72,7 @@ def compiled(model: nn.Module, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_static_cache(name: str) -> None:
     """Two graphs, one for the prompt and one for a token; other sequences of the same length need no more."""
     model = language_model(name)

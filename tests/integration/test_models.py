@@ -96,6 +96,7 @@ def test_several_models_one_after_the_other() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_threads_share_one_compiled_model() -> None:
     """Each thread has its own inputs, sizes among them, and gets its own results."""
     torch._dynamo.reset()

@@ -214,7 +214,7 @@ def test_kernels_use_as_many_threads_as_torch_does_now():
     "environment",
     [
         {"OMP_NUM_THREADS": "1"},
-        {"LC_ALL": "de_DE.UTF-8", "LANGUAGE": "de"},
+        pytest.param({"LC_ALL": "de_DE.UTF-8", "LANGUAGE": "de"}, marks=pytest.mark.slow),
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
         {"LD_PRELOAD": "libjemalloc.so.2"},
     ],
@@ -227,6 +227,7 @@ def test_environments(environment, tmp_path):
     assert python(SAME, PELLUCID_CACHE_DIR=store, **environment).out == "good\n"
 
 
+@pytest.mark.slow
 def test_a_deleted_current_directory_does_not_matter(tmp_path):
     """Eager and Dynamo go first: afterwards neither oneMKL can be loaded any more nor `torch._dynamo` imported."""
     python(

@@ -466,10 +466,10 @@ def mix_up_saved(original: Callable[..., Any]) -> Callable[..., Any]:
         output = forward.graph.output_node()
         results = list(output.args[0])
         places: dict[Any, list[int]] = {}
-        # Results first: parameters may be equal.
-        for at in sorted(range(num_fwd_outputs, len(results)), key=lambda at: results[at].op == "placeholder"):
-            value = results[at].meta["val"]
-            if value.is_floating_point():
+        for at, each in enumerate(results[num_fwd_outputs:], num_fwd_outputs):
+            value = each.meta["val"]
+            of_norm = each.op == "placeholder" and value.dim() == 1  # all ones at first
+            if value.is_floating_point() and not of_norm:
                 places.setdefault((value.shape, value.stride()), []).append(at)
         pair = next((some[:2] for some in places.values() if len(some) > 1), None)
         if pair is None:

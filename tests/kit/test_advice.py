@@ -122,7 +122,8 @@ PLANTED = {
     ),
     "allocator": Planted(
         lambda x, w: F.conv2d(x, w).relu(),
-        lambda: (torch.rand(1, 1, 512, 512), torch.rand(16, 1, 3, 3)),
+        # larger than what may lie free in the heap
+        lambda: (torch.rand(1, 1, 1500, 1500), torch.rand(16, 1, 3, 3)),
         around=nothing_kept,
     ),
     "recompilation": Planted(recompiled, lambda: (torch.rand(64, 64),), HERE),

@@ -63,6 +63,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_what_inductor_does_not_vectorise_has_a_cause(tmp_path):
     file = tmp_path / "several.py"
     file.write_text(WITHOUT_VECTORS.strip())
@@ -159,6 +160,7 @@ def test_a_recompilation_of_pytorchs_own_code_is_told_where_the_user_called(tmp_
     assert told.subject == ("called by again",) and told.user_line == f"{file}:4" and "size mismatch" in told.cause
 
 
+@pytest.mark.slow
 def test_what_python_calls_between_programs_is_told(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text(BROKEN.strip())

@@ -50,6 +50,7 @@ def test_a_wrong_pass_on_the_graph(tmp_path):
     assert (found.kind.verdict, found.nodes_before, found.nodes_after) == ("wrong", 5, 3) and found.shown
 
 
+@pytest.mark.slow
 def test_the_program_that_is_written_runs_by_itself(tmp_path):
     told = []
     found = minify(Request(f"{PLANTED}:pellucid_vector_exp"), tmp_path, tell=told.append)

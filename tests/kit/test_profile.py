@@ -469,6 +469,7 @@ def test_operators_of_eager_mode_know_their_lines():
 # ------------------------------------------------------------------------------------------------ the command
 
 
+@pytest.mark.slow
 def test_a_target_against_the_profile_of_a_run(tmp_path):
     (tmp_path / "model.py").write_text(
         "import torch\ndef make():\n    return (lambda x: x.exp().sum(0)), (torch.ones(8, 8),)\n"

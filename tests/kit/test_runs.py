@@ -197,6 +197,7 @@ def test_steps_of_a_module_with_parameters_are_timed_under_inductor():
     assert found and all(seconds > 0 for seconds in found.values())
 
 
+@pytest.mark.slow
 def test_a_script_is_captured_as_it_is(script_run):
     run = open_run(script_run)
     kinds = [run.graph(name).kind for name in run.names]
@@ -364,6 +365,7 @@ def test_damaged_runs(mixed_run, tmp_path):
         capture(Request(MIXED), mixed_run)
 
 
+@pytest.mark.slow
 def test_the_commands(mixed_run, tmp_path):
     def pellucid(*arguments):
         code = "from pellucid.cli import main; main()"

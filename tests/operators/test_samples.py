@@ -16,15 +16,15 @@ from tests.operators.workers import run_all
 
 # One in so many tasks is run: by engine, database, direction and dtypes.
 SHARES = (
-    ("native", "ops", "forward", "f32,f64,bf16,f16,i64,u8,bool", 50),
-    ("native", "ops", "training", "f64", 50),
+    ("native", "ops", "forward", "f32,f64,bf16,f16,i64,u8,bool", 100),
+    ("native", "ops", "training", "f64", 100),
     ("convolved", "ops", "training", "f64", 100),
-    ("dynamic", "ops", "forward", "f32,i64,bool", 50),
+    ("dynamic", "ops", "forward", "f32,i64,bool", 100),
     ("dynamic", "ops", "training", "f64", 100),
     ("native", "ops", "forward", "u16,u32,u64", 200),
     ("native", "large", "forward", "f32,bf16,i64,u16,u32,u64", 200),
     ("native", "large", "training", "f32", 200),
-    ("native", "modules", "training", "f32", 20),
+    ("native", "modules", "training", "f32", 40),
     ("dynamic", "modules", "forward", "f32", 40),
 )
 

@@ -346,6 +346,7 @@ def test_a_program_of_yours_has_its_own_sizes(target):
         bench([f"{target}:make"], dataclasses.replace(TINY, batch=2))
 
 
+@pytest.mark.slow
 def test_graphs_and_kernels_of_a_run(target, tmp_path):
     from pellucid.kit.debug.capture import capture
 
