@@ -130,6 +130,8 @@ PLANTED = {
     "graph-break": Planted(broken_loop, lambda: (torch.rand(64, 64),), HERE),
 }
 KINDS = {*PLANTED, "openmp-runtimes", "page-faults"}
+# What these cost depends on the machine and on who else uses it.
+MEASURED = ("oversubscription", "denormals", "layout", "allocator")
 BACKENDS = ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
@@ -142,7 +144,9 @@ def profiled(fn, args, backend="pellucid", options=None, kwargs=None) -> Profile
 
 @pytest.mark.alone
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("category", PLANTED)
+@pytest.mark.parametrize(
+    "category", [pytest.param(name, marks=[pytest.mark.slow] * (name in MEASURED)) for name in PLANTED]
+)
 def test_what_is_planted_is_named_on_top(category, backend):
     planted = PLANTED[category]
     with planted.around():
