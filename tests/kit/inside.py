@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any
 
 from tests.kit import real_models
-from tests.kit.planted import Fault, during, patch
+from tests.kit.planted import Fault, during, make_of, patch
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +153,7 @@ FAULTS = {
         inside("inductor_whisper_erf", "vectorisation", "erf", real_models.whisper, vector("erf")),
     )
 }  # fmt: skip
-_PLANTED: set[str] = set()
 
 
 def __getattr__(name: str) -> Callable[[], real_models.Program]:
-    if name not in FAULTS:
-        raise AttributeError(name)
-    fault = FAULTS[name]
-
-    def make() -> real_models.Program:
-        if name not in _PLANTED:  # the tools call this again in the same process
-            _PLANTED.add(name)
-            fault.plant()
-        return fault.program()
-
-    return make
+    return make_of(FAULTS, name)

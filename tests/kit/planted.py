@@ -7,7 +7,7 @@ for every command of the kit: calling it plants the fault for the rest of the pr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -44,16 +44,16 @@ _PLANTED: set[str] = set()
 
 
 def __getattr__(name: str) -> Callable[[], Program]:
-    if name not in FAULTS:
+    return make_of(FAULTS, name)
+
+
+def make_of(faults: Mapping[str, Fault], name: str) -> Callable[[], Any]:
+    """What plants a fault, once, and returns its program. Raises AttributeError for a name that is none of them."""
+    if name not in faults:
         raise AttributeError(name)
-    return make_of(name)
+    fault = faults[name]
 
-
-def make_of(name: str) -> Callable[[], Program]:
-    """What plants a fault, once, and returns its program."""
-    fault = FAULTS[name]
-
-    def make() -> Program:
+    def make() -> Any:
         if name not in _PLANTED:  # the tools call this again in the same process: two swaps would be none
             _PLANTED.add(name)
             fault.plant()

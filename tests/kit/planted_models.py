@@ -26,9 +26,7 @@ Model = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    if name not in FAULTS:
-        raise AttributeError(name)
-    return make_of(name)
+    return make_of(FAULTS, name)
 
 
 def small(name: str) -> Callable[[], Model]:

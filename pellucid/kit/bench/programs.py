@@ -60,7 +60,7 @@ def programs_of(word: str, size: Size | None = None) -> list[Case]:
     found = split_run(target)
     if found is not None and found[1]:
         return [_kernel(word, open_run(found[0]), found[1], kernel)]
-    if found is not None or (word.count(":") > 1 and ".py:" not in word):
+    if word.count(":") > 1 and ".py:" not in word:
         raise UserError(f"{word.partition(':')[0]} is no run", hint="`pellucid capture TARGET -o RUN` makes one")
     if ":" in word or "/" in word:
         case = load_case(word)
