@@ -30,7 +30,7 @@ SOURCES := $(wildcard pellucid tests examples benchmarks)
 QUICK_TESTS := $(wildcard tests/unit tests/golden)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ops test-models test-kit check lint bench format clean
+.PHONY: help setup demo test test-ops test-models test-kit check quick lint bench format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -78,7 +78,11 @@ test-models: $(READY)
 test-kit: $(READY)
 	$(PYTEST) -m "slow or not slow" tests/kit $(ARGS)
 
-check: lint
+# Types are checked on one core while tests wait for their processes on the other.
+check: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint quick
+
+quick: $(READY)
 	$(PYTEST) $(QUICK_TESTS) $(ARGS)
 
 lint: $(READY)

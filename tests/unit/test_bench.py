@@ -398,21 +398,6 @@ def test_another_engine_must_be_installed_and_cannot_train(engine):
         bench(["bert"], Settings(subjects=("engine",), train=True))
 
 
-@pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
-def test_a_real_engine_where_it_is_installed(name):
-    pytest.importorskip(name, reason="an extra: pip install 'pellucid[peers]'")
-
-    class Own(torch.nn.Linear):
-        def forward(self, x, scale, other):
-            return {"a": super().forward(x).relu() * scale, "b": (other + 1, None)}
-
-    case = Case("own", Own(4, 8), (torch.randn(2, 4), 2.0), {"other": torch.arange(3)})
-    result = compare(case, Settings(subjects=(name, f"{name}:NO_SUCH=1"), budget=0.05))
-    _, good, wrong = result.subjects
-    assert good.accurate and good.seconds is not None, good
-    assert wrong.failure is not None and "NO_SUCH" in wrong.failure
-
-
 # ------------------------------------------------------------------------------------------------- the whole
 
 
@@ -519,15 +504,6 @@ def test_a_run_that_is_not_there_is_named():
 
 
 # ------------------------------------------------------------------------------------------------- start-up
-
-
-def test_fresh_processes_start_on_an_empty_cache_and_then_on_what_was_left():
-    cold, warm = cold_and_warm(Request("pointwise_small", "aot_eager", 1, 128, "f32", threads=1))
-    assert warm is not None
-    for start in (cold, warm):
-        assert start.failure is None and start.seconds is not None and start.seconds > 0
-        assert start.built_bytes is not None and start.peak_bytes is not None
-        assert 2**20 < start.built_bytes <= start.peak_bytes
 
 
 def test_each_child_gets_the_same_fresh_cache_folders(monkeypatch):

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import math
-import os
 import subprocess
 import sys
 
@@ -182,17 +181,6 @@ def test_a_folder_that_is_not_there_is_told_as_that(call, tmp_path):
 def test_python_m_pellucid_is_the_command():
     ended = subprocess.run([sys.executable, "-m", "pellucid", "--version"], capture_output=True, text=True)
     assert ended.stdout.startswith("pellucid, version "), ended.stderr
-
-
-@pytest.mark.parametrize(
-    "call", [["bench", "--list"], ["diff", "no_run", "no_run"], ["check", "no.py:x", "--backend", "eager"]]
-)
-def test_every_command_tells_once_of_variables_that_mean_nothing(call):
-    environment = {**os.environ, "PELLUCID_VECTORISE": "0"}
-    command = [sys.executable, "-m", "pellucid", *call]
-    said = subprocess.run(command, capture_output=True, text=True, env=environment).stderr
-    assert said.count("PELLUCID_VECTORISE") == 1
-    assert "means nothing to Pellucid: did you mean PELLUCID_VECTORIZE?" in said
 
 
 # ------------------------------------------------------------------------------------------------- output
