@@ -113,7 +113,7 @@ def _packing(plan: Plan, simple: Canonical, machine: Machine) -> CppPacking | No
     found = plan.blocks and plan.blocks.packing()
     if not found:
         return None
-    numel = found.numel(machine.lanes)
+    numel = found.numel(machine)
     name = f"pack_{hashlib.sha256(print_packing(found, numel, 'NAME').encode()).hexdigest()[:12]}"
     buffer = simple.buffers[int(found.operand.buffer[1:])]
     return CppPacking(buffer, name, print_packing(found, numel, name), numel)

@@ -11,6 +11,8 @@ from pellucid.ir.contraction import Contraction, find_contraction, stored_along
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product, var
 from pellucid.ir.nodes import Kernel, Load
+from pellucid.ir.types import DType
+from pellucid.machine import Machine
 from pellucid.machine.work import estimate
 from pellucid.options import Options
 
@@ -81,17 +83,20 @@ class Window:
 class Packing:
     """A right operand of `terms` rows and `columns` columns, packed whole before the program runs.
 
-    area: taps of a channel where the operand's terms lie channel by channel and the left one's tap by tap, else 1.
+    dtype: of its elements. area: taps of a channel where the operand's terms lie channel by channel and the left one's
+    tap by tap, else 1.
     """
 
     operand: Operand
+    dtype: DType
     terms: int
     columns: int
     area: int
 
-    def numel(self, lanes: int) -> int:
-        """How many f32 that makes, in panels of two registers of `lanes`: `pack_panels` checks it."""
-        return -(-self.columns // (2 * lanes)) * 2 * lanes * self.terms + 1
+    def numel(self, machine: Machine) -> int:
+        """How many f32 that makes, in panels of two registers: `pack_panels` checks it."""
+        panel = 2 * machine.lanes
+        return -(-self.columns // panel) * panel * -(-self.terms // machine.isa.terms(self.dtype)) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,8 @@ class Blocks:
         terms, columns = self.terms.value, self.ranges[self.column].value
         assert terms is not None and columns is not None
         area = _area(_taps(self.contraction, self.inner)[0], self.ranges) if self.planes else 1
-        return Packing(replace(right, start=right.start.substitute(start)), terms, columns, area)
+        operand = replace(right, start=right.start.substitute(start))
+        return Packing(operand, self.contraction.dtype, terms, columns, area)
 
     def syms(self) -> frozenset[str]:
         """The size symbols that the operands name."""

@@ -36,7 +36,7 @@ def plan_contraction(kernel: Kernel, machine: Machine, options: Options, frozen:
     outer = tuple(axis.name for axis in rest.space if axis.name not in inside)
     extent = product(ranges[name] for name in outer)
     extent = extent * chunks(ranges[blocks.row], blocks.rows) * chunks(ranges[blocks.column], blocks.columns)
-    steps = estimate(product(ranges.values())) / machine.lanes
+    steps = estimate(product(ranges.values())) / (machine.lanes * machine.isa.terms(blocks.contraction.dtype))
     grain, parallel = grain_of(kernel, extent, steps, machine, options)
     return Plan(
         kernel=rest,

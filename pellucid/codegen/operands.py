@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pellucid.codegen.blocks import Blocks, Operand, Packing, Window
 from pellucid.codegen.contraction import BLOCK
 from pellucid.codegen.rows import Rows
-from pellucid.codegen.text import index_text, scalar_text
+from pellucid.codegen.text import CPP_TYPE, index_text, scalar_text
 from pellucid.ir.index import Expr
 from pellucid.ir.types import DType
 
@@ -17,7 +17,8 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
     """The function `name` that packs an operand, see `CppPacking`."""
     operand = packing.operand
     start, row, column = (index_text(each, {}, repr) for each in (operand.start, operand.row, operand.column))
-    matrix = f"{{static_cast<const float*>(p[0]) + {start}, {row}, {column}}}"
+    kind = CPP_TYPE[packing.dtype]
+    matrix = f"pv::Matrix<{kind}>{{static_cast<const {kind}*>(p[0]) + {start}, {row}, {column}}}"
     sizes = f"{packing.columns}, {packing.terms}, {numel}"
     return (
         f'extern "C" int64_t {name}(void* const* p, const int64_t*, int64_t, int64_t) {{\n'
@@ -41,9 +42,9 @@ class Operands:
         if isinstance(left, Window):
             first = self.window(left)
         else:
-            sizes, first = f"hi - lo, {sizes}", self.matrix(left)
+            sizes, first = f"hi - lo, {sizes}", self.matrix(left, blocks.contraction.dtype)
         packing = blocks.packing()
-        second = self.panels(packing) if packing else self.matrix(right)
+        second = self.panels(packing) if packing else self.matrix(right, blocks.contraction.dtype)
         function = "contract_taps" if blocks.by_channel else "contract"
         return f"pv::{function}<{blocks.height}, {blocks.columns}>({sizes}, {first}, {second}, {BLOCK});"
 
@@ -67,13 +68,14 @@ class Operands:
         start = self.pointer(operand.buffer, operand.start)
         return f"{{{start}, {self.text(operand.row)}, {self.text(operand.column)}}}"
 
-    def matrix(self, operand: Operand) -> str:
+    def matrix(self, operand: Operand, dtype: DType) -> str:
         """A `pv::Matrix`."""
-        return f"pv::Matrix{self.strided(operand)}"
+        return f"pv::Matrix<{CPP_TYPE[dtype]}>{self.strided(operand)}"
 
     def panels(self, packing: Packing) -> str:
         """The panels of an operand that was packed."""
-        return f"pv::panels_from({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
+        kind = CPP_TYPE[packing.dtype]
+        return f"pv::panels_from<{kind}>({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
 
     def window(self, window: Window) -> str:
         """A `pv::Window`, with axes and edges that do nothing in the places that are left."""

@@ -21,6 +21,9 @@ from pellucid.ir.index import ONE, Expr, const
 from pellucid.ir.nodes import Compute, Const, IndexValue, Kernel, Line, Load, Reduce, axes_of, operands
 from pellucid.ir.types import DType
 
+DTYPES = frozenset({DType.F32, DType.BF16, DType.F16})
+"""The types that operands may have in memory."""
+
 ENDLESS = const(1 << 62)
 """The extent of a bound without an upper end."""
 
@@ -37,7 +40,7 @@ class Bound:
 class Contraction:
     """The lines of a contraction, and what its kept axes are.
 
-    left, right, product, total: the lines `v0` to `v3` above.
+    left, right, product, total: the lines `v0` to `v3` above. dtype: of both operands, in memory.
     rows, columns: kept axes of the left and of the right operand alone; the result lies along columns rather than
         rows, and bounds are about rows. batch: kept axes of both.
     inner: the axes that are summed over. bounds: where terms count; everywhere without any.
@@ -48,6 +51,7 @@ class Contraction:
     right: Line
     product: Line
     total: Line
+    dtype: DType
     batch: tuple[str, ...]
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -72,9 +76,10 @@ class Contraction:
 
 
 def find_contraction(kernel: Kernel) -> Contraction | None:
-    """The contraction that `kernel` is, if it is one in f32 whose other lines do not depend on the summed axes.
+    """The contraction that `kernel` is, if it is one whose other lines do not depend on the summed axes.
 
-    A sum of squares is none, nor are the dot products of a batch: each element goes into one sum only.
+    Its sums are in f32, its operands of one type: f32, or a narrower float in memory; of convolutions f32. A sum of
+    squares is none, nor are the dot products of a batch: each element goes into one sum only.
     """
     reductions = [line for line in kernel.body if isinstance(line.rhs, Reduce)]
     if len(reductions) != 1:
@@ -87,9 +92,12 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
         return None
     left, right = (lines[name] for name in product.rhs.args)
     dtypes = {param.name: param.dtype for param in kernel.params}
-    if not (_is_operand(left, dtypes) and _is_operand(right, dtypes)):
+    if not (_is_operand(left) and _is_operand(right)):
         return None
     assert isinstance(left.rhs, Load) and isinstance(right.rhs, Load)
+    dtype = dtypes[left.rhs.buffer]
+    if dtype not in DTYPES or dtype is not dtypes[right.rhs.buffer]:
+        return None
     masks = (left.rhs.mask, right.rhs.mask)
     mask, zeros = masks[0] or masks[1], masks[0] != masks[1]
     bounds = None if zeros and None not in masks else _bounds(mask, lines)
@@ -109,7 +117,9 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
         return tuple(axis.name for axis in kernel.space if axis.name in axes)
 
     batch, rows, columns = named(one & other - inner), named(one - other), named(other - one)
-    found = Contraction(left, right, product, total, batch, rows, columns, named(inner), bounds, zeros)
+    found = Contraction(left, right, product, total, dtype, batch, rows, columns, named(inner), bounds, zeros)
+    if found.windowed and dtype is not DType.F32:
+        return None
     if bounds:
         sides = zip((one, other), masks, strict=True)
         windows = [side for side, masked in sides if masked and all(b.position.vars() <= side for b in bounds)]
@@ -123,11 +133,9 @@ def stored_along(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in axes if any(store.index.coefficient(name) == ONE for _, store in kernel.stores()))
 
 
-def _is_operand(line: Line, dtypes: dict[str, DType]) -> bool:
+def _is_operand(line: Line) -> bool:
     load = line.rhs
-    if not isinstance(load, Load) or load.index.vals() or dtypes[load.buffer] is not DType.F32:
-        return False
-    return load.mask is None or load.other == 0
+    return isinstance(load, Load) and not load.index.vals() and (load.mask is None or load.other == 0)
 
 
 def is_affine(index: Expr) -> bool:

@@ -1,4 +1,4 @@
-"""Matrix products in f32 as kernels: a sum of products, which `codegen/contraction.py` knows how to run.
+"""Matrix products as kernels: a sum of products in f32, which `codegen/contraction.py` knows how to run.
 
 ATen keeps those that it computes faster. The bounds were measured on an AMD EPYC (Zen 4) with AVX2, two threads.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from pellucid.ir.contraction import DTYPES
 from pellucid.ir.index import ONE, as_expr, nonnegative
 from pellucid.ir.index import product as product_of
 from pellucid.ir.nodes import View
@@ -14,8 +15,9 @@ from pellucid.ir.types import DType
 from pellucid.lower.kernel_builder import broadcast_index
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
+from pellucid.machine import Machine
 
-_OTHER = "matrix multiplication: kernels compute it in f32 alone, ATen's BLAS in other types"
+_OTHER = "matrix multiplication: kernels compute it in f32, bf16 and f16, ATen's BLAS in other types"
 _TRANSPOSED = "matrix multiplication: ATen's BLAS is faster where columns of the left operand lie in memory"
 _STRIDED = "matrix multiplication: neither rows nor columns of the right operand lie in memory, ATen copies it first"
 _SHORT = "matrix multiplication: a sum of few terms is mostly writing, which ATen's BLAS does without a block between"
@@ -61,8 +63,9 @@ def _lower(
     """
     if not graph.contract:
         raise NotLowered(_OFF)
-    if not left.dtype is right.dtype is DType.F32 or (added is not None and added.dtype is not DType.F32):
+    if left.dtype not in DTYPES or {right.dtype, (added or left).dtype} != {left.dtype}:
         raise NotLowered(_OTHER)
+    _check_rate(graph.machine, left.dtype)
     _check_speed(left.view, right.view)
     result = graph.new(node.meta["val"], "product")
     kernel = graph.kernel(node, (*result.shape, left.shape[-1]))
@@ -80,6 +83,19 @@ def _lower(
     kernel.store(result.view, result.dtype, (*batch, row, column), value)
     graph.emit(kernel)
     return result
+
+
+def _check_rate(machine: Machine, dtype: DType) -> None:
+    """Leave to ATen a narrow type that it multiplies by units for whole tiles, which no kernel has.
+
+    Then what it reaches is the machine's peak, which is what registers reach otherwise.
+    """
+    library = machine.product.of(dtype).one
+    if dtype is not DType.F32 and library >= machine.flops.of(dtype).one:
+        raise NotLowered(
+            f"matrix multiplication: ATen's BLAS reaches {library:.0f} operations per nanosecond in {dtype.value}, "
+            "which kernels do not"
+        )
 
 
 def _check_speed(left: View, right: View) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pellucid.errors import UserError
 from pellucid.ir.types import DType
 
-VERSION = 3
+VERSION = 4
 """Of the file format and of how the figures are measured: a file of another version is measured again."""
 
 _T = TypeVar("_T")
@@ -19,11 +19,19 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A vector instruction set: bytes of a vector register, and how many registers there are."""
+    """A vector instruction set: bytes of a vector register, and how many registers there are.
+
+    pairs: there is an instruction that adds the products of two pairs in bf16 to each sum in f32.
+    """
 
     name: str
     register_bytes: int
     registers: int
+    pairs: bool = False
+
+    def terms(self, dtype: DType) -> int:
+        """Products that each lane of four bytes adds in one instruction."""
+        return 2 if self.pairs and dtype is DType.BF16 else 1
 
 
 ISAS = {isa.name: isa for isa in (Isa("AVX512", 64, 32), Isa("AVX2", 32, 16))}
@@ -63,9 +71,10 @@ class Flops:
     f32: Rate
     f64: Rate
     bf16: Rate
+    f16: Rate
 
     def of(self, dtype: DType) -> Rate:
-        return {DType.F64: self.f64, DType.BF16: self.bf16}.get(dtype, self.f32)
+        return {DType.F64: self.f64, DType.BF16: self.bf16, DType.F16: self.f16}.get(dtype, self.f32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +194,7 @@ def make_machine(name: str, isa: str, cores: int, caches: Mapping[str, int], fig
         return Rate(float(figures[f"{what}.one"]), float(figures[f"{what}.all"]))
 
     def flops(what: str) -> Flops:
-        return Flops(rate(f"{what}.f32"), rate(f"{what}.f64"), rate(f"{what}.bf16"))
+        return Flops(rate(f"{what}.f32"), rate(f"{what}.f64"), rate(f"{what}.bf16"), rate(f"{what}.f16"))
 
     levels = tuple(
         Level(level, size, level in ("l3", "memory"), rate(f"{level}.read"), rate(f"{level}.write"))

@@ -5,7 +5,9 @@ Kernels are the same on every such machine, and on every run of the tests.
 
 from __future__ import annotations
 
-from pellucid.machine.model import Machine, make_machine, rounded
+from dataclasses import replace
+
+from pellucid.machine.model import Machine, Rate, make_machine, rounded
 
 _CACHES = {"l1": 32 << 10, "l2": 1 << 20, "l3": 32 << 20}
 
@@ -40,12 +42,16 @@ _AVX2 = {
     "flops.f64.all": 100.0,
     "flops.bf16.one": 100.0,
     "flops.bf16.all": 200.0,
+    "flops.f16.one": 100.0,
+    "flops.f16.all": 200.0,
     "product.f32.one": 80.0,
     "product.f32.all": 160.0,
     "product.f64.one": 31.5,
     "product.f64.all": 50.0,
     "product.bf16.one": 2.5,
     "product.bf16.all": 2.5,
+    "product.f16.one": 2.5,
+    "product.f16.all": 2.5,
     "convolution.one": 63.0,
     "convolution.all": 100.0,
     "attention.one": 40.0,
@@ -58,12 +64,16 @@ _AVX512 = {
     "flops.f64.all": 125.0,
     "flops.bf16.one": 250.0,
     "flops.bf16.all": 500.0,
+    "flops.f16.one": 125.0,
+    "flops.f16.all": 250.0,
     "product.f32.one": 80.0,
     "product.f32.all": 160.0,
     "product.f64.one": 40.0,
     "product.f64.all": 80.0,
     "product.bf16.one": 200.0,
     "product.bf16.all": 400.0,
+    "product.f16.one": 2.5,
+    "product.f16.all": 2.5,
     "convolution.one": 100.0,
     "convolution.all": 200.0,
     "attention.one": 50.0,
@@ -78,3 +88,12 @@ def _machine(isa: str, flops: dict[str, float]) -> Machine:
 AVX2 = _machine("AVX2", _AVX2)
 AVX512 = _machine("AVX512", _AVX512)
 REFERENCES = {machine.isa.name: machine for machine in (AVX2, AVX512)}
+
+# Of units that multiply whole tiles (AMX), nobody has measured more than that no kernel here comes near them.
+_TILES = 10.0
+
+
+def with_tiles(machine: Machine) -> Machine:
+    """`machine`, if it had such units, for bf16."""
+    rate = Rate(machine.product.f32.one * _TILES, machine.product.f32.all * _TILES)
+    return replace(machine, flops=replace(machine.flops, bf16=rate), product=replace(machine.product, bf16=rate))

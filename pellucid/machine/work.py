@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pellucid.ir.contraction import find_contraction
 from pellucid.ir.index import ZERO, Expr, Var, product, total
 from pellucid.ir.nodes import Axis, Compute, Kernel, Load, Param, Reduce, Rhs, Store, axes_of
 from pellucid.ir.ops import OPS
@@ -155,9 +156,14 @@ def kernel_work(kernel: Kernel, steps: float, size: Size = estimate) -> Work:
     cost = kernel_cost(kernel)
     read, written, flops = size(cost.loaded), size(cost.stored), size(cost.flops)
     held = sum(size(param.numel) * param.dtype.itemsize for param in kernel.params)
-    return Work(read, written, min(held, read + written), flops, _widest(kernel), steps)
+    return Work(read, written, min(held, read + written), flops, computed_in(kernel), steps)
 
 
-def _widest(kernel: Kernel) -> DType:
+def computed_in(kernel: Kernel) -> DType:
+    """The type of a kernel's operations: of a matrix product its operands', which it may multiply faster."""
+    if any(param.dtype is DType.BF16 for param in kernel.params):
+        found = find_contraction(kernel)
+        if found is not None:
+            return found.dtype
     floats = [line.dtype for line in kernel.body if line.dtype.is_float and not isinstance(line.rhs, Store)]
     return max(floats, key=lambda dtype: dtype.itemsize, default=DType.F32)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from pellucid.errors import UserError, warn
-from pellucid.machine.model import ISAS, VERSION, Machine, from_text, rounded, steadied, to_text
-from pellucid.machine.reference import REFERENCES
+from pellucid.machine.model import ISAS, VERSION, Isa, Machine, from_text, rounded, steadied, to_text
+from pellucid.machine.reference import REFERENCES, with_tiles
 from pellucid.native.cpu import cpu, usable_cores
 from pellucid.native.store import default_root
 from pellucid.native.toolchain import choose_isa
@@ -34,8 +34,8 @@ def machine_for(file: str = "") -> Machine:
 def machine_here(file: str = "") -> tuple[Machine, bool]:
     """The same with the figures as they were measured, for comparing with times; and whether they were measured."""
     found = None if file == REFERENCE else _given(file) if file else measured()
-    machine = found or _with_caches(REFERENCES[_isa()])
-    return replace(machine, isa=ISAS[_isa()]), found is not None  # the instructions that the compiler's flags allow
+    machine = found or _reference()
+    return replace(machine, isa=_instructions()), found is not None
 
 
 def machine_file() -> Path:
@@ -91,11 +91,20 @@ def _read(path: Path) -> Machine | None:
         return None
 
 
-def _with_caches(machine: Machine) -> Machine:
-    """The reference with the sizes of the caches here, where the system tells them."""
+def _reference() -> Machine:
+    """The reference with the units that are here, and with the sizes of the caches where the system tells them."""
+    machine = REFERENCES[_isa()]
+    if machine.isa.name == "AVX512" and "amx_bf16" in cpu().flags:
+        machine = with_tiles(machine)
     sizes = {"l1": cpu().l1, "l2": cpu().l2, "l3": cpu().l3}
     levels = (replace(level, size=sizes.get(level.name) or level.size) for level in machine.levels)
     return replace(machine, levels=tuple(levels))
+
+
+def _instructions() -> Isa:
+    """What the compiler's flags allow."""
+    isa = ISAS[_isa()]
+    return replace(isa, pairs=isa.name == "AVX512" and "avx512_bf16" in cpu().flags)
 
 
 def _isa() -> str:

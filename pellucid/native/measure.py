@@ -86,7 +86,7 @@ def _derive(figures: dict[str, float], spread: dict[str, float], caches: dict[st
             # Copying that hides behind reading: then a write costs what is left, a tenth of a read at the least.
             figures[f"{level}.write.{who}"] = 1 / max(2 / copied - 1 / read, 0.1 / read)
             spread[f"{level}.write.{who}"] = spread.pop(f"{level}.copy.{who}")
-    for dtype in ("f32", "f64", "bf16"):
+    for dtype in ("f32", "f64", "bf16", "f16"):
         for who in ("one", "all"):
             peak, reached = f"flops.{dtype}.{who}", f"product.{dtype}.{who}"
             figures[peak] = max(figures[peak], figures[reached])
@@ -104,11 +104,10 @@ def _measures(caches: dict[str, int]) -> dict[str, Measure]:
             nbytes = held[level] * (count if who == "all" and not shared else 1) if size else memory.nbytes
             for what, function in (("read", native.pellucid_read), ("copy", native.pellucid_copy)):
                 measures[f"{level}.{what}.{who}"] = _bandwidth(function, memory, min(nbytes, memory.nbytes), threads)
-    for dtype, kind in (("f32", 4), ("f64", 8), ("bf16", 2)):
+    for dtype, kind in (("f32", 4), ("f64", 8), ("bf16", 2), ("f16", 4)):  # kernels compute f16 in f32
         for who, threads, cores in (("one", 1, 1), ("all", 0, count)):
             measures[f"flops.{dtype}.{who}"] = _flops(native.pellucid_flops, kind, threads, cores)
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        name = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}[dtype]
+    for name, dtype in (("f32", torch.float32), ("f64", torch.float64), ("bf16", torch.bfloat16), ("f16", torch.half)):
         for who, cores in (("one", 1), ("all", count)):
             measures[f"product.{name}.{who}"] = _product(dtype, cores)
     for who, cores in (("one", 1), ("all", count)):

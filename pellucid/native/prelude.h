@@ -51,5 +51,7 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 #include "kernel/vector.h"
 #include "kernel/loops.h"
 #include "kernel/reductions.h"
+#include "kernel/micro.h"
 #include "kernel/contract.h"
+#include "kernel/window.h"
 #include "kernel/attend.h"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 
 from pellucid import pipeline
 from pellucid.ir.nodes import Extern, Kernel, Node
+from pellucid.machine.reference import with_tiles
+from pellucid.native.machine import machine_for
 from tests.support import assert_matches, widened
 
 F = torch.nn.functional
+NARROW = [torch.bfloat16, torch.float16]
 
 
 @contextmanager
@@ -96,6 +100,35 @@ def test_addmm_scales_and_broadcasts(shape: tuple[int, ...], beta: float, alpha:
     compiled(lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), b, x, w)
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 90), (5, 77, 64), (40, 70, 90), (64, 401, 33), (250, 96, 2)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_narrow_operands(dtype: torch.dtype, m: int, k: int, n: int, transposed: bool) -> None:
+    """Few rows and many, odd numbers of terms, either layout of the right operand; the sum is in f32."""
+    torch.manual_seed(0)
+    x, b, r = (torch.randn(shape).to(dtype) for shape in ((2, m, k), (n,), (2, m, n)))
+    w = torch.randn((n, k) if transposed else (k, n)).to(dtype)
+    w = w.t() if transposed else w
+    assert product_alone(compiled(lambda x, w, b, r: F.gelu(x @ w + b) + r, x, w, b, r))
+    alone = compiled(lambda b, x, w: torch.addmm(b, x, w, beta=0.5, alpha=2), b, x[0], w)
+    batch = compiled(torch.bmm, x, torch.stack([w, 2 * w]))
+    assert m == 1 or (product_alone(alone) and product_alone(batch)), "one row is a reduction like others"
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_narrow_operands_of_any_strides_and_sizes(dtype: torch.dtype) -> None:
+    x, w = torch.randn(80, 140).to(dtype), torch.randn(90, 70).to(dtype)
+    compiled(lambda x, w: x[::2, 1::2] @ w.t(), x, w)
+    compiled(lambda x, w: x[:6, ::2] @ w.t(), x, w)
+    torch._dynamo.reset()
+    with recorded() as nodes, torch.no_grad():
+        function = torch.compile(lambda x, w: (x @ w.t()).relu(), backend="pellucid", dynamic=True)
+        for m, k, n in ((40, 70, 90), (3, 701, 9), (300, 2, 250), (7, 33, 1000)):
+            x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+            assert_matches(function(x, w), (x @ w.t()).relu(), (x.double() @ w.double().t()).relu())
+    assert product_alone(nodes)
+
+
 def test_beta_of_zero_ignores_what_is_added() -> None:
     x, w = torch.randn(3, 40, 70), torch.randn(3, 70, 90)
     compiled(lambda b, x, w: torch.baddbmm(b, x, w, beta=0), torch.full((90,), torch.nan), x, w)
@@ -126,8 +159,8 @@ def test_one_kernel_serves_all_sizes() -> None:
 
 def test_what_is_not_finite_stays_where_eager_has_it() -> None:
     """Columns and terms that a register has beyond the matrix are zero, and must not meet an infinity."""
-    for m in (3, 40):
-        x, w = torch.randn(m, 37), torch.randn(37, 21)
+    for m, dtype in itertools.product((3, 40), (torch.float32, *NARROW)):
+        x, w = torch.randn(m, 37).to(dtype), torch.randn(37, 21).to(dtype)
         x[1, 3], x[2, 5], w[36, 20] = torch.inf, torch.nan, -torch.inf
         torch._dynamo.reset()
         for given in (w, w.t().contiguous().t()):
@@ -196,13 +229,18 @@ def test_aten_keeps_what_it_computes_faster(left: torch.Tensor, right: torch.Ten
     assert isinstance(node, Extern) and why in node.reason
 
 
+def test_aten_keeps_bf16_where_it_multiplies_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = with_tiles(machine_for())
+    monkeypatch.setattr(pipeline, "machine_for", lambda _: machine)
+    x, w = torch.randn(40, 70), torch.randn(70, 90)
+    ((node, _),) = compiled(torch.mm, x.bfloat16(), w.bfloat16())
+    assert isinstance(node, Extern) and "operations per nanosecond in bf16" in node.reason
+    assert product_alone(compiled(torch.mm, x, w)) and product_alone(compiled(torch.mm, x.half(), w.half()))
+
+
 def test_other_types_and_the_option_leave_products_to_aten() -> None:
     x, w = torch.randn(40, 70), torch.randn(70, 90)
-    for args, options in (
-        ((x.double(), w.double()), {}),
-        ((x.bfloat16(), w.bfloat16()), {}),
-        ((x, w), {"contract": False}),
-    ):
+    for args, options in (((x.double(), w.double()), {}), ((x, w), {"contract": False})):
         torch._dynamo.reset()
         with recorded() as nodes:
             made = torch.compile(torch.mm, backend="pellucid", options=options)(*args)

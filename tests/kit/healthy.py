@@ -310,3 +310,9 @@ def nearly_nothing() -> Program:
         return x * y, x + x, (x * y) / y, (y * 40).exp(), x.abs().sum()
 
     return shrink, (torch.randn(400) * 1e-38, torch.rand(400) * 1e-3 - 2.3)
+
+
+@program
+def checks_inside_kernels() -> Program:
+    """`one_hot` looks whether its indices are in range; what it finds need not leave the kernel that computes them."""
+    return lambda x: F.one_hot(x.softmax(-1).argmax(-1), 7) * x, (torch.randn(19, 7),)

@@ -82,7 +82,7 @@ IN_CODE = {
     "hardtanh": "act", "max_pool2d": "pool", "max_pool2d_with_indices": "pool",
     "mm": "@", "mul": r"\*", "mul_3": "gelu", "neg": "neg|-x2",
     "permute": "permute|dense|linear|query",
-    "relu": "relu|activation", "rsqrt": "norm|Norm|rsqrt",
+    "relu": "relu|activation", "rsqrt": r"norm|Norm|rsqrt|super\(\)\.forward",
     "silu": "silu|act", "silu_backward": "silu", "sqrt": "norm|sqrt",
     "sub": " - ", "sum_1": "sum", "t": "dense|linear|query",
     "threshold_backward": "relu|activation", "to_copy": r"\.to\(", "var_mean": "norm",

@@ -20,6 +20,7 @@ from pellucid.kit.debug.simulation import COMPLETE, LIVE
 from pellucid.kit.programs.case import Case
 from pellucid.kit.runs.target import Request
 from pellucid.kit.subjects.registry import subject_of
+from tests.kit import real_models
 from tests.kit.healthy import PROGRAMS
 
 QUICK = {
@@ -38,6 +39,19 @@ def test_a_healthy_program_is_not_blamed(name, backend):
     assert check(*PROGRAMS[name](), backend=backend).good
     for mode in (COMPLETE, LIVE):
         assert cosim_case(Case(name, *PROGRAMS[name]()), subject_of(backend), mode).verdict.good
+
+
+MODELS = ("bert", "llama", "resnet", "unet", "experts", "convnext", "mobilenet", "vit", "whisper", "t5")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["pellucid", "inductor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_healthy_model_is_not_blamed(name, backend):
+    model, args, kwargs = getattr(real_models, name)()
+    assert check(model, args, kwargs, backend=backend).good
+    for mode in (COMPLETE, LIVE):
+        assert cosim_case(Case(name, model, args, kwargs), subject_of(backend), mode).verdict.good
 
 
 class Model(nn.Module):

@@ -15,9 +15,9 @@ from pellucid.ir.nodes import Arg, Extern, Kernel, Node, View
 from pellucid.ir.origin import merge
 from pellucid.ir.traffic import Traffic, tensor_bytes, traffic
 from pellucid.ir.types import TORCH_DTYPES
-from pellucid.kit.subjects.facts import StepFacts, library_facts, shape_text, widest_float
+from pellucid.kit.subjects.facts import StepFacts, library_facts, shape_text
 from pellucid.machine import Part
-from pellucid.machine.work import estimate
+from pellucid.machine.work import computed_in, estimate
 
 _Touched: TypeAlias = "dict[str, tuple[int, int, int]]"
 """By buffer: bytes that are read and written, and at how many places that begins."""
@@ -107,7 +107,7 @@ class _Facts:
             flops=moved.flops,
             touched=sum(max(moved.loaded.get(name, 0), moved.stored.get(name, 0)) for name in buffers),
             instructions=self._instructions(kernel),
-            dtype=widest_float([TORCH_DTYPES[line.dtype] for line in kernel.body]) if moved.flops else "",
+            dtype=computed_in(kernel).value if moved.flops else "",
             threads=max(1, min(torch.get_num_threads(), shares)),
             counts_as="product" if compiled.plan.blocks else "attention" if compiled.plan.rows else "",
             fetched=moved.fetched,

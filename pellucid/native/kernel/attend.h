@@ -25,7 +25,7 @@ struct Results {
 // (row, column), and for each row the logarithm of the sum that its weights are divided by. Mask and logarithms may be
 // null. causal: row i sees the first `seen` + i keys.
 struct Attention {
-  Matrix queries, keys, values, mask;
+  Matrix<float> queries, keys, values, mask;
   float scale;
   bool causal;
   int64_t seen;
@@ -107,16 +107,16 @@ struct KeyBlock {
 // scores[rows, n] of the rows from `first` on.
 template <int D, int STEP>
 PV_FN void score(const Attention& a, const KeyBlock& block, int64_t first, int64_t rows, int64_t n, float* scores) {
-  const Matrix queries = a.queries.from(first, 0);
+  const Matrix<float> queries = a.queries.from(first, 0);
   if (!block.keys) {
-    const Matrix columns{a.keys(block.from, 0), a.keys.column, a.keys.row};
+    const Matrix<float> columns{a.keys(block.from, 0), a.keys.column, a.keys.row};
     for (int64_t j = 0; j < n; j += KEYS_IN_PLACE)
       dot_block(rows, least(KEYS_IN_PLACE, n - j), D, queries, columns.from(0, j), {scores + j, STEP, false});
     return;
   }
   for (int64_t j = 0; j < n; j += COLUMNS)
     for (int64_t i = 0; i < rows; i += ROWS)
-      tile_of(rows - i, D, queries.from(i, 0), block.keys + j * D, COLUMNS, {scores + i * STEP + j, STEP, false});
+      tile_of(rows - i, D, queries.from(i, 0), Rows{block.keys + j * D, COLUMNS}, {scores + i * STEP + j, STEP, false});
 }
 
 // sums[rows, D] (+)= weights[rows, n] @ values
@@ -126,13 +126,14 @@ PV_FN void add_values(const Attention& a, const KeyBlock& block, int64_t rows, i
     for (int64_t t = 0; t < n; t += KEYS_IN_PLACE, sums.more = true)
       for (int64_t j = 0; j < D; j += COLUMNS)
         for (int64_t i = 0; i < rows; i += ROWS)
-          tile_of(rows - i, least(KEYS_IN_PLACE, n - t), Matrix{weights + i * STEP + t, STEP, 1}, a.values(block.from + t, j),
-                  a.values.row, sums.from(i, j));
+          tile_of(rows - i, least(KEYS_IN_PLACE, n - t), Matrix<float>{weights + i * STEP + t, STEP, 1},
+                  Rows{a.values(block.from + t, j), a.values.row}, sums.from(i, j));
     return;
   }
   for (int64_t j = 0; j < D; j += COLUMNS)
     for (int64_t i = 0; i < rows; i += ROWS)
-      tile_of(rows - i, n, Matrix{weights + i * STEP, STEP, 1}, block.values + j * KEYS, COLUMNS, sums.from(i, j));
+      tile_of(rows - i, n, Matrix<float>{weights + i * STEP, STEP, 1}, Rows{block.values + j * KEYS, COLUMNS},
+              sums.from(i, j));
 }
 
 // The scores of a row become weights; gives the factor for what was summed before.
@@ -160,7 +161,7 @@ inline void attend(int64_t m, int64_t n, const Attention& a) {
   for (int64_t from = 0; from < last; from += KEYS) {
     const int64_t count = least(KEYS, last - from);
     const KeyBlock block{keys_there ? nullptr : keys, values_there ? nullptr : values, from, count};
-    if (!keys_there) pack_columns<COLUMNS * D>({a.keys(from, 0), a.keys.column, a.keys.row}, D, count, keys);
+    if (!keys_there) pack_columns<COLUMNS * D>(Matrix<float>{a.keys(from, 0), a.keys.column, a.keys.row}, D, count, keys);
     if (!values_there) pack_columns<COLUMNS * KEYS>(a.values.from(from, 0), count, D, values);
     for (int64_t first = 0; first < m; first += QUERIES) {
       const int64_t rows = least(QUERIES, m - first);

@@ -1,530 +1,97 @@
-// Blocks of matrix products and convolutions in f32, for kernels whose sum of products is a contraction.
+// Blocks of matrix products, for kernels whose sum of products is a contraction.
 //
 // `contract` computes a block of c = a @ b, a few hundred rows and some dozens of columns, into memory of the caller.
-// It takes DEPTH terms of the sums at a time, so that what it reads again lies in a cache: it packs these rows of b
-// (few rows of a do not pay for that, and read b where it lies), and the micro-kernel walks over the terms with ROWS x
-// COLUMNS sums in registers. Nothing that is packed outlives the call. Where the terms are neighbours in both
-// operands, few rows, or columns, are dot products along them. A right operand that was packed whole, before the program
-// ran, comes as `Panels`.
+// It takes DEPTH units of terms at a time, so that what it reads again lies in a cache: it packs these rows of b (few
+// rows of a do not pay for that, and read b where it lies), and the micro-kernel walks over the terms with ROWS x
+// COLUMNS sums in registers. Rows of a are read where they lie if their terms lie as units, and packed else. Nothing
+// that is packed outlives the call. Where the terms are neighbours in both operands, few rows, or columns, are dot
+// products along them. A right operand that was packed whole, before the program ran, comes as `Panels`.
 //
-// Each sum adds DEPTH terms in order, with one rounding each (FMA), and then these partial sums in order; dot products
-// have one such sum per lane of a register.
+// Each sum adds DEPTH units in order, and then these partial sums in order.
 namespace pv {
 
-// What the micro-kernel keeps in registers: ROWS x 2 sums, two registers of b, and an element of a.
-constexpr int COLUMN = REGISTER / int(sizeof(float));  // lanes of a register
-constexpr int COLUMNS = 2 * COLUMN;
-constexpr int ROWS = REGISTER == 64 ? 12 : 6;
-constexpr int DEPTH = 192;
 // Rows of a up to which packing b would cost more than it saves, and columns of b that would leave panels mostly empty.
 constexpr int FEW_ROWS = 8;
 constexpr int FEW_COLUMNS = 4;
 
-using Column = Vec<float, COLUMN>;
-using ColumnReg = Column::reg;
-
-PV_FN ColumnReg read_column(const float* p) { return load<float>(p, All<COLUMN>()).r[0]; }
-PV_FN void write_column(float* p, ColumnReg a) { store<float>(p, Column{{a}}, All<COLUMN>()); }
-PV_FN ColumnReg spread(float a) { return (ColumnReg)PV_PS(set1)(a); }
-PV_FN ColumnReg multiply_add(ColumnReg a, ColumnReg b, ColumnReg c) { return (ColumnReg)PV_PS(fmadd)(a, b, c); }
-
-// A matrix as it lies: element (i, j) is at[i * row + j * column].
-struct Matrix {
-  const float* at;
-  int64_t row, column;
-  PV_FN const float* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
-  PV_FN Matrix from(int64_t i, int64_t j) const { return {(*this)(i, j), row, column}; }
-};
-
-// The block that is computed, in rows of `step` elements. `more`: it holds the sums of earlier terms.
-struct Sums {
-  float* at;
-  int64_t step;
-  bool more;
-  PV_FN Sums from(int64_t i, int64_t j) const { return {at + i * step + j, step, more}; }
-};
-
-// c[R, COLUMNS] (+)= a[R, k] @ b[k, COLUMNS], where rows of b lie `step` apart.
-template <int R>
-[[gnu::noinline]] inline void tile(int64_t k, Matrix a, const float* b, int64_t step, Sums c) {
-  constexpr int THIRDS = (R + 2) / 3;
-  ColumnReg sum[R][2] = {};
-  const float* rows[THIRDS];  // every third row: the others are one or two steps of an address away
-#pragma GCC unroll 4
-  for (int i = 0; i < THIRDS; i++) rows[i] = a(3 * i, 0);
-#pragma GCC unroll 2
-  for (; k > 0; k--) {
-    const ColumnReg left = read_column(b), right = read_column(b + COLUMN);
-#pragma GCC unroll 12
-    for (int i = 0; i < R; i++) {
-      const ColumnReg each = spread(rows[i / 3][i % 3 * a.row]);
-      sum[i][0] = multiply_add(each, left, sum[i][0]);
-      sum[i][1] = multiply_add(each, right, sum[i][1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < THIRDS; i++) rows[i] += a.column;
-    b += step;
-  }
-#pragma GCC unroll 12
-  for (int i = 0; i < R; i++)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; j++) {
-      float* to = c.at + i * c.step + j * COLUMN;
-      write_column(to, c.more ? read_column(to) + sum[i][j] : sum[i][j]);
-    }
-}
-
-// The same for any number of rows up to R.
-template <int R = ROWS>
-PV_FN void tile_of(int64_t rows, int64_t k, const Matrix& a, const float* b, int64_t step, const Sums& c) {
-  if (rows >= R) return tile<R>(k, a, b, step, c);
-  if constexpr (R > 1) tile_of<R - 1>(rows, k, a, b, step, c);
-}
-
-// Panels of COLUMNS columns, with room for `depth` terms each: element (i, p * COLUMNS + j) lies at [p][i][j]; columns
-// past the last one are zero. finite: whether all elements are.
-struct Panels {
-  const float* at;
-  int64_t depth;
-  bool finite;
-  PV_FN const float* operator()(int64_t i, int64_t j) const {
-    return at + j / COLUMNS * COLUMNS * depth + i * COLUMNS + j % COLUMNS;
-  }
-};
-template <class Right> constexpr bool is_packed = std::is_same_v<Right, Panels>;
-
-// A block packs its own panels together, because a line of b, and a page, holds several of them. They have room for
-// DEPTH terms.
-constexpr int COLUMN_PANEL = COLUMNS * DEPTH;
-
-// Row i of b becomes row place(i) of the panels.
-struct InOrder {
-  PV_FN int64_t operator()(int64_t i) const { return i; }
-};
-
-template <int PANEL, class Place>
-[[gnu::noinline]] inline void pack_elements(
-    const Matrix& b, int64_t first, int64_t k, int64_t n, float* panels, const Place& place) {
-  for (int64_t i = first; i < k; i++)
-    for (int64_t j = 0; j < (n + COLUMNS - 1) / COLUMNS * COLUMNS; j++)
-      panels[j / COLUMNS * PANEL + place(i) * COLUMNS + j % COLUMNS] = j < n ? *b(i, j) : 0.0f;
-}
-template <int PANEL = COLUMN_PANEL, class Place = InOrder>
-[[gnu::noinline]] inline void pack_columns(
-    const Matrix& b, int64_t k, int64_t n, float* panels, const Place& place = {}) {
-  const int64_t whole = n / COLUMNS * COLUMNS;  // columns
-  int64_t done = 0;                             // terms
-  if (b.column == 1) {
-    for (; done < k; done++)
-      for (int64_t j = 0; j < whole; j += COLUMNS) {
-        float* to = panels + j / COLUMNS * PANEL + place(done) * COLUMNS;
-        write_column(to, read_column(b(done, j)));
-        write_column(to + COLUMN, read_column(b(done, j + COLUMN)));
-      }
-  } else if (b.row == 1) {  // squares whose rows are columns of b
-    done = k / COLUMN * COLUMN;
-    for (int64_t j = 0; j < whole; j += COLUMN)
-      for (int64_t i = 0; i < done; i += COLUMN) {
-        ColumnReg r[COLUMN];
-#pragma GCC unroll 16
-        for (int t = 0; t < COLUMN; t++) r[t] = read_column(b(i, j + t));
-        transpose<COLUMN / 2, Column>(r);
-        float* to = panels + j / COLUMNS * PANEL + j % COLUMNS;
-#pragma GCC unroll 16
-        for (int t = 0; t < COLUMN; t++) write_column(to + place(i + t) * COLUMNS, r[t]);
-      }
-  }
-  if (whole < n) pack_elements<PANEL>(b.from(0, whole), 0, done, n - whole, panels + whole / COLUMNS * PANEL, place);
-  if (done < k) pack_elements<PANEL>(b, done, k, n, panels, place);
-}
-
-// Panels of ROWS rows, for matrices whose columns lie in memory: panel p holds a[p * ROWS + i, j] at [p][j][i]. Each
-// panel has room for DEPTH columns and one register.
-constexpr int ROW_PANEL = ROWS * DEPTH + COLUMN;
-
-[[gnu::noinline]] inline void pack_rows(const Matrix& a, int64_t m, int64_t k, float* panels) {
-  constexpr int64_t GROUP = 8;  // columns at a time, whose lines stay in the cache from panel to panel
-  for (int64_t from = 0; from < k; from += GROUP) {
-    const int64_t to = least(from + GROUP, k);
-    float* panel = panels;
-    int64_t i = 0;
-    for (; i + COLUMN <= m; i += ROWS, panel += ROW_PANEL)  // what is too much is overwritten by the next column
-      for (int64_t j = from; j < to; j++) write_column(panel + j * ROWS, read_column(a(i, j)));
-    for (; i < m; i += ROWS, panel += ROW_PANEL)
-      for (int64_t j = from; j < to; j++)
-        for (int64_t r = 0; r < least(ROWS, m - i); r++) panel[j * ROWS + r] = *a(i + r, j);
-  }
-}
-
-// c[R, J] (+)= a[R, k] @ b[k, J], where the terms of both are neighbours.
-template <int R, int J>
-[[gnu::noinline]] inline void dots(int64_t k, Matrix a, Matrix b, Sums c) {
-  ColumnReg sum[R][J] = {};
-  int64_t t = 0;
-  for (; t + COLUMN <= k; t += COLUMN) {
-    ColumnReg each[R];
-#pragma GCC unroll 8
-    for (int i = 0; i < R; i++) each[i] = read_column(a.at + t + i * a.row);
-#pragma GCC unroll 8
-    for (int j = 0; j < J; j++) {
-      const ColumnReg other = read_column(b.at + t + j * b.column);
-#pragma GCC unroll 8
-      for (int i = 0; i < R; i++) sum[i][j] = multiply_add(each[i], other, sum[i][j]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < R; i++)
-#pragma GCC unroll 8
-    for (int j = 0; j < J; j++) {
-      float all = total<Sum>(Column{{sum[i][j]}});
-      for (int64_t rest = t; rest < k; rest++) all = __builtin_fmaf(*a(i, rest), *b(rest, j), all);
-      float& to = c.at[i * c.step + j];
-      to = c.more ? to + all : all;
-    }
-}
-
-// J columns share the reads of a; what is left of n goes one by one.
-template <int R, int J>
-PV_FN void dot_rows(int64_t n, int64_t k, const Matrix& a, const Matrix& b, const Sums& c) {
-  int64_t j = 0;
-  for (; j + J <= n; j += J) dots<R, J>(k, a, b.from(0, j), c.from(0, j));
-  for (; j < n; j++) dots<R, 1>(k, a, b.from(0, j), c.from(0, j));
-}
-[[gnu::noinline]] inline void dot_block(int64_t m, int64_t n, int64_t k, const Matrix& a, const Matrix& b, const Sums& c) {
-  int64_t i = 0;
-  for (; m - i == 3 || m - i > 4; i += 3) dot_rows<3, 4>(n, k, a.from(i, 0), b, c.from(i, 0));
-  for (; m - i >= 2; i += 2) dot_rows<2, 6>(n, k, a.from(i, 0), b, c.from(i, 0));
-  if (i < m) dot_rows<1, 8>(n, k, a.from(i, 0), b, c.from(i, 0));
-}
-
 // b[k, n] as panels, whole, and then one more element: 1 if all of it is finite, else 0. Terms that lie in b channel by
 // channel, `area` taps of each, go tap by tap. SIZE: how many floats `to` has room for.
-template <int64_t N, int64_t K, int64_t SIZE>
-inline void pack_panels(int64_t area, const Matrix& b, float* to) {
-  constexpr int64_t n = N, k = K, columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS;
-  static_assert(SIZE == columns * k + 1);
+template <int64_t N, int64_t K, int64_t SIZE, class E>
+inline void pack_panels(int64_t area, const Matrix<E>& b, float* to) {
+  constexpr int T = TERMS<E>;
+  constexpr int64_t n = N, k = K, columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS, units = (k + T - 1) / T;
+  static_assert(SIZE == columns * units + 1);
   const int64_t channels = k / area;
   bool finite = true;
-  float* next = to;
+  auto* next = (Factor<E>*)to;
   for (int64_t first = 0; first < columns; first += COLUMNS)
-    for (int64_t t = 0; t < k; t++)
-      for (int64_t j = first; j < first + COLUMNS; j++) {
-        const float value = j < n ? *b(t % channels * area + t / channels, j) : 0.0f;
-        finite &= std::isfinite(value);
-        *next++ = value;
-      }
-  *next = finite;
+    for (int64_t unit = 0; unit < units; unit++)
+      for (int64_t j = first; j < first + COLUMNS; j++)
+        for (int64_t t = unit * T; t < (unit + 1) * T; t++) {
+          const E* at = t < k && j < n ? b(t % channels * area + t / channels, j) : nullptr;
+          finite &= !at || std::isfinite(load(at));
+          *next++ = at ? factor_of(*at) : Factor<E>{};
+        }
+  to[SIZE - 1] = finite;
 }
-// The columns of what `pack_panels` wrote from `first` on, a multiple of COLUMNS.
-PV_FN Panels panels_from(const float* packed, int64_t n, int64_t k, int64_t first) {
-  return {packed + first * k, k, packed[(n + COLUMNS - 1) / COLUMNS * COLUMNS * k] != 0};
+// The columns of what `pack_panels` wrote of b[k, n], from `first` on, a multiple of COLUMNS.
+template <class E> PV_FN Panels panels_from(const float* packed, int64_t n, int64_t k, int64_t first) {
+  const int64_t units = (k + TERMS<E> - 1) / TERMS<E>;
+  return {packed + first * units, units, packed[(n + COLUMNS - 1) / COLUMNS * COLUMNS * units] != 0};
+}
+
+// How the rows of a left operand are read.
+enum class Left { LYING, ROWS, PANELS };
+template <class E> PV_FN Left left_of(const Matrix<E>& a, int64_t m, int64_t k) {
+  if (m > FEW_ROWS && a.row == 1 && a.column != 1) return Left::PANELS;
+  const bool lies = TERMS<E> == 1 || (a.column == 1 && k % TERMS<E> == 0);
+  return is_factor<E> && lies ? Left::LYING : Left::ROWS;
 }
 
 // c[m, n] = a[m, k] @ b[k, n], in rows of N elements, of which those from n on are overwritten. M is the largest m
-// and N, a multiple of COLUMNS, the largest n of any call. Right: Matrix or Panels.
-template <int M, int N, class Right>
-inline void contract(int64_t m, int64_t n, int64_t k, const Matrix& a, const Right& b, float* c) {
+// and N, a multiple of COLUMNS, the largest n of any call. B: Matrix<E> or Panels.
+template <int M, int N, class E, class B>
+inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const B& b, float* c) {
+  constexpr int T = TERMS<E>;
+  constexpr int64_t TERMS_AT_ONCE = DEPTH * T;
+  using F = Factor<E>;
   static_assert(N % COLUMNS == 0);
   if (k <= 0) std::memset(c, 0, size_t(m) * N * sizeof(float));
-  if constexpr (!is_packed<Right>)
+  if constexpr (!is_packed<B>)
     if ((m <= FEW_ROWS || n <= FEW_COLUMNS) && a.column == 1 && b.row == 1) {
-      constexpr int64_t LONG = DEPTH * COLUMN;
+      constexpr int64_t LONG = TERMS_AT_ONCE * COLUMN;
       for (int64_t t = 0; t < k; t += LONG) dot_block(m, n, least(LONG, k - t), a.from(0, t), b.from(t, 0), {c, N, t > 0});
       return;
     }
-  alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
+  alignas(64) float columns[is_packed<B> ? COLUMNS : N * DEPTH];
   alignas(64) float rows[(M + ROWS - 1) / ROWS * ROW_PANEL];
-  const bool packed = m > FEW_ROWS && a.row == 1 && a.column != 1;
-  for (int64_t t = 0; t < k; t += DEPTH) {
-    const int64_t depth = least(DEPTH, k - t);
-    if (packed) pack_rows(a.from(0, t), m, depth, rows);
-    const auto column = [&](int64_t j, const float* panel, int64_t step) PV_INLINE {
-      for (int64_t i = 0; i < m; i += ROWS) {
-        const Matrix mine = packed ? Matrix{rows + i / ROWS * ROW_PANEL, 1, ROWS} : a.from(i, t);
-        tile_of(m - i, depth, mine, panel, step, {c + i * N + j, N, t > 0});
-      }
+  const Left left = left_of(a, m, k);
+  for (int64_t t = 0; t < k; t += TERMS_AT_ONCE) {
+    const int64_t depth = least(TERMS_AT_ONCE, k - t), units = (depth + T - 1) / T;
+    if (left == Left::PANELS) pack_rows(a.from(0, t), m, depth, rows);
+    if (left == Left::ROWS) copy_rows(a.from(0, t), m, depth, rows);
+    const auto rows_from = [&](int64_t i) PV_INLINE -> Matrix<F> {
+      if (left == Left::PANELS) return {(const F*)(rows + i / ROWS * ROW_PANEL), T, ROWS};
+      if constexpr (is_factor<E>)
+        if (left == Left::LYING) return a.from(i, t);
+      return {(const F*)(rows + i * DEPTH), T * DEPTH, 1};
     };
-    if constexpr (is_packed<Right>) {
-      for (int64_t j = 0; j < n; j += COLUMNS) column(j, b(t, j), COLUMNS);
+    const auto column = [&](int64_t j, const auto& right) PV_INLINE {
+      for (int64_t i = 0; i < m; i += ROWS) tile_of(m - i, units, rows_from(i), right, {c + i * N + j, N, t > 0});
+    };
+    if constexpr (is_packed<B>) {
+      for (int64_t j = 0; j < n; j += COLUMNS) column(j, Rows{b(t / T, j), COLUMNS});
     } else {
-      const int64_t in_place = m <= FEW_ROWS && b.column == 1 ? n / COLUMNS * COLUMNS : 0;
+      const bool lies = m <= FEW_ROWS && b.column == 1 && k % T == 0;
+      const int64_t in_place = lies && (std::is_same_v<E, float> || M <= FEW_ROWS) ? n / COLUMNS * COLUMNS : 0;
       if (in_place < n) pack_columns(b.from(t, in_place), depth, n - in_place, columns);
-      for (int64_t j = 0; j < n; j += COLUMNS)
-        j < in_place ? column(j, b(t, j), b.row) : column(j, columns + (j - in_place) * DEPTH, COLUMNS);
-    }
-  }
-}
-
-// ------------------------------------------------------------------------------------------------ windows
-//
-// The functions that are called from a block are compiled as they stand (noipa): GCC 12, which splits a struct that is
-// given by reference into parts (-fipa-sra), read other memory than that of the taps.
-
-// One axis of a window's rows or taps. Edges: a row and a tap count where 0 <= first + rows * row + taps * tap < extent.
-struct WindowAxis { int64_t extent, step; };
-struct Edge { int64_t first, extent, rows[3], taps[2]; };
-
-// The left operand of a convolution as it lies: its rows are points of three axes, its terms those of two axes of taps
-// and of `channels` that are neighbours. Terms count channels fastest, or, where `planes`, taps: as the right operand
-// lies. `padded`: some terms lie outside; these add nothing, or, with `zeros`, zero times the right operand.
-struct Window {
-  const float* at;
-  WindowAxis rows[3], taps[2];
-  int64_t channels;
-  bool planes, padded, zeros;
-  Edge edges[2];
-  PV_FN int64_t height() const { return rows[0].extent * rows[1].extent * rows[2].extent; }
-  PV_FN int64_t area() const { return taps[0].extent * taps[1].extent; }
-};
-
-// `count` channels of one tap, from `channel` on.
-struct Run {
-  int64_t tap[2], channel, count;
-};
-PV_FN Run run_at(const Window& w, int64_t term, int64_t most) {
-  const int64_t area = w.area(), tap = w.planes ? term % area : term / w.channels;
-  const int64_t channel = w.planes ? term / area : term % w.channels;
-  return {{tap / w.taps[1].extent, tap % w.taps[1].extent}, channel, least(w.channels - channel, most)};
-}
-
-// Calls each(row, pointer to the first term of the run, true if it counts, true if that of a tap `further` does) for all
-// rows.
-template <class Each>
-PV_FN void for_rows(const Window& w, const Run& run, int64_t further, Each each) {
-  const float* at = w.at + run.tap[0] * w.taps[0].step + run.tap[1] * w.taps[1].step + run.channel;
-  const auto place = [&](const Edge& edge, int64_t i, int64_t j) PV_INLINE {
-    const int64_t rows = i * edge.rows[0] + j * edge.rows[1];
-    return uint64_t(edge.first + rows + run.tap[0] * edge.taps[0] + run.tap[1] * edge.taps[1]);
-  };
-  const Edge &above = w.edges[0], &beside = w.edges[1];
-  const uint64_t down = uint64_t(further * above.taps[1]), right = uint64_t(further * beside.taps[1]);
-  int64_t row = 0;
-  for (int64_t i = 0; i < w.rows[0].extent; i++)
-    for (int64_t j = 0; j < w.rows[1].extent; j++) {
-      const float* from = at + i * w.rows[0].step + j * w.rows[1].step;
-      uint64_t y = place(above, i, j), x = place(beside, i, j);
-      for (int64_t k = 0; k < w.rows[2].extent; k++) {
-        const bool first = y < uint64_t(above.extent) && x < uint64_t(beside.extent);
-        each(row++, from, first, y + down < uint64_t(above.extent) && x + right < uint64_t(beside.extent));
-        from += w.rows[2].step, y += uint64_t(above.rows[2]), x += uint64_t(beside.rows[2]);
+      for (int64_t j = 0; j < in_place; j += COLUMNS) {
+        if constexpr (std::is_same_v<E, float>) column(j, Rows{b(t, j), b.row});
+        else if constexpr (M <= FEW_ROWS) column(j, LyingRows<E>{b(t, j), b.row});
       }
-    }
-}
-
-PV_FN void copy_terms(const float* from, int64_t count, bool counts, float* to) {
-  if (!counts) {
-    std::memset(to, 0, size_t(count) * sizeof(float));
-  } else if (count < COLUMN) {
-    for (int64_t i = 0; i < count; i++) to[i] = from[i];
-  } else {
-    for (int64_t i = 0; i + COLUMN < count; i += COLUMN) write_column(to + i, read_column(from + i));
-    write_column(to + count - COLUMN, read_column(from + count - COLUMN));
-  }
-}
-
-// Rows of DEPTH terms, of which those of a run are written; zero where they do not count.
-[[gnu::noinline, gnu::noipa]] inline void gather_run(const Window& w, const Run& run, float* rows) {
-  for_rows(w, run, 0, [&](int64_t row, const float* from, bool counts, bool) PV_INLINE {
-    copy_terms(from, run.count, counts, rows + row * DEPTH);
-  });
-}
-
-// The same for all taps of the inner axis, whose channels are neighbours.
-[[gnu::noinline, gnu::noipa]] inline void gather_line(const Window& w, const Run& run, float* rows) {
-  const int64_t taps = w.taps[1].extent, count = taps * run.count;
-  for_rows(w, run, taps - 1, [&](int64_t row, const float* from, bool first, bool last) PV_INLINE {
-    float* to = rows + row * DEPTH;
-    if (first && last) return copy_terms(from, count, true, to);
-    const int64_t i = row / (w.rows[1].extent * w.rows[2].extent), j = row / w.rows[2].extent % w.rows[1].extent;
-    const int64_t k = row % w.rows[2].extent;
-    for (int64_t tap = 0; tap < taps; tap++) {
-      bool counts = true;
-      for (const Edge& edge : w.edges) {
-        const int64_t rows_at = i * edge.rows[0] + j * edge.rows[1] + k * edge.rows[2];
-        const int64_t place = edge.first + rows_at + run.tap[0] * edge.taps[0] + tap * edge.taps[1];
-        counts &= uint64_t(place) < uint64_t(edge.extent);
-      }
-      copy_terms(from + tap * run.count, run.count, counts, to + tap * run.count);
-    }
-  });
-}
-
-// `depth` terms from `term` on: the channels of a tap side by side.
-[[gnu::noinline, gnu::noipa]] inline void gather_rows(const Window& w, int64_t term, int64_t depth, float* rows) {
-  const int64_t area = w.area(), most = w.planes ? depth / area : depth;
-  for (int64_t done = 0; done < depth;) {
-    const Run run = run_at(w, w.planes ? term + done / most : term + done, w.planes ? most : depth - done);
-    const bool line = run.count == w.channels && run.tap[1] == 0 && w.taps[1].step == w.channels;
-    const int64_t taps = line && done + w.taps[1].extent * run.count <= depth ? w.taps[1].extent : 1;
-    taps > 1 ? gather_line(w, run, rows + done) : gather_run(w, run, rows + done);
-    done += taps * run.count;
-  }
-}
-
-// True if k rows of all panels of n columns are finite: then zeros add nothing.
-[[gnu::noinline, gnu::noipa]] inline bool finite(int64_t k, int64_t n, const float* panels) {
-  ColumnReg sums[4] = {};  // that do not wait for one another
-  for (int64_t j = 0; j < n; j += COLUMNS, panels += COLUMN_PANEL)
-    for (int64_t i = 0; i < k; i += 2) {
-      const float *one = panels + i * COLUMNS, *other = panels + least(i + 1, k - 1) * COLUMNS;
-      sums[0] = multiply_add(read_column(one), ColumnReg{}, sums[0]);
-      sums[1] = multiply_add(read_column(one + COLUMN), ColumnReg{}, sums[1]);
-      sums[2] = multiply_add(read_column(other), ColumnReg{}, sums[2]);
-      sums[3] = multiply_add(read_column(other + COLUMN), ColumnReg{}, sums[3]);
-    }
-  return total<Sum>(Column{{(sums[0] + sums[1]) + (sums[2] + sums[3])}}) == 0;
-}
-
-// The same as `contract`, term by term: for weights that are not finite, which zeros would make NaN.
-template <class Right>
-[[gnu::noinline, gnu::noipa]] inline void contract_each(int64_t n, int64_t k, const Window& a, const Right& b, Sums c) {
-  for (int64_t i = 0; i < a.height(); i++) std::memset(c.at + i * c.step, 0, size_t(n) * sizeof(float));
-  for (int64_t t = 0; t < k; t++)
-    for_rows(a, run_at(a, t, 1), 0, [&](int64_t row, const float* from, bool counts, bool) {
-      for (int64_t j = 0; counts && j < n; j++)
-        c.at[row * c.step + j] = __builtin_fmaf(*from, *b(t, j), c.at[row * c.step + j]);
-    });
-}
-
-// Where the terms of the right operand go that lie plane by plane: taps of a channel become channels of a tap.
-struct ByTap {
-  int16_t at[DEPTH];
-  ByTap(int64_t area, int64_t channels) {
-    for (int64_t i = 0; i < area * channels; i++) at[i] = int16_t(i % area * channels + i / area);
-  }
-  PV_FN int64_t operator()(int64_t i) const { return at[i]; }
-};
-
-// c[M, n] = a[M, k] @ b[k, n] with windows as rows of a, at most M of them. They are copied in cache, some DEPTH terms
-// at a time, so that edges, strides and dilation are nothing to the micro-kernel.
-template <int M, int N, class Right>
-inline void contract(int64_t n, int64_t k, const Window& a, const Right& b, float* c) {
-  static_assert(N % COLUMNS == 0);
-  const int64_t m = a.height(), area = a.area();
-  if (k <= 0) std::memset(c, 0, size_t(m) * N * sizeof(float));
-  alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
-  alignas(64) float rows[M * DEPTH];
-  int64_t step = a.planes ? DEPTH / area : DEPTH;
-  if (a.planes) step = (step > COLUMN ? step / COLUMN * COLUMN : step) * area;
-  for (int64_t t = 0; t < k; t += step) {
-    const int64_t depth = least(step, k - t);
-    Panels panels;
-    if constexpr (is_packed<Right>) {
-      panels = {b(t, 0), b.depth, b.finite};
-    } else {
-      if (a.planes)
-        pack_columns(b.from(t, 0), depth, n, columns, ByTap(area, depth / area));
-      else
-        pack_columns(b.from(t, 0), depth, n, columns);
-      panels = {columns, DEPTH, !a.padded || a.zeros || finite(depth, n, columns)};
-    }
-    if (a.padded && !a.zeros && !panels.finite) return contract_each(n, k, a, b, {c, N, false});
-    gather_rows(a, t, depth, rows);
-    for (int64_t j = 0; j < n; j += COLUMNS)
-      for (int64_t i = 0; i < m; i += ROWS)
-        tile_of(m - i, depth, Matrix{rows + i * DEPTH, DEPTH, 1}, panels(0, j), COLUMNS, {c + i * N + j, N, t > 0});
-  }
-}
-
-// Taps of a window that count: their numbers, and where their elements lie, counted from the first tap's.
-struct Taps {
-  int count = 0;
-  int16_t tap[DEPTH];
-  int64_t place[DEPTH];
-};
-
-// c[P, n] = sums over taps of windows of P neighbours, `step` apart, channel by channel, with the panels of weights b.
-template <int P>
-[[gnu::noinline, gnu::noipa]] inline void tap_sums(int64_t n, const Taps& taps, const float* at, int64_t step, const Panels& b, Sums c) {
-  int64_t j = 0;
-  for (; j + COLUMNS <= n; j += COLUMNS) {
-    ColumnReg sum[P][2] = {};
-    for (int t = 0; t < taps.count; t++) {
-      const float *x = at + taps.place[t] + j, *w = b(taps.tap[t], j);
-      const ColumnReg left = read_column(w), right = read_column(w + COLUMN);
-#pragma GCC unroll 12
-      for (int i = 0; i < P; i++) {
-        sum[i][0] = multiply_add(read_column(x + i * step), left, sum[i][0]);
-        sum[i][1] = multiply_add(read_column(x + i * step + COLUMN), right, sum[i][1]);
-      }
-    }
-#pragma GCC unroll 12
-    for (int i = 0; i < P; i++) {
-      write_column(c.at + i * c.step + j, sum[i][0]);
-      write_column(c.at + i * c.step + j + COLUMN, sum[i][1]);
+      for (int64_t j = in_place; j < n; j += COLUMNS) column(j, Rows{columns + (j - in_place) * DEPTH, COLUMNS});
     }
   }
-  for (; j < n; j++)
-    for (int i = 0; i < P; i++) {
-      float sum = 0;
-      for (int t = 0; t < taps.count; t++)
-        sum = __builtin_fmaf(at[taps.place[t] + j + i * step], *b(taps.tap[t], j), sum);
-      c.at[i * c.step + j] = sum;
-    }
-}
-template <int P = ROWS>
-PV_FN void tap_sums_of(
-    int64_t pixels, int64_t n, const Taps& taps, const float* at, int64_t step, const Panels& b, const Sums& c) {
-  if (pixels >= P) return tap_sums<P>(n, taps, at, step, b, c);
-  if constexpr (P > 1) tap_sums_of<P - 1>(pixels, n, taps, at, step, b, c);
-}
-
-// c[M, n]: column j is the sum over the k taps of column j of a's windows times b[k, j]. Inside of an image, pixels are
-// neighbours with the same taps and share the reads of weights; at its edges each pixel has taps of its own.
-template <int M, int N, class Right>
-inline void contract_taps(int64_t n, int64_t k, const Window& a, const Right& b, float* c) {
-  alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
-  Panels panels;
-  if constexpr (is_packed<Right>) {
-    panels = b;
-  } else {
-    pack_columns(b, k, n, columns);
-    panels = {columns, DEPTH, !a.zeros || finite(k, n, columns)};
-  }
-  const bool every = a.zeros && !panels.finite;  // then zeros make NaN
-  static constexpr float nothing[N] = {};
-  const auto place = [&](const Edge& edge, int64_t i, int64_t j, int64_t l, int64_t t, int64_t u) PV_INLINE {
-    const int64_t rows = i * edge.rows[0] + j * edge.rows[1] + l * edge.rows[2];
-    return uint64_t(edge.first + rows + t * edge.taps[0] + u * edge.taps[1]) < uint64_t(edge.extent);
-  };
-  const auto counts = [&](int64_t i, int64_t j, int64_t l, int64_t t, int64_t u) PV_INLINE {
-    return place(a.edges[0], i, j, l, t, u) && place(a.edges[1], i, j, l, t, u);
-  };
-  const int64_t height = a.taps[0].extent, width = a.taps[1].extent, pixels = a.rows[2].extent;
-  Taps all, some;
-  const auto add = [&](Taps& taps, int64_t t, int64_t u, int64_t place) PV_INLINE {
-    taps.tap[taps.count] = int16_t(t * width + u);
-    taps.place[taps.count++] = place;
-  };
-  const auto place_of = [&](int64_t t, int64_t u) PV_INLINE { return t * a.taps[0].step + u * a.taps[1].step; };
-  for (int64_t t = 0; t < height; t++)
-    for (int64_t u = 0; u < width; u++) add(all, t, u, place_of(t, u));
-  for (int64_t i = 0; i < a.rows[0].extent; i++)
-    for (int64_t j = 0; j < a.rows[1].extent; j++) {
-      const float* line = a.at + i * a.rows[0].step + j * a.rows[1].step;
-      const auto inside = [&](int64_t l) PV_INLINE {
-        return counts(i, j, l, 0, 0) && counts(i, j, l, height - 1, width - 1);
-      };
-      for (int64_t l = 0; l < pixels;) {
-        const Sums to{c + ((i * a.rows[1].extent + j) * pixels + l) * N, N, false};
-        int64_t run = 0;
-        while (run < ROWS && l + run < pixels && inside(l + run)) run++;
-        if (run > 0) {
-          tap_sums_of(run, n, all, line + l * a.rows[2].step, a.rows[2].step, panels, to);
-        } else {
-          const float* pixel = line + l * a.rows[2].step;
-          some.count = 0;
-          for (int64_t t = 0; t < height; t++)
-            for (int64_t u = 0; u < width; u++) {
-              const bool there = counts(i, j, l, t, u);
-              if (there || every) add(some, t, u, there ? place_of(t, u) : nothing - pixel);
-            }
-          tap_sums<1>(n, some, pixel, 0, panels, to);
-          run = 1;
-        }
-        l += run;
-      }
-    }
 }
 
 }  // namespace pv

@@ -316,11 +316,14 @@ def _value(op: str, dtype: torch.dtype | None) -> Value:
 
 
 def holds_of(lowering: Any) -> dict[str, str]:
-    """By buffer, the FX node whose whole result it is."""
+    """By buffer, the FX node whose whole result it is. What no kernel stores any more is left out: it may still have
+    memory, that of the buffer whose place it was to take.
+    """
     found: dict[str, str] = {}
+    unstored = lowering.removed_buffers | lowering.inplaced_to_remove
     for name, buffer in lowering.name_to_buffer.items():
         node = buffer.get_origin_node()
-        if node is None:
+        if node is None or name in unstored:
             continue
         value = node.meta.get("val")
         try:

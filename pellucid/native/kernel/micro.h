@@ -1,0 +1,291 @@
+// The micro-kernels of matrix products: registers full of sums, and the packing of what they read.
+//
+// They multiply units of four bytes. A unit is a term in f32; or, where the machine adds the products of such pairs to
+// a sum in f32, two neighbouring terms in bf16. Other narrow floats become f32 when they are packed. So all that is
+// packed has the same form, whatever it was made of.
+//
+// Each sum adds its terms in order, with one rounding each (FMA; of pairs, as the machine does it); dot products have
+// one such sum per lane of a register.
+namespace pv {
+
+// What the micro-kernel keeps in registers: ROWS x 2 sums, two registers of b, and a unit of a.
+constexpr int COLUMN = REGISTER / int(sizeof(float));  // lanes of a register
+constexpr int COLUMNS = 2 * COLUMN;
+constexpr int ROWS = REGISTER == 64 ? 12 : 6;
+constexpr int DEPTH = 192;  // units that are packed at a time
+
+using Column = Vec<float, COLUMN>;
+using ColumnReg = Column::reg;
+
+// What an element of type E is multiplied as, and how many of these make a unit.
+#ifdef __AVX512BF16__
+template <class E> using Factor = std::conditional_t<std::is_same_v<E, bf16>, bf16, float>;
+#else
+template <class E> using Factor = float;
+#endif
+template <class E> constexpr int TERMS = int(sizeof(float) / sizeof(Factor<E>));
+// True if rows of E are rows of units.
+template <class E> constexpr bool is_factor = std::is_same_v<E, Factor<E>>;
+
+PV_FN ColumnReg read_column(const float* p) { return load<float>(p, All<COLUMN>()).r[0]; }
+PV_FN void write_column(float* p, ColumnReg a) { store<float>(p, Column{{a}}, All<COLUMN>()); }
+PV_FN ColumnReg spread(float a) { return (ColumnReg)PV_PS(set1)(a); }
+PV_FN ColumnReg multiply_add(ColumnReg a, ColumnReg b, ColumnReg c) { return (ColumnReg)PV_PS(fmadd)(a, b, c); }
+
+// Units as lanes of floats; what they hold matters to `multiply_units` alone.
+template <class F> PV_FN ColumnReg spread_unit(const F* p) {
+  float unit;
+  std::memcpy(&unit, p, sizeof unit);
+  return spread(unit);
+}
+template <class F> PV_FN ColumnReg multiply_units(ColumnReg a, ColumnReg b, ColumnReg c) {
+#ifdef __AVX512BF16__
+  if constexpr (TERMS<F> == 2) return (ColumnReg)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#endif
+  return multiply_add(a, b, c);
+}
+
+// COLUMN units whose terms are neighbours, all of them or those of each unit.
+template <class E> PV_FN ColumnReg read_along(const E* p) {
+  if constexpr (TERMS<E> == 2) return read_column((const float*)p);
+  else return load<E>(p, All<COLUMN>()).r[0];
+}
+// COLUMN neighbouring units whose terms lie `step` apart.
+template <class E> PV_FN ColumnReg read_across(const E* p, int64_t step) {
+  if constexpr (TERMS<E> == 2) {
+    const auto even = widen_16(load<uint16_t>((const uint16_t*)p, All<COLUMN>()));
+    const auto odd = widen_16(load<uint16_t>((const uint16_t*)(p + step), All<COLUMN>()));
+    return (ColumnReg)(even.r[0] | odd.r[0] << 16);
+  } else {
+    return load<E>(p, All<COLUMN>()).r[0];
+  }
+}
+template <class E> PV_FN Factor<E> factor_of(E a) {
+  if constexpr (is_factor<E>) return a;
+  else return load(&a);
+}
+
+// A matrix as it lies: element (i, j) is at[i * row + j * column].
+template <class E> struct Matrix {
+  const E* at;
+  int64_t row, column;
+  PV_FN const E* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
+  PV_FN Matrix from(int64_t i, int64_t j) const { return {(*this)(i, j), row, column}; }
+};
+
+// The block that is computed, in rows of `step` elements. `more`: it holds the sums of earlier terms.
+struct Sums {
+  float* at;
+  int64_t step;
+  bool more;
+  PV_FN Sums from(int64_t i, int64_t j) const { return {at + i * step + j, step, more}; }
+};
+
+// What the micro-kernel reads of b, unit by unit: floats whose rows lie `step` apart, packed units among them; or a
+// matrix of any type as it lies.
+struct Rows {
+  const float* at;
+  int64_t step;
+  PV_FN ColumnReg read(int j) const { return read_column(at + j); }
+  PV_FN void next() { at += step; }
+};
+template <class E> struct LyingRows {
+  const E* at;
+  int64_t step;
+  PV_FN ColumnReg read(int j) const { return read_across(at + j, step); }
+  PV_FN void next() { at += TERMS<E> * step; }
+};
+
+// c[R, COLUMNS] (+)= a[R, k] @ b[k, COLUMNS], with k units. F: what a holds, the terms of a unit side by side.
+template <int R, class F, class Right>
+[[gnu::noinline]] inline void tile(int64_t k, Matrix<F> a, Right b, Sums c) {
+  constexpr int THIRDS = (R + 2) / 3;
+  ColumnReg sum[R][2] = {};
+  const F* rows[THIRDS];  // every third row: the others are one or two steps of an address away
+#pragma GCC unroll 4
+  for (int i = 0; i < THIRDS; i++) rows[i] = a(3 * i, 0);
+#pragma GCC unroll 2
+  for (; k > 0; k--) {
+    const ColumnReg left = b.read(0), right = b.read(COLUMN);
+#pragma GCC unroll 12
+    for (int i = 0; i < R; i++) {
+      const ColumnReg each = spread_unit(rows[i / 3] + i % 3 * a.row);
+      sum[i][0] = multiply_units<F>(each, left, sum[i][0]);
+      sum[i][1] = multiply_units<F>(each, right, sum[i][1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < THIRDS; i++) rows[i] += TERMS<F> * a.column;
+    b.next();
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      float* to = c.at + i * c.step + j * COLUMN;
+      write_column(to, c.more ? read_column(to) + sum[i][j] : sum[i][j]);
+    }
+}
+
+// The same for any number of rows up to R.
+template <int R = ROWS, class F, class Right>
+PV_FN void tile_of(int64_t rows, int64_t k, const Matrix<F>& a, const Right& b, const Sums& c) {
+  if (rows >= R) return tile<R>(k, a, b, c);
+  if constexpr (R > 1) tile_of<R - 1>(rows, k, a, b, c);
+}
+
+// ------------------------------------------------------------------------------------------------- packing
+
+// Panels of COLUMNS columns, with room for `depth` units each: unit (i, p * COLUMNS + j) lies at [p][i][j]; columns
+// past the last one are zero, and so is the second term of a last unit that has one term. finite: whether all are.
+struct Panels {
+  const float* at;
+  int64_t depth;
+  bool finite;
+  PV_FN const float* operator()(int64_t i, int64_t j) const {
+    return at + j / COLUMNS * COLUMNS * depth + i * COLUMNS + j % COLUMNS;
+  }
+};
+template <class Right> constexpr bool is_packed = std::is_same_v<Right, Panels>;
+
+// A block packs its own panels together, because a line of b, and a page, holds several of them. They have room for
+// DEPTH units.
+constexpr int COLUMN_PANEL = COLUMNS * DEPTH;
+
+// Row i of b becomes row place(i) of the panels.
+struct InOrder {
+  PV_FN int64_t operator()(int64_t i) const { return i; }
+};
+
+// Terms from `first` on, the beginning of a unit, element by element.
+template <int PANEL, class E, class Place>
+[[gnu::noinline]] inline void pack_elements(
+    const Matrix<E>& b, int64_t first, int64_t k, int64_t n, float* panels, const Place& place) {
+  constexpr int T = TERMS<E>;
+  const int64_t columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS;
+  for (int64_t i = first; i < (k + T - 1) / T * T; i++) {
+    const int64_t row = i < k ? place(i) : i;
+    for (int64_t j = 0; j < columns; j++) {
+      auto* unit = (Factor<E>*)(panels + j / COLUMNS * PANEL + row / T * COLUMNS + j % COLUMNS);
+      unit[row % T] = i < k && j < n ? factor_of(*b(i, j)) : Factor<E>{};
+    }
+  }
+}
+template <int PANEL = COLUMN_PANEL, class E, class Place = InOrder>
+[[gnu::noinline]] inline void pack_columns(
+    const Matrix<E>& b, int64_t k, int64_t n, float* panels, const Place& place = {}) {
+  constexpr int T = TERMS<E>;
+  const int64_t whole = n / COLUMNS * COLUMNS;  // columns
+  int64_t done = 0;                             // units
+  if (T > 1 && !std::is_same_v<Place, InOrder>) {
+  } else if (b.column == 1) {
+    for (; done < k / T; done++)
+      for (int64_t j = 0; j < whole; j += COLUMNS) {
+        float* to = panels + j / COLUMNS * PANEL + place(done) * COLUMNS;
+        write_column(to, read_across(b(done * T, j), b.row));
+        write_column(to + COLUMN, read_across(b(done * T, j + COLUMN), b.row));
+      }
+  } else if (b.row == 1) {  // squares whose rows are columns of b
+    done = k / T / COLUMN * COLUMN;
+    for (int64_t j = 0; j < whole; j += COLUMN)
+      for (int64_t i = 0; i < done; i += COLUMN) {
+        ColumnReg r[COLUMN];
+#pragma GCC unroll 16
+        for (int t = 0; t < COLUMN; t++) r[t] = read_along(b(i * T, j + t));
+        transpose<COLUMN / 2, Column>(r);
+        float* to = panels + j / COLUMNS * PANEL + j % COLUMNS;
+#pragma GCC unroll 16
+        for (int t = 0; t < COLUMN; t++) write_column(to + place(i + t) * COLUMNS, r[t]);
+      }
+  }
+  if (whole < n && done > 0)
+    pack_elements<PANEL>(b.from(0, whole), 0, done * T, n - whole, panels + whole / COLUMNS * PANEL, place);
+  if (done * T < k) pack_elements<PANEL>(b, done * T, k, n, panels, place);
+}
+
+// Panels of ROWS rows, for matrices whose columns lie in memory: panel p holds a[p * ROWS + i, j] at [p][j][i], with j
+// units. Each panel has room for DEPTH units of its rows and one register.
+constexpr int ROW_PANEL = ROWS * DEPTH + COLUMN;
+
+template <class E>
+[[gnu::noinline]] inline void pack_rows(const Matrix<E>& a, int64_t m, int64_t k, float* panels) {
+  constexpr int T = TERMS<E>;
+  constexpr int64_t GROUP = 8;  // columns at a time, whose lines stay in the cache from panel to panel
+  const int64_t whole = k / T;
+  for (int64_t from = 0; from < (k + T - 1) / T; from += GROUP) {
+    const int64_t to = least(from + GROUP, whole);
+    float* panel = panels;
+    int64_t i = 0;
+    for (; i + COLUMN <= m; i += ROWS, panel += ROW_PANEL)  // what is too much is overwritten by the next column
+      for (int64_t j = from; j < to; j++) write_column(panel + j * ROWS, read_across(a(i, j * T), a.column));
+    for (; i < m; i += ROWS, panel += ROW_PANEL)
+      for (int64_t j = from * T; j < to * T; j++)
+        for (int64_t r = 0; r < least(ROWS, m - i); r++)
+          ((Factor<E>*)(panel + j / T * ROWS + r))[j % T] = factor_of(*a(i + r, j));
+  }
+  if (whole * T == k) return;
+  for (int64_t i = 0; i < m; i++) {
+    auto* unit = (Factor<E>*)(panels + i / ROWS * ROW_PANEL + whole * ROWS + i % ROWS);
+    unit[0] = factor_of(*a(i, k - 1)), unit[1] = Factor<E>{};
+  }
+}
+
+// The same as rows of DEPTH units.
+template <class E>
+[[gnu::noinline]] inline void copy_rows(const Matrix<E>& a, int64_t m, int64_t k, float* rows) {
+  constexpr int T = TERMS<E>;
+  for (int64_t i = 0; i < m; i++, rows += DEPTH) {
+    int64_t done = 0;
+    if (a.column == 1)
+      for (; done + COLUMN <= k / T; done += COLUMN) write_column(rows + done, read_along(a(i, done * T)));
+    auto* to = (Factor<E>*)rows;
+    for (int64_t j = done * T; j < (k + T - 1) / T * T; j++) to[j] = j < k ? factor_of(*a(i, j)) : Factor<E>{};
+  }
+}
+
+// ------------------------------------------------------------------------------------------------- dot products
+
+// c[R, J] (+)= a[R, k] @ b[k, J], where the terms of both are neighbours.
+template <int R, int J, class E>
+[[gnu::noinline]] inline void dots(int64_t k, Matrix<E> a, Matrix<E> b, Sums c) {
+  constexpr int STEP = TERMS<E> * COLUMN;
+  ColumnReg sum[R][J] = {};
+  int64_t t = 0;
+  for (; t + STEP <= k; t += STEP) {
+    ColumnReg each[R];
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++) each[i] = read_along(a.at + t + i * a.row);
+#pragma GCC unroll 8
+    for (int j = 0; j < J; j++) {
+      const ColumnReg other = read_along(b.at + t + j * b.column);
+#pragma GCC unroll 8
+      for (int i = 0; i < R; i++) sum[i][j] = multiply_units<Factor<E>>(each[i], other, sum[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < J; j++) {
+      float all = total<Sum>(Column{{sum[i][j]}});
+      for (int64_t rest = t; rest < k; rest++) all = __builtin_fmaf(load(a(i, rest)), load(b(rest, j)), all);
+      float& to = c.at[i * c.step + j];
+      to = c.more ? to + all : all;
+    }
+}
+
+// J columns share the reads of a; what is left of n goes one by one.
+template <int R, int J, class E>
+PV_FN void dot_rows(int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
+  int64_t j = 0;
+  for (; j + J <= n; j += J) dots<R, J>(k, a, b.from(0, j), c.from(0, j));
+  for (; j < n; j++) dots<R, 1>(k, a, b.from(0, j), c.from(0, j));
+}
+template <class E>
+[[gnu::noinline]] inline void dot_block(
+    int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
+  int64_t i = 0;
+  for (; m - i == 3 || m - i > 4; i += 3) dot_rows<3, 4>(n, k, a.from(i, 0), b, c.from(i, 0));
+  for (; m - i >= 2; i += 2) dot_rows<2, 6>(n, k, a.from(i, 0), b, c.from(i, 0));
+  if (i < m) dot_rows<1, 8>(n, k, a.from(i, 0), b, c.from(i, 0));
+}
+
+}  // namespace pv
