@@ -74,8 +74,7 @@ class Operands:
 
     def panels(self, packing: Packing) -> str:
         """The panels of an operand that was packed."""
-        kind = CPP_TYPE[packing.dtype]
-        return f"pv::panels_from<{kind}>({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
+        return f"pv::panels_from({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
 
     def window(self, window: Window) -> str:
         """A `pv::Window`, with axes and edges that do nothing in the places that are left."""

@@ -282,6 +282,21 @@ def test_weights_that_change_at_each_call_are_told() -> None:
     assert len(warned) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_are_packed(dtype: torch.dtype) -> None:
+    """Two terms may share a unit, of which the last one of an odd number is half empty; infinities stay where they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(201, 300), nn.GELU(), nn.Linear(300, 70)).to(dtype).eval()
+    x = torch.randn(40, 201).to(dtype)
+    with recorded() as records, torch.no_grad():
+        compiled = frozen(model)
+        agrees(compiled, model, x)
+        kernels = [kernel for record in records for kernel in record.kernels.values() if kernel.packing]
+        assert len(kernels) == 2 and all(kernel.plan.blocks for kernel in kernels)
+        model[0].weight[5] = torch.inf
+        torch.testing.assert_close(compiled(x), model(x), equal_nan=True, atol=0.05, rtol=0.05)
+
+
 def test_what_is_needed_packed_alone_is_not_kept() -> None:
     """A convolution's weight is laid out and packed; what lies between is given back."""
     kept: list[int] = []

@@ -35,8 +35,9 @@ inline void pack_panels(int64_t area, const Matrix<E>& b, float* to) {
   to[SIZE - 1] = finite;
 }
 // The columns of what `pack_panels` wrote of b[k, n], from `first` on, a multiple of COLUMNS.
-template <class E> PV_FN Panels panels_from(const float* packed, int64_t n, int64_t k, int64_t first) {
+template <class E> PV_FN Panels panels_from(const E* panels, int64_t n, int64_t k, int64_t first) {
   const int64_t units = (k + TERMS<E> - 1) / TERMS<E>;
+  const auto* packed = (const float*)panels;
   return {packed + first * units, units, packed[(n + COLUMNS - 1) / COLUMNS * COLUMNS * units] != 0};
 }
 
