@@ -284,7 +284,7 @@ def test_weights_that_change_at_each_call_are_told() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_are_packed(dtype: torch.dtype) -> None:
-    """Two terms may share a unit, of which the last one of an odd number is half empty; infinities stay where they are."""
+    """Two terms may share a unit, of which the last one of an odd number is half empty; infinities stay in place."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(201, 300), nn.GELU(), nn.Linear(300, 70)).to(dtype).eval()
     x = torch.randn(40, 201).to(dtype)
