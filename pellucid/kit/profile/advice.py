@@ -204,15 +204,22 @@ def _layout(profile: Profile, machine: Machine) -> Iterator[Found]:
                 f"{_said(row, profile)} and computes nothing: it only moves {_size(row.bytes)}",
                 row.total_microseconds,
             )
-        elif row.fetched and row.bytes and row.fetched > row.bytes and row.limit not in ("compute", "overhead"):
+        elif _apart(row) > 1:
             yield Found(
                 "layout",
                 "make what it reads and writes contiguous: of elements that lie apart each takes a line of the cache",
                 _where(row),
                 f"{_said(row, profile)} and needs {_size(row.bytes)}, but the lines of the cache that these lie in are "
                 f"{_size(row.fetched)}",
-                row.total_microseconds * (1 - row.bytes / row.fetched),
+                row.total_microseconds * (1 - 1 / _apart(row)),
             )
+
+
+def _apart(row: KernelTime) -> float:
+    """How many times the bytes that a row needs it fetches in lines of the cache, where bytes are its limit; else 1."""
+    if not row.fetched or not row.bytes or row.limit in ("compute", "overhead"):
+        return 1.0
+    return max(1.0, row.fetched / row.bytes)
 
 
 def _only_copies(row: KernelTime) -> bool:
@@ -224,10 +231,13 @@ def _copies(node: str) -> bool:
 
 
 def _scalar_kernel(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """With vectors a kernel takes as long as its limit at the least, and no less than its share of the lanes."""
+    """With vectors a kernel takes as long as its limit at the least, and no less than its share of the lanes.
+
+    They fetch as many lines of the cache as scalar code does.
+    """
     for row in profile.kernels:
         if row.scalar:
-            least = max((row.percent_of_limit or 0.0) / 100, 1 / machine.lanes)
+            least = max((row.percent_of_limit or 0.0) / 100 * _apart(row), 1 / machine.lanes)
             yield Found(
                 "scalar-kernel",
                 "let it be vectorised",

@@ -297,7 +297,7 @@ class Comparison(Paged):
     replaced: what of eager mode each kernel replaced, that which took longest first; only beside eager mode.
 
     difference_microseconds: how much longer a call of the other takes, without timers; unexplained_microseconds: what
-    of it stands in no group, because timers and noise changed one more than the other.
+    of it stands in no group: steps that took longer, while they were timed, than the call without timers.
     """
 
     ours: Profile

@@ -188,6 +188,7 @@ def _us(microseconds: float) -> str:
 
 
 def _signed(microseconds: float) -> str:
+    microseconds = 0.0 if abs(microseconds) < 0.05 else microseconds
     return f"{'+' if microseconds > 0 else ''}{_us(microseconds)}"
 
 
