@@ -305,9 +305,8 @@ def _dtype(profile: Profile, machine: Machine) -> Iterator[Found]:
         if dtype is None:
             continue
         moves = row.group in _ORDINARY
-        rate = 4 / dtype.itemsize if moves else machine.product.of(dtype).all / machine.product.f32.all
-        if dtype is DType.F16 and not moves:
-            continue  # of which nothing was measured
+        reached = machine.flops if row.kind == "kernel" else machine.product
+        rate = 4 / dtype.itemsize if moves else reached.of(dtype).all / reached.f32.all
         yield Found(
             "dtype",
             f"compute in f32 instead of {dtype.value}, where its precision is enough",
