@@ -212,7 +212,8 @@ def find_blocks(
     columns = found.columns or found.batch
     row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
     blocks = None
-    if found.windowed or (len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS):
+    several = found.may_be_window and len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
+    if found.windowed or several:
         blocks = _windows(kernel, found, column)
     if blocks is None:
         if found.windowed:

@@ -70,6 +70,11 @@ class Contraction:
         """True if the left operand is read in windows: its terms are those of several axes, or some do not count."""
         return bool(self.bounds) or len(self.inner) > 1
 
+    @property
+    def may_be_window(self) -> bool:
+        """True if rows of several axes can be read together: in f32, as windows are."""
+        return self.dtype is DType.F32
+
     def swapped(self) -> Contraction:
         """The same with the operands exchanged, rows for columns."""
         return replace(self, left=self.right, right=self.left, rows=self.columns, columns=self.rows)
@@ -118,7 +123,7 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
 
     batch, rows, columns = named(one & other - inner), named(one - other), named(other - one)
     found = Contraction(left, right, product, total, dtype, batch, rows, columns, named(inner), bounds, zeros)
-    if found.windowed and dtype is not DType.F32:
+    if found.windowed and not found.may_be_window:
         return None
     if bounds:
         sides = zip((one, other), masks, strict=True)

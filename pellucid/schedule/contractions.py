@@ -47,7 +47,8 @@ def check_epilogue(first: Kernel, kernel: Kernel) -> Mismatch | None:
     for axes in (after.columns, after.rows):
         extents = [kernel.ranges[name] for name in axes]
         longest = max(map(estimate, extents), default=1)
-        joined = axes == after.rows and all(extent.value is not None for extent in extents)
+        known = all(extent.value is not None for extent in extents)
+        joined = axes == after.rows and after.may_be_window and known
         if not joined and longest < min(estimate(product(extents)), _LEAST):
             return Mismatch("contraction", f"blocks of {longest} rows or columns would be too small")
     return None

@@ -676,7 +676,7 @@ def plant_pellucid_wrong_constant() -> None:
     patch(cpp, "scalar_text", make)
 
 
-@planted("pellucid", "wrong", "codegen", "mul", shortened)
+@planted("pellucid", "wrong", "codegen", "mm", shortened)
 def plant_pellucid_truncation() -> None:
     """What is stored as bfloat16 is cut off instead of rounded."""
     from pellucid.codegen.cpp import _Printer
