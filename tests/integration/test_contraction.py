@@ -120,6 +120,9 @@ def test_narrow_operands_of_any_strides_and_sizes(dtype: torch.dtype) -> None:
     x, w = torch.randn(80, 140).to(dtype), torch.randn(90, 70).to(dtype)
     compiled(lambda x, w: x[::2, 1::2] @ w.t(), x, w)
     compiled(lambda x, w: x[:6, ::2] @ w.t(), x, w)
+    x, w = torch.randn(2, 21, 120).to(dtype), torch.randn(64, 120).to(dtype)
+    compiled(lambda x, w: (x @ w.t()).view(2, 21, 2, 32).transpose(1, 2).contiguous(), x, w)
+    compiled(lambda x, w: F.linear(x, w).transpose(1, 2).contiguous() + 1, x, w)
     torch._dynamo.reset()
     with recorded() as nodes, torch.no_grad():
         function = torch.compile(lambda x, w: (x @ w.t()).relu(), backend="pellucid", dynamic=True)
