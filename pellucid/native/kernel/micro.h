@@ -151,7 +151,7 @@ template <class Right> constexpr bool is_packed = std::is_same_v<Right, Panels>;
 // DEPTH units.
 constexpr int COLUMN_PANEL = COLUMNS * DEPTH;
 
-// Row i of b becomes row place(i) of the panels.
+// Unit i of b becomes unit place(i) of the panels.
 struct InOrder {
   PV_FN int64_t operator()(int64_t i) const { return i; }
 };
@@ -162,13 +162,11 @@ template <int PANEL, class E, class Place>
     const Matrix<E>& b, int64_t first, int64_t k, int64_t n, float* panels, const Place& place) {
   constexpr int T = TERMS<E>;
   const int64_t columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS;
-  for (int64_t i = first; i < (k + T - 1) / T * T; i++) {
-    const int64_t row = i < k ? place(i) : i;
+  for (int64_t i = first; i < (k + T - 1) / T * T; i++)
     for (int64_t j = 0; j < columns; j++) {
-      auto* unit = (Factor<E>*)(panels + j / COLUMNS * PANEL + row / T * COLUMNS + j % COLUMNS);
-      unit[row % T] = i < k && j < n ? factor_of(*b(i, j)) : Factor<E>{};
+      auto* unit = (Factor<E>*)(panels + j / COLUMNS * PANEL + place(i / T) * COLUMNS + j % COLUMNS);
+      unit[i % T] = i < k && j < n ? factor_of(*b(i, j)) : Factor<E>{};
     }
-  }
 }
 template <int PANEL = COLUMN_PANEL, class E, class Place = InOrder>
 [[gnu::noinline]] inline void pack_columns(
@@ -176,8 +174,7 @@ template <int PANEL = COLUMN_PANEL, class E, class Place = InOrder>
   constexpr int T = TERMS<E>;
   const int64_t whole = n / COLUMNS * COLUMNS;  // columns
   int64_t done = 0;                             // units
-  if (T > 1 && !std::is_same_v<Place, InOrder>) {
-  } else if (b.column == 1) {
+  if (b.column == 1) {
     for (; done < k / T; done++)
       for (int64_t j = 0; j < whole; j += COLUMNS) {
         float* to = panels + j / COLUMNS * PANEL + place(done) * COLUMNS;
@@ -197,7 +194,7 @@ template <int PANEL = COLUMN_PANEL, class E, class Place = InOrder>
         for (int t = 0; t < COLUMN; t++) write_column(to + place(i + t) * COLUMNS, r[t]);
       }
   }
-  if (whole < n && done > 0)
+  if (whole < n)
     pack_elements<PANEL>(b.from(0, whole), 0, done * T, n - whole, panels + whole / COLUMNS * PANEL, place);
   if (done * T < k) pack_elements<PANEL>(b, done * T, k, n, panels, place);
 }
