@@ -18,7 +18,7 @@ class Options:
     verify: check every invariant of the IR after every stage (slow; on in the project's own tests).
     fusion: fuse kernels; without it each operator is one kernel.
     vectorize: write vector code; without it every kernel is scalar.
-    contract: compile matrix products in f32, bf16 and f16, and convolutions and attention forward in f32, like all
+    contract: compile matrix products and attention forward in f32, bf16 and f16, and convolutions in f32, like all
         else; without it ATen computes them.
     freeze: prepare parameters and buffers once, for inference: what depends on them alone is computed and matrices are
         packed before the first call, and again when they have changed.

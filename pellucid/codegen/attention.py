@@ -28,12 +28,13 @@ def plan_attention(kernel: Kernel, machine: Machine, options: Options) -> Plan |
     row = (limited or tuple(sorted(found.rows, key=lambda name: -estimate(ranges[name]))) or (None,))[0]
     outer = tuple(axis.name for axis in kernel.space if axis.name not in (row, found.column, found.term, found.key))
     count, rows = estimate(product(ranges[name] for name in outer)), ranges[row] if row else ONE
-    heads = Heads(count, estimate(rows), estimate(ranges[found.key]), estimate(ranges[found.column]), bool(limited))
-    keys, seen = ranges[found.key], None
+    keys, size = (estimate(ranges[name]) for name in (found.key, found.column))
+    heads = Heads(count, estimate(rows), keys, size, bool(limited), found.dtype)
+    seen = None
     if found.limit is not None and found.position is not None:
         seen = first_of(found.limit, found, row) - first_of(found.position, found, row) + 1
     height = heads.row_block if row else 1
-    part = Rows(found, row, height, heads.size, heads.key_block, keys, seen, bool(limited))
+    part = Rows(found, row, height, heads.size, heads.key_block, ranges[found.key], seen, bool(limited))
     extent = product(ranges[name] for name in outer) * (chunks(rows, height) if row else ONE)
     steps = heads.steps(machine)
     grain, parallel = grain_of(kernel, extent, steps, machine, options)

@@ -59,7 +59,8 @@ class Operands:
         parts += [self.strided(operand) for operand in (rows.out, rows.logsumexp)]
         count = "hi - lo" if rows.row else "1"
         sizes = f"{rows.size}, {rows.height}, {rows.block}"
-        return f"pv::attend<{sizes}>({count}, {keys}, pv::Attention{{{', '.join(parts)}}});"
+        kinds = f"{CPP_TYPE[rows.attention.dtype]}, {CPP_TYPE[rows.attention.added]}"
+        return f"pv::attend<{sizes}>({count}, {keys}, pv::Attention<{kinds}>{{{', '.join(parts)}}});"
 
     def strided(self, operand: Operand | None) -> str:
         """An operand as the fields of a matrix, empty for none."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pellucid.ir.contraction import is_affine
+from pellucid.ir.contraction import DTYPES, is_affine
 from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product
 from pellucid.ir.nodes import Compute, Const, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.types import DType
@@ -30,11 +30,14 @@ _INF = float("inf")
 class Attention:
     """What an attention reads and writes, and over which axes.
 
+    dtype: of queries, keys, values and results in memory. added: of the mask; `dtype` where there is none.
     term, key: the axes that are reduced. rows: the axes of queries that share keys and values. column: that of values
     and results. limit: the position of a key must not be greater than this one; None if all keys count.
     position: the position of a key, where there is a limit.
     """
 
+    dtype: DType
+    added: DType
     query: Load
     keys: Load
     values: Load
@@ -56,8 +59,12 @@ def reduces_in_turn(kernel: Kernel) -> bool:
 
 
 def find_attention(kernel: Kernel) -> Attention | None:
-    """The attention in f32 that `kernel` is, written as above; None if it is anything else."""
-    if not reduces_in_turn(kernel) or any(param.dtype is not DType.F32 for param in kernel.params):
+    """The attention that `kernel` is, written as above and computed in f32; None if it is anything else.
+
+    Queries, keys, values and results are of one type: f32, or a narrower float in memory. The mask is of this type or
+    f32, logarithms are f32.
+    """
+    if not reduces_in_turn(kernel):
         return None
     try:
         return _Matcher(kernel).attention()
@@ -88,6 +95,7 @@ class _Matcher:
         self.kernel = kernel
         self.lines: Mapping[str, Line] = {line.out: line for line in kernel.body}
         self.scopes = axes_of(kernel)
+        self.dtypes = {param.name: param.dtype for param in kernel.params}
 
     def attention(self) -> Attention:
         stores = sorted(self.kernel.stores(), key=lambda each: -len(self.scopes[each[0].out]))
@@ -131,7 +139,13 @@ class _Matcher:
         columns = values.index.vars() - self.scopes[weight] - {key}
         _expect(len(columns) == 1)
         (column,) = columns
-        return Attention(query, keys, values, mask, scale, limit, position, out, logsumexp, term, key, rows, column)
+        dtype = self.dtypes[query.buffer]
+        added = self.dtypes[mask.buffer] if mask else dtype
+        _expect({self.dtypes[each.buffer] for each in (query, keys, values, out)} == {dtype} <= DTYPES)
+        _expect(added in (dtype, DType.F32) and (not logsumexp or self.dtypes[logsumexp.buffer] is DType.F32))
+        return Attention(
+            dtype, added, query, keys, values, mask, scale, limit, position, out, logsumexp, term, key, rows, column
+        )
 
     def does(self, name: str, op: str) -> bool:
         rhs = self.lines[name].rhs

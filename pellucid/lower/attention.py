@@ -1,4 +1,4 @@
-"""Attention in f32 as a kernel: the formula of `ir/attention.py`, which `codegen/attention.py` knows how to run.
+"""Attention as a kernel: the formula of `ir/attention.py`, which `codegen/attention.py` knows how to run.
 
 ATen keeps what the kernel does not cover, and what it computes faster by the machine model.
 """
@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from pellucid.ir.contraction import DTYPES
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, as_expr, exact_div, product
 from pellucid.ir.types import DType
@@ -20,7 +21,8 @@ from pellucid.machine.attention import MOST_COLUMNS, Heads
 from pellucid.machine.work import estimate
 
 _OFF = "attention: ATen's fused kernel computes it, as the option `contract` asks"
-_OTHER = "attention: kernels compute it in f32 alone, ATen's fused kernel in other types"
+_OTHER = "attention: kernels compute it in f32, bf16 and f16, ATen's fused kernel in other types"
+_MASK = "attention: kernels add masks of the operands' type, or f32; ATen's fused kernel others"
 _DROPOUT = "attention: dropout draws from eager's own stream, in ATen's fused kernel"
 _SIZE = (
     f"attention: kernels have head sizes from 2 to {MOST_COLUMNS}, known when compiled; ATen's fused kernel has others"
@@ -34,7 +36,8 @@ _GROUPS = "attention: heads of queries are no multiple of those of keys that is 
 def attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """softmax(scale * query @ key^T + mask) @ value, and the logarithm of the softmax's sum where that is read.
 
-    query: f32 (batch, heads, rows, size). key, value: f32 (batch, heads or a divisor of it, keys, size).
+    query: (batch, heads, rows, size). key, value: (batch, heads or a divisor of it, keys, size). All of one type: f32,
+    bf16 or f16. mask: of this type or f32, and broadcast to (batch, heads, rows, keys).
     """
     given = arguments(node, graph)
     query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
@@ -88,8 +91,10 @@ def _check(
     """The number of heads of queries that share a head of keys. Raises `NotLowered` for what no kernel covers."""
     if not graph.contract:
         raise NotLowered(_OFF)
-    if any(each.dtype is not DType.F32 for each in (query, key, value, *([mask] if mask is not None else []))):
+    if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         raise NotLowered(_OTHER)
+    if mask is not None and mask.dtype not in (query.dtype, DType.F32):
+        raise NotLowered(_MASK)
     if dropout != 0:
         raise NotLowered(_DROPOUT)
     size = query.shape[3].value
@@ -108,11 +113,12 @@ def _check(
 def _check_speed(graph: ProgramBuilder, node: torch.fx.Node, query: TensorRef, key: TensorRef, causal: bool) -> None:
     """Leave to ATen what the machine model says it computes faster on one thread; symbols are guessed."""
     batch, heads, rows, size = query.shape
-    work = Heads(estimate(batch * heads), estimate(rows), estimate(key.shape[2]), estimate(size), causal)
+    count, keys = estimate(batch * heads), estimate(key.shape[2])
+    work = Heads(count, estimate(rows), keys, estimate(size), causal, query.dtype)
     read = estimate(product(query.shape) + 2 * product(key.shape)) * query.dtype.itemsize
     written = estimate(product(query.shape)) * query.dtype.itemsize
-    ours = Work(read, written, read + written, work.flops, steps=work.steps(graph.machine))
-    library = Work(read, written, read + written, work.library_flops, kind="attention")
+    ours = Work(read, written, read + written, work.flops, query.dtype, work.steps(graph.machine))
+    library = Work(read, written, read + written, work.library_flops, query.dtype, kind="attention")
     mine, other = (time(each, graph.machine).nanoseconds for each in (ours, library))
     facts = (("kernel_ns", round(mine)), ("aten_ns", round(other)))
     if mine > other:

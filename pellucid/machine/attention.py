@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pellucid.ir.types import DType
 from pellucid.machine.model import Machine
 
 MOST_COLUMNS = 256
@@ -43,7 +44,7 @@ _LIBRARY_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """An attention in numbers: `count` heads of `rows` queries and `keys` keys, each of `size` elements.
+    """An attention in numbers: `count` heads of `rows` queries and `keys` keys, each of `size` elements of `dtype`.
 
     share: of the scores that count, 1 unless keys that follow a query are left out.
     """
@@ -53,6 +54,7 @@ class Heads:
     keys: int
     size: int
     causal: bool = False
+    dtype: DType = DType.F32
 
     @property
     def share(self) -> float:
@@ -93,14 +95,14 @@ class Heads:
 
     def steps(self, machine: Machine) -> float:
         """Vector instructions of a call."""
-        scores = self.count * self.rows * self.keys * self.share
+        scores, terms = self.count * self.rows * self.keys * self.share, machine.isa.terms(self.dtype)
         if self.rows <= _FEW_ROWS:
-            each = self.size * (2 + _VALUE / self.rows) + _DOT + _WEIGHT
+            each = self.size * (2 / terms + _VALUE / self.rows) + _DOT + _WEIGHT
             return scores * each / machine.lanes
         panel = 2 * machine.lanes
         width = -(-self.size // panel) * panel
-        each = (self.size + width) * _TERM + _SUM + _WEIGHT
+        each = (self.size + width) * _TERM / terms + _SUM + _WEIGHT
         alone = self.size % machine.lanes + self.size % panel  # of a key and of a value
-        packed = (2 * self.size - alone) * _PACK + alone * _PACK_ONE
+        packed = (2 * self.size - alone) * _PACK / terms + alone * _PACK_ONE
         blocks = self.count * -(-self.rows // self.row_block)
         return (scores * each + blocks * self.keys * packed) / machine.lanes

@@ -98,6 +98,6 @@ def starting(machine: Machine, threads: int = 1) -> float:
 
 def _reached(work: Work, machine: Machine) -> Rate:
     """What the library reaches of the peak."""
-    if work.dtype is DType.F32 and work.kind in ("convolution", "attention"):
-        return machine.convolution if work.kind == "convolution" else machine.attention
-    return machine.product.of(work.dtype)
+    if work.kind == "convolution" and work.dtype is DType.F32:
+        return machine.convolution
+    return (machine.attention if work.kind == "attention" else machine.product).of(work.dtype)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pellucid.errors import UserError
 from pellucid.ir.types import DType
 
-VERSION = 4
+VERSION = 5
 """Of the file format and of how the figures are measured: a file of another version is measured again."""
 
 _T = TypeVar("_T")
@@ -83,8 +83,8 @@ class Machine:
 
     name: the processor's. cores: that the measuring process could use.
     levels: from the nearest cache to memory.
-    flops: the peak, of multiply-adds in registers. product: what ATen's matrix products reach of it; convolution: what
-    its convolutions of one tap reach, attention: what the products of its attention reach, in f32.
+    flops: the peak, of multiply-adds in registers. product: what ATen's matrix products reach of it; attention: what
+    the products of its attention reach; convolution: what its convolutions of one tap reach in f32.
     latency: nanoseconds to load from memory what nothing was loaded near of.
     barrier: nanoseconds from the start to the end of an empty parallel region of all threads. call: of a kernel that
     does nothing, in a plan. dispatch: of an ATen operator that does nearly nothing. page: to get a fresh page from
@@ -98,8 +98,8 @@ class Machine:
     levels: tuple[Level, ...]
     flops: Flops
     product: Flops
+    attention: Flops
     convolution: Rate
-    attention: Rate
     latency: float
     barrier: float
     call: float
@@ -207,8 +207,8 @@ def make_machine(name: str, isa: str, cores: int, caches: Mapping[str, int], fig
         levels=levels,
         flops=flops("flops"),
         product=flops("product"),
+        attention=flops("attention"),
         convolution=rate("convolution"),
-        attention=rate("attention"),
         latency=float(figures["latency"]),
         barrier=float(figures["barrier"]),
         call=float(figures["call"]),

@@ -54,8 +54,14 @@ _AVX2 = {
     "product.f16.all": 2.5,
     "convolution.one": 63.0,
     "convolution.all": 100.0,
-    "attention.one": 40.0,
-    "attention.all": 63.0,
+    "attention.f32.one": 40.0,
+    "attention.f32.all": 63.0,
+    "attention.f64.one": 25.0,
+    "attention.f64.all": 40.0,
+    "attention.bf16.one": 25.0,
+    "attention.bf16.all": 40.0,
+    "attention.f16.one": 25.0,
+    "attention.f16.all": 40.0,
 }
 _AVX512 = {
     "flops.f32.one": 125.0,
@@ -76,8 +82,14 @@ _AVX512 = {
     "product.f16.all": 2.5,
     "convolution.one": 100.0,
     "convolution.all": 200.0,
-    "attention.one": 50.0,
-    "attention.all": 80.0,
+    "attention.f32.one": 50.0,
+    "attention.f32.all": 80.0,
+    "attention.f64.one": 25.0,
+    "attention.f64.all": 40.0,
+    "attention.bf16.one": 63.0,
+    "attention.bf16.all": 100.0,
+    "attention.f16.one": 25.0,
+    "attention.f16.all": 40.0,
 }
 
 
@@ -96,4 +108,6 @@ _TILES = 10.0
 def with_tiles(machine: Machine) -> Machine:
     """`machine`, if it had such units, for bf16."""
     rate = Rate(machine.product.f32.one * _TILES, machine.product.f32.all * _TILES)
-    return replace(machine, flops=replace(machine.flops, bf16=rate), product=replace(machine.product, bf16=rate))
+    kinds = (machine.flops, machine.product, machine.attention)
+    flops, product, attention = (replace(kind, bf16=rate) for kind in kinds)
+    return replace(machine, flops=flops, product=product, attention=attention)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pellucid.ir.attention import find_attention
 from pellucid.ir.contraction import find_contraction
 from pellucid.ir.index import ZERO, Expr, Var, product, total
 from pellucid.ir.nodes import Axis, Compute, Kernel, Load, Param, Reduce, Rhs, Store, axes_of
@@ -160,9 +161,9 @@ def kernel_work(kernel: Kernel, steps: float, size: Size = estimate) -> Work:
 
 
 def computed_in(kernel: Kernel) -> DType:
-    """The type of a kernel's operations: of a matrix product its operands', which it may multiply faster."""
+    """The type of a kernel's operations: of matrix products and attention their operands', which may be faster."""
     if any(param.dtype is DType.BF16 for param in kernel.params):
-        found = find_contraction(kernel)
+        found = find_contraction(kernel) or find_attention(kernel)
         if found is not None:
             return found.dtype
     floats = [line.dtype for line in kernel.body if line.dtype.is_float and not isinstance(line.rhs, Store)]

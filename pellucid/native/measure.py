@@ -110,9 +110,9 @@ def _measures(caches: dict[str, int]) -> dict[str, Measure]:
     for name, dtype in (("f32", torch.float32), ("f64", torch.float64), ("bf16", torch.bfloat16), ("f16", torch.half)):
         for who, cores in (("one", 1), ("all", count)):
             measures[f"product.{name}.{who}"] = _product(dtype, cores)
+            measures[f"attention.{name}.{who}"] = _attention(dtype, cores)
     for who, cores in (("one", 1), ("all", count)):
         measures[f"convolution.{who}"] = _convolution(cores)
-        measures[f"attention.{who}"] = _attention(cores)
     measures["latency"] = lambda: native.pellucid_latency(memory.data_ptr(), memory.nbytes, _LOADS)
     measures["barrier"] = lambda: native.pellucid_barrier(100)
     measures["call"] = _call(ctypes.cast(native.pellucid_nothing, ctypes.c_void_p).value or 0)
@@ -185,9 +185,9 @@ def _convolution(cores: int) -> Measure:
     return _library(lambda: torch.conv2d(x, weight), 2 * channels**2 * side**2, cores)
 
 
-def _attention(cores: int) -> Measure:
+def _attention(dtype: torch.dtype, cores: int) -> Measure:
     heads, length, size = 8, 128, 64
-    query, key, value = (torch.ones(1, heads, length, size) for _ in range(3))
+    query, key, value = (torch.ones(1, heads, length, size, dtype=dtype) for _ in range(3))
     work = 4 * heads * length**2 * size
     return _library(lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value), work, cores)
 

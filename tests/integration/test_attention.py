@@ -32,8 +32,8 @@ def check(function: Callable[..., Any], folder: Path, *args: Any, kernels: int, 
     assert (len(said(rows, KERNEL)), said(rows, ATEN)) == (kernels, [])
 
 
-def heads(*shape: int) -> torch.Tensor:
-    return torch.randn(shape)
+def heads(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,26 @@ def test_grouped_queries_and_short_queries(tmp_path: Path) -> None:
     check(function, tmp_path, q, cache, kernels=6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Sizes and lengths that are whole units or not, in place and packed, any strides, masks of both types."""
+    cases = [(20, 37, 600), (25, 26, 333), (64, 25, 1030), (64, 3, 129), (32, 1, 64), (33, 2, 71), (256, 5, 301)]
+    triples = [
+        tuple(heads(1, 2, length, size, dtype=dtype) for length in (rows, keys, keys)) for size, rows, keys in cases
+    ]
+    triples += [tuple(heads(1, 2, 24, length, dtype=dtype).mT for length in (rows, 50, 50)) for rows in (40, 2)]
+    mask = torch.randn(40, 50, dtype=dtype)
+    mask[1], mask[2, :30] = -INF, -INF
+
+    def function(mask: torch.Tensor, *args: torch.Tensor) -> list[torch.Tensor]:
+        found = zip(args[::3], args[1::3], args[2::3], strict=True)
+        out = [FLASH(*each, is_causal=k % 2 == 1)[0] for k, each in enumerate(found)]
+        q, k, v = args[-6:-3]
+        return [*out, FLASH(q, k, v, attn_mask=mask)[0], *FLASH(q, k, v, attn_mask=mask.float())]
+
+    check(function, tmp_path, mask, *(each for triple in triples for each in triple), kernels=len(triples) + 2)
+
+
 def test_lengths_that_are_symbols(tmp_path: Path) -> None:
     torch._dynamo.reset()
 
@@ -170,7 +190,7 @@ def test_no_heads_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reason", "change", "options"),
     [
-        ("in f32 alone", lambda x: x.bfloat16(), {}),
+        ("in other types", lambda x: x.double(), {}),
         ("head sizes from 2 to 256", lambda x: x.repeat(1, 1, 1, 33), {}),
         ("of a single key", lambda x: x[:, :, :1], {}),
         ("same queries and keys", lambda x: x[:, :1].expand(1, 3, 5, 8), {}),

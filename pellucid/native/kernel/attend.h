@@ -1,11 +1,12 @@
-// Attention in f32: softmax(scale * q @ k^T + mask) @ v for some rows of one head, without a matrix of all scores.
+// Attention: softmax(scale * q @ k^T + mask) @ v for some rows of one head, without a matrix of all scores.
 //
 // Keys are taken in blocks (KEYS), which are packed once for all rows of the call and stay in the second cache: keys as
 // columns of the first product, values as columns of the second. For QUERIES rows at a time the scores of a block
 // become weights in place, relative to the greatest score so far, and the sums of the rows are made relative to it too
 // (online softmax). Few rows do not pay for packing: they read keys by dot products and values where they lie.
 //
-// A row without any key is zero, as in eager.
+// Scores, sums and the softmax are in f32; both products multiply units, see micro.h, so that in bf16 weights are
+// rounded to it, as ATen's are. A row without any key is zero, as in eager.
 namespace pv {
 
 constexpr int QUERIES = 24;
@@ -15,21 +16,23 @@ constexpr int ROWS_IN_PLACE = 3;
 constexpr int KEYS_IN_PLACE = 64;
 
 // A matrix that is written.
-struct Results {
-  float* at;
+template <class E> struct Results {
+  E* at;
   int64_t row, column;
-  PV_FN float* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
+  PV_FN E* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
 };
 
 // Rows of queries (row, term), keys (key, term), values (key, column), and what is added to scores (row, key); results
 // (row, column), and for each row the logarithm of the sum that its weights are divided by. Mask and logarithms may be
 // null. causal: row i sees the first `seen` + i keys.
-struct Attention {
-  Matrix<float> queries, keys, values, mask;
+template <class E, class Added> struct Attention {
+  Matrix<E> queries, keys, values;
+  Matrix<Added> mask;
   float scale;
   bool causal;
   int64_t seen;
-  Results out, logsumexp;
+  Results<E> out;
+  Results<float> logsumexp;
 };
 
 // e^x for x <= 0; zero where that is less than e^-87, NaN for NaN.
@@ -53,9 +56,9 @@ struct Seen {
   float greatest, sum;
 };
 
-// The n scores of a row become weights relative to the greatest so far; gives the factor for what was summed before.
-// PLAIN: they are still to be scaled.
-template <bool PLAIN>
+// The n scores of a row become weights relative to the greatest so far, of type F and in the same memory; gives the
+// factor for what was summed before. PLAIN: they are still to be scaled.
+template <bool PLAIN, class F>
 [[gnu::noinline]] inline float weigh(float* scores, int64_t n, float scale, Seen& row) {
   constexpr int W = COLUMN;  // GCC keeps more of them in memory
   const auto factor = splat<W>(scale);
@@ -69,7 +72,7 @@ template <bool PLAIN>
   steps<W>(0, n, [&](auto l, int64_t j) PV_INLINE {
     const auto a = load<float>(scores + j, l);
     const auto weight = exp_of_negative(PLAIN ? fma(a, factor, less) : add(a, less));
-    store<float>(scores + j, weight, l);
+    store<F>((F*)scores + j, weight, l);
     sum.add(weight, l);
   });
   const float before = now == row.greatest ? 1.0f : std::exp(row.greatest - base);
@@ -79,16 +82,17 @@ template <bool PLAIN>
 }
 
 // scores = scores * scale + mask
-[[gnu::noinline]] inline void add_mask(float* scores, int64_t n, float scale, const float* mask, int64_t step) {
+template <class Added>
+[[gnu::noinline]] inline void add_mask(float* scores, int64_t n, float scale, const Added* mask, int64_t step) {
   constexpr int W = 4 * COLUMN;
   if (mask && step != 1) {
-    for (int64_t j = 0; j < n; j++) scores[j] = scores[j] * scale + mask[j * step];
+    for (int64_t j = 0; j < n; j++) scores[j] = scores[j] * scale + load(mask + j * step);
     return;
   }
   const auto factor = splat<W>(scale);
   steps<W>(0, n, [&](auto l, int64_t j) PV_INLINE {
     const auto a = mul(load<float>(scores + j, l), factor);
-    store<float>(scores + j, mask ? add(a, load<float>(mask + j, l)) : a, l);
+    store<float>(scores + j, mask ? add(a, load(mask + j, l)) : a, l);
   });
 }
 
@@ -105,52 +109,78 @@ struct KeyBlock {
 };
 
 // scores[rows, n] of the rows from `first` on.
-template <int D, int STEP>
-PV_FN void score(const Attention& a, const KeyBlock& block, int64_t first, int64_t rows, int64_t n, float* scores) {
-  const Matrix<float> queries = a.queries.from(first, 0);
+template <int D, int STEP, class E, class Added>
+PV_FN void score(
+    const Attention<E, Added>& a, const KeyBlock& block, int64_t first, int64_t rows, int64_t n, float* scores) {
+  constexpr int UNITS = units_of<E>(D);
+  const Matrix<E> queries = a.queries.from(first, 0);
   if (!block.keys) {
-    const Matrix<float> columns{a.keys(block.from, 0), a.keys.column, a.keys.row};
+    const Matrix<E> columns{a.keys(block.from, 0), a.keys.column, a.keys.row};
     for (int64_t j = 0; j < n; j += KEYS_IN_PLACE)
       dot_block(rows, least(KEYS_IN_PLACE, n - j), D, queries, columns.from(0, j), {scores + j, STEP, false});
     return;
   }
-  for (int64_t j = 0; j < n; j += COLUMNS)
-    for (int64_t i = 0; i < rows; i += ROWS)
-      tile_of(rows - i, D, queries.from(i, 0), Rows{block.keys + j * D, COLUMNS}, {scores + i * STEP + j, STEP, false});
+  const auto all = [&](const auto& left) PV_INLINE {
+    for (int64_t j = 0; j < n; j += COLUMNS)
+      for (int64_t i = 0; i < rows; i += ROWS)
+        tile_of(rows - i, UNITS, left.from(i, 0), Rows{block.keys + j * UNITS, COLUMNS}, {scores + i * STEP + j, STEP, false});
+  };
+  if constexpr (is_factor<E>)
+    if (has_units(queries, D)) return all(queries);
+  if constexpr (!std::is_same_v<E, float>) {
+    alignas(64) float units[QUERIES * UNITS];
+    copy_rows<UNITS>(queries, rows, D, units);
+    all(Matrix<Factor<E>>{(const Factor<E>*)units, TERMS<E> * UNITS, 1});
+  }
 }
 
 // sums[rows, D] (+)= weights[rows, n] @ values
-template <int D, int KEYS, int STEP>
-PV_FN void add_values(const Attention& a, const KeyBlock& block, int64_t rows, int64_t n, const float* weights, Sums sums) {
-  if (!block.values) {
-    for (int64_t t = 0; t < n; t += KEYS_IN_PLACE, sums.more = true)
-      for (int64_t j = 0; j < D; j += COLUMNS)
-        for (int64_t i = 0; i < rows; i += ROWS)
-          tile_of(rows - i, least(KEYS_IN_PLACE, n - t), Matrix<float>{weights + i * STEP + t, STEP, 1},
-                  Rows{a.values(block.from + t, j), a.values.row}, sums.from(i, j));
+template <int D, int KEYS, int STEP, class E, class Added>
+PV_FN void add_values(
+    const Attention<E, Added>& a, const KeyBlock& block, int64_t rows, int64_t n, const float* scores, Sums sums) {
+  constexpr int T = TERMS<E>;
+  const Matrix<Factor<E>> weights{(const Factor<E>*)scores, STEP * T, 1};
+  if (block.values) {
+    for (int64_t j = 0; j < D; j += COLUMNS)
+      for (int64_t i = 0; i < rows; i += ROWS)
+        tile_of(rows - i, units_of<E>(n), weights.from(i, 0), Rows{block.values + j * units_of<E>(KEYS), COLUMNS},
+                sums.from(i, j));
     return;
   }
-  for (int64_t j = 0; j < D; j += COLUMNS)
-    for (int64_t i = 0; i < rows; i += ROWS)
-      tile_of(rows - i, n, Matrix<float>{weights + i * STEP, STEP, 1}, Rows{block.values + j * KEYS, COLUMNS},
-              sums.from(i, j));
+  const Matrix<E> values = a.values.from(block.from, 0);
+  for (int64_t t = 0; t < n; t += KEYS_IN_PLACE, sums.more = true)
+    for (int64_t j = 0; j < D; j += COLUMNS)
+      for (int64_t i = 0; i < rows; i += ROWS)
+        tile_of(rows - i, least(KEYS_IN_PLACE, n - t) / T, weights.from(i, t),
+                LyingRows<E>{values(t, j), values.row}, sums.from(i, j));
+  if (n % T == 0) return;
+  for (int64_t i = 0; i < rows; i++)  // the key that is no whole unit
+    for (int64_t j = 0; j < D; j++) {
+      float& to = *sums.from(i, j).at;
+      to = __builtin_fmaf(load(weights(i, n - 1)), load(values(n - 1, j)), to);
+    }
 }
 
 // The scores of a row become weights; gives the factor for what was summed before.
-PV_FN float weigh_row(const Attention& a, int64_t row, int64_t from, int64_t n, float* scores, Seen& seen) {
-  if (!a.mask.at && a.scale > 0) return weigh<true>(scores, n, a.scale, seen);
-  const float* mask = a.mask.at ? a.mask(row, from) : nullptr;
+template <class E, class Added>
+PV_FN float weigh_row(
+    const Attention<E, Added>& a, int64_t row, int64_t from, int64_t n, float* scores, Seen& seen) {
+  using F = Factor<E>;
+  if (!a.mask.at && a.scale > 0) return weigh<true, F>(scores, n, a.scale, seen);
+  const Added* mask = a.mask.at ? a.mask(row, from) : nullptr;
   add_mask(scores, n, a.scale, mask, a.mask.column);
-  return weigh<false>(scores, n, 1.0f, seen);
+  return weigh<false, F>(scores, n, 1.0f, seen);
 }
 
 // m rows, at most M, of n keys. D: columns, and terms of the first product.
-template <int D, int M, int KEYS>
-inline void attend(int64_t m, int64_t n, const Attention& a) {
+template <int D, int M, int KEYS, class E, class Added>
+inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   static_assert(KEYS % COLUMNS == 0);
+  using F = Factor<E>;
   constexpr int WIDTH = (D + COLUMNS - 1) / COLUMNS * COLUMNS;
+  constexpr int UNITS = units_of<E>(D), PAIRS = units_of<E>(KEYS);  // of a query, and of a column of values
   constexpr int STEP = KEYS + COLUMNS;  // so that rows lie in different sets of the first cache
-  alignas(64) float keys[KEYS * D], values[KEYS * WIDTH], scores[QUERIES * STEP], sums[M * WIDTH];
+  alignas(64) float keys[KEYS * UNITS], values[PAIRS * WIDTH], scores[QUERIES * STEP], sums[M * WIDTH];
   Seen seen[M];
   for (int64_t i = 0; i < m; i++) seen[i] = {-inf<float>, 0.0f};
   const bool few = m <= ROWS_IN_PLACE;
@@ -161,8 +191,8 @@ inline void attend(int64_t m, int64_t n, const Attention& a) {
   for (int64_t from = 0; from < last; from += KEYS) {
     const int64_t count = least(KEYS, last - from);
     const KeyBlock block{keys_there ? nullptr : keys, values_there ? nullptr : values, from, count};
-    if (!keys_there) pack_columns<COLUMNS * D>(Matrix<float>{a.keys(from, 0), a.keys.column, a.keys.row}, D, count, keys);
-    if (!values_there) pack_columns<COLUMNS * KEYS>(a.values.from(from, 0), count, D, values);
+    if (!keys_there) pack_columns<COLUMNS * UNITS>(Matrix<E>{a.keys(from, 0), a.keys.column, a.keys.row}, D, count, keys);
+    if (!values_there) pack_columns<COLUMNS * PAIRS>(a.values.from(from, 0), count, D, values);
     for (int64_t first = 0; first < m; first += QUERIES) {
       const int64_t rows = least(QUERIES, m - first);
       const auto visible = [&](int64_t row) PV_INLINE { return a.causal ? least(count, a.seen + row - from) : count; };
@@ -172,10 +202,11 @@ inline void attend(int64_t m, int64_t n, const Attention& a) {
       for (int64_t i = 0; i < rows; i++) {
         float* row = scores + i * STEP;
         const int64_t some = visible(first + i);
-        for (int64_t j = some < 0 ? 0 : some; j < most; j++) row[j] = 0.0f;
-        if (some <= 0) continue;
-        const float before = weigh_row(a, first + i, from, some, row, seen[first + i]);
-        if (from > 0) rescale<WIDTH>(sums + (first + i) * WIDTH, before);
+        if (some > 0) {
+          const float before = weigh_row(a, first + i, from, some, row, seen[first + i]);
+          if (from > 0) rescale<WIDTH>(sums + (first + i) * WIDTH, before);
+        }
+        for (int64_t j = some < 0 ? 0 : some; j < units_of<E>(most) * TERMS<E>; j++) ((F*)row)[j] = F{};
       }
       add_values<D, KEYS, STEP>(a, block, rows, most, scores, {sums + first * WIDTH, WIDTH, from > 0});
     }
@@ -185,10 +216,10 @@ inline void attend(int64_t m, int64_t n, const Attention& a) {
     const float share = all == 0 ? 1.0f : 1.0f / all;
     if (a.out.column == 1) {
       steps<COLUMN>(0, D, [&](auto l, int64_t j) PV_INLINE {
-        store<float>(a.out(i, j), mul(load<float>(sums + i * WIDTH + j, l), splat<COLUMN>(share)), l);
+        store<E>(a.out(i, j), mul(load<float>(sums + i * WIDTH + j, l), splat<COLUMN>(share)), l);
       });
     } else {
-      for (int64_t j = 0; j < D; j++) *a.out(i, j) = sums[i * WIDTH + j] * share;
+      for (int64_t j = 0; j < D; j++) store(a.out(i, j), sums[i * WIDTH + j] * share);
     }
     if (a.logsumexp.at) *a.logsumexp(i, 0) = all == 0 ? 0.0f : seen[i].greatest + std::log(all);
   }

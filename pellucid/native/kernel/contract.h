@@ -19,7 +19,7 @@ constexpr int FEW_COLUMNS = 4;
 template <int64_t N, int64_t K, int64_t SIZE, class E>
 inline void pack_panels(int64_t area, const Matrix<E>& b, float* to) {
   constexpr int T = TERMS<E>;
-  constexpr int64_t n = N, k = K, columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS, units = (k + T - 1) / T;
+  constexpr int64_t n = N, k = K, columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS, units = units_of<E>(K);
   static_assert(SIZE == columns * units + 1);
   const int64_t channels = k / area;
   bool finite = true;
@@ -36,7 +36,7 @@ inline void pack_panels(int64_t area, const Matrix<E>& b, float* to) {
 }
 // The columns of what `pack_panels` wrote of b[k, n], from `first` on, a multiple of COLUMNS.
 template <class E> PV_FN Panels panels_from(const E* panels, int64_t n, int64_t k, int64_t first) {
-  const int64_t units = (k + TERMS<E> - 1) / TERMS<E>;
+  const int64_t units = units_of<E>(k);
   const auto* packed = (const float*)panels;
   return {packed + first * units, units, packed[(n + COLUMNS - 1) / COLUMNS * COLUMNS * units] != 0};
 }
@@ -45,8 +45,7 @@ template <class E> PV_FN Panels panels_from(const E* panels, int64_t n, int64_t 
 enum class Left { LYING, ROWS, PANELS };
 template <class E> PV_FN Left left_of(const Matrix<E>& a, int64_t m, int64_t k) {
   if (m > FEW_ROWS && a.row == 1 && a.column != 1) return Left::PANELS;
-  const bool lies = TERMS<E> == 1 || (a.column == 1 && k % TERMS<E> == 0);
-  return is_factor<E> && lies ? Left::LYING : Left::ROWS;
+  return has_units(a, k) ? Left::LYING : Left::ROWS;
 }
 
 // c[m, n] = a[m, k] @ b[k, n], in rows of N elements, of which those from n on are overwritten. M is the largest m
@@ -68,7 +67,7 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
   alignas(64) float rows[(M + ROWS - 1) / ROWS * ROW_PANEL];
   const Left left = left_of(a, m, k);
   for (int64_t t = 0; t < k; t += TERMS_AT_ONCE) {
-    const int64_t depth = least(TERMS_AT_ONCE, k - t), units = (depth + T - 1) / T;
+    const int64_t depth = least(TERMS_AT_ONCE, k - t), units = units_of<E>(depth);
     if (left == Left::PANELS) pack_rows(a.from(0, t), m, depth, rows);
     if (left == Left::ROWS) copy_rows(a.from(0, t), m, depth, rows);
     const auto rows_from = [&](int64_t i) PV_INLINE -> Matrix<F> {

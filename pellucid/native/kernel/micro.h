@@ -24,7 +24,9 @@ template <class E> using Factor = std::conditional_t<std::is_same_v<E, bf16>, bf
 template <class E> using Factor = float;
 #endif
 template <class E> constexpr int TERMS = int(sizeof(float) / sizeof(Factor<E>));
-// True if rows of E are rows of units.
+// How many units hold so many terms; the last one may hold one term and zero.
+template <class E> constexpr int64_t units_of(int64_t terms) { return (terms + TERMS<E> - 1) / TERMS<E>; }
+// True if elements are multiplied as they lie.
 template <class E> constexpr bool is_factor = std::is_same_v<E, Factor<E>>;
 
 PV_FN ColumnReg read_column(const float* p) { return load<float>(p, All<COLUMN>()).r[0]; }
@@ -72,6 +74,11 @@ template <class E> struct Matrix {
   PV_FN const E* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
   PV_FN Matrix from(int64_t i, int64_t j) const { return {(*this)(i, j), row, column}; }
 };
+
+// True if the rows of a, of k terms, lie as rows of units.
+template <class E> PV_FN bool has_units(const Matrix<E>& a, int64_t k) {
+  return is_factor<E> && (TERMS<E> == 1 || (a.column == 1 && k % TERMS<E> == 0));
+}
 
 // The block that is computed, in rows of `step` elements. `more`: it holds the sums of earlier terms.
 struct Sums {
@@ -162,7 +169,7 @@ template <int PANEL, class E, class Place>
     const Matrix<E>& b, int64_t first, int64_t k, int64_t n, float* panels, const Place& place) {
   constexpr int T = TERMS<E>;
   const int64_t columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS;
-  for (int64_t i = first; i < (k + T - 1) / T * T; i++)
+  for (int64_t i = first; i < units_of<E>(k) * T; i++)
     for (int64_t j = 0; j < columns; j++) {
       auto* unit = (Factor<E>*)(panels + j / COLUMNS * PANEL + place(i / T) * COLUMNS + j % COLUMNS);
       unit[i % T] = i < k && j < n ? factor_of(*b(i, j)) : Factor<E>{};
@@ -208,7 +215,7 @@ template <class E>
   constexpr int T = TERMS<E>;
   constexpr int64_t GROUP = 8;  // columns at a time, whose lines stay in the cache from panel to panel
   const int64_t whole = k / T;
-  for (int64_t from = 0; from < (k + T - 1) / T; from += GROUP) {
+  for (int64_t from = 0; from < units_of<E>(k); from += GROUP) {
     const int64_t to = least(from + GROUP, whole);
     float* panel = panels;
     int64_t i = 0;
@@ -226,16 +233,16 @@ template <class E>
   }
 }
 
-// The same as rows of DEPTH units.
-template <class E>
+// The same as rows of units, STEP units apart.
+template <int STEP = DEPTH, class E>
 [[gnu::noinline]] inline void copy_rows(const Matrix<E>& a, int64_t m, int64_t k, float* rows) {
   constexpr int T = TERMS<E>;
-  for (int64_t i = 0; i < m; i++, rows += DEPTH) {
+  for (int64_t i = 0; i < m; i++, rows += STEP) {
     int64_t done = 0;
     if (a.column == 1)
       for (; done + COLUMN <= k / T; done += COLUMN) write_column(rows + done, read_along(a(i, done * T)));
     auto* to = (Factor<E>*)rows;
-    for (int64_t j = done * T; j < (k + T - 1) / T * T; j++) to[j] = j < k ? factor_of(*a(i, j)) : Factor<E>{};
+    for (int64_t j = done * T; j < units_of<E>(k) * T; j++) to[j] = j < k ? factor_of(*a(i, j)) : Factor<E>{};
   }
 }
 

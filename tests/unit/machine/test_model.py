@@ -34,7 +34,7 @@ def test_a_machine_survives_its_file() -> None:
     machine = replace(AVX512, name="a CPU", cores=7, spread={"barrier": 0.125})
     again = from_text(to_text(machine), "file")
     assert again == machine and again.spread == machine.spread
-    assert len(again.figures) == len(AVX2.figures) == 41
+    assert len(again.figures) == len(AVX2.figures) == 47
 
 
 @pytest.mark.parametrize(
