@@ -177,46 +177,76 @@ struct Taps {
   int count = 0;
   int16_t tap[DEPTH];
   int64_t place[DEPTH];
+  PV_FN void add(int64_t number, int64_t at) {
+    tap[count] = int16_t(number);
+    place[count++] = at;
+  }
 };
 
-// c[P, n] = sums over taps of windows of P neighbours, `step` apart, channel by channel, with the panels of weights b.
-template <int P>
-[[gnu::noinline, gnu::noipa]] inline void tap_sums(int64_t n, const Taps& taps, const float* at, int64_t step, const Panels& b, Sums c) {
-  int64_t j = 0;
-  for (; j + COLUMNS <= n; j += COLUMNS) {
-    ColumnReg sum[P][2] = {};
-    for (int t = 0; t < taps.count; t++) {
-      const float *x = at + taps.place[t] + j, *w = b(taps.tap[t], j);
-      const ColumnReg left = read_column(w), right = read_column(w + COLUMN);
+// c[P, R registers from column j on] = sums over taps of windows of P neighbours, `step` apart. n: the lanes in use of
+// the last register.
+template <int P, int R, class N>
+[[gnu::noinline, gnu::noipa]] inline void tap_sums(
+    const Taps& taps, const float* at, int64_t step, const Panels& b, int64_t j, const N& n, Sums c) {
+  ColumnReg sum[P][R] = {};
+  for (int t = 0; t < taps.count; t++) {
+    const float* x = at + taps.place[t] + j;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const ColumnReg weight = read_column(b(taps.tap[t], j + r * COLUMN));
 #pragma GCC unroll 12
-      for (int i = 0; i < P; i++) {
-        sum[i][0] = multiply_add(read_column(x + i * step), left, sum[i][0]);
-        sum[i][1] = multiply_add(read_column(x + i * step + COLUMN), right, sum[i][1]);
-      }
-    }
-#pragma GCC unroll 12
-    for (int i = 0; i < P; i++) {
-      write_column(c.at + i * c.step + j, sum[i][0]);
-      write_column(c.at + i * c.step + j + COLUMN, sum[i][1]);
+      for (int i = 0; i < P; i++)
+        sum[i][r] = multiply_add(load<float>(x + i * step + r * COLUMN, n).r[0], weight, sum[i][r]);
     }
   }
-  for (; j < n; j++)
-    for (int i = 0; i < P; i++) {
-      float sum = 0;
-      for (int t = 0; t < taps.count; t++)
-        sum = __builtin_fmaf(at[taps.place[t] + j + i * step], *b(taps.tap[t], j), sum);
-      c.at[i * c.step + j] = sum;
-    }
-}
-template <int P = ROWS>
-PV_FN void tap_sums_of(
-    int64_t pixels, int64_t n, const Taps& taps, const float* at, int64_t step, const Panels& b, const Sums& c) {
-  if (pixels >= P) return tap_sums<P>(n, taps, at, step, b, c);
-  if constexpr (P > 1) tap_sums_of<P - 1>(pixels, n, taps, at, step, b, c);
+#pragma GCC unroll 12
+  for (int i = 0; i < P; i++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) write_column(c.at + i * c.step + j + r * COLUMN, sum[i][r]);
 }
 
-// c[M, n]: column j is the sum over the k taps of column j of a's windows times b[k, j]. Inside of an image, pixels are
-// neighbours with the same taps and share the reads of weights; at its edges each pixel has taps of its own.
+// c[P, n] from column j on: as many registers at a time as hide how long an addition takes.
+template <int P, int R = P >= 4 ? 2 : P >= 2 ? 4 : 8>
+PV_FN void line_sums(
+    int64_t n, const Taps& taps, const float* at, int64_t step, const Panels& b, const Sums& c, int64_t j = 0) {
+  for (; j + R * COLUMN <= n; j += R * COLUMN) tap_sums<P, R>(taps, at, step, b, j, All<COLUMN>(), c);
+  if constexpr (R > 1) line_sums<P, R / 2>(n, taps, at, step, b, c, j);
+  else if (j < n) tap_sums<P, 1>(taps, at, step, b, j, Some<COLUMN>(n - j), c);
+}
+template <int P = ROWS>
+PV_FN void line_sums_of(
+    int64_t pixels, int64_t n, const Taps& taps, const float* at, int64_t step, const Panels& b, const Sums& c) {
+  if (pixels >= P) return line_sums<P>(n, taps, at, step, b, c);
+  if constexpr (P > 1) line_sums_of<P - 1>(pixels, n, taps, at, step, b, c);
+}
+
+// The pixels of a line from `first` up to `last`.
+struct Span {
+  int64_t first, last;
+  PV_FN void keep(Span other) {
+    if (other.first > first) first = other.first;
+    if (other.last < last) last = other.last;
+  }
+};
+
+// The pixels of line (i, j) for which a tap counts.
+PV_FN Span span_of(const Window& w, int64_t i, int64_t j, int64_t t, int64_t u) {
+  Span span{0, w.rows[2].extent};
+  for (const Edge& edge : w.edges) {
+    const int64_t step = edge.rows[2];
+    const int64_t first = edge.first + i * edge.rows[0] + j * edge.rows[1] + t * edge.taps[0] + u * edge.taps[1];
+    const auto reaches = [&](int64_t place) PV_INLINE {  // the first pixel at or beyond it
+      const int64_t missing = place - first;
+      return missing <= 0 ? 0 : step == 1 ? missing : (missing + step - 1) / step;
+    };
+    if (step != 0) span.keep({reaches(0), reaches(edge.extent)});
+    else if (uint64_t(first) >= uint64_t(edge.extent)) span.last = 0;
+  }
+  return span;
+}
+
+// c[M, n]: column j is the sum over the k taps of column j of a's windows times b[k, j]. Where all taps of a line count
+// that do anywhere in it, pixels share the reads of weights; at its ends each pixel has taps of its own.
 template <int M, int N, class Right>
 inline void contract_taps(int64_t n, int64_t k, const Window& a, const Right& b, float* c) {
   alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
@@ -229,47 +259,37 @@ inline void contract_taps(int64_t n, int64_t k, const Window& a, const Right& b,
   }
   const bool every = a.zeros && !panels.finite;  // then zeros make NaN
   static constexpr float nothing[N] = {};
-  const auto place = [&](const Edge& edge, int64_t i, int64_t j, int64_t l, int64_t t, int64_t u) PV_INLINE {
-    const int64_t rows = i * edge.rows[0] + j * edge.rows[1] + l * edge.rows[2];
-    return uint64_t(edge.first + rows + t * edge.taps[0] + u * edge.taps[1]) < uint64_t(edge.extent);
-  };
-  const auto counts = [&](int64_t i, int64_t j, int64_t l, int64_t t, int64_t u) PV_INLINE {
-    return place(a.edges[0], i, j, l, t, u) && place(a.edges[1], i, j, l, t, u);
-  };
-  const int64_t height = a.taps[0].extent, width = a.taps[1].extent, pixels = a.rows[2].extent;
-  Taps all, some;
-  const auto add = [&](Taps& taps, int64_t t, int64_t u, int64_t place) PV_INLINE {
-    taps.tap[taps.count] = int16_t(t * width + u);
-    taps.place[taps.count++] = place;
-  };
-  const auto place_of = [&](int64_t t, int64_t u) PV_INLINE { return t * a.taps[0].step + u * a.taps[1].step; };
-  for (int64_t t = 0; t < height; t++)
-    for (int64_t u = 0; u < width; u++) add(all, t, u, place_of(t, u));
+  const int64_t width = a.taps[1].extent, pixels = a.rows[2].extent, step = a.rows[2].step;
+  const auto place = [&](int64_t tap) PV_INLINE { return tap / width * a.taps[0].step + tap % width * a.taps[1].step; };
+  Span spans[DEPTH];
   for (int64_t i = 0; i < a.rows[0].extent; i++)
-    for (int64_t j = 0; j < a.rows[1].extent; j++) {
+    for (int64_t j = 0; j < a.rows[1].extent; j++, c += pixels * N) {
       const float* line = a.at + i * a.rows[0].step + j * a.rows[1].step;
-      const auto inside = [&](int64_t l) PV_INLINE {
-        return counts(i, j, l, 0, 0) && counts(i, j, l, height - 1, width - 1);
-      };
-      for (int64_t l = 0; l < pixels;) {
-        const Sums to{c + ((i * a.rows[1].extent + j) * pixels + l) * N, N, false};
-        int64_t run = 0;
-        while (run < ROWS && l + run < pixels && inside(l + run)) run++;
-        if (run > 0) {
-          tap_sums_of(run, n, all, line + l * a.rows[2].step, a.rows[2].step, panels, to);
-        } else {
-          const float* pixel = line + l * a.rows[2].step;
-          some.count = 0;
-          for (int64_t t = 0; t < height; t++)
-            for (int64_t u = 0; u < width; u++) {
-              const bool there = counts(i, j, l, t, u);
-              if (there || every) add(some, t, u, there ? place_of(t, u) : nothing - pixel);
-            }
-          tap_sums<1>(n, some, pixel, 0, panels, to);
-          run = 1;
-        }
-        l += run;
+      Taps taps;
+      Span inside{0, pixels};
+      for (int64_t tap = 0; tap < k; tap++) {
+        spans[tap] = span_of(a, i, j, tap / width, tap % width);
+        const bool nowhere = spans[tap].first >= spans[tap].last;
+        if (!nowhere) taps.add(tap, place(tap));
+        if (!nowhere || every) inside.keep(spans[tap]);
       }
+      const auto alone = [&](int64_t l) PV_INLINE {
+        const float* pixel = line + l * step;
+        Taps own;
+        for (int64_t tap = 0; tap < k; tap++) {
+          const bool counts = spans[tap].first <= l && l < spans[tap].last;
+          if (counts || every) own.add(tap, counts ? place(tap) : nothing - pixel);
+        }
+        line_sums<1>(n, own, pixel, 0, panels, {c + l * N, N, false});
+      };
+      const int64_t shared = inside.last - inside.first;
+      const int64_t pieces = shared > 0 ? (shared + ROWS - 1) / ROWS : 0;
+      for (int64_t l = 0; l < (pieces ? inside.first : pixels); l++) alone(l);
+      for (int64_t piece = 0; piece < pieces; piece++) {
+        const int64_t from = inside.first + piece * shared / pieces, to = inside.first + (piece + 1) * shared / pieces;
+        line_sums_of(to - from, n, taps, line + from * step, step, panels, {c + from * N, N, false});
+      }
+      for (int64_t l = pieces ? inside.last : pixels; l < pixels; l++) alone(l);
     }
 }
 
