@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pellucid.capture.fold import fold_scales
 from pellucid.capture.layout import channels_last, laid_out_jointly, lay_out_joint
 from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
 from pellucid.capture.split import split
@@ -106,6 +107,8 @@ def graph_passes(captured: torch.fx.GraphModule, kind: str) -> tuple[torch.fx.Gr
 
 def _transform(unit: Unit, options: Options) -> Step:
     graph, decisions = graph_passes(unit.captured, unit.kind)
+    if options.freeze and unit.kind == "inference":
+        decisions += fold_scales(graph)
     return replace(unit, graph=graph), decisions
 
 

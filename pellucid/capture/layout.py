@@ -222,6 +222,8 @@ class _Relayout:
             copy = self._graph.node_copy(node, self._new.__getitem__)
             if _is_planar(node):
                 self._lay_out(copy, 2 if node.target is _FORWARD else 3)
+            elif node.target is aten.constant_pad_nd.default and node.users and all(map(_is_planar, node.users)):
+                self._lay_out(copy, 1)  # the smaller image is copied, and convolutions may read it as it is
             if self._evaluated(copy):
                 return copy
             self._graph.erase_node(copy)

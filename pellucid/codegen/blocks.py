@@ -1,6 +1,6 @@
 """The blocks of a contraction: which of its axes are cut, and into what sizes.
 
-Sizes and strides alone decide, never the number of threads.
+Sizes, strides and the machine decide, never the number of threads that a call has.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ COLUMN_STEP = 32
 ROW_STEP = 2
 # Smaller blocks than these would pack the operands too often.
 FEWEST_ROWS = 48
-# The same of a convolution, whose small blocks cost more: to gather a term for a row takes as long as so many products,
-# which all columns share, and to pack one for a column, which all rows share.
-ENOUGH_WINDOWS = 12
+# In a convolution, to gather a term for a row takes as long as so many products, which all columns share, and to pack one
+# for a column, which all rows share.
 GATHER = 3.5
 PACK = 7.3
 # Terms that are packed at a time, as `contract.h` has it: all taps of a channel must be among them.
@@ -193,7 +192,7 @@ class Blocks:
 
 
 def find_blocks(
-    kernel: Kernel, options: Options, frozen: frozenset[str] = frozenset()
+    kernel: Kernel, options: Options, machine: Machine, frozen: frozenset[str] = frozenset()
 ) -> tuple[Blocks, tuple[Decision, ...]] | None:
     """The blocks of a kernel whose space is simplified, None if it is no contraction, or runs better otherwise.
 
@@ -214,7 +213,7 @@ def find_blocks(
     blocks = None
     several = found.may_be_window and len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
     if found.windowed or several:
-        blocks = _windows(kernel, found, column)
+        blocks = _windows(kernel, found, column, machine.cores)
     if blocks is None:
         if found.windowed:
             return None
@@ -256,7 +255,7 @@ def by_channel(found: Contraction) -> bool:
     return found.windowed and len(found.batch) == 1 and stride_along(found.loads[0].index, found.batch[0]) == ONE
 
 
-def _windows(kernel: Kernel, found: Contraction, column: str) -> Blocks | None:
+def _windows(kernel: Kernel, found: Contraction, column: str, cores: int) -> Blocks | None:
     """Blocks of a convolution: whole lines of an image, as many as the caches like. None if terms do not line up."""
     (left, right), ranges = found.loads, kernel.ranges
     inner = tuple(sorted(found.inner, key=lambda name: -estimate(stride_along(left.index, name))))
@@ -278,28 +277,27 @@ def _windows(kernel: Kernel, found: Contraction, column: str) -> Blocks | None:
     outer = estimate(
         product(axis.extent for axis in kernel.space if axis.name not in (*inner, *whole, rows[-1], column))
     )
-    lines, columns = _lines_and_columns(m, size, n, max(1, outer))
+    lines, columns = _lines_and_columns(m, size, n, max(1, outer), cores)
     return Blocks(found, rows[-1], tuple(whole), column, inner, lines, columns, ranges, True, planes)
 
 
-def _lines_and_columns(m: int, size: int, n: int, outer: int) -> tuple[int, int]:
-    """Lines, each of `size` rows, and columns of a block: enough blocks, and little work beside the products."""
+def _lines_and_columns(m: int, size: int, n: int, outer: int, cores: int) -> tuple[int, int]:
+    """Lines, each of `size` rows, and columns of a block: as many for each core, and little work beside the products.
+
+    No sum depends on it, so the number of cores may decide.
+    """
     least = min(FEWEST_ROWS, m * size)
     lines = {-(-m // pieces) for pieces in range(1, m + 1)}
     found = [each for each in lines if least <= each * size <= ROWS] or [max(1, ROWS // size)]
     columns = {_even(n, most, COLUMN_STEP) for most in (COLUMNS, COLUMNS // 2, COLUMN_STEP)}
 
-    def blocks(each: tuple[int, int]) -> int:
-        return outer * -(-m // each[0]) * -(-n // each[1])
+    def price(each: tuple[int, int]) -> float:
+        uneven = -(-m // each[0]) * each[0] / m
+        blocks = outer * -(-m // each[0]) * -(-n // each[1])
+        waits = -(-blocks // cores) * cores / blocks
+        return (uneven + GATHER / min(each[1], n) + PACK / (each[0] * size)) * waits
 
-    def beside(each: tuple[int, int]) -> float:
-        uneven = -(-m // each[0]) * each[0] / m - 1
-        return GATHER / min(each[1], n) + PACK / (each[0] * size) + uneven
-
-    return min(
-        ((each, other) for each in found for other in columns),
-        key=lambda each: (-min(blocks(each), ENOUGH_WINDOWS), beside(each), each),
-    )
+    return min(((each, other) for each in found for other in columns), key=lambda each: (price(each), each))
 
 
 def _lies(index: Expr, axes: tuple[str, ...], ranges: dict[str, Expr]) -> bool:

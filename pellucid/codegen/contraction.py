@@ -26,7 +26,7 @@ def plan_contraction(kernel: Kernel, machine: Machine, options: Options, frozen:
 
     frozen: buffers that are the same at each call.
     """
-    found = find_blocks(kernel, options, frozen)
+    found = find_blocks(kernel, options, machine, frozen)
     if found is None:
         return None
     blocks, decisions = found

@@ -30,7 +30,7 @@ _SHORT = "convolution: a sum of few terms is mostly reading and writing, oneDNN 
 _WEIGHT = "convolution: channels of the weight do not lie side by side, nor all taps, oneDNN computes it"
 _SLOW = "convolution: oneDNN computes it, at twice the rate of this machine's BLAS"
 # Terms from which on gathering windows is worth it.
-_FEW_TERMS = 32
+_FEW_TERMS = 16
 # Taps of a weight that lie side by side: a kernel packs those of some channels together.
 _MOST_TAPS = 128
 # Multiplications up to which a slow BLAS gains more by having less to prepare than it loses.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import torch
@@ -15,37 +16,39 @@ from pellucid.native.loader import library
 _POINTER = torch.Tensor.data_ptr
 _VERSION = attrgetter("_version")
 
+_TURNS = 8
+"""A sample of tensors whose changes are counted has a page in so many, others at the next call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """What is remembered of tensors to notice a change: see `holds`.
 
     pointers: where their data begins. counted: the tensors whose changes PyTorch counts, all but those of inference
-    mode. versions: these counts. sample: of their bytes, one line of the cache in each page.
+    mode. versions: these counts. watched, uncounted: samples of the bytes of both.
     """
 
     pointers: tuple[int, ...]
     counted: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
     versions: tuple[int, ...]
-    sample: int
-    _addresses: ctypes.Array[ctypes.c_int64]
-    _sizes: ctypes.Array[ctypes.c_int64]
+    watched: _Samples
+    uncounted: _Samples
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Fingerprint:
         pointers = tuple(map(_POINTER, tensors))
         which = [position for position, tensor in enumerate(tensors) if not tensor.is_inference()]
         counted = _chosen(which, len(tensors))
-        words = ctypes.c_int64 * len(tensors)
-        addresses, sizes = words(*pointers), words(*map(_span, tensors))
         versions = tuple(map(_VERSION, counted(tensors)))
-        return cls(pointers, counted, versions, _sample(addresses, sizes), addresses, sizes)
+        others = [tensor for tensor in tensors if tensor.is_inference()]
+        return cls(pointers, counted, versions, _Samples.of(counted(tensors), _TURNS), _Samples.of(others, 1))
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """False if one of the tensors is another, was changed by PyTorch, or differs in the sample.
+        """False if one of the tensors is another, was changed by PyTorch, or differs in the sample of this call.
 
-        A change that PyTorch does not count, through `.data`, NumPy or a pointer, is noticed in the sample only: one of
-        a few elements may be missed.
+        A change that PyTorch does not count, through `.data`, NumPy or a pointer, is noticed in samples only: at once
+        where it changes a tensor as a whole, a part of a tensor after some calls, and one of a few elements perhaps
+        not at all.
         """
         if tuple(map(_POINTER, tensors)) != self.pointers:
             return False
@@ -54,7 +57,28 @@ class Fingerprint:
                 return False
         except RuntimeError:  # a tensor of inference mode has taken the place of another
             return False
-        return _sample(self._addresses, self._sizes) == self.sample
+        return self.watched.hold() and self.uncounted.hold()
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """What some tensors hold, in one line of the cache of each page: as many samples as there are turns."""
+
+    hashes: tuple[int, ...]
+    addresses: ctypes.Array[ctypes.c_int64]
+    sizes: ctypes.Array[ctypes.c_int64]
+    turns: Iterator[int] = field(default_factory=itertools.count)  # shared by all threads
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], turns: int) -> _Samples:
+        words = ctypes.c_int64 * len(tensors)
+        addresses, sizes = words(*map(_POINTER, tensors)), words(*map(_span, tensors))
+        return cls(tuple(_sample(addresses, sizes, turn, turns) for turn in range(turns)), addresses, sizes)
+
+    def hold(self) -> bool:
+        """Whether the sample whose turn it is is as it was."""
+        turn = next(self.turns) % len(self.hashes)
+        return _sample(self.addresses, self.sizes, turn, len(self.hashes)) == self.hashes[turn]
 
 
 def _chosen(which: list[int], count: int) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
@@ -71,5 +95,7 @@ def _span(tensor: torch.Tensor) -> int:
     return (steps + 1) * tensor.element_size()
 
 
-def _sample(addresses: ctypes.Array[ctypes.c_int64], sizes: ctypes.Array[ctypes.c_int64]) -> int:
-    return library().pellucid_fingerprint(addresses, sizes, len(addresses))
+def _sample(
+    addresses: ctypes.Array[ctypes.c_int64], sizes: ctypes.Array[ctypes.c_int64], turn: int, turns: int
+) -> int:
+    return library().pellucid_fingerprint(addresses, sizes, len(addresses), turn, turns)

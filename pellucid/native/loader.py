@@ -90,7 +90,7 @@ def _library() -> ctypes.PyDLL:
     lib.pellucid_timeline_stop.restype = ctypes.c_void_p
     lib.pellucid_contended.argtypes = []
     lib.pellucid_contended.restype = ctypes.c_bool
-    lib.pellucid_fingerprint.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    lib.pellucid_fingerprint.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3]
     lib.pellucid_fingerprint.restype = ctypes.c_uint64
     lib.pellucid_flush_denormals.argtypes = [ctypes.c_bool]
     lib.pellucid_flush_denormals.restype = None

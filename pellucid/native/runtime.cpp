@@ -229,10 +229,12 @@ const int64_t* pellucid_timeline_stop(int64_t* size) {
 
 void pellucid_flush_denormals(bool on) { flush_denormals(on); }
 
-// A sample of `count` pieces of memory.
-uint64_t pellucid_fingerprint(const int64_t* addresses, const int64_t* sizes, int64_t count) {
+// A sample of `count` pieces of memory, see fingerprint.h.
+uint64_t pellucid_fingerprint(
+    const int64_t* addresses, const int64_t* sizes, int64_t count, int64_t turn, int64_t turns) {
   uint64_t hash = 0;
-  for (int64_t k = 0; k < count; k++) hash = fingerprint(reinterpret_cast<const char*>(addresses[k]), sizes[k], hash);
+  for (int64_t k = 0; k < count; k++)
+    hash = fingerprint(reinterpret_cast<const char*>(addresses[k]), sizes[k], turn, turns, hash);
   return hash;
 }
 

@@ -59,7 +59,8 @@ PV_FN void copy_terms(const float* from, int64_t count, bool counts, float* to) 
   if (!counts) {
     std::memset(to, 0, size_t(count) * sizeof(float));
   } else if (count < COLUMN) {
-    for (int64_t i = 0; i < count; i++) to[i] = from[i];
+    const Some<COLUMN> few(count);
+    store<float>(to, load<float>(from, few), few);
   } else {
     for (int64_t i = 0; i + COLUMN < count; i += COLUMN) write_column(to + i, read_column(from + i));
     write_column(to + count - COLUMN, read_column(from + count - COLUMN));
