@@ -55,7 +55,7 @@ class Sized:
     """A program with its sizes, as an instance runs it: what its calls move and compute follows from it.
 
     calls: the node of each call of the plan, None for those of a probe. size: of the symbols. shapes: by buffer, a view
-    that shows its shape. name: of the program.
+    that shows its shape. name: of the program. parameters: inputs that could be frozen, and are not.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Sized:
     calls: tuple[Node | None, ...]
     size: Numbers
     shapes: Mapping[str, View]
+    parameters: frozenset[str]
 
 
 INSTANCES: WeakValueDictionary[int, Sized] = WeakValueDictionary()
@@ -90,9 +91,10 @@ class Executable:
         checked: tuple[View, ...] = (),
         name: str = "program",
         values: Iterable[View] = (),
+        parameters: Iterable[str] = (),
     ) -> None:
         """probes: by the name of the node. reuse: let temporaries that are not alive at once share memory.
-        name, values: of the program and of what it computes, for profiles.
+        name, values, parameters: of the program, of what it computes, and of what could be frozen, for profiles.
 
         checked: arguments that no guard has looked at: those that lie in memory otherwise than these say are copied.
         """
@@ -100,6 +102,7 @@ class Executable:
         self._name = name
         self._checked = checked
         self._shapes = _shapes(program, values)
+        self._parameters = frozenset(parameters)
         self._probes = probes or {}
         self._reuse = reuse
         self._kernels = kernels
@@ -134,8 +137,9 @@ class Executable:
 
     def _make_instance(self, sizes: tuple[int, ...]) -> _Ready:
         assembler = _Assembler(
-            self.program, self._kernels, self._addresses, self._probes, sizes, self._reuse, self._name, self._shapes
-        )
+            self.program, self._kernels, self._addresses, self._probes, sizes, self._reuse, self._name, self._shapes,
+            self._parameters,
+        )  # fmt: skip
         floats = [torch.tensor([assembler.size.of(name)], dtype=torch.float64) for name in self.program.supplied]
         expected = [assembler.expected(view) for view in self._checked if view.buffer in assembler.slots]
         instance = assembler.instance()
@@ -184,10 +188,12 @@ class _Assembler:
         reuse: bool,
         name: str,
         shapes: Mapping[str, View],
+        parameters: frozenset[str],
     ) -> None:
         self.program = program
         self.name = name
         self.shapes = shapes
+        self.parameters = parameters
         self.probes = probes
         self.reuse = reuse
         self.kernels = kernels
@@ -211,7 +217,7 @@ class _Assembler:
         """What the calls of the instance are."""
         calls = [(None, node, None) if node.name in self.probes else (node,) for node in self.program.nodes]
         flat = tuple(call for group in calls for call in group)
-        return Sized(self.name, self.program, self.kernels, flat, self.size, self.shapes)
+        return Sized(self.name, self.program, self.kernels, flat, self.size, self.shapes, self.parameters)
 
     def expected(self, view: View) -> _Expected:
         """What an argument must be, of which `view` is the whole."""

@@ -171,6 +171,7 @@ def _load(unit: Unit, options: Options) -> Step:
         checked=inputs if unit.kind == "backward" else (),
         name=unit.name,
         values=(*inputs, *unit.values.values()),
+        parameters=parameters_of(unit.graph) if unit.kind == "inference" and not unit.frozen else (),
     )
     return replace(unit, executable=_prepared(unit, executable) if unit.frozen else executable), ()
 

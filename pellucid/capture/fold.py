@@ -1,4 +1,4 @@
-"""Of a frozen model: what scales and shifts the channels of a convolution, as a batch norm does, goes into its weight."""
+"""Of a frozen model: what scales and shifts the channels of a convolution, as batch norm does, goes into its weight."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def _still(graph_module: torch.fx.GraphModule) -> set[torch.fx.Node]:
     names = set(parameters_of(graph_module))
     found: set[torch.fx.Node] = set()
     for node in graph_module.graph.nodes:
-        if node.name in names and all(is_pure(user) for user in node.users if user.op == "call_function"):
-            found.add(node)
-        elif is_pure(node) and node.all_input_nodes and found.issuperset(node.all_input_nodes):
+        frozen = node.name in names and all(is_pure(user) for user in node.users if user.op == "call_function")
+        if frozen or (is_pure(node) and node.all_input_nodes and found.issuperset(node.all_input_nodes)):
             found.add(node)
     return found
 
 
 def _chain(convolution: torch.fx.Node, still: set[torch.fx.Node]) -> list[torch.fx.Node]:
     """The calls that scale or shift the channels of a convolution, each the only use of the one before."""
-    _, weight, bias, *_, transposed, _, _ = convolution.args
+    arguments: Any = convolution.args
+    _, weight, bias, *_, transposed, _, _ = arguments
     value = convolution.meta["val"]
     if transposed or value.dtype not in (torch.float32, torch.float64) or weight not in still:
         return []
@@ -95,7 +95,8 @@ class _Fold:
     chain: list[torch.fx.Node]
 
     def run(self) -> torch.fx.Node:
-        x, weight, bias, *rest = self.convolution.args
+        arguments: Any = self.convolution.args
+        x, weight, bias, *rest = arguments
         last, old = self.chain[-1], [self.convolution, *self.chain]
         with self.graph.inserting_before(last):
             shift = bias

@@ -24,14 +24,15 @@ COLUMN_STEP = 32
 ROW_STEP = 2
 # Smaller blocks than these would pack the operands too often.
 FEWEST_ROWS = 48
-# In a convolution, to gather a term for a row takes as long as so many products, which all columns share, and to pack one
-# for a column, which all rows share.
+# In a convolution, to gather a term for a row takes as long as so many products, which all columns share, and to pack
+# one for a column, which all rows share.
 GATHER = 3.5
 PACK = 7.3
 # Terms that are packed at a time, as `contract.h` has it: all taps of a channel must be among them.
 DEPTH = 192
-# Columns that leave panels mostly empty, as `contract.h` has it.
+# Columns that leave panels mostly empty, and rows that read a right operand where it lies, as `contract.h` has it.
 FEW_COLUMNS = 4
+FEW_ROWS = 8
 # Axes that the rows of a window may have: images, lines, pixels; and its taps.
 MOST_ROW_AXES = 3
 MOST_TAP_AXES = 2

@@ -95,7 +95,5 @@ def _span(tensor: torch.Tensor) -> int:
     return (steps + 1) * tensor.element_size()
 
 
-def _sample(
-    addresses: ctypes.Array[ctypes.c_int64], sizes: ctypes.Array[ctypes.c_int64], turn: int, turns: int
-) -> int:
+def _sample(addresses: ctypes.Array[ctypes.c_int64], sizes: ctypes.Array[ctypes.c_int64], turn: int, turns: int) -> int:
     return library().pellucid_fingerprint(addresses, sizes, len(addresses), turn, turns)

@@ -93,6 +93,67 @@ def test_weights_are_packed_before_the_first_call(model: Model, inputs: tuple[An
     assert not any("sqrt" in node.name for node in record.scheduled.nodes)  # of the running variance
 
 
+class Scaled(nn.Module):
+    """Convolutions with what scales and shifts their channels, as networks write it."""
+
+    def __init__(self, dims: int = 2, bias: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
+        self.first, self.second = convolution(20, 36, 3, padding=1, bias=bias), convolution(36, 36, 3, groups=36)
+        self.norm, self.plain = norm(36), norm(36, affine=False)
+        self.scale = nn.Parameter(torch.rand(36, *[1] * dims) + 0.5)
+        for each in (*self.norm.buffers(), *self.plain.buffers()):
+            if each.is_floating_point():
+                each.uniform_(0.5, 1.5)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(self.second(torch.relu(self.norm(self.first(x))))) / self.scale
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_what_scales_and_shifts_a_convolution_goes_into_its_weight(dims: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(dims, bias).eval(), torch.randn(2, 20, *[7] * dims)
+    compiled = frozen(model)
+    with recorded() as records:
+        agrees(compiled, model, x)
+    (record,) = records
+    folds = [decision for decision in record.decisions if decision.rule == "freeze.fold"]
+    assert len(folds) == 2 and "div" in folds[1].why
+    names = " ".join(node.name for node in record.scheduled.nodes)
+    assert not any(name in names for name in ("sub", "mul", "div")), names
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+    agrees(compiled, model, x)
+    model.norm.running_mean.data.add_(1)  # type: ignore[union-attr]
+    agrees(compiled, model, x)
+
+
+def test_what_is_no_scale_of_a_frozen_convolution_stays() -> None:
+    """Read twice, of a weight that is an argument, of a narrow type, not one element for each channel."""
+    torch.manual_seed(0)
+    model, x = Scaled().eval(), torch.randn(1, 20, 9, 9)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        y = model.first(x)
+        return model.norm(y) + y
+
+    def of_an_argument(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return model.norm(torch.conv2d(x, w))
+
+    def by_pixel(x: torch.Tensor) -> torch.Tensor:
+        return model.first(x) * model.scale[0, 0].expand(9) * x[:, :1]
+
+    narrow = Scaled(dtype=torch.bfloat16).eval()
+    weight = torch.randn(36, 20, 3, 3)
+    for function, args in ((twice, (x,)), (of_an_argument, (x, weight)), (by_pixel, (x,)), (narrow, (x.bfloat16(),))):
+        with recorded() as records, torch.no_grad():
+            assert_matches(frozen(function)(*args), function(*args), function(*args))
+        assert not [each for record in records for each in record.decisions if each.rule == "freeze.fold"]
+
+
 def _in_place(model: Model) -> None:
     with torch.no_grad():
         model.first.weight.mul_(2)

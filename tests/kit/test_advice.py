@@ -60,6 +60,13 @@ def broken_loop(x):
     return x
 
 
+def broken_in_place(x):
+    for number in range(4):
+        x = torch.relu(x) + number
+        torch._dynamo.graph_break()
+    return x
+
+
 def broken(x):
     x = x.exp()
     torch._dynamo.graph_break()
@@ -158,6 +165,31 @@ def test_what_is_planted_is_named_on_top(category, backend):
     assert any(planted.line in where for where in first.where) if planted.line else not first.where
     assert first.evidence and "pellucid profile model.py:make" in first.check
     assert first.what in " ".join(str(found).split()) or "\n" in str(found)
+
+
+@pytest.mark.alone
+def test_a_function_that_stays_python_because_its_loop_breaks_the_graph_is_named():
+    """Dynamo leaves it to Python as a whole: no graph runs at all."""
+    found = profiled(broken_in_place, (torch.rand(64, 64),))
+    assert [each.category for each in found.advice] == ["graph-break"] and not found.kernels
+    assert "graph_break" in found.advice[0].evidence and HERE in found.advice[0].where[0]
+
+
+@pytest.mark.alone
+def test_parameters_that_are_packed_at_each_call_are_named():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512))
+    found = profiled(model, (torch.randn(16, 512),))
+    assert [row.packed for row in found.kernels] == [512 * 1024] * 2
+    (advice,) = (each for each in found.advice if each.category == "unfrozen")
+    assert (
+        advice.check.endswith("--option freeze=True")
+        and "kernels that pack a parameter at each call: 2" in advice.evidence
+    )
+    frozen = profiled(model, (torch.randn(16, 512),), options={"freeze": True})
+    assert not any(row.packed for row in frozen.kernels)
+    given = profiled(torch.nn.functional.linear, (torch.randn(16, 512), torch.randn(512, 512)))
+    assert not any(row.packed for row in given.kernels), "an argument is no parameter"
 
 
 @pytest.mark.alone
@@ -268,6 +300,7 @@ def test_copies_and_slow_types_are_named():
     copy = row("clone_0", flops=0, fx_nodes=("clone", "clone_1"), bytes=4000)
     assert [each.category for each in advice_of(copy)] == ["layout"]
     assert not advice_of(row("gather_0", flops=0, fx_nodes=("index",)))
+    assert not advice_of(row("copy_3", flops=0, fx_nodes=("copy_", "copy__1"))), "what the program changes in place"
     (double,) = advice_of(row(dtype="f64"))
     assert double.category == "dtype" and "f64" in double.evidence
     assert not advice_of(row(dtype="bf16")), "it moves half as much"
@@ -279,6 +312,7 @@ def test_copies_and_slow_types_are_named():
 def test_kernels_that_do_little_are_named_together():
     (found,) = advice_of(row("a", 300.0, limit="overhead"), row("b", 200.0, limit="overhead"))
     assert found.category == "small-kernels" and found.where[0] == "a" and "take 510 of 1000" in found.evidence
+    assert not advice_of(row("long", 500.0, limit="overhead", estimate_microseconds=1.0)), "it does more than is known"
 
 
 def test_the_pages_of_a_program_that_maps_memory_itself_are_not_the_allocators():

@@ -136,3 +136,18 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(each.keys() == {"name", "verdict", "found", "remedy", "settings"} for each in said["checks"])
     assert said["machine"]["figures"]["barrier"] == AVX2.barrier
     assert from_text(file.read_text(), "file") == replace(AVX2, name="one")
+
+
+def test_a_machine_that_cannot_be_read_is_bad(
+    tmp_path: Path, measures: list[Measured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PELLUCID_MACHINE names what the compiler asks: with such a file it compiles nothing."""
+    doctor()
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    for file in (broken, tmp_path / "missing.json"):
+        monkeypatch.setenv("PELLUCID_MACHINE", str(file))
+        found = doctor()
+        said = check(found, "machine")
+        assert said.verdict == BAD and str(file) in said.found and "unset PELLUCID_MACHINE" in said.remedy
+        assert not found.good

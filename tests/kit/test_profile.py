@@ -142,6 +142,15 @@ def test_inductors_kernels_count_the_same():
     assert 6 * N * M <= kernel.flops <= 12 * N * M
 
 
+@pytest.mark.parametrize(
+    ("fn", "each"),
+    [(torch.sin, 1), (lambda x: x.t().contiguous(), 0), (lambda x: x.sum(-1), 1), (lambda x: x * 2 + 1, 2)],
+)
+def test_inductors_operations_are_those_counted_by_hand(fn, each):
+    (step,) = facts_of(fn, f32(N, M), backend="inductor")
+    assert step.flops == each * N * M
+
+
 # ------------------------------------------------------------------------------------------------ whole programs
 
 
@@ -234,7 +243,7 @@ def test_a_program_without_graphs_says_so():
         return None
 
     (found,) = take([program_of(Case("empty", fn, (f32(2),)), subject_of("pellucid"))], "empty", budget=0.05)
-    assert found.notes == ("no compiled graph ran",) and not found.kernels
+    assert found.notes == ("no graph ran that pellucid has compiled",) and not found.kernels
     assert found.overhead.python_microseconds == pytest.approx(found.microseconds)
 
 
@@ -332,7 +341,7 @@ def test_one_profile_at_a_time():
             pass
         with pytest.raises(UserError, match="not finished"):
             str(p)
-    assert p.result.notes == ("no compiled graph ran",)
+    assert p.result.notes == ("no graph ran that pellucid has compiled",)
 
 
 def test_a_trace_has_a_track_for_each_thread(tmp_path):

@@ -8,7 +8,7 @@ import resource
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from pellucid.machine.model import to_text
 from pellucid.native.build import default_store, default_toolchain
 from pellucid.native.counters import refused
 from pellucid.native.cpu import available_memory, cpu, cpu_quota, usable_cores
-from pellucid.native.machine import keep, machine_file, measured
+from pellucid.native.machine import keep, machine_file, machine_for, measured
 from pellucid.native.measure import measure
 from pellucid.native.toolchain import INSTALL_HINT, choose_isa
 
@@ -93,25 +93,36 @@ def write_machine(found: Doctored, file: Path) -> None:
 
 
 def _machine(again: bool) -> tuple[Machine | None, Check]:
-    """The measurements, made again or those that are kept. Disturbed ones are shown, and not kept."""
-    if os.environ.get("PELLUCID_MACHINE"):
-        used = f"; PELLUCID_MACHINE={os.environ['PELLUCID_MACHINE']} is what the compiler asks"
-    else:
-        used = ""
+    """The measurements, and whether the machine that PELLUCID_MACHINE names in their place can be read."""
+    machine, check = _measurements(again)
+    given = os.environ.get("PELLUCID_MACHINE")
+    if not given:
+        return machine, check
+    try:
+        machine_for(given)
+    except UserError as error:
+        found = f"nothing can be compiled: {error.message}; {check.found}"
+        return machine, Check(
+            "machine", BAD, found, "unset PELLUCID_MACHINE, or make such a file: pellucid doctor -o FILE"
+        )
+    return machine, replace(check, found=f"{check.found}; PELLUCID_MACHINE={given} is what the compiler asks")
+
+
+def _measurements(again: bool) -> tuple[Machine | None, Check]:
+    """Made again or those that are kept. Disturbed ones are shown, and not kept."""
     if not again:
-        machine = measured()
-        return machine, Check("machine", GOOD, f"{cpu().name}, measured before: {machine_file()}{used}")
+        return measured(), Check("machine", GOOD, f"{cpu().name}, measured before: {machine_file()}")
     try:
         made = measure()
     except PellucidError as error:
-        return None, Check("machine", WARNING, f"it cannot be measured: {error.message}{used}", error.hint or "")
+        return None, Check("machine", WARNING, f"it cannot be measured: {error.message}", error.hint or "")
     if not made.steady:
-        found = f"{cpu().name}: other programs disturbed the measurements, so they are not kept{used}"
+        found = f"{cpu().name}: other programs disturbed the measurements, so they are not kept"
         return made.machine, Check("machine", WARNING, found, "end them, then: pellucid doctor --remeasure")
     try:
-        return keep(made.machine), Check("machine", GOOD, f"{cpu().name}, measured now: {machine_file()}{used}")
+        return keep(made.machine), Check("machine", GOOD, f"{cpu().name}, measured now: {machine_file()}")
     except OSError as error:
-        found = f"{cpu().name}: the measurements cannot be kept: {error}{used}"
+        found = f"{cpu().name}: the measurements cannot be kept: {error}"
         return made.machine, Check("machine", WARNING, found, "set PELLUCID_CACHE_DIR to a directory of yours")
 
 

@@ -32,7 +32,7 @@ def listening() -> Iterator[list[Refusal]]:
         with mock.patch.object(output_graph, "graph_break_reasons", breaks):
             yield found
     finally:
-        found += dict.fromkeys((*_breaks(breaks), *_recompilations()))
+        found += dict.fromkeys((*_breaks(breaks), *_skipped(), *_recompilations()))
 
 
 def _breaks(reasons: Sequence[Any]) -> Iterator[Refusal]:
@@ -41,6 +41,16 @@ def _breaks(reasons: Sequence[Any]) -> Iterator[Refusal]:
             frames = [frame for frame in each.user_stack if not frame.filename.startswith(_TORCH)] or each.user_stack
             line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
             yield Refusal(GRAPH_BREAK, (), _sentence(each.reason), (), line)
+
+
+def _skipped() -> Iterator[Refusal]:
+    """Functions that Dynamo leaves to Python as a whole, because a graph would break in a loop for example."""
+    for each in utils.get_compilation_metrics():
+        if each.fail_type == "Unsupported" and each.fail_reason:
+            name, start = _compiled(each)
+            file, number = each.fail_user_frame_filename, each.fail_user_frame_lineno
+            line = f"{file}:{number}" if file and not file.startswith(_TORCH) else start
+            yield Refusal(GRAPH_BREAK, (name,) if name else (), _sentence(each.fail_reason), (), line)
 
 
 def _recompilations() -> Iterator[Refusal]:

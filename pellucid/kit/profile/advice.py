@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pellucid.codegen.blocks import PACK, ROWS
 from pellucid.ir.types import DType
 from pellucid.kit.debug.doctor import KEEP_PAGES
 from pellucid.kit.profile.result import Advice, Event, KernelTime, Profile
@@ -23,7 +24,13 @@ LEAST = 0.05
 _MOST = 0.9  # of a call's time is what any advice saves: what is left is not known so well
 _LINES = 3  # of the user's, in `where`
 _ORDINARY = frozenset((GROUPS["kernel"], GROUPS["call"], GROUPS["layout"]))
-_COPIES = ("clone", "copy", "contiguous", "_to_copy")
+_COPIES = (
+    "clone",
+    "copy",
+    "contiguous",
+    "_to_copy",
+)  # not `copy_`, which writes back what is changed in place
+_SMALL = 5  # times what a call is expected to take: what takes longer does more than to be called
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +234,7 @@ def _only_copies(row: KernelTime) -> bool:
 
 
 def _copies(node: str) -> bool:
-    return node.rstrip("0123456789").rstrip("_") in _COPIES
+    return re.sub(r"_\d+$", "", node) in _COPIES
 
 
 def _scalar_kernel(profile: Profile, machine: Machine) -> Iterator[Found]:
@@ -259,6 +266,28 @@ def _fallback(profile: Profile, machine: Machine) -> Iterator[Found]:
                 f"{_said(row, profile)} and is a call of PyTorch's library{why}",
                 row.total_microseconds * (1 - min(1.0, (row.percent_of_limit or 0.0) / 100)),
             )
+
+
+def _unfrozen(profile: Profile, machine: Machine) -> Iterator[Found]:
+    """Parameters that are packed at each call, which takes each column as long as so many rows of products."""
+    rows = [row for row in profile.kernels if row.packed and row.flops]
+    saved = {row.name: row.total_microseconds * PACK / (PACK + min(_rows(row), ROWS)) for row in rows}
+    if rows:
+        longest = max(rows, key=lambda row: saved[row.name])
+        yield Found(
+            "unfrozen",
+            'give torch.compile options={"freeze": True}, if parameters stay as they are',
+            _where(longest),
+            f"kernels that pack a parameter at each call: {len(rows)}, which take "
+            f"{sum(row.total_microseconds for row in rows):.0f} of {profile.microseconds:.0f} µs",
+            sum(saved.values()),
+            options="--option freeze=True",
+        )
+
+
+def _rows(row: KernelTime) -> float:
+    """Of the product that a kernel computes with a parameter of so many elements."""
+    return (row.flops or 0) / (2 * row.packed)
 
 
 def _imbalance(profile: Profile, machine: Machine) -> Iterator[Found]:
@@ -295,7 +324,11 @@ def _small_kernels(profile: Profile, machine: Machine) -> Iterator[Found]:
 
 
 def _small(profile: Profile) -> list[KernelTime]:
-    return [row for row in profile.kernels if row.limit == "overhead"]
+    return [
+        row
+        for row in profile.kernels
+        if row.limit == "overhead" and row.microseconds <= _SMALL * (row.estimate_microseconds or row.microseconds)
+    ]
 
 
 def _dtype(profile: Profile, machine: Machine) -> Iterator[Found]:
@@ -328,6 +361,7 @@ RULES: tuple[Rule, ...] = (
     _layout,
     _scalar_kernel,
     _fallback,
+    _unfrozen,
     _imbalance,
     _small_kernels,
     _dtype,

@@ -25,7 +25,8 @@ class KernelTime:
     cycles, instructions, cache_misses: of one call, in the thread that calls; None where nothing counts them.
     steps: the calls in their graphs, `inference_0/mm_3`. dtype: in which it computes floats, `f32`. fetched: bytes of
     the lines of the cache that a call touches; None where nobody knows. scalar: why a kernel has no vectors, reason:
-    why a library call is none; empty where it has, or nobody says.
+    why a library call is none; empty where it has, or nobody says. packed: elements of a parameter that each call packs
+    anew, which freezing spares.
     """
 
     name: str
@@ -57,6 +58,7 @@ class KernelTime:
     instructions: float | None = None
     cache_misses: float | None = None
     line_calls: tuple[float, ...] = ()
+    packed: int = 0
 
     @property
     def cycles_per_instruction(self) -> float | None:

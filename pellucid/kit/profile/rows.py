@@ -110,7 +110,7 @@ def profile_of(
         tuple(found),
         Overhead((whole - inside) / number * 1e-3, (inside - steps) / number * 1e-3),
         clock.lost,
-        (*notes, *_notes(runs, clock)),
+        (*notes, *_notes(runs, clock, backend)),
         failure,
         machine=where,
     )
@@ -138,9 +138,9 @@ def _counted(row: KernelTime, counts: tuple[float, ...] | None) -> KernelTime:
     return replace(row, cycles=cycles, instructions=instructions, cache_misses=misses)
 
 
-def _notes(runs: Sequence[_OwnRun], clock: Clock) -> Iterable[str]:
+def _notes(runs: Sequence[_OwnRun], clock: Clock, backend: str) -> Iterable[str]:
     if not runs:
-        yield "no compiled graph ran"
+        yield f"no graph ran that {backend} has compiled"
     if clock.lost:
         yield f"{clock.lost} runs of graphs are not counted: there was no room for them, or they are gone"
     reached = 0
@@ -233,6 +233,7 @@ def _kernel(row: _Row, calls: int, whole: int, machine: Machine) -> KernelTime:
         fetched=facts.fetched,
         scalar=facts.scalar,
         reason=facts.reason,
+        packed=facts.packed,
     )
     limits = [limit for limit in (limit_of(each, machine) for each in row.steps.values()) if limit is not None]
     if not limits:

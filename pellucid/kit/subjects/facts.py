@@ -42,7 +42,7 @@ class StepFacts:
         kernel whose work is that.
     fetched: bytes of the lines of the cache that it touches; None where nobody knows. scalar: why a kernel has no
     vectors; empty where it has. reason: why a library call is none. parts: its bytes by buffer, where it is known
-    what was touched before.
+    what was touched before. packed: elements of a parameter that a kernel packs anew at each call.
     """
 
     graph: str
@@ -63,6 +63,7 @@ class StepFacts:
     scalar: str = ""
     reason: str = ""
     parts: tuple[Part, ...] = ()
+    packed: int = 0
     origin: Origin = GLUE
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pellucid.codegen import CppKernel
+from pellucid.codegen.blocks import FEW_ROWS
 from pellucid.executable import Sized, operator_of, plain_argument
 from pellucid.ir.index import product
 from pellucid.ir.nodes import Arg, Extern, Kernel, Node, View
@@ -112,8 +113,18 @@ class _Facts:
             counts_as="product" if compiled.plan.blocks else "attention" if compiled.plan.rows else "",
             fetched=moved.fetched,
             scalar=_why_scalar(compiled),
+            packed=self._packed(compiled),
             origin=merge(line.origin for line in kernel.body),
         )
+
+    def _packed(self, compiled: CppKernel) -> int:
+        """Elements of a parameter that a kernel packs at each call; few rows read it where it lies."""
+        blocks = compiled.plan.blocks
+        if blocks is None or blocks.packed or blocks.by_channel or blocks.height <= FEW_ROWS:
+            return 0
+        position = int(blocks.contraction.loads[1].buffer.removeprefix("p"))  # plans name buffers by their positions
+        buffer = compiled.params[position]
+        return self._sized.size(product(self._sized.shapes[buffer].shape)) if buffer in self._sized.parameters else 0
 
     def _instructions(self, kernel: Kernel) -> float:
         """The plan counts them at middling sizes; with others they grow as the points do."""

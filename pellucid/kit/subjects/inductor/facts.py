@@ -18,8 +18,8 @@ from pellucid.ir.traffic import Access, different, fetched_bytes
 from pellucid.kit.subjects.facts import widest_float
 
 _NO_OPERATIONS = frozenset(
-    """load store store_reduction constant to_dtype to_dtype_bitcast index_expr indirect_indexing check_bounds where
-    masked eq ne lt le gt ge isnan isinf bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or
+    """load store store_reduction output constant to_dtype to_dtype_bitcast index_expr indirect_indexing check_bounds
+    where masked eq ne lt le gt ge isnan isinf bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or
     logical_not logical_xor and_ or_ xor invert lshift rshift identity get_index set_indirect""".split()
 )
 
