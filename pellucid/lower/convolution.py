@@ -29,8 +29,9 @@ _SINGLE = "convolution: one pixel or one channel is no product of matrices, oneD
 _SHORT = "convolution: a sum of few terms is mostly reading and writing, oneDNN computes it"
 _WEIGHT = "convolution: channels of the weight do not lie side by side, nor all taps, oneDNN computes it"
 _SLOW = "convolution: oneDNN computes it, at twice the rate of this machine's BLAS"
-# Terms from which on gathering windows is worth it.
-_FEW_TERMS = 16
+# Terms from which on gathering windows is worth it, also where that spares a padded copy of the image.
+_FEW_TERMS = 32
+_FEW_UNPADDED = 16
 # Taps of a weight that lie side by side: a kernel packs those of some channels together.
 _MOST_TAPS = 128
 # Multiplications up to which a slow BLAS gains more by having less to prepare than it loses.
@@ -88,13 +89,13 @@ def _unpadded(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, An
         return None
     made = {**given, "input": padded["self"], "padding": (right_first[2], right_first[0])}
     try:
-        _check_direct(made, shape_of(node.meta["val"]))
+        _check_direct(made, shape_of(node.meta["val"]), _FEW_UNPADDED)
     except NotLowered:
         return None
     return made
 
 
-def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr]) -> None:
+def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = _FEW_TERMS) -> None:
     """Leave to oneDNN what it computes faster, and what has no kernel."""
     x, weight, bias = given["input"], given["weight"], given["bias"]
     if not x.dtype is weight.dtype is DType.F32 or (bias is not None and bias.dtype is not DType.F32):
@@ -115,7 +116,7 @@ def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr]) -> None:
         raise NotLowered(_DYNAMIC)
     if x.view.strides[1] != ONE and x.shape[1] != ONE:
         raise NotLowered(_PLANAR)
-    if given["groups"] == 1 and nonnegative(const(_FEW_TERMS - 1) - product(weight.shape[1:])):
+    if given["groups"] == 1 and nonnegative(const(few - 1) - product(weight.shape[1:])):
         raise NotLowered(_SHORT)
     if ONE in (weight.shape[0], product((shape[0], *shape[2:]))):
         raise NotLowered(_SINGLE)
