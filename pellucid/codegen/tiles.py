@@ -36,6 +36,8 @@ def tiling(kernel: Kernel, vector: str | None, width: int, machine: Machine) -> 
     """
     if vector is None or kernel.reduced or width > max(SQUARES) or scatters(kernel):
         return Tiling()
+    if estimate(kernel.ranges[vector]) < width // 2:
+        return Tiling()  # most of each square would be empty, and its stores masked
     params = {param.name: param for param in kernel.params}
     kept = frozenset(axis.name for axis in kernel.space)
     depends = axes_of(kernel)

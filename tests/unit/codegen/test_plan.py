@@ -256,3 +256,18 @@ kernel k<s0>(x: f32[(4*s0 + 131071) // 131072], o: f32[1]) {
     assert decision(kernel, "codegen.vectorize").why.endswith(
         "its extent depends on sizes, and is about 1 where they are about 256"
     )
+
+
+@pytest.mark.parametrize(("channels", "squares"), [(3, False), (40, True)])
+def test_squares_that_would_be_mostly_empty_are_not_made(channels: int, squares: bool) -> None:
+    """An image of three channels becomes channels-last without vectors, which is faster than rows of three lanes."""
+    kernel = compile_text(
+        f"""\
+kernel k(x: f32[{5000 * channels}], o: f32[{5000 * channels}]) {{
+  axes i: 5000, j: {channels}
+  a: f32 = load x[i + 5000*j]
+  st: f32 = store o[{channels}*i + j], a
+}}
+"""
+    )
+    assert bool(kernel.plan.tiled) is squares and (kernel.plan.vector is not None) is squares
