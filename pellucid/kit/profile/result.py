@@ -13,9 +13,9 @@ class KernelTime:
     """Calls of one kernel, or of one operator of a library, at one set of sizes.
 
     name: a kernel's in its graph, or the operator's. kind: `kernel` or `call`. group: what it counts as in comparisons.
-    symbol: the function. calls: in one call of the program. microseconds: of one call, the median; spread: half the
-    distance between the quartiles, as a share of it. total_microseconds: of all calls in one call of the program;
-    share: of its time. shapes: of what it reads; results: of what it writes. bytes, flops: of one call; None where
+    symbol: the function. calls: in one call of the program. microseconds: of one call, the mean; spread: half the
+    distance between the quartiles, as a share of the median. total_microseconds: of all calls in one call of the
+    program; share: of its time. shapes: of what it reads; results: of what it writes. bytes, flops: of one call; None where
     nobody knows.
     limit: what binds it (`memory`, `l2`, `compute`, `overhead`), percent_of_limit: how much of that it reaches, and
     estimate_microseconds: what the machine model expects; empty and None where they cannot be told.

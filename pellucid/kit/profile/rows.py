@@ -208,7 +208,7 @@ def _own(run: TimedRun, inner: Sequence[TimedRun], nested: bool) -> _OwnRun:
 
 
 def _kernel(row: _Row, calls: int, whole: int, machine: Machine) -> KernelTime:
-    facts, summary, total = row.facts, summarise(row.times), sum(row.times)
+    facts, total, mean = row.facts, sum(row.times), fmean(row.times)
     origin = merge(each.origin for each in row.steps.values())
     made = KernelTime(
         name=facts.step.partition("#")[0] if facts.kind == "kernel" else facts.symbol,
@@ -216,8 +216,8 @@ def _kernel(row: _Row, calls: int, whole: int, machine: Machine) -> KernelTime:
         group=GROUPS[facts.counts_as or group_of(facts.kind, facts.symbol)],
         symbol=facts.symbol,
         calls=round(len(row.times) / calls, 2),
-        microseconds=summary.median * 1e-3,
-        spread=summary.spread,
+        microseconds=mean * 1e-3,
+        spread=summarise(row.times).spread,
         total_microseconds=total / calls * 1e-3,
         share=total / whole if whole else 0.0,
         shapes=facts.reads,
@@ -241,7 +241,7 @@ def _kernel(row: _Row, calls: int, whole: int, machine: Machine) -> KernelTime:
     return replace(
         made,
         limit=limits[0].name,
-        percent_of_limit=100 * limits[0].bound / summary.median if summary.median else None,
+        percent_of_limit=100 * limits[0].bound / mean if mean else None,
         estimate_microseconds=fmean(limit.estimate for limit in limits) * 1e-3,  # what came before differs
     )
 
