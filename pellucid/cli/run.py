@@ -8,6 +8,8 @@ from pellucid.cli.target import end, example
 from pellucid.cli.terminal import err
 from pellucid.printing import show
 
+STDERR = 2  # a file descriptor
+
 
 @click.command(
     epilog=example("pellucid run -- python train.py", "pellucid run --compare 5 -- python infer.py"),
@@ -16,7 +18,7 @@ from pellucid.printing import show
 @click.option("--pin", is_flag=True, help="Bind each thread to a core: for a machine that nothing else uses.")
 @click.option("--compare", "pairs", type=click.IntRange(min=1), metavar="N", help="Time it N times with and without.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be set.")
-@click.option("--json", "as_json", is_flag=True, help="With --compare or --dry-run: print JSON on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="With --compare or --dry-run: print JSON on stdout, and COMMAND's on stderr.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(command: tuple[str, ...], pin: bool, pairs: int | None, dry_run: bool, as_json: bool) -> None:
     """Run COMMAND in the environment that `pellucid doctor` recommends for this machine.
@@ -29,7 +31,7 @@ def run(command: tuple[str, ...], pin: bool, pairs: int | None, dry_run: bool, a
 
     launch = plan(command, pin)
     if pairs is not None:
-        launch = compare(launch, pairs)
+        launch = compare(launch, pairs, STDERR if as_json else None)
     if dry_run or pairs is not None:
         end(launch, shown(launch), as_json, launch.good)
     show(err, shown(launch))

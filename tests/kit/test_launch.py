@@ -43,7 +43,7 @@ def test_the_smaller_number_of_threads_counts_and_what_the_user_set_stays():
 
 def test_threads_are_bound_only_if_that_is_asked_for():
     assert not any(each.name == "OMP_PROC_BIND" for each in plan(["true"]).settings)
-    assert plan(["true"], pin=True).environment["OMP_PROC_BIND"] == "close"
+    assert plan(["true"], pin=True).variables()["OMP_PROC_BIND"] == "close"
 
 
 def test_the_command_gets_the_environment_and_gives_its_exit_code():
@@ -85,3 +85,24 @@ def test_what_would_be_set_as_json():
     found = json.loads(result.stdout)
     assert found["command"] == ["true", "--flag"] and found["settings"][0]["applied"] is True
     assert Setting(**{k: v for k, v in found["settings"][0].items() if k != "applied"}).name == "OMP_NUM_THREADS"
+
+
+@pytest.mark.parametrize("how", [["--dry-run"], ["--compare", "1"]])
+def test_only_the_variables_that_are_recommended_are_told(how, monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "not-to-be-told")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
+    result = CliRunner().invoke(main, ["run", *how, "--json", "--", "true"])
+    assert result.exit_code == 0, result.output
+    assert "not-to-be-told" not in result.output
+    assert json.loads(result.stdout)["environment"] == {
+        "OMP_NUM_THREADS": {"before": None, "after": "2"},
+        "MALLOC_TRIM_THRESHOLD_": {"before": "7", "after": "7"},
+    }
+
+
+def test_with_json_what_the_command_prints_goes_to_stderr(capfd):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--compare", "1", "--json", "--", "echo", "{}"])
+    told = capfd.readouterr()
+    assert ended.value.code == 0 and told.err == "{}\n"
+    assert json.loads(told.out)["gain"]["ratio"]["count"] == 1

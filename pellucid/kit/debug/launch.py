@@ -68,8 +68,15 @@ class Launch(Shown):
     gain: Gain | None = None
 
     @property
-    def environment(self) -> dict[str, str]:
-        """For the command."""
+    def environment(self) -> dict[str, dict[str, str | None]]:
+        """What becomes of the variables that were recommended: `before` and `after`. No others: some hold secrets."""
+        return {
+            each.name: {"before": each.before, "after": each.value if each.applied else each.before}
+            for each in self.settings
+        }
+
+    def variables(self) -> dict[str, str]:
+        """The whole environment of the command. A method, as the properties of a result are printed with `--json`."""
         return {**os.environ, **{each.name: each.value for each in self.settings if each.applied}}
 
     @property
@@ -100,22 +107,22 @@ def settings_of(checks: Sequence[Check], environment: Mapping[str, str] = os.env
 
 def replace_process(launch: Launch) -> None:
     """Become the command; does not return."""
-    os.execvpe(launch.command[0], launch.command, launch.environment)
+    os.execvpe(launch.command[0], launch.command, launch.variables())
 
 
-def compare(launch: Launch, pairs: int) -> Launch:
+def compare(launch: Launch, pairs: int, stdout: int | None = None) -> Launch:
     """Run the command with the settings and without, in turn, so many times each, and time it.
 
-    What it prints is shown once. Raises NotJudged for a command that fails.
+    What it prints is shown once; stdout: the file descriptor for what it writes to stdout, ours by default. Raises
+    NotJudged for a command that fails.
     """
     seconds: dict[bool, list[float]] = {True: [], False: []}
     faults: dict[bool, list[int]] = {True: [], False: []}
     for number in range(pairs):
         for applied in (True, False) if number % 2 == 0 else (False, True):
             begin = time.perf_counter()
-            code, faulted = _called(
-                launch.command, launch.environment if applied else dict(os.environ), number == 0 and applied
-            )
+            environment = launch.variables() if applied else dict(os.environ)
+            code, faulted = _called(launch.command, environment, number == 0 and applied, stdout)
             if code:
                 how = "with the settings" if applied else "without them"
                 raise NotJudged(f"{launch.command[0]} ends with {code} {how}", hint="run it without --compare")
@@ -127,10 +134,12 @@ def compare(launch: Launch, pairs: int) -> Launch:
     return Launch(launch.command, launch.settings, 0, gain)
 
 
-def _called(command: Sequence[str], environment: Mapping[str, str], shown: bool) -> tuple[int, int]:
+def _called(
+    command: Sequence[str], environment: Mapping[str, str], shown: bool, stdout: int | None
+) -> tuple[int, int]:
     """The exit code of a command and its page faults, those of processes that it waited for included."""
-    quiet = None if shown else subprocess.DEVNULL
-    process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet, stdin=subprocess.DEVNULL)
+    to, errors = (stdout, None) if shown else (subprocess.DEVNULL, subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environment, stdout=to, stderr=errors, stdin=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return process.returncode, usage.ru_minflt
