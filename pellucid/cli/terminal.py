@@ -36,13 +36,19 @@ class _Seconds(click.ParamType):
 
 
 class _Output(click.Path):
-    """What is written, a file or a folder: where that cannot be, it is told before the work, not after it."""
+    """What is written, a file or a folder: where that cannot be, it is told before the work, not after it.
+
+    A folder is made with those above it; that of a file has to be there, as a mistyped one would be left behind.
+    """
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> str | bytes | os.PathLike[str]:
         path = super().convert(value, param, ctx)
-        made = (Path(os.fsdecode(path)), *Path(os.fsdecode(path)).parents)[not self.dir_okay :]
+        file = Path(os.fsdecode(path))
+        if not self.dir_okay and not file.parent.exists():
+            self.fail(f"cannot write to {value}: there is no folder {file.parent}; make it first", param, ctx)
+        made = (file, *file.parents)[not self.dir_okay :]
         try:
             with TemporaryDirectory(dir=next(each for each in made if each.exists())):
                 return path

@@ -104,6 +104,8 @@ def test_a_call_graph_as_files(tmp_path):
     check_callgraph(tmp_path / "python.dot")
     write_callgraph(seen, tmp_path / "python.dot")
     assert "slow" in (tmp_path / "python.dot").read_text()
+    with pytest.raises(UserError, match="cannot write .*/none/python.pstats"):
+        write_callgraph(seen, tmp_path / "none" / "python.pstats")
 
 
 def test_what_cannot_draw_a_call_graph_says_so_before_anything_is_measured(monkeypatch):

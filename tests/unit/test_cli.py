@@ -82,7 +82,11 @@ def test_a_bad_report_exits_with_1(monkeypatch):
         (["capture", "no.py:x", "-o", "/proc/no/run"], "cannot write to /proc/no/run: "),
         (["capture", "no.py:x", "-o", f"{__file__}/run"], "/run: Not a directory"),
         (["doctor", "-o", "/proc/no/machine.json"], "cannot write to "),
-        (["profile", "no.py:x", "--trace", "/proc/no/trace.json"], "cannot write to "),
+        (["profile", "no.py:x", "--trace", "/no-dir/t.json"], "/t.json: there is no folder /no-dir; make it first"),
+        (["profile", "no.py:x", "--callgraph", "/no-dir/c.pstats"], "there is no folder /no-dir; make it first"),
+        (["profile", "no.py:x", "--trace", f"{__file__}/trace.json"], "cannot write to "),
+        (["profile", "no.py:x", "-o", "/proc/no/run"], "cannot write to /proc/no/run: "),
+        (["doctor", "-o", "/no-dir/machine.json"], "there is no folder /no-dir; make it first"),
     ],
 )
 def test_a_wrong_call_exits_with_255_and_says_what_would_be_right(args, complaint):

@@ -173,12 +173,18 @@ def check_callgraph(file: Path) -> None:
 
 
 def write_callgraph(seen: Seen, file: Path) -> None:
-    """What cProfile saw as `.pstats`, or as the call graph that gprof2dot makes of it: `.dot`, or a picture."""
+    """What cProfile saw as `.pstats`, or as the call graph that gprof2dot makes of it: `.dot`, or a picture.
+
+    Raises UserError where cProfile saw nothing, and where the file cannot be written.
+    """
     if seen.stats is None:
         raise UserError(f"there is no call graph: {seen.why_not}", hint="end the other tool")
     with TemporaryDirectory() as folder:
         raw = file if file.suffix == ".pstats" else Path(folder, "python.pstats")
-        seen.stats.dump_stats(raw)
+        try:
+            seen.stats.dump_stats(raw)
+        except OSError as error:
+            raise UserError(f"cannot write {file}: {error}", hint="give a file that is writable") from error
         if raw is file:
             return
         dot = file if file.suffix == ".dot" else Path(folder, "python.dot")
