@@ -18,7 +18,12 @@ STDERR = 2  # a file descriptor
 @click.option("--pin", is_flag=True, help="Bind each thread to a core: for a machine that nothing else uses.")
 @click.option("--compare", "pairs", type=click.IntRange(min=1), metavar="N", help="Time it N times with and without.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be set.")
-@click.option("--json", "as_json", is_flag=True, help="With --compare or --dry-run: print JSON on stdout, and COMMAND's on stderr.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="With --compare or --dry-run: print JSON on stdout, and COMMAND's on stderr.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(command: tuple[str, ...], pin: bool, pairs: int | None, dry_run: bool, as_json: bool) -> None:
     """Run COMMAND in the environment that `pellucid doctor` recommends for this machine.
