@@ -23,7 +23,8 @@ from pellucid.cli.terminal import OUTPUT_FILE, SECONDS
 def profile(target: Target, against: str, trace: Path | None, callgraph: Path | None, budget: float) -> None:
     """Where does the time of TARGET go? Kernels and library calls, with what they move and compute.
 
-    RUN is a folder that `pellucid profile -o` wrote to. Exits with 1 when the program fails while it is measured.
+    RUN is a folder that `pellucid profile -o` wrote to. Exits with 1 when the program fails while it is measured, and
+    with 125 when it fails in eager mode too.
     """
     from pellucid.kit.profile.request import profile_target
 

@@ -22,7 +22,7 @@ STDERR = 2  # a file descriptor
     "--json",
     "as_json",
     is_flag=True,
-    help="With --compare or --dry-run: print JSON on stdout, and COMMAND's on stderr.",
+    help="With --compare or --dry-run: print JSON on stdout; what COMMAND prints goes to stderr.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(command: tuple[str, ...], pin: bool, pairs: int | None, dry_run: bool, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from dataclasses import replace
@@ -12,12 +13,12 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import pellucid
-from pellucid.errors import UserError
+from pellucid.errors import NotJudged, UserError
 from pellucid.kit.debug.check import Request
 from pellucid.kit.profile import measure
 from pellucid.kit.profile.compare import compare
 from pellucid.kit.profile.limits import limit_of
-from pellucid.kit.profile.measure import program_of, take
+from pellucid.kit.profile.measure import Program, program_of, take
 from pellucid.kit.profile.request import profile_target
 from pellucid.kit.profile.result import KernelTime, Overhead, Profile
 from pellucid.kit.profile.rows import Call, profile_of
@@ -231,10 +232,35 @@ def test_a_program_that_fails_later_has_a_profile_of_what_ran():
 
 def test_a_program_that_fails_at_once_is_refused():
     def fn(x):
-        raise ValueError("no")
+        if torch.compiler.is_compiling():
+            return x.view(3)
+        return x
 
-    with pytest.raises(UserError, match="fails under pellucid: ValueError: no"):
+    with pytest.raises(UserError, match="fails under pellucid: RuntimeError: shape '\\[3\\]' is invalid") as failed:
         take([program_of(Case("fails", fn, (f32(2),)), subject_of("pellucid"))], "fails", budget=0.1)
+    assert not isinstance(failed.value, NotJudged)
+
+
+@pytest.mark.parametrize("backend", ["pellucid", "eager"])
+def test_a_program_that_fails_in_eager_mode_too_is_not_judged(backend):
+    program = program_of(
+        Case("fails", lambda x: x @ x, (f32(3, 4),)), subject_of(backend) if backend != "eager" else None
+    )
+    with pytest.raises(NotJudged, match="fails in eager mode: RuntimeError: mat1 and mat2 shapes") as failed:
+        take([program], "fails", budget=0.1)
+    assert "test_profile.py" in str(failed.value.context)
+
+
+def test_what_a_backend_raises_is_told_with_its_cause():
+    """Dynamo's own message tells which function the backend is, on a line of its own."""
+
+    def refuse(*_):
+        raise ArithmeticError("what is wrong:\n\n  this\nand more")
+
+    compiled = torch.compile(lambda x: x + 1, backend=functools.partial(refuse))
+    program = Program("other", lambda: compiled(f32(2)), lambda: None)
+    with pytest.raises(UserError, match=r"fails under other: ArithmeticError: what is wrong: this\n"):
+        take([program], "fails", budget=0.1)
 
 
 def test_a_program_without_graphs_says_so():

@@ -104,7 +104,7 @@ def test_a_call_graph_as_files(tmp_path):
     check_callgraph(tmp_path / "python.dot")
     write_callgraph(seen, tmp_path / "python.dot")
     assert "slow" in (tmp_path / "python.dot").read_text()
-    with pytest.raises(UserError, match="cannot write .*/none/python.pstats"):
+    with pytest.raises(UserError, match=r"cannot write .*/none/python.pstats"):
         write_callgraph(seen, tmp_path / "none" / "python.pstats")
 
 

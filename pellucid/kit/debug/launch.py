@@ -134,9 +134,7 @@ def compare(launch: Launch, pairs: int, stdout: int | None = None) -> Launch:
     return Launch(launch.command, launch.settings, 0, gain)
 
 
-def _called(
-    command: Sequence[str], environment: Mapping[str, str], shown: bool, stdout: int | None
-) -> tuple[int, int]:
+def _called(command: Sequence[str], environment: Mapping[str, str], shown: bool, stdout: int | None) -> tuple[int, int]:
     """The exit code of a command and its page faults, those of processes that it waited for included."""
     to, errors = (stdout, None) if shown else (subprocess.DEVNULL, subprocess.DEVNULL)
     process = subprocess.Popen(command, env=environment, stdout=to, stderr=errors, stdin=subprocess.DEVNULL)

@@ -65,8 +65,18 @@ class Failure:
 
     def __str__(self) -> str:
         during = f" during {self.step}" if self.step else ""
-        said = f": {self.text.strip().splitlines()[0]}" if self.text.strip() else ""
+        said = f": {gist(self.text)}" if self.text.strip() else ""
         return f"{self.what}{during}{said}"
+
+
+def gist(text: str) -> str:
+    """What a message says in a line: its first, with the next where that only announces it.
+
+    >>> gist("backend='inductor' raised:\\nValueError: no\\n\\nSet TORCHDYNAMO_VERBOSE=1")
+    "backend='inductor' raised: ValueError: no"
+    """
+    first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return f"{first} {rest[0]}" if rest and first.endswith(":") else first
 
 
 def not_judged(what: str, failure: Failure) -> NotJudged:

@@ -10,10 +10,12 @@ from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import torch
+from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
-from pellucid.errors import UserError
+from pellucid.errors import PellucidError, UserError
+from pellucid.kit.process.child import chain_of, failure_of, gist, not_judged
 from pellucid.kit.profile.advice import advise
 from pellucid.kit.profile.eager import eager_profile
 from pellucid.kit.profile.limits import known_machine
@@ -87,7 +89,8 @@ def program_of_graphs(graphs: Sequence[Graph], subject: Subject | None) -> Progr
 def take(programs: Sequence[Program], target: str, budget: float = BUDGET) -> list[Profile]:
     """Profiles of programs that are called in turn for about `budget` seconds, in blocks without timers and with them.
 
-    A program that raises has the profile of what was measured before. Raises UserError for one that fails at once.
+    A program that raises has the profile of what was measured before. Raises UserError for one that fails at once, and
+    NotJudged where it fails in eager mode too.
     """
     for program in programs:
         _warm(program, target)
@@ -202,13 +205,27 @@ def _warm(program: Program, target: str) -> None:
             for _ in range(_WARM_CALLS):
                 program.call()
     except Exception as error:
+        _call_eagerly(program, target)
         raise UserError(
             f"{target} fails under {program.backend}: {_said(error)}", hint="see `pellucid check` and `explain`"
         ) from error
 
 
+def _call_eagerly(program: Program, target: str) -> None:
+    """Raises NotJudged for a program that fails without a compiler too."""
+    try:
+        program.eager()
+    except PellucidError:
+        raise
+    except Exception as error:
+        raise not_judged(f"{target} fails in eager mode", failure_of(error)) from error
+
+
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    """The cause, in a line: Dynamo wraps what a backend raises, and what an operator raises while it is traced."""
+    if isinstance(error, ShortenTraceback | TorchRuntimeError):
+        error = next((each for each in chain_of(error) if not isinstance(each, TorchDynamoException)), error)
+    return f"{type(error).__name__}: {gist(error.message if isinstance(error, PellucidError) else str(error))}"
 
 
 def _calls_per_block(program: Program) -> int:
