@@ -75,6 +75,8 @@ def bench(
         return
     if (op is None) != (shapes is None):
         raise click.UsageError("--op and --shape belong together")
+    if arguments and op is None:
+        raise click.UsageError("--arg belongs to --op")
     if op is not None:
         words = (*words, operator_word(op, shapes, dtype, arguments))
         dtype = "f32"

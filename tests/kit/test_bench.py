@@ -290,6 +290,7 @@ def test_an_operator_has_the_same_numbers_each_time():
     ("word", "message"),
     [
         ("aten.bnm(f32[2])", "PyTorch has no operator aten.bnm"),
+        ("relu(f32[2])", "unknown operator relu"),
         ("aten.relu(q7[2])", "there is no type q7"),
         ("aten.relu(f32[2xq])", "f32[2xq] is no tensor"),
         ("nothing.py:make", "there is no file nothing.py"),
@@ -496,6 +497,16 @@ def test_a_program_that_does_not_repeat_itself_is_not_measured(tmp_path):
     file.write_text("import random, torch\ndef make():\n    return (lambda x: x * random.random()), (torch.ones(9),)\n")
     with pytest.raises(NotJudged, match="does not repeat itself"):
         bench([f"{file}:make"], Settings(subjects=("pellucid",)))
+
+
+def test_arguments_that_an_operator_does_not_take_are_told_with_those_that_it_takes():
+    with pytest.raises(NotJudged, match=r"Unknown keyword argument 'alph'.*aten::add\.Tensor\(Tensor self, Tensor other"):
+        bench(["aten.add(f32[3], f32[3], alph=2)"], Settings(subjects=("aot_eager",), cold=False))
+
+
+def test_an_operator_without_its_library_is_told_where_it_is():
+    with pytest.raises(UserError, match="did you mean aten.relu"):
+        programs_of(operator_word("relu", "3", "f32"))
 
 
 def test_a_run_that_is_not_there_is_named():

@@ -74,6 +74,8 @@ def test_a_bad_report_exits_with_1(monkeypatch):
         (["bench", "foo2", "--backend", "indictor"], "unknown backend 'indictor': did you mean inductor?"),
         (["bench", "foo2", "--dtype", "f8"], "unknown dtype 'f8': known are bf16, f32"),
         (["bench", "foo2", "--batch", "0"], "--batch"),
+        (["bench", "foo2", "--arg", "a=1"], "--arg belongs to --op"),
+        (["bench", "--op", "foo", "--shape", "3"], "unknown operator foo"),
         (["demo", "--model", "bart"], "unknown model 'bart'"),
         (["bensch"], "No such command 'bensch'"),
         (["explain", "--"], "TARGET is FILE.py:NAME, where NAME() returns"),

@@ -28,7 +28,7 @@ from pellucid.kit.bench.results import SCHEMA, Environment, ModelResult, Report,
 from pellucid.kit.bench.startup import Request, cold_and_warm
 from pellucid.kit.bench.subjects import DEFAULT_SUBJECTS, EAGER, Counter, Subject, check_subject, compiled
 from pellucid.kit.judge.accuracy import error, floating_type, gradient_error, is_accurate, tensors
-from pellucid.kit.process.child import failure_of, not_judged
+from pellucid.kit.process.child import failure_of, gist, not_judged
 from pellucid.kit.programs.case import Case, copied
 from pellucid.kit.programs.graphs import case_in
 from pellucid.kit.stats import pairwise_ratio, summarise
@@ -250,8 +250,8 @@ def _one_line(e: Exception) -> str:
     cause = getattr(e, "inner_exception", e)  # what Dynamo's BackendCompilerFailed wraps
     if isinstance(cause, EngineError):
         return cause.message
-    text = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {text[0]}" if text else type(cause).__name__
+    text = gist(str(cause))
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
 
 
 # ------------------------------------------------------------------------------------------------ the whole

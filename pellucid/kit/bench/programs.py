@@ -67,6 +67,10 @@ def programs_of(word: str, size: Size | None = None) -> list[Case]:
         if size is not None and size.train and isinstance(case.fn, torch.nn.Module):
             disable_dropout(case.fn.train())
         return [case]
+    name, bracket, _ = word.partition("(")
+    if bracket:
+        hint = f"did you mean aten.{name}?" if hasattr(torch.ops.aten, name) else "give LIBRARY.NAME, like aten.bmm"
+        raise UserError(f"unknown operator {name}", hint=hint)
     raise UnknownName("model", word, sorted(MODELS))
 
 
