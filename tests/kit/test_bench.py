@@ -500,7 +500,9 @@ def test_a_program_that_does_not_repeat_itself_is_not_measured(tmp_path):
 
 
 def test_arguments_that_an_operator_does_not_take_are_told_with_those_that_it_takes():
-    with pytest.raises(NotJudged, match=r"Unknown keyword argument 'alph'.*aten::add\.Tensor\(Tensor self, Tensor other"):
+    with pytest.raises(
+        NotJudged, match=r"Unknown keyword argument 'alph'.*aten::add\.Tensor\(Tensor self, Tensor other"
+    ):
         bench(["aten.add(f32[3], f32[3], alph=2)"], Settings(subjects=("aot_eager",), cold=False))
 
 

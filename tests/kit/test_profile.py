@@ -22,7 +22,9 @@ from pellucid.kit.profile.measure import Program, program_of, take
 from pellucid.kit.profile.request import profile_target
 from pellucid.kit.profile.result import KernelTime, Overhead, Profile
 from pellucid.kit.profile.rows import Call, profile_of
+from pellucid.kit.profile.saved import saved
 from pellucid.kit.programs.case import Case
+from pellucid.kit.shown import plain
 from pellucid.kit.stats import geometric_mean
 from pellucid.kit.subjects.clock import Clock, Timed, TimedRun, clock
 from pellucid.kit.subjects.facts import StepFacts, library_flops
@@ -201,6 +203,20 @@ def test_eager_is_explained_group_by_group(taken):
     assert explained == pytest.approx(eager.microseconds - steps - left), "every row is in a group, and what is left"
     assert found.unexplained_microseconds == pytest.approx(steps + left - taken.plain_microseconds, abs=1e-6)
     assert "times as long" in str(found) and "not explained" in str(found)
+
+
+def test_a_profile_that_was_read_from_a_run_is_called_by_its_name(taken, tmp_path):
+    found = compare(taken, replace(taken, plain_microseconds=1e5), "before")
+    (tmp_path / "profile.json").write_text(json.dumps(plain(found)))
+    for each in (found, saved(tmp_path / "profile.json")):
+        text = str(each)
+        assert f"; before: 100 ms, {1e5 / taken.plain_microseconds:.2f} times as long" in text
+        assert (
+            "before µs  pellucid µs" in text
+            and "before (pellucid): " in text
+            and "pellucid µs  pellucid µs" not in text
+        )
+        assert "before takes " in each._repr_html_()
 
 
 def test_training_counts_forward_and_backward():
@@ -515,11 +531,11 @@ def test_a_target_against_the_profile_of_a_run(tmp_path):
     request = Request(f"{tmp_path / 'model.py'}:make")
     found = profile_target(request, trace=tmp_path / "trace.json", budget=0.1)
     assert isinstance(found, Profile) and (tmp_path / "trace.json").is_file()
-    from pellucid.kit.shown import plain
-
     (tmp_path / "profile.json").write_text(json.dumps(plain(found)))
     again = profile_target(request, str(tmp_path), budget=0.1)
-    assert again.theirs == found and again.ours.kernels[0].bytes == found.kernels[0].bytes
+    assert (
+        again.run == tmp_path.name and again.theirs == found and again.ours.kernels[0].bytes == found.kernels[0].bytes
+    )
 
 
 def test_a_folder_without_a_profile_is_refused(tmp_path):

@@ -10,14 +10,16 @@ from pellucid.kit.profile.result import Comparison, Explained, KernelTime, Opera
 from pellucid.kit.profile.rows import PYTHON_AND_LAUNCH
 
 
-def compare(ours: Profile, theirs: Profile) -> Comparison:
+def compare(ours: Profile, theirs: Profile, run: str = "") -> Comparison:
     """Every row counts in one group, and what is left of a call without timers as Python and launch: so the groups add
     up to what is seen without them. The timers themselves stand between the steps, where they are left out.
+
+    run: the name of the folder that theirs was read from.
     """
     mine, other = _groups(ours), _groups(theirs)
     rows = [Explained(group, other.get(group, 0.0), mine.get(group, 0.0)) for group in dict.fromkeys((*other, *mine))]
     rows.sort(key=lambda row: -abs(row.difference_microseconds))
-    return Comparison(ours, theirs, tuple(rows), tuple(_replaced(ours, theirs)))
+    return Comparison(ours, theirs, tuple(rows), tuple(_replaced(ours, theirs)), run)
 
 
 def _groups(found: Profile) -> Mapping[str, float]:

@@ -45,7 +45,7 @@ def profile_target(
             take_request, request, others, budget, *files, seconds=seconds, refused=refused, hint=hint
         )
     theirs = saved or (found[1] if len(found) > 1 else None)
-    return found[0] if theirs is None else compare(found[0], theirs)
+    return found[0] if theirs is None else compare(found[0], theirs, Path(against).resolve().name if saved else "")
 
 
 def take_request(

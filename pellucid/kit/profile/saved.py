@@ -27,7 +27,9 @@ def saved(file: Path) -> Profile | Comparison:
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
         if "ours" in about:
-            return compare(_made(Profile, about["ours"]), _made(Profile, about["theirs"]))
+            return compare(
+                _made(Profile, about["ours"]), _made(Profile, about["theirs"]), _made(str, about.get("run", ""))
+            )
         return _made(Profile, about)
     except FileNotFoundError:
         hint = "make one with `pellucid profile TARGET -o FOLDER`"

@@ -20,9 +20,9 @@ _RIGHT = frozenset(range(5))
 _IMBALANCE = 0.2  # from here on it is said
 
 
-def profile_text(found: Profile) -> Iterator[RenderableType]:
-    """The whole, what it is made of, and what makes the numbers say less."""
-    yield from headline(found)
+def profile_text(found: Profile, run: str = "") -> Iterator[RenderableType]:
+    """The whole, what it is made of, and what makes the numbers say less. run: see `headline`."""
+    yield from headline(found, run)
     yield from (sentence((note, "yellow")) for note in found.notes)
     shown, rest = found.kernels[:_MOST], found.kernels[_MOST:]
     rows = [_row(each, found) for each in shown]
@@ -46,9 +46,9 @@ def profile_text(found: Profile) -> Iterator[RenderableType]:
     yield from _advice(found.advice)
 
 
-def headline(found: Profile) -> Iterator[RenderableType]:
-    """The time of a call, and how the program ended if by an exception."""
-    yield sentence(_headline(found))
+def headline(found: Profile, run: str = "") -> Iterator[RenderableType]:
+    """The time of a call, and how the program ended if by an exception. run: where the profile was read from."""
+    yield sentence(_headline(found, f"{run} ({found.backend})" if run else found.backend))
     if found.failure:
         yield sentence((f"the program failed while it was measured: {found.failure}", "bold red"))
 
@@ -57,7 +57,7 @@ def comparison_text(found: Comparison) -> Iterator[RenderableType]:
     """What explains the difference, and the profile of ours."""
     ours, theirs = found.ours, found.theirs
     mine, other = ours.real_microseconds, theirs.real_microseconds
-    yield sentence(f"{ours.backend}: {_milliseconds(mine)} a call; {theirs.backend}: "
+    yield sentence(f"{ours.backend}: {_milliseconds(mine)} a call; {found.against}: "
                    f"{_milliseconds(other)}, {other / mine if mine else 0.0:.2f} times as long")  # fmt: skip
     rows = [
         (_us(row.theirs_microseconds), _us(row.ours_microseconds), _signed(row.difference_microseconds), row.group)
@@ -65,14 +65,14 @@ def comparison_text(found: Comparison) -> Iterator[RenderableType]:
     ]
     rows.append(("", "", _signed(found.unexplained_microseconds), "not explained: timers and noise"))
     rows.append((_us(other), _us(mine), _signed(found.difference_microseconds), "all, without timers"))
-    headings = (f"{theirs.backend} µs", f"{ours.backend} µs", "difference", "what")
+    headings = (f"{found.against} µs", f"{ours.backend} µs", "difference", "what")
     yield Table(headings, rows, right=frozenset(range(3)))
     if found.replaced:
         yield sentence("")
         yield _replaced(found)
-    for each in (theirs, ours):
+    for each, run in ((theirs, found.run), (ours, "")):
         yield sentence("")
-        yield from profile_text(each)
+        yield from profile_text(each, run)
 
 
 def _python_parts(found: Profile) -> Sequence[Part]:
@@ -124,7 +124,7 @@ def _replaced(found: Comparison) -> Table:
         rows.append((_us(row.theirs_microseconds), _us(row.ours_microseconds), [*what, sentence(text, hang=2)]))
     if len(found.replaced) > _MOST:
         rows.append(("", "", f"{len(found.replaced) - _MOST} more, see --json"))
-    headings = (f"{found.theirs.backend} µs", f"{found.ours.backend} µs", "kernel, and the operators that it replaced")
+    headings = (f"{found.against} µs", f"{found.ours.backend} µs", "kernel, and the operators that it replaced")
     return Table(headings, rows, right=frozenset(range(2)))
 
 
@@ -141,8 +141,8 @@ def _advice(advice: Sequence[Advice]) -> Iterator[RenderableType]:
         yield sentence(f"{len(advice) - _MOST_ADVICE} more, see --json")
 
 
-def _headline(found: Profile) -> str:
-    text = f"{found.backend}: {_milliseconds(found.microseconds)} a call (±{found.spread:.0%} of {found.calls}"
+def _headline(found: Profile, title: str) -> str:
+    text = f"{title}: {_milliseconds(found.microseconds)} a call (±{found.spread:.0%} of {found.calls}"
     text += f" {'call' if found.calls == 1 else 'calls'}, {found.threads} threads)"
     if found.plain_microseconds is not None and found.backend != "eager":
         text += f"; {_milliseconds(found.plain_microseconds)} without timers"

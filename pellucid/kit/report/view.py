@@ -266,7 +266,7 @@ def _beside(found: Comparison) -> Beside:
         for each in found.explained
     ]
     how = f"{ratio:.2f} times as long" if ratio >= 1 else f"{1 / ratio:.2f} times as fast"
-    text = f"{theirs.backend} takes {_time(theirs.microseconds)}, {how}."
+    text = f"{found.against} takes {_time(theirs.microseconds)}, {how}."
     replaced = [
         (
             each.title,
@@ -276,7 +276,7 @@ def _beside(found: Comparison) -> Beside:
         )
         for each in found.replaced[:_MOST_REPLACED]
     ]
-    return Beside(theirs.backend, text, tuple(rows), tuple(replaced))
+    return Beside(found.against, text, tuple(rows), tuple(replaced))
 
 
 # ------------------------------------------------------------------------------------------------ the graph
