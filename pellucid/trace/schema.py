@@ -12,6 +12,8 @@ VERSION = 3
 RUN, GRAPHS, TENSORS = "run.json", "graphs", "tensors"
 GRAPH, VALUES, NUMBERS = "graph.json", "values.json", "numbers.json"
 USER_SOURCE = "user_source.json"
+PROFILE = "profile.json"
+"""Also in folders that are no runs, where `pellucid profile -o` was given one."""
 
 FILES: dict[str, str] = {
     RUN: "environment, backend and options; for each graph its stages with their times, counts, and how it ended",

@@ -507,12 +507,24 @@ def test_arguments_that_an_operator_does_not_take_are_told_with_those_that_it_ta
 
 
 def test_an_operator_without_its_library_is_told_where_it_is():
-    with pytest.raises(UserError, match="did you mean aten.relu"):
+    with pytest.raises(UserError, match=r"did you mean aten\.relu"):
         programs_of(operator_word("relu", "3", "f32"))
 
 
+@pytest.mark.parametrize("part", ["", ":inference_0", ":inference_0:addmm_gelu_0"])
+def test_a_profile_that_is_taken_for_a_run_is_called_a_profile(part, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "before").mkdir()
+    with pytest.raises(UserError, match=r"before is no run: it has no run\.json"):
+        programs_of(f"before{part}")
+    (tmp_path / "before" / "profile.json").touch()
+    with pytest.raises(UserError, match="before is a profile, written by `pellucid profile -o`, and no run") as found:
+        programs_of(f"before{part}")
+    assert "pellucid capture" in found.value.hint
+
+
 def test_a_run_that_is_not_there_is_named():
-    with pytest.raises(UserError, match="no_such is no run"):
+    with pytest.raises(UserError, match="there is no folder no_such"):
         programs_of("no_such:inference_0:add_0")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from pellucid.errors import UserError, near
 from pellucid.kit.bench.models import MODELS, SEED, Size, UnknownName, build, disable_dropout
-from pellucid.kit.programs.case import Case, load_case
+from pellucid.kit.programs.case import Case, load_case, no_run
 from pellucid.kit.programs.graphs import Graph
 from pellucid.kit.runs.kernel import OTHER_KERNELS, parts_with
 from pellucid.kit.runs.run import Run, open_run, split_run
@@ -61,8 +62,8 @@ def programs_of(word: str, size: Size | None = None) -> list[Case]:
     if found is not None and found[1]:
         return [_kernel(word, open_run(found[0]), found[1], kernel)]
     if word.count(":") > 1 and ".py:" not in word:
-        raise UserError(f"{word.partition(':')[0]} is no run", hint="`pellucid capture TARGET -o RUN` makes one")
-    if ":" in word or "/" in word:
+        raise no_run(Path(word.partition(":")[0]))
+    if ":" in word or "/" in word or Path(word).is_dir():
         case = load_case(word)
         if size is not None and size.train and isinstance(case.fn, torch.nn.Module):
             disable_dropout(case.fn.train())

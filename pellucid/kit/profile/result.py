@@ -297,7 +297,7 @@ class Comparison(Paged):
     """A profile beside another one. explained: the groups, that with the greatest difference first.
 
     replaced: what of eager mode each kernel replaced, that which took longest first; only beside eager mode.
-    run: the name of the folder that the other one was read from; empty where it was taken now. against: what to call it.
+    run: the name of the folder that the other one was read from; empty where it was taken now. against: its name.
 
     difference_microseconds: how much longer a call of the other takes, without timers; unexplained_microseconds: what
     of it stands in no group: steps that took longer, while they were timed, than the call without timers.

@@ -12,8 +12,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pellucid.errors import UserError
 from pellucid.kit.profile.compare import compare
 from pellucid.kit.profile.result import Comparison, Profile
+from pellucid.trace.schema import PROFILE
 
-FILE = "profile.json"
+FILE = PROFILE
 
 
 def saved_profile(folder: Path) -> Profile:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pellucid.errors import PellucidError, UserError, near
 from pellucid.kit.process.child import failure_of, not_judged
+from pellucid.trace.schema import PROFILE, RUN
 
 _FORM = (
     "give FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs), the folder of a run, or "
@@ -85,8 +86,9 @@ def load_case_file(target: str) -> Callable[[], Any]:
     """
     file, colon, name = target.rpartition(":")
     path = Path(file)
-    if Path(target).is_dir():
-        raise UserError(f"{target} is no run: it has no run.json", hint="`pellucid capture TARGET -o RUN` makes one")
+    for folder in filter(None, (target, file)):
+        if Path(folder).is_dir():
+            raise no_run(Path(folder))
     if Path(target).is_file():
         hint = f"give {target}:NAME, a function of it, or -- python {target}, to run it as a script"
         raise UserError(f"{target!r} names no program, but a file", hint=hint)
@@ -101,6 +103,17 @@ def load_case_file(target: str) -> Callable[[], Any]:
         callables = [each for each, value in vars(module).items() if callable(value)]
         raise UserError(f"{file} has no function {name}", hint=near(name, callables) or _FORM)
     return make
+
+
+def no_run(folder: Path) -> UserError:
+    """The error to raise for a folder that is to be a run and is none."""
+    if (folder / PROFILE).is_file():
+        what = f"{folder} is a profile, written by `pellucid profile -o`, and no run: it has no graphs"
+    elif folder.is_dir():
+        what = f"{folder} is no run: it has no {RUN}"
+    else:
+        what = f"there is no folder {folder}"
+    return UserError(what, hint="`pellucid capture TARGET -o RUN` makes a run")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 from pellucid.capture.sizes import fake_inputs
 from pellucid.errors import UserError
+from pellucid.kit.programs.case import no_run
 from pellucid.kit.programs.graphs import Graph, rebound
 from pellucid.trace.folder import RunWriter, read_json
 from pellucid.trace.fx_programs import readable
@@ -121,8 +122,7 @@ class Run:
 def open_run(folder: Path, libraries: Iterable[str] = ()) -> Run:
     """The run in a folder. Raises UserError when there is none, or one that this version cannot read."""
     if not (folder / RUN).is_file():
-        message = f"{folder} is no run: it has no {RUN}" if folder.is_dir() else f"there is no folder {folder}"
-        raise UserError(message, hint="`pellucid capture TARGET -o RUN` makes one")
+        raise no_run(folder)
     about = read_json(folder / RUN)
     if not isinstance(about, dict) or about.get("schema_version") != VERSION:
         raise UserError(
