@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+import warnings
 
+import pytest
 import torch
 
 from pellucid.kit.process.apart import Apart
-from pellucid.kit.process.child import Failure
+from pellucid.kit.process.child import Failure, Worker
 from pellucid.kit.process.forks import Forks
 
 
@@ -45,3 +48,23 @@ def test_forks_answer_fail_and_die_each_for_itself():
     assert all(isinstance(failure, Failure) for failure in failures)
     assert [failure.kind for failure in failures] == ["error", "crash", "hang", "crash"]
     assert [failure.what for failure in failures[:2]] == ["KeyError", "SIGSEGV"] and "memory" in failures[3].what
+
+
+def end_after_a_warning(how):
+    warnings.warn("something else", stacklevel=1)
+    if how == "signal":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    sys.exit(3 if how == "status" else "the disk is full")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("status", "it ended itself with exit status 3"),
+        ("text", "it ended itself with exit status 1: the disk is full"),
+        ("signal", "SIGSEGV"),
+    ],
+)
+def test_a_warning_is_no_cause_of_an_end(how, said):
+    with Worker() as worker:
+        assert str(worker.call(end_after_a_warning, how, seconds=60.0)) == said

@@ -247,6 +247,23 @@ except Exception as error:
     assert "site-packages" not in said and "runpy" not in said and len(said.splitlines()) < 30
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_script_may_end_itself(status, tmp_path):
+    """With 0 as if it ended by itself; otherwise that is told."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n\n@torch.compile\ndef f(x):\n    print()\n    return x + 1\n\n"
+        f"f(torch.ones(3))\nsys.exit({status})\n"
+    )
+    command = [sys.executable, str(script)]
+    if status:
+        with pytest.raises(UserError, match="the script ended itself with exit status 3"):
+            capture_script(command, tmp_path / "run", "pellucid", {}, 100)
+    else:
+        capture_script(command, tmp_path / "run", "pellucid", {}, 100)
+        assert [each["kind"] for each in open_run(tmp_path / "run").about["refusals"]] == ["graph break"]
+
+
 def test_the_failing_graph_replays_without_the_program(tmp_path):
     """The folder alone, in a fresh process elsewhere: the fault is there, the program's module is not."""
     file = tmp_path / "gone" / "program.py"

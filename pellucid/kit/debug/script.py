@@ -29,6 +29,9 @@ from pellucid.kit.programs.graphs import Recorder
 from pellucid.kit.runs.run import open_run, save_graph
 from pellucid.kit.subjects.registry import subject_of
 from pellucid.trace.folder import RunWriter, check_free
+from pellucid.trace.schema import RUN
+
+_EXIT = "exit"  # in `run.json`: what the script called `sys.exit` with
 
 
 def capture_script(
@@ -54,11 +57,16 @@ def capture_script(
         raise UserError(f"the script did not end within {seconds:g} s", hint="give it more with --timeout") from None
     if ended.returncode:
         raise UserError(
-            f"the script ended with {ended.returncode} while its graphs ran eagerly",
+            f"the script {_how_it_ended(folder, ended.returncode)} while its graphs ran eagerly",
             hint=f"what it printed is above; it ran under {shutil.which(python)}, which needs torch and pellucid",
         )
     if not open_run(folder).names:
         raise UserError("the script compiled nothing", hint="what it calls torch.compile on is what is looked into")
+
+
+def _how_it_ended(folder: Path, status: int) -> str:
+    itself = (folder / RUN).is_file() and _EXIT in open_run(folder).about
+    return f"ended itself with exit status {status}" if itself else f"ended with {status}"
 
 
 def _split(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
@@ -88,12 +96,19 @@ def main(arguments: Sequence[str]) -> None:
     writer = RunWriter.create(folder, **about)
     recorder = Recorder(partial(save_graph, writer))
     _replace_compile(subject_of(about["backend"], about["options"]).capturing(recorder.compiler))
+    ended: SystemExit | None = None
     with listening() as refusals:
         try:
             _run(command)
+        except SystemExit as end:  # as many scripts end, also well
+            ended = end
         except Exception as error:
             sys.exit(_own_lines(traceback.TracebackException.from_exception(error)))
     writer.note(refusals=[asdict(each) for each in refusals])
+    if ended is not None:
+        if ended.code:
+            writer.note(**{_EXIT: str(ended.code)})
+        raise ended
 
 
 def _own_lines(error: traceback.TracebackException) -> str:

@@ -11,6 +11,7 @@ import io
 import mmap
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -42,6 +43,7 @@ NOTE_BYTES = 4096
 _SAID_BYTES = 4000
 _END_S = 1.0
 _NO_COMPILER = "InvalidCxxCompiler"  # Inductor's
+_WARNING = re.compile(r"^(?:\S.*:\d+: \w*Warning: .*\n(?:  .*\n)?|\[W\d{3,} .*\n)", re.MULTILINE)  # Python's, PyTorch's
 NOTE = "NOTE_OF_PELLUCID_DEBUG"  # a name that does not begin like those of the compiler's options
 NOT_THE_USERS = (str(Path(pellucid.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
@@ -185,13 +187,14 @@ class Child:
             status = self._process.wait(timeout=max(_END_S, self._deadline - time.monotonic())) or 0
         except psutil.TimeoutExpired:
             return self._stopped("hang", f"no end after {self._seconds:g} s, and no answer to come")
-        return self._stopped("crash", f"exit status {status}" if status >= 0 else _signal_name(-status))
+        how = f"it ended itself with exit status {status}" if status >= 0 else _signal_name(-status)
+        return self._stopped("crash", how)
 
     def _stopped(self, kind: str, what: str) -> Failure:
         step = self._note.read_bytes().rstrip(b"\0").decode(errors="replace")
         self.end()
         said = self._errors.read_text(errors="replace") if self._errors.exists() else ""
-        return Failure(kind, what, report_in(said) or said[-_SAID_BYTES:], step)
+        return Failure(kind, what, report_in(said) or _WARNING.sub("", said)[-_SAID_BYTES:], step)
 
 
 class Worker:
