@@ -14,7 +14,7 @@ from pellucid.errors import UserError
 from pellucid.kit.profile.compare import compare
 from pellucid.kit.profile.measure import BUDGET, advised, program_of, take
 from pellucid.kit.profile.process import Watch
-from pellucid.kit.profile.result import Comparison, Profile
+from pellucid.kit.profile.result import BLOCK, Comparison, Profile
 from pellucid.kit.profile.rows import Call, profile_of
 from pellucid.kit.profile.trace import write_trace
 from pellucid.kit.programs.case import Case
@@ -28,7 +28,8 @@ class profile:
     """Times the graphs that Pellucid compiled while a block runs, in all threads; `print` shows where the time went.
 
     After the block `result` is the `Profile`: the whole block counts as one call. An exception passes through, and
-    leaves the profile of what ran before it. Raises UserError inside another profile.
+    leaves the profile of what ran before it. Raises UserError inside another profile, and for a look at it before the
+    block has ended.
 
         with pellucid.profile() as p:
             model(x)
@@ -36,14 +37,20 @@ class profile:
         p.trace("trace.json")
     """
 
-    result: Profile
-
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._clock = Clock()
         self._watch = Watch()
         self._begin = 0
         self._calls: list[Call] = []
+        self._result: Profile | None = None
+
+    @property
+    def result(self) -> Profile:
+        """What was found."""
+        if self._result is None:
+            raise UserError("the profile is not finished", hint="look at it after the `with` block")
+        return self._result
 
     def __enter__(self) -> profile:
         self._stack.enter_context(self._watch.calling())
@@ -58,24 +65,19 @@ class profile:
         self._calls = [Call(self._begin, perf_counter_ns())]
         self._stack.close()
         failure = "" if error is None else f"{type(error).__name__}: {error}"
-        found = profile_of(self._clock, self._calls, backend="pellucid", target="block", failure=failure)
-        self.result = advised(replace(found, process=self._watch.seen()))
+        found = profile_of(self._clock, self._calls, backend="pellucid", target=BLOCK, failure=failure)
+        self._result = advised(replace(found, process=self._watch.seen()))
 
     def __str__(self) -> str:
-        return str(self._finished())
+        return str(self.result)
 
     def _repr_html_(self) -> str:
-        return self._finished()._repr_html_()
+        return self.result._repr_html_()
 
     def trace(self, file: str | Path) -> None:
         """Write the block as a Chrome/Perfetto trace."""
-        self._finished()
+        _ = self.result  # there is one
         write_trace(Path(file), self._clock.runs, self._calls)
-
-    def _finished(self) -> Profile:
-        if not self._calls:
-            raise UserError("the profile is not finished", hint="look at it after the `with` block")
-        return self.result
 
 
 def profile_of_function(

@@ -14,8 +14,9 @@ from pellucid.cli import main
 from pellucid.errors import NotJudged, UserError
 from pellucid.kit.debug import launch as module
 from pellucid.kit.debug.doctor import KEEP_PAGES, WARNING, Check
-from pellucid.kit.debug.launch import Launch, Setting, compare, plan, settings_of
+from pellucid.kit.debug.launch import Gain, Launch, Setting, compare, plan, settings_of
 from pellucid.kit.show import shown
+from pellucid.kit.stats import Summary
 from pellucid.printing import plain as text
 
 CHECKS = (
@@ -85,6 +86,15 @@ def test_what_would_be_set_as_json():
     found = json.loads(result.stdout)
     assert found["command"] == ["true", "--flag"] and found["settings"][0]["applied"] is True
     assert Setting(**{k: v for k, v in found["settings"][0].items() if k != "applied"}).name == "OMP_NUM_THREADS"
+
+
+def test_a_gain_says_no_more_than_was_measured():
+    def told(count, seconds):
+        taken, ratio = Summary(seconds, seconds, seconds, count), Summary(0.89, 0.88, 0.9, count)
+        return text(shown(Launch(("x",), (), 0, Gain(taken, taken, 10, 20, ratio))))
+
+    assert "0.89 times as fast with it (of one pair): 1.2 ms, 1.2 ms without" in told(1, 1.2e-3)
+    assert "(quartiles 0.88 to 0.90 of 2 pairs): 0.30 s, 0.30 s without" in told(2, 0.3)
 
 
 @pytest.mark.parametrize("how", [["--dry-run"], ["--compare", "1"]])

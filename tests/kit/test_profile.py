@@ -365,7 +365,10 @@ def test_a_block_is_profiled_in_all_threads():
         thread.start()
         thread.join()
     assert p.result.graph_runs == 2 and p.result.kernels[0].calls == 2
-    assert "exp" in str(p)
+    text, page = str(p), p._repr_html_()
+    assert "exp" in text and "call of the program" not in text and "±" not in text
+    assert " ms for the block (" in text and " the block\n" in text and "in the block; rates" in text
+    assert "for the block under pellucid (" in page and "of 1 calls" not in page
 
 
 def test_an_exception_passes_through_and_leaves_what_ran():
@@ -381,8 +384,9 @@ def test_one_profile_at_a_time():
     with pellucid.profile() as p:
         with pytest.raises(UserError, match="already"), pellucid.profile():
             pass
-        with pytest.raises(UserError, match="not finished"):
-            str(p)
+        for look in (str, type(p)._repr_html_, lambda p: p.result, lambda p: p.trace("trace.json")):
+            with pytest.raises(UserError, match="not finished"):
+                look(p)
     assert p.result.notes == ("no graph ran that pellucid has compiled",)
 
 

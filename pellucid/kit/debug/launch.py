@@ -143,6 +143,10 @@ def _called(command: Sequence[str], environment: Mapping[str, str], shown: bool,
     return process.returncode, usage.ru_minflt
 
 
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
+
+
 def launch_text(found: Launch) -> Iterator[RenderableType]:
     """What is set, what was there, and why; and what that gained, if it was measured."""
     if not found.settings:
@@ -154,8 +158,10 @@ def launch_text(found: Launch) -> Iterator[RenderableType]:
     gain = found.gain
     if gain is not None:
         ratio = gain.ratio
+        many = f"quartiles {ratio.q1:.2f} to {ratio.q3:.2f} of {ratio.count} pairs"
+        pairs = many if ratio.count > 1 else "of one pair"
         yield sentence(
-            f"{ratio.median:.2f} times as fast with it (quartiles {ratio.q1:.2f} to {ratio.q3:.2f} of {ratio.count} "
-            f"pairs): {gain.seconds.median:.2f} s, {gain.plain_seconds.median:.2f} s without; "
-            f"{gain.page_faults:.0f} page faults, {gain.plain_page_faults:.0f} without"
+            f"{ratio.median:.2f} times as fast with it ({pairs}): {_time(gain.seconds.median)}, "
+            f"{_time(gain.plain_seconds.median)} without; {gain.page_faults:.0f} page faults, "
+            f"{gain.plain_page_faults:.0f} without"
         )

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pellucid.kit.shown import Paged
 from pellucid.kit.stats import geometric_mean
 
+BLOCK = "block"
+"""The target of a profile that was taken around a block of code: it ran once."""
+
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
@@ -251,6 +254,19 @@ class Profile(Paged):
     @property
     def good(self) -> bool:
         return not self.failure
+
+
+def is_block(found: Profile) -> bool:
+    """Whether it was taken around a block. A function may have that name too, but is called without timers as well."""
+    return found.target == BLOCK and found.plain_microseconds is None
+
+
+def what_was_timed(found: Profile) -> tuple[str, str]:
+    """What the time is of, and how well it is known: `a call`, `±8% of 32 calls, 2 threads`."""
+    threads = f"{found.threads} {'thread' if found.threads == 1 else 'threads'}"
+    if is_block(found):
+        return "for the block", threads
+    return "a call", f"{'1 call' if found.calls == 1 else f'±{found.spread:.0%} of {found.calls} calls'}, {threads}"
 
 
 @dataclass(frozen=True, slots=True)

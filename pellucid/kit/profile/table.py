@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 
 from pellucid.kit.profile.python import GRAPHS
-from pellucid.kit.profile.result import Advice, Comparison, KernelTime, Profile
+from pellucid.kit.profile.result import Advice, Comparison, KernelTime, Profile, is_block, what_was_timed
 from pellucid.printing import Cell, Part, Table, name, place, sentence
 
 _MOST = 12  # rows that are printed; `--json` has all of them
@@ -31,10 +31,11 @@ def profile_text(found: Profile, run: str = "") -> Iterator[RenderableType]:
     rows += [
         _line(found, found.overhead.launch_microseconds, "launch: in compiled graphs, between their steps"),
         _line(found, found.overhead.python_microseconds, "Python, outside compiled graphs", _python_parts(found)),
-        _line(found, found.microseconds, "a call of the program"),
+        _line(found, found.microseconds, "the block" if is_block(found) else "a call of the program"),
     ]
     yield Table(("share", "µs", "calls", "GB/s", "GFLOP/s", "what"), rows, right=_RIGHT, gap=" ")
-    yield sentence(("µs: of all its calls in one call of the program; rates: while it runs", "dim"))
+    whole = "the block" if is_block(found) else "one call of the program"
+    yield sentence((f"µs: of all its calls in {whole}; rates: while it runs", "dim"))
     if found.estimate_factor is not None:
         rows_known = sum(row.estimate_factor is not None for row in found.kernels)
         yield sentence(f"estimates are a factor of {found.estimate_factor:.2f} from the times, the geometric mean of "
@@ -142,8 +143,8 @@ def _advice(advice: Sequence[Advice]) -> Iterator[RenderableType]:
 
 
 def _headline(found: Profile, title: str) -> str:
-    text = f"{title}: {_milliseconds(found.microseconds)} a call (±{found.spread:.0%} of {found.calls}"
-    text += f" {'call' if found.calls == 1 else 'calls'}, {found.threads} threads)"
+    what, how_well = what_was_timed(found)
+    text = f"{title}: {_milliseconds(found.microseconds)} {what} ({how_well})"
     if found.plain_microseconds is not None and found.backend != "eager":
         text += f"; {_milliseconds(found.plain_microseconds)} without timers"
     return text

@@ -8,7 +8,7 @@ from typing import Any
 
 from pellucid.errors import UserError
 from pellucid.kit.debug.doctor import Check
-from pellucid.kit.profile.result import Advice, Comparison, KernelTime, Profile, PythonSide
+from pellucid.kit.profile.result import Advice, Comparison, KernelTime, Profile, PythonSide, what_was_timed
 from pellucid.kit.profile.rows import GROUPS, PYTHON_AND_LAUNCH
 from pellucid.kit.report.charts import Cell, Roofline, Threads, cosim_strip, roofline, threads
 from pellucid.kit.report.drawing import Drawing, Step, draw, draw_calls
@@ -168,8 +168,8 @@ def _view(found: Material) -> View:
 
 
 def _headline(found: Profile) -> str:
-    text = f"{_time(found.microseconds)} a call under {found.backend}"
-    text += f" (±{found.spread:.0%} of {found.calls} calls, {found.threads} threads)"
+    what, how_well = what_was_timed(found)
+    text = f"{_time(found.microseconds)} {what} under {found.backend} ({how_well})"
     return f"{text}; it failed: {found.failure}" if found.failure else text
 
 
