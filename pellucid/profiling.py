@@ -10,6 +10,8 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import Any
 
+from torch._dynamo.utils import counters
+
 from pellucid.errors import UserError
 from pellucid.kit.profile.compare import compare
 from pellucid.kit.profile.measure import BUDGET, advised, program_of, take
@@ -42,6 +44,7 @@ class profile:
         self._clock = Clock()
         self._watch = Watch()
         self._begin = 0
+        self._graphs = 0
         self._calls: list[Call] = []
         self._result: Profile | None = None
 
@@ -56,6 +59,7 @@ class profile:
         self._stack.enter_context(self._watch.calling())
         self._stack.enter_context(self._watch.counting(1))
         self._stack.enter_context(clock(self._clock))
+        self._graphs = counters["stats"]["unique_graphs"]
         self._begin = perf_counter_ns()
         return self
 
@@ -65,8 +69,13 @@ class profile:
         self._calls = [Call(self._begin, perf_counter_ns())]
         self._stack.close()
         failure = "" if error is None else f"{type(error).__name__}: {error}"
-        found = profile_of(self._clock, self._calls, backend="pellucid", target=BLOCK, failure=failure)
-        self._result = advised(replace(found, process=self._watch.seen()))
+        process, notes = self._watch.seen(), list[str]()
+        compiled = counters["stats"]["unique_graphs"] - self._graphs
+        if compiled > 0:
+            notes.append(f"graphs were compiled in the block: {compiled}; run it again for the time of calls alone")
+            process = replace(process, page_faults=0.0)  # of compiling
+        found = profile_of(self._clock, self._calls, backend="pellucid", target=BLOCK, notes=notes, failure=failure)
+        self._result = advised(replace(found, process=process))
 
     def __str__(self) -> str:
         return str(self.result)

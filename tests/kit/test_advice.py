@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import pellucid
 from pellucid.kit.debug.check import Request
 from pellucid.kit.profile.advice import LEAST, advise
-from pellucid.kit.profile.measure import program_of, take
+from pellucid.kit.profile.measure import advised, program_of, take
 from pellucid.kit.profile.request import profile_target
 from pellucid.kit.profile.result import Event, KernelTime, Overhead, Process, Profile
 from pellucid.kit.programs.case import Case
@@ -287,6 +287,15 @@ def test_threads_that_wait_are_named_unless_other_processes_take_the_cores():
     (found,) = advice_of(waits)
     assert found.category == "imbalance" and found.gain == pytest.approx(1000 / 800, abs=1e-3)
     assert not advice_of(waits, process=Process(cores=2, waited=0.5))
+
+
+def test_cores_that_others_took_are_noted():
+    profile = Profile(
+        "pellucid", "t", 9, 1000.0, 0.0, None, 1, 2, (), Overhead(1.0, 1.0), process=Process(cores=2, waited=0.4)
+    )
+    assert "other processes took the cores for 40% of the time" in " ".join(advised(profile).notes)
+    assert not advised(replace(profile, process=Process(cores=2, waited=0.05))).notes
+    assert not advised(replace(profile, threads=8)).notes, "these are its own"
 
 
 def test_cores_that_are_left_idle_are_named():

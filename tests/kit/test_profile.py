@@ -380,6 +380,19 @@ def test_an_exception_passes_through_and_leaves_what_ran():
     assert p.result.failure == "KeyError: 'k'" and len(p.result.kernels) == 1
 
 
+def test_a_block_says_that_graphs_were_compiled_in_it():
+    """The pages that this takes are not the allocator's."""
+    torch._dynamo.reset()
+    compiled = torch.compile(small, backend="pellucid")
+    with pellucid.profile() as first:
+        compiled(f32(N, N), f32(N, N))
+    with pellucid.profile() as second:
+        compiled(f32(N, N), f32(N, N))
+    assert "graphs were compiled in the block: 1" in " ".join(first.result.notes)
+    assert not [each for each in first.result.advice if each.category in ("allocator", "page-faults")]
+    assert not [note for note in second.result.notes if "compiled in the block" in note]
+
+
 def test_one_profile_at_a_time():
     with pellucid.profile() as p:
         with pytest.raises(UserError, match="already"), pellucid.profile():

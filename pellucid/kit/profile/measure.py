@@ -35,6 +35,7 @@ BUDGET = 10.0
 _COUNTED_CALLS = 5
 _WARM_CALLS = 3  # compile; tell the shapes; run as the rest do
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 200
+_WAITED = 0.1  # of the time that threads could run: from here on it is said
 _BLOCK_SECONDS = 0.02  # of calls in a row, without timers and then with
 
 
@@ -143,8 +144,14 @@ def _profile(program: Program, target: str) -> Profile:
 
 
 def advised(found: Profile) -> Profile:
-    """A profile with what to do about it, on this machine."""
-    return replace(found, advice=advise(found, known_machine()[0]))
+    """A profile with what to do about it, on this machine, and a note where others took the cores."""
+    process, notes = found.process, found.notes
+    if process.waited >= _WAITED and found.threads <= process.cores:
+        notes = (
+            *notes,
+            f"other processes took the cores for {process.waited:.0%} of the time: it is shorter without them",
+        )
+    return replace(found, notes=notes, advice=advise(found, known_machine()[0]))
 
 
 def _times(program: Program, target: str) -> Profile:
