@@ -285,7 +285,7 @@ def test_a_program_without_graphs_says_so():
         return None
 
     (found,) = take([program_of(Case("empty", fn, (f32(2),)), subject_of("pellucid"))], "empty", budget=0.05)
-    assert found.notes == ("no graph ran that pellucid has compiled",) and not found.kernels
+    assert "no graph ran that pellucid has compiled" in found.notes and not found.kernels
     assert found.overhead.python_microseconds == pytest.approx(found.microseconds)
 
 
@@ -400,7 +400,7 @@ def test_one_profile_at_a_time():
         for look in (str, type(p)._repr_html_, lambda p: p.result, lambda p: p.trace("trace.json")):
             with pytest.raises(UserError, match="not finished"):
                 look(p)
-    assert p.result.notes == ("no graph ran that pellucid has compiled",)
+    assert "no graph ran that pellucid has compiled" in p.result.notes
 
 
 def test_a_trace_has_a_track_for_each_thread(tmp_path):

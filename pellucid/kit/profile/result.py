@@ -18,8 +18,8 @@ class KernelTime:
     name: a kernel's in its graph, or the operator's. kind: `kernel` or `call`. group: what it counts as in comparisons.
     symbol: the function. calls: in one call of the program. microseconds: of one call, the mean; spread: half the
     distance between the quartiles, as a share of the median. total_microseconds: of all calls in one call of the
-    program; share: of its time. shapes: of what it reads; results: of what it writes. bytes, flops: of one call; None where
-    nobody knows.
+    program; share: of its time. shapes: of what it reads; results: of what it writes. bytes, flops: of one call; None
+    where nobody knows.
     limit: what binds it (`memory`, `l2`, `compute`, `overhead`), percent_of_limit: how much of that it reaches, and
     estimate_microseconds: what the machine model expects; empty and None where they cannot be told.
     line_calls: of an operator of eager mode, how many of the calls come from each of its user_lines.
