@@ -137,9 +137,16 @@ class Executable:
 
     def _make_instance(self, sizes: tuple[int, ...]) -> _Ready:
         assembler = _Assembler(
-            self.program, self._kernels, self._addresses, self._probes, sizes, self._reuse, self._name, self._shapes,
+            self.program,
+            self._kernels,
+            self._addresses,
+            self._probes,
+            sizes,
+            self._reuse,
+            self._name,
+            self._shapes,
             self._parameters,
-        )  # fmt: skip
+        )
         floats = [torch.tensor([assembler.size.of(name)], dtype=torch.float64) for name in self.program.supplied]
         expected = [assembler.expected(view) for view in self._checked if view.buffer in assembler.slots]
         instance = assembler.instance()
