@@ -20,7 +20,7 @@ from pellucid.kit.debug.check import Request
 from pellucid.kit.profile.advice import LEAST, advise
 from pellucid.kit.profile.measure import advised, program_of, take
 from pellucid.kit.profile.request import profile_target
-from pellucid.kit.profile.result import Event, KernelTime, Overhead, Process, Profile
+from pellucid.kit.profile.result import Event, KernelTime, Overhead, Process, Profile, PythonSide
 from pellucid.kit.programs.case import Case
 from pellucid.kit.subjects.registry import subject_of
 from pellucid.machine import AVX2
@@ -287,6 +287,13 @@ def test_threads_that_wait_are_named_unless_other_processes_take_the_cores():
     (found,) = advice_of(waits)
     assert found.category == "imbalance" and found.gain == pytest.approx(1000 / 800, abs=1e-3)
     assert not advice_of(waits, process=Process(cores=2, waited=0.5))
+
+
+def test_guards_that_take_long_are_named():
+    """As they do where a module has many parameters, and little to do."""
+    (found,) = advice_of(python=PythonSide(1.1, 300.0, (), (), (), ""))
+    assert found.category == "guards" and found.gain == pytest.approx(1000 / 850, abs=1e-3)
+    assert "300 of 1000" in found.evidence and not advice_of(python=PythonSide(1.1, 90.0, (), (), (), ""))
 
 
 def test_cores_that_others_took_are_noted():
