@@ -145,7 +145,9 @@ def _schedule(unit: Unit, options: Options) -> Step:
 def _codegen(unit: Unit, options: Options) -> Step:
     nodes = [node for node in unit.scheduled.nodes if isinstance(node, Kernel)]
     still = frozenset((*unit.frozen.names, *unit.frozen.made)) if unit.frozen else frozenset[str]()
-    kernels = {node.name: generate(node, options, unit.machine, still) for node in nodes}
+    read = {name for node in unit.scheduled.nodes for name in reads(node)}
+    results = frozenset(buffer.name for buffer in unit.scheduled.buffers if buffer.name not in read)
+    kernels = {node.name: generate(node, options, unit.machine, still, results) for node in nodes}
     decisions = tuple(decision for kernel in kernels.values() for decision in kernel.decisions)
     panels = {packing.panels: packing.numel for packing in packings_of(kernels)}
     scheduled = with_inputs(unit.scheduled, panels, len(unit.constants))

@@ -78,15 +78,25 @@ class CppKernel:
     packing: CppPacking | None = None
 
 
-def generate(kernel: Kernel, options: Options, machine: Machine, frozen: frozenset[str] = frozenset()) -> CppKernel:
+def generate(
+    kernel: Kernel,
+    options: Options,
+    machine: Machine,
+    frozen: frozenset[str] = frozenset(),
+    results: frozenset[str] = frozenset(),
+) -> CppKernel:
     """Vectorised C++ for `kernel`, with the instruction set of `machine`, and chosen by what that can do.
 
-    frozen: buffers that are the same at each call, so that what they hold may be packed before.
+    frozen: buffers that are the same at each call, so that what they hold may be packed before. results: buffers that
+    nothing else in the program reads.
     """
     named = canonicalise(raw_copies(kernel))
     simple = canonicalise(simplify(named.kernel, base_lanes(named.kernel, machine))).after(named)
-    still = frozenset(f"p{k}" for k, name in enumerate(simple.buffers) if name in frozen)
-    plan = plan_attention(simple.kernel, machine, options) or plan_contraction(simple.kernel, machine, options, still)
+    still, unread = (
+        frozenset(f"p{k}" for k, name in enumerate(simple.buffers) if name in names) for names in (frozen, results)
+    )
+    plan = plan_attention(simple.kernel, machine, options)
+    plan = plan or plan_contraction(simple.kernel, machine, options, still, unread)
     plan = plan or make_plan(simple.kernel, machine, options)
     packing = _packing(plan, simple, machine)
     items = nest(plan)

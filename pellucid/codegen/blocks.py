@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pellucid.ir.contraction import Contraction, find_contraction, stored_along
+from pellucid.ir.contraction import Contraction, find_contraction, is_affine, stored_along
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product, var
-from pellucid.ir.nodes import Kernel, Load
+from pellucid.ir.nodes import Kernel, Load, Store
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
 from pellucid.machine.work import estimate
@@ -80,6 +80,19 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Pixels:
+    """Both operands where terms are pixels, of which some may not count: each row lies where its pixel does.
+
+    left, right: where the first pixel's row begins. axes: (extent, stride in the left, in the right operand).
+    """
+
+    left: Operand
+    right: Operand
+    axes: tuple[tuple[Expr, Expr, Expr], ...]
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Packing:
     """A right operand of `terms` rows and `columns` columns, packed whole before the program runs.
 
@@ -104,8 +117,10 @@ class Blocks:
     """One block is `rows` points of the axis `row`, with all of `whole`, by `columns` of `column`.
 
     Sums run over the `terms` of `inner`, in the order of the left operand. window: whether rows and terms of that are
-    more than a row and a column of a matrix. planes: the right operand's terms lie with the last of `inner` outermost.
-    packed: the right operand is packed before the program runs.
+    more than a row and a column of a matrix. pixels: whether terms are pixels, see `Pixels`.
+    planes: the right operand's terms lie with the last of `inner` outermost.
+    packed: the right operand is packed before the program runs. stored: where the sums go at once; None where other
+    lines run over each block, which is then in memory of its own.
     """
 
     contraction: Contraction
@@ -118,7 +133,9 @@ class Blocks:
     ranges: dict[str, Expr]
     window: bool = False
     planes: bool = False
+    pixels: bool = False
     packed: bool = False
+    stored: Store | None = None
 
     @property
     def terms(self) -> Expr:
@@ -142,6 +159,28 @@ class Blocks:
             right, along, self.column
         )
 
+    def terms_by_pixel(self) -> Pixels:
+        """Both operands for the block that begins at row `lo` and column `from`, where terms are pixels."""
+        left, right = self.contraction.loads
+        axes = tuple(
+            (self.ranges[name], stride_along(left.index, name), stride_along(right.index, name)) for name in self.inner
+        )
+        edges = tuple(
+            Edge(
+                self._first(bound.position),
+                tuple(stride_along(bound.position, name) for name in self.inner),
+                (),
+                bound.extent,
+            )
+            for bound in self.contraction.bounds
+        )
+        one, other = self._part(left, self.row, self.inner[-1]), self._part(right, self.inner[-1], self.column)
+        return Pixels(one, other, axes, edges)
+
+    def result(self) -> Operand | None:
+        """The part of the result for the same block, if the sums go there at once."""
+        return self._part(self.stored, (self.row, *self.whole)[-1], self.column) if self.stored else None
+
     def packing(self) -> Packing | None:
         """How the right operand is packed, if that happens before the program runs."""
         if not self.packed:
@@ -158,10 +197,9 @@ class Blocks:
         """The size symbols that the operands name."""
         return self.terms.syms().union(*(load.index.syms() for load in self.contraction.loads))
 
-    def _part(self, load: Load, row: str, column: str) -> Operand:
-        return Operand(
-            load.buffer, self._first(load.index), stride_along(load.index, row), stride_along(load.index, column)
-        )
+    def _part(self, access: Load | Store, row: str, column: str) -> Operand:
+        strides = (stride_along(access.index, name) for name in (row, column))
+        return Operand(access.buffer, self._first(access.index), *strides)
 
     def _window(self, load: Load) -> Window:
         taps, channels = _taps(self.contraction, self.inner)
@@ -210,10 +248,10 @@ def find_blocks(
     if not found.rows or not (found.columns or by_channel(found)):
         return None
     columns = found.columns or found.batch
+    blocks = _pixels(kernel, found)
     row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
-    blocks = None
     several = found.may_be_window and len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
-    if found.windowed or several:
+    if blocks is None and (found.windowed or several):
         blocks = _windows(kernel, found, column, machine.cores)
     if blocks is None:
         if found.windowed:
@@ -240,7 +278,7 @@ def _not_packed(kernel: Kernel, blocks: Blocks) -> str:
     """Why a frozen right operand is read as it lies; empty if it can be packed."""
     right = blocks.contraction.loads[1]
     columns = blocks.ranges[blocks.column]
-    if right.index.vars() - {*blocks.inner, blocks.column}:
+    if blocks.pixels or right.index.vars() - {*blocks.inner, blocks.column}:
         return "the operand is not one matrix but a batch of them"
     if right.index.syms() or blocks.terms.value is None or columns.value is None:
         return "the operand's sizes are not known"
@@ -251,6 +289,51 @@ def _not_packed(kernel: Kernel, blocks: Blocks) -> str:
     return ""
 
 
+def stored_at_once(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | None:
+    """The store of the sums, if it is all that is done with them and takes whole panels of them in one go.
+
+    rest: what runs over a block. Sums that are made in several goes stay in the cache meanwhile.
+    """
+    terms, columns = blocks.terms.value, blocks.ranges[blocks.column].value
+    if terms is None or terms > DEPTH * machine.isa.terms(blocks.contraction.dtype):
+        return None
+    if columns is None or columns % COLUMN_STEP or len(rest.body) != 2:
+        return None
+    store = rest.body[-1].rhs
+    dtypes = {param.name: param.dtype for param in rest.params}
+    if (
+        not isinstance(store, Store)
+        or store.join
+        or dtypes[store.buffer] is not DType.F32
+        or not is_affine(store.index)
+    ):
+        return None
+    lines = (blocks.row, *blocks.whole)
+    even = not blocks.whole or _lies(store.index, lines, blocks.ranges)
+    return store if even and stride_along(store.index, blocks.column) == ONE else None
+
+
+def _pixels(kernel: Kernel, found: Contraction) -> Blocks | None:
+    """Blocks of sums over pixels, in both of whose operands channels lie side by side; None for any other."""
+    if not found.windowed or found.zeros or len(found.inner) > MOST_ROW_AXES:
+        return None
+    turned = stored_along(kernel, found.rows) and not stored_along(kernel, found.columns)
+    for each in (found.swapped(), found) if turned else (found, found.swapped()):
+        left, right = (load.index for load in each.loads)
+        rows = [name for name in each.rows if stride_along(left, name) == ONE]
+        columns = [name for name in each.columns if stride_along(right, name) == ONE]
+        bounded = frozenset[str]().union(*(bound.position.vars() for bound in each.bounds))
+        if not rows or not columns or bounded & {rows[0], columns[0]}:
+            continue
+        ranges = kernel.ranges
+        inner = tuple(sorted(each.inner, key=lambda name: -estimate(stride_along(left, name))))
+        others = (extent for name, extent in ranges.items() if name not in (rows[0], columns[0], *inner))
+        outer = max(1, estimate(product(others)))
+        height, width = _sizes(each, rows[0], estimate(ranges[rows[0]]), estimate(ranges[columns[0]]), outer)
+        return Blocks(each, rows[0], (), columns[0], inner, height, width, ranges, pixels=True)
+    return None
+
+
 def by_channel(found: Contraction) -> bool:
     """True for a depthwise convolution: each channel has its own sums, and channels of an image are neighbours."""
     return found.windowed and len(found.batch) == 1 and stride_along(found.loads[0].index, found.batch[0]) == ONE
@@ -259,7 +342,7 @@ def by_channel(found: Contraction) -> bool:
 def _windows(kernel: Kernel, found: Contraction, column: str, cores: int) -> Blocks | None:
     """Blocks of a convolution: whole lines of an image, as many as the caches like. None if terms do not line up."""
     (left, right), ranges = found.loads, kernel.ranges
-    inner = tuple(sorted(found.inner, key=lambda name: -estimate(stride_along(left.index, name))))
+    inner = tuple(sorted(found.inner, key=lambda name: -abs(estimate(stride_along(left.index, name)))))
     rows = sorted(found.rows, key=lambda name: -estimate(stride_along(left.index, name)))
     taps, channels = _taps(found, inner)
     planes = not _lies(right.index, inner, ranges)

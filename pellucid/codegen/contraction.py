@@ -2,15 +2,18 @@
 
 Each parallel iteration takes a block of rows and columns. A call fills memory of its own with that block of the sums;
 then the other lines of the kernel run over the block as those of any kernel, with a load from there in place of the
-sum.
+sum. Sums that are only stored go to their place at once.
 """
 
 from __future__ import annotations
 
-from pellucid.codegen.blocks import Blocks, find_blocks
+from dataclasses import replace
+
+from pellucid.codegen.blocks import Blocks, find_blocks, stored_at_once
 from pellucid.codegen.plan import Plan, chunks, grain_of
 from pellucid.codegen.sweeps import plan_sweeps
 from pellucid.codegen.vector import base_lanes
+from pellucid.ir.decision import Decision
 from pellucid.ir.index import product, var
 from pellucid.ir.nodes import CheckIndex, Kernel, Line, Load, Store, axes_of, operands
 from pellucid.machine import Machine
@@ -21,16 +24,19 @@ BLOCK = "block"
 """The name of a block's memory in the body of a kernel."""
 
 
-def plan_contraction(kernel: Kernel, machine: Machine, options: Options, frozen: frozenset[str]) -> Plan | None:
+def plan_contraction(
+    kernel: Kernel, machine: Machine, options: Options, frozen: frozenset[str], results: frozenset[str]
+) -> Plan | None:
     """The plan of a kernel whose space is simplified; None if it is no contraction that this file can run.
 
-    frozen: buffers that are the same at each call.
+    frozen: buffers that are the same at each call. results: those that no other kernel reads.
     """
     found = find_blocks(kernel, options, machine, frozen)
     if found is None:
         return None
     blocks, decisions = found
     rest = epilogue(kernel, blocks)
+    blocks = replace(blocks, stored=stored_at_once(blocks, rest, machine))
     ranges = kernel.ranges
     inside = (blocks.row, *blocks.whole, blocks.column)
     outer = tuple(axis.name for axis in rest.space if axis.name not in inside)
@@ -38,6 +44,8 @@ def plan_contraction(kernel: Kernel, machine: Machine, options: Options, frozen:
     extent = extent * chunks(ranges[blocks.row], blocks.rows) * chunks(ranges[blocks.column], blocks.columns)
     steps = estimate(product(ranges.values())) / (machine.lanes * machine.isa.terms(blocks.contraction.dtype))
     grain, parallel = grain_of(kernel, extent, steps, machine, options)
+    wide = frozenset(name for name, axes in axes_of(rest).items() if blocks.column in axes)
+    streamed, streams = _streamed(rest, wide, results, machine)
     return Plan(
         kernel=rest,
         outer=outer,
@@ -48,18 +56,34 @@ def plan_contraction(kernel: Kernel, machine: Machine, options: Options, frozen:
         reduced=(),
         vector=blocks.column,
         width=base_lanes(rest, machine),
-        wide=frozenset(name for name, axes in axes_of(rest).items() if blocks.column in axes),
+        wide=wide,
         tile=blocks.column,
         tiled=frozenset(),
         sweeps=plan_sweeps(rest, 1),
         pairwise=frozenset(),
-        streamed=frozenset(),
+        streamed=streamed,
         extent=extent,
         grain=grain,
-        decisions=(*decisions, parallel),
+        decisions=(*decisions, parallel, *streams),
         steps=steps,
         blocks=blocks,
     )
+
+
+def _streamed(
+    kernel: Kernel, wide: frozenset[str], results: frozenset[str], machine: Machine
+) -> tuple[frozenset[str], tuple[Decision, ...]]:
+    """Results to write past the caches: those that the second cache does not hold until somebody else reads them."""
+    size = machine.levels[min(1, len(machine.levels) - 2)].size
+    stored = {store.buffer for line, store in kernel.stores() if line.out in wide and not store.join}
+    loaded = {load.buffer for _, load in kernel.loads()}
+    chosen = frozenset(
+        param.name
+        for param in kernel.params
+        if param.name in stored & results - loaded and (param.numel.value or 0) * param.dtype.itemsize >= size
+    )
+    why = "no other kernel reads the result, and the second cache cannot hold it: it goes past the caches"
+    return chosen, tuple(Decision("codegen.stream", (kernel.name, name), True, why) for name in sorted(chosen))
 
 
 def epilogue(kernel: Kernel, blocks: Blocks) -> Kernel:

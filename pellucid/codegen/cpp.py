@@ -205,12 +205,14 @@ class _Printer:
     def decode(self) -> None:
         """The counters of the flattened axes from the parallel loop's: the last axis runs fastest."""
         plan = self.plan
-        counters = [(axis, plan.extent_of(axis)) for axis in plan.outer]
+        outer = [(axis, plan.extent_of(axis)) for axis in plan.outer]
         blocks = {"lo": plan.chunk, "from": plan.tile_step}
+        cut: list[tuple[str, Expr]] = []
         if plan.chunk and plan.inner is not None:
-            counters.append(("lo", chunks(plan.extent_of(plan.inner), plan.chunk)))
+            cut.append(("lo", chunks(plan.extent_of(plan.inner), plan.chunk)))
         if plan.tile is not None:
-            counters.append(("from", chunks(plan.extent_of(plan.tile), plan.tile_step)))
+            cut.append(("from", chunks(plan.extent_of(plan.tile), plan.tile_step)))
+        counters = cut + outer if plan.outer_fastest else outer + cut
         rest = "t"
         for position in range(len(counters) - 1, -1, -1):
             name, extent = counters[position]
@@ -295,12 +297,16 @@ class _Printer:
     def fill_block(self, line: Line) -> None:
         blocks = self.plan.blocks
         assert blocks is not None
-        self.out.line(f"alignas(64) float {BLOCK}[{blocks.height * blocks.columns}];", line.origin)
-        self.out.line(Operands(self.pointer, self.text).contract(blocks), line.origin)
+        if not blocks.stored:
+            self.out.line(f"alignas(64) float {BLOCK}[{blocks.height * blocks.columns}];", line.origin)
+        self.out.line(self.operands().contract(blocks), line.origin)
 
     def attend(self, line: Line) -> None:
         assert self.plan.rows is not None
-        self.out.line(Operands(self.pointer, self.text).attend(self.plan.rows), line.origin)
+        self.out.line(self.operands().attend(self.plan.rows), line.origin)
+
+    def operands(self) -> Operands:
+        return Operands(self.pointer, self.text, self.plan.streamed)
 
     def fill_tile(self, line: Line) -> None:
         assert isinstance(line.rhs, Load)

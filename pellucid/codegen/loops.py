@@ -179,7 +179,8 @@ class _Builder:
     def function(self) -> tuple[Item, ...]:
         blocks = self.plan.blocks
         block = [FillBlock(self.lines[blocks.contraction.total.out])] if blocks else []
-        return (*self._defines(0, 0), Loop(Kind.PARALLEL, "", (*block, *self._level_body(1))))
+        rest = () if blocks and blocks.stored else self._level_body(1)
+        return (*self._defines(0, 0), Loop(Kind.PARALLEL, "", (*block, *rest)))
 
     def _level_body(self, level: int) -> tuple[Item, ...]:
         """The body of one of the loops over kept axes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pellucid.codegen.blocks import Blocks, Operand, Packing, Window
+from pellucid.codegen.blocks import Blocks, Edge, Operand, Packing, Window
 from pellucid.codegen.contraction import BLOCK
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.text import CPP_TYPE, index_text, scalar_text
@@ -30,13 +30,16 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
 
 @dataclass(frozen=True)
 class Operands:
-    """Calls on operands. pointer: the text of an element's address. text: of an index."""
+    """Calls on operands. pointer: the text of an element's address. text: of an index. streamed: see `Plan`."""
 
     pointer: Callable[[str, Expr], str]
     text: Callable[[Expr], str]
+    streamed: frozenset[str]
 
     def contract(self, blocks: Blocks) -> str:
         """The sums of one block of the result."""
+        if blocks.pixels:
+            return self.contract_pixels(blocks)
         left, right = blocks.operands()
         sizes = f"to - from, {self.text(blocks.terms)}"
         if isinstance(left, Window):
@@ -46,7 +49,39 @@ class Operands:
         packing = blocks.packing()
         second = self.panels(packing) if packing else self.matrix(right, blocks.contraction.dtype)
         function = "contract_taps" if blocks.by_channel else "contract"
-        return f"pv::{function}<{blocks.height}, {blocks.columns}>({sizes}, {first}, {second}, {BLOCK});"
+        sums = self.sums(blocks)
+        return f"pv::{function}<{blocks.height}, {blocks.columns}>({sizes}, {first}, {second}, {sums});"
+
+    def contract_pixels(self, blocks: Blocks) -> str:
+        """The sums of one block, over pixels."""
+        pixels = blocks.terms_by_pixel()
+        first, second = (self.pointer(operand.buffer, operand.start) for operand in (pixels.left, pixels.right))
+        axes = [f"{{{', '.join(map(self.text, axis))}}}" for axis in pixels.axes]
+        axes = ["{1, 0, 0}"] * (3 - len(axes)) + axes
+        terms = f"pv::Pixels{{{{{', '.join(axes)}}}, {self.edges(pixels.edges)}}}"
+        sizes = f"{blocks.height}, {blocks.columns}"
+        return f"pv::contract_pixels<{sizes}>(hi - lo, to - from, {first}, {second}, {terms}, {self.sums(blocks)});"
+
+    def edges(self, edges: Iterable[Edge]) -> str:
+        """Two of `pv::Edge`, with such that do nothing in the places that are left."""
+
+        def steps(found: Iterable[Expr], count: int) -> str:
+            given = [self.text(step) for step in found]
+            return "{" + ", ".join(["0"] * (count - len(given)) + given) + "}"
+
+        given = [
+            f"{{{self.text(edge.first)}, {self.text(edge.extent)}, {steps(edge.rows, 3)}, {steps(edge.taps, 2)}}}"
+            for edge in edges
+        ]
+        return "{" + ", ".join([*given, *["{0, 1, {}, {}}"] * (2 - len(given))]) + "}"
+
+    def sums(self, blocks: Blocks) -> str:
+        """Where the sums of a block go."""
+        result = blocks.result()
+        if result is None:
+            return f"pv::Sums{{{BLOCK}, {blocks.columns}, false}}"
+        past = "true" if result.buffer in self.streamed else "false"
+        return f"pv::Sums{{{self.pointer(result.buffer, result.start)}, {self.text(result.row)}, false, {past}}}"
 
     def attend(self, rows: Rows) -> str:
         """The attention of a range of queries."""
@@ -84,16 +119,7 @@ class Operands:
             given = [f"{{{self.text(extent)}, {self.text(stride)}}}" for extent, stride in found]
             return "{" + ", ".join(["{1, 0}"] * (count - len(given)) + given) + "}"
 
-        def steps(found: Iterable[Expr], count: int) -> str:
-            given = [self.text(step) for step in found]
-            return "{" + ", ".join(["0"] * (count - len(given)) + given) + "}"
-
-        edges = [
-            f"{{{self.text(edge.first)}, {self.text(edge.extent)}, {steps(edge.rows, 3)}, {steps(edge.taps, 2)}}}"
-            for edge in window.edges
-        ]
-        edges += ["{0, 1, {}, {}}"] * (2 - len(edges))
         flags = ["true" if flag else "false" for flag in (window.planes, bool(window.edges), window.zeros)]
         parts = [axes(window.rows, 3), axes(window.taps, 2), self.text(window.channels), *flags]
-        parts.append("{" + ", ".join(edges) + "}")
+        parts.append(self.edges(window.edges))
         return f"pv::Window{{{self.pointer(window.buffer, window.start)}, {', '.join(parts)}}}"

@@ -38,7 +38,8 @@ BARRIERS = 4
 class Plan:
     """How the loops of a kernel run. The nest, from the outside in:
 
-    - one parallel loop over `outer`, flattened, blocks of `tile`, and chunks of `inner` if `chunk` is not 0;
+    - one parallel loop over `outer`, chunks of `inner` if `chunk` is not 0, and blocks of `tile`, flattened, the last
+      one fastest; with `outer` last if `outer_fastest`;
     - one loop for each of the `colliding` axes of a scatter;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
     - loops over all of the `whole` axes of a block;
@@ -78,6 +79,11 @@ class Plan:
     blocks: Blocks | None = None
     whole: tuple[str, ...] = ()
     rows: Rows | None = None
+
+    @property
+    def outer_fastest(self) -> bool:
+        """Whether `outer` runs within the blocks: the taps of a weight's gradient, which may be neighbours in memory."""
+        return self.blocks is not None and self.blocks.pixels
 
     @property
     def vector_is_reduced(self) -> bool:

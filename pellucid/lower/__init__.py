@@ -16,7 +16,17 @@ from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Program, View
 
 # Their rules register themselves.
-from pellucid.lower import attention, contraction, convolution, pointwise, pool, reduce, scatter, shapes  # noqa: F401
+from pellucid.lower import (  # noqa: F401
+    attention,
+    contraction,
+    convolution,
+    convolution_backward,
+    pointwise,
+    pool,
+    reduce,
+    scatter,
+    shapes,
+)
 from pellucid.lower.extern import CHOSEN, extern_call, fallback_reason, lower_conjugate, lower_effect, lower_extern
 from pellucid.lower.program_builder import ProgramBuilder, Result, overlaps_itself, whole
 from pellucid.lower.registry import RULES, TAKES_FLOATS, NotLowered, overload_name

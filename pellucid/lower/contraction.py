@@ -1,6 +1,6 @@
 """Matrix products as kernels: a sum of products in f32, which `codegen/contraction.py` knows how to run.
 
-ATen keeps those that it computes faster. The bounds were measured on an AMD EPYC (Zen 4) with AVX2, two threads.
+ATen keeps those that it computes faster. The bounds were measured on an AMD EPYC (Zen 4), two threads.
 """
 
 from __future__ import annotations
@@ -15,20 +15,16 @@ from pellucid.ir.types import DType
 from pellucid.lower.kernel_builder import broadcast_index
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
-from pellucid.machine import Machine
+from pellucid.machine import AVX2, Machine
 
 _OTHER = "matrix multiplication: kernels compute it in f32, bf16 and f16, ATen's BLAS in other types"
-_TRANSPOSED = "matrix multiplication: ATen's BLAS is faster where columns of the left operand lie in memory"
+_TRANSPOSED = "matrix multiplication: with AVX2, ATen's BLAS is faster where columns of the left operand lie in memory"
 _STRIDED = "matrix multiplication: neither rows nor columns of the right operand lie in memory, ATen copies it first"
-_SHORT = "matrix multiplication: a sum of few terms is mostly writing, which ATen's BLAS does without a block between"
 _LONG = "matrix multiplication: few rows and columns leave threads idle, ATen's BLAS shares out the terms"
 _OFF = "matrix multiplication: ATen's BLAS computes it, as the option `contract` asks"
 
 # Rows that a transposed left operand may have: so few are read where they lie.
 _FEW_ROWS = 8
-# Terms from which on a sum is not short, and elements of a result that make writing it count.
-_FEW_TERMS = 128
-_MANY_ELEMENTS = 65_536
 # Terms of a sum, and elements of a result, that are too much for one thread and too little for two.
 _MANY_TERMS = 4096
 _FEW_ELEMENTS = 1024
@@ -66,7 +62,7 @@ def _lower(
     if left.dtype not in DTYPES or {right.dtype, (added or left).dtype} != {left.dtype}:
         raise NotLowered(_OTHER)
     _check_rate(graph.machine, left.dtype)
-    _check_speed(left.view, right.view)
+    _check_speed(left.view, right.view, graph.machine)
     result = graph.new(node.meta["val"], "product")
     kernel = graph.kernel(node, (*result.shape, left.shape[-1]))
     *batch, row, column, term = kernel.index
@@ -98,16 +94,15 @@ def _check_rate(machine: Machine, dtype: DType) -> None:
         )
 
 
-def _check_speed(left: View, right: View) -> None:
+def _check_speed(left: View, right: View, machine: Machine) -> None:
     """Leave to ATen what it computes faster. Sizes that are symbols count as large where that is in doubt."""
     (m, k), n = left.shape[-2:], right.shape[-1]
     elements = product_of((*left.shape[:-1], n))
     if ONE not in (m, n, k):
-        if left.strides[-1] != ONE and left.strides[-2] == ONE and not nonnegative(as_expr(_FEW_ROWS) - m):
+        transposed = left.strides[-1] != ONE and left.strides[-2] == ONE
+        if machine.isa is AVX2.isa and transposed and not nonnegative(as_expr(_FEW_ROWS) - m):
             raise NotLowered(_TRANSPOSED)
         if ONE not in right.strides[-2:]:
             raise NotLowered(_STRIDED)
-    if nonnegative(as_expr(_FEW_TERMS - 1) - k) and not nonnegative(as_expr(_MANY_ELEMENTS) - elements):
-        raise NotLowered(_SHORT)
     if nonnegative(k - _MANY_TERMS) and nonnegative(as_expr(_FEW_ELEMENTS) - elements):
         raise NotLowered(_LONG)

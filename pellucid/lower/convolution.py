@@ -1,41 +1,36 @@
 """Convolutions in f32 are kernels: sums of products, which `codegen/contraction.py` knows how to run.
 
-oneDNN keeps the others, and all gradients but those of convolutions of one tap, which are matrix products.
+oneDNN keeps the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
-from pellucid.capture.fx import origin_of, shape_of
-from pellucid.ir.decision import Decision
+from pellucid.capture.fx import shape_of
 from pellucid.ir.index import ONE, ZERO, Expr, const, nonnegative, product
-from pellucid.ir.nodes import Extern, View
+from pellucid.ir.nodes import View
 from pellucid.ir.types import DType
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
 
-_REASON = "a 1x1 convolution is a matrix product: BLAS computes it where the tensors lie"
 _ONEDNN = "convolution: oneDNN computes it"
-_OTHER = "convolution: kernels compute it in f32 alone, oneDNN in other types"
+OFF = "convolution: oneDNN computes it, as the option `contract` asks"
+OTHER = "convolution: kernels compute it in f32 alone, oneDNN in other types"
 _GROUPED = "convolution: kernels compute one group, or as many as channels, oneDNN other groups"
 _DYNAMIC = "convolution: kernels compute images of known sizes, oneDNN others"
 _PLANAR = "convolution: channels do not lie side by side, oneDNN computes it"
 _SINGLE = "convolution: one pixel or one channel is no product of matrices, oneDNN computes it"
 _SHORT = "convolution: a sum of few terms is mostly reading and writing, oneDNN computes it"
 _WEIGHT = "convolution: channels of the weight do not lie side by side, nor all taps, oneDNN computes it"
-_SLOW = "convolution: oneDNN computes it, at twice the rate of this machine's BLAS"
 # Terms from which on gathering windows is worth it, also where that spares a padded copy of the image.
-_FEW_TERMS = 32
+FEW_TERMS = 32
 _FEW_UNPADDED = 16
 # Taps of a weight that lie side by side: a kernel packs those of some channels together.
 _MOST_TAPS = 128
-# Multiplications up to which a slow BLAS gains more by having less to prepare than it loses.
-_FEW = 4_000_000
 
 
 @rule("convolution.default")
@@ -49,7 +44,7 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """
     given = arguments(node, graph)
     if not graph.contract:
-        return _one_by_one(graph, node, given)
+        raise NotLowered(OFF)
     unpadded = _unpadded(graph, node, given)
     if unpadded is None:
         _check_direct(given, shape_of(node.meta["val"]))
@@ -95,11 +90,11 @@ def _unpadded(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, An
     return made
 
 
-def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = _FEW_TERMS) -> None:
+def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = FEW_TERMS) -> None:
     """Leave to oneDNN what it computes faster, and what has no kernel."""
     x, weight, bias = given["input"], given["weight"], given["bias"]
     if not x.dtype is weight.dtype is DType.F32 or (bias is not None and bias.dtype is not DType.F32):
-        raise NotLowered(_OTHER)
+        raise NotLowered(OTHER)
     if len(weight.shape) != 4 or len(x.shape) != 4 or given["transposed"]:
         raise NotLowered(_ONEDNN)
     depthwise = given["groups"] == weight.shape[0].value == x.shape[1].value
@@ -109,7 +104,7 @@ def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = _F
         raise NotLowered(_ONEDNN)
     known = all(extent.value is not None for extent in (*x.shape, *weight.shape))
     if _is_one_by_one(given) and given["groups"] == 1:
-        if _pixels(x) is None and not (known and (_lies(x, (0, 1, 2, 3)) or x.view.strides[1] == ONE)):
+        if _pixels(x) is None and not (known and (lies(x, (0, 1, 2, 3)) or x.view.strides[1] == ONE)):
             raise NotLowered(_PLANAR if known else _DYNAMIC)
         return
     if not known:
@@ -120,52 +115,9 @@ def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = _F
         raise NotLowered(_SHORT)
     if ONE in (weight.shape[0], product((shape[0], *shape[2:]))):
         raise NotLowered(_SINGLE)
-    planes = _lies(weight, (0, 1, 2, 3)) and nonnegative(const(_MOST_TAPS) - product(weight.shape[2:]))
-    if not planes and not _lies(weight, (0, 2, 3, 1)):
+    planes = lies(weight, (0, 1, 2, 3)) and nonnegative(const(_MOST_TAPS) - product(weight.shape[2:]))
+    if not planes and not lies(weight, (0, 2, 3, 1)):
         raise NotLowered(_WEIGHT)
-
-
-def _one_by_one(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, Any]) -> Result:
-    """A 1x1 convolution in f32: with rows of pixels, y = x @ transposed weight. That spares oneDNN's preparations."""
-    _check_one_by_one(given)
-    result = graph.new(node.meta["val"], "convolution")
-    x, y = _pixels(given["input"]), _pixels(result)
-    if x is None or y is None:
-        raise NotLowered(_ONEDNN)
-    _check_rate(x, y)
-    bias: TensorRef | None = given["bias"]
-    args = (x, _transposed(_weight(given["weight"])))
-    _emit(graph, node, args if bias is None else (bias.view, *args), y)
-    return result
-
-
-@rule("convolution_backward.default")
-def convolution_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """Gradients of a 1x1 convolution in f32: those of x are dy @ weight, those of weight transposed dy @ x."""
-    given = arguments(node, graph)
-    _check_one_by_one(given)
-    of_x, of_weight, of_bias = given["output_mask"]
-    metas = node.meta["val"]
-    x, dy = _pixels(given["input"]), _pixels(given["grad_output"])
-    if x is None or dy is None or of_bias:
-        raise NotLowered(_ONEDNN)
-    _check_rate(x, dy)
-    dx = graph.new(metas[0], "convolution_backward") if of_x else None
-    if dx is not None:
-        rows = _pixels(dx)
-        if rows is None:
-            raise NotLowered(_ONEDNN)
-        _emit(graph, node, (dy, _weight(given["weight"])), rows)
-    dweight = graph.new(metas[1], "convolution_backward") if of_weight else None
-    if dweight is not None:
-        _emit(graph, node, (_transposed(dy), x), _weight(dweight))
-    return (dx, dweight, None)
-
-
-def _check_one_by_one(given: Mapping[str, Any]) -> None:
-    plain = given["weight"].dtype is DType.F32 and not given["transposed"] and given["groups"] == 1
-    if not plain or not _is_one_by_one(given):
-        raise NotLowered(_ONEDNN)
 
 
 def _is_one_by_one(given: Mapping[str, Any]) -> bool:
@@ -175,32 +127,19 @@ def _is_one_by_one(given: Mapping[str, Any]) -> bool:
     return one_tap and all(step == 1 for step in steps) and not any(given["padding"])
 
 
-def _check_rate(x: View, y: View) -> None:
-    """Leave large products to oneDNN where BLAS is slower at them. Sizes that are symbols may be large."""
-    if _blas_is_slow() and not nonnegative(const(_FEW) - product((*x.shape, y.shape[1]))):
-        raise NotLowered(_SLOW)
-
-
-@cache
-def _blas_is_slow() -> bool:
-    """True where MKL has AVX-512 and does not use it: on processors that are not Intel's it keeps to AVX2."""
-    machine = torch.cpu.get_capabilities()
-    return torch.backends.mkl.is_available() and machine.get("avx512_f", False) and "Intel" not in machine["cpu_name"]
-
-
 def _pixels(tensor: TensorRef) -> View | None:
     """[N, channels, H, W] as a matrix [pixels, channels]: if channels-last, or one contiguous image; else None."""
     count, channels = product((tensor.shape[0], *tensor.shape[2:])), tensor.shape[1]
-    if _lies(tensor, (0, 2, 3, 1)):
+    if lies(tensor, (0, 2, 3, 1)):
         strides = (channels, ONE)
-    elif tensor.shape[0] == ONE and _lies(tensor, (0, 1, 2, 3)):
+    elif tensor.shape[0] == ONE and lies(tensor, (0, 1, 2, 3)):
         strides = (ONE, count)
     else:
         return None
     return View(tensor.view.buffer, (count, channels), strides, tensor.view.offset)
 
 
-def _lies(tensor: TensorRef, order: Sequence[int]) -> bool:
+def lies(tensor: TensorRef, order: Sequence[int]) -> bool:
     """True if the tensor is dense with its dimensions in this order, the last one innermost."""
     expected = ONE
     for dim in reversed(order):
@@ -209,29 +148,3 @@ def _lies(tensor: TensorRef, order: Sequence[int]) -> bool:
             return False
         expected = expected * extent
     return True
-
-
-def _weight(weight: TensorRef) -> View:
-    """[outputs, channels, 1, 1] without its last two dimensions."""
-    return View(weight.view.buffer, weight.shape[:2], weight.view.strides[:2], weight.view.offset)
-
-
-def _transposed(matrix: View) -> View:
-    return View(matrix.buffer, matrix.shape[::-1], matrix.strides[::-1], matrix.offset)
-
-
-def _emit(graph: ProgramBuilder, node: torch.fx.Node, args: tuple[View, ...], result: View) -> None:
-    """result = left @ right, for args (left, right); a bias before them is added to each row."""
-    graph.decide(Decision("lower.fallback", (node.name,), False, _REASON, (("op", str(node.target)),)))
-    graph.emit_extern(
-        lambda suffix: Extern(
-            name=f"convolution_{suffix}",
-            op="aten::mm.out" if len(args) == 2 else "aten::addmm.out",
-            args=args,
-            kwargs=(),
-            outputs=(result,),
-            out=True,
-            reason=_REASON,
-            origin=origin_of(node).step("lower"),
-        )
-    )

@@ -1,6 +1,6 @@
 // Blocks of matrix products, for kernels whose sum of products is a contraction.
 //
-// `contract` computes a block of c = a @ b, a few hundred rows and some dozens of columns, into memory of the caller.
+// `contract` computes a block of c = a @ b, a few hundred rows and some dozens of columns: where the caller wants it.
 // It takes DEPTH units of terms at a time, so that what it reads again lies in a cache: it packs these rows of b (few
 // rows of a do not pay for that, and read b where it lies), and the micro-kernel walks over the terms with ROWS x
 // COLUMNS sums in registers. Rows of a are read where they lie if their terms lie as units, and packed else. Nothing
@@ -48,19 +48,24 @@ template <class E> PV_FN Left left_of(const Matrix<E>& a, int64_t m, int64_t k) 
   return has_units(a, k) ? Left::LYING : Left::ROWS;
 }
 
-// c[m, n] = a[m, k] @ b[k, n], in rows of N elements, of which those from n on are overwritten. M is the largest m
+// c = 0
+PV_FN void clear(int64_t m, int64_t n, const Sums& c) {
+  for (int64_t i = 0; i < m; i++) std::memset(c.at + i * c.step, 0, size_t(n) * sizeof(float));
+}
+
+// c[m, n] = a[m, k] @ b[k, n], where columns from n on, up to a multiple of COLUMNS, are overwritten. M is the largest m
 // and N, a multiple of COLUMNS, the largest n of any call. B: Matrix<E> or Panels.
 template <int M, int N, class E, class B>
-inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const B& b, float* c) {
+inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const B& b, const Sums& c) {
   constexpr int T = TERMS<E>;
   constexpr int64_t TERMS_AT_ONCE = DEPTH * T;
   using F = Factor<E>;
   static_assert(N % COLUMNS == 0);
-  if (k <= 0) std::memset(c, 0, size_t(m) * N * sizeof(float));
+  if (k <= 0) clear(m, n, c);
   if constexpr (!is_packed<B>)
     if ((m <= FEW_ROWS || n <= FEW_COLUMNS) && a.column == 1 && b.row == 1) {
       constexpr int64_t LONG = TERMS_AT_ONCE * COLUMN;
-      for (int64_t t = 0; t < k; t += LONG) dot_block(m, n, least(LONG, k - t), a.from(0, t), b.from(t, 0), {c, N, t > 0});
+      for (int64_t t = 0; t < k; t += LONG) dot_block(m, n, least(LONG, k - t), a.from(0, t), b.from(t, 0), c.after(t, LONG, k));
       return;
     }
   alignas(64) float columns[is_packed<B> ? COLUMNS : N * DEPTH];
@@ -68,6 +73,7 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
   const Left left = left_of(a, m, k);
   for (int64_t t = 0; t < k; t += TERMS_AT_ONCE) {
     const int64_t depth = least(TERMS_AT_ONCE, k - t), units = units_of<E>(depth);
+    const Sums sums = c.after(t, depth, k);
     if (left == Left::PANELS) pack_rows(a.from(0, t), m, depth, rows);
     if (left == Left::ROWS) copy_rows(a.from(0, t), m, depth, rows);
     const auto rows_from = [&](int64_t i) PV_INLINE -> Matrix<F> {
@@ -77,7 +83,7 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
       return {(const F*)(rows + i * DEPTH), T * DEPTH, 1};
     };
     const auto column = [&](int64_t j, const auto& right) PV_INLINE {
-      for (int64_t i = 0; i < m; i += ROWS) tile_of(m - i, units, rows_from(i), right, {c + i * N + j, N, t > 0});
+      for (int64_t i = 0; i < m; i += ROWS) tile_of(m - i, units, rows_from(i), right, sums.from(i, j));
     };
     if constexpr (is_packed<B>) {
       for (int64_t j = 0; j < n; j += COLUMNS) column(j, Rows{b(t / T, j), COLUMNS});

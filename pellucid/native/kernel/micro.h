@@ -69,6 +69,7 @@ template <class E> PV_FN Factor<E> factor_of(E a) {
 
 // A matrix as it lies: element (i, j) is at[i * row + j * column].
 template <class E> struct Matrix {
+  using Element = E;
   const E* at;
   int64_t row, column;
   PV_FN const E* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
@@ -80,12 +81,17 @@ template <class E> PV_FN bool has_units(const Matrix<E>& a, int64_t k) {
   return is_factor<E> && (TERMS<E> == 1 || (a.column == 1 && k % TERMS<E> == 0));
 }
 
-// The block that is computed, in rows of `step` elements. `more`: it holds the sums of earlier terms.
+// The block that is computed, in rows of `step` elements. `more`: it holds the sums of earlier terms. `past`: these
+// sums are the last, and go past the caches.
 struct Sums {
   float* at;
   int64_t step;
-  bool more;
-  PV_FN Sums from(int64_t i, int64_t j) const { return {at + i * step + j, step, more}; }
+  bool more, past = false;
+  PV_FN Sums from(int64_t i, int64_t j) const { return {at + i * step + j, step, more, past}; }
+  // The same after the terms from `term` on, of which so many of `all` are added now.
+  PV_FN Sums after(int64_t term, int64_t depth, int64_t all) const {
+    return {at, step, term > 0, past && term + depth >= all};
+  }
 };
 
 // What the micro-kernel reads of b, unit by unit: floats whose rows lie `step` apart, packed units among them; or a
@@ -129,7 +135,8 @@ template <int R, class F, class Right>
 #pragma GCC unroll 2
     for (int j = 0; j < 2; j++) {
       float* to = c.at + i * c.step + j * COLUMN;
-      write_column(to, c.more ? read_column(to) + sum[i][j] : sum[i][j]);
+      const ColumnReg all = c.more ? read_column(to) + sum[i][j] : sum[i][j];
+      c.past ? stream_register(to, all) : write_column(to, all);
     }
 }
 
@@ -158,15 +165,23 @@ template <class Right> constexpr bool is_packed = std::is_same_v<Right, Panels>;
 // DEPTH units.
 constexpr int COLUMN_PANEL = COLUMNS * DEPTH;
 
+// Lines of a matrix that lie in different pages are no pattern that the processor foresees: so many of them ahead, they
+// are asked for. N elements of a line.
+constexpr int64_t AHEAD = 8;
+template <int N, class E> PV_FN void prefetch(const E* line) {
+  for (int i = 0; i < N * int(sizeof(E)); i += 64) __builtin_prefetch((const char*)line + i);
+}
+
 // Unit i of b becomes unit place(i) of the panels.
 struct InOrder {
   PV_FN int64_t operator()(int64_t i) const { return i; }
 };
 
 // Terms from `first` on, the beginning of a unit, element by element.
-template <int PANEL, class E, class Place>
+template <int PANEL, class B, class Place>
 [[gnu::noinline]] inline void pack_elements(
-    const Matrix<E>& b, int64_t first, int64_t k, int64_t n, float* panels, const Place& place) {
+    const B& b, int64_t first, int64_t k, int64_t n, float* panels, const Place& place) {
+  using E = typename B::Element;
   constexpr int T = TERMS<E>;
   const int64_t columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS;
   for (int64_t i = first; i < units_of<E>(k) * T; i++)
@@ -175,16 +190,16 @@ template <int PANEL, class E, class Place>
       unit[i % T] = i < k && j < n ? factor_of(*b(i, j)) : Factor<E>{};
     }
 }
-template <int PANEL = COLUMN_PANEL, class E, class Place = InOrder>
-[[gnu::noinline]] inline void pack_columns(
-    const Matrix<E>& b, int64_t k, int64_t n, float* panels, const Place& place = {}) {
-  constexpr int T = TERMS<E>;
+template <int PANEL = COLUMN_PANEL, class B, class Place = InOrder>
+[[gnu::noinline]] inline void pack_columns(const B& b, int64_t k, int64_t n, float* panels, const Place& place = {}) {
+  constexpr int T = TERMS<typename B::Element>;
   const int64_t whole = n / COLUMNS * COLUMNS;  // columns
   int64_t done = 0;                             // units
   if (b.column == 1) {
     for (; done < k / T; done++)
       for (int64_t j = 0; j < whole; j += COLUMNS) {
         float* to = panels + j / COLUMNS * PANEL + place(done) * COLUMNS;
+        prefetch<COLUMNS>(b(done * T + AHEAD, j));
         write_column(to, read_across(b(done * T, j), b.row));
         write_column(to + COLUMN, read_across(b(done * T, j + COLUMN), b.row));
       }
@@ -210,8 +225,9 @@ template <int PANEL = COLUMN_PANEL, class E, class Place = InOrder>
 // units. Each panel has room for DEPTH units of its rows and one register.
 constexpr int ROW_PANEL = ROWS * DEPTH + COLUMN;
 
-template <class E>
-[[gnu::noinline]] inline void pack_rows(const Matrix<E>& a, int64_t m, int64_t k, float* panels) {
+template <class A>
+[[gnu::noinline]] inline void pack_rows(const A& a, int64_t m, int64_t k, float* panels) {
+  using E = typename A::Element;
   constexpr int T = TERMS<E>;
   constexpr int64_t GROUP = 8;  // columns at a time, whose lines stay in the cache from panel to panel
   const int64_t whole = k / T;
@@ -220,7 +236,10 @@ template <class E>
     float* panel = panels;
     int64_t i = 0;
     for (; i + COLUMN <= m; i += ROWS, panel += ROW_PANEL)  // what is too much is overwritten by the next column
-      for (int64_t j = from; j < to; j++) write_column(panel + j * ROWS, read_across(a(i, j * T), a.column));
+      for (int64_t j = from; j < to; j++) {
+        prefetch<ROWS>(a(i, j * T + AHEAD));
+        write_column(panel + j * ROWS, read_across(a(i, j * T), a.column));
+      }
     for (; i < m; i += ROWS, panel += ROW_PANEL)
       for (int64_t j = from * T; j < to * T; j++)
         for (int64_t r = 0; r < least(ROWS, m - i); r++)

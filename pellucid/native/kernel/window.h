@@ -123,7 +123,7 @@ PV_FN void copy_terms(const float* from, int64_t count, bool counts, float* to) 
 // The same as `contract`, term by term: for weights that are not finite, which zeros would make NaN.
 template <class Right>
 [[gnu::noinline, gnu::noipa]] inline void contract_each(int64_t n, int64_t k, const Window& a, const Right& b, Sums c) {
-  for (int64_t i = 0; i < a.height(); i++) std::memset(c.at + i * c.step, 0, size_t(n) * sizeof(float));
+  clear(a.height(), n, c);
   for (int64_t t = 0; t < k; t++)
     for_rows(a, run_at(a, t, 1), 0, [&](int64_t row, const float* from, bool counts, bool) {
       for (int64_t j = 0; counts && j < n; j++)
@@ -143,10 +143,10 @@ struct ByTap {
 // c[M, n] = a[M, k] @ b[k, n] with windows as rows of a, at most M of them. They are copied in cache, some DEPTH terms
 // at a time, so that edges, strides and dilation are nothing to the micro-kernel.
 template <int M, int N, class Right>
-inline void contract(int64_t n, int64_t k, const Window& a, const Right& b, float* c) {
+inline void contract(int64_t n, int64_t k, const Window& a, const Right& b, const Sums& c) {
   static_assert(N % COLUMNS == 0);
   const int64_t m = a.height(), area = a.area();
-  if (k <= 0) std::memset(c, 0, size_t(m) * N * sizeof(float));
+  if (k <= 0) clear(m, n, c);
   alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
   alignas(64) float rows[M * DEPTH];
   int64_t step = a.planes ? DEPTH / area : DEPTH;
@@ -163,14 +163,77 @@ inline void contract(int64_t n, int64_t k, const Window& a, const Right& b, floa
         pack_columns(b.from(t, 0), depth, n, columns);
       panels = {columns, DEPTH, !a.padded || a.zeros || finite(depth, n, columns)};
     }
-    if (a.padded && !a.zeros && !panels.finite) return contract_each(n, k, a, b, {c, N, false});
+    if (a.padded && !a.zeros && !panels.finite) return contract_each(n, k, a, b, c);
     gather_rows(a, t, depth, rows);
     const Matrix<float> left{rows, DEPTH, 1};
+    const Sums sums = c.after(t, depth, k);
     for (int64_t j = 0; j < n; j += COLUMNS) {
       const Rows right{panels(0, j), COLUMNS};
-      for (int64_t i = 0; i < m; i += ROWS) tile_of(m - i, depth, left.from(i, 0), right, {c + i * N + j, N, t > 0});
+      for (int64_t i = 0; i < m; i += ROWS) tile_of(m - i, depth, left.from(i, 0), right, sums.from(i, j));
     }
   }
+}
+
+// Terms that are pixels: of images, lines and columns, with their steps in both operands. A pixel counts where the edges
+// say so; those of a tap beyond the edge do not.
+struct TermAxis { int64_t extent, left, right; };
+struct Pixels {
+  TermAxis axes[3];
+  Edge edges[2];
+};
+
+// Rows that lie where `place` says, and their columns side by side; and the same with rows and columns exchanged.
+struct Placed {
+  using Element = float;
+  static constexpr int64_t row = 0, column = 1;
+  const float* at;
+  const int64_t* place;
+  PV_FN const float* operator()(int64_t i, int64_t j) const { return at + place[i] + j; }
+  PV_FN Placed from(int64_t i, int64_t j) const { return {at + j, place + i}; }
+};
+struct PlacedColumns {
+  using Element = float;
+  static constexpr int64_t row = 1, column = 0;
+  Placed rows;
+  PV_FN const float* operator()(int64_t i, int64_t j) const { return rows(j, i); }
+};
+
+// c[m, n] = sum over the pixels that count of left[pixel, m] * right[pixel, n]: the gradient of a weight for one tap.
+template <int M, int N>
+inline void contract_pixels(
+    int64_t m, int64_t n, const float* left, const float* right, const Pixels& pixels, const Sums& c) {
+  static_assert(N % COLUMNS == 0);
+  alignas(64) float columns[N * DEPTH];
+  alignas(64) float rows[(M + ROWS - 1) / ROWS * ROW_PANEL];
+  int64_t lefts[DEPTH + AHEAD] = {}, rights[DEPTH + AHEAD] = {};  // what is asked for ahead may be any element
+  int count = 0;
+  bool more = false;
+  const auto add = [&](bool last) {
+    pack_rows(PlacedColumns{{left, lefts}}, m, count, rows);
+    pack_columns(Placed{right, rights}, count, n, columns);
+    const Sums sums{c.at, c.step, more, c.past && last};
+    for (int64_t j = 0; j < n; j += COLUMNS)
+      for (int64_t i = 0; i < m; i += ROWS)
+        tile_of(m - i, count, Matrix<float>{rows + i / ROWS * ROW_PANEL, 1, ROWS}, Rows{columns + j * DEPTH, COLUMNS},
+                sums.from(i, j));
+    more = true, count = 0;
+  };
+  const auto& [images, lines, line] = pixels.axes;
+  const auto counts = [&](int64_t i, int64_t j, int64_t k) PV_INLINE {
+    bool all = true;
+    for (const Edge& edge : pixels.edges)
+      all &= uint64_t(edge.first + i * edge.rows[0] + j * edge.rows[1] + k * edge.rows[2]) < uint64_t(edge.extent);
+    return all;
+  };
+  for (int64_t i = 0; i < images.extent; i++)
+    for (int64_t j = 0; j < lines.extent; j++)
+      for (int64_t k = 0; k < line.extent; k++) {
+        if (!counts(i, j, k)) continue;
+        if (count == DEPTH) add(false);
+        lefts[count] = i * images.left + j * lines.left + k * line.left;
+        rights[count++] = i * images.right + j * lines.right + k * line.right;
+      }
+  add(true);
 }
 
 // Taps of a window that count: their numbers, and where their elements lie, counted from the first tap's.
@@ -249,7 +312,7 @@ PV_FN Span span_of(const Window& w, int64_t i, int64_t j, int64_t t, int64_t u) 
 // c[M, n]: column j is the sum over the k taps of column j of a's windows times b[k, j]. Where all taps of a line count
 // that do anywhere in it, pixels share the reads of weights; at its ends each pixel has taps of its own.
 template <int M, int N, class Right>
-inline void contract_taps(int64_t n, int64_t k, const Window& a, const Right& b, float* c) {
+inline void contract_taps(int64_t n, int64_t k, const Window& a, const Right& b, Sums c) {
   alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
   Panels panels;
   if constexpr (is_packed<Right>) {
@@ -264,7 +327,7 @@ inline void contract_taps(int64_t n, int64_t k, const Window& a, const Right& b,
   const auto place = [&](int64_t tap) PV_INLINE { return tap / width * a.taps[0].step + tap % width * a.taps[1].step; };
   Span spans[DEPTH];
   for (int64_t i = 0; i < a.rows[0].extent; i++)
-    for (int64_t j = 0; j < a.rows[1].extent; j++, c += pixels * N) {
+    for (int64_t j = 0; j < a.rows[1].extent; j++, c = c.from(pixels, 0)) {
       const float* line = a.at + i * a.rows[0].step + j * a.rows[1].step;
       Taps taps;
       Span inside{0, pixels};
@@ -281,14 +344,14 @@ inline void contract_taps(int64_t n, int64_t k, const Window& a, const Right& b,
           const bool counts = spans[tap].first <= l && l < spans[tap].last;
           if (counts || every) own.add(tap, counts ? place(tap) : nothing - pixel);
         }
-        line_sums<1>(n, own, pixel, 0, panels, {c + l * N, N, false});
+        line_sums<1>(n, own, pixel, 0, panels, c.from(l, 0));
       };
       const int64_t shared = inside.last - inside.first;
       const int64_t pieces = shared > 0 ? (shared + ROWS - 1) / ROWS : 0;
       for (int64_t l = 0; l < (pieces ? inside.first : pixels); l++) alone(l);
       for (int64_t piece = 0; piece < pieces; piece++) {
         const int64_t from = inside.first + piece * shared / pieces, to = inside.first + (piece + 1) * shared / pieces;
-        line_sums_of(to - from, n, taps, line + from * step, step, panels, {c + from * N, N, false});
+        line_sums_of(to - from, n, taps, line + from * step, step, panels, c.from(from, 0));
       }
       for (int64_t l = pieces ? inside.last : pixels; l < pixels; l++) alone(l);
     }

@@ -1,0 +1,200 @@
+"""Gradients of convolutions in f32: each that is a sum of products becomes a kernel, oneDNN computes the others.
+
+That of the image is a convolution of the result's gradient; where steps are wider than one, for a single tap alone.
+That of the weight is, for each tap, a product of two matrices, whose terms are pixels. The bias's is a sum over pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pellucid.ir.index import ONE, Expr, const, floordiv, mod, nonnegative, product
+from pellucid.lower.convolution import FEW_TERMS, OFF, OTHER, lies
+from pellucid.lower.extern import extern_call, lower_extern
+from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
+from pellucid.lower.registry import NotLowered, rule
+
+_KIND = "gradients of grouped, transposed and other than two-dimensional convolutions: oneDNN computes them"
+_DYNAMIC = "gradients of convolutions: kernels compute images of known sizes, oneDNN others"
+_PLANAR = "gradients of convolutions: channels do not lie side by side, oneDNN computes them"
+_STRIDED = "gradient of an image: where a window of several taps moves by more than a pixel, oneDNN computes it"
+_OUTSIDE = "gradient of an image: one tap with padding around, oneDNN computes it"
+_NARROW = "gradient of a weight: panels of few channels would be mostly empty, oneDNN computes it"
+_SMALL = "gradients of convolutions: sums of few terms, or few of them, are no product of matrices for a kernel"
+_LONG = "gradient of a weight: few channels leave threads idle, oneDNN shares out the pixels"
+# Channels of an image that fill half a panel.
+_FEW_CHANNELS = 16
+# Elements of a weight that are too few for several threads, and the pixels from which on that matters.
+_FEW_ELEMENTS = 1024
+_MANY_PIXELS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The tensors of a call, and how its window moves: down and to the right."""
+
+    gradient: TensorRef
+    image: TensorRef
+    weight: TensorRef
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def one_tap(self) -> bool:
+        return self.weight.shape[2:] == (ONE, ONE)
+
+    @property
+    def steps(self) -> bool:
+        return self.stride != (1, 1)
+
+    @property
+    def pixels(self) -> Expr:
+        """How many the result has."""
+        return product((self.gradient.shape[0], *self.gradient.shape[2:]))
+
+
+@rule("convolution_backward.default")
+def convolution_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
+    """The gradients of image, weight and bias that `output_mask` asks for."""
+    given = arguments(node, graph)
+    call = _check(graph, given)
+    wanted = given["output_mask"]
+    results: list[TensorRef | None] = [None, None, None]
+    refusal: NotLowered | None = None
+    left = [False, False, False]
+    for position, compute in enumerate((_of_image, _of_weight)):
+        try:
+            results[position] = compute(graph, node, call) if wanted[position] else None
+        except NotLowered as error:
+            refusal, left[position] = error, True
+    if all(left[position] or not wanted[position] for position in (0, 1)) and refusal:
+        raise refusal
+    if wanted[2]:
+        left[2] = left[1]  # of which it is a by-product
+        results[2] = None if left[2] else _of_bias(graph, node, call)
+    if refusal:
+        whole = extern_call(node)
+        part = replace(whole, args=(*whole.args[:-1], left), used=frozenset(k for k in range(3) if left[k]))
+        others = lower_extern(graph, part, str(refusal))
+        assert isinstance(others, tuple)
+        return tuple(mine or other for mine, other in zip(results, others, strict=True))
+    return tuple(results)
+
+
+def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
+    """The call, if kernels may compute some gradient of it."""
+    if not graph.contract:
+        raise NotLowered(OFF)
+    tensors = gradient, image, weight = tuple(given[name] for name in ("grad_output", "input", "weight"))
+    if any(each.dtype.value != "f32" for each in tensors):
+        raise NotLowered(OTHER)
+    if len(image.shape) != 4 or given["transposed"] or given["groups"] != 1:
+        raise NotLowered(_KIND)
+    if any(extent.value is None for each in tensors for extent in each.shape):
+        raise NotLowered(_DYNAMIC)
+    down, right = (tuple(given[name][k] for name in ("stride", "padding", "dilation")) for k in (0, 1))
+    steps = tuple(zip(down, right, strict=True))
+    call = _Call(gradient, image, weight, *steps)
+    if any(extent.value in (0, 1) for extent in (*weight.shape[:2], call.pixels)):
+        raise NotLowered(_SMALL)
+    return call
+
+
+def _of_image(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
+    """sum over outputs and taps of the gradient, where the tap has met a pixel of the result, times the weight."""
+    if call.one_tap and any(call.padding):
+        raise NotLowered(_OUTSIDE)
+    if not call.one_tap and call.steps:
+        raise NotLowered(_STRIDED)
+    if nonnegative(const(FEW_TERMS - 1) - product((call.weight.shape[0], *call.weight.shape[2:]))):
+        raise NotLowered(_SMALL)
+    planes = call.one_tap and lies(call.gradient, (0, 1, 2, 3)) and call.gradient.shape[0] == ONE
+    if call.gradient.view.strides[1] != ONE and not planes:
+        raise NotLowered(_PLANAR)
+    if not call.one_tap and not lies(call.weight, (0, 2, 3, 1)):
+        raise NotLowered(_PLANAR)
+    result = graph.new(node.meta["val"][0], "gradient")
+    met = _like(graph, call.gradient, call.weight.shape[1]) if call.steps else result
+    outputs, _, *taps = call.weight.shape
+    kernel = graph.kernel(node, (*met.shape, outputs, *taps))
+    image, channel, *pixel, output, height, width = kernel.index
+    moves = zip(pixel, (height, width), call.padding, call.dilation, strict=True)
+    place = [at + padding - tap * dilation for at, tap, padding, dilation in moves]
+    inside = kernel.within(place, call.gradient.shape[2:])
+    terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, output, *place), inside) * kernel.load(
+        call.weight.view, call.weight.dtype, (output, channel, height, width), inside
+    )
+    kernel.store(met.view, met.dtype, kernel.index[:4], kernel.reduce("sum", terms, (4, 5, 6)))
+    graph.emit(kernel)
+    if call.steps:
+        _spread(graph, node, call, met, result)
+    return result
+
+
+def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
+    """sum over pixels of the gradient times the image, for each output, channel and tap."""
+    outputs, channels, *taps = call.weight.shape
+    few = nonnegative(const(_FEW_ELEMENTS) - product(call.weight.shape))
+    if few and nonnegative(call.pixels - _MANY_PIXELS):
+        raise NotLowered(_LONG)
+    if nonnegative(const(_FEW_CHANNELS - 1) - channels):
+        raise NotLowered(_NARROW)
+    both = (call.gradient, call.image)
+    matrices = call.one_tap and not call.steps and not any(call.padding) and all(map(_is_matrix, both))
+    if not matrices and any(each.view.strides[1] != ONE for each in both):
+        raise NotLowered(_PLANAR)
+    result = graph.new(node.meta["val"][1], "gradient")
+    kernel = graph.kernel(node, (outputs, channels, *taps, call.gradient.shape[0], *call.gradient.shape[2:]))
+    output, channel, height, width, image, *pixel = kernel.index
+    moves = zip(pixel, (height, width), call.stride, call.padding, call.dilation, strict=True)
+    place = [at * stride + tap * dilation - padding for at, tap, stride, padding, dilation in moves]
+    inside = kernel.within(place, call.image.shape[2:])
+    terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, output, *pixel), inside) * kernel.load(
+        call.image.view, call.image.dtype, (image, channel, *place), inside
+    )
+    kernel.store(result.view, result.dtype, kernel.index[:4], kernel.reduce("sum", terms, (4, 5, 6)))
+    graph.emit(kernel)
+    return result
+
+
+def _of_bias(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
+    result = graph.new(node.meta["val"][2], "gradient")
+    kernel = graph.kernel(node, call.gradient.shape)
+    value = kernel.load(call.gradient.view, call.gradient.dtype, kernel.index)
+    kernel.store(result.view, result.dtype, kernel.index[1:2], kernel.reduce("sum", value, (0, 2, 3)))
+    graph.emit(kernel)
+    return result
+
+
+def _spread(graph: ProgramBuilder, node: torch.fx.Node, call: _Call, met: TensorRef, result: TensorRef) -> None:
+    """result = met at the pixels that a single tap meets, and zero at those between them and beyond."""
+    kernel = graph.kernel(node, result.shape)
+    image, channel, *pixel = kernel.index
+    place = [floordiv(at, step, kernel.ranges) for at, step in zip(pixel, call.stride, strict=True)]
+    counts = kernel.within(place, met.shape[2:])
+    for at, step in zip(pixel, call.stride, strict=True):
+        hit = kernel.position(mod(at, step, kernel.ranges)).op("eq", 0)
+        counts = hit if counts is None else counts & hit
+    kernel.store(
+        result.view, result.dtype, kernel.index, kernel.load(met.view, met.dtype, (image, channel, *place), counts)
+    )
+    graph.emit(kernel)
+
+
+def _like(graph: ProgramBuilder, gradient: TensorRef, channels: Expr) -> TensorRef:
+    """A new tensor with as many channels for each pixel of `gradient`, channels-last or planar as that is."""
+    images, _, height, width = (extent.value for extent in gradient.shape)
+    last = gradient.view.strides[1] == ONE
+    shape = (images, channels.value, height, width)
+    layout = torch.channels_last if last else torch.contiguous_format
+    return graph.new(torch.empty(shape, device="meta", memory_format=layout), "pixels")  # type: ignore[arg-type]
+
+
+def _is_matrix(tensor: TensorRef) -> bool:
+    """True if pixels are rows, or columns, of one matrix."""
+    return lies(tensor, (0, 2, 3, 1)) or (tensor.shape[0] == ONE and lies(tensor, (0, 1, 2, 3)))
