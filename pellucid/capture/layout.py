@@ -163,7 +163,7 @@ def _spared(node: torch.fx.Node) -> int:
 
 
 def _caused(node: torch.fx.Node) -> int:
-    """Elements of weights, and of their gradients, that are copied instead: those of one tap lie the same either way."""
+    """Elements of weights and their gradients that are copied instead: those of one tap lie the same either way."""
     shape = _argument(node, "weight").meta["val"].shape
     size, taps = math.prod(shape), math.prod(shape[2:])
     return 0 if taps == 1 else 2 * size if node.target is _BACKWARD else size

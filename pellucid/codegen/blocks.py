@@ -301,12 +301,9 @@ def stored_at_once(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | No
         return None
     store = rest.body[-1].rhs
     dtypes = {param.name: param.dtype for param in rest.params}
-    if (
-        not isinstance(store, Store)
-        or store.join
-        or dtypes[store.buffer] is not DType.F32
-        or not is_affine(store.index)
-    ):
+    if not isinstance(store, Store) or store.join or not is_affine(store.index):
+        return None
+    if dtypes[store.buffer] is not DType.F32:
         return None
     lines = (blocks.row, *blocks.whole)
     even = not blocks.whole or _lies(store.index, lines, blocks.ranges)
@@ -314,11 +311,13 @@ def stored_at_once(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | No
 
 
 def _pixels(kernel: Kernel, found: Contraction) -> Blocks | None:
-    """Blocks of sums over pixels, in both of whose operands channels lie side by side; None for any other."""
-    if not found.windowed or found.zeros or len(found.inner) > MOST_ROW_AXES:
+    """Blocks of sums over pixels, in both of whose operands channels lie side by side; None for any other.
+
+    Where pixels do not count, the right operand is zero.
+    """
+    if not found.windowed or (found.bounds and not found.zeros) or len(found.inner) > MOST_ROW_AXES:
         return None
-    turned = stored_along(kernel, found.rows) and not stored_along(kernel, found.columns)
-    for each in (found.swapped(), found) if turned else (found, found.swapped()):
+    for each in (found.swapped(),) if found.bounds else (found, found.swapped()):
         left, right = (load.index for load in each.loads)
         rows = [name for name in each.rows if stride_along(left, name) == ONE]
         columns = [name for name in each.columns if stride_along(right, name) == ONE]

@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def outer_fastest(self) -> bool:
-        """Whether `outer` runs within the blocks: the taps of a weight's gradient, which may be neighbours in memory."""
+        """Whether `outer` runs within the blocks: taps of a weight's gradient may be neighbours in memory."""
         return self.blocks is not None and self.blocks.pixels
 
     @property

@@ -154,7 +154,7 @@ def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tenso
     moves = zip(pixel, (height, width), call.stride, call.padding, call.dilation, strict=True)
     place = [at * stride + tap * dilation - padding for at, tap, stride, padding, dilation in moves]
     inside = kernel.within(place, call.image.shape[2:])
-    terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, output, *pixel), inside) * kernel.load(
+    terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, output, *pixel)) * kernel.load(
         call.image.view, call.image.dtype, (image, channel, *place), inside
     )
     kernel.store(result.view, result.dtype, kernel.index[:4], kernel.reduce("sum", terms, (4, 5, 6)))

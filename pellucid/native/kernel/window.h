@@ -198,7 +198,14 @@ struct PlacedColumns {
   PV_FN const float* operator()(int64_t i, int64_t j) const { return rows(j, i); }
 };
 
-// c[m, n] = sum over the pixels that count of left[pixel, m] * right[pixel, n]: the gradient of a weight for one tap.
+PV_FN bool all_finite(const float* p, int64_t n) {
+  bool all = true;
+  for (int64_t i = 0; i < n; i++) all &= std::isfinite(p[i]);
+  return all;
+}
+
+// c[m, n] = sum over pixels of left[pixel, m] * right[pixel, n], or times zero where a pixel does not count: that
+// matters where left is not finite. It is the gradient of a weight for one tap.
 template <int M, int N>
 inline void contract_pixels(
     int64_t m, int64_t n, const float* left, const float* right, const Pixels& pixels, const Sums& c) {
@@ -206,6 +213,7 @@ inline void contract_pixels(
   alignas(64) float columns[N * DEPTH];
   alignas(64) float rows[(M + ROWS - 1) / ROWS * ROW_PANEL];
   int64_t lefts[DEPTH + AHEAD] = {}, rights[DEPTH + AHEAD] = {};  // what is asked for ahead may be any element
+  static constexpr float nothing[N] = {};
   int count = 0;
   bool more = false;
   const auto add = [&](bool last) {
@@ -228,10 +236,13 @@ inline void contract_pixels(
   for (int64_t i = 0; i < images.extent; i++)
     for (int64_t j = 0; j < lines.extent; j++)
       for (int64_t k = 0; k < line.extent; k++) {
-        if (!counts(i, j, k)) continue;
+        const int64_t one = i * images.left + j * lines.left + k * line.left;
+        const int64_t other = i * images.right + j * lines.right + k * line.right;
+        const bool counted = counts(i, j, k);
+        if (!counted && all_finite(left + one, m)) continue;
         if (count == DEPTH) add(false);
-        lefts[count] = i * images.left + j * lines.left + k * line.left;
-        rights[count++] = i * images.right + j * lines.right + k * line.right;
+        lefts[count] = one;
+        rights[count++] = counted ? other : nothing - right;
       }
   add(true);
 }
