@@ -417,6 +417,26 @@ def test_a_small_run_measures_everything():
     assert fractions == sorted(fractions) and 0 <= fractions[0] <= fractions[-1] <= 1
 
 
+def test_several_programs_have_a_process_each(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import os, torch\n"
+        "def make():\n"
+        f"    open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')\n"
+        "    return torch.relu, (torch.ones(4),)\n"
+    )
+    progress = []
+    report = bench(["foo2", f"{file}:make", f"{file}:make"], TINY, lambda doing, done: progress.append(done))
+    assert len(report.models) == 3 and all(s.accurate for model in report.models for s in model.subjects)
+    assert len(set((tmp_path / "pids").read_text().split())) == 3, "two, and this one, which looks whether it exists"
+    assert progress == sorted(progress) and progress[-1] <= 1
+    with pytest.raises(models.DoesNotFit):
+        bench(["foo2", "bert"], dataclasses.replace(TINY, seq=100_000))
+    file.write_text("import os\ndef make():\n    return (lambda x: os._exit(3)), (1,)\n")
+    with pytest.raises(NotJudged, match="its process ended with status 3"):
+        bench(["foo2", f"{file}:make"], TINY)
+
+
 def test_a_failing_backend_is_a_finding_and_the_others_go_on():
     result = compare(
         Case("relu", lambda x: torch.relu(x), (torch.ones(4),)),

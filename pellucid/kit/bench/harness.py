@@ -1,4 +1,4 @@
-"""Run programs under several backends, side by side in one process, and report what each cost and got.
+"""Run a program under several backends, side by side in one process, and report what each cost and got.
 
 >>> from pellucid.bench import Settings, bench
 >>> report = bench(["pointwise_small"], Settings(subjects=("aot_eager",), cold=False, budget=0.2))
@@ -21,13 +21,14 @@ import torch
 
 from pellucid.errors import NotJudged, UserError
 from pellucid.kit.bench.interleave import Runner, interleave, run_slot
-from pellucid.kit.bench.models import DTYPES, MODELS, Size, UnknownName
+from pellucid.kit.bench.models import DTYPES, MODELS, DoesNotFit, Size, UnknownName
 from pellucid.kit.bench.peers import PEERS, Engine, EngineError
 from pellucid.kit.bench.programs import is_sized, is_trainable, programs_of
 from pellucid.kit.bench.results import SCHEMA, Environment, ModelResult, Report, SubjectResult
 from pellucid.kit.bench.startup import Request, cold_and_warm
 from pellucid.kit.bench.subjects import DEFAULT_SUBJECTS, EAGER, Counter, Subject, check_subject, compiled
 from pellucid.kit.judge.accuracy import error, floating_type, gradient_error, is_accurate, tensors
+from pellucid.kit.process.apart import Apart, Died, died, say
 from pellucid.kit.process.child import failure_of, gist, not_judged
 from pellucid.kit.programs.case import Case, copied
 from pellucid.kit.programs.graphs import case_in
@@ -78,21 +79,21 @@ def bench(
 ) -> Report:
     """Measure each of the programs that `words` name (see `programs`) under each subject of `settings`.
 
+    Several words have a process each, so that none is measured in what others left: memory in pieces, compiled code.
+
     What a subject does wrong (an exception, a crash, wrong numbers) is a finding in its `SubjectResult`.
     Raises `UnknownName` and UserError for a program, backend or dtype that does not exist, before anything is run.
     """
     settings = settings or Settings()
     _check(words, settings)
-    with _threads(settings.threads):
-        own = _own_programs(words, settings)
-        described = describe_environment()
-        results: list[ModelResult] = []
-        for i, word in enumerate(words):
-            part = _Part(progress, word, i / len(words), (i + 1) / len(words))
-            part("building", 0.0)
-            cases = own[word] if word in own else programs_of(word, settings.size)
-            for n, case in enumerate(cases):
-                results.append(_bench_one(case, settings, part.of(case.name, n / len(cases), (n + 1) / len(cases))))
+    for word in words if len(words) > 1 else ():
+        if word not in MODELS:  # whether it exists is known when it is made
+            _programs(word, settings)
+    described = describe_environment()
+    results: list[ModelResult] = []
+    measure = _bench_word if len(words) == 1 else _bench_apart
+    for i, word in enumerate(words):
+        results += measure(word, settings, _Part(progress, word, i / len(words), (i + 1) / len(words)))
     return Report(SCHEMA, described, tuple(results))
 
 
@@ -115,10 +116,39 @@ def compare(case: Case, settings: Settings, progress: Progress = lambda doing, d
         return _time(case, trials, settings, lambda done: progress("timing", 0.5 + 0.5 * done))
 
 
+# Seconds that no benchmark takes: each part of it has limits of its own.
+_FOREVER = 1e6
 # Of the size of results: the order of additions may differ from call to call, but not what is added.
 _REPEATS = 0.02
 
 # ------------------------------------------------------------------------------------------------ one program
+
+
+def _bench_word(word: str, settings: Settings, part: _Part) -> list[ModelResult]:
+    part("building", 0.0)
+    with _threads(settings.threads):
+        cases = _programs(word, settings)
+        places = [part.of(case.name, n / len(cases), (n + 1) / len(cases)) for n, case in enumerate(cases)]
+        return [_bench_one(case, settings, place) for case, place in zip(cases, places, strict=True)]
+
+
+def _bench_apart(word: str, settings: Settings, part: _Part) -> list[ModelResult]:
+    try:
+        work = Apart(f"{__name__}:bench_here", word, settings, part.begin, part.end)
+        found = work.result(lambda said: part.progress(*said), _FOREVER)
+    except Died as death:
+        raise died(word, death) from None
+    if isinstance(found, DoesNotFit):
+        raise found
+    return found
+
+
+def bench_here(word: str, settings: Settings, begin: float, end: float) -> list[ModelResult] | DoesNotFit:
+    """What `_bench_apart` asks of its process, which tells how far it is: a stretch of the whole run's progress."""
+    try:
+        return _bench_word(word, settings, _Part(lambda doing, done: say((doing, done)), word, begin, end))
+    except DoesNotFit as error:
+        return error
 
 
 def _bench_one(case: Case, settings: Settings, part: _Part) -> ModelResult:
@@ -287,13 +317,11 @@ def _check(words: Sequence[str], settings: Settings) -> None:
             raise UserError(f"{word} has its own sizes and types", hint="batch, seq and dtype are for models by name")
 
 
-def _own_programs(words: Sequence[str], settings: Settings) -> dict[str, list[Case]]:
-    """The programs by word that are no models of the registry: whether they exist is known when they are made."""
-    found = {word: programs_of(word, settings.size) for word in words if word not in MODELS}
-    for word, cases in found.items():
-        if settings.train and not all(map(is_trainable, cases)):
-            raise UserError(f"{word} has no parameters to train", hint="it is to be a module")
-    return found
+def _programs(word: str, settings: Settings) -> list[Case]:
+    cases = programs_of(word, settings.size)
+    if word not in MODELS and settings.train and not all(map(is_trainable, cases)):
+        raise UserError(f"{word} has no parameters to train", hint="it is to be a module")
+    return cases
 
 
 @contextmanager
