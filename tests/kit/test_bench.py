@@ -480,16 +480,16 @@ def test_counts_are_those_of_the_compilations_that_were_added(monkeypatch):
 
 
 def test_fallbacks_are_listed_with_their_share_of_the_time():
-    own = Case("product", lambda x: torch.relu(x.t() @ x + 1), (torch.ones(500, 500),))
+    own = Case("product", lambda x: torch.relu(x @ x[:, ::2] + 1), (torch.ones(500, 500),))
     result = compare(own, Settings(subjects=("pellucid",), budget=0.05, fallbacks=True))
     assert result.subjects[0].fallback_times is None and result.subjects[1].fallback_times is not None
     (product,) = result.subjects[1].fallback_times
-    assert (product.op, product.calls) == ("aten::mm.out", 1) and "BLAS" in product.reason
+    assert (product.op, product.calls) == ("aten::mm.out", 1) and "matrix multiplication" in product.reason
     assert 0.3 < product.share < 1
     console = Console(width=80)
     with console.capture() as shown:
         console.print(model_table(result))
-    assert "mm.out" in shown.get() and "BLAS" in shown.get()
+    assert "mm.out" in shown.get() and "multiplication" in shown.get()
 
 
 def test_where_nothing_is_left_to_aten_that_is_said():
