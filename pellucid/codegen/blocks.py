@@ -165,17 +165,8 @@ class Blocks:
         axes = tuple(
             (self.ranges[name], stride_along(left.index, name), stride_along(right.index, name)) for name in self.inner
         )
-        edges = tuple(
-            Edge(
-                self._first(bound.position),
-                tuple(stride_along(bound.position, name) for name in self.inner),
-                (),
-                bound.extent,
-            )
-            for bound in self.contraction.bounds
-        )
         one, other = self._part(left, self.row, self.inner[-1]), self._part(right, self.inner[-1], self.column)
-        return Pixels(one, other, axes, edges)
+        return Pixels(one, other, axes, self._edges(self.inner, ()))
 
     def result(self) -> Operand | None:
         """The part of the result for the same block, if the sums go there at once."""
@@ -204,15 +195,6 @@ class Blocks:
     def _window(self, load: Load) -> Window:
         taps, channels = _taps(self.contraction, self.inner)
         rows = ((self.row, var("hi") - var("lo")), *((name, self.ranges[name]) for name in self.whole))
-        edges = (
-            Edge(
-                self._first(bound.position),
-                tuple(stride_along(bound.position, name) for name, _ in rows),
-                tuple(stride_along(bound.position, name) for name in taps),
-                bound.extent,
-            )
-            for bound in self.contraction.bounds
-        )
         return Window(
             load.buffer,
             self._first(load.index),
@@ -221,7 +203,18 @@ class Blocks:
             product(self.ranges[name] for name in channels),
             self.planes and not self.packed,
             self.contraction.zeros,
-            tuple(edges),
+            self._edges((self.row, *self.whole), taps),
+        )
+
+    def _edges(self, rows: tuple[str, ...], taps: tuple[str, ...]) -> tuple[Edge, ...]:
+        """The edges of the image, seen from a block."""
+
+        def steps(position: Expr, axes: tuple[str, ...]) -> tuple[Expr, ...]:
+            return tuple(stride_along(position, name) for name in axes)
+
+        return tuple(
+            Edge(self._first(at.position), steps(at.position, rows), steps(at.position, taps), at.extent)
+            for at in self.contraction.bounds
         )
 
     def _first(self, index: Expr) -> Expr:
@@ -240,29 +233,14 @@ def find_blocks(
     found = find_contraction(kernel)
     if found is None or not options.vectorize:
         return None
-    ranges = kernel.ranges
-
-    def longest(axes: tuple[str, ...]) -> str:
-        return max(axes, key=lambda name: estimate(ranges[name]))
-
     if not found.rows or not (found.columns or by_channel(found)):
         return None
-    columns = found.columns or found.batch
-    blocks = _pixels(kernel, found)
-    row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
-    several = found.may_be_window and len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
-    if blocks is None and (found.windowed or several):
-        blocks = _windows(kernel, found, column, machine.cores)
+    blocks = _pixels(found, kernel.ranges) or _lines(kernel, found, machine)
     if blocks is None:
-        if found.windowed:
-            return None
-        others = (extent for name, extent in ranges.items() if name not in (row, column, *found.inner))
-        outer = max(1, estimate(product(others)))
-        rows, columns = _sizes(found, row, estimate(ranges[row]), estimate(ranges[column]), outer)
-        blocks = Blocks(found, row, (), column, found.inner, rows, columns, ranges)
+        return None
     facts = (("rows", blocks.height), ("columns", blocks.columns))
     terms, lines = ", ".join(blocks.inner), ", ".join((blocks.row, *blocks.whole))
-    why = f"a sum of products over {terms}: computed in blocks of {lines} and {column}"
+    why = f"a sum of products over {terms}: computed in blocks of {lines} and {blocks.column}"
     decision = Decision("codegen.contract", (kernel.name, found.total.out), True, why, facts)
     left, right = (load.buffer for load in found.loads)
     buffer = right if right in frozen else left
@@ -310,7 +288,24 @@ def stored_at_once(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | No
     return store if even and stride_along(store.index, blocks.column) == ONE else None
 
 
-def _pixels(kernel: Kernel, found: Contraction) -> Blocks | None:
+def _lines(kernel: Kernel, found: Contraction, machine: Machine) -> Blocks | None:
+    """Blocks whose rows are lines of an image, or else points of one axis; None for windows that do not line up."""
+    ranges = kernel.ranges
+
+    def longest(axes: tuple[str, ...]) -> str:
+        return max(axes, key=lambda name: estimate(ranges[name]))
+
+    columns = found.columns or found.batch
+    row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
+    several = found.may_be_window and len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
+    blocks = _windows(found, ranges, column, machine.cores) if found.windowed or several else None
+    if blocks or found.windowed:
+        return blocks
+    height, width = _sizes(found, row, column, ranges)
+    return Blocks(found, row, (), column, found.inner, height, width, ranges)
+
+
+def _pixels(found: Contraction, ranges: dict[str, Expr]) -> Blocks | None:
     """Blocks of sums over pixels, in both of whose operands channels lie side by side; None for any other.
 
     Where pixels do not count, the right operand is zero.
@@ -324,11 +319,8 @@ def _pixels(kernel: Kernel, found: Contraction) -> Blocks | None:
         bounded = frozenset[str]().union(*(bound.position.vars() for bound in each.bounds))
         if not rows or not columns or bounded & {rows[0], columns[0]}:
             continue
-        ranges = kernel.ranges
         inner = tuple(sorted(each.inner, key=lambda name: -estimate(stride_along(left, name))))
-        others = (extent for name, extent in ranges.items() if name not in (rows[0], columns[0], *inner))
-        outer = max(1, estimate(product(others)))
-        height, width = _sizes(each, rows[0], estimate(ranges[rows[0]]), estimate(ranges[columns[0]]), outer)
+        height, width = _sizes(each, rows[0], columns[0], ranges)
         return Blocks(each, rows[0], (), columns[0], inner, height, width, ranges, pixels=True)
     return None
 
@@ -338,9 +330,9 @@ def by_channel(found: Contraction) -> bool:
     return found.windowed and len(found.batch) == 1 and stride_along(found.loads[0].index, found.batch[0]) == ONE
 
 
-def _windows(kernel: Kernel, found: Contraction, column: str, cores: int) -> Blocks | None:
+def _windows(found: Contraction, ranges: dict[str, Expr], column: str, cores: int) -> Blocks | None:
     """Blocks of a convolution: whole lines of an image, as many as the caches like. None if terms do not line up."""
-    (left, right), ranges = found.loads, kernel.ranges
+    left, right = found.loads
     inner = tuple(sorted(found.inner, key=lambda name: -abs(estimate(stride_along(left.index, name)))))
     rows = sorted(found.rows, key=lambda name: -estimate(stride_along(left.index, name)))
     taps, channels = _taps(found, inner)
@@ -357,10 +349,8 @@ def _windows(kernel: Kernel, found: Contraction, column: str, cores: int) -> Blo
         whole.insert(0, rows.pop())
         size *= estimate(ranges[whole[0]])
     m, n = estimate(ranges[rows[-1]]), estimate(ranges[column])
-    outer = estimate(
-        product(axis.extent for axis in kernel.space if axis.name not in (*inner, *whole, rows[-1], column))
-    )
-    lines, columns = _lines_and_columns(m, size, n, max(1, outer), cores)
+    outer = _points(ranges, (*inner, *whole, rows[-1], column))
+    lines, columns = _lines_and_columns(m, size, n, outer, cores)
     return Blocks(found, rows[-1], tuple(whole), column, inner, lines, columns, ranges, True, planes)
 
 
@@ -411,14 +401,19 @@ def stride_along(index: Expr, name: str) -> Expr:
     return stride
 
 
-def _sizes(found: Contraction, row: str, m: int, n: int, outer: int) -> tuple[int, int]:
+def _points(ranges: dict[str, Expr], without: tuple[str, ...]) -> int:
+    """How many points the axes have that are not among these."""
+    return max(1, estimate(product(extent for name, extent in ranges.items() if name not in without)))
+
+
+def _sizes(found: Contraction, row: str, column: str, ranges: dict[str, Expr]) -> tuple[int, int]:
     """Rows and columns of a block: as many as the caches like, fewer where that makes too few blocks for threads.
 
     Rows that are no neighbours in their terms are packed for each block of columns, so there columns stay many.
     """
+    m, n, outer = estimate(ranges[row]), estimate(ranges[column]), _points(ranges, (row, column, *found.inner))
     rows, columns = _even(m, ROWS, ROW_STEP), _even(n, COLUMNS, COLUMN_STEP)
-    left = found.loads[0].index
-    packed = left.coefficient(row) == ONE
+    packed = found.loads[0].index.coefficient(row) == ONE
 
     def few() -> bool:
         return outer * -(-m // rows) * -(-n // columns) < ENOUGH_BLOCKS

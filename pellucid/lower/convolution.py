@@ -12,7 +12,6 @@ import torch
 
 from pellucid.capture.fx import shape_of
 from pellucid.ir.index import ONE, ZERO, Expr, const, nonnegative, product
-from pellucid.ir.nodes import View
 from pellucid.ir.types import DType
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
@@ -104,7 +103,7 @@ def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = FE
         raise NotLowered(_ONEDNN)
     known = all(extent.value is not None for extent in (*x.shape, *weight.shape))
     if _is_one_by_one(given) and given["groups"] == 1:
-        if _pixels(x) is None and not (known and (lies(x, (0, 1, 2, 3)) or x.view.strides[1] == ONE)):
+        if not is_matrix(x) and not (known and (lies(x, (0, 1, 2, 3)) or x.view.strides[1] == ONE)):
             raise NotLowered(_PLANAR if known else _DYNAMIC)
         return
     if not known:
@@ -127,16 +126,9 @@ def _is_one_by_one(given: Mapping[str, Any]) -> bool:
     return one_tap and all(step == 1 for step in steps) and not any(given["padding"])
 
 
-def _pixels(tensor: TensorRef) -> View | None:
-    """[N, channels, H, W] as a matrix [pixels, channels]: if channels-last, or one contiguous image; else None."""
-    count, channels = product((tensor.shape[0], *tensor.shape[2:])), tensor.shape[1]
-    if lies(tensor, (0, 2, 3, 1)):
-        strides = (channels, ONE)
-    elif tensor.shape[0] == ONE and lies(tensor, (0, 1, 2, 3)):
-        strides = (ONE, count)
-    else:
-        return None
-    return View(tensor.view.buffer, (count, channels), strides, tensor.view.offset)
+def is_matrix(tensor: TensorRef) -> bool:
+    """True if the pixels of [N, channels, H, W] are rows, or columns, of one matrix."""
+    return lies(tensor, (0, 2, 3, 1)) or (tensor.shape[0] == ONE and lies(tensor, (0, 1, 2, 3)))
 
 
 def lies(tensor: TensorRef, order: Sequence[int]) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from pellucid.ir.index import ONE, Expr, const, floordiv, mod, nonnegative, product
-from pellucid.lower.convolution import FEW_TERMS, OFF, OTHER, lies
+from pellucid.ir.types import DType
+from pellucid.lower.convolution import FEW_TERMS, OFF, OTHER, is_matrix, lies
 from pellucid.lower.extern import extern_call, lower_extern
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
@@ -91,15 +92,14 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
     if not graph.contract:
         raise NotLowered(OFF)
     tensors = gradient, image, weight = tuple(given[name] for name in ("grad_output", "input", "weight"))
-    if any(each.dtype.value != "f32" for each in tensors):
+    if any(each.dtype is not DType.F32 for each in tensors):
         raise NotLowered(OTHER)
     if len(image.shape) != 4 or given["transposed"] or given["groups"] != 1:
         raise NotLowered(_KIND)
     if any(extent.value is None for each in tensors for extent in each.shape):
         raise NotLowered(_DYNAMIC)
-    down, right = (tuple(given[name][k] for name in ("stride", "padding", "dilation")) for k in (0, 1))
-    steps = tuple(zip(down, right, strict=True))
-    call = _Call(gradient, image, weight, *steps)
+    stride, padding, dilation = ((given[name][0], given[name][1]) for name in ("stride", "padding", "dilation"))
+    call = _Call(gradient, image, weight, stride, padding, dilation)
     if any(extent.value in (0, 1) for extent in (*weight.shape[:2], call.pixels)):
         raise NotLowered(_SMALL)
     return call
@@ -145,7 +145,7 @@ def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tenso
     if nonnegative(const(_FEW_CHANNELS - 1) - channels):
         raise NotLowered(_NARROW)
     both = (call.gradient, call.image)
-    matrices = call.one_tap and not call.steps and not any(call.padding) and all(map(_is_matrix, both))
+    matrices = call.one_tap and not call.steps and not any(call.padding) and all(map(is_matrix, both))
     if not matrices and any(each.view.strides[1] != ONE for each in both):
         raise NotLowered(_PLANAR)
     result = graph.new(node.meta["val"][1], "gradient")
@@ -193,8 +193,3 @@ def _like(graph: ProgramBuilder, gradient: TensorRef, channels: Expr) -> TensorR
     shape = (images, channels.value, height, width)
     layout = torch.channels_last if last else torch.contiguous_format
     return graph.new(torch.empty(shape, device="meta", memory_format=layout), "pixels")  # type: ignore[arg-type]
-
-
-def _is_matrix(tensor: TensorRef) -> bool:
-    """True if pixels are rows, or columns, of one matrix."""
-    return lies(tensor, (0, 2, 3, 1)) or (tensor.shape[0] == ONE and lies(tensor, (0, 1, 2, 3)))

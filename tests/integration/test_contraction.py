@@ -220,17 +220,16 @@ def test_gradients_are_products_too() -> None:
 
 
 @pytest.mark.parametrize("m", [7, 65, 700])
-@pytest.mark.parametrize("k", [1, 49, 192])
+@pytest.mark.parametrize("k", [2, 49, 192])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_that_are_only_stored_go_to_their_place_at_once(m: int, k: int, dtype: torch.dtype) -> None:
     """Past the caches if they are large: 700 x 512 of them are."""
-    x, w = torch.randn(k, m), torch.randn(k, 512)
-    ((node, blocks),) = compiled(lambda x, w: x.relu().t() @ w if k == 1 else x.t() @ w, x, w)[-1:]
-    if isinstance(node, Kernel) and k != 1:
-        assert blocks is None or blocks.stored is not None
     x, w = torch.randn(m, k).to(dtype), torch.randn(k, 512).to(dtype)
-    made = [blocks for _, blocks in compiled(lambda x, w: (x @ w).float(), x, w) if blocks]
-    assert all(blocks.stored is not None for blocks in made) and (made or k == 1)
+    ((_, blocks),) = compiled(lambda x, w: (x @ w).float(), x, w)
+    assert blocks.stored is not None
+    x, w = torch.randn(k, m), torch.randn(k, 512)
+    ((node, blocks),) = compiled(lambda x, w: x.t() @ w, x, w)
+    assert isinstance(node, Extern) or blocks.stored is not None  # with AVX2 it is ATen's
 
 
 def test_sums_are_stored_at_once_in_a_part_of_a_tensor_without_touching_the_rest() -> None:
@@ -253,8 +252,7 @@ def test_sums_that_something_else_is_done_with_go_through_a_block() -> None:
     ):
         blocks = [blocks for _, blocks in compiled(function, *args) if blocks]
         assert len(blocks) == 1
-        turned = blocks[0].contraction.loads[0].buffer != "p0"  # rows and columns exchanged: then 70 are columns
-        assert blocks[0].stored is None or turned
+        assert blocks[0].stored is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""Gradients of convolutions: which of them are kernels, and that all are eager's."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import assert_matches
+
+F = torch.nn.functional
+LAST = torch.channels_last
+
+GRADIENTS = [
+    ((2, 24, 9, 7), (40, 24, 3, 3), {"padding": 1}, "image weight"),
+    ((1, 40, 14, 15), (33, 40, 3, 3), {"padding": 2, "dilation": 2}, "image weight"),
+    ((3, 17, 8, 9), (32, 17, 2, 3), {}, "image weight"),
+    ((2, 24, 9, 8), (40, 24, 3, 3), {"padding": 1, "stride": 2}, "weight"),
+    ((2, 24, 9, 8), (40, 24, 1, 1), {}, "image weight"),
+    ((2, 24, 9, 8), (40, 24, 1, 1), {"stride": (2, 3)}, "image weight"),
+    ((2, 24, 9, 8), (40, 24, 1, 1), {"stride": 2, "padding": 1}, "weight"),
+    ((1, 24, 3, 3), (40, 24, 3, 3), {"padding": 4}, "image weight"),
+    ((2, 3, 9, 9), (40, 3, 3, 3), {"padding": 1}, "image"),
+    ((2, 24, 9, 7), (40, 12, 3, 3), {"padding": 1, "groups": 2}, ""),
+    ((1, 130, 6, 6), (260, 130, 3, 3), {"padding": 1}, "image weight"),
+]
+
+
+def strides(tensor: torch.Tensor) -> list[int]:
+    """Those that matter."""
+    return [stride for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
+
+
+def gradients(
+    function: Callable[..., torch.Tensor], *args: torch.Tensor, seed: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    leaves = [each.detach().clone(memory_format=torch.preserve_format).requires_grad_() for each in args]
+    result = function(*leaves)
+    return torch.autograd.grad(result, leaves, seed.to(result.dtype))
+
+
+@pytest.mark.parametrize(("image", "kernel", "options", "ours"), GRADIENTS)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("bias", [True, False])
+def testgradients_that_are_sums_of_products_are_kernels(
+    tmp_path: Path,
+    image: tuple[int, ...],
+    kernel: tuple[int, ...],
+    options: dict[str, Any],
+    ours: str,
+    layout: torch.memory_format,
+    bias: bool,
+) -> None:
+    """oneDNN computes the others, and those of images whose channels do not lie side by side."""
+    tensors = [torch.randn(image).contiguous(memory_format=layout), torch.randn(kernel).contiguous(memory_format=LAST)]
+    tensors += [torch.randn(kernel[0])] if bias else []
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(*tensors, **options)
+
+    seed = torch.randn(function(*tensors).shape).contiguous(memory_format=layout)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="pellucid", options={"trace": str(tmp_path), "verify": True})
+    made = gradients(compiled, *tensors, seed=seed)
+    eager = gradients(function, *tensors, seed=seed)
+    assert_matches(made, eager, gradients(function, *(each.double() for each in tensors), seed=seed))
+    assert list(map(strides, made)) == list(map(strides, eager))
+    if layout is LAST:
+        rows = [row for file in tmp_path.rglob("decisions.csv") for row in csv.DictReader(file.open())]
+        left = [row["facts"] for row in rows if row["rule"] == "lower.fallback" and "backward" in row["facts"]]
+        assert bool(left) == (ours != "image weight"), left
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_what_is_not_finite_spreads_togradients_as_in_eager(bad: float, where: int) -> None:
+    """Taps beyond the edge add nothing, but to the gradient of the weight, where they are zeros times what is there."""
+    tensors = [torch.randn(1, 24, 6, 6).contiguous(memory_format=LAST), torch.randn(32, 24, 3, 3)]
+    seed = torch.randn(1, 32, 6, 6).contiguous(memory_format=LAST)
+    (*tensors, seed)[where][0, 3, 0, 0] = bad
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, w.contiguous(memory_format=LAST), padding=1)
+
+    torch._dynamo.reset()
+    made = gradients(torch.compile(function, backend="pellucid"), *tensors, seed=seed)
+    for one, other in zip(made, gradients(function, *tensors, seed=seed), strict=True):
+        assert torch.equal(one.isfinite(), other.isfinite())
+        torch.testing.assert_close(one, other, equal_nan=True, atol=1e-4, rtol=1e-4)
