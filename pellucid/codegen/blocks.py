@@ -38,6 +38,8 @@ MOST_ROW_AXES = 3
 MOST_TAP_AXES = 2
 # Blocks from which on no thread waits long for another.
 ENOUGH_BLOCKS = 16
+# The part of its time that a core loses where the rows that it reads were written by another.
+FETCH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,7 @@ def find_blocks(
         return None
     if not found.rows or not (found.columns or by_channel(found)):
         return None
-    blocks = _pixels(found, kernel.ranges) or _lines(kernel, found, machine)
+    blocks = _pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, frozen)
     if blocks is None:
         return None
     facts = (("rows", blocks.height), ("columns", blocks.columns))
@@ -288,7 +290,7 @@ def stored_at_once(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | No
     return store if even and stride_along(store.index, blocks.column) == ONE else None
 
 
-def _lines(kernel: Kernel, found: Contraction, machine: Machine) -> Blocks | None:
+def _lines(kernel: Kernel, found: Contraction, machine: Machine, frozen: frozenset[str]) -> Blocks | None:
     """Blocks whose rows are lines of an image, or else points of one axis; None for windows that do not line up."""
     ranges = kernel.ranges
 
@@ -298,14 +300,15 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine) -> Blocks | Non
     columns = found.columns or found.batch
     row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
     several = found.may_be_window and len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
-    blocks = _windows(found, ranges, column, machine.cores) if found.windowed or several else None
+    blocks = _windows(found, ranges, column, machine) if found.windowed or several else None
     if blocks or found.windowed:
         return blocks
-    height, width = _sizes(found, row, column, ranges)
+    pack = 0.0 if found.loads[1].buffer in frozen else PACK
+    height, width = _sizes(found, row, column, ranges, machine, pack)
     return Blocks(found, row, (), column, found.inner, height, width, ranges)
 
 
-def _pixels(found: Contraction, ranges: dict[str, Expr]) -> Blocks | None:
+def _pixels(found: Contraction, ranges: dict[str, Expr], machine: Machine) -> Blocks | None:
     """Blocks of sums over pixels, in both of whose operands channels lie side by side; None for any other.
 
     Where pixels do not count, the right operand is zero.
@@ -320,7 +323,7 @@ def _pixels(found: Contraction, ranges: dict[str, Expr]) -> Blocks | None:
         if not rows or not columns or bounded & {rows[0], columns[0]}:
             continue
         inner = tuple(sorted(each.inner, key=lambda name: -estimate(stride_along(left, name))))
-        height, width = _sizes(each, rows[0], columns[0], ranges)
+        height, width = _sizes(each, rows[0], columns[0], ranges, machine, PACK)
         return Blocks(each, rows[0], (), columns[0], inner, height, width, ranges, pixels=True)
     return None
 
@@ -330,7 +333,7 @@ def by_channel(found: Contraction) -> bool:
     return found.windowed and len(found.batch) == 1 and stride_along(found.loads[0].index, found.batch[0]) == ONE
 
 
-def _windows(found: Contraction, ranges: dict[str, Expr], column: str, cores: int) -> Blocks | None:
+def _windows(found: Contraction, ranges: dict[str, Expr], column: str, machine: Machine) -> Blocks | None:
     """Blocks of a convolution: whole lines of an image, as many as the caches like. None if terms do not line up."""
     left, right = found.loads
     inner = tuple(sorted(found.inner, key=lambda name: -abs(estimate(stride_along(left.index, name)))))
@@ -350,14 +353,15 @@ def _windows(found: Contraction, ranges: dict[str, Expr], column: str, cores: in
         size *= estimate(ranges[whole[0]])
     m, n = estimate(ranges[rows[-1]]), estimate(ranges[column])
     outer = _points(ranges, (*inner, *whole, rows[-1], column))
-    lines, columns = _lines_and_columns(m, size, n, outer, cores)
+    fetch = FETCH if _fits(found, column, ranges, machine) else 0.0
+    lines, columns = _lines_and_columns(m, size, n, outer, machine.cores, fetch)
     return Blocks(found, rows[-1], tuple(whole), column, inner, lines, columns, ranges, True, planes)
 
 
-def _lines_and_columns(m: int, size: int, n: int, outer: int, cores: int) -> tuple[int, int]:
+def _lines_and_columns(m: int, size: int, n: int, outer: int, cores: int, fetch: float) -> tuple[int, int]:
     """Lines, each of `size` rows, and columns of a block: as many for each core, and little work beside the products.
 
-    No sum depends on it, so the number of cores may decide.
+    fetch: what it costs to share out columns in place of rows. No sum depends on it, so the number of cores may decide.
     """
     least = min(FEWEST_ROWS, m * size)
     lines = {-(-m // pieces) for pieces in range(1, m + 1)}
@@ -366,9 +370,11 @@ def _lines_and_columns(m: int, size: int, n: int, outer: int, cores: int) -> tup
 
     def price(each: tuple[int, int]) -> float:
         uneven = -(-m // each[0]) * each[0] / m
-        blocks = outer * -(-m // each[0]) * -(-n // each[1])
+        pieces = outer * -(-m // each[0])
+        blocks = pieces * -(-n // each[1])
         waits = -(-blocks // cores) * cores / blocks
-        return (uneven + GATHER / min(each[1], n) + PACK / (each[0] * size)) * waits
+        fetched = fetch if pieces % cores else 0.0
+        return (uneven + GATHER / min(each[1], n) + PACK / (each[0] * size) + fetched) * waits
 
     return min(((each, other) for each in found for other in columns), key=lambda each: (price(each), each))
 
@@ -406,14 +412,30 @@ def _points(ranges: dict[str, Expr], without: tuple[str, ...]) -> int:
     return max(1, estimate(product(extent for name, extent in ranges.items() if name not in without)))
 
 
-def _sizes(found: Contraction, row: str, column: str, ranges: dict[str, Expr]) -> tuple[int, int]:
+def _fits(found: Contraction, column: str, ranges: dict[str, Expr], machine: Machine) -> bool:
+    """True if each core can keep the whole right operand, beside its rows of the left one.
+
+    Then cores share out rows: what one reads is what it wrote in the kernel before.
+    """
+    numbers = product(ranges[name] for name in (*found.inner, column))
+    return 2 * estimate(numbers) * found.dtype.itemsize <= machine.own_cache
+
+
+def _sizes(
+    found: Contraction, row: str, column: str, ranges: dict[str, Expr], machine: Machine, pack: float
+) -> tuple[int, int]:
     """Rows and columns of a block: as many as the caches like, fewer where that makes too few blocks for threads.
 
-    Rows that are no neighbours in their terms are packed for each block of columns, so there columns stay many.
+    Rows that are neighbours are packed for each block of columns, so there columns stay many. pack: see `PACK`.
     """
     m, n, outer = estimate(ranges[row]), estimate(ranges[column]), _points(ranges, (row, column, *found.inner))
     rows, columns = _even(m, ROWS, ROW_STEP), _even(n, COLUMNS, COLUMN_STEP)
-    packed = found.loads[0].index.coefficient(row) == ONE
+    packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
+    many = ranges[row].value is not None and m >= cores * FEWEST_ROWS
+    if many and outer < cores and not packed and _fits(found, column, ranges, machine):
+        shared = _even(m, -(-m // (cores * -(-m // (cores * ROWS)))), ROW_STEP)
+        if pack / shared - pack / rows < FETCH:
+            return shared, columns
 
     def few() -> bool:
         return outer * -(-m // rows) * -(-n // columns) < ENOUGH_BLOCKS

@@ -74,14 +74,10 @@ def _streamed(
     kernel: Kernel, wide: frozenset[str], results: frozenset[str], machine: Machine
 ) -> tuple[frozenset[str], tuple[Decision, ...]]:
     """Results to write past the caches: those that the second cache does not hold until somebody else reads them."""
-    size = machine.levels[min(1, len(machine.levels) - 2)].size
     stored = {store.buffer for line, store in kernel.stores() if line.out in wide and not store.join}
     loaded = {load.buffer for _, load in kernel.loads()}
-    chosen = frozenset(
-        param.name
-        for param in kernel.params
-        if param.name in stored & results - loaded and (param.numel.value or 0) * param.dtype.itemsize >= size
-    )
+    sizes = {param.name: (param.numel.value or 0) * param.dtype.itemsize for param in kernel.params}
+    chosen = frozenset(name for name in stored & results - loaded if sizes[name] >= machine.own_cache)
     why = "no other kernel reads the result, and the second cache cannot hold it: it goes past the caches"
     return chosen, tuple(Decision("codegen.stream", (kernel.name, name), True, why) for name in sorted(chosen))
 

@@ -112,6 +112,11 @@ class Machine:
         return self.levels[-1]
 
     @property
+    def own_cache(self) -> int:
+        """Bytes of the second level of cache, the last that a core has for itself."""
+        return self.levels[min(1, len(self.levels) - 2)].size
+
+    @property
     def last_cache(self) -> int:
         """Bytes of the last level of cache."""
         return self.levels[-2].size

@@ -291,3 +291,18 @@ def test_other_types_and_the_option_leave_products_to_aten() -> None:
         assert torch.equal(made, torch.mm(*args))
         (node, _), *others = nodes
         assert not others and isinstance(node, Extern) and "matrix multiplication" in node.reason
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "rows"),
+    [
+        (196, 96, 576, 98),  # two cores, each with half of the rows
+        (470, 96, 64, 236),
+        (1000, 24, 144, 168),  # six pieces
+        (196, 1024, 1024, 196),  # the right operand is too large for each core to keep
+        (128, 96, 576, 128),  # to pack it twice would cost more than it gains
+    ],
+)
+def test_cores_share_out_rows_where_each_keeps_the_right_operand(m: int, k: int, n: int, rows: int) -> None:
+    ((_, blocks),) = compiled(lambda x, w: (x @ w).relu(), torch.randn(m, k), torch.randn(k, n))
+    assert blocks.rows == rows
