@@ -433,7 +433,8 @@ def _sizes(
     packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
     many = ranges[row].value is not None and m >= cores * FEWEST_ROWS
     if many and outer < cores and not packed and _fits(found, column, ranges, machine):
-        shared = _even(m, -(-m // (cores * -(-m // (cores * ROWS)))), ROW_STEP)
+        pieces = cores * -(-m // (cores * ROWS))
+        shared = _even(m, -(-m // pieces), ROW_STEP)
         if pack / shared - pack / rows < FETCH:
             return shared, columns
 

@@ -342,7 +342,6 @@ def test_training_runs_channels_last_and_returns_eagers_strides(
     assert "channels_last" not in backward, "what is saved lies as it is wanted"
 
 
-# Image, weight, and what says how the window moves; which gradients are kernels where channels lie side by side.
 def test_dropout_between_convolutions_draws_eagers_numbers(tmp_path: Path) -> None:
     """Random numbers are drawn in the order of memory: what lies channels-last would get others."""
     (row,) = trains_like_eager(Block(dropout=0.5), tmp_path, torch.randn(2, 3, 30, 26))

@@ -15,6 +15,7 @@ from tests.support import assert_matches
 F = torch.nn.functional
 LAST = torch.channels_last
 
+# Image, weight, and what says how the window moves; which gradients are kernels where channels lie side by side.
 GRADIENTS = [
     ((2, 24, 9, 7), (40, 24, 3, 3), {"padding": 1}, "image weight"),
     ((1, 40, 14, 15), (33, 40, 3, 3), {"padding": 2, "dilation": 2}, "image weight"),
@@ -46,7 +47,7 @@ def gradients(
 @pytest.mark.parametrize(("image", "kernel", "options", "ours"), GRADIENTS)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
 @pytest.mark.parametrize("bias", [True, False])
-def testgradients_that_are_sums_of_products_are_kernels(
+def test_gradients_that_are_sums_of_products_are_kernels(
     tmp_path: Path,
     image: tuple[int, ...],
     kernel: tuple[int, ...],
@@ -77,7 +78,7 @@ def testgradients_that_are_sums_of_products_are_kernels(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", [0, 1, 2])
-def test_what_is_not_finite_spreads_togradients_as_in_eager(bad: float, where: int) -> None:
+def test_what_is_not_finite_spreads_to_gradients_as_in_eager(bad: float, where: int) -> None:
     """Taps beyond the edge add nothing, but to the gradient of the weight, where they are zeros times what is there."""
     tensors = [torch.randn(1, 24, 6, 6).contiguous(memory_format=LAST), torch.randn(32, 24, 3, 3)]
     seed = torch.randn(1, 32, 6, 6).contiguous(memory_format=LAST)
