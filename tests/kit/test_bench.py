@@ -8,6 +8,7 @@ import math
 import mmap
 import re
 import sys
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -162,8 +163,8 @@ def test_rounds_rotate_and_every_subject_gets_as_many_slots(monkeypatch):
     slots = interleave(runners, budget=1e-6, on_round=heard.append)
     assert {name: len(s) for name, s in slots.items()} == dict.fromkeys("abc", MIN_ROUNDS)
     assert heard == sorted(heard) and heard[-1] == 1.0
-    assert order[::2] == order[1::2]  # one call to settle, one to time
-    assert "".join(order[::2]) == "abcbcacababcbca"
+    assert order[::3] == order[1::3] == order[2::3]  # two calls to settle, one to time
+    assert "".join(order[::3]) == "abcbcacababcbca"
 
 
 def test_a_slower_call_has_a_smaller_speed_up():
@@ -397,6 +398,24 @@ def test_another_engine_must_be_installed_and_cannot_train(engine):
     assert "pellucid[peers]" in missing.value.hint
     with pytest.raises(UserError, match="engine cannot be trained"):
         bench(["bert"], Settings(subjects=("engine",), train=True))
+
+
+def test_a_thread_of_its_own_waits_for_another_engine(monkeypatch):
+    heard = []
+
+    class FakeWorker:
+        def call(self, *_):
+            heard.append(threading.current_thread())
+
+        pause = close = call
+
+    monkeypatch.setattr(peers, "Worker", FakeWorker)
+    monkeypatch.setattr(peers, "_convert", lambda *_: None)
+    engine = peers.Engine("engine", Case("double", lambda x: x + x, (torch.ones(4),)), {})
+    engine.slot(3)
+    assert len(heard) == 4 and len(set(heard)) == 1 and threading.current_thread() not in heard
+    engine.close()
+    assert not heard[0].is_alive()
 
 
 # ------------------------------------------------------------------------------------------------- the whole

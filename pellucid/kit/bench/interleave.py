@@ -1,7 +1,8 @@
 """Timing calls side by side, so that whatever disturbs the machine disturbs all of them alike.
 
-A round gives each subject one slot, and the order rotates from round to round. A slot is one call that is not
-timed, which brings the subject's own data back into the caches, and then as many timed calls as fill it.
+A round gives each subject one slot, and the order rotates from round to round. A slot is two calls that are not
+timed, which bring the subject's own data back into the caches (the second is still up to a tenth slower than those
+after it), and then as many timed calls as fill it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pellucid.kit.stats import pairwise_ratio, uncollected
 MIN_ROUNDS = 5
 MAX_ROUNDS = 500
 SLOT_SECONDS = 0.02
+UNTIMED = 2
 SETTLED = 0.005
 
 
@@ -30,7 +32,7 @@ class Slot:
 
 
 Runner: TypeAlias = Callable[[int], Slot]
-"""Makes so many timed calls, after one that is not timed."""
+"""Makes so many timed calls, after `UNTIMED` that are not."""
 
 
 def interleave(
@@ -65,8 +67,9 @@ def interleave(
 
 
 def run_slot(call: Callable[[], object], count: int) -> Slot:
-    """Time so many calls in this process, after one that is not timed."""
-    call()
+    """Time so many calls in this process, after `UNTIMED` that are not."""
+    for _ in range(UNTIMED):
+        call()
     faults = _minor_faults()
     start = time.perf_counter()
     for _ in range(count):

@@ -12,6 +12,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -71,10 +72,15 @@ def peer(name: str, case: Case, options: Mapping[str, Any]) -> Run:
 
 
 class Engine:
-    """The same in a process of its own, until it is closed. Raises `EngineError` where that process fails."""
+    """The same in a process of its own, until it is closed. Raises `EngineError` where that process fails.
+
+    A thread of its own talks to that process: until the engine stands still its threads keep the cores from the one
+    that waits for it, and Pellucid takes what a thread that calls it has waited for other processes' work.
+    """
 
     def __init__(self, name: str, case: Case, options: Mapping[str, Any]) -> None:
         self._worker = Worker()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         try:
             with tempfile.TemporaryDirectory(prefix="pellucid-peer-") as folder:
                 self._ask(_begin, _convert(name, case, options, Path(folder)))
@@ -93,12 +99,17 @@ class Engine:
     def close(self) -> None:
         """End the process."""
         self._worker.close()
+        self._thread.shutdown()
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        found = self._worker.call(function, *args)
-        self._worker.pause()
+        found = self._thread.submit(self._answer, function, *args).result()
         if isinstance(found, Failure):
             raise EngineError(f"{found.what}: {' '.join(found.text.split())}")
+        return found
+
+    def _answer(self, function: Callable[..., Any], *args: Any) -> Any:
+        found = self._worker.call(function, *args)
+        self._worker.pause()
         return found
 
 
