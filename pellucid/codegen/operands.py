@@ -50,7 +50,7 @@ class Operands:
         second = self.panels(packing) if packing else self.matrix(right, blocks.contraction.dtype)
         function = "contract_taps" if blocks.by_channel else "contract"
         sums = self.sums(blocks)
-        return f"pv::{function}<{blocks.height}, {blocks.columns}>({sizes}, {first}, {second}, {sums});"
+        return f"pv::{function}<{self.sizes(blocks)}>({sizes}, {first}, {second}, {sums});"
 
     def contract_pixels(self, blocks: Blocks) -> str:
         """The sums of one block, over pixels."""
@@ -59,8 +59,12 @@ class Operands:
         axes = [f"{{{', '.join(map(self.text, axis))}}}" for axis in pixels.axes]
         axes = ["{1, 0, 0}"] * (3 - len(axes)) + axes
         terms = f"pv::Pixels{{{{{', '.join(axes)}}}, {self.edges(pixels.edges)}}}"
-        sizes = f"{blocks.height}, {blocks.columns}"
+        sizes = self.sizes(blocks)
         return f"pv::contract_pixels<{sizes}>(hi - lo, to - from, {first}, {second}, {terms}, {self.sums(blocks)});"
+
+    def sizes(self, blocks: Blocks) -> str:
+        """What the compiler knows of sizes: rows and columns of a block, and all columns (0: not known)."""
+        return f"{blocks.height}, {blocks.columns}, {blocks.ranges[blocks.column].value or 0}"
 
     def edges(self, edges: Iterable[Edge]) -> str:
         """Two of `pv::Edge`, with such that do nothing in the places that are left."""

@@ -115,6 +115,13 @@ def test_narrow_operands(dtype: torch.dtype, m: int, k: int, n: int, transposed:
     assert m == 1 or (product_alone(alone) and product_alone(batch)), "one row is a reduction like others"
 
 
+@pytest.mark.parametrize("n", [5, 8, 9, 16, 17, 40, 48, 144])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_register_may_hold_the_columns_of_the_last_panel(dtype: torch.dtype, n: int) -> None:
+    x, w, r = (torch.randn(shape).to(dtype) for shape in ((2, 50, 70), (70, n), (2, 50, n)))
+    assert product_alone(compiled(lambda x, w, r: (x @ w) * 2 + r, x, w, r))
+
+
 @pytest.mark.parametrize("dtype", NARROW)
 def test_narrow_operands_of_any_strides_and_sizes(dtype: torch.dtype) -> None:
     x, w = torch.randn(80, 140).to(dtype), torch.randn(90, 70).to(dtype)

@@ -121,9 +121,9 @@ PV_FN void score(
     return;
   }
   const auto all = [&](const auto& left) PV_INLINE {
+    const auto rows_from = [&](int64_t i) PV_INLINE { return left.from(i, 0); };
     for (int64_t j = 0; j < n; j += COLUMNS)
-      for (int64_t i = 0; i < rows; i += ROWS)
-        tile_of(rows - i, UNITS, left.from(i, 0), Rows{block.keys + j * UNITS, COLUMNS}, {scores + i * STEP + j, STEP, false});
+      panel<0>(rows, n - j, UNITS, rows_from, Rows{block.keys + j * UNITS, COLUMNS}, {scores + j, STEP, false});
   };
   if constexpr (is_factor<E>)
     if (has_units(queries, D)) return all(queries);
@@ -141,18 +141,19 @@ PV_FN void add_values(
   constexpr int T = TERMS<E>;
   const Matrix<Factor<E>> weights{(const Factor<E>*)scores, STEP * T, 1};
   if (block.values) {
+    const auto rows_from = [&](int64_t i) PV_INLINE { return weights.from(i, 0); };
     for (int64_t j = 0; j < D; j += COLUMNS)
-      for (int64_t i = 0; i < rows; i += ROWS)
-        tile_of(rows - i, units_of<E>(n), weights.from(i, 0), Rows{block.values + j * units_of<E>(KEYS), COLUMNS},
-                sums.from(i, j));
+      panel<D>(rows, D - j, units_of<E>(n), rows_from, Rows{block.values + j * units_of<E>(KEYS), COLUMNS},
+               sums.from(0, j));
     return;
   }
   const Matrix<E> values = a.values.from(block.from, 0);
-  for (int64_t t = 0; t < n; t += KEYS_IN_PLACE, sums.more = true)
+  for (int64_t t = 0; t < n; t += KEYS_IN_PLACE, sums.more = true) {
+    const int64_t units = least(KEYS_IN_PLACE, n - t) / T;
+    const auto rows_from = [&](int64_t i) PV_INLINE { return weights.from(i, t); };
     for (int64_t j = 0; j < D; j += COLUMNS)
-      for (int64_t i = 0; i < rows; i += ROWS)
-        tile_of(rows - i, least(KEYS_IN_PLACE, n - t) / T, weights.from(i, t),
-                LyingRows<E>{values(t, j), values.row}, sums.from(i, j));
+      panel<D>(rows, D - j, units, rows_from, LyingRows<E>{values(t, j), values.row}, sums.from(0, j));
+  }
   if (n % T == 0) return;
   for (int64_t i = 0; i < rows; i++)  // the key that is no whole unit
     for (int64_t j = 0; j < D; j++) {

@@ -53,9 +53,9 @@ PV_FN void clear(int64_t m, int64_t n, const Sums& c) {
   for (int64_t i = 0; i < m; i++) std::memset(c.at + i * c.step, 0, size_t(n) * sizeof(float));
 }
 
-// c[m, n] = a[m, k] @ b[k, n], where columns from n on, up to a multiple of COLUMNS, are overwritten. M is the largest m
-// and N, a multiple of COLUMNS, the largest n of any call. B: Matrix<E> or Panels.
-template <int M, int N, class E, class B>
+// c[m, n] = a[m, k] @ b[k, n], where columns from n on, up to a multiple of COLUMNS, may be overwritten. M is the
+// largest m and N, a multiple of COLUMNS, the largest n of any call. WIDTH: see `panel`. B: Matrix<E> or Panels.
+template <int M, int N, int WIDTH, class E, class B>
 inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const B& b, const Sums& c) {
   constexpr int T = TERMS<E>;
   constexpr int64_t TERMS_AT_ONCE = DEPTH * T;
@@ -83,7 +83,7 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
       return {(const F*)(rows + i * DEPTH), T * DEPTH, 1};
     };
     const auto column = [&](int64_t j, const auto& right) PV_INLINE {
-      for (int64_t i = 0; i < m; i += ROWS) tile_of(m - i, units, rows_from(i), right, sums.from(i, j));
+      panel<WIDTH>(m, n - j, units, rows_from, right, sums.from(0, j));
     };
     if constexpr (is_packed<B>) {
       for (int64_t j = 0; j < n; j += COLUMNS) column(j, Rows{b(t / T, j), COLUMNS});

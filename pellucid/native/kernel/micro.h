@@ -109,22 +109,24 @@ template <class E> struct LyingRows {
   PV_FN void next() { at += TERMS<E> * step; }
 };
 
-// c[R, COLUMNS] (+)= a[R, k] @ b[k, COLUMNS], with k units. F: what a holds, the terms of a unit side by side.
-template <int R, class F, class Right>
+// c[R, C registers] (+)= a[R, k] @ b[k, C registers], with k units. F: what a holds, the terms of a unit side by side.
+template <int R, int C, class F, class Right>
 [[gnu::noinline]] inline void tile(int64_t k, Matrix<F> a, Right b, Sums c) {
   constexpr int THIRDS = (R + 2) / 3;
-  ColumnReg sum[R][2] = {};
+  ColumnReg sum[R][C] = {};
   const F* rows[THIRDS];  // every third row: the others are one or two steps of an address away
 #pragma GCC unroll 4
   for (int i = 0; i < THIRDS; i++) rows[i] = a(3 * i, 0);
 #pragma GCC unroll 2
   for (; k > 0; k--) {
-    const ColumnReg left = b.read(0), right = b.read(COLUMN);
+    ColumnReg right[C];
+#pragma GCC unroll 2
+    for (int j = 0; j < C; j++) right[j] = b.read(j * COLUMN);
 #pragma GCC unroll 12
     for (int i = 0; i < R; i++) {
       const ColumnReg each = spread_unit(rows[i / 3] + i % 3 * a.row);
-      sum[i][0] = multiply_units<F>(each, left, sum[i][0]);
-      sum[i][1] = multiply_units<F>(each, right, sum[i][1]);
+#pragma GCC unroll 2
+      for (int j = 0; j < C; j++) sum[i][j] = multiply_units<F>(each, right[j], sum[i][j]);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < THIRDS; i++) rows[i] += TERMS<F> * a.column;
@@ -133,7 +135,7 @@ template <int R, class F, class Right>
 #pragma GCC unroll 12
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 2
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < C; j++) {
       float* to = c.at + i * c.step + j * COLUMN;
       const ColumnReg all = c.more ? read_column(to) + sum[i][j] : sum[i][j];
       c.past ? stream_register(to, all) : write_column(to, all);
@@ -141,10 +143,27 @@ template <int R, class F, class Right>
 }
 
 // The same for any number of rows up to R.
-template <int R = ROWS, class F, class Right>
+template <int C, int R = ROWS, class F, class Right>
 PV_FN void tile_of(int64_t rows, int64_t k, const Matrix<F>& a, const Right& b, const Sums& c) {
-  if (rows >= R) return tile<R>(k, a, b, c);
-  if constexpr (R > 1) tile_of<R - 1>(rows, k, a, b, c);
+  if (rows >= R) return tile<R, C>(k, a, b, c);
+  if constexpr (R > 1) tile_of<C, R - 1>(rows, k, a, b, c);
+}
+
+// The same for m rows; left(i): those of a from row i on.
+template <int C, class Left, class Right>
+PV_FN void tiles(int64_t m, int64_t k, const Left& left, const Right& b, const Sums& c) {
+  for (int64_t i = 0; i < m; i += ROWS) tile_of<C>(m - i, k, left(i), b, c.from(i, 0));
+}
+
+// c[m, n] (+)= a[m, k] @ b[k, n] for the n columns of a panel, with k units. WIDTH: columns of all panels together, 0
+// where they are not known. If one register holds those of the last panel, only that is computed. Columns from n on, up
+// to a whole register, are overwritten.
+template <int WIDTH, class Left, class Right>
+PV_FN void panel(int64_t m, int64_t n, int64_t k, const Left& left, const Right& b, const Sums& c) {
+  constexpr bool half = WIDTH > 0 && (WIDTH - 1) % COLUMNS < COLUMN;
+  if constexpr (half)
+    if (WIDTH <= COLUMN || n <= COLUMN) return tiles<1>(m, k, left, b, c);
+  if constexpr (!half || WIDTH > COLUMN) tiles<2>(m, k, left, b, c);
 }
 
 // ------------------------------------------------------------------------------------------------- packing

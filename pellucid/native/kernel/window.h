@@ -141,8 +141,8 @@ struct ByTap {
 };
 
 // c[M, n] = a[M, k] @ b[k, n] with windows as rows of a, at most M of them. They are copied in cache, some DEPTH terms
-// at a time, so that edges, strides and dilation are nothing to the micro-kernel.
-template <int M, int N, class Right>
+// at a time, so that edges, strides and dilation are nothing to the micro-kernel. WIDTH: see `panel`.
+template <int M, int N, int WIDTH, class Right>
 inline void contract(int64_t n, int64_t k, const Window& a, const Right& b, const Sums& c) {
   static_assert(N % COLUMNS == 0);
   const int64_t m = a.height(), area = a.area();
@@ -166,10 +166,11 @@ inline void contract(int64_t n, int64_t k, const Window& a, const Right& b, cons
     if (a.padded && !a.zeros && !panels.finite) return contract_each(n, k, a, b, c);
     gather_rows(a, t, depth, rows);
     const Matrix<float> left{rows, DEPTH, 1};
+    const auto rows_from = [&](int64_t i) PV_INLINE { return left.from(i, 0); };
     const Sums sums = c.after(t, depth, k);
     for (int64_t j = 0; j < n; j += COLUMNS) {
-      const Rows right{panels(0, j), COLUMNS};
-      for (int64_t i = 0; i < m; i += ROWS) tile_of(m - i, depth, left.from(i, 0), right, sums.from(i, j));
+      const Rows right{panels(0, j), COLUMNS};  // as an argument it ends GCC 12 with an internal error
+      panel<WIDTH>(m, n - j, depth, rows_from, right, sums.from(0, j));
     }
   }
 }
@@ -205,8 +206,8 @@ PV_FN bool all_finite(const float* p, int64_t n) {
 }
 
 // c[m, n] = sum over pixels of left[pixel, m] * right[pixel, n], or times zero where a pixel does not count: that
-// matters where left is not finite. It is the gradient of a weight for one tap.
-template <int M, int N>
+// matters where left is not finite. It is the gradient of a weight for one tap. WIDTH: see `panel`.
+template <int M, int N, int WIDTH>
 inline void contract_pixels(
     int64_t m, int64_t n, const float* left, const float* right, const Pixels& pixels, const Sums& c) {
   static_assert(N % COLUMNS == 0);
@@ -220,10 +221,11 @@ inline void contract_pixels(
     pack_rows(PlacedColumns{{left, lefts}}, m, count, rows);
     pack_columns(Placed{right, rights}, count, n, columns);
     const Sums sums{c.at, c.step, more, c.past && last};
+    const auto rows_from = [&](int64_t i) PV_INLINE {
+      return Matrix<float>{rows + i / ROWS * ROW_PANEL, 1, ROWS};
+    };
     for (int64_t j = 0; j < n; j += COLUMNS)
-      for (int64_t i = 0; i < m; i += ROWS)
-        tile_of(m - i, count, Matrix<float>{rows + i / ROWS * ROW_PANEL, 1, ROWS}, Rows{columns + j * DEPTH, COLUMNS},
-                sums.from(i, j));
+      panel<WIDTH>(m, n - j, count, rows_from, Rows{columns + j * DEPTH, COLUMNS}, sums.from(0, j));
     more = true, count = 0;
   };
   const auto& [images, lines, line] = pixels.axes;
@@ -322,7 +324,7 @@ PV_FN Span span_of(const Window& w, int64_t i, int64_t j, int64_t t, int64_t u) 
 
 // c[M, n]: column j is the sum over the k taps of column j of a's windows times b[k, j]. Where all taps of a line count
 // that do anywhere in it, pixels share the reads of weights; at its ends each pixel has taps of its own.
-template <int M, int N, class Right>
+template <int M, int N, int WIDTH, class Right>
 inline void contract_taps(int64_t n, int64_t k, const Window& a, const Right& b, Sums c) {
   alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
   Panels panels;
