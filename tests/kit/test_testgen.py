@@ -20,6 +20,16 @@ def outcome(folder: Path) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.splitlines()[-1]
 
 
+def test_a_size_that_no_input_of_the_kernel_has_is_an_input(tmp_path):
+    """Rows of a slice: (s0 + 1) // 2 says what the graph's inputs are, but not what s0 is."""
+    (tmp_path / "program.py").write_text(
+        "import torch\ndef program():\n    return (lambda x: x[::2].sort(-1)[0] * 2), (torch.randn(11, 70),)\n"
+    )
+    found = tests.testgen(Request(f"{tmp_path}/program.py:program", "pellucid", dynamic=True), tmp_path)
+    assert found.good and len(found.files) == 1, [test.why for test in found.tests]
+    assert outcome(tmp_path).startswith("1 passed")
+
+
 @pytest.mark.parametrize(
     ("backend", "dynamic"),
     [

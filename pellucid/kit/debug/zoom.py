@@ -23,7 +23,7 @@ import torch
 from pellucid.capture.fx import origin_of
 from pellucid.kit.judge.judge import Judgement, near
 from pellucid.kit.judge.reference import Reference, needed_for
-from pellucid.kit.programs.graphs import Graph, calls_of, cut, is_view
+from pellucid.kit.programs.graphs import Graph, calls_of, cut, is_view, size_inputs
 from pellucid.kit.subjects.base import Compiled, Step, Subject
 
 Look: TypeAlias = Callable[[Graph, Compiled], Iterable[tuple[str, Judgement]]]
@@ -187,8 +187,7 @@ class _Kernel:
 
     def graph_of(self, part: _Part) -> Graph:
         """A part with the inputs that it needs, laid out as the graph has them."""
-        sizes = [each for each in self.placeholders if isinstance(each.meta.get("val"), torch.SymInt)]
-        every = self.placeholders if len(part.calls) == len([*calls_of(self.module)]) else sizes
+        every = self.placeholders if len(part.calls) == len([*calls_of(self.module)]) else size_inputs(self.module)
         module, inputs = cut(self.module, part.calls, self.values, every, part.inner)
         fresh = module.graph.find_nodes(op="placeholder")
         laid_out = tuple(_laid_out(value, node.meta.get("val")) for node, value in zip(fresh, inputs, strict=True))

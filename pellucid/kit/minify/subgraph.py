@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate
 
 from pellucid.kit.judge.graph import expected_of, outputs
 from pellucid.kit.judge.judge import Judgement, close
 from pellucid.kit.programs.case import copied
-from pellucid.kit.programs.graphs import Graph, calls_of, cut, needed_by, rebound, values_of
+from pellucid.kit.programs.graphs import Graph, calls_of, cut, rebound, size_inputs, values_of
 from pellucid.kit.runs.target import Request, captured
 
 _FLOATS = (torch.float64, torch.bfloat16, torch.float16)
@@ -137,9 +136,7 @@ class Workshop:
     def symbolic(self, part: Subgraph) -> bool:
         """Whether the part keeps the symbols for sizes with which it was captured."""
         module = self.graphs[part.graph].module
-        return any(_is_symbol(node) for node in module.graph.nodes) and not any(
-            each.startswith("dtype") for each in part.changes
-        )
+        return bool(size_inputs(module)) and not any(each.startswith("dtype") for each in part.changes)
 
     def _described(self, name: str, node: torch.fx.Node) -> str:
         """A call in words: two calls of which they are the same differ by the numbers they compute with at most."""
@@ -155,7 +152,8 @@ class Workshop:
         """The module, and its inputs by their numbers."""
         whole, chosen = self.graphs[part.graph], set(part.names)
         nodes = [node for node in calls_of(whole.module) if node.name in chosen]
-        module, given = cut(whole.module, chosen, self.values(part.graph), self._symbols(part, nodes))
+        sizes = size_inputs(whole.module, nodes) if self.symbolic(part) else []
+        module, given = cut(whole.module, chosen, self.values(part.graph), sizes)
         for node, value in zip(module.graph.find_nodes(op="placeholder"), given, strict=True):
             if not isinstance(value, torch.Tensor | int | float | bool):
                 raise NotAGraph(f"{node.name} is no tensor")
@@ -163,22 +161,6 @@ class Workshop:
         if part.changes:
             module.recompile()
         return module, inputs
-
-    def _symbols(self, part: Subgraph, nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
-        """The inputs of the whole graph that are sizes on which the calls depend."""
-        if not self.symbolic(part):
-            return []
-        wanted: set[Any] = set()
-        for node in (*needed_by(nodes), *nodes):
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor | torch.SymInt):
-                wanted |= free_symbols(value)
-        placeholders = [node for node in self.graphs[part.graph].module.graph.nodes if _is_symbol(node)]
-        return [node for node in placeholders if free_symbols(node.meta["val"]) & wanted]
-
-
-def _is_symbol(node: torch.fx.Node) -> bool:
-    return node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _takes_out(node: torch.fx.Node) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -248,6 +249,18 @@ def cut(
     ]
     made.output(tuple(known[node] for node in returned))
     return torch.fx.GraphModule(torch.nn.Module(), made), inputs
+
+
+def size_inputs(module: torch.fx.GraphModule, calls: Sequence[torch.fx.Node] | None = None) -> list[torch.fx.Node]:
+    """The inputs of a graph that are symbols for sizes: all of them, or those on which these calls depend."""
+    found = [
+        node for node in module.graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.SymInt)
+    ]
+    if calls is None:
+        return found
+    values = [node.meta.get("val") for node in (*needed_by(calls), *calls)]
+    wanted = {each for value in values if value is not None for each in free_symbols(value)}
+    return [node for node in found if free_symbols(node.meta["val"]) & wanted]
 
 
 def needed_by(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:

@@ -8,7 +8,7 @@ from typing import Any
 from pellucid.capture.sizes import sizes_to_json
 from pellucid.kit.process.child import raise_if_nothing_compiles
 from pellucid.kit.programs.case import copied
-from pellucid.kit.programs.graphs import Graph, cut, graph_of, values_of
+from pellucid.kit.programs.graphs import Graph, calls_of, cut, graph_of, size_inputs, values_of
 from pellucid.kit.subjects.base import Compiled, Step, Subject
 
 OTHER_KERNELS = "its operators alone become other kernels, with those around it as well"
@@ -43,7 +43,8 @@ def _part(graph: Graph, compiled: Compiled, names: Collection[str], results: Col
     if not names:
         return graph
     values = _values(graph, compiled, names)
-    module, inputs = cut(compiled.graph, names, values, results=results)
+    calls = [node for node in calls_of(compiled.graph) if node.name in names]
+    module, inputs = cut(compiled.graph, names, values, size_inputs(compiled.graph, calls), results)
     return Graph(graph.name, graph.kind, module, tuple(copied(each) for each in inputs))
 
 
