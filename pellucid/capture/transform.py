@@ -7,23 +7,30 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.fx import merge_origin
+from pellucid.capture.fx import merge_origin, strides_of
 from pellucid.ir.decision import Decision
 
 
 def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
-    """A copy of the graph in which equal pure calls are made once and dead ones not at all.
+    """A copy of the graph with equal pure calls made once, and without dead ones and copies that nobody can tell.
 
-    Before: `%a = exp(%x); %b = exp(%x)`. After: `%a = exp(%x)`, used for both, with both origins.
+    Before: `%a = exp(%x); %b = exp(%x); %c = clone(%b)`. After: `%a = exp(%x)`, used for all, with their origins.
     """
     graph = torch.fx.Graph()
     mapping: dict[torch.fx.Node, torch.fx.Node] = {}
     seen: dict[Any, torch.fx.Node] = {}
     decisions: list[Decision] = []
     returned = _returned(graph_module.graph)
+    changes = any(node.op == "call_function" and not is_pure(node) for node in graph_module.graph.nodes)
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and not is_pure(node):
             seen.clear()  # what it mutates may be read again
+        if not changes and node not in returned and _is_exact_copy(node):
+            mapping[node] = mapping[node.args[0]]
+            merge_origin(mapping[node], node)
+            why = "nothing changes the original or the copy, and the caller gets neither through it"
+            decisions.append(Decision("transform.copy", (node.name, mapping[node].name), True, why))
+            continue
         key = _key(node, mapping) if is_pure(node) else None
         if key is not None and key in seen and node not in returned:
             mapping[node] = seen[key]
@@ -37,6 +44,16 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
             seen.setdefault(key, mapping[node])
     graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node) and node.op != "get_attr")
     return torch.fx.GraphModule(graph_module, graph), tuple(decisions)
+
+
+def _is_exact_copy(node: torch.fx.Node) -> bool:
+    """True if the call makes a tensor like its argument, which lies in memory as that does."""
+    if node.target is not torch.ops.aten.clone.default or not isinstance(node.args[0], torch.fx.Node):
+        return False
+    copy, original = node.meta.get("val"), node.args[0].meta.get("val")
+    if not isinstance(copy, torch.Tensor) or not isinstance(original, torch.Tensor):
+        return False
+    return strides_of(copy) == strides_of(original) and node.args[0].op == "call_function"
 
 
 def _returned(graph: torch.fx.Graph) -> set[torch.fx.Node]:

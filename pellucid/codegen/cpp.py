@@ -31,11 +31,13 @@ from pellucid.codegen.operands import Operands
 from pellucid.codegen.plan import Plan, chunks
 from pellucid.codegen.text import CPP_TYPE, index_text, scalar_text
 from pellucid.codegen.vector import Access, access
-from pellucid.ir.index import Expr, Sym, Val, Var, const, product, var
+from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, product, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
 
+FARTHEST = 1 << 48
+"""A bound of positions from which any position can be subtracted."""
 REDUCTION = {"sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "any": "Any", "all": "Every"}
 
 
@@ -281,7 +283,8 @@ class _Printer:
             case Compute("cast", (arg,)):
                 return f"pv::cast<{CPP_TYPE[line.dtype]}>({self.arg(arg, wide)})"
             case Compute(op, args):
-                return f"pv::{op}({', '.join(self.arg(arg, wide) for arg in args)})"
+                compared = self.compared_position(op, args) if wide else None
+                return compared or f"pv::{op}({', '.join(self.arg(arg, wide) for arg in args)})"
             case Reduce() | Store():
                 raise AssertionError(line)
             case _:
@@ -293,6 +296,16 @@ class _Printer:
         if step is None:
             return f"pv::indices<{width}>({self.at(index)})"
         return f"pv::iota<{width}>({self.text(index)}, {self.text(step)})"
+
+    def compared_position(self, op: str, args: tuple[str, ...]) -> str | None:
+        """A comparison of neighbouring positions with a number: a count of lanes says it; None for any other."""
+        left, right = (self.lines[arg].rhs for arg in args[:2]) if op in ("lt", "ge") else (None, None)
+        if not isinstance(left, IndexValue) or not isinstance(right, Const) or abs(int(right.value)) > FARTHEST:
+            return None
+        if left.index.vals() & self.plan.wide or left.index.coefficient(str(self.plan.vector)) != ONE:
+            return None
+        below = f"pv::below<{self.plan.width}>({self.text(left.index)}, {args[1]})"
+        return below if op == "lt" else f"pv::bitwise_not({below})"
 
     def fill_block(self, line: Line) -> None:
         blocks = self.plan.blocks

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._higher_order_ops.scan import scan
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from pellucid.backend import last_compilations
+from pellucid.capture.transform import transform
 from pellucid.errors import UserError
 from pellucid.runnable import load_kernels
 from tests.support import assert_matches, widened
@@ -675,3 +677,46 @@ def test_jagged_tensors(dynamic) -> None:
         (results[0].values().sum() + results[1].square().sum()).backward()
         (expected[0].values().sum() + expected[1].square().sum()).backward()
         torch.testing.assert_close(ours.grad.values(), eager.grad.values())
+
+
+def test_copies_that_nobody_can_tell_from_their_originals_are_not_made() -> None:
+    def inside(x: Tensor) -> Tensor:
+        y = x.sin()
+        return y.clone() * x.roll(1, 0) + y.clone()
+
+    def apart(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.sin()
+        return y, y.clone(), y.t().clone(memory_format=torch.contiguous_format).exp(), x.clone()
+
+    x = torch.randn(33, 65)
+    for function, copies in ((inside, 0), (apart, 3)):
+        graph, _ = transform(make_fx(function, tracing_mode="fake")(x))
+        assert sum(node.target is torch.ops.aten.clone.default for node in graph.graph.nodes) == copies
+    check(inside, (x,))
+    results = check(apart, (x,))(x)
+    assert len({tensor.data_ptr() for tensor in (x, *results)}) == 5
+
+
+def test_copies_stay_where_something_changes_the_original() -> None:
+    def swap(x: Tensor, y: Tensor) -> Tensor:
+        kept = x.clone()
+        x.copy_(y)
+        y.copy_(kept)
+        return (x * 2).clone() + kept
+
+    check(swap, (torch.randn(7, 5), torch.randn(7, 5)))
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (33, 65), (3, 16), (1, 1), (4, 129)])
+def test_rolled_and_padded_neighbours(shape: tuple[int, int]) -> None:
+    """Masks of neighbouring positions: with no lane, with all of them, and across both ends of a register."""
+
+    def function(u: Tensor) -> tuple[Tensor, ...]:
+        near = u + 0.1 * (u.roll(1, 0) + u.roll(-1, 0) + u.roll(1, 1) + u.roll(-2, 1) - 4 * u)
+        padded = F.pad(u, (3, 2, 1, 20), value=2.0)
+        at = torch.arange(u.shape[1])
+        return near, padded, torch.where(at < 3, u, -u), torch.where(at >= u.shape[1] - 1, u, u * u)
+
+    check(function, (torch.randn(shape),))
+    check(function, (torch.randn(shape, dtype=torch.float64),))
+    check(function, (torch.randn(shape).to(torch.bfloat16),))

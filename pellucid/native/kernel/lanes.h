@@ -24,6 +24,12 @@ template <int W> PV_FN Vec<int64_t, W> iota(int64_t base, int64_t step) {
   });
 }
 
+// The lanes k for which first + k < limit.
+template <int W> PV_FN Vec<bool, W> below(int64_t first, int64_t limit) {
+  const int64_t n = limit - first;
+  return first_lanes<W>(n < 0 ? 0 : n < W ? n : W);
+}
+
 // The lanes of a vector in memory, for what is done one lane at a time.
 template <class T, int W> struct Lanes {
   alignas(64) T lane[W];

@@ -207,6 +207,8 @@ template <int W> PV_FN Vec<bool, W> first_lanes(int64_t n) {
   return from_bits<64, W>([&](auto) PV_INLINE { return bits; });
 }
 
+// A mask without any lane takes a branch: `cat`, `pad` and `roll` load nothing from one side nearly everywhere, and an
+// instruction whose lanes are all off takes hundreds of cycles where its address may not be read.
 template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool, W>& m) {
   using V = Vec<T, W>;
   return build<V, V::count>([&](auto K) PV_INLINE {
@@ -214,6 +216,7 @@ template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool
     const uint64_t bits = bits_of<k, V::lanes>(m);
     const T* q = p + k * V::lanes;
     using R = typename V::reg;
+    if (bits == 0) return R();
     if constexpr (sizeof(T) == 8) return narrow<R>(_mm512_maskz_loadu_epi64(bits, q));
     else if constexpr (sizeof(T) == 4) return narrow<R>(_mm512_maskz_loadu_epi32(bits, q));
     else if constexpr (sizeof(T) == 2) return narrow<R>(_mm512_maskz_loadu_epi16(bits, q));
