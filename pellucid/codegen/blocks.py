@@ -33,6 +33,9 @@ DEPTH = 192
 # Columns that leave panels mostly empty, and rows that read a right operand where it lies, as `contract.h` has it.
 FEW_COLUMNS = 4
 FEW_ROWS = 8
+# Places of a tile for Winograd's method, and taps of a weight, as `winograd.h` has them.
+PLACES = 16
+TAPS = 9
 # Axes that the rows of a window may have: images, lines, pixels; and its taps.
 MOST_ROW_AXES = 3
 MOST_TAP_AXES = 2
@@ -99,7 +102,7 @@ class Packing:
     """A right operand of `terms` rows and `columns` columns, packed whole before the program runs.
 
     dtype: of its elements. area: taps of a channel where the operand's terms lie channel by channel and the left one's
-    tap by tap, else 1.
+    tap by tap, else 1. tiles: it is transformed too, see `Blocks.tiles`.
     """
 
     operand: Operand
@@ -107,11 +110,14 @@ class Packing:
     terms: int
     columns: int
     area: int
+    tiles: bool
 
     def numel(self, machine: Machine) -> int:
-        """How many f32 that makes, in panels of two registers: `pack_panels` checks it."""
+        """How many f32 that makes, in panels of two registers: `pack_panels` and `pack_tiles` check it."""
         panel = 2 * machine.lanes
-        return -(-self.columns // panel) * panel * -(-self.terms // machine.isa.terms(self.dtype)) + 1
+        units = -(-self.terms // machine.isa.terms(self.dtype))
+        transformed = PLACES * self.terms // TAPS if self.tiles else 0
+        return -(-self.columns // panel) * panel * (units + transformed) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,7 @@ class Blocks:
     planes: the right operand's terms lie with the last of `inner` outermost.
     packed: the right operand is packed before the program runs. stored: where the sums go at once; None where other
     lines run over each block, which is then in memory of its own.
+    tiles: how many of 2 x 2 pixels a block has, if its sums are computed by tiles (`codegen/winograd.py`), else 0.
     """
 
     contraction: Contraction
@@ -138,10 +145,23 @@ class Blocks:
     pixels: bool = False
     packed: bool = False
     stored: Store | None = None
+    tiles: int = 0
 
     @property
     def terms(self) -> Expr:
         return product(self.ranges[name] for name in self.inner)
+
+    @property
+    def channels(self) -> int:
+        """Of an image whose sums are computed by tiles."""
+        terms = self.terms.value
+        assert self.tiles and terms is not None
+        return terms // TAPS
+
+    @property
+    def share(self) -> float:
+        """How many of the products are computed: all but by tiles."""
+        return PLACES * self.tiles / (TAPS * self.height) if self.tiles else 1.0
 
     @property
     def by_channel(self) -> bool:
@@ -182,9 +202,9 @@ class Blocks:
         right = self.operands()[1]
         terms, columns = self.terms.value, self.ranges[self.column].value
         assert terms is not None and columns is not None
-        area = _area(_taps(self.contraction, self.inner)[0], self.ranges) if self.planes else 1
+        area = _area(taps_of(self.contraction, self.inner)[0], self.ranges) if self.planes else 1
         operand = replace(right, start=right.start.substitute(start))
-        return Packing(operand, self.contraction.dtype, terms, columns, area)
+        return Packing(operand, self.contraction.dtype, terms, columns, area, self.tiles > 0)
 
     def syms(self) -> frozenset[str]:
         """The size symbols that the operands name."""
@@ -195,7 +215,7 @@ class Blocks:
         return Operand(access.buffer, self._first(access.index), *strides)
 
     def _window(self, load: Load) -> Window:
-        taps, channels = _taps(self.contraction, self.inner)
+        taps, channels = taps_of(self.contraction, self.inner)
         rows = ((self.row, var("hi") - var("lo")), *((name, self.ranges[name]) for name in self.whole))
         return Window(
             load.buffer,
@@ -338,7 +358,7 @@ def _windows(found: Contraction, ranges: dict[str, Expr], column: str, machine: 
     left, right = found.loads
     inner = tuple(sorted(found.inner, key=lambda name: -abs(estimate(stride_along(left.index, name)))))
     rows = sorted(found.rows, key=lambda name: -estimate(stride_along(left.index, name)))
-    taps, channels = _taps(found, inner)
+    taps, channels = taps_of(found, inner)
     planes = not _lies(right.index, inner, ranges)
     if planes and not (channels and _lies(right.index, (*channels, *taps), ranges) and _area(taps, ranges) <= DEPTH):
         return None
@@ -393,7 +413,7 @@ def _area(taps: tuple[str, ...], ranges: dict[str, Expr]) -> int:
     return estimate(product(ranges[name] for name in taps))
 
 
-def _taps(found: Contraction, inner: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def taps_of(found: Contraction, inner: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes of taps, and that of channels: the last one, if its terms are neighbours that count or not together."""
     last = inner[-1]
     together = all(last not in bound.position.vars() for bound in found.bounds)

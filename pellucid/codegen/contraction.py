@@ -13,6 +13,7 @@ from pellucid.codegen.blocks import Blocks, find_blocks, stored_at_once
 from pellucid.codegen.plan import Plan, chunks, grain_of
 from pellucid.codegen.sweeps import plan_sweeps
 from pellucid.codegen.vector import base_lanes
+from pellucid.codegen.winograd import by_tiles
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import product, var
 from pellucid.ir.nodes import CheckIndex, Kernel, Line, Load, Store, axes_of, operands
@@ -35,6 +36,7 @@ def plan_contraction(
     if found is None:
         return None
     blocks, decisions = found
+    blocks, tiles = by_tiles(blocks, kernel, machine)
     rest = epilogue(kernel, blocks)
     blocks = replace(blocks, stored=stored_at_once(blocks, rest, machine))
     ranges = kernel.ranges
@@ -42,7 +44,11 @@ def plan_contraction(
     outer = tuple(axis.name for axis in rest.space if axis.name not in inside)
     extent = product(ranges[name] for name in outer)
     extent = extent * chunks(ranges[blocks.row], blocks.rows) * chunks(ranges[blocks.column], blocks.columns)
-    steps = estimate(product(ranges.values())) / (machine.lanes * machine.isa.terms(blocks.contraction.dtype))
+    steps = (
+        blocks.share
+        * estimate(product(ranges.values()))
+        / (machine.lanes * machine.isa.terms(blocks.contraction.dtype))
+    )
     grain, parallel = grain_of(kernel, extent, steps, machine, options)
     wide = frozenset(name for name, axes in axes_of(rest).items() if blocks.column in axes)
     streamed, streams = _streamed(rest, wide, results, machine)
@@ -64,7 +70,7 @@ def plan_contraction(
         streamed=streamed,
         extent=extent,
         grain=grain,
-        decisions=(*decisions, parallel, *streams),
+        decisions=(*decisions, *tiles, parallel, *streams),
         steps=steps,
         blocks=blocks,
     )

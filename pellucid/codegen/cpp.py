@@ -214,6 +214,7 @@ class _Printer:
             cut.append(("lo", chunks(plan.extent_of(plan.inner), plan.chunk)))
         if plan.tile is not None:
             cut.append(("from", chunks(plan.extent_of(plan.tile), plan.tile_step)))
+        cut = cut[::-1] if plan.columns_outermost else cut
         counters = cut + outer if plan.outer_fastest else outer + cut
         rest = "t"
         for position in range(len(counters) - 1, -1, -1):

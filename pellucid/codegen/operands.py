@@ -19,10 +19,11 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
     start, row, column = (index_text(each, {}, repr) for each in (operand.start, operand.row, operand.column))
     kind = CPP_TYPE[packing.dtype]
     matrix = f"pv::Matrix<{kind}>{{static_cast<const {kind}*>(p[0]) + {start}, {row}, {column}}}"
+    function = "pack_tiles" if packing.tiles else "pack_panels"
     sizes = f"{packing.columns}, {packing.terms}, {numel}"
     return (
         f'extern "C" int64_t {name}(void* const* p, const int64_t*, int64_t, int64_t) {{\n'
-        f"  pv::pack_panels<{sizes}>({packing.area}, {matrix}, static_cast<float*>(p[1]));\n"
+        f"  pv::{function}<{sizes}>({packing.area}, {matrix}, static_cast<float*>(p[1]));\n"
         "  return 0;\n"
         "}\n"
     )
@@ -48,9 +49,10 @@ class Operands:
             sizes, first = f"hi - lo, {sizes}", self.matrix(left, blocks.contraction.dtype)
         packing = blocks.packing()
         second = self.panels(packing) if packing else self.matrix(right, blocks.contraction.dtype)
-        function = "contract_taps" if blocks.by_channel else "contract"
-        sums = self.sums(blocks)
-        return f"pv::{function}<{self.sizes(blocks)}>({sizes}, {first}, {second}, {sums});"
+        function, known = "contract_taps" if blocks.by_channel else "contract", self.sizes(blocks)
+        if blocks.tiles:
+            function, known = "contract_tiles", f"{known}, {blocks.tiles}, {blocks.channels}"
+        return f"pv::{function}<{known}>({sizes}, {first}, {second}, {self.sums(blocks)});"
 
     def contract_pixels(self, blocks: Blocks) -> str:
         """The sums of one block, over pixels."""
@@ -114,7 +116,8 @@ class Operands:
 
     def panels(self, packing: Packing) -> str:
         """The panels of an operand that was packed."""
-        return f"pv::panels_from({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
+        function = "tile_panels_from" if packing.tiles else "panels_from"
+        return f"pv::{function}({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
 
     def window(self, window: Window) -> str:
         """A `pv::Window`, with axes and edges that do nothing in the places that are left."""

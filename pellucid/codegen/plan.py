@@ -39,7 +39,7 @@ class Plan:
     """How the loops of a kernel run. The nest, from the outside in:
 
     - one parallel loop over `outer`, chunks of `inner` if `chunk` is not 0, and blocks of `tile`, flattened, the last
-      one fastest; with `outer` last if `outer_fastest`;
+      one fastest; with `outer` last if `outer_fastest`, blocks before chunks if `columns_outermost`;
     - one loop for each of the `colliding` axes of a scatter;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
     - loops over all of the `whole` axes of a block;
@@ -84,6 +84,11 @@ class Plan:
     def outer_fastest(self) -> bool:
         """Whether `outer` runs within the blocks: taps of a weight's gradient may be neighbours in memory."""
         return self.blocks is not None and self.blocks.pixels
+
+    @property
+    def columns_outermost(self) -> bool:
+        """Whether all lines of some columns follow one another, see `codegen/winograd.py`."""
+        return self.blocks is not None and self.blocks.tiles > 0
 
     @property
     def vector_is_reduced(self) -> bool:

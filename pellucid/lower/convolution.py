@@ -44,6 +44,7 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     if not graph.contract:
         raise NotLowered(OFF)
+    given = {**given, "weight": _uncopied(graph, node, given["weight"])}
     unpadded = _unpadded(graph, node, given)
     if unpadded is None:
         _check_direct(given, shape_of(node.meta["val"]))
@@ -66,6 +67,20 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     kernel.store(result.view, result.dtype, kernel.index[:4], value)
     graph.emit(kernel)
     return result
+
+
+def _uncopied(graph: ProgramBuilder, node: torch.fx.Node, weight: TensorRef) -> TensorRef:
+    """The weight, or what it is a channels-last copy of where kernels read that as well: contiguous, with few taps."""
+    source = node.args[1]
+    if not isinstance(source, torch.fx.Node) or source.target is not torch.ops.aten.clone.default:
+        return weight
+    original = graph.value(source.args[0])
+    return original if _lies_by_plane(original) and original.dtype is weight.dtype else weight
+
+
+def _lies_by_plane(weight: TensorRef) -> bool:
+    few = nonnegative(const(_MOST_TAPS) - product(weight.shape[2:]))
+    return len(weight.shape) == 4 and lies(weight, (0, 1, 2, 3)) and few
 
 
 def _unpadded(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -114,8 +129,7 @@ def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = FE
         raise NotLowered(_SHORT)
     if ONE in (weight.shape[0], product((shape[0], *shape[2:]))):
         raise NotLowered(_SINGLE)
-    planes = lies(weight, (0, 1, 2, 3)) and nonnegative(const(_MOST_TAPS) - product(weight.shape[2:]))
-    if not planes and not lies(weight, (0, 2, 3, 1)):
+    if not _lies_by_plane(weight) and not lies(weight, (0, 2, 3, 1)):
         raise NotLowered(_WEIGHT)
 
 

@@ -54,4 +54,5 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 #include "kernel/micro.h"
 #include "kernel/contract.h"
 #include "kernel/window.h"
+#include "kernel/winograd.h"
 #include "kernel/attend.h"

@@ -96,6 +96,7 @@ class _Facts:
         moved = self._traffic(kernel)
         buffers = {**moved.loaded, **moved.stored}
         shares = size(compiled.extent) // compiled.grain
+        flops = int(moved.flops * compiled.plan.blocks.share) if compiled.plan.blocks else moved.flops
         return StepFacts(
             self._sized.name,
             kernel.name,
@@ -105,10 +106,10 @@ class _Facts:
             writes=self._shapes(moved.stored),
             loaded=sum(moved.loaded.values()),
             stored=sum(moved.stored.values()),
-            flops=moved.flops,
+            flops=flops,
             touched=sum(max(moved.loaded.get(name, 0), moved.stored.get(name, 0)) for name in buffers),
             instructions=self._instructions(kernel),
-            dtype=computed_in(kernel).value if moved.flops else "",
+            dtype=computed_in(kernel).value if flops else "",
             threads=max(1, min(torch.get_num_threads(), shares)),
             counts_as="product" if compiled.plan.blocks else "attention" if compiled.plan.rows else "",
             fetched=moved.fetched,

@@ -1,0 +1,146 @@
+"""Whether the sums of a convolution are computed by tiles, with less than half of the multiplications.
+
+`native/kernel/winograd.h` says how: 2 x 2 pixels of the result from 4 x 4 of the image, for 3 x 3 taps that move by one
+pixel. Blocks are then other ones: pixels are transformed again for each block of columns, and what is packed of the
+weights, or transformed, is read, or made, again for each block of lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from pellucid.codegen.blocks import COLUMN_STEP, PLACES, TAPS, Blocks, stride_along, taps_of
+from pellucid.ir.decision import Decision
+from pellucid.ir.index import Expr, product
+from pellucid.ir.nodes import Kernel
+from pellucid.machine import Machine
+from pellucid.machine.work import estimate
+
+# The part of a core's own cache that transformed pixels may take, and most bytes, since they lie on the stack; and the
+# bytes of a block's sums.
+_SHARE = 0.9
+_MOST_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 18
+# Multiplications that take as long as: to transform a tile in one channel, or its sums back; to fetch the weights of a
+# channel and column that are packed, or to transform them.
+_TILE = 64.0
+_SUMS = 60.0
+_FETCH = 32.0
+_TRANSFORM = 112.0
+# Products that gathering and packing cost beside each in windows; what tiles must gain, since they round more often.
+_WINDOWS = 1.05
+_WORTH = 1.15
+# Fewer channels or columns are mostly transformed.
+_FEWEST = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A convolution: `images` times, `lines` of `pixels`, and their axes. packed: its weights are."""
+
+    line: str
+    pixel: str
+    images: int
+    lines: int
+    pixels: int
+    channels: int
+    columns: int
+    packed: bool
+
+    def tiles(self, lines: int) -> int:
+        """Of a block of so many lines."""
+        return -(-lines // 2) * -(-self.pixels // 2)
+
+    def price(self, lines: int, columns: int) -> float:
+        """Multiplications that a block of so many lines and columns takes as long as."""
+        tiles = self.tiles(lines)
+        products = PLACES * tiles * self.channels * columns
+        transformed = tiles * (_TILE * self.channels + _SUMS * columns)
+        return products + transformed + (_FETCH if self.packed else _TRANSFORM) * self.channels * columns
+
+
+def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Blocks, tuple[Decision, ...]]:
+    """`blocks` as those by tiles where that is faster, with the reason; as they are elsewhere."""
+    shape = _shape(blocks, machine) if blocks.window else None
+    if shape is None:
+        return blocks, ()
+    windows = _WINDOWS * TAPS * shape.images * shape.lines * shape.pixels * shape.channels * shape.columns
+    windows /= machine.cores
+    priced = [(_time(shape, *each, machine.cores), each) for each in _candidates(shape, machine)]
+    time, (lines, columns) = min(priced, default=(windows, (0, 0)))
+    ok = time * _WORTH < windows
+    why = (
+        f"tiles of 2 x 2 pixels take {time / windows:.2f} of the time of windows"
+        if priced
+        else "a line of tiles would not stay in the cache"
+    )
+    facts = (("lines", lines), ("columns", columns))
+    decision = Decision("codegen.tiles", (kernel.name, blocks.contraction.total.out), ok, why, facts)
+    if not ok:
+        return blocks, (decision,)
+    tiles = shape.tiles(lines)
+    return replace(blocks, row=shape.line, whole=(shape.pixel,), rows=lines, columns=columns, tiles=tiles), (decision,)
+
+
+def _shape(blocks: Blocks, machine: Machine) -> _Shape | None:
+    """What `winograd.h` can compute; None for any other convolution. Packed weights are never flipped."""
+    found, ranges = blocks.contraction, blocks.ranges
+    taps, channels = taps_of(found, blocks.inner)
+    left, right = (load.index for load in found.loads)
+    if blocks.by_channel or found.batch or len(found.columns) != 1 or len(taps) != 2 or len(channels) != 1:
+        return None
+    known = all(each.value is not None for each in ranges.values()) and not right.syms()
+    if not known or [ranges[name].value for name in taps] != [3, 3]:
+        return None
+    ordered = sorted(found.rows, key=lambda name: -estimate(stride_along(left, name)))
+    if len(ordered) < 2:
+        return None
+    line, pixel = ordered[-2:]
+    signs = {_sign(index, line, pixel, taps) for index in (left, *(bound.position for bound in found.bounds))}
+    depth, columns = estimate(ranges[channels[0]]), estimate(ranges[blocks.column])
+    if signs not in ({1}, {-1}) or (signs == {-1} and blocks.packed):
+        return None
+    if min(depth, columns) < _FEWEST or depth % machine.lanes:
+        return None
+    images = estimate(product(ranges[name] for name in ordered[:-2]))
+    lines, pixels = estimate(ranges[line]), estimate(ranges[pixel])
+    return _Shape(line, pixel, images, lines, pixels, depth, columns, blocks.packed)
+
+
+def _sign(index: Expr, line: str, pixel: str, taps: tuple[str, ...]) -> int:
+    """1 if taps move as far as lines and pixels do, -1 if they move back as far, 0 for all else."""
+    moves = [stride_along(index, name) for name in (line, pixel)]
+    steps = [stride_along(index, name) for name in taps]
+    return 1 if moves == steps else -1 if moves == [-step for step in steps] else 0
+
+
+def _candidates(shape: _Shape, machine: Machine) -> Iterator[tuple[int, int]]:
+    """Lines and columns of blocks that the caches hold. Lines come in pairs: so tiles are the same in any block."""
+    room = min(_SHARE * machine.own_cache, _MOST_BYTES) / (4 * PLACES * (shape.channels + machine.lanes))
+    panels = -(-shape.columns // COLUMN_STEP)
+    widths = sorted({-(-panels // pieces) * COLUMN_STEP for pieces in range(1, panels + 1)})
+    for lines in range(2, shape.lines + 2, 2):
+        if shape.tiles(lines) > room:
+            return
+        for columns in widths:
+            if 4 * lines * shape.pixels * columns <= _BLOCK_BYTES:
+                yield lines, columns
+
+
+def _time(shape: _Shape, lines: int, columns: int, cores: int) -> float:
+    """Multiplications that the slowest of `cores` takes as long as: each has as many blocks, one after the other.
+
+    All lines of some columns follow one another.
+    """
+    blocks = [
+        shape.price(
+            min(lines, shape.lines - line), min(columns, -(-(shape.columns - column) // COLUMN_STEP) * COLUMN_STEP)
+        )
+        for column in range(0, shape.columns, columns)
+        for line in range(0, shape.lines, lines)
+    ] * shape.images
+    share, rest = divmod(len(blocks), cores)
+    ends = [core * share + min(core, rest) for core in range(cores + 1)]
+    return max(sum(blocks[first:last]) for first, last in pairwise(ends))

@@ -1,0 +1,225 @@
+// Convolutions of 3 x 3 taps whose windows move by one pixel, in f32, with 16 multiplications for 4 pixels in place of
+// 36: F(2 x 2, 3 x 3) of Winograd's, as Lavin and Gray give it ("Fast Algorithms for Convolutional Neural Networks",
+// 2016).
+//
+// A tile is 4 x 4 pixels d of the image, and gives 2 x 2 pixels of the result. With the weights g of a channel,
+//
+//     result = A' [ (G g G') * (B' d B) ] A        the sum over channels stands in the brackets, for each of 16 places
+//
+// so that each place is a product of matrices, of tiles and channels by channels and columns, for the micro-kernel.
+// B, A: 0, 1 and -1; G: halves too. What is transformed of the weights is packed before the program runs.
+//
+// Numbers that are not finite would spread over a tile: then the block is computed window by window.
+namespace pv {
+
+constexpr int PLACES = 16, TAPS = 9;
+
+// The four results of one axis: B' d of four pixels, G g of three weights; and the two of A' m.
+template <class T> PV_FN void transform_pixels(const T (&d)[4], T (&to)[4]) {
+  to[0] = d[0] - d[2], to[1] = d[1] + d[2], to[2] = d[2] - d[1], to[3] = d[1] - d[3];
+}
+template <class T> PV_FN void transform_weights(const T (&g)[3], T (&to)[4]) {
+  to[0] = g[0], to[1] = (g[0] + g[1] + g[2]) / 2, to[2] = (g[0] - g[1] + g[2]) / 2, to[3] = g[2];
+}
+template <class T> PV_FN void transform_back(const T (&m)[4], T (&to)[2]) {
+  to[0] = m[0] + m[1] + m[2], to[1] = m[1] - m[2] - m[3];
+}
+
+// The weights b[9 channels, N], terms as in `pack_panels`, as panels of columns: in each, `channels` rows for every
+// place. All that `pack_panels` makes of the weights follows.
+template <int64_t N, int64_t K, int64_t SIZE>
+inline void pack_tiles(int64_t area, const Matrix<float>& b, float* to) {
+  constexpr int64_t columns = (N + COLUMNS - 1) / COLUMNS * COLUMNS, channels = K / TAPS;
+  const auto weight = [&](int64_t tap, int64_t channel, int64_t j) -> double {
+    return j < N ? *b(area == 1 ? tap * channels + channel : channel * area + tap, j) : 0.0f;
+  };
+  for (int64_t j = 0; j < columns; j++)
+    for (int64_t k = 0; k < channels; k++) {
+      float* next = to + (j / COLUMNS * PLACES * channels + k) * COLUMNS + j % COLUMNS;
+      double half[3][4];
+      for (int u = 0; u < 3; u++) transform_weights<double>({weight(u, k, j), weight(3 + u, k, j), weight(6 + u, k, j)}, half[u]);
+      for (int y = 0; y < 4; y++) {
+        double all[4];
+        transform_weights<double>({half[0][y], half[1][y], half[2][y]}, all);
+        for (int x = 0; x < 4; x++) next[(4 * y + x) * channels * COLUMNS] = float(all[x]);
+      }
+    }
+  pack_panels<N, K, SIZE - PLACES * channels * columns>(area, b, to + PLACES * channels * columns);
+}
+
+// What `pack_tiles` wrote: the columns from a multiple of COLUMNS on.
+struct TilePanels {
+  const float* at;
+  Panels windows;
+};
+PV_FN TilePanels tile_panels_from(const float* packed, int64_t n, int64_t k, int64_t first) {
+  const int64_t columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS, channels = k / TAPS;
+  const float* windows = packed + PLACES * channels * columns;
+  return {packed + first * PLACES * channels, panels_from<float>(windows, n, k, first)};
+}
+
+// The transformed weights of one panel: `channels` rows for each place.
+struct Places {
+  const float* at;
+  int64_t channels;
+  PV_FN Rows operator()(int64_t place) const { return {at + place * channels * COLUMNS, COLUMNS}; }
+};
+
+// The same from weights as they lie, b[9 CHANNELS, n], n at most COLUMNS: `depth` channels from `first` on, with room for
+// CHUNK of them. planes: taps of a channel are neighbours, else channels of a tap. flipped: see `is_flipped`.
+template <int CHANNELS, int CHUNK>
+[[gnu::noinline, gnu::noipa]] inline void transform_panel(
+    const Matrix<float>& b, int64_t n, int64_t first, int64_t depth, bool planes, bool flipped, float* to) {
+  alignas(64) float some[TAPS * COLUMN * COLUMNS];  // of so many channels, tap by tap
+  static const ByTap by_tap(TAPS, COLUMN);
+  for (int64_t k = 0; k < depth; k += COLUMN) {
+    if (planes)
+      pack_columns(b.from((first + k) * TAPS, 0), TAPS * COLUMN, n, some, by_tap);
+    else
+      for (int tap = 0; tap < TAPS; tap++)
+        pack_columns(b.from(tap * CHANNELS + first + k, 0), COLUMN, n, some + tap * COLUMN * COLUMNS);
+    for (int i = 0; i < COLUMN * COLUMNS; i += COLUMN) {
+      ColumnReg half[3][4];
+      for (int u = 0; u < 3; u++) {
+        ColumnReg down[3];
+        for (int t = 0; t < 3; t++) down[t] = read_column(some + (3 * t + u) * COLUMN * COLUMNS + i);
+        transform_weights(down, half[u]);
+      }
+      for (int y = 0; y < 4; y++) {
+        const ColumnReg across[3] = {half[0][y], half[1][y], half[2][y]};
+        ColumnReg all[4];
+        transform_weights(across, all);
+        const int line = flipped && y % 3 == 0 ? 3 - y : y;
+        for (int x = 0; x < 4; x++) {
+          const int pixel = flipped && x % 3 == 0 ? 3 - x : x;
+          write_column(to + ((4 * line + pixel) * CHUNK + k) * COLUMNS + i, all[x]);
+        }
+      }
+    }
+  }
+}
+
+// A window whose taps follow one another backwards, as those of an image's gradient do, from its last tap on. Weights
+// that are flipped so exchange the first and the last place of each axis.
+PV_FN bool is_flipped(const Window& w) { return w.taps[0].step < 0; }
+PV_FN Window forwards(Window w) {
+  if (!is_flipped(w)) return w;
+  w.at += 2 * (w.taps[0].step + w.taps[1].step);
+  for (Edge& edge : w.edges) edge.first += 2 * (edge.taps[0] + edge.taps[1]);
+  return w;
+}
+
+// Calls each(number, image, line, pixel) for the tiles of a block: their first pixels of the result.
+template <class Each> PV_FN void for_tiles(const Window& w, Each each) {
+  int64_t tile = 0;
+  for (int64_t i = 0; i < w.rows[0].extent; i++)
+    for (int64_t j = 0; j < w.rows[1].extent; j += 2)
+      for (int64_t k = 0; k < w.rows[2].extent; k += 2) each(tile++, i, j, k);
+}
+
+// B' d B of all tiles: place p of tile t has CHANNELS elements at to + p * PLANE + t * STEP. What lies outside of the
+// image, or belongs to no pixel of the block, is zero.
+template <int CHANNELS, int STEP, int PLANE>
+[[gnu::noinline, gnu::noipa]] inline void transform_tiles(const Window& w, float* to) {
+  alignas(64) static constexpr float nothing[CHANNELS] = {};
+  for_tiles(w, [&](int64_t tile, int64_t i, int64_t j, int64_t k) {
+    const float* from[PLACES];
+    for (int p = 0; p < PLACES; p++) {
+      const int64_t line = j + p / 4, pixel = k + p % 4;
+      bool counts = line < w.rows[1].extent + 2 && pixel < w.rows[2].extent + 2;
+      for (const Edge& edge : w.edges) {
+        const int64_t place = edge.first + i * edge.rows[0] + line * edge.rows[1] + pixel * edge.rows[2];
+        counts &= uint64_t(place) < uint64_t(edge.extent);
+      }
+      from[p] = counts ? w.at + i * w.rows[0].step + line * w.rows[1].step + pixel * w.rows[2].step : nothing;
+    }
+    float* next = to + tile * STEP;
+    for (int64_t c = 0; c < CHANNELS; c += COLUMN, next += COLUMN) {
+      ColumnReg half[4][4];  // [pixel][line]
+      for (int x = 0; x < 4; x++) {
+        const ColumnReg d[4] = {read_column(from[x] + c), read_column(from[4 + x] + c), read_column(from[8 + x] + c),
+                                read_column(from[12 + x] + c)};
+        transform_pixels(d, half[x]);
+      }
+      for (int y = 0; y < 4; y++) {
+        const ColumnReg d[4] = {half[0][y], half[1][y], half[2][y], half[3][y]};
+        ColumnReg all[4];
+        transform_pixels(d, all);
+        for (int x = 0; x < 4; x++) write_column(next + (4 * y + x) * PLANE, all[x]);
+      }
+    }
+  });
+}
+
+// c = A' m A for the columns of one panel: place p of tile t lies at m + p * PLANE + t * COLUMNS. False if a sum is not
+// finite.
+template <int PLANE>
+[[gnu::noinline, gnu::noipa]] inline bool sums_of_tiles(const Window& w, const float* m, const Sums& c) {
+  ColumnReg none = {};  // NaN if a sum is not finite
+  const int64_t lines = w.rows[1].extent, pixels = w.rows[2].extent;
+  for_tiles(w, [&](int64_t tile, int64_t i, int64_t j, int64_t k) PV_INLINE {
+    for (int column = 0; column < COLUMNS; column += COLUMN) {
+      const float* from = m + tile * COLUMNS + column;
+      ColumnReg half[4][2];  // [pixel][line]
+      for (int x = 0; x < 4; x++) {
+        const ColumnReg d[4] = {read_column(from + x * PLANE), read_column(from + (4 + x) * PLANE),
+                                read_column(from + (8 + x) * PLANE), read_column(from + (12 + x) * PLANE)};
+        transform_back(d, half[x]);
+      }
+      for (int y = 0; y < 2; y++) {
+        const ColumnReg d[4] = {half[0][y], half[1][y], half[2][y], half[3][y]};
+        ColumnReg all[2];
+        transform_back(d, all);
+        for (int x = 0; x < 2; x++) {
+          none = multiply_add(all[x], ColumnReg{}, none);
+          if (j + y < lines && k + x < pixels)
+            write_column(c.from((i * lines + j + y) * pixels + k + x, column).at, all[x]);
+        }
+      }
+    }
+  });
+  return total<Sum>(Column{{none}}) == 0;
+}
+
+template <int M, int N, int WIDTH, class Right>
+[[gnu::noinline]] inline void contract_windows(int64_t n, int64_t k, const Window& a, const Right& b, const Sums& c) {
+  contract<M, N, WIDTH>(n, k, a, b, c);
+}
+
+// The same as `contract` of windows, of which a block has at most TILES tiles, with CHANNELS channels. Weights that are
+// not packed are transformed for each block, CHUNK channels at a time.
+template <int M, int N, int WIDTH, int TILES, int CHANNELS, class Right>
+inline void contract_tiles(int64_t n, int64_t k, const Window& a, const Right& b, const Sums& c) {
+  constexpr bool PACKED = std::is_same_v<Right, TilePanels>;
+  constexpr int CHUNK = PACKED || CHANNELS < 128 ? CHANNELS : 128;
+  static_assert(N % COLUMNS == 0 && CHANNELS % COLUMN == 0);
+  constexpr int STEP = CHANNELS + COLUMN, PLANE = TILES * STEP;  // so that tiles lie in different sets of the cache
+  constexpr int SUMS = TILES * COLUMNS + COLUMN;
+  alignas(64) float tiles[PLACES * PLANE], sums[PLACES * SUMS], weights[PACKED ? 1 : PLACES * CHUNK * COLUMNS];
+  const int64_t m = a.rows[0].extent * ((a.rows[1].extent + 1) / 2) * ((a.rows[2].extent + 1) / 2);
+  const int64_t pieces = (m + ROWS - 1) / ROWS;  // of equal size: few rows would wait for one another
+  transform_tiles<CHANNELS, STEP, PLANE>(forwards(a), tiles);
+  bool finite = true;
+  for (int64_t j = 0; j < n && finite; j += COLUMNS) {
+    for (int64_t first = 0; first < CHANNELS; first += CHUNK) {
+      const int64_t depth = least(CHUNK, CHANNELS - first);
+      Places places{weights, CHUNK};
+      if constexpr (PACKED) places.at = b.at + j * PLACES * CHANNELS;
+      else transform_panel<CHANNELS, CHUNK>(b.from(0, j), least(n - j, COLUMNS), first, depth, a.planes, is_flipped(a), weights);
+      for (int p = 0; p < PLACES; p++) {
+        const Matrix<float> left{tiles + p * PLANE + first, STEP, 1};
+        for (int64_t piece = 0; piece < pieces; piece++) {
+          const int64_t row = piece * m / pieces, last = (piece + 1) * m / pieces;
+          const Sums to{sums + p * SUMS + row * COLUMNS, COLUMNS, first > 0};
+          tile_of<2>(last - row, depth, left.from(row, 0), places(p), to);
+        }
+      }
+    }
+    finite = sums_of_tiles<SUMS>(a, sums, c.from(0, j));
+  }
+  if (finite) return;
+  if constexpr (PACKED) contract_windows<M, N, WIDTH>(n, k, a, b.windows, c);
+  else contract_windows<M, N, WIDTH>(n, k, a, b, c);
+}
+
+}  // namespace pv

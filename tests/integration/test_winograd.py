@@ -1,0 +1,146 @@
+"""Convolutions that are computed by tiles of 2 x 2 pixels."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import assert_matches, widened
+
+LAST = torch.channels_last
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def compiled(module: nn.Module, folder: Path, **options: object) -> nn.Module:
+    return torch.compile(module, backend="pellucid", options={"trace": str(folder), "verify": True, **options})  # type: ignore[return-value]
+
+
+def decided(folder: Path) -> list[bool]:
+    """For each convolution that may be computed so, whether it is."""
+    rows = [row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open())]
+    return [row["ok"] == "1" for row in rows if row["rule"] == "codegen.tiles"]
+
+
+def convolution(
+    inputs: int, outputs: int, padding: int = 1, layout: torch.memory_format = torch.contiguous_format
+) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=padding).to(memory_format=layout).eval()
+
+
+def image(*shape: int) -> Tensor:
+    return torch.randn(shape).to(memory_format=LAST)
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize(
+    ("shape", "outputs", "padding"),
+    [
+        ((1, 64, 56, 56), 64, 1),
+        ((1, 64, 12, 30), 40, 1),  # columns that fill no panel
+        ((1, 256, 14, 14), 96, 1),  # weights in several pieces
+        ((3, 32, 21, 19), 64, 1),  # odd sizes, several images
+        ((2, 48, 18, 9), 64, 2),
+        ((1, 64, 33, 2), 128, 1),
+    ],
+)
+def test_results_are_those_of_windows(
+    tmp_path: Path, shape: tuple[int, ...], outputs: int, padding: int, layout: torch.memory_format, freeze: bool
+) -> None:
+    module = nn.Sequential(convolution(shape[1], outputs, padding, layout), nn.ReLU())
+    x = image(*shape)
+    with torch.no_grad():
+        result = compiled(module, tmp_path, freeze=freeze)(x)
+        assert decided(tmp_path) == [True]
+        exact = copy.deepcopy(module).double()(x.double())
+        assert_matches(result, module(x), exact)
+        assert (result - exact).abs().max() < 5e-6 * exact.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("where", [(0, 0), (3, 4), (10, 13)])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
+def test_numbers_that_are_not_finite_stay_in_their_windows(
+    tmp_path: Path, value: float, where: tuple[int, int]
+) -> None:
+    module, x = convolution(64, 64), image(1, 64, 11, 14)
+    x[0, 5, where[0], where[1]] = value
+    with torch.no_grad():
+        expected = module(x)
+        for freeze in (False, True):
+            torch._dynamo.reset()
+            result = compiled(module, tmp_path / str(freeze), freeze=freeze)(x)
+            assert decided(tmp_path / str(freeze)) == [True]
+            assert torch.equal(result.isnan(), expected.isnan())
+            assert torch.equal(result.isinf(), expected.isinf())
+            torch.testing.assert_close(result, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_are_not_finite_are_noticed(tmp_path: Path) -> None:
+    module, x = convolution(64, 64, padding=0), image(1, 64, 11, 14)
+    with torch.no_grad():
+        module.weight[3, 7, 1, 2] = math.inf
+        run = compiled(module, tmp_path, freeze=True)
+        torch.testing.assert_close(run(x), module(x), equal_nan=True, rtol=1e-4, atol=1e-4)
+        module.weight[3, 7, 1, 2] = 0.5
+        torch.testing.assert_close(run(x), module(x), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_images_are_computed_by_tiles_too(tmp_path: Path) -> None:
+    first, second = convolution(64, 96, layout=LAST), convolution(96, 64, layout=LAST)
+    module = nn.Sequential(first, nn.Tanh(), second)
+    x = image(2, 64, 17, 20)
+
+    def gradients(run: nn.Module, x: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        run.zero_grad()
+        run(x).square().sum().backward()
+        assert x.grad is not None
+        return [x.grad.clone(), *(p.grad.clone() for p in run.parameters() if p.grad is not None)]
+
+    result = gradients(compiled(module, tmp_path), x)
+    assert decided(tmp_path) == [True] * 4
+    assert_matches(result, gradients(module, x), gradients(copy.deepcopy(module).double(), x.double()))
+
+
+def test_bits_do_not_depend_on_threads(tmp_path: Path) -> None:
+    module, x = convolution(64, 128), image(2, 64, 30, 30)
+    run = compiled(module, tmp_path)
+    results: list[Tensor] = []
+    with torch.no_grad():
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(run(x))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_other_convolutions_are_computed_by_windows(tmp_path: Path) -> None:
+    modules = [
+        nn.Conv2d(64, 64, 3, stride=2, padding=1),
+        nn.Conv2d(64, 64, 3, dilation=2),
+        nn.Conv2d(64, 64, 5, padding=2),
+        nn.Conv2d(64, 64, (3, 1)),
+        nn.Conv2d(20, 64, 3),
+        nn.Conv2d(64, 8, 3),
+    ]
+    for number, module in enumerate(modules):
+        torch._dynamo.reset()
+        x, folder = image(1, module.in_channels, 20, 20), tmp_path / str(number)
+        with torch.no_grad():
+            result = compiled(module.to(memory_format=LAST), folder, freeze=True)(x)
+            assert_matches(result, module(x), copy.deepcopy(module).double()(*widened((x,))))
+        assert decided(folder) in ([], [False])
