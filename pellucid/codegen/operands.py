@@ -51,7 +51,9 @@ class Operands:
         second = self.panels(packing) if packing else self.matrix(right, blocks.contraction.dtype)
         function, known = "contract_taps" if blocks.by_channel else "contract", self.sizes(blocks)
         if blocks.tiles:
-            function, known = "contract_tiles", f"{known}, {blocks.tiles}, {blocks.channels}"
+            pair = 2 * blocks.height // blocks.rows
+            known = f"{pair}, {blocks.columns}, {blocks.ranges[blocks.column]}, {blocks.tiles}, {blocks.channels}"
+            function = "contract_tiles"
         return f"pv::{function}<{known}>({sizes}, {first}, {second}, {self.sums(blocks)});"
 
     def contract_pixels(self, blocks: Blocks) -> str:

@@ -18,11 +18,12 @@ from pellucid.ir.nodes import Kernel
 from pellucid.machine import Machine
 from pellucid.machine.work import estimate
 
-# The part of a core's own cache that transformed pixels may take, and most bytes, since they lie on the stack; and the
-# bytes of a block's sums.
+# The part of a core's own cache that transformed pixels may take, and the bytes of all that a block needs: they lie on
+# the stack, of which a thread may have 2 MiB.
 _SHARE = 0.9
-_MOST_BYTES = 1 << 20
-_BLOCK_BYTES = 1 << 18
+_STACK = 1408 << 10
+# Channels whose weights are transformed at a time, as `winograd.h` has it.
+_CHUNK = 128
 # Multiplications that take as long as: to transform a tile in one channel, or its sums back; to fetch the weights of a
 # channel and column that are packed, or to transform them.
 _TILE = 64.0
@@ -117,15 +118,17 @@ def _sign(index: Expr, line: str, pixel: str, taps: tuple[str, ...]) -> int:
 
 
 def _candidates(shape: _Shape, machine: Machine) -> Iterator[tuple[int, int]]:
-    """Lines and columns of blocks that the caches hold. Lines come in pairs: so tiles are the same in any block."""
-    room = min(_SHARE * machine.own_cache, _MOST_BYTES) / (4 * PLACES * (shape.channels + machine.lanes))
+    """Lines and columns of blocks that caches and stack hold. Lines come in pairs: so tiles are the same in each."""
+    own = PLACES * (shape.channels + machine.lanes), PLACES * COLUMN_STEP
+    weights = 0 if shape.packed else PLACES * COLUMN_STEP * min(shape.channels, _CHUNK)
     panels = -(-shape.columns // COLUMN_STEP)
     widths = sorted({-(-panels // pieces) * COLUMN_STEP for pieces in range(1, panels + 1)})
     for lines in range(2, shape.lines + 2, 2):
-        if shape.tiles(lines) > room:
+        tiles = shape.tiles(lines)
+        if 4 * tiles * own[0] > _SHARE * machine.own_cache:
             return
         for columns in widths:
-            if 4 * lines * shape.pixels * columns <= _BLOCK_BYTES:
+            if 4 * (tiles * sum(own) + weights + lines * shape.pixels * columns) <= _STACK:
                 yield lines, columns
 
 

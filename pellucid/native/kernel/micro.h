@@ -177,6 +177,7 @@ struct Panels {
   PV_FN const float* operator()(int64_t i, int64_t j) const {
     return at + j / COLUMNS * COLUMNS * depth + i * COLUMNS + j % COLUMNS;
   }
+  PV_FN Panels from(int64_t i, int64_t j) const { return {(*this)(i, j), depth, finite}; }
 };
 template <class Right> constexpr bool is_packed = std::is_same_v<Right, Panels>;
 

@@ -181,14 +181,26 @@ template <int PLANE>
   return total<Sum>(Column{{none}}) == 0;
 }
 
-template <int M, int N, int WIDTH, class Right>
-[[gnu::noinline]] inline void contract_windows(int64_t n, int64_t k, const Window& a, const Right& b, const Sums& c) {
-  contract<M, N, WIDTH>(n, k, a, b, c);
+// The same as `contract` of windows, two lines and some columns at a time: it needs little memory beside that of tiles.
+// PAIR: pixels of two lines.
+template <int PAIR, int WIDTH, class Right>
+[[gnu::noinline]] inline void contract_lines(int64_t n, int64_t k, const Window& a, const Right& b, const Sums& c) {
+  constexpr int SOME = 4 * COLUMNS;
+  for (int64_t i = 0; i < a.rows[0].extent; i++)
+    for (int64_t j = 0; j < a.rows[1].extent; j += 2) {
+      Window pair = a;
+      pair.at += i * a.rows[0].step + j * a.rows[1].step;
+      pair.rows[0].extent = 1, pair.rows[1].extent = least(2, a.rows[1].extent - j);
+      for (Edge& edge : pair.edges) edge.first += i * edge.rows[0] + j * edge.rows[1];
+      const Sums sums = c.from((i * a.rows[1].extent + j) * a.rows[2].extent, 0);
+      for (int64_t column = 0; column < n; column += SOME)
+        contract<PAIR, SOME, WIDTH>(least(SOME, n - column), k, pair, b.from(0, column), sums.from(0, column));
+    }
 }
 
 // The same as `contract` of windows, of which a block has at most TILES tiles, with CHANNELS channels. Weights that are
-// not packed are transformed for each block, CHUNK channels at a time.
-template <int M, int N, int WIDTH, int TILES, int CHANNELS, class Right>
+// not packed are transformed for each block, CHUNK channels at a time. PAIR: see `contract_lines`.
+template <int PAIR, int N, int WIDTH, int TILES, int CHANNELS, class Right>
 inline void contract_tiles(int64_t n, int64_t k, const Window& a, const Right& b, const Sums& c) {
   constexpr bool PACKED = std::is_same_v<Right, TilePanels>;
   constexpr int CHUNK = PACKED || CHANNELS < 128 ? CHANNELS : 128;
@@ -218,8 +230,8 @@ inline void contract_tiles(int64_t n, int64_t k, const Window& a, const Right& b
     finite = sums_of_tiles<SUMS>(a, sums, c.from(0, j));
   }
   if (finite) return;
-  if constexpr (PACKED) contract_windows<M, N, WIDTH>(n, k, a, b.windows, c);
-  else contract_windows<M, N, WIDTH>(n, k, a, b, c);
+  if constexpr (PACKED) contract_lines<PAIR, WIDTH>(n, k, a, b.windows, c);
+  else contract_lines<PAIR, WIDTH>(n, k, a, b, c);
 }
 
 }  // namespace pv
