@@ -41,6 +41,8 @@ MOST_ROW_AXES = 3
 MOST_TAP_AXES = 2
 # Blocks from which on no thread waits long for another.
 ENOUGH_BLOCKS = 16
+# How much longer than with equal shares cores may take before blocks become smaller.
+WAIT = 1.05
 # The part of its time that a core loses where the rows that it reads were written by another.
 FETCH = 0.05
 
@@ -463,9 +465,20 @@ def _sizes(
 
     while packed and few() and rows > 2 * FEWEST_ROWS:
         rows = _even(rows, rows // 2, ROW_STEP)
+    height = outer * -(-m // rows)
+    terms = estimate(product(ranges[name] for name in found.inner))
+    if not packed and 2 * rows * terms * found.dtype.itemsize > machine.own_cache:
+        # Each block of columns reads its rows anew, from beyond the cache: few of them, if cores have equal shares.
+        widths = [_even(n, most, COLUMN_STEP) for most in range(COLUMNS, 0, -COLUMN_STEP)]
+        return rows, min(widths, key=lambda width: max(WAIT, _waiting(height * -(-n // width), cores)))
     while few() and columns > COLUMN_STEP:
         columns = _even(columns, columns // 2, COLUMN_STEP)
     return rows, columns
+
+
+def _waiting(blocks: int, cores: int) -> float:
+    """How much longer the core takes that has the most of equal blocks, next to equal shares."""
+    return -(-blocks // cores) * cores / blocks
 
 
 def _even(extent: int, most: int, step: int) -> int:

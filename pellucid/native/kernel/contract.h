@@ -41,10 +41,14 @@ template <class E> PV_FN Panels panels_from(const E* panels, int64_t n, int64_t 
   return {packed + first * units, units, packed[(n + COLUMNS - 1) / COLUMNS * COLUMNS * units] != 0};
 }
 
+// Rows so many bytes apart lie in one set of the first cache, which cannot hold ROWS of them: they are copied.
+constexpr int64_t SAME_SET = 4096;
+
 // How the rows of a left operand are read.
 enum class Left { LYING, ROWS, PANELS };
 template <class E> PV_FN Left left_of(const Matrix<E>& a, int64_t m, int64_t k) {
   if (m > FEW_ROWS && a.row == 1 && a.column != 1) return Left::PANELS;
+  if (m > FEW_ROWS && a.column == 1 && a.row * int64_t(sizeof(E)) % SAME_SET == 0) return Left::ROWS;
   return has_units(a, k) ? Left::LYING : Left::ROWS;
 }
 
