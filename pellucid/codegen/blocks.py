@@ -394,9 +394,8 @@ def _lines_and_columns(m: int, size: int, n: int, outer: int, cores: int, fetch:
         uneven = -(-m // each[0]) * each[0] / m
         pieces = outer * -(-m // each[0])
         blocks = pieces * -(-n // each[1])
-        waits = -(-blocks // cores) * cores / blocks
         fetched = fetch if pieces % cores else 0.0
-        return (uneven + GATHER / min(each[1], n) + PACK / (each[0] * size) + fetched) * waits
+        return (uneven + GATHER / min(each[1], n) + PACK / (each[0] * size) + fetched) * waiting(blocks, cores)
 
     return min(((each, other) for each in found for other in columns), key=lambda each: (price(each), each))
 
@@ -470,13 +469,13 @@ def _sizes(
     if not packed and 2 * rows * terms * found.dtype.itemsize > machine.own_cache:
         # Each block of columns reads its rows anew, from beyond the cache: few of them, if cores have equal shares.
         widths = [_even(n, most, COLUMN_STEP) for most in range(COLUMNS, 0, -COLUMN_STEP)]
-        return rows, min(widths, key=lambda width: max(WAIT, _waiting(height * -(-n // width), cores)))
+        return rows, min(widths, key=lambda width: max(WAIT, waiting(height * -(-n // width), cores)))
     while few() and columns > COLUMN_STEP:
         columns = _even(columns, columns // 2, COLUMN_STEP)
     return rows, columns
 
 
-def _waiting(blocks: int, cores: int) -> float:
+def waiting(blocks: int, cores: int) -> float:
     """How much longer the core takes that has the most of equal blocks, next to equal shares."""
     return -(-blocks // cores) * cores / blocks
 

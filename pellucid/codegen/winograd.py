@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from pellucid.codegen.blocks import COLUMN_STEP, PLACES, TAPS, Blocks, stride_along, taps_of
+from pellucid.codegen.blocks import COLUMN_STEP, PLACES, TAPS, Blocks, stride_along, taps_of, waiting
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, product
 from pellucid.ir.nodes import Kernel
@@ -33,6 +33,8 @@ _TRANSFORM = 112.0
 # Products that gathering and packing cost beside each in windows; what tiles must gain, since they round more often.
 _WINDOWS = 1.05
 _WORTH = 1.15
+# Blocks for each core of which it does not matter which core has which.
+_MANY = 32
 # Fewer channels or columns are mostly transformed.
 _FEWEST = 32
 
@@ -56,7 +58,7 @@ class _Shape:
 
     def price(self, lines: int, columns: int) -> float:
         """Multiplications that a block of so many lines and columns takes as long as."""
-        tiles = self.tiles(lines)
+        tiles, columns = self.tiles(lines), -(-columns // COLUMN_STEP) * COLUMN_STEP
         products = PLACES * tiles * self.channels * columns
         transformed = tiles * (_TILE * self.channels + _SUMS * columns)
         return products + transformed + (_FETCH if self.packed else _TRANSFORM) * self.channels * columns
@@ -138,12 +140,13 @@ def _time(shape: _Shape, lines: int, columns: int, cores: int) -> float:
     All lines of some columns follow one another.
     """
     blocks = [
-        shape.price(
-            min(lines, shape.lines - line), min(columns, -(-(shape.columns - column) // COLUMN_STEP) * COLUMN_STEP)
-        )
+        shape.price(min(lines, shape.lines - line), min(columns, shape.columns - column))
         for column in range(0, shape.columns, columns)
         for line in range(0, shape.lines, lines)
-    ] * shape.images
-    share, rest = divmod(len(blocks), cores)
-    ends = [core * share + min(core, rest) for core in range(cores + 1)]
+    ]
+    count = len(blocks) * shape.images
+    if count >= _MANY * cores:
+        return sum(blocks) * shape.images / cores * waiting(count, cores)
+    blocks *= shape.images
+    ends = [core * count // cores for core in range(cores + 1)]
     return max(sum(blocks[first:last]) for first, last in pairwise(ends))
