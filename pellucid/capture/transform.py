@@ -25,19 +25,15 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and not is_pure(node):
             seen.clear()  # what it mutates may be read again
-        if not changes and node not in returned and _is_exact_copy(node):
-            mapping[node] = mapping[node.args[0]]
-            merge_origin(mapping[node], node)
-            why = "nothing changes the original or the copy, and the caller gets neither through it"
-            decisions.append(Decision("transform.copy", (node.name, mapping[node].name), True, why))
-            continue
         key = _key(node, mapping) if is_pure(node) else None
-        if key is not None and key in seen and node not in returned:
-            mapping[node] = seen[key]
-            merge_origin(seen[key], node)
-            decisions.append(
-                Decision("transform.common-subexpression", (node.name, seen[key].name), True, "the calls are equal")
-            )
+        same, rule, why = seen.get(key), "transform.common-subexpression", "the calls are equal"
+        if not changes and _is_exact_copy(node):
+            same, rule = mapping[node.args[0]], "transform.copy"
+            why = "nothing changes the original or the copy, and the caller gets neither through it"
+        if same is not None and node not in returned:
+            mapping[node] = same
+            merge_origin(same, node)
+            decisions.append(Decision(rule, (node.name, same.name), True, why))
             continue
         mapping[node] = graph.node_copy(node, lambda n: mapping[n])
         if key is not None:

@@ -464,12 +464,12 @@ def _sizes(
 
     while packed and few() and rows > 2 * FEWEST_ROWS:
         rows = _even(rows, rows // 2, ROW_STEP)
-    height = outer * -(-m // rows)
+    row_blocks = outer * -(-m // rows)
     terms = estimate(product(ranges[name] for name in found.inner))
     if not packed and 2 * rows * terms * found.dtype.itemsize > machine.own_cache:
         # Each block of columns reads its rows anew, from beyond the cache: few of them, if cores have equal shares.
         widths = [_even(n, most, COLUMN_STEP) for most in range(COLUMNS, 0, -COLUMN_STEP)]
-        return rows, min(widths, key=lambda width: max(WAIT, waiting(height * -(-n // width), cores)))
+        return rows, min(widths, key=lambda width: max(WAIT, waiting(row_blocks * -(-n // width), cores)))
     while few() and columns > COLUMN_STEP:
         columns = _even(columns, columns // 2, COLUMN_STEP)
     return rows, columns

@@ -8,6 +8,16 @@ namespace pv {
 struct WindowAxis { int64_t extent, step; };
 struct Edge { int64_t first, extent, rows[3], taps[2]; };
 
+// True if row (i, j, k) counts with tap (t, u).
+PV_FN bool counts_at(const Edge (&edges)[2], int64_t i, int64_t j, int64_t k, int64_t t = 0, int64_t u = 0) {
+  bool all = true;
+  for (const Edge& edge : edges) {
+    const int64_t rows = i * edge.rows[0] + j * edge.rows[1] + k * edge.rows[2];
+    all &= uint64_t(edge.first + rows + t * edge.taps[0] + u * edge.taps[1]) < uint64_t(edge.extent);
+  }
+  return all;
+}
+
 // The left operand of a convolution as it lies: its rows are points of three axes, its terms those of two axes of taps
 // and of `channels` that are neighbours. Terms count channels fastest, or, where `planes`, taps: as the right operand
 // lies. `padded`: some terms lie outside; these add nothing, or, with `zeros`, zero times the right operand.
@@ -83,12 +93,7 @@ PV_FN void copy_terms(const float* from, int64_t count, bool counts, float* to) 
     const int64_t i = row / (w.rows[1].extent * w.rows[2].extent), j = row / w.rows[2].extent % w.rows[1].extent;
     const int64_t k = row % w.rows[2].extent;
     for (int64_t tap = 0; tap < taps; tap++) {
-      bool counts = true;
-      for (const Edge& edge : w.edges) {
-        const int64_t rows_at = i * edge.rows[0] + j * edge.rows[1] + k * edge.rows[2];
-        const int64_t place = edge.first + rows_at + run.tap[0] * edge.taps[0] + tap * edge.taps[1];
-        counts &= uint64_t(place) < uint64_t(edge.extent);
-      }
+      const bool counts = counts_at(w.edges, i, j, k, run.tap[0], tap);
       copy_terms(from + tap * run.count, run.count, counts, to + tap * run.count);
     }
   });
@@ -229,18 +234,12 @@ inline void contract_pixels(
     more = true, count = 0;
   };
   const auto& [images, lines, line] = pixels.axes;
-  const auto counts = [&](int64_t i, int64_t j, int64_t k) PV_INLINE {
-    bool all = true;
-    for (const Edge& edge : pixels.edges)
-      all &= uint64_t(edge.first + i * edge.rows[0] + j * edge.rows[1] + k * edge.rows[2]) < uint64_t(edge.extent);
-    return all;
-  };
   for (int64_t i = 0; i < images.extent; i++)
     for (int64_t j = 0; j < lines.extent; j++)
       for (int64_t k = 0; k < line.extent; k++) {
         const int64_t one = i * images.left + j * lines.left + k * line.left;
         const int64_t other = i * images.right + j * lines.right + k * line.right;
-        const bool counted = counts(i, j, k);
+        const bool counted = counts_at(pixels.edges, i, j, k);
         if (!counted && all_finite(left + one, m)) continue;
         if (count == DEPTH) add(false);
         lefts[count] = one;

@@ -7,7 +7,7 @@
 //     result = A' [ (G g G') * (B' d B) ] A        the sum over channels stands in the brackets, for each of 16 places
 //
 // so that each place is a product of matrices, of tiles and channels by channels and columns, for the micro-kernel.
-// B, A: 0, 1 and -1; G: halves too. What is transformed of the weights is packed before the program runs.
+// B, A: 0, 1 and -1; G: halves too. Weights that are frozen are transformed before the program runs, others in each block.
 //
 // Numbers that are not finite would spread over a tile: then the block is computed window by window.
 namespace pv {
@@ -25,6 +25,23 @@ template <class T> PV_FN void transform_back(const T (&m)[4], T (&to)[2]) {
   to[0] = m[0] + m[1] + m[2], to[1] = m[1] - m[2] - m[3];
 }
 
+// The same along both axes: of all read(y, x), for write(y, x, result). IN, OUT: of one axis.
+template <class T, int IN, int OUT, class Transform, class Read, class Write>
+PV_FN void along_both(Transform transform, Read read, Write write) {
+  T half[IN][OUT];  // [x][y]
+  for (int x = 0; x < IN; x++) {
+    T down[IN];
+    for (int y = 0; y < IN; y++) down[y] = read(y, x);
+    transform(down, half[x]);
+  }
+  for (int y = 0; y < OUT; y++) {
+    T across[IN], results[OUT];
+    for (int x = 0; x < IN; x++) across[x] = half[x][y];
+    transform(across, results);
+    for (int x = 0; x < OUT; x++) write(y, x, results[x]);
+  }
+}
+
 // The weights b[9 channels, N], terms as in `pack_panels`, as panels of columns: in each, `channels` rows for every
 // place. All that `pack_panels` makes of the weights follows.
 template <int64_t N, int64_t K, int64_t SIZE>
@@ -36,13 +53,9 @@ inline void pack_tiles(int64_t area, const Matrix<float>& b, float* to) {
   for (int64_t j = 0; j < columns; j++)
     for (int64_t k = 0; k < channels; k++) {
       float* next = to + (j / COLUMNS * PLACES * channels + k) * COLUMNS + j % COLUMNS;
-      double half[3][4];
-      for (int u = 0; u < 3; u++) transform_weights<double>({weight(u, k, j), weight(3 + u, k, j), weight(6 + u, k, j)}, half[u]);
-      for (int y = 0; y < 4; y++) {
-        double all[4];
-        transform_weights<double>({half[0][y], half[1][y], half[2][y]}, all);
-        for (int x = 0; x < 4; x++) next[(4 * y + x) * channels * COLUMNS] = float(all[x]);
-      }
+      along_both<double, 3, 4>(
+          transform_weights<double>, [&](int y, int x) PV_INLINE { return weight(3 * y + x, k, j); },
+          [&](int y, int x, double a) PV_INLINE { next[(4 * y + x) * channels * COLUMNS] = float(a); });
     }
   pack_panels<N, K, SIZE - PLACES * channels * columns>(area, b, to + PLACES * channels * columns);
 }
@@ -78,24 +91,14 @@ template <int CHANNELS, int CHUNK>
     else
       for (int tap = 0; tap < TAPS; tap++)
         pack_columns(b.from(tap * CHANNELS + first + k, 0), COLUMN, n, some + tap * COLUMN * COLUMNS);
-    for (int i = 0; i < COLUMN * COLUMNS; i += COLUMN) {
-      ColumnReg half[3][4];
-      for (int u = 0; u < 3; u++) {
-        ColumnReg down[3];
-        for (int t = 0; t < 3; t++) down[t] = read_column(some + (3 * t + u) * COLUMN * COLUMNS + i);
-        transform_weights(down, half[u]);
-      }
-      for (int y = 0; y < 4; y++) {
-        const ColumnReg across[3] = {half[0][y], half[1][y], half[2][y]};
-        ColumnReg all[4];
-        transform_weights(across, all);
-        const int line = flipped && y % 3 == 0 ? 3 - y : y;
-        for (int x = 0; x < 4; x++) {
-          const int pixel = flipped && x % 3 == 0 ? 3 - x : x;
-          write_column(to + ((4 * line + pixel) * CHUNK + k) * COLUMNS + i, all[x]);
-        }
-      }
-    }
+    const auto turned = [&](int place) PV_INLINE { return flipped && place % 3 == 0 ? 3 - place : place; };
+    for (int i = 0; i < COLUMN * COLUMNS; i += COLUMN)
+      along_both<ColumnReg, 3, 4>(
+          transform_weights<ColumnReg>,
+          [&](int y, int x) PV_INLINE { return read_column(some + (3 * y + x) * COLUMN * COLUMNS + i); },
+          [&](int y, int x, ColumnReg a) PV_INLINE {
+            write_column(to + ((4 * turned(y) + turned(x)) * CHUNK + k) * COLUMNS + i, a);
+          });
   }
 }
 
@@ -126,28 +129,15 @@ template <int CHANNELS, int STEP, int PLANE>
     const float* from[PLACES];
     for (int p = 0; p < PLACES; p++) {
       const int64_t line = j + p / 4, pixel = k + p % 4;
-      bool counts = line < w.rows[1].extent + 2 && pixel < w.rows[2].extent + 2;
-      for (const Edge& edge : w.edges) {
-        const int64_t place = edge.first + i * edge.rows[0] + line * edge.rows[1] + pixel * edge.rows[2];
-        counts &= uint64_t(place) < uint64_t(edge.extent);
-      }
+      const bool reached = line < w.rows[1].extent + 2 && pixel < w.rows[2].extent + 2;
+      const bool counts = reached && counts_at(w.edges, i, line, pixel);
       from[p] = counts ? w.at + i * w.rows[0].step + line * w.rows[1].step + pixel * w.rows[2].step : nothing;
     }
     float* next = to + tile * STEP;
-    for (int64_t c = 0; c < CHANNELS; c += COLUMN, next += COLUMN) {
-      ColumnReg half[4][4];  // [pixel][line]
-      for (int x = 0; x < 4; x++) {
-        const ColumnReg d[4] = {read_column(from[x] + c), read_column(from[4 + x] + c), read_column(from[8 + x] + c),
-                                read_column(from[12 + x] + c)};
-        transform_pixels(d, half[x]);
-      }
-      for (int y = 0; y < 4; y++) {
-        const ColumnReg d[4] = {half[0][y], half[1][y], half[2][y], half[3][y]};
-        ColumnReg all[4];
-        transform_pixels(d, all);
-        for (int x = 0; x < 4; x++) write_column(next + (4 * y + x) * PLANE, all[x]);
-      }
-    }
+    for (int64_t c = 0; c < CHANNELS; c += COLUMN, next += COLUMN)
+      along_both<ColumnReg, 4, 4>(
+          transform_pixels<ColumnReg>, [&](int y, int x) PV_INLINE { return read_column(from[4 * y + x] + c); },
+          [&](int y, int x, ColumnReg a) PV_INLINE { write_column(next + (4 * y + x) * PLANE, a); });
   });
 }
 
@@ -160,22 +150,12 @@ template <int PLANE>
   for_tiles(w, [&](int64_t tile, int64_t i, int64_t j, int64_t k) PV_INLINE {
     for (int column = 0; column < COLUMNS; column += COLUMN) {
       const float* from = m + tile * COLUMNS + column;
-      ColumnReg half[4][2];  // [pixel][line]
-      for (int x = 0; x < 4; x++) {
-        const ColumnReg d[4] = {read_column(from + x * PLANE), read_column(from + (4 + x) * PLANE),
-                                read_column(from + (8 + x) * PLANE), read_column(from + (12 + x) * PLANE)};
-        transform_back(d, half[x]);
-      }
-      for (int y = 0; y < 2; y++) {
-        const ColumnReg d[4] = {half[0][y], half[1][y], half[2][y], half[3][y]};
-        ColumnReg all[2];
-        transform_back(d, all);
-        for (int x = 0; x < 2; x++) {
-          none = multiply_add(all[x], ColumnReg{}, none);
-          if (j + y < lines && k + x < pixels)
-            write_column(c.from((i * lines + j + y) * pixels + k + x, column).at, all[x]);
-        }
-      }
+      along_both<ColumnReg, 4, 2>(
+          transform_back<ColumnReg>, [&](int y, int x) PV_INLINE { return read_column(from + (4 * y + x) * PLANE); },
+          [&](int y, int x, ColumnReg a) PV_INLINE {
+            none = multiply_add(a, ColumnReg{}, none);
+            if (j + y < lines && k + x < pixels) write_column(c.from((i * lines + j + y) * pixels + k + x, column).at, a);
+          });
     }
   });
   return total<Sum>(Column{{none}}) == 0;
