@@ -1,53 +1,121 @@
-"""The plan of an attention: `native/kernel/attend.h` computes some rows of one head in one parallel iteration."""
+"""The plans of attention and its gradients: an iteration calls `native/kernel/attend.h`, or `attend_backward.h`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pellucid.codegen.plan import Plan, chunks, grain_of
-from pellucid.codegen.rows import Rows, first_of
+from pellucid.codegen.rows import Rows
 from pellucid.codegen.sweeps import Sweeps
 from pellucid.errors import InternalError
-from pellucid.ir.attention import find_attention, reduces_in_turn
+from pellucid.ir.attention import Attention, AttentionBackward, find_attention, reduces_in_turn
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, product
+from pellucid.ir.index import ONE, Expr, product
 from pellucid.ir.nodes import Kernel
 from pellucid.machine import Machine
-from pellucid.machine.attention import Heads
+from pellucid.machine.attention import GRADIENT_ROWS, Heads
 from pellucid.machine.work import estimate
 from pellucid.options import Options
 
 
 def plan_attention(kernel: Kernel, machine: Machine, options: Options) -> Plan | None:
-    """The plan of a kernel whose space is simplified; None if it is no attention."""
+    """The plan of a kernel whose space is simplified; None if it is neither attention nor its gradients."""
     found = find_attention(kernel)
     if found is None and reduces_in_turn(kernel):
         raise InternalError(f"kernel {kernel.name} reduces over different axes, but is no attention")
-    if found is None:
-        return None
-    ranges = kernel.ranges
-    limited = () if found.limit is None else tuple(name for name in found.rows if name in found.limit.vars())
-    row = (limited or tuple(sorted(found.rows, key=lambda name: -estimate(ranges[name]))) or (None,))[0]
-    outer = tuple(axis.name for axis in kernel.space if axis.name not in (row, found.column, found.term, found.key))
-    count, rows = estimate(product(ranges[name] for name in outer)), ranges[row] if row else ONE
-    keys, size = (estimate(ranges[name]) for name in (found.key, found.column))
-    heads = Heads(count, estimate(rows), keys, size, bool(limited), found.dtype)
-    seen = None
-    if found.limit is not None and found.position is not None:
-        seen = first_of(found.limit, found, row) - first_of(found.position, found, row) + 1
+    match found:
+        case Attention():
+            return _forward(kernel, found, machine, options)
+        case AttentionBackward():
+            return _backward(kernel, found, machine, options)
+        case None:
+            return None
+
+
+def _forward(kernel: Kernel, found: Attention, machine: Machine, options: Options) -> Plan:
+    """Some rows of one head in an iteration."""
+    ranges, row = kernel.ranges, _row(kernel, found)
+    count = ranges[row] if row else ONE
+    outer = _outer(kernel, found, row)
+    heads = _heads(kernel, found, outer, count)
     height = heads.row_block if row else 1
-    part = Rows(found, row, height, heads.size, heads.key_block, ranges[found.key], seen, bool(limited))
-    extent = product(ranges[name] for name in outer) * (chunks(rows, height) if row else ONE)
-    steps = heads.steps(machine)
-    grain, parallel = grain_of(kernel, extent, steps, machine, options)
+    part = _rows(kernel, found, row, None, height, heads.key_block)
+    extent = product(ranges[name] for name in outer) * (chunks(count, height) if row else ONE)
     why = f"softmax of a product, times values: {height} rows of a head at a time, with {heads.key_block} keys in cache"
-    facts = (("rows", height), ("keys", heads.key_block))
+    plan = _plan(kernel, part, outer, extent, heads.steps(machine), machine, options, why)
+    return replace(plan, inner=row, chunk=height if row else 0)
+
+
+def _backward(kernel: Kernel, found: AttentionBackward, machine: Machine, options: Options) -> Plan:
+    """All rows of the heads that share keys in an iteration, so that no two write to the same gradients."""
+    ranges, row = kernel.ranges, _row(kernel, found)
+    others = [name for name in found.rows if name != row]
+    head = others[0] if others else None
+    if row is None or len(others) > 1:
+        raise InternalError(f"kernel {kernel.name} has queries along {len(found.rows)} axes")
+    outer = _outer(kernel, found, row, head)
+    count = ranges[row] * (ranges[head] if head else ONE)
+    heads = _heads(kernel, found, outer, count)
+    part = _rows(kernel, found, row, head, GRADIENT_ROWS, heads.gradient_keys)
+    why = f"gradients of an attention: {GRADIENT_ROWS} rows that share keys at a time, with {part.block} keys in cache"
+    extent = product(ranges[name] for name in outer)
+    return _plan(kernel, part, outer, extent, heads.gradient_steps(machine), machine, options, why)
+
+
+def _row(kernel: Kernel, found: Attention | AttentionBackward) -> str | None:
+    """The axis of rows: that which limits keys, else the longest one of queries that share keys."""
+    limit, ranges = found.scores.limit, kernel.ranges
+    limited = [] if limit is None else [name for name in found.rows if name in limit.vars()]
+    return (limited or sorted(found.rows, key=lambda name: -estimate(ranges[name])) or [None])[0]
+
+
+def _outer(kernel: Kernel, found: Attention | AttentionBackward, *inside: str | None) -> tuple[str, ...]:
+    """The axes of heads and batches."""
+    inside = (*inside, found.column, found.scores.term, found.scores.key)
+    return tuple(axis.name for axis in kernel.space if axis.name not in inside)
+
+
+def _heads(kernel: Kernel, found: Attention | AttentionBackward, outer: tuple[str, ...], rows: Expr) -> Heads:
+    """In numbers."""
+    ranges, scores = kernel.ranges, found.scores
+    count = estimate(product(ranges[name] for name in outer))
+    keys, size = (estimate(ranges[name]) for name in (scores.key, found.column))
+    causal = scores.limit is not None and bool(scores.limit.vars())
+    return Heads(count, estimate(rows), keys, size, causal, scores.dtype)
+
+
+def _rows(
+    kernel: Kernel, found: Attention | AttentionBackward, row: str | None, head: str | None, height: int, block: int
+) -> Rows:
+    limit, position = found.scores.limit, found.scores.position
+    size, keys = estimate(kernel.ranges[found.column]), kernel.ranges[found.scores.key]
+    part = Rows(found, row, height, size, block, keys, None, False, head)
+    if limit is None or position is None:
+        return part
+    return replace(part, seen=part.first(limit) - part.first(position) + 1, triangular=row in limit.vars())
+
+
+def _plan(
+    kernel: Kernel,
+    rows: Rows,
+    outer: tuple[str, ...],
+    extent: Expr,
+    steps: float,
+    machine: Machine,
+    options: Options,
+    why: str,
+) -> Plan:
+    """The plan of a kernel that is one call."""
+    grain, parallel = grain_of(kernel, extent, steps, machine, options)
+    facts = (("rows", rows.height), ("keys", rows.block))
     return Plan(
         kernel=kernel,
         outer=outer,
-        inner=row,
-        chunk=height if row else 0,
+        inner=None,
+        chunk=0,
         colliding=(),
         reduced=(),
-        vector=found.column,
+        vector=rows.attention.column,
         width=machine.lanes,
         wide=frozenset(),
         tile=None,
@@ -59,5 +127,5 @@ def plan_attention(kernel: Kernel, machine: Machine, options: Options) -> Plan |
         grain=grain,
         decisions=(Decision("codegen.attention", (kernel.name,), True, why, facts), parallel),
         steps=steps,
-        rows=part,
+        rows=rows,
     )

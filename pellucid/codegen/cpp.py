@@ -320,7 +320,7 @@ class _Printer:
         self.out.line(self.operands().attend(self.plan.rows), line.origin)
 
     def operands(self) -> Operands:
-        return Operands(self.pointer, self.text, self.plan.streamed)
+        return Operands(self.pointer, self.text, self.plan.kernel.ranges, self.plan.streamed)
 
     def fill_tile(self, line: Line) -> None:
         assert isinstance(line.rhs, Load)

@@ -57,7 +57,7 @@ class FillBlock:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """Compute some rows of an attention, see `Plan.rows`."""
+    """Compute some rows of an attention, or gradients of it, see `Plan.rows`."""
 
     line: Line
 
@@ -142,8 +142,8 @@ def nest(plan: Plan) -> tuple[Item, ...]:
     after its sweep. Stores come last in their loop, so that no load of the same point follows them.
     """
     if plan.rows is not None:
-        (line,) = (line for line, store in plan.kernel.stores() if store == plan.rows.attention.out)
-        return (Loop(Kind.PARALLEL, "", (Attend(line),)),)
+        widest = max(plan.kernel.stores(), key=lambda each: len(axes_of(plan.kernel)[each[0].out]))
+        return (Loop(Kind.PARALLEL, "", (Attend(widest[0]),)),)
     return _Builder(plan).function()
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from pellucid.codegen.blocks import Blocks, Edge, Operand, Packing, Window
 from pellucid.codegen.contraction import BLOCK
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.text import CPP_TYPE, index_text, scalar_text
+from pellucid.ir.attention import Attention, AttentionBackward
 from pellucid.ir.index import Expr
+from pellucid.ir.nodes import Load, Store
 from pellucid.ir.types import DType
 
 
@@ -31,10 +33,14 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
 
 @dataclass(frozen=True)
 class Operands:
-    """Calls on operands. pointer: the text of an element's address. text: of an index. streamed: see `Plan`."""
+    """Calls on operands.
+
+    pointer: the text of an element's address. text: of an index. ranges: the extents of axes. streamed: see `Plan`.
+    """
 
     pointer: Callable[[str, Expr], str]
     text: Callable[[Expr], str]
+    ranges: Mapping[str, Expr]
     streamed: frozenset[str]
 
     def contract(self, blocks: Blocks) -> str:
@@ -92,18 +98,62 @@ class Operands:
         return f"pv::Sums{{{self.pointer(result.buffer, result.start)}, {self.text(result.row)}, false, {past}}}"
 
     def attend(self, rows: Rows) -> str:
-        """The attention of a range of queries."""
-        keys, seen = self.text(rows.keys), "0"
-        if rows.seen is not None:
-            seen = self.text(rows.seen)
-            keys = keys if rows.triangular else f"pv::least({keys}, {seen})"
-        parts = [self.strided(operand) for operand in (rows.query, rows.key, rows.value, rows.mask)]
-        parts += [scalar_text(rows.attention.scale, DType.F32), "true" if rows.triangular else "false", seen]
-        parts += [self.strided(operand) for operand in (rows.out, rows.logsumexp)]
+        """The attention of a range of queries, or the gradients of all queries that share keys."""
+        found = rows.attention
+        kinds = f"{CPP_TYPE[found.scores.dtype]}, {CPP_TYPE[found.scores.added]}"
+        sizes, keys = f"{rows.size}, {rows.height}, {rows.block}", self.text(rows.keys)
+        if isinstance(found, AttentionBackward):
+            heads, count = (self.text(self.ranges[name]) if name else "1" for name in (rows.head, rows.row))
+            parts = f"pv::AttentionBackward<{kinds}>{{{', '.join(self.backward_parts(rows, found))}}}"
+            return f"pv::attend_backward<{sizes}>({heads}, {count}, {keys}, {parts});"
+        if rows.seen is not None and not rows.triangular:
+            keys = f"pv::least({keys}, {self.text(rows.seen)})"
         count = "hi - lo" if rows.row else "1"
-        sizes = f"{rows.size}, {rows.height}, {rows.block}"
-        kinds = f"{CPP_TYPE[rows.attention.dtype]}, {CPP_TYPE[rows.attention.added]}"
-        return f"pv::attend<{sizes}>({count}, {keys}, pv::Attention<{kinds}>{{{', '.join(parts)}}});"
+        parts = f"pv::Attention<{kinds}>{{{', '.join(self.forward_parts(rows, found))}}}"
+        return f"pv::attend<{sizes}>({count}, {keys}, {parts});"
+
+    def forward_parts(self, rows: Rows, found: Attention) -> list[str]:
+        """The fields of `pv::Attention`."""
+        scores, row, key = found.scores, rows.row, found.scores.key
+        operands = [
+            rows.operand(scores.query, row, scores.term),
+            rows.operand(scores.keys, key, scores.term),
+            rows.operand(found.values, key, found.column),
+            rows.operand(scores.mask, row, key) if scores.mask else None,
+        ]
+        results = [
+            rows.operand(found.out, row, found.column),
+            rows.operand(found.logsumexp, row, None) if found.logsumexp else None,
+        ]
+        return [*map(self.strided, operands), *self.scaling(rows), *map(self.strided, results)]
+
+    def backward_parts(self, rows: Rows, found: AttentionBackward) -> list[str]:
+        """The fields of `pv::AttentionBackward`."""
+        scores, row, key = found.scores, rows.row, found.scores.key
+
+        def of_heads(access: Load | Store | None, column: str | None) -> str:
+            if access is None:
+                return "{}"
+            return f"{{{self.strided(rows.operand(access, row, column))}, {self.text(rows.step(access))}}}"
+
+        return [
+            of_heads(scores.query, scores.term),
+            self.strided(rows.operand(scores.keys, key, scores.term)),
+            self.strided(rows.operand(found.values, key, found.column)),
+            of_heads(scores.mask, key),
+            *self.scaling(rows),
+            of_heads(found.out, found.column),
+            of_heads(found.grad_out, found.column),
+            of_heads(found.logsumexp, None),
+            of_heads(found.grad_query, scores.term),
+            self.strided(rows.operand(found.grad_key, key, scores.term)),
+            self.strided(rows.operand(found.grad_value, key, found.column)),
+        ]
+
+    def scaling(self, rows: Rows) -> list[str]:
+        """The scale of scores, and which of them count."""
+        seen = "0" if rows.seen is None else self.text(rows.seen)
+        return [scalar_text(rows.attention.scores.scale, DType.F32), "true" if rows.triangular else "false", seen]
 
     def strided(self, operand: Operand | None) -> str:
         """An operand as the fields of a matrix, empty for none."""

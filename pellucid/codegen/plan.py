@@ -55,7 +55,7 @@ class Plan:
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.
     steps: vector instructions of a call, for the machine model; of a middling size where sizes are symbols.
     blocks: those of a contraction, see contraction.py; `kernel` is then what runs over each block.
-    rows: those of an attention, see attention.py; they are computed by one call.
+    rows: those of an attention, or of its gradients, see attention.py; they are computed by one call.
     """
 
     kernel: Kernel

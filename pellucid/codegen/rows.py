@@ -1,24 +1,27 @@
-"""What one parallel iteration of an attention works on: some rows of a head, and all keys of it."""
+"""What one parallel iteration of an attention, or of its gradients, works on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from pellucid.codegen.blocks import Operand, stride_along
-from pellucid.ir.attention import Attention
+from pellucid.ir.attention import Attention, AttentionBackward
 from pellucid.ir.index import ZERO, Atom, Expr, Var, var
 from pellucid.ir.nodes import Load, Store
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows from `lo` to `hi` of one head: at most `height` of them, along the axis `row` (None: there is one).
+    """Rows of queries that share keys and values.
+
+    Of an attention those from `lo` to `hi` of one head, at most `height` of them, along the axis `row` (None: there is
+    one). Of gradients all of them, `height` at a time, of all heads along the axis `head` (None: there is one).
 
     size: elements of a query, and columns. keys: how many there are. block: keys at a time.
     seen: how many keys the first row sees; None if all rows see all. triangular: each row sees one more.
     """
 
-    attention: Attention
+    attention: Attention | AttentionBackward
     row: str | None
     height: int
     size: int
@@ -26,41 +29,23 @@ class Rows:
     keys: Expr
     seen: Expr | None
     triangular: bool
+    head: str | None = None
 
-    @property
-    def query(self) -> Operand:
-        return self._part(self.attention.query, self.row, self.attention.term)
-
-    @property
-    def key(self) -> Operand:
-        return self._part(self.attention.keys, self.attention.key, self.attention.term)
-
-    @property
-    def value(self) -> Operand:
-        return self._part(self.attention.values, self.attention.key, self.attention.column)
-
-    @property
-    def mask(self) -> Operand | None:
-        mask = self.attention.mask
-        return self._part(mask, self.row, self.attention.key) if mask else None
-
-    @property
-    def out(self) -> Operand:
-        return self._part(self.attention.out, self.row, self.attention.column)
-
-    @property
-    def logsumexp(self) -> Operand | None:
-        """Of which there is one column."""
-        store = self.attention.logsumexp
-        return self._part(store, self.row, None) if store else None
-
-    def _part(self, access: Load | Store, row: str | None, column: str | None) -> Operand:
-        first = first_of(access.index, self.attention, self.row)
+    def operand(self, access: Load | Store, row: str | None, column: str | None) -> Operand:
+        """What is read or written, with these axes as rows and columns."""
         steps = (stride_along(access.index, name) if name else ZERO for name in (row, column))
-        return Operand(access.buffer, first, *steps)
+        return Operand(access.buffer, self.first(access.index), *steps)
 
+    def step(self, access: Load | Store) -> Expr:
+        """From one head to the next of those that share keys."""
+        return stride_along(access.index, self.head) if self.head else ZERO
 
-def first_of(index: Expr, found: Attention, row: str | None) -> Expr:
-    """`index` at the first row, key, term and column of a block."""
-    first: dict[Atom, Expr] = {Var(name): ZERO for name in (found.key, found.term, found.column)}
-    return index.substitute({**first, Var(row): var("lo")} if row else first)
+    def first(self, index: Expr) -> Expr:
+        """`index` at the first row, key, term and column of a block."""
+        scores = self.attention.scores
+        first: dict[Atom, Expr] = {Var(name): ZERO for name in (scores.key, scores.term, self.attention.column)}
+        if self.row:
+            first[Var(self.row)] = var("lo") if isinstance(self.attention, Attention) else ZERO
+        if self.head:
+            first[Var(self.head)] = ZERO
+        return index.substitute(first)

@@ -1,4 +1,4 @@
-"""Attention as the loop IR writes it: softmax of a product, times values.
+"""Attention and its gradients as the loop IR writes them: softmax of a product, times values.
 
 With rows i, keys t, terms e and columns d:
 
@@ -9,13 +9,22 @@ With rows i, keys t, terms e and columns d:
     store out[i, d], (sum over t of weight * value[t, d]) / total, divided by 1 where total is 0
     store logsumexp[i], base + log(total), 0 where total is 0
 
-Mask, `t > i + c` and logsumexp may be absent. It is the one kernel whose reductions name different axes: no loops could
-run it as it stands, so nothing rewrites it, and code generation takes it as a whole.
+Mask, `t > i + c` and logsumexp may be absent. The gradients, as in FlashAttention-2 (Dao 2023, algorithm 2), where i
+may be the rows of several heads that share keys:
+
+    weight = exp(score - logsumexp[i])
+    change = weight * (sum over d of grad_out[i, d] * value[t, d] - sum over d of grad_out[i, d] * out[i, d]) * scale
+    store grad_query[i, e], sum over t of change * key[t, e]
+    store grad_key[t, e], sum over i of change * query[i, e]
+    store grad_value[t, d], sum over i of weight * grad_out[i, d]
+
+These are the kernels whose reductions name different axes: no loops could run them as they stand, so nothing
+rewrites them, and code generation takes each as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from pellucid.ir.contraction import DTYPES, is_affine
@@ -27,28 +36,53 @@ _INF = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """What an attention reads and writes, and over which axes.
+class Scores:
+    """Products of queries and keys, with what is added to them.
 
-    dtype: of queries, keys, values and results in memory. added: of the mask; `dtype` where there is none.
-    term, key: the axes that are reduced. rows: the axes of queries that share keys and values. column: that of values
-    and results. limit: the position of a key must not be greater than this one; None if all keys count.
-    position: the position of a key, where there is a limit.
+    dtype: of queries and keys, and of values and results, in memory. added: of the mask; `dtype` where there is none.
+    term: the axis that is summed. key: that of keys. limit: the position of a key must not be greater than this one;
+    None if all keys count. position: the position of a key, where there is a limit.
     """
 
     dtype: DType
     added: DType
     query: Load
     keys: Load
-    values: Load
     mask: Load | None
     scale: float
     limit: Expr | None
     position: Expr | None
-    out: Store
-    logsumexp: Store | None
     term: str
     key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What an attention reads and writes, and over which axes.
+
+    rows: the axes of queries that share keys and values. column: that of values and results.
+    """
+
+    scores: Scores
+    values: Load
+    out: Store
+    logsumexp: Store | None
+    rows: tuple[str, ...]
+    column: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBackward:
+    """What the gradients of an attention read and write: see `Attention`. grad_query: of the compute type."""
+
+    scores: Scores
+    values: Load
+    out: Load
+    grad_out: Load
+    logsumexp: Load
+    grad_query: Store
+    grad_key: Store
+    grad_value: Store
     rows: tuple[str, ...]
     column: str
 
@@ -58,16 +92,17 @@ def reduces_in_turn(kernel: Kernel) -> bool:
     return len({frozenset(line.rhs.axes) for line in kernel.body if isinstance(line.rhs, Reduce)}) > 1
 
 
-def find_attention(kernel: Kernel) -> Attention | None:
-    """The attention that `kernel` is, written as above and computed in f32; None if it is anything else.
+def find_attention(kernel: Kernel) -> Attention | AttentionBackward | None:
+    """The attention, or the gradients of one, that `kernel` is, written as above; None if it is anything else.
 
-    Queries, keys, values and results are of one type: f32, or a narrower float in memory. The mask is of this type or
-    f32, logarithms are f32.
+    Computed in f32. Queries, keys, values and results are of one type: f32, or a narrower float in memory. The mask is
+    of this type or f32, logarithms are f32.
     """
     if not reduces_in_turn(kernel):
         return None
+    matcher = _Matcher(kernel)
     try:
-        return _Matcher(kernel).attention()
+        return matcher.backward() if len(list(kernel.stores())) == 3 else matcher.attention()
     except _OtherError:
         return None
 
@@ -75,11 +110,12 @@ def find_attention(kernel: Kernel) -> Attention | None:
 def share_of_scores(kernel: Kernel, size: Callable[[Expr], int]) -> float:
     """The part of the scores of an attention that count; 1 for all that has no limit. size: of an expression."""
     found = find_attention(kernel)
-    if found is None or found.limit is None or found.position is None:
+    if found is None or found.scores.limit is None or found.scores.position is None:
         return 1.0
-    rows, keys = (product(kernel.ranges[name] for name in axes) for axes in (sorted(found.limit.vars()), (found.key,)))
+    limit, position = found.scores.limit, found.scores.position
+    rows, keys = (product(kernel.ranges[name] for name in axes) for axes in (sorted(limit.vars()), (found.scores.key,)))
     origin: dict[Atom, Expr] = {Var(axis.name): ZERO for axis in kernel.space}
-    first = size(found.limit.substitute(origin) - found.position.substitute(origin)) + 1
+    first = size(limit.substitute(origin) - position.substitute(origin)) + 1
     seen = sum(min(max(first + row, 0), size(keys)) for row in range(size(rows)))
     return seen / max(1, size(rows) * size(keys))
 
@@ -103,49 +139,92 @@ class _Matcher:
         out, *others = (store for _, store in stores)
         sums, divisor = self.operands(out.arg, "div")
         total = self.unless(divisor, 0.0, 1.0)
-        weight, key = self.reduced(total, "sum")
-        parts, along = self.reduced(sums, "sum")
-        weighted, value = self.operands(parts, "mul")
+        weight, along = self.reduced(total, "sum")
+        weighted, values, over = self.summed(sums)
         (less,) = self.operands(weight, "exp")
         score, base = self.operands(less, "sub")
-        _expect(
-            self.reduced(self.unless(base, -_INF, 0.0), "max") == (score, key) and (weighted, along) == (weight, key)
-        )
+        _expect((weighted, over) == (weight, along))
+        _expect(self.reduced(self.unless(base, -_INF, 0.0), "max") == (score, along))
         _expect(len(others) <= 1)
         for store in others:
             left, right = self.operands(self.unless(store.arg, 0.0, 0.0, compared=total), "add")
             _expect(left == base and self.operands(right, "log") == (total,))
         logsumexp = others[0] if others else None
 
+        scores = self.scores(score, along)
+        shared = values.index.vars() | scores.keys.index.vars() | {scores.term, scores.key}
+        rows = tuple(axis.name for axis in self.kernel.space if axis.name not in shared)
+        columns = values.index.vars() - self.scopes[weight] - {scores.key}
+        _expect(len(columns) == 1)
+        (column,) = columns
+        self.check((values, out), scores.dtype)
+        self.check((logsumexp,), DType.F32)
+        return Attention(scores, values, out, logsumexp, rows, column)
+
+    def backward(self) -> AttentionBackward:
+        grad_query, grad_key, grad_value = (store for _, store in self.kernel.stores())
+        change, keys, along = self.summed(grad_query.arg)
+        changed, query, rows = self.summed(grad_key.arg)
+        weight, grad_out, over = self.summed(grad_value.arg)
+        _expect((changed, over) == (change, rows))
+        change, scale = self.scaled(change)
+        weighs, centred = self.operands(change, "mul")
+        through, delta = self.operands(centred, "sub")
+        out_gradient, values, columns = self.summed(through)
+        read, out, summed = self.summed(delta)
+        _expect(weighs == weight and columns == summed and len(columns) == 1)
+        _expect(self.load(out_gradient) == self.load(read) == grad_out)
+        (less,) = self.operands(weight, "exp")
+        score, base = self.operands(less, "sub")
+        logsumexp = self.load(base)
+
+        scores = self.scores(score, along)
+        _expect((scores.query, scores.keys, scores.scale) == (query, keys, scale))
+        self.check((values, out, grad_out, grad_key, grad_value), scores.dtype)
+        self.check((logsumexp, grad_query), DType.F32)
+        return AttentionBackward(
+            scores, values, out, grad_out, logsumexp, grad_query, grad_key, grad_value, rows, columns[0]
+        )
+
+    def scores(self, score: str, along: tuple[str, ...]) -> Scores:
+        """The scores of keys that lie along one axis."""
         score, position, limit = self.limited(score)
         for index in (position, limit):
             _expect(index is None or [index.coefficient(name) for name in index.vars()] in ([], [ONE]))
-        _expect(position is None or position.vars() == frozenset((key,)))
+        _expect(len(along) == 1 and (position is None or position.vars() == frozenset(along)))
         mask = None
         if self.does(score, "add"):
             score, added = self.operands(score, "add")
             mask = self.load(added)
-        scale = 1.0
-        if self.does(score, "mul"):
-            score, factor = self.operands(score, "mul")
-            scale = self.number(factor)
-        parts, term = self.reduced(score, "sum")
-        query, keys = (self.load(name) for name in self.operands(parts, "mul"))
-        values = self.load(value)
-        for access in (query, keys, values, mask, out, logsumexp):
-            _expect(access is None or is_affine(access.index))
-        shared = values.index.vars() | keys.index.vars() | {term, key}
-        rows = tuple(axis.name for axis in self.kernel.space if axis.name not in shared)
-        columns = values.index.vars() - self.scopes[weight] - {key}
-        _expect(len(columns) == 1)
-        (column,) = columns
-        dtype = self.dtypes[query.buffer]
+        score, scale = self.scaled(score)
+        query, keys, terms = self.summed(score)
+        _expect(len(terms) == 1)
+        first = self.load(query)
+        dtype = self.dtypes[first.buffer]
         added = self.dtypes[mask.buffer] if mask else dtype
-        _expect({self.dtypes[each.buffer] for each in (query, keys, values, out)} == {dtype} <= DTYPES)
-        _expect(added in (dtype, DType.F32) and (not logsumexp or self.dtypes[logsumexp.buffer] is DType.F32))
-        return Attention(
-            dtype, added, query, keys, values, mask, scale, limit, position, out, logsumexp, term, key, rows, column
-        )
+        _expect(dtype in DTYPES and added in (dtype, DType.F32))
+        self.check((first, keys), dtype)
+        self.check((mask,), added)
+        return Scores(dtype, added, first, keys, mask, scale, limit, position, terms[0], along[0])
+
+    def check(self, accesses: Iterable[Load | Store | None], dtype: DType) -> None:
+        """All of them have strides, and this type in memory."""
+        for access in accesses:
+            _expect(access is None or (is_affine(access.index) and self.dtypes[access.buffer] is dtype))
+
+    def scaled(self, name: str) -> tuple[str, float]:
+        """What is multiplied by a number, and the number."""
+        if self.does(name, "mul"):
+            value, factor = self.operands(name, "mul")
+            if isinstance(self.lines[factor].rhs, Const):
+                return value, self.number(factor)
+        return name, 1.0
+
+    def summed(self, name: str) -> tuple[str, Load, tuple[str, ...]]:
+        """Of a sum of products: the left factor, the right one, which is loaded, and the axes."""
+        parts, axes = self.reduced(name, "sum")
+        left, right = self.operands(parts, "mul")
+        return left, self.load(right), axes
 
     def does(self, name: str, op: str) -> bool:
         rhs = self.lines[name].rhs
@@ -157,12 +236,12 @@ class _Matcher:
             raise _OtherError
         return rhs.args
 
-    def reduced(self, name: str, op: str) -> tuple[str, str]:
-        """What is reduced, and the one axis over which it is."""
+    def reduced(self, name: str, op: str) -> tuple[str, tuple[str, ...]]:
+        """What is reduced, and the axes over which it is."""
         rhs = self.lines[name].rhs
-        if not isinstance(rhs, Reduce) or rhs.op != op or len(rhs.axes) != 1:
+        if not isinstance(rhs, Reduce) or rhs.op != op:
             raise _OtherError
-        return rhs.arg, rhs.axes[0]
+        return rhs.arg, rhs.axes
 
     def load(self, name: str) -> Load:
         rhs = self.lines[name].rhs

@@ -1,4 +1,4 @@
-"""Attention as a kernel: the formula of `ir/attention.py`, which `codegen/attention.py` knows how to run.
+"""Attention and its gradients as kernels: formulas of `ir/attention.py`, which `codegen/attention.py` knows how to run.
 
 ATen keeps what the kernel does not cover, and what it computes faster by the machine model.
 """
@@ -6,14 +6,17 @@ ATen keeps what the kernel does not cover, and what it computes faster by the ma
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, ZERO, as_expr, exact_div, product
+from pellucid.ir.index import ONE, ZERO, Expr, as_expr, exact_div, product
 from pellucid.ir.types import DType
-from pellucid.lower.kernel_builder import Value, broadcast_index
+from pellucid.lower.kernel_builder import KernelBuilder, Value, broadcast_index
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
 from pellucid.machine import Work, time
@@ -32,6 +35,11 @@ _ALIKE = "attention: heads or batches have the same queries and keys, whose weig
 _GROUPS = "attention: heads of queries are no multiple of those of keys that is known; ATen's fused kernel checks them"
 
 
+_UNREAD = "gradients of attention: the kernel computes all three, ATen's fused kernel computes it where one is not read"
+_AHEAD = "the kernel computes gradients of attention ahead of ATen's fused kernel at all sizes"
+_ROW = "gradients of attention: of a single query, ATen's fused kernel computes them"
+
+
 @rule("_scaled_dot_product_flash_attention_for_cpu.default")
 def attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """softmax(scale * query @ key^T + mask) @ value, and the logarithm of the softmax's sum where that is read.
@@ -40,40 +48,110 @@ def attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     bf16 or f16. mask: of this type or f32, and broadcast to (batch, heads, rows, keys).
     """
     given = arguments(node, graph)
-    query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
-    group = _check(graph, query, key, value, mask, given["dropout_p"])
-    _check_speed(graph, node, query, key, given["is_causal"])
+    formula = _Formula.of(graph, node, given)
+    _check_speed(graph, node, given["query"], given["key"], given["is_causal"])
     results = tuple(
         graph.new(meta, hint) if _is_read(node, position) else None
         for position, (meta, hint) in enumerate(zip(node.meta["val"], ("attention", "logsumexp"), strict=True))
     )
-    batch, _, rows, size = query.shape
-    kernel = graph.kernel(node, (batch, key.shape[1], as_expr(group), rows, size, key.shape[2], size))
-    b, shared, each, row, column, t, term = kernel.index
-    h = shared * group + each
-    products = kernel.load(query.view, query.dtype, (b, h, row, term)) * kernel.load(
-        key.view, key.dtype, (b, shared, t, term)
-    )
-    score = kernel.reduce("sum", products, (6,))
-    scale = given["scale"] if given["scale"] is not None else 1 / math.sqrt(estimate(size))
-    score = score * float(scale)
-    if mask is not None:
-        score = score + kernel.load(mask.view, mask.dtype, broadcast_index(mask.shape, (b, h, row, t)))
-    if given["is_causal"]:
-        score = kernel.where(kernel.position(t) <= kernel.position(row), score, -math.inf)
+    kernel, score = formula.kernel, formula.scores()
     # A row of which no key counts is zero, and so is the logarithm of its sum.
-    base = _unless(kernel.reduce("max", score, (5,)), -math.inf, 0.0)
+    base = _unless(kernel.reduce("max", score, (KEY,)), -math.inf, 0.0)
     weight = (score - base).op("exp")
-    total = kernel.reduce("sum", weight, (5,))
-    sums = kernel.reduce("sum", weight * kernel.load(value.view, value.dtype, (b, shared, t, column)), (5,))
+    total = kernel.reduce("sum", weight, (KEY,))
+    sums = kernel.reduce("sum", weight * formula.load("value", KEY, COLUMN), (KEY,))
     out, logsumexp = results
     if out is not None:
-        kernel.store(out.view, out.dtype, (b, h, row, column), sums / _unless(total, 0.0, 1.0))
+        formula.store(out, ROW, COLUMN, sums / _unless(total, 0.0, 1.0))
     if logsumexp is not None:
         empty = total.op("eq", 0.0)
-        kernel.store(logsumexp.view, logsumexp.dtype, (b, h, row), kernel.where(empty, 0.0, base + total.op("log")))
+        formula.store(logsumexp, ROW, None, kernel.where(empty, 0.0, base + total.op("log")))
     graph.emit(kernel)
     return results
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu_backward.default")
+def attention_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
+    """The gradients of query, key and value, from that of the result; shapes and types are those of `attention`."""
+    given = arguments(node, graph)
+    formula = _Formula.of(graph, node, given)
+    query = given["query"]
+    if not all(any(user.args[1] == position for user in node.users) for position in range(3)):
+        raise NotLowered(_UNREAD)
+    if query.shape[2] == ONE:
+        raise NotLowered(_ROW)
+    results = tuple(graph.new(meta, "gradient") for meta in node.meta["val"])
+    # Blocks of keys add to the gradient of queries, in f32.
+    narrow = query.dtype is not DType.F32
+    sums = graph.new(node.meta["val"][0].float(), "sums") if narrow else results[0]
+    kernel, scale = formula.kernel, formula.scale
+    weight = (formula.scores() - formula.load("logsumexp", ROW, None)).op("exp")
+    grad_out = formula.load("grad_out", ROW, COLUMN)
+    through = kernel.reduce("sum", grad_out * formula.load("value", KEY, COLUMN), (COLUMN,))
+    delta = kernel.reduce("sum", grad_out * formula.load("out", ROW, COLUMN), (COLUMN,))
+    change = weight * (through - delta) * scale
+    formula.store(sums, ROW, TERM, kernel.reduce("sum", change * formula.load("key", KEY, TERM), (KEY,)))
+    for result, parts, term in (
+        (results[1], change * formula.load("query", ROW, TERM), TERM),
+        (results[2], weight * grad_out, COLUMN),
+    ):
+        formula.store(result, KEY, term, kernel.reduce("sum", parts, (HEAD, ROW)))
+    graph.emit(kernel)
+    if narrow:
+        rounded = graph.kernel(node, query.shape)
+        rounded.store(
+            results[0].view, results[0].dtype, rounded.index, rounded.load(sums.view, sums.dtype, rounded.index)
+        )
+        graph.emit(rounded)
+    graph.decide(Decision("lower.attention", (node.name,), True, _AHEAD))
+    return results
+
+
+# The axes of an attention. HEAD: of those that share keys.
+BATCH, SHARED, HEAD, ROW, COLUMN, KEY, TERM = range(7)
+
+
+@dataclass(frozen=True, slots=True)
+class _Formula:
+    """What attention and its gradients have in common. given: the arguments of the call by name."""
+
+    kernel: KernelBuilder
+    given: Mapping[str, Any]
+    scale: float
+
+    @classmethod
+    def of(cls, graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, Any]) -> _Formula:
+        query, key = given["query"], given["key"]
+        group = _check(graph, query, key, given["value"], given["attn_mask"], given["dropout_p"])
+        batch, _, rows, size = query.shape
+        kernel = graph.kernel(node, (batch, key.shape[1], as_expr(group), rows, size, key.shape[2], size))
+        scale = given["scale"] if given["scale"] is not None else 1 / math.sqrt(estimate(size))
+        return cls(kernel, given, float(scale))
+
+    def scores(self) -> Value:
+        products = self.load("query", ROW, TERM) * self.load("key", KEY, TERM)
+        score = self.kernel.reduce("sum", products, (TERM,)) * self.scale
+        mask = self.given["attn_mask"]
+        if mask is not None:
+            index = broadcast_index(mask.shape, self.index(ROW, KEY))
+            score = score + self.kernel.load(mask.view, mask.dtype, index)
+        if self.given["is_causal"]:
+            key, row = (self.kernel.position(self.kernel.index[axis]) for axis in (KEY, ROW))
+            score = self.kernel.where(key <= row, score, -math.inf)
+        return score
+
+    def load(self, name: str, row: int, column: int | None) -> Value:
+        """The element of an argument in a row of queries or of keys."""
+        tensor = self.given[name]
+        return self.kernel.load(tensor.view, tensor.dtype, self.index(row, column))
+
+    def store(self, to: TensorRef, row: int, column: int | None, value: Value) -> None:
+        self.kernel.store(to.view, to.dtype, self.index(row, column), value)
+
+    def index(self, row: int, column: int | None) -> tuple[Expr, ...]:
+        index = self.kernel.index
+        head = index[SHARED] if row == KEY else index[SHARED] * self.kernel.shape[HEAD] + index[HEAD]
+        return (index[BATCH], head, index[row], *(() if column is None else (index[column],)))
 
 
 def _unless(value: Value, number: float, instead: float) -> Value:

@@ -18,11 +18,9 @@ from pellucid.lower.registry import overload_name
 
 # Why ATen computes an operator although it is known well; everything else lacks a lowering.
 _GEMM = "matrix multiplication of integers: ATen's BLAS computes it"
-_ATTENTION = "gradients of attention: ATen's fused kernel computes them"
 _RANDOM = "random numbers come from eager's own stream"
 CHOSEN: dict[str, str] = {
     "_int_mm.default": _GEMM,
-    "_scaled_dot_product_flash_attention_for_cpu_backward.default": _ATTENTION,
 }
 
 # These write their result into memory that the program gives them, instead of allocating at each call.

@@ -1,4 +1,4 @@
-"""The blocks of an attention kernel, `native/kernel/attend.h`, and the instructions that they take.
+"""The blocks of attention kernels, `native/kernel/attend.h` and `attend_backward.h`, and their instructions.
 
 Sizes alone decide about blocks, never the number of threads, so that results do not depend on it.
 """
@@ -24,6 +24,13 @@ _FEW_ROWS = 3
 # Blocks from which on no thread waits long for another; fewer rows in a block would pack too often.
 _ENOUGH = 12
 _FEWEST_ROWS = 48
+
+GRADIENT_ROWS = 96
+"""Rows of a block of gradients: a multiple of those whose scores are in work at once."""
+
+# Keys of a block of gradients, and elements of it: five such blocks lie in cache.
+_GRADIENT_KEYS = 192
+_GRADIENT_KEYS_AND_COLUMNS = 32768
 
 # Instructions for one lane: of one term of a product in the micro-kernel, of a sum in it beside its terms, of a score's
 # weight, of packing an element in whole registers, or by itself. Measured on an AMD EPYC (Zen 4) with AVX2.
@@ -92,6 +99,16 @@ class Heads:
         while self.count * pieces < _ENOUGH and self.rows >= 2 * pieces * _FEWEST_ROWS:
             pieces *= 2
         return max(1, -(-self.rows // (pieces * _QUERIES)) * _QUERIES if pieces > 1 else self.rows)
+
+    @property
+    def gradient_keys(self) -> int:
+        """Keys of a block of gradients."""
+        return min(_GRADIENT_KEYS, _GRADIENT_KEYS_AND_COLUMNS // self._width // _PANEL * _PANEL)
+
+    def gradient_steps(self, machine: Machine) -> float:
+        """Vector instructions of a call that computes gradients: five products, and the weights again."""
+        scores, terms = self.count * self.rows * self.keys * self.share, machine.isa.terms(self.dtype)
+        return scores * (5 * self._width * _TERM / terms + 2 * _SUM + _WEIGHT) / machine.lanes
 
     def steps(self, machine: Machine) -> float:
         """Vector instructions of a call."""

@@ -163,7 +163,8 @@ def kernel_work(kernel: Kernel, steps: float, size: Size = estimate) -> Work:
 def computed_in(kernel: Kernel) -> DType:
     """The type of a kernel's operations: of matrix products and attention their operands', which may be faster."""
     if any(param.dtype is DType.BF16 for param in kernel.params):
-        found = find_contraction(kernel) or find_attention(kernel)
+        attention = find_attention(kernel)
+        found = attention.scores if attention else find_contraction(kernel)
         if found is not None:
             return found.dtype
     floats = [line.dtype for line in kernel.body if line.dtype.is_float and not isinstance(line.rhs, Store)]

@@ -56,3 +56,4 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 #include "kernel/window.h"
 #include "kernel/winograd.h"
 #include "kernel/attend.h"
+#include "kernel/attend_backward.h"

@@ -20,7 +20,20 @@ template <class E> struct Results {
   E* at;
   int64_t row, column;
   PV_FN E* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
+  PV_FN Results from(int64_t i, int64_t j) const { return {(*this)(i, j), row, column}; }
 };
+
+template <class E> PV_FN Matrix<E> transposed(const Matrix<E>& a) { return {a.at, a.column, a.row}; }
+
+// The first row of `to` (+)= D sums, times a factor.
+template <int D, class E> PV_FN void put_row(const float* sums, float factor, const Results<E>& to, bool more) {
+  if (to.column == 1)
+    return steps<COLUMN>(0, D, [&](auto l, int64_t j) PV_INLINE {
+      const auto all = mul(load<float>(sums + j, l), splat<COLUMN>(factor));
+      store<E>(to.at + j, more ? add(all, load((const E*)to.at + j, l)) : all, l);
+    });
+  for (int64_t j = 0; j < D; j++) store(to(0, j), sums[j] * factor + (more ? load((const E*)to(0, j)) : 0.0f));
+}
 
 // Rows of queries (row, term), keys (key, term), values (key, column), and what is added to scores (row, key); results
 // (row, column), and for each row the logarithm of the sum that its weights are divided by. Mask and logarithms may be
@@ -102,6 +115,19 @@ PV_FN void rescale(float* sums, float factor) {
   for (int j = 0; j < D; j += COLUMN) write_column(sums + j, read_column(sums + j) * spread(factor));
 }
 
+// to[rows, n] = a[rows, D] @ b[D, n], with panels of b. Rows are copied: where they lie they may share sets of the cache.
+template <int D, int STEP, class E>
+PV_FN void times_panels(const Matrix<E>& a, int64_t rows, const float* panels, int64_t n, float* to) {
+  constexpr int UNITS = units_of<E>(D);
+  using F = Factor<E>;
+  alignas(64) float units[QUERIES * UNITS];
+  copy_rows<UNITS>(a, rows, D, units);
+  const Matrix<F> copied{(const F*)units, TERMS<E> * UNITS, 1};
+  const auto rows_from = [&](int64_t i) PV_INLINE { return copied.from(i, 0); };
+  for (int64_t j = 0; j < n; j += COLUMNS)
+    panel<0>(rows, n - j, UNITS, rows_from, Rows{panels + j * UNITS, COLUMNS}, {to + j, STEP, false});
+}
+
 // The block of keys that is at work: where they lie as panels, or, for few rows, in the operands.
 struct KeyBlock {
   const float *keys, *values;  // null: in the operands
@@ -112,26 +138,11 @@ struct KeyBlock {
 template <int D, int STEP, class E, class Added>
 PV_FN void score(
     const Attention<E, Added>& a, const KeyBlock& block, int64_t first, int64_t rows, int64_t n, float* scores) {
-  constexpr int UNITS = units_of<E>(D);
   const Matrix<E> queries = a.queries.from(first, 0);
-  if (!block.keys) {
-    const Matrix<E> columns{a.keys(block.from, 0), a.keys.column, a.keys.row};
-    for (int64_t j = 0; j < n; j += KEYS_IN_PLACE)
-      dot_block(rows, least(KEYS_IN_PLACE, n - j), D, queries, columns.from(0, j), {scores + j, STEP, false});
-    return;
-  }
-  const auto all = [&](const auto& left) PV_INLINE {
-    const auto rows_from = [&](int64_t i) PV_INLINE { return left.from(i, 0); };
-    for (int64_t j = 0; j < n; j += COLUMNS)
-      panel<0>(rows, n - j, UNITS, rows_from, Rows{block.keys + j * UNITS, COLUMNS}, {scores + j, STEP, false});
-  };
-  if constexpr (is_factor<E>)
-    if (has_units(queries, D)) return all(queries);
-  if constexpr (!std::is_same_v<E, float>) {
-    alignas(64) float units[QUERIES * UNITS];
-    copy_rows<UNITS>(queries, rows, D, units);
-    all(Matrix<Factor<E>>{(const Factor<E>*)units, TERMS<E> * UNITS, 1});
-  }
+  if (block.keys) return times_panels<D, STEP>(queries, rows, block.keys, n, scores);
+  const Matrix<E> columns = transposed(a.keys.from(block.from, 0));
+  for (int64_t j = 0; j < n; j += KEYS_IN_PLACE)
+    dot_block(rows, least(KEYS_IN_PLACE, n - j), D, queries, columns.from(0, j), {scores + j, STEP, false});
 }
 
 // sums[rows, D] (+)= weights[rows, n] @ values
@@ -192,7 +203,7 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   for (int64_t from = 0; from < last; from += KEYS) {
     const int64_t count = least(KEYS, last - from);
     const KeyBlock block{keys_there ? nullptr : keys, values_there ? nullptr : values, from, count};
-    if (!keys_there) pack_columns<COLUMNS * UNITS>(Matrix<E>{a.keys(from, 0), a.keys.column, a.keys.row}, D, count, keys);
+    if (!keys_there) pack_columns<COLUMNS * UNITS>(transposed(a.keys.from(from, 0)), D, count, keys);
     if (!values_there) pack_columns<COLUMNS * PAIRS>(a.values.from(from, 0), count, D, values);
     for (int64_t first = 0; first < m; first += QUERIES) {
       const int64_t rows = least(QUERIES, m - first);
@@ -214,14 +225,7 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   }
   for (int64_t i = 0; i < m; i++) {
     const float all = seen[i].sum;
-    const float share = all == 0 ? 1.0f : 1.0f / all;
-    if (a.out.column == 1) {
-      steps<COLUMN>(0, D, [&](auto l, int64_t j) PV_INLINE {
-        store<E>(a.out(i, j), mul(load<float>(sums + i * WIDTH + j, l), splat<COLUMN>(share)), l);
-      });
-    } else {
-      for (int64_t j = 0; j < D; j++) store(a.out(i, j), sums[i * WIDTH + j] * share);
-    }
+    put_row<D>(sums + i * WIDTH, all == 0 ? 1.0f : 1.0f / all, a.out.from(i, 0), false);
     if (a.logsumexp.at) *a.logsumexp(i, 0) = all == 0 ? 0.0f : seen[i].greatest + std::log(all);
   }
 }

@@ -9,7 +9,7 @@ import torch
 
 from pellucid.codegen import generate
 from pellucid.errors import InternalError
-from pellucid.ir.attention import find_attention
+from pellucid.ir.attention import Attention, AttentionBackward, find_attention
 from pellucid.ir.interp import run_kernel
 from pellucid.ir.nodes import Kernel
 from pellucid.ir.parser import parse_kernel
@@ -73,9 +73,90 @@ def changed(*pairs: tuple[str, str]) -> Kernel:
 
 def test_the_formula_is_recognised() -> None:
     found = find_attention(parse_kernel(ATTENTION))
-    assert found is not None
-    assert (found.rows, found.key, found.term, found.column, found.scale) == (("i",), "t", "e", "d", 0.5)
-    assert found.mask is not None and found.limit is not None and found.logsumexp is not None
+    assert isinstance(found, Attention) and found.logsumexp is not None
+    scores = found.scores
+    assert (found.rows, scores.key, scores.term, found.column, scores.scale) == (("i",), "t", "e", "d", 0.5)
+    assert scores.mask is not None and scores.limit is not None
+
+
+# The gradients of the same, for three heads of queries that share one head of keys.
+BACKWARD = """\
+kernel gradients(
+    q: f32[60], k: f32[28], v: f32[28], o: f32[60], g: f32[60], l: f32[15], gq: f32[60], gk: f32[28], gv: f32[28]) {
+  axes h: 3, i: 5, d: 4, t: 7, e: 4
+  a: f32 = load q[20*h + 4*i + e]
+  b: f32 = load k[4*t + e]
+  c: f32 = mul a, b
+  s0: f32 = sum c over e
+  half: f32 = const 0.5
+  s1: f32 = mul s0, half
+  at: i64 = index t
+  end: i64 = index i
+  sees: bool = le at, end
+  low: f32 = const -inf
+  s: f32 = where sees, s1, low
+  base: f32 = load l[5*h + i]
+  x: f32 = sub s, base
+  p: f32 = exp x
+  go: f32 = load g[20*h + 4*i + d]
+  y: f32 = load v[4*t + d]
+  gy: f32 = mul go, y
+  through: f32 = sum gy over d
+  out: f32 = load o[20*h + 4*i + d]
+  oo: f32 = mul go, out
+  delta: f32 = sum oo over d
+  less: f32 = sub through, delta
+  weighed: f32 = mul p, less
+  change: f32 = mul weighed, half
+  ck: f32 = mul change, b
+  u: f32 = sum ck over t
+  st0: f32 = store gq[20*h + 4*i + e], u
+  cq: f32 = mul change, a
+  w: f32 = sum cq over h, i
+  st1: f32 = store gk[4*t + e], w
+  pg: f32 = mul p, go
+  z: f32 = sum pg over h, i
+  st2: f32 = store gv[4*t + d], z
+}
+"""
+
+
+def test_gradients_are_recognised_and_computed() -> None:
+    """By native code and the interpreter as by autograd, in memory that ends where a page without access begins."""
+    kernel = parse_kernel(BACKWARD)
+    verify_kernel(kernel)
+    found = find_attention(kernel)
+    assert isinstance(found, AttentionBackward) and found.rows == ("h", "i")
+    q, k, v, o, g, logarithms = (guarded(param.numel.value or 0) for param in kernel.params[:6])
+    operands = [each.view(-1, size, 4).double().requires_grad_() for each, size in ((q, 5), (k, 7), (v, 7))]
+    scores = operands[0] @ operands[1].mT * 0.5
+    scores = scores.masked_fill(~torch.ones(5, 7, dtype=torch.bool).tril(), -torch.inf)
+    out = scores.softmax(-1) @ operands[2]
+    o.copy_(out.flatten())
+    logarithms.copy_(scores.logsumexp(-1).flatten())
+    expected = torch.autograd.grad(out, operands, g.view_as(out).double())
+    for run in (run_kernel, run_native):
+        results = {name: torch.full((size,), torch.nan) for name, size in (("gq", 60), ("gk", 28), ("gv", 28))}
+        run(kernel, {"q": q, "k": k, "v": v, "o": o, "g": g, "l": logarithms, **results}, {})
+        for ours, theirs in zip(results.values(), expected, strict=True):
+            torch.testing.assert_close(ours, theirs.flatten().float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("sub through, delta", "add through, delta"),
+        ("mul weighed, half", "mul weighed, weighed"),
+        ("mul p, go", "mul x, go"),
+        ("sum cq over h, i", "sum cq over i, h"),
+        ("exp x", "neg x"),
+    ],
+)
+def test_other_gradients_are_no_kernel_at_all(pair: tuple[str, str]) -> None:
+    old, new = pair
+    assert old in BACKWARD
+    with pytest.raises(InternalError, match="no attention"):
+        generate(parse_kernel(BACKWARD.replace(old, new)), Options(), AVX2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+// Gradients of attention, for the heads of queries that share one head of keys, without a matrix of all scores:
+//
+//     weights = exp(scale * q @ k^T + mask - logsumexp)
+//     grad v  = weights^T @ grad out
+//     changes = weights * (grad out @ v^T - the sum of grad out * out of each row) * scale
+//     grad q  = changes @ k
+//     grad k  = changes^T @ q
+//
+// Keys are taken in blocks (KEYS), which are packed once and whose gradients are summed in cache over all rows. Rows are
+// taken M at a time; for QUERIES of them scores become weights, and grad out @ v^T changes, in place. The gradient of
+// queries is summed in memory, in f32, block by block of keys. With a causal mask, keys beyond the last row of QUERIES, and rows
+// before the first of QUERIES keys, are left out.
+//
+// Types are those of attend.h: in bf16 weights and changes are rounded to it, as ATen's are.
+namespace pv {
+
+// A matrix for each of the heads that share keys, `step` elements apart.
+template <class M> struct PerHead {
+  M first;
+  int64_t step;
+  PV_FN M operator[](int64_t head) const { return {first.at + head * step, first.row, first.column}; }
+};
+
+// What forward read and wrote, see `Attention`, the gradient of its result, and the gradients that are written.
+template <class E, class Added> struct AttentionBackward {
+  PerHead<Matrix<E>> queries;
+  Matrix<E> keys, values;
+  PerHead<Matrix<Added>> mask;
+  float scale;
+  bool causal;
+  int64_t seen;
+  PerHead<Matrix<E>> out, grad_out;
+  PerHead<Matrix<float>> logsumexp;
+  PerHead<Results<float>> grad_queries;
+  Results<E> grad_keys, grad_values;
+};
+
+// The sum of the products of two rows of D elements.
+template <int D, class E> PV_FN float dot(const Matrix<E>& a, const Matrix<E>& b) {
+  if (a.column == 1 && b.column == 1) {
+    Acc<Sum, Vec<float, COLUMN>> sum;
+    steps<COLUMN>(0, D, [&](auto l, int64_t j) PV_INLINE { sum.add(mul(load(a.at + j, l), load(b.at + j, l)), l); });
+    return total<Sum>(sum.value());
+  }
+  float sum = 0;
+  for (int64_t j = 0; j < D; j++) sum = __builtin_fmaf(load(a(0, j)), load(b(0, j)), sum);
+  return sum;
+}
+
+// n scores of a row become weights, and n of grad out @ v^T changes, both of type F and in the same memory.
+template <class F>
+[[gnu::noinline]] inline void weigh_changes(
+    float* scores, float* changes, int64_t n, float factor, float logsumexp, float delta, float scale) {
+  constexpr int W = COLUMN;
+  const auto times = splat<W>(factor), less = splat<W>(-logsumexp), before = splat<W>(delta), after = splat<W>(scale);
+  steps<W>(0, n, [&](auto l, int64_t j) PV_INLINE {
+    const auto weight = exp_of_negative(fma(load<float>(scores + j, l), times, less));
+    const auto change = mul(mul(weight, sub(load<float>(changes + j, l), before)), after);
+    store<F>((F*)scores + j, weight, l);
+    store<F>((F*)changes + j, change, l);
+  });
+}
+
+// The block of rows and keys that is at work. weights, changes: M rows, STEP floats apart.
+template <int M, int STEP> struct RowBlock {
+  int64_t head, first, rows, from, count;
+  float *weights, *changes;
+  // How many keys of the block the row sees, and all rows up to it.
+  template <class A> PV_FN int64_t visible(const A& a, int64_t row) const {
+    return a.causal ? least(count, a.seen + first + row - from) : count;
+  }
+  // The first row, in whole QUERIES, that sees the key.
+  template <class A> PV_FN int64_t first_to_see(const A& a, int64_t key) const {
+    int64_t row = 0;
+    while (a.causal && visible(a, row + QUERIES - 1) <= key) row += QUERIES;
+    return row;
+  }
+};
+
+// Weights and changes of QUERIES rows from `row` on, of `most` keys, and zeros up to whole QUERIES keys and a whole unit
+// of rows.
+template <int D, int M, int STEP, class E, class Added>
+PV_FN void weigh_rows(
+    const AttentionBackward<E, Added>& a, const RowBlock<M, STEP>& block, int64_t row, int64_t some, int64_t most,
+    const float* keys, const float* values) {
+  using F = Factor<E>;
+  const int64_t at = block.first + row;
+  const Matrix<E> out = a.out[block.head].from(at, 0), grad_out = a.grad_out[block.head].from(at, 0);
+  const Matrix<Added> mask = a.mask[block.head];
+  float *weights = block.weights + row * STEP, *changes = block.changes + row * STEP;
+  times_panels<D, STEP>(a.queries[block.head].from(at, 0), some, keys, most, weights);
+  times_panels<D, STEP>(grad_out, some, values, most, changes);
+  const int64_t filled = (most + QUERIES - 1) / QUERIES * QUERIES;
+  for (int64_t i = 0; i < some + some % TERMS<E>; i++, weights += STEP, changes += STEP) {
+    const int64_t own = i < some ? block.visible(a, row + i) : 0;
+    if (own > 0) {
+      if (mask.at) add_mask(weights, own, a.scale, mask(at + i, block.from), mask.column);
+      const float logsumexp = *a.logsumexp[block.head](at + i, 0);
+      const float delta = dot<D>(out.from(i, 0), grad_out.from(i, 0));
+      weigh_changes<F>(weights, changes, own, mask.at ? 1.0f : a.scale, logsumexp, delta, a.scale);
+    }
+    for (int64_t j = own < 0 ? 0 : own; j < filled; j++) ((F*)weights)[j] = ((F*)changes)[j] = F{};
+  }
+}
+
+// The gradients of QUERIES rows from `row` on.
+template <int D, int M, int STEP, class E, class Added>
+PV_FN void add_grad_queries(
+    const AttentionBackward<E, Added>& a, const RowBlock<M, STEP>& block, int64_t row, int64_t some, int64_t most,
+    const float* keys, int64_t depth) {
+  using F = Factor<E>;
+  constexpr int WIDTH = (D + COLUMNS - 1) / COLUMNS * COLUMNS;
+  alignas(64) float sums[QUERIES * WIDTH];
+  const Matrix<F> changes{(const F*)(block.changes + row * STEP), STEP * TERMS<E>, 1};
+  const auto rows_from = [&](int64_t i) PV_INLINE { return changes.from(i, 0); };
+  if (most <= 0) std::memset(sums, 0, sizeof sums);
+  for (int64_t j = 0; most > 0 && j < D; j += COLUMNS)
+    panel<D>(some, D - j, units_of<E>(most), rows_from, Rows{keys + j * depth, COLUMNS}, {sums + j, WIDTH, false});
+  const auto to = a.grad_queries[block.head].from(block.first + row, 0);
+  for (int64_t i = 0; i < some; i++) put_row<D>(sums + i * WIDTH, 1.0f, to.from(i, 0), block.from > 0);
+}
+
+// sums[keys, D] += rows[rows, keys]^T @ right[rows, D]. rows: in the memory of weights or changes; right: panels.
+template <int D, int M, int STEP, class E, class Added>
+PV_FN void add_by_key(
+    const AttentionBackward<E, Added>& a, const RowBlock<M, STEP>& block, const float* rows, const float* right,
+    float* sums) {
+  using F = Factor<E>;
+  constexpr int T = TERMS<E>, DEPTH_OF_ROWS = units_of<E>(M), WIDTH = (D + COLUMNS - 1) / COLUMNS * COLUMNS;
+  const int64_t last = block.visible(a, block.rows - 1), piece = a.causal ? QUERIES : last;
+  alignas(64) float units[T > 1 ? DEPTH_OF_ROWS * STEP : 1];  // in which two rows are side by side
+  Matrix<F> left{(const F*)rows, 1, STEP};
+  if constexpr (T > 1) {
+    for (int64_t i = 0; i < block.rows; i += T)
+      for (int64_t j = 0; j < last; j += COLUMN)
+        write_column(units + i / T * STEP + j, read_across((const F*)(rows + i * STEP) + j, T * STEP));
+    left = {(const F*)units, T, STEP};
+  }
+  for (int64_t key = 0; key < last; key += piece) {
+    const int64_t row = block.first_to_see(a, key);
+    const auto rows_from = [&](int64_t i) PV_INLINE { return left.from(key + i, row); };
+    for (int64_t j = 0; j < D; j += COLUMNS)
+      panel<D>(least(piece, last - key), D - j, units_of<E>(block.rows - row), rows_from,
+               Rows{right + j * DEPTH_OF_ROWS + row / T * COLUMNS, COLUMNS}, {sums + key * WIDTH + j, WIDTH, true});
+  }
+}
+
+// All of `heads` heads of m rows, and of n keys. D: columns, and terms of scores.
+template <int D, int M, int KEYS, class E, class Added>
+inline void attend_backward(int64_t heads, int64_t m, int64_t n, const AttentionBackward<E, Added>& a) {
+  static_assert(KEYS % COLUMNS == 0 && M % QUERIES == 0);
+  constexpr int WIDTH = (D + COLUMNS - 1) / COLUMNS * COLUMNS, STEP = KEYS + COLUMNS;  // see `attend`
+  constexpr int UNITS = units_of<E>(D), PAIRS = units_of<E>(KEYS), DEPTH_OF_ROWS = units_of<E>(M);
+  alignas(64) float keys[KEYS * UNITS], values[KEYS * UNITS], key_rows[PAIRS * WIDTH];
+  alignas(64) float grad_keys[KEYS * WIDTH], grad_values[KEYS * WIDTH];
+  alignas(64) float queries[DEPTH_OF_ROWS * WIDTH], grad_out[DEPTH_OF_ROWS * WIDTH];
+  alignas(64) float weights[M * STEP], changes[M * STEP];
+  for (int64_t from = 0; from == 0 || from < n; from += KEYS) {
+    const int64_t count = least(KEYS, n - from);
+    pack_columns<COLUMNS * UNITS>(transposed(a.keys.from(from, 0)), D, count, keys);
+    pack_columns<COLUMNS * UNITS>(transposed(a.values.from(from, 0)), D, count, values);
+    pack_columns<COLUMNS * PAIRS>(a.keys.from(from, 0), count, D, key_rows);
+    std::memset(grad_keys, 0, sizeof grad_keys);
+    std::memset(grad_values, 0, sizeof grad_values);
+    for (int64_t head = 0; head < heads; head++)
+      for (int64_t first = 0; first < m; first += M) {
+        const RowBlock<M, STEP> block{head, first, least(M, m - first), from, count, weights, changes};
+        const bool seen = block.visible(a, block.rows - 1) > 0;
+        for (int64_t row = 0; row < block.rows && (seen || from == 0); row += QUERIES) {
+          const int64_t some = least(QUERIES, block.rows - row), most = block.visible(a, row + some - 1);
+          if (most > 0) weigh_rows<D>(a, block, row, some, most, keys, values);
+          if (most > 0 || from == 0) add_grad_queries<D>(a, block, row, some, most, key_rows, PAIRS);
+        }
+        if (!seen) continue;
+        pack_columns<COLUMNS * DEPTH_OF_ROWS>(a.queries[head].from(first, 0), block.rows, D, queries);
+        pack_columns<COLUMNS * DEPTH_OF_ROWS>(a.grad_out[head].from(first, 0), block.rows, D, grad_out);
+        add_by_key<D>(a, block, weights, grad_out, grad_values);
+        add_by_key<D>(a, block, changes, queries, grad_keys);
+      }
+    for (int64_t i = 0; i < count; i++) {
+      put_row<D>(grad_keys + i * WIDTH, 1.0f, a.grad_keys.from(from + i, 0), false);
+      put_row<D>(grad_values + i * WIDTH, 1.0f, a.grad_values.from(from + i, 0), false);
+    }
+  }
+}
+
+}  // namespace pv
