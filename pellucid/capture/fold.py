@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ def fold_scales(graph_module: torch.fx.GraphModule) -> tuple[Decision, ...]:
     """Change a graph whose parameters are frozen: one convolution instead of a convolution and what follows it.
 
     Before: `%c = convolution(%x, %w); %d = sub(%c, %mean); %e = mul(%d, %factor); %f = add(%e, %shift)`.
-    After: `%f = convolution(%x, mul(%w, %factor), add(mul(neg(%mean), %factor), %shift))`, in f32 and f64 alone: a
-    narrower weight would lose digits.
+    After: `%f = convolution(%x, mul(%w, %factor), add(mul(neg(%mean), %factor), %shift))`. A narrower weight than f32
+    would lose digits: there `%f = add(mul(%c, %factor), add(mul(neg(%mean), %factor), %shift))`, in f32.
     """
     still = _still(graph_module)
     fake_mode = fake_mode_of(graph_module.graph)
@@ -33,8 +34,10 @@ def fold_scales(graph_module: torch.fx.GraphModule) -> tuple[Decision, ...]:
         chain = _chain(node, still)
         if not any(step.target in _SCALES for step in chain):
             continue
-        folded = _Fold(graph_module.graph, fake_mode, node, chain).run()
-        why = f"scales and shifts of {', '.join(step.name for step in chain)} go into weight and bias"
+        fold = _Fold(graph_module.graph, fake_mode, node, chain)
+        folded = fold.beside() if _is_narrow(node) else fold.inside()
+        where = "one scale and one shift" if _is_narrow(node) else "weight and bias"
+        why = f"scales and shifts of {', '.join(step.name for step in chain)} go into {where}"
         decisions.append(Decision(_RULE, (node.name, folded.name), True, why))
     graph_module.recompile()
     return tuple(decisions)
@@ -56,9 +59,9 @@ def _chain(convolution: torch.fx.Node, still: set[torch.fx.Node]) -> list[torch.
     arguments: Any = convolution.args
     _, weight, bias, *_, transposed, _, _ = arguments
     value = convolution.meta["val"]
-    if transposed or value.dtype not in (torch.float32, torch.float64) or weight not in still:
+    if transposed or not value.is_floating_point():
         return []
-    if bias is not None and bias not in still:
+    if not _is_narrow(convolution) and (weight not in still or (bias is not None and bias not in still)):
         return []
     found: list[torch.fx.Node] = []
     while True:
@@ -71,47 +74,86 @@ def _chain(convolution: torch.fx.Node, still: set[torch.fx.Node]) -> list[torch.
             first, second = second, first
         if first is not last or second not in still or not _is_per_channel(second, value):
             return found
-        if step.meta["val"].stride() != value.stride():
+        if step.meta["val"].stride() != value.stride() or step.meta["val"].dtype is not _computed(value.dtype):
             return found
         found.append(step)
 
 
 def _is_per_channel(operand: Any, value: torch.Tensor) -> bool:
-    """True for one element for each channel of `value` (images, channels, ...), of the same type."""
+    """True for one element for each channel of `value` (images, channels, ...), of its type or f32."""
     if not isinstance(operand, torch.fx.Node):
         return False
     tensor = operand.meta["val"]
     shape = (1,) * (value.dim() - tensor.dim()) + tuple(tensor.shape)
-    return tensor.dtype is value.dtype and shape == (1, value.shape[1], *(1,) * (value.dim() - 2))
+    return tensor.dtype in (value.dtype, _computed(value.dtype)) and shape == (
+        1,
+        value.shape[1],
+        *(1,) * (value.dim() - 2),
+    )
+
+
+def _is_narrow(convolution: torch.fx.Node) -> bool:
+    """Whether what follows the convolution is computed in a wider type than it is."""
+    dtype = convolution.meta["val"].dtype
+    return dtype is not _computed(dtype)
+
+
+def _computed(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 @dataclass(frozen=True)
 class _Fold:
-    """Puts one convolution in the place of the last call of a chain, under its name."""
+    """Puts less in the place of a convolution and a chain of calls, under the name of the last one."""
 
     graph: torch.fx.Graph
     fake_mode: Any
     convolution: torch.fx.Node
     chain: list[torch.fx.Node]
 
-    def run(self) -> torch.fx.Node:
+    def inside(self) -> torch.fx.Node:
+        """One convolution."""
         arguments: Any = self.convolution.args
         x, weight, bias, *rest = arguments
-        last, old = self.chain[-1], [self.convolution, *self.chain]
-        with self.graph.inserting_before(last):
-            shift = bias
-            for step in self.chain:
-                (operand,) = (each for each in step.all_input_nodes if each not in old)
-                channels = operand.meta["val"].numel()
-                vector = self._call(aten.view.default, operand, [channels])
-                if step.target in _SCALES:
-                    factor = self._call(aten.view.default, operand, [channels, *[1] * (weight.meta["val"].dim() - 1)])
-                    weight = self._call(step.target, weight, factor)
-                if shift is not None:
-                    shift = self._call(step.target, shift, vector)
-                elif step.target in _SHIFTS:
-                    shift = vector if step.target is aten.add.Tensor else self._call(aten.neg.default, vector)
-            made = self._call(aten.convolution.default, x, weight, shift, *rest)
+        with self.graph.inserting_before(self.chain[-1]):
+            scale, shift = self._combined([weight.meta["val"].shape[0], *[1] * (weight.meta["val"].dim() - 1)], bias)
+            made = self._call(aten.convolution.default, x, self._call(aten.mul.Tensor, weight, scale), shift, *rest)
+        return self._replaced(made, [self.convolution, *self.chain])
+
+    def beside(self) -> torch.fx.Node:
+        """The convolution as it is, one scale and one shift."""
+        value = self.convolution.meta["val"]
+        with self.graph.inserting_before(self.chain[-1]):
+            scale, shift = self._combined([value.shape[1], *[1] * (value.dim() - 2)], None)
+            made = self._call(aten.mul.Tensor, self.convolution, scale)
+            if shift is not None:
+                shift = self._call(aten.view.default, shift, list(scale.meta["val"].shape))
+                made = self._call(aten.add.Tensor, made, shift)
+        return self._replaced(made, self.chain)
+
+    def _combined(self, shape: list[int], shift: torch.fx.Node | None) -> tuple[torch.fx.Node, torch.fx.Node | None]:
+        """The product of all scales, in this shape, and the sum of all shifts as they are scaled, a vector."""
+        scale: torch.fx.Node | None = None
+        dtype = self.chain[-1].meta["val"].dtype
+        for before, step in pairwise([self.convolution, *self.chain]):
+            (operand,) = (each for each in step.all_input_nodes if each is not before)
+            vector = self._call(aten.view.default, operand, [operand.meta["val"].numel()])
+            if operand.meta["val"].dtype is not dtype:
+                vector = self._call(aten._to_copy.default, vector, dtype=dtype)
+            if step.target in _SCALES:
+                if scale is None:
+                    scale = vector if step.target is aten.mul.Tensor else self._call(aten.reciprocal.default, vector)
+                else:
+                    scale = self._call(step.target, scale, vector)
+            if shift is not None:
+                shift = self._call(step.target, shift, vector)
+            elif step.target in _SHIFTS:
+                shift = vector if step.target is aten.add.Tensor else self._call(aten.neg.default, vector)
+        assert scale is not None
+        return self._call(aten.view.default, scale, shape), shift
+
+    def _replaced(self, made: torch.fx.Node, old: list[torch.fx.Node]) -> torch.fx.Node:
+        last = old[-1]
         last.replace_all_uses_with(made)
         for each in reversed(old):
             if each is not last:
@@ -120,10 +162,10 @@ class _Fold:
         made.name = last.name
         return made
 
-    def _call(self, target: Any, *args: Any) -> torch.fx.Node:
-        node = self.graph.call_function(target, args)
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self.chain[-1].meta)
         fakes = pytree.tree_map_only(torch.fx.Node, lambda each: each.meta["val"], args)
         with quiet_fake_tensors(), self.fake_mode, torch.no_grad():
-            node.meta["val"] = target(*fakes)
+            node.meta["val"] = target(*fakes, **kwargs)
         return node

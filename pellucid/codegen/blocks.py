@@ -104,7 +104,7 @@ class Packing:
     """A right operand of `terms` rows and `columns` columns, packed whole before the program runs.
 
     dtype: of its elements. area: taps of a channel where the operand's terms lie channel by channel and the left one's
-    tap by tap, else 1. tiles: it is transformed too, see `Blocks.tiles`.
+    tap by tap, else 1. tiles: it is transformed too, see `Blocks.tiles`. single: its units hold one term each, in f32.
     """
 
     operand: Operand
@@ -113,11 +113,12 @@ class Packing:
     columns: int
     area: int
     tiles: bool
+    single: bool
 
     def numel(self, machine: Machine) -> int:
         """How many f32 that makes, in panels of two registers: `pack_panels` and `pack_tiles` check it."""
         panel = 2 * machine.lanes
-        units = -(-self.terms // machine.isa.terms(self.dtype))
+        units = -(-self.terms // (1 if self.single else machine.isa.terms(self.dtype)))
         transformed = PLACES * self.terms // TAPS if self.tiles else 0
         return -(-self.columns // panel) * panel * (units + transformed) + 1
 
@@ -206,7 +207,7 @@ class Blocks:
         assert terms is not None and columns is not None
         area = _area(taps_of(self.contraction, self.inner)[0], self.ranges) if self.planes else 1
         operand = replace(right, start=right.start.substitute(start))
-        return Packing(operand, self.contraction.dtype, terms, columns, area, self.tiles > 0)
+        return Packing(operand, self.contraction.dtype, terms, columns, area, self.tiles > 0, self.by_channel)
 
     def syms(self) -> frozenset[str]:
         """The size symbols that the operands name."""
@@ -321,7 +322,7 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, frozen: frozens
 
     columns = found.columns or found.batch
     row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
-    several = found.may_be_window and len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
+    several = len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
     blocks = _windows(found, ranges, column, machine) if found.windowed or several else None
     if blocks or found.windowed:
         return blocks
@@ -362,6 +363,8 @@ def _windows(found: Contraction, ranges: dict[str, Expr], column: str, machine: 
     rows = sorted(found.rows, key=lambda name: -estimate(stride_along(left.index, name)))
     taps, channels = taps_of(found, inner)
     planes = not _lies(right.index, inner, ranges)
+    if planes and found.dtype is not DType.F32:
+        return None
     if planes and not (channels and _lies(right.index, (*channels, *taps), ranges) and _area(taps, ranges) <= DEPTH):
         return None
     if column in found.batch and (channels or _area(taps, ranges) > DEPTH):

@@ -22,13 +22,18 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
     kind = CPP_TYPE[packing.dtype]
     matrix = f"pv::Matrix<{kind}>{{static_cast<const {kind}*>(p[0]) + {start}, {row}, {column}}}"
     function = "pack_tiles" if packing.tiles else "pack_panels"
-    sizes = f"{packing.columns}, {packing.terms}, {numel}"
+    sizes = f"{packing.columns}, {packing.terms}, {numel}" + ("" if packing.tiles else f", {_factor(packing)}")
     return (
         f'extern "C" int64_t {name}(void* const* p, const int64_t*, int64_t, int64_t) {{\n'
         f"  pv::{function}<{sizes}>({packing.area}, {matrix}, static_cast<float*>(p[1]));\n"
         "  return 0;\n"
         "}\n"
     )
+
+
+def _factor(packing: Packing) -> str:
+    """What the units of panels are made of."""
+    return "float" if packing.single or packing.dtype is DType.F32 else f"pv::Factor<{CPP_TYPE[packing.dtype]}>"
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Operands:
         left, right = blocks.operands()
         sizes = f"to - from, {self.text(blocks.terms)}"
         if isinstance(left, Window):
-            first = self.window(left)
+            first = self.window(left, blocks.contraction.dtype)
         else:
             sizes, first = f"hi - lo, {sizes}", self.matrix(left, blocks.contraction.dtype)
         packing = blocks.packing()
@@ -168,10 +173,10 @@ class Operands:
 
     def panels(self, packing: Packing) -> str:
         """The panels of an operand that was packed."""
-        function = "tile_panels_from" if packing.tiles else "panels_from"
+        function = "tile_panels_from" if packing.tiles else f"panels_from<{_factor(packing)}>"
         return f"pv::{function}({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
 
-    def window(self, window: Window) -> str:
+    def window(self, window: Window, dtype: DType) -> str:
         """A `pv::Window`, with axes and edges that do nothing in the places that are left."""
 
         def axes(found: Iterable[tuple[Expr, Expr]], count: int) -> str:
@@ -181,4 +186,4 @@ class Operands:
         flags = ["true" if flag else "false" for flag in (window.planes, bool(window.edges), window.zeros)]
         parts = [axes(window.rows, 3), axes(window.taps, 2), self.text(window.channels), *flags]
         parts.append(self.edges(window.edges))
-        return f"pv::Window{{{self.pointer(window.buffer, window.start)}, {', '.join(parts)}}}"
+        return f"pv::Window<{CPP_TYPE[dtype]}>{{{self.pointer(window.buffer, window.start)}, {', '.join(parts)}}}"

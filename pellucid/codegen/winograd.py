@@ -15,6 +15,7 @@ from pellucid.codegen.blocks import COLUMN_STEP, PLACES, TAPS, Blocks, stride_al
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, product
 from pellucid.ir.nodes import Kernel
+from pellucid.ir.types import DType
 from pellucid.machine import Machine
 from pellucid.machine.work import estimate
 
@@ -92,7 +93,14 @@ def _shape(blocks: Blocks, machine: Machine) -> _Shape | None:
     found, ranges = blocks.contraction, blocks.ranges
     taps, channels = taps_of(found, blocks.inner)
     left, right = (load.index for load in found.loads)
-    if blocks.by_channel or found.batch or len(found.columns) != 1 or len(taps) != 2 or len(channels) != 1:
+    if (
+        found.dtype is not DType.F32
+        or blocks.by_channel
+        or found.batch
+        or len(found.columns) != 1
+        or len(taps) != 2
+        or len(channels) != 1
+    ):
         return None
     known = all(each.value is not None for each in ranges.values()) and not right.syms()
     if not known or [ranges[name].value for name in taps] != [3, 3]:

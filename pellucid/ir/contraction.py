@@ -70,11 +70,6 @@ class Contraction:
         """True if the left operand is read in windows: its terms are those of several axes, or some do not count."""
         return bool(self.bounds) or len(self.inner) > 1
 
-    @property
-    def may_be_window(self) -> bool:
-        """True if rows of several axes can be read together: in f32, as windows are."""
-        return self.dtype is DType.F32
-
     def swapped(self) -> Contraction:
         """The same with the operands exchanged, rows for columns."""
         return replace(self, left=self.right, right=self.left, rows=self.columns, columns=self.rows)
@@ -83,7 +78,7 @@ class Contraction:
 def find_contraction(kernel: Kernel) -> Contraction | None:
     """The contraction that `kernel` is, if it is one whose other lines do not depend on the summed axes.
 
-    Its sums are in f32, its operands of one type: f32, or a narrower float in memory; of convolutions f32. A sum of
+    Its sums are in f32, its operands of one type: f32, or a narrower float in memory. A sum of
     squares is none, nor are the dot products of a batch: each element goes into one sum only.
     """
     reductions = [line for line in kernel.body if isinstance(line.rhs, Reduce)]
@@ -123,8 +118,6 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
 
     batch, rows, columns = named(one & other - inner), named(one - other), named(other - one)
     found = Contraction(left, right, product, total, dtype, batch, rows, columns, named(inner), bounds, zeros)
-    if found.windowed and not found.may_be_window:
-        return None
     if bounds:
         sides = zip((one, other), masks, strict=True)
         windows = [side for side, masked in sides if masked and all(b.position.vars() <= side for b in bounds)]

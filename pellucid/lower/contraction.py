@@ -61,7 +61,7 @@ def _lower(
         raise NotLowered(_OFF)
     if left.dtype not in DTYPES or {right.dtype, (added or left).dtype} != {left.dtype}:
         raise NotLowered(_OTHER)
-    _check_rate(graph.machine, left.dtype)
+    check_rate(graph.machine, left.dtype, "matrix multiplication")
     _check_speed(left.view, right.view, graph.machine)
     result = graph.new(node.meta["val"], "product")
     kernel = graph.kernel(node, (*result.shape, left.shape[-1]))
@@ -81,7 +81,7 @@ def _lower(
     return result
 
 
-def _check_rate(machine: Machine, dtype: DType) -> None:
+def check_rate(machine: Machine, dtype: DType, what: str) -> None:
     """Leave to ATen a narrow type that it multiplies by units for whole tiles, which no kernel has.
 
     Then what it reaches is the machine's peak, which is what registers reach otherwise.
@@ -89,8 +89,7 @@ def _check_rate(machine: Machine, dtype: DType) -> None:
     library = machine.product.of(dtype).one
     if dtype is not DType.F32 and library >= machine.flops.of(dtype).one:
         raise NotLowered(
-            f"matrix multiplication: ATen's BLAS reaches {library:.0f} operations per nanosecond in {dtype.value}, "
-            "which kernels do not"
+            f"{what}: ATen reaches {library:.0f} operations per nanosecond in {dtype.value}, which kernels do not"
         )
 
 

@@ -1,4 +1,4 @@
-"""Convolutions in f32 are kernels: sums of products, which `codegen/contraction.py` knows how to run.
+"""Convolutions are kernels: sums of products, which `codegen/contraction.py` knows how to run.
 
 oneDNN keeps the others.
 """
@@ -11,20 +11,22 @@ from typing import Any
 import torch
 
 from pellucid.capture.fx import shape_of
+from pellucid.ir.contraction import DTYPES
 from pellucid.ir.index import ONE, ZERO, Expr, const, nonnegative, product
 from pellucid.ir.types import DType
+from pellucid.lower.contraction import check_rate
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
 
 _ONEDNN = "convolution: oneDNN computes it"
 OFF = "convolution: oneDNN computes it, as the option `contract` asks"
-OTHER = "convolution: kernels compute it in f32 alone, oneDNN in other types"
+_OTHER = "convolution: kernels compute it in f32, bf16 and f16, oneDNN in other types"
 _GROUPED = "convolution: kernels compute one group, or as many as channels, oneDNN other groups"
 _DYNAMIC = "convolution: kernels compute images of known sizes, oneDNN others"
 _PLANAR = "convolution: channels do not lie side by side, oneDNN computes it"
 _SINGLE = "convolution: one pixel or one channel is no product of matrices, oneDNN computes it"
 _SHORT = "convolution: a sum of few terms is mostly reading and writing, oneDNN computes it"
-_WEIGHT = "convolution: channels of the weight do not lie side by side, nor all taps, oneDNN computes it"
+_WEIGHT = "convolution: channels of the weight do not lie side by side, nor in f32 all taps, oneDNN computes it"
 # Terms from which on gathering windows is worth it, also where that spares a padded copy of the image.
 FEW_TERMS = 32
 _FEW_UNPADDED = 16
@@ -44,6 +46,7 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     if not graph.contract:
         raise NotLowered(OFF)
+    check_rate(graph.machine, given["input"].dtype, "convolution")
     given = {**given, "weight": _uncopied(graph, node, given["weight"])}
     unpadded = _unpadded(graph, node, given)
     if unpadded is None:
@@ -75,7 +78,7 @@ def _uncopied(graph: ProgramBuilder, node: torch.fx.Node, weight: TensorRef) -> 
     if not isinstance(source, torch.fx.Node) or source.target is not torch.ops.aten.clone.default:
         return weight
     original = graph.value(source.args[0])
-    return original if _lies_by_plane(original) and original.dtype is weight.dtype else weight
+    return original if _lies_by_plane(original) and original.dtype is weight.dtype is DType.F32 else weight
 
 
 def _lies_by_plane(weight: TensorRef) -> bool:
@@ -107,8 +110,8 @@ def _unpadded(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, An
 def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = FEW_TERMS) -> None:
     """Leave to oneDNN what it computes faster, and what has no kernel."""
     x, weight, bias = given["input"], given["weight"], given["bias"]
-    if not x.dtype is weight.dtype is DType.F32 or (bias is not None and bias.dtype is not DType.F32):
-        raise NotLowered(OTHER)
+    if x.dtype not in DTYPES or {weight.dtype, (bias or x).dtype} != {x.dtype}:
+        raise NotLowered(_OTHER)
     if len(weight.shape) != 4 or len(x.shape) != 4 or given["transposed"]:
         raise NotLowered(_ONEDNN)
     depthwise = given["groups"] == weight.shape[0].value == x.shape[1].value
@@ -129,7 +132,8 @@ def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = FE
         raise NotLowered(_SHORT)
     if ONE in (weight.shape[0], product((shape[0], *shape[2:]))):
         raise NotLowered(_SINGLE)
-    if not _lies_by_plane(weight) and not lies(weight, (0, 2, 3, 1)):
+    by_plane = x.dtype is DType.F32 and _lies_by_plane(weight)
+    if not by_plane and not lies(weight, (0, 2, 3, 1)):
         raise NotLowered(_WEIGHT)
 
 

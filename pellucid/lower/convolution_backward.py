@@ -14,12 +14,13 @@ import torch
 
 from pellucid.ir.index import ONE, Expr, const, floordiv, mod, nonnegative, product
 from pellucid.ir.types import DType
-from pellucid.lower.convolution import FEW_TERMS, OFF, OTHER, is_matrix, lies
+from pellucid.lower.convolution import FEW_TERMS, OFF, is_matrix, lies
 from pellucid.lower.extern import extern_call, lower_extern
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
 
 _KIND = "gradients of grouped, transposed and other than two-dimensional convolutions: oneDNN computes them"
+_OTHER = "gradients of convolutions: kernels compute them in f32, oneDNN in other types"
 _DYNAMIC = "gradients of convolutions: kernels compute images of known sizes, oneDNN others"
 _PLANAR = "gradients of convolutions: channels do not lie side by side, oneDNN computes them"
 _STRIDED = "gradient of an image: where a window of several taps moves by more than a pixel, oneDNN computes it"
@@ -93,7 +94,7 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
         raise NotLowered(OFF)
     tensors = gradient, image, weight = tuple(given[name] for name in ("grad_output", "input", "weight"))
     if any(each.dtype is not DType.F32 for each in tensors):
-        raise NotLowered(OTHER)
+        raise NotLowered(_OTHER)
     if len(image.shape) != 4 or given["transposed"] or given["groups"] != 1:
         raise NotLowered(_KIND)
     if any(extent.value is None for each in tensors for extent in each.shape):

@@ -48,7 +48,7 @@ def check_epilogue(first: Kernel, kernel: Kernel) -> Mismatch | None:
         extents = [kernel.ranges[name] for name in axes]
         longest = max(map(estimate, extents), default=1)
         known = all(extent.value is not None for extent in extents)
-        joined = axes == after.rows and after.may_be_window and known
+        joined = axes == after.rows and known
         if not joined and longest < min(estimate(product(extents)), _LEAST):
             return Mismatch("contraction", f"blocks of {longest} rows or columns would be too small")
     return None

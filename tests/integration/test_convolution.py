@@ -236,6 +236,30 @@ def test_grouped_convolutions_are_tried_on_this_machine(
         assert why == "grouped convolutions take 1.50 times as long channels-last on this machine"
 
 
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types(tmp_path: Path, dtype: torch.dtype, freeze: bool) -> None:
+    """Terms that are whole units or not, steps, dilation, one tap, one channel each; a weight that is not finite."""
+    layers = [(3, 32, 7, 2, 3, 1, 1), (33, 40, 3, 1, 2, 2, 1), (64, 48, 3, 1, 1, 1, 1), (50, 50, 3, 2, 1, 1, 50)]
+    layers += [(64, 33, 1, 2, 0, 1, 1), (16, 16, 1, 1, 0, 1, 1)]
+    models = [nn.Conv2d(*layer[:6], groups=layer[6], bias=k % 2 == 0).to(dtype) for k, layer in enumerate(layers)]
+    if dtype is torch.bfloat16:  # in f16 eager multiplies zeros around the image with it
+        models[2].weight.data[3, 5, 0, 0] = models[3].weight.data[7, 0, 0, 0] = float("inf")
+    args = [torch.randn(2, layer[0], 13, 11).to(dtype).to(memory_format=LAST) for layer in layers]
+    models = [model.eval().to(memory_format=LAST) for model in models]
+
+    def function(*args: torch.Tensor) -> list[torch.Tensor]:
+        return [model(x).relu() for model, x in zip(models, args, strict=True)]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="pellucid", options={"trace": str(tmp_path), "freeze": freeze})
+    wide = [copy.deepcopy(model).double()(x.double()).relu() for model, x in zip(models, args, strict=True)]
+    with torch.no_grad():
+        assert_matches(compiled(*args), function(*args), wide)
+    rows = [row for file in tmp_path.rglob("decisions.csv") for row in csv.DictReader(file.open())]
+    assert not said(rows, "lower.fallback") and len(said(rows, "codegen.contract")) == len(layers)
+
+
 def test_a_trial_of_a_convolution_leaves_random_numbers_alone() -> None:
     before = torch.get_rng_state()
     seconds = convolution_seconds((9, 8, 12, 12), (8, 2, 3, 3), (1, 1), (1, 1), (1, 1), 4, torch.bfloat16)

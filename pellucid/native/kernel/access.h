@@ -64,11 +64,31 @@ template <class T, int W> PV_FN Vec<Value<T>, W> widen(const Vec<Raw<T>, W>& a) 
     return a;
   }
 }
+// `bf16_bits` of each lane.
+template <int W> PV_FN Vec<uint16_t, W> shrink_bf16(const Vec<float, W>& a) {
+  const auto rounded = map<uint32_t>([](auto x) PV_INLINE { return (x + 0x7fff + (x >> 16 & 1)) >> 16; },
+                                     as<uint32_t>(a));
+  return narrow_16(where(compare<NE>(a, a), splat<W>(uint32_t(0x7fc0)), rounded));
+}
+#ifdef __AVX512BF16__
+[[gnu::cold, gnu::noinline]] inline Reg<uint16_t, 16> shrink_special(Reg<float, 16> x) {
+  return shrink_bf16(Vec<float, 16>{{x}}).r[0];
+}
+// The machine's conversion takes subnormal numbers for zero, and keeps what a NaN holds.
+PV_FN Reg<uint16_t, 16> shrink_register(Reg<float, 16> x) {
+  constexpr int SUBNORMAL_OR_NAN = 0x20 | 0x80 | 0x01;
+  if (__builtin_expect(_mm512_fpclass_ps_mask((__m512)x, SUBNORMAL_OR_NAN), 0)) return shrink_special(x);
+  return (Reg<uint16_t, 16>)_mm512_cvtneps_pbh((__m512)x);
+}
+#endif
+
 template <class T, int W> PV_FN Vec<Raw<T>, W> shrink(const Vec<Value<T>, W>& a) {
   if constexpr (std::is_same_v<T, bf16>) {
-    const auto rounded = map<uint32_t>([](auto x) PV_INLINE { return (x + 0x7fff + (x >> 16 & 1)) >> 16; },
-                                       as<uint32_t>(a));
-    return narrow_16(where(compare<NE>(a, a), splat<W>(uint32_t(0x7fc0)), rounded));
+#ifdef __AVX512BF16__
+    return convert<uint16_t>(a, [](auto x) PV_INLINE { return shrink_register(x); });
+#else
+    return shrink_bf16(a);
+#endif
   } else if constexpr (std::is_same_v<T, f16>) {
 #ifdef __AVX512F__
     return convert<uint16_t>(a, [](auto x) PV_INLINE { return (Reg<uint16_t, 16>)_mm512_cvtps_ph((__m512)x, 0); });

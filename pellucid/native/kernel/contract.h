@@ -15,28 +15,30 @@ constexpr int FEW_ROWS = 8;
 constexpr int FEW_COLUMNS = 4;
 
 // b[k, n] as panels, whole, and then one more element: 1 if all of it is finite, else 0. Terms that lie in b channel by
-// channel, `area` taps of each, go tap by tap. SIZE: how many floats `to` has room for.
-template <int64_t N, int64_t K, int64_t SIZE, class E>
+// channel, `area` taps of each, go tap by tap. SIZE: how many floats `to` has room for. F: what units are made of.
+template <int64_t N, int64_t K, int64_t SIZE, class F, class E>
 inline void pack_panels(int64_t area, const Matrix<E>& b, float* to) {
-  constexpr int T = TERMS<E>;
-  constexpr int64_t n = N, k = K, columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS, units = units_of<E>(K);
+  constexpr int T = sizeof(float) / sizeof(F);
+  constexpr int64_t n = N, k = K, columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS, units = (K + T - 1) / T;
   static_assert(SIZE == columns * units + 1);
   const int64_t channels = k / area;
   bool finite = true;
-  auto* next = (Factor<E>*)to;
+  auto* next = (F*)to;
   for (int64_t first = 0; first < columns; first += COLUMNS)
     for (int64_t unit = 0; unit < units; unit++)
       for (int64_t j = first; j < first + COLUMNS; j++)
         for (int64_t t = unit * T; t < (unit + 1) * T; t++) {
           const E* at = t < k && j < n ? b(t % channels * area + t / channels, j) : nullptr;
           finite &= !at || std::isfinite(load(at));
-          *next++ = at ? factor_of(*at) : Factor<E>{};
+          if constexpr (T == 1) *next++ = at ? load(at) : 0.0f;
+          else *next++ = at ? *at : F{};
         }
   to[SIZE - 1] = finite;
 }
 // The columns of what `pack_panels` wrote of b[k, n], from `first` on, a multiple of COLUMNS.
-template <class E> PV_FN Panels panels_from(const E* panels, int64_t n, int64_t k, int64_t first) {
-  const int64_t units = units_of<E>(k);
+template <class F, class E> PV_FN Panels panels_from(const E* panels, int64_t n, int64_t k, int64_t first) {
+  constexpr int T = sizeof(float) / sizeof(F);
+  const int64_t units = (k + T - 1) / T;
   const auto* packed = (const float*)panels;
   return {packed + first * units, units, packed[(n + COLUMNS - 1) / COLUMNS * COLUMNS * units] != 0};
 }
@@ -62,21 +64,20 @@ PV_FN void clear(int64_t m, int64_t n, const Sums& c) {
 template <int M, int N, int WIDTH, class E, class B>
 inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const B& b, const Sums& c) {
   constexpr int T = TERMS<E>;
-  constexpr int64_t TERMS_AT_ONCE = DEPTH * T;
   using F = Factor<E>;
   static_assert(N % COLUMNS == 0);
   if (k <= 0) clear(m, n, c);
   if constexpr (!is_packed<B>)
     if ((m <= FEW_ROWS || n <= FEW_COLUMNS) && a.column == 1 && b.row == 1) {
-      constexpr int64_t LONG = TERMS_AT_ONCE * COLUMN;
+      constexpr int64_t LONG = TERMS_AT_ONCE<E> * COLUMN;
       for (int64_t t = 0; t < k; t += LONG) dot_block(m, n, least(LONG, k - t), a.from(0, t), b.from(t, 0), c.after(t, LONG, k));
       return;
     }
   alignas(64) float columns[is_packed<B> ? COLUMNS : N * DEPTH];
   alignas(64) float rows[(M + ROWS - 1) / ROWS * ROW_PANEL];
   const Left left = left_of(a, m, k);
-  for (int64_t t = 0; t < k; t += TERMS_AT_ONCE) {
-    const int64_t depth = least(TERMS_AT_ONCE, k - t), units = units_of<E>(depth);
+  for (int64_t t = 0; t < k; t += TERMS_AT_ONCE<E>) {
+    const int64_t depth = least(TERMS_AT_ONCE<E>, k - t), units = units_of<E>(depth);
     const Sums sums = c.after(t, depth, k);
     if (left == Left::PANELS) pack_rows(a.from(0, t), m, depth, rows);
     if (left == Left::ROWS) copy_rows(a.from(0, t), m, depth, rows);

@@ -26,6 +26,8 @@ template <class E> using Factor = float;
 template <class E> constexpr int TERMS = int(sizeof(float) / sizeof(Factor<E>));
 // How many units hold so many terms; the last one may hold one term and zero.
 template <class E> constexpr int64_t units_of(int64_t terms) { return (terms + TERMS<E> - 1) / TERMS<E>; }
+// Terms in DEPTH units.
+template <class E> constexpr int64_t TERMS_AT_ONCE = DEPTH * TERMS<E>;
 // True if elements are multiplied as they lie.
 template <class E> constexpr bool is_factor = std::is_same_v<E, Factor<E>>;
 

@@ -1,4 +1,4 @@
-// Convolutions in f32, as products whose left operand is read in windows.
+// Convolutions, as products whose left operand is read in windows.
 //
 // The functions that are called from a block are compiled as they stand (noipa): GCC 12, which splits a struct that is
 // given by reference into parts (-fipa-sra), read other memory than that of the taps.
@@ -20,9 +20,9 @@ PV_FN bool counts_at(const Edge (&edges)[2], int64_t i, int64_t j, int64_t k, in
 
 // The left operand of a convolution as it lies: its rows are points of three axes, its terms those of two axes of taps
 // and of `channels` that are neighbours. Terms count channels fastest, or, where `planes`, taps: as the right operand
-// lies. `padded`: some terms lie outside; these add nothing, or, with `zeros`, zero times the right operand.
-struct Window {
-  const float* at;
+// lies, in f32. `padded`: some terms lie outside; these add nothing, or, with `zeros`, zero times the right operand.
+template <class E> struct Window {
+  const E* at;
   WindowAxis rows[3], taps[2];
   int64_t channels;
   bool planes, padded, zeros;
@@ -35,7 +35,7 @@ struct Window {
 struct Run {
   int64_t tap[2], channel, count;
 };
-PV_FN Run run_at(const Window& w, int64_t term, int64_t most) {
+template <class E> PV_FN Run run_at(const Window<E>& w, int64_t term, int64_t most) {
   const int64_t area = w.area(), tap = w.planes ? term % area : term / w.channels;
   const int64_t channel = w.planes ? term / area : term % w.channels;
   return {{tap / w.taps[1].extent, tap % w.taps[1].extent}, channel, least(w.channels - channel, most)};
@@ -43,9 +43,9 @@ PV_FN Run run_at(const Window& w, int64_t term, int64_t most) {
 
 // Calls each(row, pointer to the first term of the run, true if it counts, true if that of a tap `further` does) for all
 // rows.
-template <class Each>
-PV_FN void for_rows(const Window& w, const Run& run, int64_t further, Each each) {
-  const float* at = w.at + run.tap[0] * w.taps[0].step + run.tap[1] * w.taps[1].step + run.channel;
+template <class E, class Each>
+PV_FN void for_rows(const Window<E>& w, const Run& run, int64_t further, Each each) {
+  const E* at = w.at + run.tap[0] * w.taps[0].step + run.tap[1] * w.taps[1].step + run.channel;
   const auto place = [&](const Edge& edge, int64_t i, int64_t j) PV_INLINE {
     const int64_t rows = i * edge.rows[0] + j * edge.rows[1];
     return uint64_t(edge.first + rows + run.tap[0] * edge.taps[0] + run.tap[1] * edge.taps[1]);
@@ -55,7 +55,7 @@ PV_FN void for_rows(const Window& w, const Run& run, int64_t further, Each each)
   int64_t row = 0;
   for (int64_t i = 0; i < w.rows[0].extent; i++)
     for (int64_t j = 0; j < w.rows[1].extent; j++) {
-      const float* from = at + i * w.rows[0].step + j * w.rows[1].step;
+      const E* from = at + i * w.rows[0].step + j * w.rows[1].step;
       uint64_t y = place(above, i, j), x = place(beside, i, j);
       for (int64_t k = 0; k < w.rows[2].extent; k++) {
         const bool first = y < uint64_t(above.extent) && x < uint64_t(beside.extent);
@@ -65,30 +65,37 @@ PV_FN void for_rows(const Window& w, const Run& run, int64_t further, Each each)
     }
 }
 
-PV_FN void copy_terms(const float* from, int64_t count, bool counts, float* to) {
+// As many terms as fill a register, or `n` of them, as factors.
+template <class E, class N> PV_FN void copy_register(const E* from, Factor<E>* to, const N& n) {
+  if constexpr (TERMS<E> == 1) store<float>(to, load(from, n), n);
+  else store<uint16_t>((uint16_t*)to, load((const uint16_t*)from, n), n);
+}
+template <class E> PV_FN void copy_terms(const E* from, int64_t count, bool counts, Factor<E>* to) {
+  constexpr int W = COLUMN * TERMS<E>;
   if (!counts) {
-    std::memset(to, 0, size_t(count) * sizeof(float));
-  } else if (count < COLUMN) {
-    const Some<COLUMN> few(count);
-    store<float>(to, load<float>(from, few), few);
+    std::memset(to, 0, size_t(count) * sizeof(Factor<E>));
+  } else if (count < W) {
+    copy_register(from, to, Some<W>(count));
   } else {
-    for (int64_t i = 0; i + COLUMN < count; i += COLUMN) write_column(to + i, read_column(from + i));
-    write_column(to + count - COLUMN, read_column(from + count - COLUMN));
+    for (int64_t i = 0; i + W < count; i += W) copy_register(from + i, to + i, All<W>());
+    copy_register(from + count - W, to + count - W, All<W>());
   }
 }
 
-// Rows of DEPTH terms, of which those of a run are written; zero where they do not count.
-[[gnu::noinline, gnu::noipa]] inline void gather_run(const Window& w, const Run& run, float* rows) {
-  for_rows(w, run, 0, [&](int64_t row, const float* from, bool counts, bool) PV_INLINE {
-    copy_terms(from, run.count, counts, rows + row * DEPTH);
+// Rows of TERMS_AT_ONCE terms, of which those of a run are written; zero where they do not count.
+template <class E>
+[[gnu::noinline, gnu::noipa]] inline void gather_run(const Window<E>& w, const Run& run, Factor<E>* rows) {
+  for_rows(w, run, 0, [&](int64_t row, const E* from, bool counts, bool) PV_INLINE {
+    copy_terms(from, run.count, counts, rows + row * TERMS_AT_ONCE<E>);
   });
 }
 
 // The same for all taps of the inner axis, whose channels are neighbours.
-[[gnu::noinline, gnu::noipa]] inline void gather_line(const Window& w, const Run& run, float* rows) {
+template <class E>
+[[gnu::noinline, gnu::noipa]] inline void gather_line(const Window<E>& w, const Run& run, Factor<E>* rows) {
   const int64_t taps = w.taps[1].extent, count = taps * run.count;
-  for_rows(w, run, taps - 1, [&](int64_t row, const float* from, bool first, bool last) PV_INLINE {
-    float* to = rows + row * DEPTH;
+  for_rows(w, run, taps - 1, [&](int64_t row, const E* from, bool first, bool last) PV_INLINE {
+    Factor<E>* to = rows + row * TERMS_AT_ONCE<E>;
     if (first && last) return copy_terms(from, count, true, to);
     const int64_t i = row / (w.rows[1].extent * w.rows[2].extent), j = row / w.rows[2].extent % w.rows[1].extent;
     const int64_t k = row % w.rows[2].extent;
@@ -99,8 +106,9 @@ PV_FN void copy_terms(const float* from, int64_t count, bool counts, float* to) 
   });
 }
 
-// `depth` terms from `term` on: the channels of a tap side by side.
-[[gnu::noinline, gnu::noipa]] inline void gather_rows(const Window& w, int64_t term, int64_t depth, float* rows) {
+// `depth` terms from `term` on: the channels of a tap side by side, and zero as the second term of a last unit.
+template <class E>
+[[gnu::noinline, gnu::noipa]] inline void gather_rows(const Window<E>& w, int64_t term, int64_t depth, Factor<E>* rows) {
   const int64_t area = w.area(), most = w.planes ? depth / area : depth;
   for (int64_t done = 0; done < depth;) {
     const Run run = run_at(w, w.planes ? term + done / most : term + done, w.planes ? most : depth - done);
@@ -109,30 +117,38 @@ PV_FN void copy_terms(const float* from, int64_t count, bool counts, float* to) 
     taps > 1 ? gather_line(w, run, rows + done) : gather_run(w, run, rows + done);
     done += taps * run.count;
   }
+  if (depth % TERMS<E> == 0) return;
+  for (int64_t row = 0; row < w.height(); row++) rows[row * TERMS_AT_ONCE<E> + depth] = Factor<E>{};
 }
 
-// True if k rows of all panels of n columns are finite: then zeros add nothing.
+// True if k units of all panels of n columns are finite: then zeros add nothing. F: what the units hold.
+template <class F>
 [[gnu::noinline, gnu::noipa]] inline bool finite(int64_t k, int64_t n, const float* panels) {
   ColumnReg sums[4] = {};  // that do not wait for one another
   for (int64_t j = 0; j < n; j += COLUMNS, panels += COLUMN_PANEL)
     for (int64_t i = 0; i < k; i += 2) {
       const float *one = panels + i * COLUMNS, *other = panels + least(i + 1, k - 1) * COLUMNS;
-      sums[0] = multiply_add(read_column(one), ColumnReg{}, sums[0]);
-      sums[1] = multiply_add(read_column(one + COLUMN), ColumnReg{}, sums[1]);
-      sums[2] = multiply_add(read_column(other), ColumnReg{}, sums[2]);
-      sums[3] = multiply_add(read_column(other + COLUMN), ColumnReg{}, sums[3]);
+      sums[0] = multiply_units<F>(read_column(one), ColumnReg{}, sums[0]);
+      sums[1] = multiply_units<F>(read_column(one + COLUMN), ColumnReg{}, sums[1]);
+      sums[2] = multiply_units<F>(read_column(other), ColumnReg{}, sums[2]);
+      sums[3] = multiply_units<F>(read_column(other + COLUMN), ColumnReg{}, sums[3]);
     }
   return total<Sum>(Column{{(sums[0] + sums[1]) + (sums[2] + sums[3])}}) == 0;
 }
 
 // The same as `contract`, term by term: for weights that are not finite, which zeros would make NaN.
-template <class Right>
-[[gnu::noinline, gnu::noipa]] inline void contract_each(int64_t n, int64_t k, const Window& a, const Right& b, Sums c) {
+template <class E, class Right>
+[[gnu::noinline, gnu::noipa]] inline void contract_each(int64_t n, int64_t k, const Window<E>& a, const Right& b, Sums c) {
+  constexpr int T = TERMS<E>;
+  const auto weight = [&](int64_t t, int64_t j) PV_INLINE {
+    if constexpr (is_packed<Right>) return load((const Factor<E>*)b(t / T, j) + t % T);
+    else return load(b(t, j));
+  };
   clear(a.height(), n, c);
   for (int64_t t = 0; t < k; t++)
-    for_rows(a, run_at(a, t, 1), 0, [&](int64_t row, const float* from, bool counts, bool) {
+    for_rows(a, run_at(a, t, 1), 0, [&](int64_t row, const E* from, bool counts, bool) {
       for (int64_t j = 0; counts && j < n; j++)
-        c.at[row * c.step + j] = __builtin_fmaf(*from, *b(t, j), c.at[row * c.step + j]);
+        c.at[row * c.step + j] = __builtin_fmaf(load(from), weight(t, j), c.at[row * c.step + j]);
     });
 }
 
@@ -145,37 +161,39 @@ struct ByTap {
   PV_FN int64_t operator()(int64_t i) const { return at[i]; }
 };
 
-// c[M, n] = a[M, k] @ b[k, n] with windows as rows of a, at most M of them. They are copied in cache, some DEPTH terms
+// c[M, n] = a[M, k] @ b[k, n] with windows as rows of a, at most M of them. They are copied in cache, some DEPTH units
 // at a time, so that edges, strides and dilation are nothing to the micro-kernel. WIDTH: see `panel`.
-template <int M, int N, int WIDTH, class Right>
-inline void contract(int64_t n, int64_t k, const Window& a, const Right& b, const Sums& c) {
+template <int M, int N, int WIDTH, class E, class Right>
+inline void contract(int64_t n, int64_t k, const Window<E>& a, const Right& b, const Sums& c) {
   static_assert(N % COLUMNS == 0);
+  constexpr int T = TERMS<E>;
   const int64_t m = a.height(), area = a.area();
   if (k <= 0) clear(m, n, c);
   alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
   alignas(64) float rows[M * DEPTH];
-  int64_t step = a.planes ? DEPTH / area : DEPTH;
+  auto* terms = (Factor<E>*)rows;
+  int64_t step = a.planes ? DEPTH / area : TERMS_AT_ONCE<E>;
   if (a.planes) step = (step > COLUMN ? step / COLUMN * COLUMN : step) * area;
   for (int64_t t = 0; t < k; t += step) {
-    const int64_t depth = least(step, k - t);
+    const int64_t depth = least(step, k - t), units = units_of<E>(depth);
     Panels panels;
     if constexpr (is_packed<Right>) {
-      panels = {b(t, 0), b.depth, b.finite};
+      panels = {b(t / T, 0), b.depth, b.finite};
     } else {
       if (a.planes)
         pack_columns(b.from(t, 0), depth, n, columns, ByTap(area, depth / area));
       else
         pack_columns(b.from(t, 0), depth, n, columns);
-      panels = {columns, DEPTH, !a.padded || a.zeros || finite(depth, n, columns)};
+      panels = {columns, DEPTH, !a.padded || a.zeros || finite<Factor<E>>(units, n, columns)};
     }
     if (a.padded && !a.zeros && !panels.finite) return contract_each(n, k, a, b, c);
-    gather_rows(a, t, depth, rows);
-    const Matrix<float> left{rows, DEPTH, 1};
+    gather_rows(a, t, depth, terms);
+    const Matrix<Factor<E>> left{terms, TERMS_AT_ONCE<E>, 1};
     const auto rows_from = [&](int64_t i) PV_INLINE { return left.from(i, 0); };
     const Sums sums = c.after(t, depth, k);
     for (int64_t j = 0; j < n; j += COLUMNS) {
       const Rows right{panels(0, j), COLUMNS};  // as an argument it ends GCC 12 with an internal error
-      panel<WIDTH>(m, n - j, depth, rows_from, right, sums.from(0, j));
+      panel<WIDTH>(m, n - j, units, rows_from, right, sums.from(0, j));
     }
   }
 }
@@ -261,18 +279,18 @@ struct Taps {
 
 // c[P, R registers from column j on] = sums over taps of windows of P neighbours, `step` apart. n: the lanes in use of
 // the last register.
-template <int P, int R, class N>
+template <int P, int R, class E, class N>
 [[gnu::noinline, gnu::noipa]] inline void tap_sums(
-    const Taps& taps, const float* at, int64_t step, const Panels& b, int64_t j, const N& n, Sums c) {
+    const Taps& taps, const E* at, int64_t step, const Panels& b, int64_t j, const N& n, Sums c) {
   ColumnReg sum[P][R] = {};
   for (int t = 0; t < taps.count; t++) {
-    const float* x = at + taps.place[t] + j;
+    const E* x = at + taps.place[t] + j;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const ColumnReg weight = read_column(b(taps.tap[t], j + r * COLUMN));
 #pragma GCC unroll 12
       for (int i = 0; i < P; i++)
-        sum[i][r] = multiply_add(load<float>(x + i * step + r * COLUMN, n).r[0], weight, sum[i][r]);
+        sum[i][r] = multiply_add(load(x + i * step + r * COLUMN, n).r[0], weight, sum[i][r]);
     }
   }
 #pragma GCC unroll 12
@@ -282,18 +300,26 @@ template <int P, int R, class N>
 }
 
 // c[P, n] from column j on: as many registers at a time as hide how long an addition takes.
-template <int P, int R = P >= 4 ? 2 : P >= 2 ? 4 : 8>
+template <int P, int R = P >= 4 ? 2 : P >= 2 ? 4 : 8, class E>
 PV_FN void line_sums(
-    int64_t n, const Taps& taps, const float* at, int64_t step, const Panels& b, const Sums& c, int64_t j = 0) {
+    int64_t n, const Taps& taps, const E* at, int64_t step, const Panels& b, const Sums& c, int64_t j = 0) {
   for (; j + R * COLUMN <= n; j += R * COLUMN) tap_sums<P, R>(taps, at, step, b, j, All<COLUMN>(), c);
   if constexpr (R > 1) line_sums<P, R / 2>(n, taps, at, step, b, c, j);
   else if (j < n) tap_sums<P, 1>(taps, at, step, b, j, Some<COLUMN>(n - j), c);
 }
-template <int P = ROWS>
+template <int P = ROWS, class E>
 PV_FN void line_sums_of(
-    int64_t pixels, int64_t n, const Taps& taps, const float* at, int64_t step, const Panels& b, const Sums& c) {
+    int64_t pixels, int64_t n, const Taps& taps, const E* at, int64_t step, const Panels& b, const Sums& c) {
   if (pixels >= P) return line_sums<P>(n, taps, at, step, b, c);
   if constexpr (P > 1) line_sums_of<P - 1>(pixels, n, taps, at, step, b, c);
+}
+
+// b[k, n] as panels of f32, whatever the type: taps are multiplied one by one.
+template <class E> PV_FN void pack_taps(const Matrix<E>& b, int64_t k, int64_t n, float* panels) {
+  if constexpr (std::is_same_v<E, float>) return pack_columns(b, k, n, panels);
+  for (int64_t j = 0; j < (n + COLUMN - 1) / COLUMN * COLUMN; j++)
+    for (int64_t tap = 0; tap < k; tap++)
+      panels[j / COLUMNS * COLUMN_PANEL + tap * COLUMNS + j % COLUMNS] = j < n ? load(b(tap, j)) : 0.0f;
 }
 
 // The pixels of a line from `first` up to `last`.
@@ -306,7 +332,7 @@ struct Span {
 };
 
 // The pixels of line (i, j) for which a tap counts.
-PV_FN Span span_of(const Window& w, int64_t i, int64_t j, int64_t t, int64_t u) {
+template <class E> PV_FN Span span_of(const Window<E>& w, int64_t i, int64_t j, int64_t t, int64_t u) {
   Span span{0, w.rows[2].extent};
   for (const Edge& edge : w.edges) {
     const int64_t step = edge.rows[2];
@@ -323,24 +349,24 @@ PV_FN Span span_of(const Window& w, int64_t i, int64_t j, int64_t t, int64_t u) 
 
 // c[M, n]: column j is the sum over the k taps of column j of a's windows times b[k, j]. Where all taps of a line count
 // that do anywhere in it, pixels share the reads of weights; at its ends each pixel has taps of its own.
-template <int M, int N, int WIDTH, class Right>
-inline void contract_taps(int64_t n, int64_t k, const Window& a, const Right& b, Sums c) {
+template <int M, int N, int WIDTH, class E, class Right>
+inline void contract_taps(int64_t n, int64_t k, const Window<E>& a, const Right& b, Sums c) {
   alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
   Panels panels;
   if constexpr (is_packed<Right>) {
     panels = b;
   } else {
-    pack_columns(b, k, n, columns);
-    panels = {columns, DEPTH, !a.zeros || finite(k, n, columns)};
+    pack_taps(b, k, n, columns);
+    panels = {columns, DEPTH, !a.zeros || finite<float>(k, n, columns)};
   }
   const bool every = a.zeros && !panels.finite;  // then zeros make NaN
-  static constexpr float nothing[N] = {};
+  static constexpr E nothing[N] = {};
   const int64_t width = a.taps[1].extent, pixels = a.rows[2].extent, step = a.rows[2].step;
   const auto place = [&](int64_t tap) PV_INLINE { return tap / width * a.taps[0].step + tap % width * a.taps[1].step; };
   Span spans[DEPTH];
   for (int64_t i = 0; i < a.rows[0].extent; i++)
     for (int64_t j = 0; j < a.rows[1].extent; j++, c = c.from(pixels, 0)) {
-      const float* line = a.at + i * a.rows[0].step + j * a.rows[1].step;
+      const E* line = a.at + i * a.rows[0].step + j * a.rows[1].step;
       Taps taps;
       Span inside{0, pixels};
       for (int64_t tap = 0; tap < k; tap++) {
@@ -350,7 +376,7 @@ inline void contract_taps(int64_t n, int64_t k, const Window& a, const Right& b,
         if (!nowhere || every) inside.keep(spans[tap]);
       }
       const auto alone = [&](int64_t l) PV_INLINE {
-        const float* pixel = line + l * step;
+        const E* pixel = line + l * step;
         Taps own;
         for (int64_t tap = 0; tap < k; tap++) {
           const bool counts = spans[tap].first <= l && l < spans[tap].last;

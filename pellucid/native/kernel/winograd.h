@@ -57,7 +57,7 @@ inline void pack_tiles(int64_t area, const Matrix<float>& b, float* to) {
           transform_weights<double>, [&](int y, int x) PV_INLINE { return weight(3 * y + x, k, j); },
           [&](int y, int x, double a) PV_INLINE { next[(4 * y + x) * channels * COLUMNS] = float(a); });
     }
-  pack_panels<N, K, SIZE - PLACES * channels * columns>(area, b, to + PLACES * channels * columns);
+  pack_panels<N, K, SIZE - PLACES * channels * columns, float>(area, b, to + PLACES * channels * columns);
 }
 
 // What `pack_tiles` wrote: the columns from a multiple of COLUMNS on.
@@ -104,8 +104,8 @@ template <int CHANNELS, int CHUNK>
 
 // A window whose taps follow one another backwards, as those of an image's gradient do, from its last tap on. Weights
 // that are flipped so exchange the first and the last place of each axis.
-PV_FN bool is_flipped(const Window& w) { return w.taps[0].step < 0; }
-PV_FN Window forwards(Window w) {
+PV_FN bool is_flipped(const Window<float>& w) { return w.taps[0].step < 0; }
+PV_FN Window<float> forwards(Window<float> w) {
   if (!is_flipped(w)) return w;
   w.at += 2 * (w.taps[0].step + w.taps[1].step);
   for (Edge& edge : w.edges) edge.first += 2 * (edge.taps[0] + edge.taps[1]);
@@ -113,7 +113,7 @@ PV_FN Window forwards(Window w) {
 }
 
 // Calls each(number, image, line, pixel) for the tiles of a block: their first pixels of the result.
-template <class Each> PV_FN void for_tiles(const Window& w, Each each) {
+template <class Each> PV_FN void for_tiles(const Window<float>& w, Each each) {
   int64_t tile = 0;
   for (int64_t i = 0; i < w.rows[0].extent; i++)
     for (int64_t j = 0; j < w.rows[1].extent; j += 2)
@@ -123,7 +123,7 @@ template <class Each> PV_FN void for_tiles(const Window& w, Each each) {
 // B' d B of all tiles: place p of tile t has CHANNELS elements at to + p * PLANE + t * STEP. What lies outside of the
 // image, or belongs to no pixel of the block, is zero.
 template <int CHANNELS, int STEP, int PLANE>
-[[gnu::noinline, gnu::noipa]] inline void transform_tiles(const Window& w, float* to) {
+[[gnu::noinline, gnu::noipa]] inline void transform_tiles(const Window<float>& w, float* to) {
   alignas(64) static constexpr float nothing[CHANNELS] = {};
   for_tiles(w, [&](int64_t tile, int64_t i, int64_t j, int64_t k) {
     const float* from[PLACES];
@@ -144,7 +144,7 @@ template <int CHANNELS, int STEP, int PLANE>
 // c = A' m A for the columns of one panel: place p of tile t lies at m + p * PLANE + t * COLUMNS. False if a sum is not
 // finite.
 template <int PLANE>
-[[gnu::noinline, gnu::noipa]] inline bool sums_of_tiles(const Window& w, const float* m, const Sums& c) {
+[[gnu::noinline, gnu::noipa]] inline bool sums_of_tiles(const Window<float>& w, const float* m, const Sums& c) {
   ColumnReg none = {};  // NaN if a sum is not finite
   const int64_t lines = w.rows[1].extent, pixels = w.rows[2].extent;
   for_tiles(w, [&](int64_t tile, int64_t i, int64_t j, int64_t k) PV_INLINE {
@@ -164,11 +164,11 @@ template <int PLANE>
 // The same as `contract` of windows, two lines and some columns at a time: it needs little memory beside that of tiles.
 // PAIR: pixels of two lines.
 template <int PAIR, int WIDTH, class Right>
-[[gnu::noinline]] inline void contract_lines(int64_t n, int64_t k, const Window& a, const Right& b, const Sums& c) {
+[[gnu::noinline]] inline void contract_lines(int64_t n, int64_t k, const Window<float>& a, const Right& b, const Sums& c) {
   constexpr int SOME = 4 * COLUMNS;
   for (int64_t i = 0; i < a.rows[0].extent; i++)
     for (int64_t j = 0; j < a.rows[1].extent; j += 2) {
-      Window pair = a;
+      Window<float> pair = a;
       pair.at += i * a.rows[0].step + j * a.rows[1].step;
       pair.rows[0].extent = 1, pair.rows[1].extent = least(2, a.rows[1].extent - j);
       for (Edge& edge : pair.edges) edge.first += i * edge.rows[0] + j * edge.rows[1];
@@ -181,7 +181,7 @@ template <int PAIR, int WIDTH, class Right>
 // The same as `contract` of windows, of which a block has at most TILES tiles, with CHANNELS channels. Weights that are
 // not packed are transformed for each block, CHUNK channels at a time. PAIR: see `contract_lines`.
 template <int PAIR, int N, int WIDTH, int TILES, int CHANNELS, class Right>
-inline void contract_tiles(int64_t n, int64_t k, const Window& a, const Right& b, const Sums& c) {
+inline void contract_tiles(int64_t n, int64_t k, const Window<float>& a, const Right& b, const Sums& c) {
   constexpr bool PACKED = std::is_same_v<Right, TilePanels>;
   constexpr int CHUNK = PACKED || CHANNELS < 128 ? CHANNELS : 128;
   static_assert(N % COLUMNS == 0 && CHANNELS % COLUMN == 0);
