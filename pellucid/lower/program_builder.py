@@ -51,10 +51,12 @@ class ProgramBuilder:
         """derived: the derived integers that sizes may name, each after those that it is made of.
 
         contract: whether matrix products, convolutions and attention become kernels. machine: they are compiled for.
+        counters: buffers of integers that count, each with its first element and the step.
         """
         self.contract = contract
         self.machine = machine
         self.decisions = DecisionLog()
+        self.counters: dict[str, tuple[Expr, Expr]] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self._values: dict[torch.fx.Node, Result] = {}
         self._buffers: dict[str, Buffer] = {}

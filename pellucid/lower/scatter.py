@@ -9,11 +9,13 @@ Where a slice holds at most one written element, one kernel over the result choo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, floordiv, nonnegative, of_atom
 from pellucid.ir.nodes import View
 from pellucid.ir.types import DType
@@ -63,7 +65,7 @@ def embedding_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
         raise NotLowered("gradients that are divided by how often a row was looked up")
     result = _constant(graph, node, 0)
     kernel = graph.kernel(node, grad.shape)
-    row = checked_position(kernel, indices, kernel.index[:-1], result, 0, wrap=False)
+    row = checked_position(graph, kernel, indices, kernel.index[:-1], result, 0, wrap=False)
     value = kernel.load(grad.view, grad.dtype, kernel.index)
     padding = given["padding_idx"]
     if not isinstance(padding, int) or padding >= 0:
@@ -92,7 +94,7 @@ def index_along(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     result = _copied(graph, node, x)
     kernel = graph.kernel(node, (*x.shape[:dim], count, *x.shape[dim + 1 :]))
     at = (kernel.index[dim],) if indices.shape else ()
-    position = checked_position(kernel, indices, at, x, dim, wrap=op_name(node) == "index_fill")
+    position = checked_position(graph, kernel, indices, at, x, dim, wrap=op_name(node) == "index_fill")
     value = _source(kernel, source, x.dtype, kernel.index if isinstance(source, TensorRef) and source.shape else ())
     if alpha != 1:
         value = value * kernel.const(alpha, x.dtype)
@@ -120,8 +122,14 @@ def scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     dim = given["dim"] % len(x.shape)
     afresh = not given.get("include_self", True)
     whole = all(d == dim or i == n for d, (i, n) in enumerate(zip(indices.shape, x.shape, strict=True)))
-    if whole and indices.shape[dim] == ONE and not afresh:
-        return _choose(graph, node, x, indices, source, dim, join)
+    if _chosen(graph, node, whole and indices.shape[dim] == ONE and x.shape[dim] != ZERO and not afresh):
+
+        def found(kernel: KernelBuilder) -> tuple[Value, Value]:
+            at = tuple(ZERO if d == dim else i for d, i in enumerate(kernel.index))
+            wanted = kernel.load(indices.view, indices.dtype, at)
+            return kernel.check_index(wanted, x.shape[dim], dim, wrap=False), _source(kernel, source, x.dtype, at)
+
+        return _choose(graph, node, x, dim, join, found)
     result = _copied(graph, node, x)
     if afresh:
         _scatter_into(graph, node, result, indices, _identity(join, x.dtype), dim, "")
@@ -129,17 +137,33 @@ def scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     return result
 
 
+def _chosen(graph: ProgramBuilder, node: torch.fx.Node, single: bool) -> bool:
+    """Whether a scatter is computed element by element: where one index at most names an element.
+
+    Then a result is written once, as the copy that a scatter begins with would be, and fuses with what reads it.
+    """
+    why = "one index per row: each element of the row is the value, where the index names it, or what was there"
+    if not single:
+        why = "there is not exactly one index for each row: values go to their places in a copy, in order"
+    return graph.decide(Decision("lower.scatter", (node.name,), single, why)).ok
+
+
 def _choose(
-    graph: ProgramBuilder, node: torch.fx.Node, x: TensorRef, indices: TensorRef, source: Any, dim: int, join: str
+    graph: ProgramBuilder,
+    node: torch.fx.Node,
+    x: TensorRef,
+    dim: int,
+    join: str,
+    found: Callable[[KernelBuilder], tuple[Value, Value]],
 ) -> Result:
-    """One written element per slice: result = where(position == index, source, x). It fuses with what makes `x`."""
+    """One written element per row along `dim`: result = where(position == index, value, x).
+
+    found: the index and the value for the row of a point.
+    """
     result = graph.new(node.meta["val"], op_name(node))
     kernel = graph.kernel(node, result.shape)
-    at = tuple(ZERO if d == dim else i for d, i in enumerate(kernel.index))
-    wanted = kernel.load(indices.view, indices.dtype, at)
-    wanted = kernel.check_index(wanted, x.shape[dim], dim, wrap=False)
+    wanted, new = found(kernel)
     old = kernel.load(x.view, x.dtype, kernel.index)
-    new = _source(kernel, source, x.dtype, at)
     new = old.op(join, new) if join else new
     kernel.store(
         result.view,
@@ -155,7 +179,7 @@ def _scatter_into(
     graph: ProgramBuilder, node: torch.fx.Node, result: TensorRef, indices: TensorRef, source: Any, dim: int, join: str
 ) -> None:
     kernel = graph.kernel(node, indices.shape)
-    position = checked_position(kernel, indices, kernel.index, result, dim, wrap=False)
+    position = checked_position(graph, kernel, indices, kernel.index, result, dim, wrap=False)
     value = _source(kernel, source, result.dtype, kernel.index)
     index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
     kernel.store(result.view, result.dtype, index, value, join=join)
@@ -200,7 +224,6 @@ def index_put(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
     first = indexed[0] if adjacent else 0
     rest = [extent for extent, index in zip(x.shape, indices, strict=True) if index is None]
-    result = _copied(graph, node, x)
     kernel = graph.kernel(node, (*rest[:first], *shared, *rest[first:]))
     coordinates = kernel.index[first : first + len(shared)]
     others = iter([*kernel.index[:first], *kernel.index[first + len(shared) :]])
@@ -210,11 +233,52 @@ def index_put(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
             index.append(next(others))
         else:
             at = broadcast_index(given_index.shape, coordinates)
-            index.append(checked_position(kernel, given_index, at, x, d, wrap=True))
+            index.append(checked_position(graph, kernel, given_index, at, x, d, wrap=True))
+    row = _row_of(kernel, index, x)
+    if _chosen(graph, node, row is not None):
+        assert row is not None
+        dim, chosen = row.dim, indices[row.dim]
+        assert chosen is not None
+
+        def found(kernel: KernelBuilder) -> tuple[Value, Value]:
+            at = row.point(kernel)
+            place = broadcast_index(chosen.shape, at[first : first + len(shared)])
+            wanted = kernel.check_index(kernel.load(chosen.view, chosen.dtype, place), x.shape[dim], dim, wrap=True)
+            return wanted, kernel.load(values.view, values.dtype, broadcast_index(values.shape, at)).to(x.dtype)
+
+        return _choose(graph, node, x, dim, join, found)
+    result = _copied(graph, node, x)
     value = kernel.load(values.view, values.dtype, broadcast_index(values.shape, kernel.index))
     kernel.store(result.view, result.dtype, index, value, join=join)
     graph.emit(kernel)
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The rows of a tensor along `dim`, of which each has one point among those of a scatter.
+
+    counted: for each dimension of the scatter's space, the dimension of the tensor that it counts through, if any.
+    """
+
+    dim: int
+    counted: tuple[int | None, ...]
+
+    def point(self, kernel: KernelBuilder) -> tuple[Expr, ...]:
+        """The scatter's point for the row in which a point of `kernel`, over the tensor, lies."""
+        return tuple(ZERO if dim is None else kernel.index[dim] for dim in self.counted)
+
+
+def _row_of(kernel: KernelBuilder, index: Sequence[Expr], x: TensorRef) -> _Row | None:
+    """The rows, if a single index depends on values and the others count through their dimensions, each on its own."""
+    dims = [d for d, each in enumerate(index) if each.vals()]
+    if len(dims) != 1 or x.shape[dims[0]] == ZERO:
+        return None
+    others = [d for d, extent in enumerate(x.shape) if d != dims[0] and extent != ONE]
+    counts = {index[d]: d for d in others}
+    counted = tuple(counts.get(i) if i != ZERO else None for i in kernel.index)
+    through = [d for d, extent in zip(counted, kernel.shape, strict=True) if d is not None and extent == x.shape[d]]
+    return _Row(dims[0], counted) if sorted(through) == others and len(others) == len(kernel.space) else None
 
 
 def _broadcast_shape(shapes: Sequence[tuple[Expr, ...]]) -> tuple[Expr, ...]:

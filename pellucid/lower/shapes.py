@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from pellucid.ir.derived import Float
-from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, of_atom, val
+from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, in_range, of_atom, val
 from pellucid.ir.types import DType
-from pellucid.lower.kernel_builder import KernelBuilder, Value, broadcast_index
+from pellucid.lower.kernel_builder import KernelBuilder, Value, broadcast_index, offset_of
 from pellucid.lower.pointwise import check_fits
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
@@ -94,6 +94,7 @@ def arange(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
         value = value + _number(kernel, start, accumulate)
     else:
         value = kernel.position(as_expr(start) + position * as_expr(step))
+        graph.counters[result.view.buffer] = as_expr(start), as_expr(step)
     kernel.store(result.view, result.dtype, kernel.index, value)
     graph.emit(kernel)
     return result
@@ -212,14 +213,29 @@ def repeat(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 
 def checked_position(
-    kernel: KernelBuilder, index: TensorRef, at: Sequence[Expr], x: TensorRef, dim: int, *, wrap: bool
+    graph: ProgramBuilder,
+    kernel: KernelBuilder,
+    index: TensorRef,
+    at: Sequence[Expr],
+    x: TensorRef,
+    dim: int,
+    *,
+    wrap: bool,
 ) -> Expr:
-    """The element of an index tensor, checked to name a place in dimension `dim` of `x`; for an index expression."""
+    """The element of an index tensor, checked to name a place in dimension `dim` of `x`; for an index expression.
+
+    Of `arange` it is known, and need be neither loaded nor checked.
+    """
     if index.dtype not in (DType.I64, DType.I32):
         raise NotLowered(f"ATen takes no positions of {index.dtype.value}: it reports the error")
     for i, extent in zip(kernel.index, kernel.shape, strict=True):
         if extent == ZERO:
             return i  # nothing is looked up, so nothing can be out of range
+    if index.view.buffer in graph.counters:
+        start, step = graph.counters[index.view.buffer]
+        position = start + step * offset_of(index.view, at)
+        if in_range(position, x.shape[dim], kernel.ranges):
+            return position
     loaded = kernel.load(index.view, index.dtype, at)
     return val(kernel.check_index(loaded, x.shape[dim], dim, wrap=wrap).name)
 
@@ -236,7 +252,7 @@ def embedding(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     weight, indices = graph.value(node.args[0]), graph.value(node.args[1])
     result = graph.new(node.meta["val"], "embedding")
     kernel = graph.kernel(node, result.shape)
-    row = checked_position(kernel, indices, kernel.index[:-1], weight, 0, wrap=False)
+    row = checked_position(graph, kernel, indices, kernel.index[:-1], weight, 0, wrap=False)
     return _moved(graph, kernel, result, weight, (row, kernel.index[-1]))
 
 
@@ -250,7 +266,7 @@ def index_select(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     result = graph.new(node.meta["val"], "index_select")
     kernel = graph.kernel(node, result.shape)
     at = (kernel.index[dim],) if indices.shape else ()
-    position = checked_position(kernel, indices, at, x, dim, wrap=False)
+    position = checked_position(graph, kernel, indices, at, x, dim, wrap=False)
     index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
     return _moved(graph, kernel, result, x, index)
 
@@ -263,7 +279,7 @@ def gather(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     dim = given["dim"] % len(x.shape)
     result = graph.new(node.meta["val"], "gather")
     kernel = graph.kernel(node, result.shape)
-    position = checked_position(kernel, indices, kernel.index, x, dim, wrap=False)
+    position = checked_position(graph, kernel, indices, kernel.index, x, dim, wrap=False)
     index = tuple(position if d == dim else i for d, i in enumerate(kernel.index))
     return _moved(graph, kernel, result, x, index)
 
@@ -290,5 +306,5 @@ def index_tensor(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
             coordinates.append(next(others))
         else:
             at = broadcast_index(index.shape, shared)
-            coordinates.append(checked_position(kernel, index, at, x, d, wrap=True))
+            coordinates.append(checked_position(graph, kernel, index, at, x, d, wrap=True))
     return _moved(graph, kernel, result, x, coordinates)

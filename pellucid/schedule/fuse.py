@@ -27,7 +27,7 @@ def fuse(program: Program, options: Options, machine: Machine) -> tuple[Program,
         if len(group.parts) > 1:
             group.node = _stamped(group.kernel)
     nodes, named = name_kernels(groups)
-    return replace(program, nodes=nodes), [*log, *named]
+    return replace(program, nodes=nodes, buffers=tuple(graph.buffers.values())), [*log, *named]
 
 
 def _stamped(kernel: Kernel) -> Kernel:

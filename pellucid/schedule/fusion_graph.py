@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from pellucid.ir.nodes import Kernel, Node, Program
+from pellucid.ir.nodes import Buffer, Kernel, Node, Program
 from pellucid.machine import Machine
 from pellucid.schedule.deps import dependencies, reads, writes
 from pellucid.schedule.match_axes import Mismatch
@@ -168,6 +168,14 @@ class FusionGraph:
             source = None if buffer in old else self.producer(buffer, position)
             if source is not None:
                 self._link(source, group)
+
+    def store_more(self, group: Group, kernel: Kernel, buffers: tuple[Buffer, ...]) -> None:
+        """Give `group` the body `kernel`, which also stores these new buffers."""
+        self._leave(group)
+        self._enter(group, kernel)
+        for buffer in buffers:
+            self.buffers[buffer.name] = buffer
+            self.writers[buffer.name] = [self._members.index(group)]
 
     def fresh(self) -> int:
         """A number that no other call has given."""

@@ -1,7 +1,8 @@
 """Inlining: a consumer computes again what a producer stores, instead of loading it.
 
 This is for producers that cannot share the consumer's points: constants, small tensors that are broadcast, parts of
-a tensor, and cheap values with several consumers.
+a tensor, and cheap values with several consumers. Of a reduction a consumer loads the result: what reads few elements
+of a softmax computes them from the numbers of their rows, and the softmax need not be in memory.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pellucid.ir.index import Expr, FloorDiv, Mod, in_range
-from pellucid.ir.nodes import CheckIndex, Compute, Kernel, Line, Load, Reduce, Store, operands
+from pellucid.ir.index import Expr, FloorDiv, Mod, in_range, product, total
+from pellucid.ir.nodes import Buffer, CheckIndex, Compute, Kernel, Line, Load, Param, Reduce, Store, axes_of, operands
 from pellucid.ir.types import DType
+from pellucid.machine.work import estimate
 from pellucid.schedule.fusion_graph import FusionGraph
 from pellucid.schedule.match_axes import Mismatch
 from pellucid.schedule.merge import forward
 from pellucid.schedule.normalize import split_axes
-from pellucid.schedule.rewrite import Rewrite, indices, make_kernel
+from pellucid.schedule.rewrite import Rewrite, indices, make_kernel, row_major, unique_name
 from pellucid.schedule.solve import solve
 
 _INTEGER_DIVISION = frozenset(("floordiv", "truncdiv", "remainder", "fmod"))
@@ -45,21 +47,76 @@ class Inlined:
 
 
 def recipe_of(producer: Kernel, buffer: str) -> Recipe | Mismatch:
-    """The recipe of `buffer`, if one point of the producer needs nothing from another."""
+    """The recipe of `buffer`, if one point of the producer needs nothing from another but what that stores."""
     store, *others = (store for _, store in producer.stores() if store.buffer == buffer)
     if others:
         return Mismatch(
             "several-stores", f"{len(others) + 1} lines store parts of {buffer}, each by a recipe of its own"
         )
     needed = {store.arg}
+    stored = _stored_totals(producer, buffer)
     lines: list[Line] = []
     for line in reversed(producer.body):
         if line.out in needed and not isinstance(line.rhs, Store):
+            line = replace(line, rhs=stored.get(line.out, line.rhs))
             if isinstance(line.rhs, Reduce):
                 return Mismatch("reduction-axes", f"{buffer} is the result of a reduction")
             needed.update(operands(line.rhs))
             lines.append(line)
     return Recipe(producer, tuple(reversed(lines)), store)
+
+
+def _stored_totals(kernel: Kernel, buffer: str) -> dict[str, Load]:
+    """The values that follow from reductions, are the same for all points of these, and are stored beside `buffer`."""
+    scopes, totals = axes_of(kernel), set[str]()
+    for line in kernel.body:
+        if isinstance(line.rhs, Reduce) or not totals.isdisjoint(operands(line.rhs)):
+            totals.add(line.out)
+    types = {param.name: param.dtype for param in kernel.params}
+    found: dict[str, Load] = {}
+    for line, store in kernel.stores():
+        same = scopes[store.arg].isdisjoint(kernel.reduced) and types[store.buffer] is line.dtype
+        if store.buffer != buffer and store.arg in totals and same and not store.join:
+            found[store.arg] = Load(store.buffer, store.index)
+    return found
+
+
+def with_totals(kernel: Kernel, buffer: str, taken: set[str]) -> tuple[Kernel, tuple[Buffer, ...]]:
+    """The kernel with the results of those reductions stored that the recipe of `buffer` needs, and where.
+
+    Before: `max`, `exp`, `sum`, `store y`. After: also `store y_max[i0]` and `store y_sum[i0]`.
+    """
+    scopes, stored = axes_of(kernel), _stored_totals(kernel, buffer)
+    needed = {store.arg for _, store in kernel.stores() if store.buffer == buffer}
+    made: dict[str, Buffer] = {}
+    for line in reversed(kernel.body):
+        if line.out in needed and line.out not in stored and not isinstance(line.rhs, Store):
+            if isinstance(line.rhs, Reduce):
+                size = product(axis.extent for axis in kernel.space if axis.name in scopes[line.out])
+                made[line.out] = Buffer(unique_name(f"{buffer}_{line.rhs.op}", taken), line.dtype, size, "temp")
+            else:
+                needed.update(operands(line.rhs))
+    body: list[Line] = []
+    for line in kernel.body:
+        body.append(line)
+        if line.out in made:
+            place = row_major(axis for axis in kernel.space if axis.name in scopes[line.out])
+            store = Store(made[line.out].name, place, line.out)
+            body.append(Line(f"{line.out}.store", store, line.dtype, line.origin.step("fuse")))
+    params = {param.name: param for param in kernel.params}
+    params |= {each.name: Param(each.name, each.dtype, each.numel) for each in made.values()}
+    return make_kernel(kernel.name, kernel.space, body, params), tuple(made.values())
+
+
+def reads_few(consumer: Kernel, buffer: Buffer) -> bool:
+    """Whether a kernel loads less than a quarter as many elements of a buffer as there are."""
+    scopes = axes_of(consumer)
+    points = (
+        product(axis.extent for axis in consumer.space if axis.name in scopes[line.out])
+        for line, load in consumer.loads()
+        if load.buffer == buffer.name
+    )
+    return 4 * estimate(total(points)) < estimate(buffer.numel)
 
 
 def inline(graph: FusionGraph, recipe: Recipe, consumer: Kernel) -> Inlined | Mismatch:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, bounds, floordiv, mod, var
-from pellucid.ir.nodes import Compute, Const, IndexValue, Kernel, Line
+from pellucid.ir.index import ONE, ZERO, Atom, Expr, Val, Var, bounds, floordiv, mod, of_atom, var
+from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Kernel, Line
 from pellucid.schedule.match_axes import Mismatch
 
 
@@ -24,10 +24,17 @@ def solve(
     digits = radix(producer, stored, numel)
     if digits is None:
         return Mismatch("different-loop-orders", f"{stored} does not count through the whole buffer")
-    if loaded.vals():
-        return Mismatch("indirect", f"{loaded} is computed from a value")
     ranges = consumer.ranges
     inside, there, back = dict(ranges), dict[Atom, Expr](), dict[Atom, Expr]()
+    for line in consumer.body if loaded.vals() else ():
+        # A value that was checked lies in a range: use a counter over it as an axis.
+        if line.out in loaded.vals() and isinstance(line.rhs, CheckIndex):
+            counter = f"{line.out} in range"
+            inside[counter] = line.rhs.size
+            there[Val(line.out)] = var(counter)
+            back[Var(counter)] = of_atom(Val(line.out))
+    if any(Val(name) not in there for name in loaded.vals()):
+        return Mismatch("indirect", f"{loaded} is computed from a value that may lie anywhere")
     for position, low, high in [] if mask is None else intervals(consumer.body, mask, ranges):
         # Where the mask holds, `position` is `low` plus a counter that starts at 0: use the counter as an axis.
         name = next((name for name in sorted(position.vars()) if position.coefficient(name) == ONE), None)

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pellucid.ir.decision import Decision, DecisionLog, Fact
-from pellucid.ir.nodes import Extern, Kernel
+from pellucid.ir.nodes import Buffer, Extern, Kernel
 from pellucid.options import Options
 from pellucid.schedule.contractions import check_operands
 from pellucid.schedule.deps import reads
 from pellucid.schedule.fusion_graph import FusionGraph, Group
-from pellucid.schedule.inline import inline, recipe_of
+from pellucid.schedule.inline import inline, reads_few, recipe_of, with_totals
 from pellucid.schedule.match_axes import Mismatch
 from pellucid.schedule.pair import check_count, check_limits, merge_groups, refusal
 from pellucid.schedule.worth import inlining_costs, is_trivial
@@ -86,7 +86,10 @@ class _Question:
 
     def _inline(self) -> Decision:
         facts: tuple[tuple[str, Fact], ...] = (("buffer", self.buffer),)
-        recipe = recipe_of(self.producer.kernel, self.buffer)
+        kernel, totals = self.producer.kernel, tuple[Buffer, ...]()
+        if kernel.reduced and reads_few(self.group.kernel, self.graph.buffers[self.buffer]):
+            kernel, totals = with_totals(kernel, self.buffer, set(self.graph.buffers))
+        recipe = recipe_of(kernel, self.buffer)
         if isinstance(recipe, Mismatch):
             return self._refused(recipe, facts)
         inlined = inline(self.graph, recipe, self.group.kernel)
@@ -103,6 +106,8 @@ class _Question:
         refused = check_count(self.graph, self.options) or check_limits(inlined.kernel, self.options)
         if refused is not None:
             return self._refused(refused, facts)
+        if totals:
+            self.graph.store_more(self.producer, kernel, totals)
         self.graph.inline(self.group, inlined.kernel, self.producer, self.position)
         return Decision(
             "fuse.inline", self.subject, True, f"computing {self.buffer} again is cheaper than loading it", facts

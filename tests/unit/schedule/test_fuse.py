@@ -10,8 +10,9 @@ import pytest
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import sym
 from pellucid.ir.nodes import Extern, Kernel, Program
-from pellucid.ir.parser import parse_kernel
+from pellucid.ir.parser import parse_kernel, parse_program
 from pellucid.ir.types import DType
+from pellucid.ir.verify import verify_program
 from pellucid.machine import AVX2, Machine, Rate
 from pellucid.options import Options
 from pellucid.schedule import schedule
@@ -356,3 +357,47 @@ def test_whether_a_value_is_computed_again_depends_on_the_machine() -> None:
     flops = replace(AVX2.flops, f32=Rate(AVX2.flops.f32.one / 1000, AVX2.flops.f32.all / 1000))
     assert inlined(AVX2)
     assert not inlined(replace(AVX2, flops=flops))
+
+
+def lookup(reads_all: bool) -> str:
+    """A log-softmax of rows, and a kernel that reads an element of each row, or all of them in another order."""
+    axes, index = ("i0: 6, i1: 40", "i0 + 6*i1") if reads_all else ("i0: 6", "40*i0 + [v1]")
+    return f"""
+program {{
+  buffer x: f32[240] input
+  buffer y: i64[6] input
+  buffer b: f32[240] temp
+  buffer r: f32[{240 if reads_all else 6}] output
+  inputs x, y
+
+  kernel normal(x: f32[240], b: f32[240]) {{
+    axes i0: 6, i1: 40
+    v0: f32 = load x[40*i0 + i1]
+    v1: f32 = max v0 over i1
+    v2: f32 = sub v0, v1
+    v3: f32 = exp v2
+    v4: f32 = sum v3 over i1
+    v5: f32 = log v4
+    v6: f32 = sub v2, v5
+    st0: f32 = store b[40*i0 + i1], v6
+  }}
+
+  kernel lookup(y: i64[6], b: f32[240], r: f32[{240 if reads_all else 6}]) {{
+    axes {axes}
+    v0: i64 = load y[i0]
+    v1: i64 = check v0, 40
+    v2: f32 = load b[{index}]
+    v3: f32 = neg v2
+    st0: f32 = store r[{"40*i0 + i1" if reads_all else "i0"}], v3
+  }}
+
+  output view r (6,) strides (1,) offset 0
+}}
+"""
+
+
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_few_elements_of_a_softmax_come_from_the_numbers_of_their_rows(reads_all: bool) -> None:
+    program, _ = schedule(parse_program(lookup(reads_all)), Options())
+    assert ("b" in {buffer.name for buffer in program.buffers}) == reads_all
+    verify_program(program)
