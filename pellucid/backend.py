@@ -87,7 +87,7 @@ def compile_fx(
             backward=partial(_compile, kind="backward", options=settings, clock=clock),
             inference=partial(_compile, kind="inference", options=settings, clock=clock),
             decompositions=decompositions(),
-            joint=joint_passes,
+            joint=partial(joint_passes, options=settings),
         )
     clock.running = False
     return run

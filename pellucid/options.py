@@ -22,6 +22,7 @@ class Options:
         else; without it ATen computes them.
     freeze: prepare parameters and buffers once, for inference: what depends on them alone is computed and matrices are
         packed before the first call, and again when they have changed.
+    recompute: let backward compute again what is cheaper than keeping it, where PyTorch's partitioner would keep it.
     reuse_memory: let temporaries that are not alive at the same time share memory.
     max_fused_lines: largest body, in IR lines, that fusion may make.
     max_fused_buffers: largest number of buffers of a fused kernel.
@@ -37,6 +38,7 @@ class Options:
     vectorize: bool = True
     contract: bool = True
     freeze: bool = False
+    recompute: bool = True
     reuse_memory: bool = True
     max_fused_lines: int = 256
     max_fused_buffers: int = 48

@@ -12,7 +12,9 @@ from typing import Any, TypeAlias
 import torch
 
 from pellucid.capture.fold import fold_scales
-from pellucid.capture.layout import channels_last, laid_out_jointly, lay_out_joint
+from pellucid.capture.fx import decided_jointly
+from pellucid.capture.keep import computed_again, keep_less, kept
+from pellucid.capture.layout import channels_last, lay_out_joint
 from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
 from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger, parameters_of
@@ -91,16 +93,19 @@ Run: TypeAlias = "Callable[[list[Any]], list[Any]]"
 Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
 
 
-def joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
+def joint_passes(joint: torch.fx.GraphModule, options: Options) -> torch.fx.GraphModule:
     """Forward and backward as one graph, after our own passes on it."""
-    return lay_out_joint(joint, has_loops)
+    joint = lay_out_joint(joint, has_loops)
+    return keep_less(joint, machine_for(options.machine)) if options.recompute else joint
 
 
 def graph_passes(captured: torch.fx.GraphModule, kind: str) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
     """A captured graph after our own passes on it; see `Unit` for its kind."""
     graph, decisions = transform(captured)
-    if kind != "inference":
-        return graph, decisions + laid_out_jointly(captured.graph)
+    if kind == "forward":
+        return graph, decisions + decided_jointly(captured.graph) + kept(captured.graph)
+    if kind == "backward":
+        return graph, decisions + computed_again(captured.graph)
     graph, laid_out = channels_last(graph, has_loops)
     return graph, decisions + laid_out
 

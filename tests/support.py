@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pellucid.ir.interp import run_program
 from pellucid.ir.nodes import Extern, Program
 from pellucid.ir.verify import verify_program
 from pellucid.lower import lower
+from pellucid.options import Options
 
 
 def interpreted(
@@ -44,7 +46,7 @@ def interpreted(
             backward=compile_graph,
             inference=compile_graph,
             decompositions=decompositions(),
-            joint=pipeline.joint_passes,
+            joint=partial(pipeline.joint_passes, options=Options()),
         )
 
     torch._dynamo.reset()

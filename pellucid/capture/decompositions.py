@@ -27,9 +27,8 @@ _POINTWISE = """
 
 _LOSSES = """
     binary_cross_entropy binary_cross_entropy_backward huber_loss huber_loss_backward mse_loss
-    mse_loss_backward nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward smooth_l1_loss
-    smooth_l1_loss_backward soft_margin_loss _softmax_backward_data
-    _log_softmax_backward_data
+    mse_loss_backward nll_loss_forward nll_loss2d_forward smooth_l1_loss smooth_l1_loss_backward
+    soft_margin_loss _softmax_backward_data _log_softmax_backward_data
 """
 
 _REDUCTIONS = "aminmax all count_nonzero logsumexp norm std std_mean nansum linalg_vector_norm trace"
@@ -53,12 +52,42 @@ NAMES: tuple[str, ...] = tuple(
 )
 
 
+_MEAN = 1  # of the reductions of a loss, as ATen counts them
+
+
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The table in the form that AOTAutograd takes."""
     table = decomposition_table(NAMES)
-    aminmax = torch.ops.aten.aminmax.default
-    return {**table, **with_eagers_strides(), aminmax: _signed_only(table[aminmax])}
+    aten = torch.ops.aten
+    own = {
+        aten.aminmax.default: _signed_only(table[aten.aminmax.default]),
+        aten.nll_loss_backward.default: _nll_loss_backward,
+        aten.nll_loss2d_backward.default: _nll_loss_backward,
+    }
+    return {**table, **with_eagers_strides(), **own}
+
+
+def _nll_loss_backward(
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """Zeros but for one element per row, as eager has it. PyTorch's multiplies whole rows: 0 * inf is NaN."""
+    dim = 0 if x.dim() < 2 else 1
+    target = target.unsqueeze(dim)
+    counts = target != ignore_index
+    index = torch.where(counts, target, 0)
+    grad = grad_output.unsqueeze(dim) if grad_output.dim() else grad_output
+    if reduction == _MEAN:
+        grad = grad / total_weight
+    element = -grad if weight is None else -weight[index] * grad
+    element = torch.where(counts, element, 0).to(x.dtype)
+    return x.new_zeros(x.shape).scatter(dim, index, element)
 
 
 def _signed_only(decomposition: Callable[..., Any]) -> Callable[..., Any]:

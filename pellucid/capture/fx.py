@@ -19,6 +19,7 @@ from pellucid.capture.torch_compat import (
     user_frames,
 )
 from pellucid.errors import UnsupportedError
+from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Derived
 from pellucid.ir.index import Expr
 from pellucid.ir.origin import Origin, UserLine, merge
@@ -28,6 +29,8 @@ DTYPES: dict[torch.dtype, DType] = {theirs: ours for ours, theirs in TORCH_DTYPE
 
 # Key in a node's meta: origins of the nodes that it replaced.
 _MERGED = "pellucid_merged_origins"
+# What was decided about it while forward and backward were one graph.
+_DECIDED = "pellucid_decisions"
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n?\s*(?P<code>[^\n]*)')
 _TORCH = str(Path(torch.__file__).parent)
@@ -87,6 +90,17 @@ def origin_of(node: torch.fx.Node) -> Origin:
 def merge_origin(kept: torch.fx.Node, dropped: torch.fx.Node) -> None:
     """`kept` now stands for `dropped` as well."""
     kept.meta[_MERGED] = (*kept.meta.get(_MERGED, ()), origin_of(dropped))
+
+
+def decide(node: torch.fx.Node, *decisions: Decision) -> None:
+    """Leave decisions about a joint graph with a node of its forward half, for `decided_jointly`."""
+    node.meta[_DECIDED] = (*node.meta.get(_DECIDED, ()), *decisions)
+
+
+def decided_jointly(forward: torch.fx.Graph) -> tuple[Decision, ...]:
+    """What was decided about a training graph before it was cut in two."""
+    calls = (node for node in forward.nodes if node.op == "call_function")  # placeholders carry their source's meta
+    return tuple(decision for node in calls for decision in node.meta.get(_DECIDED, ()))
 
 
 @lru_cache(maxsize=65536)

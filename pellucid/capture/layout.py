@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pellucid.capture.convolution_trial import convolution_seconds
+from pellucid.capture.fx import decide
 from pellucid.capture.torch_compat import fake_mode_of, is_symbolic, quiet_fake_tensors
 from pellucid.capture.transform import aliases
 from pellucid.ir.decision import Decision
@@ -117,18 +118,12 @@ def _configuration(node: torch.fx.Node) -> tuple[Any, ...]:
 def lay_out_joint(graph_module: torch.fx.GraphModule, reads_elements: ReadsElements) -> torch.fx.GraphModule:
     """The same for forward and backward as one graph: so both halves agree on how what is saved between them lies.
 
-    The decision stays with the first convolution, for `laid_out_jointly`.
+    The decision stays with the first convolution.
     """
     result, decisions = channels_last(graph_module, reads_elements, "training")
     if decisions:
-        next(filter(_is_planar, result.graph.nodes)).meta[_RULE] = decisions
+        decide(next(filter(_is_planar, result.graph.nodes)), *decisions)
     return result
-
-
-def laid_out_jointly(graph: torch.fx.Graph) -> tuple[Decision, ...]:
-    """What was decided about a training graph before it was cut in two: kept by its forward half."""
-    calls = (node for node in graph.nodes if node.op == "call_function")  # placeholders carry their source's meta
-    return next((node.meta[_RULE] for node in calls if _RULE in node.meta), ())
 
 
 def _is_planar(node: torch.fx.Node) -> bool:

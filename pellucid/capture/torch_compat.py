@@ -19,7 +19,11 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters, flatten_graph_inputs, get_debug_dir, get_metrics_context
-from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    PlainAOTOutput,
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
+)
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
@@ -41,6 +45,7 @@ from torch.utils._pytree import (
     tree_leaves_with_path,
     tree_unflatten,
 )
+from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import TypeIs
 
 from pellucid.capture.symbolic import Symbolic
@@ -52,6 +57,7 @@ __all__ = [
     "artifact_logger",
     "autograd_number",
     "capture_with_aot",
+    "compute_again",
     "contiguous_strides",
     "current_graph_name",
     "debug_folder",
@@ -68,6 +74,7 @@ __all__ = [
     "fake_symbols",
     "is_fake",
     "is_symbolic",
+    "kept_results",
     "key_get",
     "keystr",
     "needed_by",
@@ -162,6 +169,19 @@ def users_results(graph_module: torch.fx.GraphModule) -> list[int]:
     """
     described = graph_module.graph.output_node().meta.get("desc") or ()
     return [position for position, each in enumerate(described) if isinstance(each, PlainAOTOutput)]
+
+
+def compute_again(node: torch.fx.Node) -> None:
+    """Have the partitioner put a call of a joint graph into backward too, rather than keep its result."""
+    node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def kept_results(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Those of a forward graph's results that are there for backward."""
+    output = graph.output_node()
+    described = zip(output.args[0], output.meta.get("desc") or (), strict=False)  # type: ignore[arg-type]
+    saved = SavedForBackwardsAOTOutput | SavedForBackwardsNoVcCheckAOTOutput
+    return [node for node, each in described if isinstance(each, saved)]
 
 
 def _out_of_sight(backward: Compiler) -> Compiler:

@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
+from pellucid.options import Options
+
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 aten = torch.ops.aten
 
@@ -855,8 +857,8 @@ def plant_pellucid_layout() -> None:
     from pellucid.kit.subjects import pellucid as pellucid_subject
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def lay_out(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
-            result = original(joint)
+        def lay_out(joint: torch.fx.GraphModule, options: Options) -> torch.fx.GraphModule:
+            result = original(joint, options)
             for node in result.graph.find_nodes(op="call_function", target=aten.clone.default):
                 value = node.meta["val"]
                 node.target, node.kwargs = aten.as_strided.default, {}

@@ -70,7 +70,9 @@ class Pellucid(Subject):
         return torch.compile(fn, backend=partial(compile_fx, options=dict(self.options)), dynamic=dynamic)
 
     def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
-        return through_aot(compiler, decompositions(), joint_passes) if decompose else through_aot(compiler, {})
+        if not decompose:
+            return through_aot(compiler, {})
+        return through_aot(compiler, decompositions(), partial(joint_passes, options=make_options(self.options)))
 
     def compile(self, graph: Graph) -> PellucidCompiled:
         return PellucidCompiled(graph, self.options)
