@@ -93,6 +93,7 @@ def _try_grouped(nodes: Sequence[torch.fx.Node]) -> None:
     """Refuse if the convolutions of several groups, but for depthwise ones, are slower channels-last on this machine.
 
     oneDNN's kernels for those gain by it on some processors and lose on others; nothing that we can see tells which.
+    Ours, for f32, run channels-last alone.
     """
     tried = [convolution_seconds(*_configuration(node)) for node in nodes if _is_grouped(node)]
     planar, last = (sum(seconds) for seconds in zip(*tried, strict=True)) if tried else (0.0, 0.0)
@@ -101,7 +102,9 @@ def _try_grouped(nodes: Sequence[torch.fx.Node]) -> None:
 
 
 def _is_grouped(node: torch.fx.Node) -> bool:
-    """True for a convolution of several groups, not depthwise, that is worth a trial."""
+    """True for a convolution of several groups, not depthwise, that oneDNN computes and that is worth a trial."""
+    if _argument(node, "input").meta["val"].dtype is torch.float32:
+        return False
     if node.target is not _FORWARD or not 1 < _argument(node, "groups") < _shape(node, 0)[1]:
         return False
     return math.prod(node.meta["val"].shape) * math.prod(_shape(node, 1)[1:]) >= _GROUPED_WORK
@@ -148,10 +151,11 @@ def _spared(node: torch.fx.Node) -> int:
     """Elements of activations that oneDNN need not copy.
 
     The backward reads its two for each of two gradients. A depthwise convolution gains as much again: without
-    channels that lie side by side it takes twice the time.
+    channels that lie side by side it takes twice the time. So does any of several groups that kernels compute.
     """
-    channels = _argument(node, "input").meta["val"].shape[1]
-    times = 2 if channels > 1 and _argument(node, "groups") == channels else 1
+    image, groups = _argument(node, "input").meta["val"], _argument(node, "groups")
+    ours = image.dtype is torch.float32 and node.target is _FORWARD
+    times = 2 if groups > 1 and (ours or groups == image.shape[1]) else 1
     if node.target is _BACKWARD:
         return times * 2 * sum(math.prod(_shape(node, position)) for position in (0, 1))
     return times * (math.prod(_shape(node, 0)) + math.prod(node.meta["val"].shape))

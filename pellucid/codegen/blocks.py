@@ -28,6 +28,12 @@ FEWEST_ROWS = 48
 # one for a column, which all rows share.
 GATHER = 3.5
 PACK = 7.3
+# What it takes, in a convolution of several groups, to find the place of a tap for a row.
+PLACE = 48.0
+# Floats of its weights that a block packs on the stack; `lower/convolution.py` leaves to oneDNN what needs more.
+GROUP_WEIGHTS = 192 << 10
+# Taps of a line that can share the reads of pixels, as `groups.h` has it.
+MOST_NEIGHBOURS = 5
 # Terms that are packed at a time, as `contract.h` has it: all taps of a channel must be among them.
 DEPTH = 192
 # Columns that leave panels mostly empty, and rows that read a right operand where it lies, as `contract.h` has it.
@@ -100,11 +106,37 @@ class Pixels:
 
 
 @dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of a convolution, each with so many `outputs`, its columns, and `channels`; see `codegen/groups.py`.
+
+    together: groups that share a register. neighbours: taps of a line that lie as far apart as its pixels, else 1.
+    """
+
+    count: int
+    outputs: int
+    channels: int
+    together: int
+    neighbours: int = 1
+
+    @property
+    def period(self) -> int:
+        """Columns after which registers begin anew."""
+        return self.together * self.outputs
+
+    def packed(self, columns: int, machine: Machine) -> int:
+        """How many columns so many are in panels: `groups.h` has the same."""
+        panel = 2 * machine.lanes
+        room = self.period if self.period % machine.lanes == 0 else -(-self.period // panel) * panel
+        return columns // self.period * room + columns % self.period
+
+
+@dataclass(frozen=True, slots=True)
 class Packing:
     """A right operand of `terms` rows and `columns` columns, packed whole before the program runs.
 
     dtype: of its elements. area: taps of a channel where the operand's terms lie channel by channel and the left one's
     tap by tap, else 1. tiles: it is transformed too, see `Blocks.tiles`. single: its units hold one term each, in f32.
+    groups: see `Blocks.groups`.
     """
 
     operand: Operand
@@ -114,13 +146,15 @@ class Packing:
     area: int
     tiles: bool
     single: bool
+    groups: Groups | None
 
     def numel(self, machine: Machine) -> int:
-        """How many f32 that makes, in panels of two registers: `pack_panels` and `pack_tiles` check it."""
+        """How many f32 that makes, in panels of two registers: those who pack check it."""
         panel = 2 * machine.lanes
         units = -(-self.terms // (1 if self.single else machine.isa.terms(self.dtype)))
         transformed = PLACES * self.terms // TAPS if self.tiles else 0
-        return -(-self.columns // panel) * panel * (units + transformed) + 1
+        columns = self.groups.packed(self.columns, machine) if self.groups else self.columns
+        return -(-columns // panel) * panel * (units + transformed) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +167,7 @@ class Blocks:
     packed: the right operand is packed before the program runs. stored: where the sums go at once; None where other
     lines run over each block, which is then in memory of its own.
     tiles: how many of 2 x 2 pixels a block has, if its sums are computed by tiles (`codegen/winograd.py`), else 0.
+    groups: of a convolution, where a column is made of the channels of its group; the contraction is that of the first.
     """
 
     contraction: Contraction
@@ -149,6 +184,7 @@ class Blocks:
     packed: bool = False
     stored: Store | None = None
     tiles: int = 0
+    groups: Groups | None = None
 
     @property
     def terms(self) -> Expr:
@@ -207,7 +243,8 @@ class Blocks:
         assert terms is not None and columns is not None
         area = _area(taps_of(self.contraction, self.inner)[0], self.ranges) if self.planes else 1
         operand = replace(right, start=right.start.substitute(start))
-        return Packing(operand, self.contraction.dtype, terms, columns, area, self.tiles > 0, self.by_channel)
+        tiles = self.tiles > 0
+        return Packing(operand, self.contraction.dtype, terms, columns, area, tiles, self.by_channel, self.groups)
 
     def syms(self) -> frozenset[str]:
         """The size symbols that the operands name."""
@@ -249,18 +286,25 @@ class Blocks:
 
 
 def find_blocks(
-    kernel: Kernel, options: Options, machine: Machine, frozen: frozenset[str] = frozenset()
+    kernel: Kernel,
+    options: Options,
+    machine: Machine,
+    frozen: frozenset[str] = frozenset(),
+    groups: Groups | None = None,
 ) -> tuple[Blocks, tuple[Decision, ...]] | None:
     """The blocks of a kernel whose space is simplified, None if it is no contraction, or runs better otherwise.
 
-    frozen: buffers that are the same at each call.
+    frozen: buffers that are the same at each call. groups: see `Blocks`.
     """
     found = find_contraction(kernel)
     if found is None or not options.vectorize:
         return None
     if not found.rows or not (found.columns or by_channel(found)):
         return None
-    blocks = _pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, frozen)
+    if groups:
+        blocks = _of_groups(kernel, found, groups, machine)
+    else:
+        blocks = _pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, frozen)
     if blocks is None:
         return None
     facts = (("rows", blocks.height), ("columns", blocks.columns))
@@ -331,6 +375,20 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, frozen: frozens
     return Blocks(found, row, (), column, found.inner, height, width, ranges)
 
 
+def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Machine) -> Blocks | None:
+    """Blocks of a convolution of several groups; None if terms do not line up."""
+    (column,), ranges = found.columns, kernel.ranges
+    blocks = _windows(found, ranges, column, machine, groups)
+    if blocks is None:
+        return None
+    taps, _ = taps_of(found, blocks.inner)
+    pixel = (blocks.row, *blocks.whole)[-1]
+    moves = [found.loads[0].index, *(bound.position for bound in found.bounds)]
+    near = bool(taps) and all(stride_along(move, taps[-1]) == stride_along(move, pixel) for move in moves)
+    neighbours = estimate(ranges[taps[-1]]) if near else 1
+    return replace(blocks, groups=replace(groups, neighbours=neighbours if neighbours <= MOST_NEIGHBOURS else 1))
+
+
 def _pixels(found: Contraction, ranges: dict[str, Expr], machine: Machine) -> Blocks | None:
     """Blocks of sums over pixels, in both of whose operands channels lie side by side; None for any other.
 
@@ -356,7 +414,9 @@ def by_channel(found: Contraction) -> bool:
     return found.windowed and len(found.batch) == 1 and stride_along(found.loads[0].index, found.batch[0]) == ONE
 
 
-def _windows(found: Contraction, ranges: dict[str, Expr], column: str, machine: Machine) -> Blocks | None:
+def _windows(
+    found: Contraction, ranges: dict[str, Expr], column: str, machine: Machine, groups: Groups | None = None
+) -> Blocks | None:
     """Blocks of a convolution: whole lines of an image, as many as the caches like. None if terms do not line up."""
     left, right = found.loads
     inner = tuple(sorted(found.inner, key=lambda name: -abs(estimate(stride_along(left.index, name)))))
@@ -379,26 +439,34 @@ def _windows(found: Contraction, ranges: dict[str, Expr], column: str, machine: 
     m, n = estimate(ranges[rows[-1]]), estimate(ranges[column])
     outer = _points(ranges, (*inner, *whole, rows[-1], column))
     fetch = FETCH if _fits(found, column, ranges, machine) else 0.0
-    lines, columns = _lines_and_columns(m, size, n, outer, machine.cores, fetch)
+    step, gather, most = COLUMN_STEP, GATHER, COLUMNS
+    if groups:
+        step = COLUMN_STEP if groups.period % machine.lanes == 0 else groups.period
+        gather = PLACE / groups.channels
+        most = min(COLUMNS, GROUP_WEIGHTS // estimate(product(ranges[name] for name in inner)))
+    lines, columns = _lines_and_columns(m, size, n, outer, machine.cores, fetch, step, gather, most)
     return Blocks(found, rows[-1], tuple(whole), column, inner, lines, columns, ranges, True, planes)
 
 
-def _lines_and_columns(m: int, size: int, n: int, outer: int, cores: int, fetch: float) -> tuple[int, int]:
+def _lines_and_columns(
+    m: int, size: int, n: int, outer: int, cores: int, fetch: float, step: int, gather: float, most: int
+) -> tuple[int, int]:
     """Lines, each of `size` rows, and columns of a block: as many for each core, and little work beside the products.
 
-    fetch: what it costs to share out columns in place of rows. No sum depends on it, so the number of cores may decide.
+    fetch: what it costs to share out columns in place of rows. step: columns are multiples of it, and about as many as
+    `most`. gather: see `GATHER`. No sum depends on the blocks, so the number of cores may decide.
     """
     least = min(FEWEST_ROWS, m * size)
     lines = {-(-m // pieces) for pieces in range(1, m + 1)}
     found = [each for each in lines if least <= each * size <= ROWS] or [max(1, ROWS // size)]
-    columns = {_even(n, most, COLUMN_STEP) for most in (COLUMNS, COLUMNS // 2, COLUMN_STEP)}
+    columns = {_even(n, width, step) for width in (most, most // 2, step)}
 
     def price(each: tuple[int, int]) -> float:
         uneven = -(-m // each[0]) * each[0] / m
         pieces = outer * -(-m // each[0])
         blocks = pieces * -(-n // each[1])
         fetched = fetch if pieces % cores else 0.0
-        return (uneven + GATHER / min(each[1], n) + PACK / (each[0] * size) + fetched) * waiting(blocks, cores)
+        return (uneven + gather / min(each[1], n) + PACK / (each[0] * size) + fetched) * waiting(blocks, cores)
 
     return min(((each, other) for each in found for other in columns), key=lambda each: (price(each), each))
 

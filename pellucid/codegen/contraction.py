@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pellucid.codegen.blocks import Blocks, find_blocks, stored_at_once
+from pellucid.codegen.groups import join_groups
 from pellucid.codegen.plan import Plan, chunks, grain_of
 from pellucid.codegen.sweeps import plan_sweeps
 from pellucid.codegen.vector import base_lanes
@@ -32,7 +33,8 @@ def plan_contraction(
 
     frozen: buffers that are the same at each call. results: those that no other kernel reads.
     """
-    found = find_blocks(kernel, options, machine, frozen)
+    kernel, groups = join_groups(kernel, machine)
+    found = find_blocks(kernel, options, machine, frozen, groups)
     if found is None:
         return None
     blocks, decisions = found

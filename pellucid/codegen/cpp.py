@@ -201,8 +201,9 @@ class _Printer:
 
     def exact(self, loop: Loop) -> bool:
         """True if every step of a vector loop has all its lanes."""
-        extent = self.plan.extent_of(loop.axis).value
-        return extent is not None and extent % self.plan.width == 0
+        extent, width = self.plan.extent_of(loop.axis).value, self.plan.width
+        even = loop.axis != self.plan.tile or self.plan.tile_step % width == 0
+        return even and extent is not None and extent % width == 0
 
     def decode(self) -> None:
         """The counters of the flattened axes from the parallel loop's: the last axis runs fastest."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from pellucid.codegen.blocks import Blocks, Edge, Operand, Packing, Window
+from pellucid.codegen.blocks import Blocks, Edge, Groups, Operand, Packing, Window
 from pellucid.codegen.contraction import BLOCK
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.text import CPP_TYPE, index_text, scalar_text
@@ -13,6 +13,7 @@ from pellucid.ir.attention import Attention, AttentionBackward
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Load, Store
 from pellucid.ir.types import DType
+from pellucid.machine.work import estimate
 
 
 def print_packing(packing: Packing, numel: int, name: str) -> str:
@@ -22,7 +23,12 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
     kind = CPP_TYPE[packing.dtype]
     matrix = f"pv::Matrix<{kind}>{{static_cast<const {kind}*>(p[0]) + {start}, {row}, {column}}}"
     function = "pack_tiles" if packing.tiles else "pack_panels"
-    sizes = f"{packing.columns}, {packing.terms}, {numel}" + ("" if packing.tiles else f", {_factor(packing)}")
+    sizes = f"{packing.columns}, {packing.terms}, {numel}"
+    if packing.groups:
+        function, taps = "pack_all_groups", packing.terms // packing.groups.channels
+        sizes = f"{_groups(packing.groups)}, {packing.columns}, {packing.terms}, {taps}, {numel}"
+    elif not packing.tiles:
+        sizes += f", {_factor(packing)}"
     return (
         f'extern "C" int64_t {name}(void* const* p, const int64_t*, int64_t, int64_t) {{\n'
         f"  pv::{function}<{sizes}>({packing.area}, {matrix}, static_cast<float*>(p[1]));\n"
@@ -34,6 +40,11 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
 def _factor(packing: Packing) -> str:
     """What the units of panels are made of."""
     return "float" if packing.single or packing.dtype is DType.F32 else f"pv::Factor<{CPP_TYPE[packing.dtype]}>"
+
+
+def _groups(groups: Groups) -> str:
+    """The type that says how groups fill registers."""
+    return f"pv::Groups<{groups.outputs}, {groups.channels}, {groups.together}>"
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,8 @@ class Operands:
             pair = 2 * blocks.height // blocks.rows
             known = f"{pair}, {blocks.columns}, {blocks.ranges[blocks.column]}, {blocks.tiles}, {blocks.channels}"
             function = "contract_tiles"
+        if blocks.groups:
+            function, known, sizes = "contract_groups", self.sizes_of_groups(blocks, blocks.groups), "to - from, from"
         return f"pv::{function}<{known}>({sizes}, {first}, {second}, {self.sums(blocks)});"
 
     def contract_pixels(self, blocks: Blocks) -> str:
@@ -80,6 +93,15 @@ class Operands:
     def sizes(self, blocks: Blocks) -> str:
         """What the compiler knows of sizes: rows and columns of a block, and all columns (0: not known)."""
         return f"{blocks.height}, {blocks.columns}, {blocks.ranges[blocks.column].value or 0}"
+
+    def sizes_of_groups(self, blocks: Blocks, groups: Groups) -> str:
+        """The same for groups: columns of a block, what a group has, taps, and the pixels of a line."""
+        terms, pixels = blocks.terms.value, blocks.rows
+        assert terms is not None
+        if blocks.whole:
+            pixels = estimate(blocks.ranges[blocks.whole[-1]])
+        sizes = (blocks.columns, groups.count, groups.outputs, groups.channels, groups.together)
+        return ", ".join(map(str, (*sizes, terms // groups.channels, groups.neighbours, pixels)))
 
     def edges(self, edges: Iterable[Edge]) -> str:
         """Two of `pv::Edge`, with such that do nothing in the places that are left."""
@@ -173,6 +195,10 @@ class Operands:
 
     def panels(self, packing: Packing) -> str:
         """The panels of an operand that was packed."""
+        if packing.groups:
+            place = f"{_groups(packing.groups)}::packed"
+            sizes = f"{place}({packing.columns}), {packing.terms}, {place}(from)"
+            return f"pv::panels_from<float>({packing.operand.buffer}, {sizes})"
         function = "tile_panels_from" if packing.tiles else f"panels_from<{_factor(packing)}>"
         return f"pv::{function}({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
 

@@ -93,14 +93,9 @@ def _shape(blocks: Blocks, machine: Machine) -> _Shape | None:
     found, ranges = blocks.contraction, blocks.ranges
     taps, channels = taps_of(found, blocks.inner)
     left, right = (load.index for load in found.loads)
-    if (
-        found.dtype is not DType.F32
-        or blocks.by_channel
-        or found.batch
-        or len(found.columns) != 1
-        or len(taps) != 2
-        or len(channels) != 1
-    ):
+    if found.dtype is not DType.F32 or blocks.by_channel or blocks.groups or found.batch:
+        return None
+    if len(found.columns) != 1 or len(taps) != 2 or len(channels) != 1:
         return None
     known = all(each.value is not None for each in ranges.values()) and not right.syms()
     if not known or [ranges[name].value for name in taps] != [3, 3]:

@@ -9,7 +9,8 @@ v3: f32 = sum v2 over i2
 
 Of a convolution, the terms are taps and channels, and the left operand is read in windows. Where windows reach over the
 edges, both loads have one mask, so that what lies outside adds nothing, whatever the weights are. Of an image that was
-padded with zeros before, the left load alone has it: what lies outside adds zeros times weights.
+padded with zeros before, the left load alone has it: what lies outside adds zeros times weights. Of several groups, the
+batch is the axis of groups.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pellucid.ir.index import ONE, Expr, const
-from pellucid.ir.nodes import Compute, Const, IndexValue, Kernel, Line, Load, Reduce, axes_of, operands
+from pellucid.ir.nodes import Compute, Const, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.types import DType
 
 DTYPES = frozenset({DType.F32, DType.BF16, DType.F16})
@@ -124,6 +125,33 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
         return None if not windows else found if windows[0] is one else found.swapped()
     turned = stored_along(kernel, rows) and not stored_along(kernel, columns)
     return found.swapped() if turned else found
+
+
+def groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | None:
+    """(groups, outputs and channels of each) of a convolution of several groups whose channels lie side by side.
+
+    So do all outputs, wherever they are stored. None for any other contraction, depthwise convolutions among them.
+    """
+    if len(found.batch) != 1 or len(found.columns) > 1 or found.dtype is not DType.F32 or not found.rows:
+        return None
+    ranges, (group,), (left, _) = kernel.ranges, found.batch, found.loads
+    near = [name for name in found.inner if left.index.coefficient(name) == ONE]
+    channels = next((ranges[name] for name in near if all(name not in b.position.vars() for b in found.bounds)), ONE)
+    outputs = ranges[found.columns[0]] if found.columns else ONE
+    known = all(ranges[name].value is not None for name in (group, *found.rows, *found.columns, *found.inner))
+    if not known or channels == outputs == ONE or left.index.coefficient(group) != channels:
+        return None
+    others = [
+        line.rhs.index
+        for line in kernel.body
+        if isinstance(line.rhs, Load | Store | IndexValue) and line.out != found.left.out
+    ]
+    steps = [(index.coefficient(group), index.coefficient(name)) for index in others for name in found.columns]
+    if not stored_along(kernel, found.columns or found.batch) or any(b is None or a != b * outputs for a, b in steps):
+        return None
+    count, each, parts = (extent.value for extent in (ranges[group], outputs, channels))
+    assert count is not None and each is not None and parts is not None
+    return count, each, parts
 
 
 def stored_along(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import torch
 
 from pellucid.capture.fx import shape_of
 from pellucid.ir.contraction import DTYPES
-from pellucid.ir.index import ONE, ZERO, Expr, const, nonnegative, product
+from pellucid.ir.index import ONE, ZERO, Expr, const, floordiv, mod, nonnegative, product
 from pellucid.ir.types import DType
 from pellucid.lower.contraction import check_rate
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
@@ -21,25 +21,30 @@ from pellucid.lower.registry import NotLowered, rule
 _ONEDNN = "convolution: oneDNN computes it"
 OFF = "convolution: oneDNN computes it, as the option `contract` asks"
 _OTHER = "convolution: kernels compute it in f32, bf16 and f16, oneDNN in other types"
-_GROUPED = "convolution: kernels compute one group, or as many as channels, oneDNN other groups"
+_GROUPED = "convolution: kernels compute several groups in f32, oneDNN in other types"
 _DYNAMIC = "convolution: kernels compute images of known sizes, oneDNN others"
 _PLANAR = "convolution: channels do not lie side by side, oneDNN computes it"
 _SINGLE = "convolution: one pixel or one channel is no product of matrices, oneDNN computes it"
 _SHORT = "convolution: a sum of few terms is mostly reading and writing, oneDNN computes it"
 _WEIGHT = "convolution: channels of the weight do not lie side by side, nor in f32 all taps, oneDNN computes it"
+_LARGE = "convolution: the weights of a group are too large to be packed at once, oneDNN computes it"
 # Terms from which on gathering windows is worth it, also where that spares a padded copy of the image.
 FEW_TERMS = 32
 _FEW_UNPADDED = 16
 # Taps of a weight that lie side by side: a kernel packs those of some channels together.
 _MOST_TAPS = 128
+# Floats that a kernel packs of weights of several groups, as `codegen/blocks.py` has it: those of so many columns where
+# groups fill registers of so many lanes, else those of a group.
+_GROUP_WEIGHTS = 192 << 10
+_WIDTH, _LANES = 32, 16
 
 
 @rule("convolution.default")
 def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """One kernel over images, outputs, pixels, channels and taps.
+    """One kernel over images, groups, their outputs, pixels, channels of a group and taps.
 
     Before: `%conv = aten.convolution(%x, %w, ...)`.
-    After: `v: f32 = sum p over i4, i5, i6` with `p: f32 = mul x, w`, both loaded where the tap lies in the image.
+    After: `v: f32 = sum p over i5, i6, i7` with `p: f32 = mul x, w`, both loaded where the tap lies in the image.
     Where `%x` is an image that was padded with zeros, the image itself is read: there the weight is loaded everywhere,
     as zeros times a weight that is not finite are NaN.
     """
@@ -55,19 +60,21 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
         given = unpadded
     x, weight, bias = given["input"], given["weight"], given["bias"]
     result = graph.new(node.meta["val"], "convolution")
-    depthwise = given["groups"] != 1
-    kernel = graph.kernel(node, (*result.shape, *weight.shape[1:]))
-    image, output, *pixel, channel, height, width = kernel.index
+    groups, (outputs, *terms) = const(given["groups"]), weight.shape
+    each = floordiv(outputs, groups)
+    kernel = graph.kernel(node, (result.shape[0], groups, each, *result.shape[2:], *terms))
+    image, group, number, *pixel, channel, height, width = kernel.index
+    output = group * each + number
     steps = zip(pixel, (height, width), given["stride"], given["dilation"], given["padding"], strict=True)
     place = [at * stride + tap * dilation - padding for at, tap, stride, dilation, padding in steps]
     inside = kernel.within(place, x.shape[2:])
-    terms = kernel.load(x.view, x.dtype, (image, output if depthwise else channel, *place), inside) * kernel.load(
+    pairs = kernel.load(x.view, x.dtype, (image, group * terms[0] + channel, *place), inside) * kernel.load(
         weight.view, weight.dtype, (output, channel, height, width), None if unpadded else inside
     )
-    value = kernel.reduce("sum", terms, (4, 5, 6))
+    value = kernel.reduce("sum", pairs, (5, 6, 7))
     if bias is not None:
         value = value + kernel.load(bias.view, bias.dtype, (output,))
-    kernel.store(result.view, result.dtype, kernel.index[:4], value)
+    kernel.store(result.view, result.dtype, (image, output, *pixel), value)
     graph.emit(kernel)
     return result
 
@@ -115,7 +122,7 @@ def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = FE
     if len(weight.shape) != 4 or len(x.shape) != 4 or given["transposed"]:
         raise NotLowered(_ONEDNN)
     depthwise = given["groups"] == weight.shape[0].value == x.shape[1].value
-    if given["groups"] != 1 and not depthwise:
+    if given["groups"] != 1 and x.dtype is not DType.F32 and not depthwise:
         raise NotLowered(_GROUPED)
     if any(extent == ZERO for extent in weight.shape):
         raise NotLowered(_ONEDNN)
@@ -130,6 +137,10 @@ def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = FE
         raise NotLowered(_PLANAR)
     if given["groups"] == 1 and nonnegative(const(few - 1) - product(weight.shape[1:])):
         raise NotLowered(_SHORT)
+    each = floordiv(weight.shape[0], given["groups"])
+    packed = _WIDTH if mod(each, _LANES) == ZERO else (floordiv(each - 1, _WIDTH) + 1) * _WIDTH
+    if given["groups"] != 1 and nonnegative(packed * product(weight.shape[1:]) - _GROUP_WEIGHTS - 1):
+        raise NotLowered(_LARGE)
     if ONE in (weight.shape[0], product((shape[0], *shape[2:]))):
         raise NotLowered(_SINGLE)
     by_plane = x.dtype is DType.F32 and _lies_by_plane(weight)

@@ -55,5 +55,6 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 #include "kernel/contract.h"
 #include "kernel/window.h"
 #include "kernel/winograd.h"
+#include "kernel/groups.h"
 #include "kernel/attend.h"
 #include "kernel/attend_backward.h"

@@ -7,7 +7,7 @@ there; a line over the summed axis would have no loop to stand in.
 from __future__ import annotations
 
 from pellucid.ir.attention import reduces_in_turn
-from pellucid.ir.contraction import Contraction, find_contraction
+from pellucid.ir.contraction import Contraction, find_contraction, groups_of
 from pellucid.ir.index import product
 from pellucid.ir.nodes import Kernel
 from pellucid.machine.work import estimate
@@ -38,12 +38,15 @@ def check_neighbours(first: Kernel, second: Kernel) -> Mismatch | None:
 
 def check_epilogue(first: Kernel, kernel: Kernel) -> Mismatch | None:
     """Refuse a `kernel`, made of the contraction `first` and a consumer, that is no contraction with large blocks."""
-    if find_contraction(first) is None:
+    before = find_contraction(first)
+    if before is None:
         return None
     kernel = canonical_kernel(kernel)
     after = find_contraction(kernel)
     if after is None:
         return Mismatch("contraction", "some of it would run over more than rows and columns of the product")
+    if groups_of(first, before) and not groups_of(kernel, after):
+        return Mismatch("contraction", "outputs of several groups would no longer be neighbours in memory")
     for axes in (after.columns, after.rows):
         extents = [kernel.ranges[name] for name in axes]
         longest = max(map(estimate, extents), default=1)

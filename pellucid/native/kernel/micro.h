@@ -227,18 +227,18 @@ template <int PANEL = COLUMN_PANEL, class B, class Place = InOrder>
       }
   } else if (b.row == 1) {  // squares whose rows are columns of b
     done = k / T / COLUMN * COLUMN;
-    for (int64_t j = 0; j < whole; j += COLUMN)
+    for (int64_t j = 0; j < (n + COLUMNS - 1) / COLUMNS * COLUMNS; j += COLUMN)
       for (int64_t i = 0; i < done; i += COLUMN) {
         ColumnReg r[COLUMN];
 #pragma GCC unroll 16
-        for (int t = 0; t < COLUMN; t++) r[t] = read_along(b(i * T, j + t));
+        for (int t = 0; t < COLUMN; t++) r[t] = j + t < n ? read_along(b(i * T, j + t)) : ColumnReg{};
         transpose<COLUMN / 2, Column>(r);
         float* to = panels + j / COLUMNS * PANEL + j % COLUMNS;
 #pragma GCC unroll 16
         for (int t = 0; t < COLUMN; t++) write_column(to + place(i + t) * COLUMNS, r[t]);
       }
   }
-  if (whole < n)
+  if (whole < n && b.column == 1)
     pack_elements<PANEL>(b.from(0, whole), 0, done * T, n - whole, panels + whole / COLUMNS * PANEL, place);
   if (done * T < k) pack_elements<PANEL>(b, done * T, k, n, panels, place);
 }

@@ -223,8 +223,12 @@ struct PlacedColumns {
 };
 
 PV_FN bool all_finite(const float* p, int64_t n) {
-  bool all = true;
-  for (int64_t i = 0; i < n; i++) all &= std::isfinite(p[i]);
+  ColumnReg sums[4] = {};  // that do not wait for one another
+  int64_t i = 0;
+  for (; i + 4 * COLUMN <= n; i += 4 * COLUMN)
+    for (int k = 0; k < 4; k++) sums[k] = multiply_add(read_column(p + i + k * COLUMN), ColumnReg{}, sums[k]);
+  bool all = total<Sum>(Column{{(sums[0] + sums[1]) + (sums[2] + sums[3])}}) == 0;
+  for (; i < n; i++) all &= std::isfinite(p[i]);
   return all;
 }
 

@@ -1,0 +1,42 @@
+"""Convolutions of several groups, which `native/kernel/groups.h` computes: their columns are those of all groups.
+
+A kernel has an axis of groups and one of the outputs of a group. Blocks have several groups, whose columns are
+neighbours wherever they are stored: so both axes become one, and all else is as in a convolution of one group.
+"""
+
+from __future__ import annotations
+
+from pellucid.codegen.blocks import Groups
+from pellucid.codegen.names import map_indices
+from pellucid.ir.contraction import find_contraction, groups_of
+from pellucid.ir.index import ZERO, Var, const
+from pellucid.ir.nodes import Axis, Kernel, Line
+from pellucid.machine import Machine
+
+
+def join_groups(kernel: Kernel, machine: Machine) -> tuple[Kernel, Groups | None]:
+    """`kernel` with one axis of columns in place of groups and their outputs, or as it is where it has no such axes.
+
+    before: `for i0 < 9, i1 < 32, i2 < 4, i3 < 8: load x[256*i0 + 8*i1 + i3], load w[32*i1 + 8*i2 + i3]`
+    after:  `for i0 < 9, i2 < 128, i3 < 8: load x[256*i0 + i3], load w[8*i2 + i3]`, where x is that of the first group
+    """
+    found = find_contraction(kernel)
+    sizes = found and groups_of(kernel, found)
+    if not found or not sizes:
+        return kernel, None
+    count, outputs, channels = sizes
+    (group,) = found.batch
+    (column,) = found.columns or found.batch
+
+    def joined(line: Line) -> Line:
+        if column == group and line.out != found.left.out:
+            return line
+        rhs = map_indices(line.rhs, lambda index: index.substitute({Var(group): ZERO}))
+        return Line(line.out, rhs, line.dtype, line.origin)
+
+    columns = Axis(column, const(count * outputs))
+    rest = [axis for axis in kernel.space if axis.name == column or axis.name != group]
+    space = tuple(columns if axis.name == column else axis for axis in rest)
+    together = max(1, min(machine.lanes // outputs, machine.lanes // channels))
+    body = tuple(map(joined, kernel.body))
+    return Kernel(kernel.name, kernel.params, space, body), Groups(count, outputs, channels, together)

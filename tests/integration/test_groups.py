@@ -1,0 +1,134 @@
+"""Convolutions of several groups are kernels, whose registers hold columns of one group or of several."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support import assert_matches
+
+F = torch.nn.functional
+LAST = torch.channels_last
+
+
+def compiled(module: Any, folder: Path, **options: bool) -> Any:
+    torch._dynamo.reset()
+    chosen: dict[str, Any] = {"trace": str(folder), "verify": True, **options}
+    return torch.compile(module, backend="pellucid", options=chosen)
+
+
+def rules(folder: Path, rule: str) -> list[str]:
+    rows = [row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open())]
+    return [row["why"] for row in rows if row["rule"] == rule]
+
+
+def is_by_groups(folder: Path) -> bool:
+    return any("contract_groups" in file.read_text() for file in folder.rglob("*.cpp"))
+
+
+class Block(nn.Module):
+    """A grouped convolution with what follows it in a network."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(*args, **options)
+        self.norm = nn.BatchNorm2d(args[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.convolution(x)).relu()
+        return y + x if y.shape == x.shape else y
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "outputs", "groups", "taps", "options"),
+    [
+        ((2, 128, 9, 15), 128, 32, 3, {"padding": 1}),  # four groups in a register of AVX-512
+        ((1, 48, 14, 13), 48, 6, 3, {"padding": 1, "stride": 2}),
+        ((1, 24, 9, 9), 24, 8, 1, {}),  # registers with lanes to spare
+        ((1, 30, 9, 9), 30, 5, 3, {"padding": 2, "dilation": 2}),
+        ((1, 48, 9, 10), 48, 2, 3, {"padding": 1}),  # one register and a half for a group
+        ((1, 64, 7, 7), 128, 2, 3, {}),  # two registers share a pixel
+        ((3, 12, 6, 5), 24, 12, (1, 3), {"padding": (0, 1)}),  # two outputs for a channel
+        ((1, 24, 8, 8), 8, 8, 5, {"padding": 2}),  # one output of three channels
+        ((1, 40, 3, 260), 16, 4, 3, {"padding": (1, 4), "bias": False}),  # a line is more than a block
+    ],
+)
+def test_grouped_convolutions_are_kernels_with_what_follows(
+    tmp_path: Path,
+    shape: tuple[int, ...],
+    outputs: int,
+    groups: int,
+    taps: Any,
+    options: dict[str, Any],
+    freeze: bool,
+) -> None:
+    model = Block(shape[1], outputs, taps, groups=groups, **options).eval()
+    x = torch.randn(shape).to(memory_format=LAST)
+    with torch.no_grad():
+        result = compiled(model, tmp_path, freeze=freeze)(x)
+        assert is_by_groups(tmp_path) and not rules(tmp_path, "lower.fallback")
+        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["image", "weight"])
+@pytest.mark.parametrize("channels", [4, 24])
+def test_what_is_not_finite_stays_in_its_group(tmp_path: Path, channels: int, where: str, bad: float) -> None:
+    """A tap outside of the image adds nothing, and other groups do not see what is not finite."""
+    x, w = torch.randn(1, 2 * channels, 6, 7).to(memory_format=LAST), torch.randn(2 * channels, channels, 3, 3)
+    (x[0, channels] if where == "image" else w[channels, 3])[0, 0] = bad
+    result = compiled(lambda x, w: F.conv2d(x, w, padding=1, groups=2), tmp_path)(x, w)
+    expected = torch.zeros(2 * channels, 6, 7, dtype=torch.bool)
+    if where == "image":
+        expected[channels:, :2, :2] = True
+    else:
+        expected[channels, 1:, 1:] = True
+    assert is_by_groups(tmp_path)
+    assert torch.equal(~result[0].isfinite(), expected)
+
+
+def test_channels_are_shuffled_after_a_grouped_convolution_and_not_within(tmp_path: Path) -> None:
+    def shuffled(x: Tensor, w: Tensor) -> Tensor:
+        y = F.conv2d(x, w, groups=3).relu()
+        return y.view(1, 3, 8, 9, 9).transpose(1, 2).reshape(1, 24, 9, 9) * 2
+
+    x, w = torch.randn(1, 24, 9, 9).to(memory_format=LAST), torch.randn(24, 8, 1, 1)
+    result = compiled(shuffled, tmp_path)(x, w)
+    assert is_by_groups(tmp_path)
+    assert_matches([result], [shuffled(x, w)], [shuffled(x.double(), w.double())])
+
+
+def test_batches_of_any_size_are_left_to_onednn(tmp_path: Path) -> None:
+    model, x = nn.Conv2d(16, 16, 3, groups=4).eval(), torch.randn(3, 16, 9, 9)
+    with torch.no_grad():
+        result = torch.compile(model, backend="pellucid", dynamic=True, options={"trace": str(tmp_path)})(x)
+        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
+    (why,) = rules(tmp_path, "lower.fallback")
+    assert "images of known sizes" in why
+
+
+def test_groups_whose_weights_do_not_fit_are_onednns(tmp_path: Path) -> None:
+    x, w = torch.randn(1, 500, 4, 4).to(memory_format=LAST), torch.randn(500, 250, 3, 3)
+    result = compiled(lambda x, w: F.conv2d(x, w, groups=2), tmp_path)(x, w)
+    (why,) = rules(tmp_path, "lower.fallback")
+    assert "too large to be packed" in why
+    assert_matches([result], [F.conv2d(x, w, groups=2)], [F.conv2d(x.double(), w.double(), groups=2)])
+
+
+def test_training_computes_grouped_convolutions_forward(tmp_path: Path) -> None:
+    model, x = Block(32, 32, 3, padding=1, groups=8), torch.randn(2, 32, 12, 12).to(memory_format=LAST)
+    reference = copy.deepcopy(model).double()
+    compiled(model, tmp_path)(x).square().mean().backward()
+    reference(x.double()).square().mean().backward()
+    assert is_by_groups(tmp_path)
+    gradient, exact = model.convolution.weight.grad, reference.convolution.weight.grad
+    assert gradient is not None and exact is not None
+    torch.testing.assert_close(gradient.double(), exact, rtol=1e-3, atol=1e-6)
