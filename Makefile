@@ -66,7 +66,7 @@ bench: $(READY)
 # pytest exits with 5 when it ran no test, which fails these targets, as it should. What needs the memory of the whole
 # machine, the models at full size, runs alone.
 test: lint
-	$(PYTEST) tests $(ARGS)
+	$(PYTEST) --durations=40 tests $(ARGS)
 
 # -O1 saves time here, and the vector code is written out either way.
 test-ops: $(READY)

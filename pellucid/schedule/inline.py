@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from pellucid.ir.attention import reduces_in_turn
 from pellucid.ir.index import Expr, FloorDiv, Mod, in_range, product, total
 from pellucid.ir.nodes import Buffer, CheckIndex, Compute, Kernel, Line, Load, Param, Reduce, Store, axes_of, operands
 from pellucid.ir.types import DType
@@ -106,6 +107,16 @@ def with_totals(kernel: Kernel, buffer: str, taken: set[str]) -> tuple[Kernel, t
     params = {param.name: param for param in kernel.params}
     params |= {each.name: Param(each.name, each.dtype, each.numel) for each in made.values()}
     return make_kernel(kernel.name, kernel.space, body, params), tuple(made.values())
+
+
+def follows_totals(kernel: Kernel, buffer: str) -> bool:
+    """Whether what is stored in `buffer` runs along the axes of reductions, and so is more than their results.
+
+    An attention's are its own: it runs as a whole.
+    """
+    scopes = axes_of(kernel)
+    stored = [scopes[store.arg] for _, store in kernel.stores() if store.buffer == buffer]
+    return not reduces_in_turn(kernel) and any(not scope.isdisjoint(kernel.reduced) for scope in stored)
 
 
 def reads_few(consumer: Kernel, buffer: Buffer) -> bool:

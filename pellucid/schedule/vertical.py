@@ -11,7 +11,7 @@ from pellucid.options import Options
 from pellucid.schedule.contractions import check_operands
 from pellucid.schedule.deps import reads
 from pellucid.schedule.fusion_graph import FusionGraph, Group
-from pellucid.schedule.inline import inline, reads_few, recipe_of, with_totals
+from pellucid.schedule.inline import follows_totals, inline, reads_few, recipe_of, with_totals
 from pellucid.schedule.match_axes import Mismatch
 from pellucid.schedule.pair import check_count, check_limits, merge_groups, refusal
 from pellucid.schedule.worth import inlining_costs, is_trivial
@@ -87,7 +87,7 @@ class _Question:
     def _inline(self) -> Decision:
         facts: tuple[tuple[str, Fact], ...] = (("buffer", self.buffer),)
         kernel, totals = self.producer.kernel, tuple[Buffer, ...]()
-        if kernel.reduced and reads_few(self.group.kernel, self.graph.buffers[self.buffer]):
+        if follows_totals(kernel, self.buffer) and reads_few(self.group.kernel, self.graph.buffers[self.buffer]):
             kernel, totals = with_totals(kernel, self.buffer, set(self.graph.buffers))
         recipe = recipe_of(kernel, self.buffer)
         if isinstance(recipe, Mismatch):

@@ -180,3 +180,21 @@ def test_one_index_per_row_is_a_choice(scatter: Loss, single: bool, tmp_path: Pa
     rows = decisions(loss, tmp_path, ELEMENTS.clone().requires_grad_())
     assert [row["ok"] == "1" for row in rows if row["rule"] == "lower.scatter"] == [single]
     judge(loss, ELEMENTS.clone().requires_grad_())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.scaled_dot_product_attention(x, x, x)[:, :, -1] * 2,
+        lambda x: x.softmax(-1)[:, :, :2] * 2,
+        lambda x: x.softmax(-1)[0, 0, :2].softmax(0)[0] * 2,
+        lambda x: x.logsumexp(-1)[:, 0, :3] * 2,
+        lambda x: F.normalize(x, dim=-1)[..., 3:5] + 1,
+    ],
+)
+def test_few_elements_of_what_is_reduced(function: Any) -> None:
+    """Also where there is nothing to spare: of an attention, of whole rows, of the reductions themselves."""
+    x = torch.randn(1, 4, 32, 16)
+    with torch.no_grad():
+        ours = torch.compile(function, backend="pellucid", options={"verify": True})(x)
+        assert_matches(ours, function(x), function(x.double()))
