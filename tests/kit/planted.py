@@ -15,8 +15,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from pellucid.options import Options
-
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 aten = torch.ops.aten
 
@@ -857,7 +855,7 @@ def plant_pellucid_layout() -> None:
     from pellucid.kit.subjects import pellucid as pellucid_subject
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def lay_out(joint: torch.fx.GraphModule, options: Options) -> torch.fx.GraphModule:
+        def lay_out(joint: torch.fx.GraphModule, options: Any) -> torch.fx.GraphModule:
             result = original(joint, options)
             for node in result.graph.find_nodes(op="call_function", target=aten.clone.default):
                 value = node.meta["val"]
