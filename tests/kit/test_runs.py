@@ -505,7 +505,7 @@ def trained() -> Any:
     return Net(), (torch.randn(8, 16), torch.randint(0, 10, (8,)))
 
 
-BROKEN_UP = {f"aten.{name}.default" for name in ("flip", "native_layer_norm", "gelu", "silu", "_softmax", "full_like")}
+BROKEN_UP = {f"aten.{name}.default" for name in ("flip", "native_layer_norm", "gelu", "silu", "_softmax")}
 
 
 @pytest.fixture(scope="module")
