@@ -40,7 +40,7 @@ def torchrun(mode: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("mode", "forwards", "backwards"),
-    [("ddp", 1, 1), ("fsdp2", 2, 2), ("tp", 1, 1)],
+    [("ddp", 1, 1), pytest.param("fsdp2", 2, 2, marks=pytest.mark.slow), ("tp", 1, 1)],
 )
 def test_losses_and_gradients_are_as_exact_as_eagers(mode: str, forwards: int, backwards: int) -> None:
     """The example's exit status says so. FSDP2 breaks the graph at each block; those of tp hold the collectives."""

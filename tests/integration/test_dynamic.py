@@ -36,7 +36,7 @@ def images(batch: int, side: int) -> dict[str, torch.Tensor]:
     ("name", "make", "sizes"),
     [
         ("bert", text, TOKENS),
-        ("bert", text, FIRST_LARGE),
+        pytest.param("bert", text, FIRST_LARGE, marks=pytest.mark.slow),
         pytest.param("llama", text, TOKENS, marks=pytest.mark.slow),
         pytest.param("llama", text, FIRST_LARGE, marks=pytest.mark.slow),
         pytest.param("resnet", images, IMAGES, marks=pytest.mark.slow),
