@@ -33,8 +33,6 @@ _SIZE = (
 _KEYS = "attention: of a single key, or of none, ATen's fused kernel computes it"
 _ALIKE = "attention: heads or batches have the same queries and keys, whose weights ATen's fused kernel computes again"
 _GROUPS = "attention: heads of queries are no multiple of those of keys that is known; ATen's fused kernel checks them"
-
-
 _UNREAD = "gradients of attention: the kernel computes all three, ATen's fused kernel computes it where one is not read"
 _AHEAD = "the kernel computes gradients of attention ahead of ATen's fused kernel at all sizes"
 _ROW = "gradients of attention: of a single query, ATen's fused kernel computes them"
@@ -51,7 +49,7 @@ def attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     formula = _Formula.of(graph, node, given)
     _check_speed(graph, node, given["query"], given["key"], given["is_causal"])
     results = tuple(
-        graph.new(meta, hint) if _is_read(node, position) else None
+        graph.new(meta, hint) if position == 0 or _is_read(node, position) else None
         for position, (meta, hint) in enumerate(zip(node.meta["val"], ("attention", "logsumexp"), strict=True))
     )
     kernel, score = formula.kernel, formula.scores()
@@ -76,7 +74,7 @@ def attention_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     formula = _Formula.of(graph, node, given)
     query = given["query"]
-    if not all(any(user.args[1] == position for user in node.users) for position in range(3)):
+    if not all(_is_read(node, position) for position in range(3)):
         raise NotLowered(_UNREAD)
     if query.shape[2] == ONE:
         raise NotLowered(_ROW)
@@ -160,7 +158,7 @@ def _unless(value: Value, number: float, instead: float) -> Value:
 
 
 def _is_read(node: torch.fx.Node, position: int) -> bool:
-    return position == 0 or any(user.args[1] == position for user in node.users)
+    return any(user.args[1] == position for user in node.users)
 
 
 def _check(

@@ -189,7 +189,7 @@ template <int D, int M, int KEYS, class E, class Added>
 inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   static_assert(KEYS % COLUMNS == 0);
   using F = Factor<E>;
-  constexpr int WIDTH = (D + COLUMNS - 1) / COLUMNS * COLUMNS;
+  constexpr int WIDTH = panels_of(D);
   constexpr int UNITS = units_of<E>(D), PAIRS = units_of<E>(KEYS);  // of a query, and of a column of values
   constexpr int STEP = KEYS + COLUMNS;  // so that rows lie in different sets of the first cache
   alignas(64) float keys[KEYS * UNITS], values[PAIRS * WIDTH], scores[QUERIES * STEP], sums[M * WIDTH];

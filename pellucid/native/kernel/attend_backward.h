@@ -109,7 +109,7 @@ PV_FN void add_grad_queries(
     const AttentionBackward<E, Added>& a, const RowBlock<M, STEP>& block, int64_t row, int64_t some, int64_t most,
     const float* keys, int64_t depth) {
   using F = Factor<E>;
-  constexpr int WIDTH = (D + COLUMNS - 1) / COLUMNS * COLUMNS;
+  constexpr int WIDTH = panels_of(D);
   alignas(64) float sums[QUERIES * WIDTH];
   const Matrix<F> changes{(const F*)(block.changes + row * STEP), STEP * TERMS<E>, 1};
   const auto rows_from = [&](int64_t i) PV_INLINE { return changes.from(i, 0); };
@@ -126,7 +126,7 @@ PV_FN void add_by_key(
     const AttentionBackward<E, Added>& a, const RowBlock<M, STEP>& block, const float* rows, const float* right,
     float* sums) {
   using F = Factor<E>;
-  constexpr int T = TERMS<E>, DEPTH_OF_ROWS = units_of<E>(M), WIDTH = (D + COLUMNS - 1) / COLUMNS * COLUMNS;
+  constexpr int T = TERMS<E>, DEPTH_OF_ROWS = units_of<E>(M), WIDTH = panels_of(D);
   const int64_t last = block.visible(a, block.rows - 1), piece = a.causal ? QUERIES : last;
   alignas(64) float units[T > 1 ? DEPTH_OF_ROWS * STEP : 1];  // in which two rows are side by side
   Matrix<F> left{(const F*)rows, 1, STEP};
@@ -149,7 +149,7 @@ PV_FN void add_by_key(
 template <int D, int M, int KEYS, class E, class Added>
 inline void attend_backward(int64_t heads, int64_t m, int64_t n, const AttentionBackward<E, Added>& a) {
   static_assert(KEYS % COLUMNS == 0 && M % QUERIES == 0);
-  constexpr int WIDTH = (D + COLUMNS - 1) / COLUMNS * COLUMNS, STEP = KEYS + COLUMNS;  // see `attend`
+  constexpr int WIDTH = panels_of(D), STEP = KEYS + COLUMNS;  // see `attend`
   constexpr int UNITS = units_of<E>(D), PAIRS = units_of<E>(KEYS), DEPTH_OF_ROWS = units_of<E>(M);
   alignas(64) float keys[KEYS * UNITS], values[KEYS * UNITS], key_rows[PAIRS * WIDTH];
   alignas(64) float grad_keys[KEYS * WIDTH], grad_values[KEYS * WIDTH];

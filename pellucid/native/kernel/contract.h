@@ -18,8 +18,8 @@ constexpr int FEW_COLUMNS = 4;
 // channel, `area` taps of each, go tap by tap. SIZE: how many floats `to` has room for. F: what units are made of.
 template <int64_t N, int64_t K, int64_t SIZE, class F, class E>
 inline void pack_panels(int64_t area, const Matrix<E>& b, float* to) {
-  constexpr int T = sizeof(float) / sizeof(F);
-  constexpr int64_t n = N, k = K, columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS, units = (K + T - 1) / T;
+  constexpr int T = TERMS<F>;
+  constexpr int64_t n = N, k = K, columns = panels_of(N), units = units_of<F>(K);
   static_assert(SIZE == columns * units + 1);
   const int64_t channels = k / area;
   bool finite = true;
@@ -37,10 +37,9 @@ inline void pack_panels(int64_t area, const Matrix<E>& b, float* to) {
 }
 // The columns of what `pack_panels` wrote of b[k, n], from `first` on, a multiple of COLUMNS.
 template <class F, class E> PV_FN Panels panels_from(const E* panels, int64_t n, int64_t k, int64_t first) {
-  constexpr int T = sizeof(float) / sizeof(F);
-  const int64_t units = (k + T - 1) / T;
+  const int64_t units = units_of<F>(k);
   const auto* packed = (const float*)panels;
-  return {packed + first * units, units, packed[(n + COLUMNS - 1) / COLUMNS * COLUMNS * units] != 0};
+  return {packed + first * units, units, packed[panels_of(n) * units] != 0};
 }
 
 // Rows so many bytes apart lie in one set of the first cache, which cannot hold ROWS of them: they are copied.

@@ -6,9 +6,6 @@
 // whose channels fit in one register, too: each lane picks its own from there.
 namespace pv {
 
-// So many columns, up to a whole panel.
-constexpr int64_t panels_of(int64_t columns) { return (columns + COLUMNS - 1) / COLUMNS * COLUMNS; }
-
 // Groups of OUT columns and IN channels, TOGETHER of which share a register; 1: a group has registers of its own.
 template <int OUT, int IN, int TOGETHER> struct Groups {
   static constexpr bool SHARED = TOGETHER > 1;

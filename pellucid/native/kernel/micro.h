@@ -14,6 +14,9 @@ constexpr int COLUMNS = 2 * COLUMN;
 constexpr int ROWS = REGISTER == 64 ? 12 : 6;
 constexpr int DEPTH = 192;  // units that are packed at a time
 
+// So many columns, up to a whole panel.
+constexpr int64_t panels_of(int64_t columns) { return (columns + COLUMNS - 1) / COLUMNS * COLUMNS; }
+
 using Column = Vec<float, COLUMN>;
 using ColumnReg = Column::reg;
 
@@ -205,7 +208,7 @@ template <int PANEL, class B, class Place>
     const B& b, int64_t first, int64_t k, int64_t n, float* panels, const Place& place) {
   using E = typename B::Element;
   constexpr int T = TERMS<E>;
-  const int64_t columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS;
+  const int64_t columns = panels_of(n);
   for (int64_t i = first; i < units_of<E>(k) * T; i++)
     for (int64_t j = 0; j < columns; j++) {
       auto* unit = (Factor<E>*)(panels + j / COLUMNS * PANEL + place(i / T) * COLUMNS + j % COLUMNS);
@@ -227,7 +230,7 @@ template <int PANEL = COLUMN_PANEL, class B, class Place = InOrder>
       }
   } else if (b.row == 1) {  // squares whose rows are columns of b
     done = k / T / COLUMN * COLUMN;
-    for (int64_t j = 0; j < (n + COLUMNS - 1) / COLUMNS * COLUMNS; j += COLUMN)
+    for (int64_t j = 0; j < panels_of(n); j += COLUMN)
       for (int64_t i = 0; i < done; i += COLUMN) {
         ColumnReg r[COLUMN];
 #pragma GCC unroll 16

@@ -46,7 +46,7 @@ PV_FN void along_both(Transform transform, Read read, Write write) {
 // place. All that `pack_panels` makes of the weights follows.
 template <int64_t N, int64_t K, int64_t SIZE>
 inline void pack_tiles(int64_t area, const Matrix<float>& b, float* to) {
-  constexpr int64_t columns = (N + COLUMNS - 1) / COLUMNS * COLUMNS, channels = K / TAPS;
+  constexpr int64_t columns = panels_of(N), channels = K / TAPS;
   const auto weight = [&](int64_t tap, int64_t channel, int64_t j) -> double {
     return j < N ? *b(area == 1 ? tap * channels + channel : channel * area + tap, j) : 0.0f;
   };
@@ -66,7 +66,7 @@ struct TilePanels {
   Panels windows;
 };
 PV_FN TilePanels tile_panels_from(const float* packed, int64_t n, int64_t k, int64_t first) {
-  const int64_t columns = (n + COLUMNS - 1) / COLUMNS * COLUMNS, channels = k / TAPS;
+  const int64_t columns = panels_of(n), channels = k / TAPS;
   const float* windows = packed + PLACES * channels * columns;
   return {packed + first * PLACES * channels, panels_from<float>(windows, n, k, first)};
 }
