@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.fx import merge_origin
+from pellucid.capture.fx import DTYPES, merge_origin
 from pellucid.capture.torch_compat import fake_mode_of, parameters_of, quiet_fake_tensors
 from pellucid.capture.transform import is_pure
 from pellucid.ir.decision import Decision
+from pellucid.ir.types import TORCH_DTYPES
 
 aten = torch.ops.aten
 
@@ -99,7 +100,7 @@ def _is_narrow(convolution: torch.fx.Node) -> bool:
 
 
 def _computed(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return TORCH_DTYPES[DTYPES[dtype].compute]
 
 
 @dataclass(frozen=True)
