@@ -24,8 +24,11 @@ from pellucid.native.toolchain import Toolchain, detect, remember
 _SHARD_CHARS = 8_000
 """Text that justifies a compiler process of its own: starting one costs as much as compiling about this much."""
 
-_SHARDS_PER_CORE = 4
-"""More shards than cores even out that compile time is not proportional to text."""
+_TEMPLATES = re.compile(r"\bpv::((?:contract|attend)\w*)<")
+"""Functions of the prelude whose micro-kernels take long to compile, once for all kernels of a batch."""
+
+_TEMPLATE_CHARS = 24_000
+"""Text that takes as long to compile as the micro-kernels of one such function."""
 
 
 class KernelCompileError(ToolchainError):
@@ -187,16 +190,28 @@ def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times
 
 
 def _shards(kernels: Mapping[str, str]) -> list[dict[str, str]]:
-    """Split into batches of about equal text, at most a few for each core: longest first, into the emptiest."""
-    total = sum(len(text) for text in kernels.values())
-    count = min(len(kernels), usable_cores() * _SHARDS_PER_CORE, -(-total // _SHARD_CHARS))
-    shards: list[dict[str, str]] = [{} for _ in range(max(1, count))]
-    sizes = [0] * len(shards)
-    for name, text in sorted(kernels.items(), key=lambda item: -len(item[1])):
-        smallest = sizes.index(min(sizes))
-        shards[smallest][name] = text
-        sizes[smallest] += len(text)
-    return shards
+    """Split into batches that take about equally long, at most one for each core.
+
+    Kernels with the same micro-kernels stay together, as far as that leaves each batch its share: longest first, into
+    the emptiest batch.
+    """
+    families: dict[frozenset[str], list[str]] = {}
+    for name in sorted(kernels, key=lambda name: -len(kernels[name])):
+        families.setdefault(frozenset(_TEMPLATES.findall(kernels[name])), []).append(name)
+    text, templates = sum(map(len, kernels.values())), sum(map(len, families)) * _TEMPLATE_CHARS
+    count = max(1, min(len(kernels), usable_cores(), -(-(text + templates) // _SHARD_CHARS)))
+    parts: list[tuple[int, list[str]]] = []
+    for family, names in families.items():
+        pieces = max(1, round(sum(len(kernels[name]) for name in names) * count / text))
+        for part in (names[first::pieces] for first in range(pieces)):
+            parts.append((sum(len(kernels[name]) for name in part) + _TEMPLATE_CHARS * len(family), part))
+    shards: list[dict[str, str]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for size, part in sorted(parts, key=lambda part: -part[0]):
+        emptiest = sizes.index(min(sizes))
+        shards[emptiest].update((name, kernels[name]) for name in part)
+        sizes[emptiest] += size
+    return [shard for shard in shards if shard]
 
 
 def _build_shard(kernels: Mapping[str, str], compiler: Compiler, times: _Times) -> Path:

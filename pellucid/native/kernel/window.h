@@ -318,6 +318,12 @@ PV_FN void line_sums_of(
   if constexpr (P > 1) line_sums_of<P - 1>(pixels, n, taps, at, step, b, c);
 }
 
+template <class E>
+[[gnu::noinline, gnu::noipa]] inline void pixel_sums(
+    int64_t pixels, int64_t n, const Taps& taps, const E* at, int64_t step, const Panels& b, const Sums& c) {
+  line_sums_of(pixels, n, taps, at, step, b, c);
+}
+
 // b[k, n] as panels of f32, whatever the type: taps are multiplied one by one.
 template <class E> PV_FN void pack_taps(const Matrix<E>& b, int64_t k, int64_t n, float* panels) {
   if constexpr (std::is_same_v<E, float>) return pack_columns(b, k, n, panels);
@@ -386,14 +392,14 @@ inline void contract_taps(int64_t n, int64_t k, const Window<E>& a, const Right&
           const bool counts = spans[tap].first <= l && l < spans[tap].last;
           if (counts || every) own.add(tap, counts ? place(tap) : nothing - pixel);
         }
-        line_sums<1>(n, own, pixel, 0, panels, c.from(l, 0));
+        pixel_sums(1, n, own, pixel, 0, panels, c.from(l, 0));
       };
       const int64_t shared = inside.last - inside.first;
       const int64_t pieces = shared > 0 ? (shared + ROWS - 1) / ROWS : 0;
       for (int64_t l = 0; l < (pieces ? inside.first : pixels); l++) alone(l);
       for (int64_t piece = 0; piece < pieces; piece++) {
         const int64_t from = inside.first + piece * shared / pieces, to = inside.first + (piece + 1) * shared / pieces;
-        line_sums_of(to - from, n, taps, line + from * step, step, panels, c.from(from, 0));
+        pixel_sums(to - from, n, taps, line + from * step, step, panels, c.from(from, 0));
       }
       for (int64_t l = pieces ? inside.last : pixels; l < pixels; l++) alone(l);
     }

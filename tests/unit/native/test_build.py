@@ -65,6 +65,21 @@ def test_large_batches_are_split(store):
     assert [call(addresses[f"big{i}"]) for i in range(6)] == list(range(6)) and len(report.built) == 6
 
 
+def test_kernels_with_the_same_micro_kernels_are_compiled_together(monkeypatch):
+    monkeypatch.setattr(build_module, "usable_cores", lambda: 2)
+    sources = {
+        f"{function}{i}": f"pv::{function}<{i}>(); // " + "x" * 900
+        for function in ("contract", "contract_taps")
+        for i in range(9)
+    }
+    shards = build_module._shards({**sources, "plain": "x"})
+    functions = [{name.rstrip("012345678") for name in shard} - {"plain"} for shard in shards]
+    assert sorted(map(sorted, functions)) == [["contract"], ["contract_taps"]]
+    assert sorted(name for shard in shards for name in shard) == sorted([*sources, "plain"])
+    monkeypatch.setattr(build_module, "usable_cores", lambda: 6)
+    assert len(build_module._shards(sources)) == 6
+
+
 def test_a_refused_kernel_is_named_with_its_line(store):
     bad = kernel_text("bad", "  int64_t a = 1;\n  return a + nonsense;")
     sources = {"good": constant("good", 1), "bad": bad, "other": constant("other", 2)}
