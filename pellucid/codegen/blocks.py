@@ -28,6 +28,11 @@ FEWEST_ROWS = 48
 # one for a column, which all rows share.
 GATHER = 3.5
 PACK = 7.3
+# What products by tiles of bf16 (AMX) take at once; and so many rows, while memory brings what is packed.
+TILE_ROWS = 32
+MOST_TILE_ROWS = 256
+# The part of the peak that products by tiles of bf16 reach (AMX), with operands in the second cache.
+TILES_REACH = 0.5
 # What it takes, in a convolution of several groups, to find the place of a tap for a row.
 PLACE = 48.0
 # Floats of its weights that a block packs on the stack; `lower/convolution.py` leaves to oneDNN what needs more.
@@ -439,26 +444,32 @@ def _windows(
     m, n = estimate(ranges[rows[-1]]), estimate(ranges[column])
     outer = _points(ranges, (*inner, *whole, rows[-1], column))
     fetch = FETCH if _fits(found, column, ranges, machine) else 0.0
-    step, gather, most = COLUMN_STEP, GATHER, COLUMNS
+    faster = _faster(found.dtype, machine)
+    step, gather, pack, most = COLUMN_STEP, GATHER * faster, PACK * faster, COLUMNS
     if groups:
         step = COLUMN_STEP if groups.period % machine.lanes == 0 else groups.period
         gather = PLACE / groups.channels
         most = min(COLUMNS, GROUP_WEIGHTS // estimate(product(ranges[name] for name in inner)))
-    lines, columns = _lines_and_columns(m, size, n, outer, machine.cores, fetch, step, gather, most)
+    lines, columns = _lines_and_columns(m, size, n, outer, machine.cores, fetch, step, gather, pack, most)
     return Blocks(found, rows[-1], tuple(whole), column, inner, lines, columns, ranges, True, planes)
 
 
+def _faster(dtype: DType, machine: Machine) -> float:
+    """How much faster products are, next to gathering and packing, than where `GATHER` and `PACK` were measured."""
+    return TILES_REACH * machine.isa.products(dtype) if machine.isa.tiles and dtype is DType.BF16 else 1.0
+
+
 def _lines_and_columns(
-    m: int, size: int, n: int, outer: int, cores: int, fetch: float, step: int, gather: float, most: int
+    m: int, size: int, n: int, outer: int, cores: int, fetch: float, step: int, gather: float, pack: float, most: int
 ) -> tuple[int, int]:
     """Lines, each of `size` rows, and columns of a block: as many for each core, and little work beside the products.
 
     fetch: what it costs to share out columns in place of rows. step: columns are multiples of it, and about as many as
-    `most`. gather: see `GATHER`. No sum depends on the blocks, so the number of cores may decide.
+    `most`. gather, pack: see `GATHER`. No sum depends on the blocks, so the number of cores may decide.
     """
-    least = min(FEWEST_ROWS, m * size)
+    fewest = min(FEWEST_ROWS, m * size)
     lines = {-(-m // pieces) for pieces in range(1, m + 1)}
-    found = [each for each in lines if least <= each * size <= ROWS] or [max(1, ROWS // size)]
+    found = [each for each in lines if fewest <= each * size <= ROWS] or [max(1, ROWS // size)]
     columns = {_even(n, width, step) for width in (most, most // 2, step)}
 
     def price(each: tuple[int, int]) -> float:
@@ -466,7 +477,7 @@ def _lines_and_columns(
         pieces = outer * -(-m // each[0])
         blocks = pieces * -(-n // each[1])
         fetched = fetch if pieces % cores else 0.0
-        return (uneven + gather / min(each[1], n) + PACK / (each[0] * size) + fetched) * waiting(blocks, cores)
+        return (uneven + gather / min(each[1], n) + pack / (each[0] * size) + fetched) * waiting(blocks, cores)
 
     return min(((each, other) for each in found for other in columns), key=lambda each: (price(each), each))
 
@@ -521,25 +532,27 @@ def _sizes(
     Rows that are neighbours are packed for each block of columns, so there columns stay many. pack: see `PACK`.
     """
     m, n, outer = estimate(ranges[row]), estimate(ranges[column]), _points(ranges, (row, column, *found.inner))
-    rows, columns = _even(m, ROWS, ROW_STEP), _even(n, COLUMNS, COLUMN_STEP)
+    tiles = machine.isa.tiles and found.dtype is DType.BF16
+    most, step = (MOST_TILE_ROWS, TILE_ROWS) if tiles else (ROWS, ROW_STEP)
+    rows, columns = _even(m, most, step), _even(n, COLUMNS, COLUMN_STEP)
     packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
     many = ranges[row].value is not None and m >= cores * FEWEST_ROWS
     if many and outer < cores and not packed and _fits(found, column, ranges, machine):
-        pieces = cores * -(-m // (cores * ROWS))
-        shared = _even(m, -(-m // pieces), ROW_STEP)
-        if pack / shared - pack / rows < FETCH:
+        pieces = cores * -(-m // (cores * most))
+        shared = _even(m, -(-m // pieces), step)
+        if _faster(found.dtype, machine) * (pack / shared - pack / rows) < FETCH:
             return shared, columns
 
     def few() -> bool:
         return outer * -(-m // rows) * -(-n // columns) < ENOUGH_BLOCKS
 
     while packed and few() and rows > 2 * FEWEST_ROWS:
-        rows = _even(rows, rows // 2, ROW_STEP)
+        rows = _even(rows, rows // 2, step)
     row_blocks = outer * -(-m // rows)
     terms = estimate(product(ranges[name] for name in found.inner))
     if not packed and 2 * rows * terms * found.dtype.itemsize > machine.own_cache:
         # Each block of columns reads its rows anew, from beyond the cache: few of them, if cores have equal shares.
-        widths = [_even(n, most, COLUMN_STEP) for most in range(COLUMNS, 0, -COLUMN_STEP)]
+        widths = [_even(n, limit, COLUMN_STEP) for limit in range(COLUMNS, 0, -COLUMN_STEP)]
         return rows, min(widths, key=lambda width: max(WAIT, waiting(row_blocks * -(-n // width), cores)))
     while few() and columns > COLUMN_STEP:
         columns = _even(columns, columns // 2, COLUMN_STEP)

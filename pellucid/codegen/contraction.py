@@ -49,7 +49,7 @@ def plan_contraction(
     steps = (
         blocks.share
         * estimate(product(ranges.values()))
-        / (machine.lanes * machine.isa.terms(blocks.contraction.dtype))
+        / (machine.lanes * machine.isa.products(blocks.contraction.dtype))
     )
     grain, parallel = grain_of(kernel, extent, steps, machine, options)
     wide = frozenset(name for name, axes in axes_of(rest).items() if blocks.column in axes)

@@ -82,10 +82,7 @@ def _lower(
 
 
 def check_rate(machine: Machine, dtype: DType, what: str) -> None:
-    """Leave to ATen a narrow type that it multiplies by units for whole tiles, which no kernel has.
-
-    Then what it reaches is the machine's peak, which is what registers reach otherwise.
-    """
+    """Leave to ATen a narrow type that it multiplies by units that kernels do not use: faster than their peak."""
     library = machine.product.of(dtype).one
     if dtype is not DType.F32 and library >= machine.flops.of(dtype).one:
         raise NotLowered(
@@ -99,7 +96,7 @@ def _check_speed(left: View, right: View, machine: Machine) -> None:
     elements = product_of((*left.shape[:-1], n))
     if ONE not in (m, n, k):
         transposed = left.strides[-1] != ONE and left.strides[-2] == ONE
-        if machine.isa is AVX2.isa and transposed and not nonnegative(as_expr(_FEW_ROWS) - m):
+        if machine.isa.name == AVX2.isa.name and transposed and not nonnegative(as_expr(_FEW_ROWS) - m):
             raise NotLowered(_TRANSPOSED)
         if ONE not in right.strides[-2:]:
             raise NotLowered(_STRIDED)

@@ -107,8 +107,8 @@ class Heads:
 
     def gradient_steps(self, machine: Machine) -> float:
         """Vector instructions of a call that computes gradients: five products, and the weights again."""
-        scores, terms = self.count * self.rows * self.keys * self.share, machine.isa.terms(self.dtype)
-        return scores * (5 * self._width * _TERM / terms + 2 * _SUM + _WEIGHT) / machine.lanes
+        scores, products = self.count * self.rows * self.keys * self.share, machine.isa.products(self.dtype)
+        return scores * (5 * self._width * _TERM / products + 2 * _SUM + _WEIGHT) / machine.lanes
 
     def steps(self, machine: Machine) -> float:
         """Vector instructions of a call."""
@@ -118,7 +118,7 @@ class Heads:
             return scores * each / machine.lanes
         panel = 2 * machine.lanes
         width = -(-self.size // panel) * panel
-        each = (self.size + width) * _TERM / terms + _SUM + _WEIGHT
+        each = (self.size + width) * _TERM / machine.isa.products(self.dtype) + _SUM + _WEIGHT
         alone = self.size % machine.lanes + self.size % panel  # of a key and of a value
         packed = (2 * self.size - alone) * _PACK / terms + alone * _PACK_ONE
         blocks = self.count * -(-self.rows // self.row_block)

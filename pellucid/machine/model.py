@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pellucid.errors import UserError
 from pellucid.ir.types import DType
 
-VERSION = 5
+VERSION = 6
 """Of the file format and of how the figures are measured: a file of another version is measured again."""
 
 _T = TypeVar("_T")
@@ -21,18 +21,27 @@ _T = TypeVar("_T")
 class Isa:
     """A vector instruction set: bytes of a vector register, and how many registers there are.
 
-    pairs: there is an instruction that adds the products of two pairs in bf16 to each sum in f32.
+    pairs: there is an instruction that adds the products of two pairs in bf16 to each sum in f32. tiles: and units that
+    multiply whole tiles of such pairs (AMX).
     """
 
     name: str
     register_bytes: int
     registers: int
     pairs: bool = False
+    tiles: bool = False
 
     def terms(self, dtype: DType) -> int:
-        """Products that each lane of four bytes adds in one instruction."""
+        """Products that each lane of four bytes adds in one instruction: terms of a unit."""
         return 2 if self.pairs and dtype is DType.BF16 else 1
 
+    def products(self, dtype: DType) -> int:
+        """The same, with units for tiles: products that they add, for each lane, in the time of one instruction."""
+        return _BY_TILES if self.tiles and dtype is DType.BF16 else self.terms(dtype)
+
+
+_BY_TILES = 16
+"""A tile has 256 sums of 32 products each, and takes as long as 32 instructions of 16 lanes."""
 
 ISAS = {isa.name: isa for isa in (Isa("AVX512", 64, 32), Isa("AVX2", 32, 16))}
 

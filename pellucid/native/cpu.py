@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,12 +15,15 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) of x86-64
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
+
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
     """The CPU. Sizes in bytes; 0 where the system does not say.
 
-    name: the model. flags: instruction set extensions as the kernel names them.
+    name: the model. flags: instruction set extensions as the kernel names them, as far as this process may use them.
     cores: that this process may use, by affinity and cgroup quota. memory: that it may use, by cgroup limit.
     l1, l2: data caches of one core. l3: shared by some cores.
     """
@@ -41,7 +46,7 @@ def cpu() -> Cpu:
     return Cpu(
         name=fields.get("model name", fields.get("CPU part", "unknown")),
         machine=os.uname().machine,
-        flags=frozenset(fields.get("flags", fields.get("Features", "")).split()),
+        flags=_flags(fields),
         cores=usable_cores(),
         memory=_memory(),
         l1=caches.get(1, 0),
@@ -55,6 +60,18 @@ def _cpuinfo() -> dict[str, str]:
     first = _read(Path("/proc/cpuinfo")).split("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _flags(fields: Mapping[str, str]) -> frozenset[str]:
+    """The extensions, but those of units for tiles (AMX) only if the system lets this process use them."""
+    flags = frozenset(fields.get("flags", fields.get("Features", "")).split())
+    tiles = frozenset(flag for flag in flags if flag.startswith("amx"))
+    return flags - tiles if tiles and not _may_use_tiles() else flags
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for the state of tiles, which a process has to do once before it uses any of it."""
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0
 
 
 def usable_cores() -> int:

@@ -16,7 +16,7 @@ from pellucid.machine.model import ISAS, VERSION, Isa, Machine, from_text, round
 from pellucid.machine.reference import REFERENCES, with_tiles
 from pellucid.native.cpu import cpu, usable_cores
 from pellucid.native.store import default_root
-from pellucid.native.toolchain import choose_isa
+from pellucid.native.toolchain import choose_isa, has_tiles
 
 REFERENCE = "reference"
 """The option `machine` that asks for the reference, whatever was measured."""
@@ -94,7 +94,7 @@ def _read(path: Path) -> Machine | None:
 def _reference() -> Machine:
     """The reference with the units that are here, and with the sizes of the caches where the system tells them."""
     machine = REFERENCES[_isa()]
-    if machine.isa.name == "AVX512" and "amx_bf16" in cpu().flags:
+    if has_tiles(machine.isa.name):
         machine = with_tiles(machine)
     sizes = {"l1": cpu().l1, "l2": cpu().l2, "l3": cpu().l3}
     levels = (replace(level, size=sizes.get(level.name) or level.size) for level in machine.levels)
@@ -104,7 +104,8 @@ def _reference() -> Machine:
 def _instructions() -> Isa:
     """What the compiler's flags allow."""
     isa = ISAS[_isa()]
-    return replace(isa, pairs=isa.name == "AVX512" and "avx512_bf16" in cpu().flags)
+    pairs = isa.name == "AVX512" and "avx512_bf16" in cpu().flags
+    return replace(isa, pairs=pairs, tiles=has_tiles(isa.name))
 
 
 def _isa() -> str:

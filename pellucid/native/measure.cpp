@@ -95,7 +95,25 @@ void multiply_add(int64_t repeats) {
 void f32_pass(void* data) { multiply_add<Floats>(static_cast<Pass*>(data)->repeats); }
 void f64_pass(void* data) { multiply_add<Doubles>(static_cast<Pass*>(data)->repeats); }
 
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+void bf16_pass(void* data) {
+  struct alignas(64) {
+    uint8_t palette, start, zero[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  } shape = {.palette = 1};
+  for (int i = 0; i < 8; i++) shape.rows[i] = 16, shape.row_bytes[i] = 64;
+  asm volatile("ldtilecfg %0" : : "m"(shape));
+  for (int64_t n = 0; n < static_cast<Pass*>(data)->repeats; ++n) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+}
+constexpr int kBf16Flops = 4 * 2 * 16 * 16 * 32;
+#elif defined(__AVX512BF16__)
 void bf16_pass(void* data) {
   constexpr int kChains = 12;
   __m512 sums[kChains] = {};

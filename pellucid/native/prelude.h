@@ -51,6 +51,8 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 #include "kernel/vector.h"
 #include "kernel/loops.h"
 #include "kernel/reductions.h"
+#include "kernel/units.h"
+#include "kernel/amx.h"
 #include "kernel/micro.h"
 #include "kernel/contract.h"
 #include "kernel/window.h"

@@ -151,9 +151,15 @@ def choose_isa(machine: Cpu, capability: str) -> str:
     )
 
 
+def has_tiles(isa: str) -> bool:
+    """True if kernels use units that multiply whole tiles of bf16 (AMX)."""
+    return isa == "AVX512" and cpu().flags >= {"amx_tile", "amx_bf16", "avx512_bf16"}
+
+
 def _isa_flags(isa: str) -> tuple[str, ...]:
     # The key records the CPU model and its features, so what "native" means is part of it.
-    return ("-march=native",) if isa == "AVX512" else ("-march=native", "-mno-avx512f")
+    without = [name for name, there in (("avx512f", isa == "AVX512"), ("amx-bf16", has_tiles(isa))) if not there]
+    return ("-march=native", *(f"-mno-{name}" for name in without))
 
 
 def _words(environ: Mapping[str, str], variable: str) -> list[str]:

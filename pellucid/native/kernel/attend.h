@@ -1,15 +1,16 @@
 // Attention: softmax(scale * q @ k^T + mask) @ v for some rows of one head, without a matrix of all scores.
 //
 // Keys are taken in blocks (KEYS), which are packed once for all rows of the call and stay in the second cache: keys as
-// columns of the first product, values as columns of the second. For QUERIES rows at a time the scores of a block
-// become weights in place, relative to the greatest score so far, and the sums of the rows are made relative to it too
+// columns of the first product, values as columns of the second. For some rows at a time (QUERIES) the scores of a
+// block become weights in place, relative to the greatest score so far, and the sums of the rows are made relative to it too
 // (online softmax). Few rows do not pay for packing: they read keys by dot products and values where they lie.
 //
 // Scores, sums and the softmax are in f32; both products multiply units, see micro.h, so that in bf16 weights are
 // rounded to it, as ATen's are. A row without any key is zero, as in eager.
 namespace pv {
 
-constexpr int QUERIES = 24;
+// Rows whose scores are in work at once: what the micro-kernel takes in one go, or twice that.
+template <class E> constexpr int QUERIES = BY_AMX<Factor<E>> ? 32 : 24;
 // Rows that read keys and values where they lie; and how many keys at a time, which stay in the first cache while all
 // rows and columns use them.
 constexpr int ROWS_IN_PLACE = 3;
@@ -117,15 +118,15 @@ PV_FN void rescale(float* sums, float factor) {
 
 // to[rows, n] = a[rows, D] @ b[D, n], with panels of b. Rows are copied: where they lie they may share sets of the cache.
 template <int D, int STEP, class E>
-PV_FN void times_panels(const Matrix<E>& a, int64_t rows, const float* panels, int64_t n, float* to) {
+PV_FN void times_panels(Beside& beside, const Matrix<E>& a, int64_t rows, const float* panels, int64_t n, float* to) {
   constexpr int UNITS = units_of<E>(D);
   using F = Factor<E>;
-  alignas(64) float units[QUERIES * UNITS];
+  alignas(64) float units[QUERIES<E> * UNITS];
   copy_rows<UNITS>(a, rows, D, units);
   const Matrix<F> copied{(const F*)units, TERMS<E> * UNITS, 1};
   const auto rows_from = [&](int64_t i) PV_INLINE { return copied.from(i, 0); };
   for (int64_t j = 0; j < n; j += COLUMNS)
-    panel<0>(rows, n - j, UNITS, rows_from, Rows{panels + j * UNITS, COLUMNS}, {to + j, STEP, false});
+    panel<0>(beside, rows, n - j, UNITS, rows_from, Rows{panels + j * UNITS, COLUMNS}, {to + j, STEP, false});
 }
 
 // The block of keys that is at work: where they lie as panels, or, for few rows, in the operands.
@@ -137,9 +138,10 @@ struct KeyBlock {
 // scores[rows, n] of the rows from `first` on.
 template <int D, int STEP, class E, class Added>
 PV_FN void score(
-    const Attention<E, Added>& a, const KeyBlock& block, int64_t first, int64_t rows, int64_t n, float* scores) {
+    Beside& beside, const Attention<E, Added>& a, const KeyBlock& block, int64_t first, int64_t rows, int64_t n,
+    float* scores) {
   const Matrix<E> queries = a.queries.from(first, 0);
-  if (block.keys) return times_panels<D, STEP>(queries, rows, block.keys, n, scores);
+  if (block.keys) return times_panels<D, STEP>(beside, queries, rows, block.keys, n, scores);
   const Matrix<E> columns = transposed(a.keys.from(block.from, 0));
   for (int64_t j = 0; j < n; j += KEYS_IN_PLACE)
     dot_block(rows, least(KEYS_IN_PLACE, n - j), D, queries, columns.from(0, j), {scores + j, STEP, false});
@@ -148,13 +150,14 @@ PV_FN void score(
 // sums[rows, D] (+)= weights[rows, n] @ values
 template <int D, int KEYS, int STEP, class E, class Added>
 PV_FN void add_values(
-    const Attention<E, Added>& a, const KeyBlock& block, int64_t rows, int64_t n, const float* scores, Sums sums) {
+    Beside& beside, const Attention<E, Added>& a, const KeyBlock& block, int64_t rows, int64_t n, const float* scores,
+    Sums sums) {
   constexpr int T = TERMS<E>;
   const Matrix<Factor<E>> weights{(const Factor<E>*)scores, STEP * T, 1};
   if (block.values) {
     const auto rows_from = [&](int64_t i) PV_INLINE { return weights.from(i, 0); };
     for (int64_t j = 0; j < D; j += COLUMNS)
-      panel<D>(rows, D - j, units_of<E>(n), rows_from, Rows{block.values + j * units_of<E>(KEYS), COLUMNS},
+      panel<D>(beside, rows, D - j, units_of<E>(n), rows_from, Rows{block.values + j * units_of<E>(KEYS), COLUMNS},
                sums.from(0, j));
     return;
   }
@@ -163,7 +166,7 @@ PV_FN void add_values(
     const int64_t units = least(KEYS_IN_PLACE, n - t) / T;
     const auto rows_from = [&](int64_t i) PV_INLINE { return weights.from(i, t); };
     for (int64_t j = 0; j < D; j += COLUMNS)
-      panel<D>(rows, D - j, units, rows_from, LyingRows<E>{values(t, j), values.row}, sums.from(0, j));
+      panel<D>(beside, rows, D - j, units, rows_from, LyingRows<E>{values(t, j), values.row}, sums.from(0, j));
   }
   if (n % T == 0) return;
   for (int64_t i = 0; i < rows; i++)  // the key that is no whole unit
@@ -192,8 +195,9 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   constexpr int WIDTH = panels_of(D);
   constexpr int UNITS = units_of<E>(D), PAIRS = units_of<E>(KEYS);  // of a query, and of a column of values
   constexpr int STEP = KEYS + COLUMNS;  // so that rows lie in different sets of the first cache
-  alignas(64) float keys[KEYS * UNITS], values[PAIRS * WIDTH], scores[QUERIES * STEP], sums[M * WIDTH];
+  alignas(64) float keys[KEYS * UNITS], values[PAIRS * WIDTH], scores[QUERIES<E> * STEP], sums[M * WIDTH];
   Seen seen[M];
+  Beside beside;
   for (int64_t i = 0; i < m; i++) seen[i] = {-inf<float>, 0.0f};
   const bool few = m <= ROWS_IN_PLACE;
   const bool keys_there = few && a.keys.column == 1 && a.queries.column == 1;
@@ -205,12 +209,12 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
     const KeyBlock block{keys_there ? nullptr : keys, values_there ? nullptr : values, from, count};
     if (!keys_there) pack_columns<COLUMNS * UNITS>(transposed(a.keys.from(from, 0)), D, count, keys);
     if (!values_there) pack_columns<COLUMNS * PAIRS>(a.values.from(from, 0), count, D, values);
-    for (int64_t first = 0; first < m; first += QUERIES) {
-      const int64_t rows = least(QUERIES, m - first);
+    for (int64_t first = 0; first < m; first += QUERIES<E>) {
+      const int64_t rows = least(QUERIES<E>, m - first);
       const auto visible = [&](int64_t row) PV_INLINE { return a.causal ? least(count, a.seen + row - from) : count; };
       const int64_t most = visible(first + rows - 1);
       if (most <= 0) continue;
-      score<D, STEP>(a, block, first, rows, most, scores);
+      score<D, STEP>(beside, a, block, first, rows, most, scores);
       for (int64_t i = 0; i < rows; i++) {
         float* row = scores + i * STEP;
         const int64_t some = visible(first + i);
@@ -220,7 +224,7 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
         }
         for (int64_t j = some < 0 ? 0 : some; j < units_of<E>(most) * TERMS<E>; j++) ((F*)row)[j] = F{};
       }
-      add_values<D, KEYS, STEP>(a, block, rows, most, scores, {sums + first * WIDTH, WIDTH, from > 0});
+      add_values<D, KEYS, STEP>(beside, a, block, rows, most, scores, {sums + first * WIDTH, WIDTH, from > 0});
     }
   }
   for (int64_t i = 0; i < m; i++) {

@@ -70,9 +70,9 @@ template <int M, int STEP> struct RowBlock {
     return a.causal ? least(count, a.seen + first + row - from) : count;
   }
   // The first row, in whole QUERIES, that sees the key.
-  template <class A> PV_FN int64_t first_to_see(const A& a, int64_t key) const {
+  template <class E, class Added> PV_FN int64_t first_to_see(const AttentionBackward<E, Added>& a, int64_t key) const {
     int64_t row = 0;
-    while (a.causal && visible(a, row + QUERIES - 1) <= key) row += QUERIES;
+    while (a.causal && visible(a, row + QUERIES<E> - 1) <= key) row += QUERIES<E>;
     return row;
   }
 };
@@ -81,16 +81,16 @@ template <int M, int STEP> struct RowBlock {
 // of rows.
 template <int D, int M, int STEP, class E, class Added>
 PV_FN void weigh_rows(
-    const AttentionBackward<E, Added>& a, const RowBlock<M, STEP>& block, int64_t row, int64_t some, int64_t most,
-    const float* keys, const float* values) {
+    Beside& beside, const AttentionBackward<E, Added>& a, const RowBlock<M, STEP>& block, int64_t row, int64_t some,
+    int64_t most, const float* keys, const float* values) {
   using F = Factor<E>;
   const int64_t at = block.first + row;
   const Matrix<E> out = a.out[block.head].from(at, 0), grad_out = a.grad_out[block.head].from(at, 0);
   const Matrix<Added> mask = a.mask[block.head];
   float *weights = block.weights + row * STEP, *changes = block.changes + row * STEP;
-  times_panels<D, STEP>(a.queries[block.head].from(at, 0), some, keys, most, weights);
-  times_panels<D, STEP>(grad_out, some, values, most, changes);
-  const int64_t filled = (most + QUERIES - 1) / QUERIES * QUERIES;
+  times_panels<D, STEP>(beside, a.queries[block.head].from(at, 0), some, keys, most, weights);
+  times_panels<D, STEP>(beside, grad_out, some, values, most, changes);
+  const int64_t filled = (most + QUERIES<E> - 1) / QUERIES<E> * QUERIES<E>;
   for (int64_t i = 0; i < some + some % TERMS<E>; i++, weights += STEP, changes += STEP) {
     const int64_t own = i < some ? block.visible(a, row + i) : 0;
     if (own > 0) {
@@ -106,16 +106,17 @@ PV_FN void weigh_rows(
 // The gradients of QUERIES rows from `row` on.
 template <int D, int M, int STEP, class E, class Added>
 PV_FN void add_grad_queries(
-    const AttentionBackward<E, Added>& a, const RowBlock<M, STEP>& block, int64_t row, int64_t some, int64_t most,
-    const float* keys, int64_t depth) {
+    Beside& beside, const AttentionBackward<E, Added>& a, const RowBlock<M, STEP>& block, int64_t row, int64_t some,
+    int64_t most, const float* keys, int64_t depth) {
   using F = Factor<E>;
   constexpr int WIDTH = panels_of(D);
-  alignas(64) float sums[QUERIES * WIDTH];
+  alignas(64) float sums[QUERIES<E> * WIDTH];
   const Matrix<F> changes{(const F*)(block.changes + row * STEP), STEP * TERMS<E>, 1};
   const auto rows_from = [&](int64_t i) PV_INLINE { return changes.from(i, 0); };
   if (most <= 0) std::memset(sums, 0, sizeof sums);
   for (int64_t j = 0; most > 0 && j < D; j += COLUMNS)
-    panel<D>(some, D - j, units_of<E>(most), rows_from, Rows{keys + j * depth, COLUMNS}, {sums + j, WIDTH, false});
+    panel<D>(beside, some, D - j, units_of<E>(most), rows_from, Rows{keys + j * depth, COLUMNS},
+             {sums + j, WIDTH, false});
   const auto to = a.grad_queries[block.head].from(block.first + row, 0);
   for (int64_t i = 0; i < some; i++) put_row<D>(sums + i * WIDTH, 1.0f, to.from(i, 0), block.from > 0);
 }
@@ -123,11 +124,11 @@ PV_FN void add_grad_queries(
 // sums[keys, D] += rows[rows, keys]^T @ right[rows, D]. rows: in the memory of weights or changes; right: panels.
 template <int D, int M, int STEP, class E, class Added>
 PV_FN void add_by_key(
-    const AttentionBackward<E, Added>& a, const RowBlock<M, STEP>& block, const float* rows, const float* right,
-    float* sums) {
+    Beside& beside, const AttentionBackward<E, Added>& a, const RowBlock<M, STEP>& block, const float* rows,
+    const float* right, float* sums) {
   using F = Factor<E>;
   constexpr int T = TERMS<E>, DEPTH_OF_ROWS = units_of<E>(M), WIDTH = panels_of(D);
-  const int64_t last = block.visible(a, block.rows - 1), piece = a.causal ? QUERIES : last;
+  const int64_t last = block.visible(a, block.rows - 1), piece = a.causal ? QUERIES<E> : last;
   alignas(64) float units[T > 1 ? DEPTH_OF_ROWS * STEP : 1];  // in which two rows are side by side
   Matrix<F> left{(const F*)rows, 1, STEP};
   if constexpr (T > 1) {
@@ -140,7 +141,7 @@ PV_FN void add_by_key(
     const int64_t row = block.first_to_see(a, key);
     const auto rows_from = [&](int64_t i) PV_INLINE { return left.from(key + i, row); };
     for (int64_t j = 0; j < D; j += COLUMNS)
-      panel<D>(least(piece, last - key), D - j, units_of<E>(block.rows - row), rows_from,
+      panel<D>(beside, least(piece, last - key), D - j, units_of<E>(block.rows - row), rows_from,
                Rows{right + j * DEPTH_OF_ROWS + row / T * COLUMNS, COLUMNS}, {sums + key * WIDTH + j, WIDTH, true});
   }
 }
@@ -148,13 +149,14 @@ PV_FN void add_by_key(
 // All of `heads` heads of m rows, and of n keys. D: columns, and terms of scores.
 template <int D, int M, int KEYS, class E, class Added>
 inline void attend_backward(int64_t heads, int64_t m, int64_t n, const AttentionBackward<E, Added>& a) {
-  static_assert(KEYS % COLUMNS == 0 && M % QUERIES == 0);
+  static_assert(KEYS % COLUMNS == 0 && M % QUERIES<E> == 0);
   constexpr int WIDTH = panels_of(D), STEP = KEYS + COLUMNS;  // see `attend`
   constexpr int UNITS = units_of<E>(D), PAIRS = units_of<E>(KEYS), DEPTH_OF_ROWS = units_of<E>(M);
   alignas(64) float keys[KEYS * UNITS], values[KEYS * UNITS], key_rows[PAIRS * WIDTH];
   alignas(64) float grad_keys[KEYS * WIDTH], grad_values[KEYS * WIDTH];
   alignas(64) float queries[DEPTH_OF_ROWS * WIDTH], grad_out[DEPTH_OF_ROWS * WIDTH];
   alignas(64) float weights[M * STEP], changes[M * STEP];
+  Beside beside;
   for (int64_t from = 0; from == 0 || from < n; from += KEYS) {
     const int64_t count = least(KEYS, n - from);
     pack_columns<COLUMNS * UNITS>(transposed(a.keys.from(from, 0)), D, count, keys);
@@ -166,16 +168,16 @@ inline void attend_backward(int64_t heads, int64_t m, int64_t n, const Attention
       for (int64_t first = 0; first < m; first += M) {
         const RowBlock<M, STEP> block{head, first, least(M, m - first), from, count, weights, changes};
         const bool seen = block.visible(a, block.rows - 1) > 0;
-        for (int64_t row = 0; row < block.rows && (seen || from == 0); row += QUERIES) {
-          const int64_t some = least(QUERIES, block.rows - row), most = block.visible(a, row + some - 1);
-          if (most > 0) weigh_rows<D>(a, block, row, some, most, keys, values);
-          if (most > 0 || from == 0) add_grad_queries<D>(a, block, row, some, most, key_rows, PAIRS);
+        for (int64_t row = 0; row < block.rows && (seen || from == 0); row += QUERIES<E>) {
+          const int64_t some = least(QUERIES<E>, block.rows - row), most = block.visible(a, row + some - 1);
+          if (most > 0) weigh_rows<D>(beside, a, block, row, some, most, keys, values);
+          if (most > 0 || from == 0) add_grad_queries<D>(beside, a, block, row, some, most, key_rows, PAIRS);
         }
         if (!seen) continue;
         pack_columns<COLUMNS * DEPTH_OF_ROWS>(a.queries[head].from(first, 0), block.rows, D, queries);
         pack_columns<COLUMNS * DEPTH_OF_ROWS>(a.grad_out[head].from(first, 0), block.rows, D, grad_out);
-        add_by_key<D>(a, block, weights, grad_out, grad_values);
-        add_by_key<D>(a, block, changes, queries, grad_keys);
+        add_by_key<D>(beside, a, block, weights, grad_out, grad_values);
+        add_by_key<D>(beside, a, block, changes, queries, grad_keys);
       }
     for (int64_t i = 0; i < count; i++) {
       put_row<D>(grad_keys + i * WIDTH, 1.0f, a.grad_keys.from(from + i, 0), false);

@@ -48,9 +48,18 @@ constexpr int64_t SAME_SET = 4096;
 // How the rows of a left operand are read.
 enum class Left { LYING, ROWS, PANELS };
 template <class E> PV_FN Left left_of(const Matrix<E>& a, int64_t m, int64_t k) {
-  if (m > FEW_ROWS && a.row == 1 && a.column != 1) return Left::PANELS;
+  if (m > FEW_ROWS && a.row == 1 && a.column != 1) return BY_AMX<E> ? Left::ROWS : Left::PANELS;
   if (m > FEW_ROWS && a.column == 1 && a.row * int64_t(sizeof(E)) % SAME_SET == 0) return Left::ROWS;
   return has_units(a, k) ? Left::LYING : Left::ROWS;
+}
+
+// What is read after k units of the panel of column j, of n columns and `all` units, while its m rows are computed: the
+// same units of the next columns, else the next units of the first ones, else the next block.
+PV_FN Ahead ahead_of(const Panels& b, int64_t unit, int64_t k, int64_t all, int64_t j, int64_t n, int64_t m) {
+  const bool last = j + COLUMNS >= n, whole = unit + k >= all;
+  const int64_t from = !last ? unit : whole ? 0 : unit + k;
+  const float* at = b(from, last && !whole ? 0 : j + COLUMNS);
+  return {at, least(DEPTH, all - from) * COLUMNS, (m + ROWS - 1) / ROWS * k};
 }
 
 // c = 0
@@ -75,6 +84,7 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
   alignas(64) float columns[is_packed<B> ? COLUMNS : N * DEPTH];
   alignas(64) float rows[(M + ROWS - 1) / ROWS * ROW_PANEL];
   const Left left = left_of(a, m, k);
+  Beside beside;
   for (int64_t t = 0; t < k; t += TERMS_AT_ONCE<E>) {
     const int64_t depth = least(TERMS_AT_ONCE<E>, k - t), units = units_of<E>(depth);
     const Sums sums = c.after(t, depth, k);
@@ -87,10 +97,13 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
       return {(const F*)(rows + i * DEPTH), T * DEPTH, 1};
     };
     const auto column = [&](int64_t j, const auto& right) PV_INLINE {
-      panel<WIDTH>(m, n - j, units, rows_from, right, sums.from(0, j));
+      panel<WIDTH>(beside, m, n - j, units, rows_from, right, sums.from(0, j));
     };
     if constexpr (is_packed<B>) {
-      for (int64_t j = 0; j < n; j += COLUMNS) column(j, Rows{b(t / T, j), COLUMNS});
+      for (int64_t j = 0; j < n; j += COLUMNS) {
+        beside.ahead = ahead_of(b, t / T, units, units_of<E>(k), j, n, m);
+        column(j, Rows{b(t / T, j), COLUMNS});
+      }
     } else {
       const bool lies = m <= FEW_ROWS && b.column == 1 && k % T == 0;
       const int64_t in_place = lies && (std::is_same_v<E, float> || M <= FEW_ROWS) ? n / COLUMNS * COLUMNS : 0;

@@ -1,129 +1,21 @@
 // The micro-kernels of matrix products: registers full of sums, and the packing of what they read.
 //
-// They multiply units of four bytes. A unit is a term in f32; or, where the machine adds the products of such pairs to
-// a sum in f32, two neighbouring terms in bf16. Other narrow floats become f32 when they are packed. So all that is
-// packed has the same form, whatever it was made of.
-//
 // Each sum adds its terms in order, with one rounding each (FMA; of pairs, as the machine does it); dot products have
 // one such sum per lane of a register.
 namespace pv {
 
-// What the micro-kernel keeps in registers: ROWS x 2 sums, two registers of b, and a unit of a.
-constexpr int COLUMN = REGISTER / int(sizeof(float));  // lanes of a register
-constexpr int COLUMNS = 2 * COLUMN;
-constexpr int ROWS = REGISTER == 64 ? 12 : 6;
-constexpr int DEPTH = 192;  // units that are packed at a time
-
-// So many columns, up to a whole panel.
-constexpr int64_t panels_of(int64_t columns) { return (columns + COLUMNS - 1) / COLUMNS * COLUMNS; }
-
-using Column = Vec<float, COLUMN>;
-using ColumnReg = Column::reg;
-
-// What an element of type E is multiplied as, and how many of these make a unit.
-#ifdef __AVX512BF16__
-template <class E> using Factor = std::conditional_t<std::is_same_v<E, bf16>, bf16, float>;
-#else
-template <class E> using Factor = float;
-#endif
-template <class E> constexpr int TERMS = int(sizeof(float) / sizeof(Factor<E>));
-// How many units hold so many terms; the last one may hold one term and zero.
-template <class E> constexpr int64_t units_of(int64_t terms) { return (terms + TERMS<E> - 1) / TERMS<E>; }
-// Terms in DEPTH units.
-template <class E> constexpr int64_t TERMS_AT_ONCE = DEPTH * TERMS<E>;
-// True if elements are multiplied as they lie.
-template <class E> constexpr bool is_factor = std::is_same_v<E, Factor<E>>;
-
-PV_FN ColumnReg read_column(const float* p) { return load<float>(p, All<COLUMN>()).r[0]; }
-PV_FN void write_column(float* p, ColumnReg a) { store<float>(p, Column{{a}}, All<COLUMN>()); }
-PV_FN ColumnReg spread(float a) { return (ColumnReg)PV_PS(set1)(a); }
-PV_FN ColumnReg multiply_add(ColumnReg a, ColumnReg b, ColumnReg c) { return (ColumnReg)PV_PS(fmadd)(a, b, c); }
-
-// Units as lanes of floats; what they hold matters to `multiply_units` alone.
-template <class F> PV_FN ColumnReg spread_unit(const F* p) {
-  float unit;
-  std::memcpy(&unit, p, sizeof unit);
-  return spread(unit);
-}
-template <class F> PV_FN ColumnReg multiply_units(ColumnReg a, ColumnReg b, ColumnReg c) {
-#ifdef __AVX512BF16__
-  if constexpr (TERMS<F> == 2) return (ColumnReg)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
-#endif
-  return multiply_add(a, b, c);
-}
-
-// COLUMN units whose terms are neighbours, all of them or those of each unit.
-template <class E> PV_FN ColumnReg read_along(const E* p) {
-  if constexpr (TERMS<E> == 2) return read_column((const float*)p);
-  else return load<E>(p, All<COLUMN>()).r[0];
-}
-// COLUMN neighbouring units whose terms lie `step` apart.
-template <class E> PV_FN ColumnReg read_across(const E* p, int64_t step) {
-  if constexpr (TERMS<E> == 2) {
-    const auto even = widen_16(load<uint16_t>((const uint16_t*)p, All<COLUMN>()));
-    const auto odd = widen_16(load<uint16_t>((const uint16_t*)(p + step), All<COLUMN>()));
-    return (ColumnReg)(even.r[0] | odd.r[0] << 16);
-  } else {
-    return load<E>(p, All<COLUMN>()).r[0];
-  }
-}
-template <class E> PV_FN Factor<E> factor_of(E a) {
-  if constexpr (is_factor<E>) return a;
-  else return load(&a);
-}
-
-// A matrix as it lies: element (i, j) is at[i * row + j * column].
-template <class E> struct Matrix {
-  using Element = E;
-  const E* at;
-  int64_t row, column;
-  PV_FN const E* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
-  PV_FN Matrix from(int64_t i, int64_t j) const { return {(*this)(i, j), row, column}; }
-};
-
-// True if the rows of a, of k terms, lie as rows of units.
-template <class E> PV_FN bool has_units(const Matrix<E>& a, int64_t k) {
-  return is_factor<E> && (TERMS<E> == 1 || (a.column == 1 && k % TERMS<E> == 0));
-}
-
-// The block that is computed, in rows of `step` elements. `more`: it holds the sums of earlier terms. `past`: these
-// sums are the last, and go past the caches.
-struct Sums {
-  float* at;
-  int64_t step;
-  bool more, past = false;
-  PV_FN Sums from(int64_t i, int64_t j) const { return {at + i * step + j, step, more, past}; }
-  // The same after the terms from `term` on, of which so many of `all` are added now.
-  PV_FN Sums after(int64_t term, int64_t depth, int64_t all) const {
-    return {at, step, term > 0, past && term + depth >= all};
-  }
-};
-
-// What the micro-kernel reads of b, unit by unit: floats whose rows lie `step` apart, packed units among them; or a
-// matrix of any type as it lies.
-struct Rows {
-  const float* at;
-  int64_t step;
-  PV_FN ColumnReg read(int j) const { return read_column(at + j); }
-  PV_FN void next() { at += step; }
-};
-template <class E> struct LyingRows {
-  const E* at;
-  int64_t step;
-  PV_FN ColumnReg read(int j) const { return read_across(at + j, step); }
-  PV_FN void next() { at += TERMS<E> * step; }
-};
-
 // c[R, C registers] (+)= a[R, k] @ b[k, C registers], with k units. F: what a holds, the terms of a unit side by side.
 template <int R, int C, class F, class Right>
-[[gnu::noinline]] inline void tile(int64_t k, Matrix<F> a, Right b, Sums c) {
+[[gnu::noinline]] inline void tile(int64_t k, Matrix<F> a, Right b, Sums c, Ahead& beside) {
   constexpr int THIRDS = (R + 2) / 3;
   ColumnReg sum[R][C] = {};
   const F* rows[THIRDS];  // every third row: the others are one or two steps of an address away
 #pragma GCC unroll 4
   for (int i = 0; i < THIRDS; i++) rows[i] = a(3 * i, 0);
+  Ahead ahead = beside;
 #pragma GCC unroll 2
   for (; k > 0; k--) {
+    ahead.step();
     ColumnReg right[C];
 #pragma GCC unroll 2
     for (int j = 0; j < C; j++) right[j] = b.read(j * COLUMN);
@@ -145,30 +37,33 @@ template <int R, int C, class F, class Right>
       const ColumnReg all = c.more ? read_column(to) + sum[i][j] : sum[i][j];
       c.past ? stream_register(to, all) : write_column(to, all);
     }
+  beside = ahead;
 }
 
 // The same for any number of rows up to R.
 template <int C, int R = ROWS, class F, class Right>
-PV_FN void tile_of(int64_t rows, int64_t k, const Matrix<F>& a, const Right& b, const Sums& c) {
-  if (rows >= R) return tile<R, C>(k, a, b, c);
-  if constexpr (R > 1) tile_of<C, R - 1>(rows, k, a, b, c);
+PV_FN void tile_of(int64_t rows, int64_t k, const Matrix<F>& a, const Right& b, const Sums& c, Ahead& ahead) {
+  if (rows >= R) return tile<R, C>(k, a, b, c, ahead);
+  if constexpr (R > 1) tile_of<C, R - 1>(rows, k, a, b, c, ahead);
 }
 
 // The same for m rows; left(i): those of a from row i on.
 template <int C, class Left, class Right>
-PV_FN void tiles(int64_t m, int64_t k, const Left& left, const Right& b, const Sums& c) {
-  for (int64_t i = 0; i < m; i += ROWS) tile_of<C>(m - i, k, left(i), b, c.from(i, 0));
+PV_FN void tiles(Beside& beside, int64_t m, int64_t k, const Left& left, const Right& b, const Sums& c) {
+  if constexpr (BY_AMX<typename decltype(left(0))::Element> && std::is_same_v<Right, Rows>)
+    if (left(0).column == 1) return amx_tiles<C>(beside.amx, m, k, left, b, c);
+  for (int64_t i = 0; i < m; i += ROWS) tile_of<C>(m - i, k, left(i), b, c.from(i, 0), beside.ahead);
 }
 
 // c[m, n] (+)= a[m, k] @ b[k, n] for the n columns of a panel, with k units. WIDTH: columns of all panels together, 0
 // where they are not known. If one register holds those of the last panel, only that is computed. Columns from n on, up
 // to a whole register, are overwritten.
 template <int WIDTH, class Left, class Right>
-PV_FN void panel(int64_t m, int64_t n, int64_t k, const Left& left, const Right& b, const Sums& c) {
+PV_FN void panel(Beside& beside, int64_t m, int64_t n, int64_t k, const Left& left, const Right& b, const Sums& c) {
   constexpr bool half = WIDTH > 0 && (WIDTH - 1) % COLUMNS < COLUMN;
   if constexpr (half)
-    if (WIDTH <= COLUMN || n <= COLUMN) return tiles<1>(m, k, left, b, c);
-  if constexpr (!half || WIDTH > COLUMN) tiles<2>(m, k, left, b, c);
+    if (WIDTH <= COLUMN || n <= COLUMN) return tiles<1>(beside, m, k, left, b, c);
+  if constexpr (!half || WIDTH > COLUMN) tiles<2>(beside, m, k, left, b, c);
 }
 
 // ------------------------------------------------------------------------------------------------- packing
@@ -281,8 +176,24 @@ template <class A>
 template <int STEP = DEPTH, class E>
 [[gnu::noinline]] inline void copy_rows(const Matrix<E>& a, int64_t m, int64_t k, float* rows) {
   constexpr int T = TERMS<E>;
-  for (int64_t i = 0; i < m; i++, rows += STEP) {
-    int64_t done = 0;
+  const int64_t whole = k / T / COLUMN * COLUMN;  // units
+  int64_t i = 0;
+  if (a.row == 1 && a.column != 1)  // squares whose rows are columns of a
+    for (; i + COLUMN <= m; i += COLUMN)
+      for (int64_t j = 0; j < whole; j += COLUMN) {
+        ColumnReg r[COLUMN];
+#pragma GCC unroll 16
+        for (int t = 0; t < COLUMN; t++) {
+          prefetch<COLUMN>(a(i, (j + t + AHEAD) * T));
+          r[t] = read_across(a(i, (j + t) * T), a.column);
+        }
+        transpose<COLUMN / 2, Column>(r);
+#pragma GCC unroll 16
+        for (int t = 0; t < COLUMN; t++) write_column(rows + (i + t) * STEP + j, r[t]);
+      }
+  const int64_t across = i;  // rows of which whole units are done
+  for (i = 0; i < m; i++, rows += STEP) {
+    int64_t done = i < across ? whole : 0;
     if (a.column == 1)
       for (; done + COLUMN <= k / T; done += COLUMN) write_column(rows + done, read_along(a(i, done * T)));
     auto* to = (Factor<E>*)rows;

@@ -172,6 +172,7 @@ inline void contract(int64_t n, int64_t k, const Window<E>& a, const Right& b, c
   alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
   alignas(64) float rows[M * DEPTH];
   auto* terms = (Factor<E>*)rows;
+  Beside beside;
   int64_t step = a.planes ? DEPTH / area : TERMS_AT_ONCE<E>;
   if (a.planes) step = (step > COLUMN ? step / COLUMN * COLUMN : step) * area;
   for (int64_t t = 0; t < k; t += step) {
@@ -193,7 +194,8 @@ inline void contract(int64_t n, int64_t k, const Window<E>& a, const Right& b, c
     const Sums sums = c.after(t, depth, k);
     for (int64_t j = 0; j < n; j += COLUMNS) {
       const Rows right{panels(0, j), COLUMNS};  // as an argument it ends GCC 12 with an internal error
-      panel<WIDTH>(m, n - j, units, rows_from, right, sums.from(0, j));
+      if constexpr (is_packed<Right>) beside.ahead = ahead_of(b, t / T, units, units_of<E>(k), j, n, m);
+      panel<WIDTH>(beside, m, n - j, units, rows_from, right, sums.from(0, j));
     }
   }
 }
@@ -242,6 +244,7 @@ inline void contract_pixels(
   alignas(64) float rows[(M + ROWS - 1) / ROWS * ROW_PANEL];
   int64_t lefts[DEPTH + AHEAD] = {}, rights[DEPTH + AHEAD] = {};  // what is asked for ahead may be any element
   static constexpr float nothing[N] = {};
+  Beside beside;
   int count = 0;
   bool more = false;
   const auto add = [&](bool last) {
@@ -252,7 +255,7 @@ inline void contract_pixels(
       return Matrix<float>{rows + i / ROWS * ROW_PANEL, 1, ROWS};
     };
     for (int64_t j = 0; j < n; j += COLUMNS)
-      panel<WIDTH>(m, n - j, count, rows_from, Rows{columns + j * DEPTH, COLUMNS}, sums.from(0, j));
+      panel<WIDTH>(beside, m, n - j, count, rows_from, Rows{columns + j * DEPTH, COLUMNS}, sums.from(0, j));
     more = true, count = 0;
   };
   const auto& [images, lines, line] = pixels.axes;

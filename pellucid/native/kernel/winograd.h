@@ -199,11 +199,13 @@ inline void contract_tiles(int64_t n, int64_t k, const Window<float>& a, const R
       if constexpr (PACKED) places.at = b.at + j * PLACES * CHANNELS;
       else transform_panel<CHANNELS, CHUNK>(b.from(0, j), least(n - j, COLUMNS), first, depth, a.planes, is_flipped(a), weights);
       for (int p = 0; p < PLACES; p++) {
+        Ahead ahead;
+        if constexpr (PACKED) ahead = {places(p + 1).at, depth * COLUMNS, pieces * depth};
         const Matrix<float> left{tiles + p * PLANE + first, STEP, 1};
         for (int64_t piece = 0; piece < pieces; piece++) {
           const int64_t row = piece * m / pieces, last = (piece + 1) * m / pieces;
           const Sums to{sums + p * SUMS + row * COLUMNS, COLUMNS, first > 0};
-          tile_of<2>(last - row, depth, left.from(row, 0), places(p), to);
+          tile_of<2>(last - row, depth, left.from(row, 0), places(p), to, ahead);
         }
       }
     }

@@ -1,0 +1,124 @@
+// The micro-kernel of matrix products in bf16 for machines that multiply whole tiles (AMX).
+//
+// A tile register holds 16 rows of 64 bytes. One instruction adds to the 16 x 16 sums of one tile the products of a tile
+// of 16 rows of the left operand, 16 units each, and a tile of 16 units of the right one, 16 columns each: what packed
+// panels hold already. Two by two tiles of sums are computed at a time.
+//
+// How many rows and units tiles have is a state of the processor. `Amx` sets it, where it changes, and clears it at the
+// end; who computes a block makes one, in a `Beside`, and hands it down.
+namespace pv {
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+
+template <class F> constexpr bool BY_AMX = std::is_same_v<F, bf16>;
+constexpr int AMX_TILE = 16;              // rows of a tile, units of a row, and columns
+constexpr int AMX_ROWS = 2 * AMX_TILE;  // rows of sums that are computed at a time
+
+// Tiles 0 to 3 hold sums, 4 and 5 rows of the left operand, 6 and 7 units of the right one. Of sums, and of the left
+// operand, the first tiles have `above` rows and the others `below`.
+class Amx {
+  int64_t above_ = 0, below_ = 0, units_ = 0;
+
+ public:
+  Amx() = default;
+  Amx(const Amx&) = delete;
+  ~Amx() {
+    if (above_) _tile_release();
+  }
+  PV_FN void configure(int64_t above, int64_t below, int64_t units) {
+    if (above == above_ && below == below_ && units == units_) return;
+    above_ = above, below_ = below, units_ = units;
+    struct alignas(64) {
+      uint8_t palette, start, zero[14];
+      uint16_t row_bytes[16];
+      uint8_t rows[16];
+    } shape = {.palette = 1};
+    const auto set = [&](int tile, int64_t rows, int64_t lanes) {
+      shape.rows[tile] = uint8_t(rows), shape.row_bytes[tile] = uint16_t(rows ? lanes * 4 : 0);
+    };
+    for (int i : {0, 1}) set(i, above, AMX_TILE), set(2 + i, below, AMX_TILE), set(6 + i, units, AMX_TILE);
+    set(4, above, units), set(5, below, units);
+    asm volatile("ldtilecfg %0" : : "m"(shape));
+  }
+};
+
+// Sums of C registers of columns for one or two tiles of rows: `steps` times `units` units as they lie, then a last tile
+// of both operands, if there is one, in which what is too much is zero.
+template <int C, bool BELOW>
+[[gnu::noinline]] inline void amx_sums(
+    int64_t steps, int64_t units, Matrix<bf16> a, Rows b, Sums c, const float* last_a, const float* last_b) {
+  asm volatile("" : : : "memory");  // GCC does not know what tiles read
+  constexpr int64_t UNIT = sizeof(float);
+  const int64_t row = a.row * int64_t(sizeof(bf16)), line = b.step * UNIT, step = c.step * UNIT;
+  float* below = c.at + AMX_TILE * c.step;
+  if (c.more) {
+    _tile_loadd(0, c.at, step);
+    if constexpr (C == 2) _tile_loadd(1, c.at + COLUMN, step);
+    if constexpr (BELOW) _tile_loadd(2, below, step);
+    if constexpr (BELOW && C == 2) _tile_loadd(3, below + COLUMN, step);
+  } else {
+    _tile_zero(0);
+    if constexpr (C == 2) _tile_zero(1);
+    if constexpr (BELOW) _tile_zero(2);
+    if constexpr (BELOW && C == 2) _tile_zero(3);
+  }
+  const auto add = [](const void* left, int64_t row, const float* right, int64_t line) PV_INLINE {
+    _tile_loadd(6, right, line);
+    _tile_loadd(4, left, row);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (C == 2) {
+      _tile_loadd(7, right + COLUMN, line);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (BELOW) {
+      _tile_loadd(5, (const char*)left + AMX_TILE * row, row);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (C == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+  };
+  for (; steps > 0; steps--, a.at += TERMS<bf16> * units, b.at += units * b.step) add(a.at, row, b.at, line);
+  if (last_a) add(last_a, AMX_TILE * UNIT, last_b, COLUMNS * UNIT);
+  _tile_stored(0, c.at, step);
+  if constexpr (C == 2) _tile_stored(1, c.at + COLUMN, step);
+  if constexpr (BELOW) _tile_stored(2, below, step);
+  if constexpr (BELOW && C == 2) _tile_stored(3, below + COLUMN, step);
+}
+
+// c[m, C registers] (+)= a[m, k] @ b[k, C registers], with k units, which are neighbours in rows of a.
+template <int C, class Left>
+PV_FN void amx_tiles(Amx& amx, int64_t m, int64_t k, const Left& left, const Rows& b, const Sums& c) {
+  const int64_t pieces = (k + AMX_TILE - 1) / AMX_TILE;
+  const bool even = k % pieces == 0;
+  const int64_t units = even ? k / pieces : AMX_TILE, steps = k / units, rest = k - steps * units;
+  alignas(64) float last_a[AMX_ROWS * AMX_TILE], last_b[AMX_TILE * COLUMNS];
+  if (!even) {
+    std::memset(last_a, 0, sizeof last_a);
+    std::memset(last_b, 0, sizeof last_b);
+    for (int64_t i = 0; i < rest; i++)
+      std::memcpy(last_b + i * COLUMNS, b.at + (steps * units + i) * b.step, C * COLUMN * sizeof(float));
+  }
+  for (int64_t i = 0; i < m; i += AMX_ROWS) {
+    const int64_t above = least(AMX_TILE, m - i), below = least(AMX_TILE, m - i - above);
+    const Matrix<bf16> a = left(i);
+    for (int64_t j = 0; !even && j < above + below; j++)
+      std::memcpy(last_a + j * AMX_TILE, a(j, TERMS<bf16> * steps * units), size_t(rest) * sizeof(float));
+    amx.configure(above, below, units);
+    (below ? amx_sums<C, true> : amx_sums<C, false>)(
+        steps, units, a, b, c.from(i, 0), even ? nullptr : last_a, last_b);
+  }
+}
+
+#else
+
+template <class F> constexpr bool BY_AMX = false;
+struct Amx {};
+
+#endif
+
+// What goes on beside the products of a block.
+struct Beside {
+  Amx amx;
+  Ahead ahead;
+};
+
+}  // namespace pv

@@ -1,0 +1,131 @@
+// What the micro-kernels of matrix products read and write.
+//
+// They multiply units of four bytes. A unit is a term in f32; or, where the machine adds the products of such pairs to
+// a sum in f32, two neighbouring terms in bf16. Other narrow floats become f32 when they are packed. So all that is
+// packed has the same form, whatever it was made of.
+namespace pv {
+
+// What the micro-kernel keeps in registers: ROWS x 2 sums, two registers of b, and a unit of a.
+constexpr int COLUMN = REGISTER / int(sizeof(float));  // lanes of a register
+constexpr int COLUMNS = 2 * COLUMN;
+constexpr int ROWS = REGISTER == 64 ? 12 : 6;
+constexpr int DEPTH = 192;  // units that are packed at a time
+
+// So many columns, up to a whole panel.
+constexpr int64_t panels_of(int64_t columns) { return (columns + COLUMNS - 1) / COLUMNS * COLUMNS; }
+
+using Column = Vec<float, COLUMN>;
+using ColumnReg = Column::reg;
+
+// What an element of type E is multiplied as, and how many of these make a unit.
+#ifdef __AVX512BF16__
+template <class E> using Factor = std::conditional_t<std::is_same_v<E, bf16>, bf16, float>;
+#else
+template <class E> using Factor = float;
+#endif
+template <class E> constexpr int TERMS = int(sizeof(float) / sizeof(Factor<E>));
+// How many units hold so many terms; the last one may hold one term and zero.
+template <class E> constexpr int64_t units_of(int64_t terms) { return (terms + TERMS<E> - 1) / TERMS<E>; }
+// Terms in DEPTH units.
+template <class E> constexpr int64_t TERMS_AT_ONCE = DEPTH * TERMS<E>;
+// True if elements are multiplied as they lie.
+template <class E> constexpr bool is_factor = std::is_same_v<E, Factor<E>>;
+
+PV_FN ColumnReg read_column(const float* p) { return load<float>(p, All<COLUMN>()).r[0]; }
+PV_FN void write_column(float* p, ColumnReg a) { store<float>(p, Column{{a}}, All<COLUMN>()); }
+PV_FN ColumnReg spread(float a) { return (ColumnReg)PV_PS(set1)(a); }
+PV_FN ColumnReg multiply_add(ColumnReg a, ColumnReg b, ColumnReg c) { return (ColumnReg)PV_PS(fmadd)(a, b, c); }
+
+// Units as lanes of floats; what they hold matters to `multiply_units` alone.
+template <class F> PV_FN ColumnReg spread_unit(const F* p) {
+  float unit;
+  std::memcpy(&unit, p, sizeof unit);
+  return spread(unit);
+}
+template <class F> PV_FN ColumnReg multiply_units(ColumnReg a, ColumnReg b, ColumnReg c) {
+#ifdef __AVX512BF16__
+  if constexpr (TERMS<F> == 2) return (ColumnReg)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#endif
+  return multiply_add(a, b, c);
+}
+
+// COLUMN units whose terms are neighbours, all of them or those of each unit.
+template <class E> PV_FN ColumnReg read_along(const E* p) {
+  if constexpr (TERMS<E> == 2) return read_column((const float*)p);
+  else return load<E>(p, All<COLUMN>()).r[0];
+}
+// COLUMN neighbouring units whose terms lie `step` apart.
+template <class E> PV_FN ColumnReg read_across(const E* p, int64_t step) {
+  if constexpr (TERMS<E> == 2) {
+    const auto even = widen_16(load<uint16_t>((const uint16_t*)p, All<COLUMN>()));
+    const auto odd = widen_16(load<uint16_t>((const uint16_t*)(p + step), All<COLUMN>()));
+    return (ColumnReg)(even.r[0] | odd.r[0] << 16);
+  } else {
+    return load<E>(p, All<COLUMN>()).r[0];
+  }
+}
+template <class E> PV_FN Factor<E> factor_of(E a) {
+  if constexpr (is_factor<E>) return a;
+  else return load(&a);
+}
+
+// A matrix as it lies: element (i, j) is at[i * row + j * column].
+template <class E> struct Matrix {
+  using Element = E;
+  const E* at;
+  int64_t row, column;
+  PV_FN const E* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
+  PV_FN Matrix from(int64_t i, int64_t j) const { return {(*this)(i, j), row, column}; }
+};
+
+// True if the rows of a, of k terms, lie as rows of units.
+template <class E> PV_FN bool has_units(const Matrix<E>& a, int64_t k) {
+  return is_factor<E> && (TERMS<E> == 1 || (a.column == 1 && k % TERMS<E> == 0));
+}
+
+// The block that is computed, in rows of `step` elements. `more`: it holds the sums of earlier terms. `past`: these
+// sums are the last, and go past the caches.
+struct Sums {
+  float* at;
+  int64_t step;
+  bool more, past = false;
+  PV_FN Sums from(int64_t i, int64_t j) const { return {at + i * step + j, step, more, past}; }
+  // The same after the terms from `term` on, of which so many of `all` are added now.
+  PV_FN Sums after(int64_t term, int64_t depth, int64_t all) const {
+    return {at, step, term > 0, past && term + depth >= all};
+  }
+};
+
+// What the micro-kernel reads of b, unit by unit: floats whose rows lie `step` apart, packed units among them; or a
+// matrix of any type as it lies.
+struct Rows {
+  const float* at;
+  int64_t step;
+  PV_FN ColumnReg read(int j) const { return read_column(at + j); }
+  PV_FN void next() { at += step; }
+};
+template <class E> struct LyingRows {
+  const E* at;
+  int64_t step;
+  PV_FN ColumnReg read(int j) const { return read_across(at + j, step); }
+  PV_FN void next() { at += TERMS<E> * step; }
+};
+
+// Memory that is read next: asked for bit by bit, in between, so that it comes while products are computed. By default
+// it is nothing: its own memory, again and again.
+class Ahead {
+  const char* at_;
+  int64_t pace_ = 0;
+
+ public:
+  Ahead() : at_((const char*)this) {}
+  // So many floats, in so many steps.
+  PV_FN Ahead(const float* at, int64_t count, int64_t steps)
+      : at_((const char*)at), pace_(count * int64_t(sizeof(float)) / steps + 1) {}
+  PV_FN void step() {
+    __builtin_prefetch(at_, 0, 2);  // into the second cache: the first one is full
+    at_ += pace_;
+  }
+};
+
+}  // namespace pv
