@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pellucid.ir.types import DType
+
 Tensor: TypeAlias = torch.Tensor
 
 
@@ -198,3 +200,6 @@ _REDUCTIONS = (
 )
 
 REDUCTIONS: dict[str, Reduction] = {row.name: row for row in _REDUCTIONS}
+
+ROUNDING = {DType.BF16: "round_bf16", DType.F16: "round_f16"}
+"""The operators that round to a narrow type, which kernels compute with in f32."""

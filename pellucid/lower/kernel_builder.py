@@ -26,11 +26,9 @@ from pellucid.ir.nodes import (
     Store,
     View,
 )
-from pellucid.ir.ops import OPS, Result
+from pellucid.ir.ops import OPS, ROUNDING, Result
 from pellucid.ir.origin import Origin
 from pellucid.ir.types import TORCH_DTYPES, DType
-
-_ROUNDING = {DType.BF16: "round_bf16", DType.F16: "round_f16"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,11 +198,11 @@ class KernelBuilder:
 
     def convert(self, value: Value, dtype: DType) -> Value:
         """`value` as an element of `dtype`: unlike a result that happens to be narrow, it rounds at once."""
-        if dtype not in _ROUNDING or value.dtype in (DType.BOOL, DType.U8, DType.I8):
+        if dtype not in ROUNDING or value.dtype in (DType.BOOL, DType.U8, DType.I8):
             return self.cast(value, dtype)
         if value.const is not None:
             return self.const(torch.tensor(value.const, dtype=TORCH_DTYPES[dtype]).item(), dtype)
-        return self.cast(value, dtype).op(_ROUNDING[dtype])
+        return self.cast(value, dtype).op(ROUNDING[dtype])
 
     def reduce(self, op: str, value: Value, dims: Sequence[int]) -> Value:
         """Reduce over the dimensions `dims`; over dimensions of extent 1 alone this is the value itself."""

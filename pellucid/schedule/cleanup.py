@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pellucid.ir.nodes import Compute, Const, Kernel, Line, Load, Program, Rhs, Store
+import torch
+
+from pellucid.ir.nodes import Compute, Const, Kernel, Line, Load, Program, Rhs, Store, operands
+from pellucid.ir.ops import ROUNDING
 from pellucid.ir.origin import Origin, merge
+from pellucid.ir.types import TORCH_DTYPES, DType
 from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.rewrite import Rewrite, live_lines, make_kernel
+
+_ROUNDINGS = {op: TORCH_DTYPES[dtype] for dtype, op in ROUNDING.items()}
 
 
 def clean_up(program: Program) -> Program:
@@ -23,8 +29,59 @@ def clean_up(program: Program) -> Program:
 
 def clean_kernel(kernel: Kernel) -> Kernel:
     """One kernel without repeated or dead lines, in canonical form."""
-    body = live_lines(share_lines(kernel.body))
+    body = live_lines(share_lines(round_once(kernel)))
     return canonical_kernel(make_kernel(kernel.name, kernel.space, body, {p.name: p for p in kernel.params}))
+
+
+def round_once(kernel: Kernel) -> tuple[Line, ...]:
+    """The body without roundings to a narrow type that a store, or another rounding, does anyway.
+
+    Between them may be maxima and minima with numbers of that type: they come out the same before and after rounding,
+    which keeps numbers in order. Before: `v1 = round_bf16 v0`, `v2 = maximum v1, 0.0`, `store A[i], v2` with A in bf16.
+    After: `v2 = maximum v0, 0.0`, `store A[i], v2`.
+    """
+    dtypes = {param.name: param.dtype for param in kernel.params}
+    values = {line.out: line.rhs for line in kernel.body}
+    rounded: dict[
+        str, set[str]
+    ] = {}  # the roundings that each use of a value ends in; the empty name for any other use
+    for line in reversed(kernel.body):
+        after = _roundings(line, dtypes, rounded)
+        for name in operands(line.rhs):
+            kept = all(_keeps(values[other], after) for other in operands(line.rhs) if other != name)
+            rounded.setdefault(name, set()).update(after if kept else {""})
+    renamed: dict[str, str] = {}
+    rewrite = Rewrite(values=renamed)
+    body: list[Line] = []
+    for line in kernel.body:
+        line = rewrite.line(line)
+        match line.rhs:
+            case Compute(op, (x,)) if op in _ROUNDINGS and rounded.get(line.out) == {op}:
+                renamed[line.out] = x
+            case _:
+                body.append(line)
+    return tuple(body)
+
+
+def _roundings(line: Line, dtypes: Mapping[str, DType], rounded: Mapping[str, set[str]]) -> set[str]:
+    """The roundings that the arguments of `line` go through, nothing else but a choice by size happening to them."""
+    match line.rhs:
+        case Store(buffer, _, _, ""):
+            return {ROUNDING.get(dtypes[buffer], "")}
+        case Compute(op, _) if op in _ROUNDINGS:
+            return {op}
+        case Compute("maximum" | "minimum", _):
+            return rounded.get(line.out, {""})
+        case _:
+            return {""}
+
+
+def _keeps(rhs: Rhs, roundings: set[str]) -> bool:
+    """True if `rhs` is a number that none of the roundings changes."""
+    if not isinstance(rhs, Const):
+        return False
+    number = torch.tensor(rhs.value, dtype=torch.float64)
+    return all(op in _ROUNDINGS and torch.equal(number.to(_ROUNDINGS[op]).double(), number) for op in roundings)
 
 
 def share_lines(body: tuple[Line, ...]) -> tuple[Line, ...]:

@@ -94,3 +94,33 @@ def test_origins_of_equal_lines_merge():
 
     body = tuple(replace(line, origin=Origin((line.out,))) for line in kernel.body)
     assert clean_kernel(replace(kernel, body=body)).body[0].origin.nodes == ("a", "b")
+
+
+def rounded(lines: str, params: str = "C: bf16[8]") -> str:
+    return cleaned(f"kernel k(A: f32[8], B: f32[8], {params}) {{\n axes i: 8\n a: f32 = load A[i]\n{lines}}}")
+
+
+def test_a_value_that_is_stored_narrow_is_rounded_once():
+    text = rounded("""
+      r: f32 = round_bf16 a
+      zero: f32 = const 0.0
+      six: f32 = const 6.0
+      m: f32 = maximum r, zero
+      n: f32 = minimum six, m
+      st: f32 = store C[i], n
+    """)
+    assert "round_bf16" not in text and "maximum v0" in text
+    assert "round_bf16" not in rounded("r: f32 = round_bf16 a\n s: f32 = round_bf16 r\n st: f32 = store C[i], s\n")
+
+
+def test_roundings_that_others_see_remain():
+    zero = "r: f32 = round_bf16 a\n z: f32 = const 0.0\n"
+    for lines, params in (
+        ("m: f32 = maximum r, z\n st: f32 = store C[i], m\n", "C: f32[8]"),
+        ("m: f32 = maximum r, z\n st: f32 = store C[i], m\n", "C: f16[8]"),
+        ("m: f32 = add r, z\n st: f32 = store C[i], m\n", "C: bf16[8]"),
+        ("m: f32 = maximum r, z\n st: f32 = store C[i], m\n t: f32 = store B[i], r\n", "C: bf16[8]"),
+        ("b: f32 = load B[i]\n m: f32 = maximum r, b\n st: f32 = store C[i], m\n", "C: bf16[8]"),
+        ("c: f32 = const 0.1\n m: f32 = maximum r, c\n st: f32 = store C[i], m\n", "C: bf16[8]"),
+    ):
+        assert "round_bf16" in rounded(zero + lines, params), lines
