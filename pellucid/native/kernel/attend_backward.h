@@ -6,6 +6,8 @@
 //     grad q  = changes @ k
 //     grad k  = changes^T @ q
 //
+// Where a mask stands in place of a score, its change is zero.
+//
 // Keys are taken in blocks (KEYS), which are packed once and whose gradients are summed in cache over all rows. Rows are
 // taken M at a time; for QUERIES of them scores become weights, and grad out @ v^T changes, in place. The gradient of
 // queries is summed in memory, in f32, block by block of keys. With a causal mask, keys beyond the last row of QUERIES, and rows
@@ -26,6 +28,7 @@ template <class E, class Added> struct AttentionBackward {
   PerHead<Matrix<E>> queries;
   Matrix<E> keys, values;
   PerHead<Matrix<Added>> mask;
+  bool replaces;
   float scale;
   bool causal;
   int64_t seen;
@@ -58,6 +61,21 @@ template <class F>
     const auto change = mul(mul(weight, sub(load<float>(changes + j, l), before)), after);
     store<F>((F*)scores + j, weight, l);
     store<F>((F*)changes + j, change, l);
+  });
+}
+
+// n changes, of type F, are zero where the mask is not.
+template <class F, class Added>
+[[gnu::noinline]] inline void drop_replaced(float* changes, int64_t n, const Added* mask, int64_t step) {
+  F* const to = (F*)changes;
+  if (step != 1) {
+    for (int64_t j = 0; j < n; j++)
+      if (load(mask + j * step) != 0) to[j] = F{};
+    return;
+  }
+  const auto zero = splat<COLUMN>(0.0f);
+  steps<COLUMN>(0, n, [&](auto l, int64_t j) PV_INLINE {
+    store<F>(to + j, where(eq(load(mask + j, l), zero), load((const F*)to + j, l), zero), l);
   });
 }
 
@@ -94,10 +112,12 @@ PV_FN void weigh_rows(
   for (int64_t i = 0; i < some + some % TERMS<E>; i++, weights += STEP, changes += STEP) {
     const int64_t own = i < some ? block.visible(a, row + i) : 0;
     if (own > 0) {
-      if (mask.at) add_mask(weights, own, a.scale, mask(at + i, block.from), mask.column);
+      const Added* added = mask.at ? mask(at + i, block.from) : nullptr;
+      if (added) add_mask(weights, own, a.scale, added, mask.column, a.replaces);
       const float logsumexp = *a.logsumexp[block.head](at + i, 0);
       const float delta = dot<D>(out.from(i, 0), grad_out.from(i, 0));
-      weigh_changes<F>(weights, changes, own, mask.at ? 1.0f : a.scale, logsumexp, delta, a.scale);
+      weigh_changes<F>(weights, changes, own, added ? 1.0f : a.scale, logsumexp, delta, a.scale);
+      if (added && a.replaces) drop_replaced<F>(changes, own, added, mask.column);
     }
     for (int64_t j = own < 0 ? 0 : own; j < filled; j++) ((F*)weights)[j] = ((F*)changes)[j] = F{};
   }
