@@ -268,7 +268,7 @@ class _Fusion:
     def _choice(self, mask: Replaced, otherwise: Node | None) -> Node:
         """Zero, or another mask, where a score counts, else the number."""
         zero = otherwise or self._number(0.0)
-        number = self._number(max(mask.number, torch.finfo(torch.float32).min) if mask.number > -float("inf") else mask.number)
+        number = self._number(mask.number)
         condition = self._aligned(mask.condition, mask)
         first, second = (zero, number) if mask.kept else (number, zero)
         return self._call(aten.where.self, condition, first, second)
@@ -278,7 +278,9 @@ class _Fusion:
         return addend if mask.factor == 1 else self._call(aten.mul.Tensor, addend, mask.factor)
 
     def _number(self, value: float) -> Node:
-        return self._call(aten.full.default, [], value, dtype=torch.float32)
+        node = self.graph.call_function(aten.full.default, ([], value), {"dtype": torch.float32})
+        node.meta = {**self._meta(), "val": self.like.meta["val"].new_full((), value, dtype=torch.float32)}
+        return node
 
     def _aligned(self, node: Node, mask: Mask) -> Node:
         """What is broadcast to scores of some shape, such that it is broadcast to scores with four dimensions."""
@@ -347,13 +349,17 @@ class _Fusion:
 
     def _call(self, target: Any, *args: Any, **options: Any) -> Node:
         node = self.graph.call_function(target, args, options)
-        node.meta = {key: value for key, value in self.like.meta.items() if key not in ("val", "tensor_meta")}
+        node.meta = self._meta()
         try:
             node.meta["val"] = fake_result(node)
         except (RuntimeError, ValueError):
             self.graph.erase_node(node)
             raise
         return node
+
+    def _meta(self) -> dict[str, Any]:
+        """What is known of the call in whose place others are put, but for its result."""
+        return {key: value for key, value in self.like.meta.items() if key not in ("val", "tensor_meta")}
 
     def _items(self, results: Node, count: int) -> tuple[Node, ...]:
         made: list[Node] = []

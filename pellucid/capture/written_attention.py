@@ -177,11 +177,13 @@ def reshaped_from(node: Node) -> Node | None:
     target, args = node.target, node.args
     if target in _RESHAPES:
         return args[0]  # type: ignore[return-value]
-    if target not in (aten.expand.default, aten.permute.default, aten.transpose.int):
+    if target not in (aten.expand.default, aten.permute.default, aten.transpose.int, aten.copy.default):
         return None
-    source: Any = args[0]
+    source: Any = args[1] if target is aten.copy.default else args[0]
     shape = shape_of(source.meta["val"])
-    if target is aten.expand.default:
+    if target is aten.copy.default and source.meta["val"].dtype is not node.meta["val"].dtype:
+        return None
+    if target in (aten.expand.default, aten.copy.default):
         return source if shape == shape_of(node.meta["val"]) else None
     order = [dim for dim in _order(node) if shape[dim] != ONE]
     return source if order == sorted(order) else None
