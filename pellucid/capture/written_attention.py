@@ -149,8 +149,14 @@ def written_attention(module: torch.fx.GraphModule, softmax: Node) -> Written | 
 
 def reader_beside(calls: set[Node], results: tuple[Node, ...]) -> Node | None:
     """Somebody else who reads what these calls make, beside what they are there for."""
-    users = (user for node in calls for user in node.users)
+    users = (user for node in calls for user in _readers(node))
     return next((user for user in users if user not in calls and user not in results and not _is_unused(user)), None)
+
+
+def _readers(node: Node) -> list[Node]:
+    """The users of a tensor's elements: not those that write over it, or make memory like it."""
+    users = (user for user in node.users if user.target is not aten.new_empty_strided.default)
+    return [user for user in users if user.target is not aten.copy.default or user.args[1] is node]
 
 
 def _is_unused(node: Node) -> bool:
@@ -399,9 +405,10 @@ def _scaled_changes(climb: Climb, written: Written, steps: list[Node]) -> list[N
     """The calls from the gradients of the softmax's argument to those of the product: what masks and scales have done."""
     scores, found, scale, chosen = written.scores, [steps[-1]], 1.0, set[tuple[Node, bool]]()
     while not any(user.target in _PRODUCTS for user in found[-1].users):
-        at, user = found[-1], next(iter(found[-1].users), None)
-        if user is None or len(at.users) > 1:
-            raise NotWritten(f"gradients of its scores are read by {', '.join(each.name for each in at.users)}")
+        at, users = found[-1], _readers(found[-1])
+        if len(users) != 1:
+            raise NotWritten(f"{len(users)} calls read the gradients of its scores, {at.name}")
+        (user,) = users
         if user.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
             scaling = climb.scaling(user)
             if scaling is None or scaling[0] is not at:
