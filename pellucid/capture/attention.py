@@ -127,7 +127,7 @@ def _check_speed(heads: Heads, machine: Machine, *, trained: bool) -> tuple[tupl
     if ours * _AHEAD > theirs:
         raise NotWritten(f"the kernel takes about {ours:.3g} ns on one thread, its products and softmax {theirs:.3g} ns")
     held = heads.count * heads.rows * heads.keys * heads.dtype.itemsize
-    if trained and machine.level(held) in machine.levels[:2]:
+    if trained and held <= machine.own_cache:
         raise NotWritten(f"backward would compute its weights again, and {held} bytes of them stay in cache")
     return (("kernel_ns", ours), ("written_ns", theirs))
 
