@@ -1,6 +1,6 @@
 """Attention that a program writes out becomes one call, whose kernel keeps no matrix of weights in memory.
 
-In training both halves do, while they are one graph: forward keeps a number for each row for backward, not the weights.
+In training both halves do, while they are one graph: forward keeps two numbers of each row for backward, not the weights.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _fuse(
     names = (fusion.forward.name, written.softmax.name)
     why = "a softmax between two products is an attention"
     if gradients is not None:
-        why += ", and so are their gradients: backward is given the result and a number for each row"
+        why += ", and so are their gradients: backward is given the result and two numbers for each row"
     return fusion.forward, Decision(_RULE, names, True, why, facts)
 
 
@@ -144,16 +144,16 @@ class _Fusion:
             mask, replaces = self._mask()
             scaling = (mask, replaces, False, written.scores.scale)
             results = self._call(ATTENTION, *operands, *scaling)
-            out, logsumexp = self._items(results, 2)
+            made = self._items(results, 3)
             self.forward = results
         for node in (*written.calls, written.product):
             merge_origin(results, node)
         if gradients is not None:
-            self._put_gradients(gradients, operands, (out, logsumexp), scaling)
-        self._hand_on(written.product, out)
+            self._put_gradients(gradients, operands, made, scaling)
+        self._hand_on(written.product, made[0])
 
     def _put_gradients(
-        self, gradients: Gradients, operands: tuple[Node, Node, Node], results: tuple[Node, Node], scaling: Any
+        self, gradients: Gradients, operands: tuple[Node, ...], results: tuple[Node, ...], scaling: Any
     ) -> None:
         first = next(node for node in self.graph.nodes if node in gradients.products)
         self.like = first

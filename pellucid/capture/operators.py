@@ -1,8 +1,9 @@
 """Operators of our own, which passes put into graphs where ATen has none that means the same.
 
     attention(query, key, value, attn_mask, replaces, is_causal, scale)
-        -> softmax(scale * query @ key^T + attn_mask) @ value, and the logarithm of the sum of each row of the softmax
-    attention_backward(grad_out, query, key, value, out, logsumexp, attn_mask, replaces, is_causal, scale)
+        -> softmax(scale * query @ key^T + attn_mask) @ value, and of each row the greatest score, 0 where that is -inf,
+           and the logarithm of the sum of exponentials relative to it
+    attention_backward(grad_out, query, key, value, out, greatest, logarithm, attn_mask, replaces, is_causal, scale)
         -> the gradients of query, key and value
 
 Beside ATen's operator of that kind: a row of which no key counts is NaN, as a softmax has it; and a mask that `replaces`
@@ -24,29 +25,33 @@ NAMESPACE = "pellucid"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool replaces, bool is_causal, float scale)"
-    " -> (Tensor, Tensor)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
-    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp,"
-    " Tensor? attn_mask, bool replaces, bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
+    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor greatest,"
+    " Tensor logarithm, Tensor? attn_mask, bool replaces, bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
 )
 
 
 def _attention(query: Any, key: Any, value: Any, mask: Any, replaces: bool, causal: bool, scale: float) -> Any:
     score = _scores(query, key, mask, replaces, causal, scale)
     weight = score.softmax(-1).to(query.dtype)
-    out, _ = _results(query)
-    return out.copy_(weight @ _repeated(value, query)), score.logsumexp(-1)
+    out, *_ = _results(query)
+    greatest = score.amax(-1)
+    greatest = greatest.where(greatest != float("-inf"), 0.0)
+    logarithm = (score - greatest.unsqueeze(-1)).exp().sum(-1).log()
+    return out.copy_(weight @ _repeated(value, query)), greatest, logarithm
 
 
 def _attention_backward(
-    grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, mask: Any, replaces: bool, causal: bool,
-    scale: float,
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, greatest: Any, logarithm: Any, mask: Any, replaces: bool,
+    causal: bool, scale: float,
 ) -> Any:  # fmt: skip
     wide = [_wide(each) for each in (grad_out, query, key, value, out)]
     grad, q, k, v, o = wide
     k, v = _repeated(k, q), _repeated(v, q)
-    weight = (_scores(query, key, mask, replaces, causal, scale) - logsumexp.unsqueeze(-1)).exp()
+    score = _scores(query, key, mask, replaces, causal, scale)
+    weight = (score - greatest.unsqueeze(-1) - logarithm.unsqueeze(-1)).exp()
     change = weight * (grad @ v.mT - (grad * o).sum(-1, keepdim=True)) * scale
     if mask is not None and replaces:
         change = change.where(mask == 0, 0.0)
@@ -81,10 +86,10 @@ def _laid_out(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty((batch, rows, heads, size)).transpose(1, 2)
 
 
-def _results(query: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _results(query: Any, *_: Any) -> tuple[torch.Tensor, ...]:
     """Memory for what an attention gives."""
     wide = query.dtype if query.dtype is torch.float64 else torch.float32
-    return _laid_out(query), query.new_empty(query.shape[:3], dtype=wide)
+    return _laid_out(query), *(query.new_empty(query.shape[:3], dtype=wide) for _ in range(2))
 
 
 def _gradients(_: Any, query: Any, key: Any, value: Any, *__: Any) -> tuple[torch.Tensor, ...]:

@@ -155,6 +155,7 @@ class Operands:
         results = [
             rows.operand(found.out, row, found.column),
             rows.operand(found.logsumexp, row, None) if found.logsumexp else None,
+            rows.operand(found.logarithm, row, None) if found.logarithm else None,
         ]
         zero = _flag(found.zero)
         return [*map(self.strided, operands), *self.scaling(rows), zero, *map(self.strided, results)]
@@ -177,6 +178,7 @@ class Operands:
             of_heads(found.out, found.column),
             of_heads(found.grad_out, found.column),
             of_heads(found.logsumexp, None),
+            of_heads(found.logarithm, None),
             of_heads(found.grad_query, scores.term),
             self.strided(rows.operand(found.grad_key, key, scores.term)),
             self.strided(rows.operand(found.grad_value, key, found.column)),

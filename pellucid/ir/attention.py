@@ -8,13 +8,14 @@ With rows i, keys t, terms e and columns d:
     weight = exp(score - base)
     total  = sum over t of weight
     store out[i, d], (sum over t of weight * value[t, d]) / total, divided by 1 where total is 0
-    store logsumexp[i], base + log(total), 0 where total is 0
+    store logsumexp[i], base + log(total), 0 where total is 0; or base alone, and
+    store logarithm[i], log(total)
 
 Mask, `t > i + c` and logsumexp may be absent, and so may both tests whether total is 0: a row of which no key counts is
 then NaN, as a softmax has it. The gradients, as in FlashAttention-2 (Dao 2023, algorithm 2), where i
 may be the rows of several heads that share keys:
 
-    weight = exp(score - logsumexp[i])
+    weight = exp(score - logsumexp[i]), or exp(score - logsumexp[i] - logarithm[i])
     change = weight * (sum over d of grad_out[i, d] * value[t, d] - sum over d of grad_out[i, d] * out[i, d]) * scale,
              0 where the mask stands in place of the score
     store grad_query[i, e], sum over t of change * key[t, e]
@@ -66,13 +67,15 @@ class Attention:
     """What an attention reads and writes, and over which axes.
 
     rows: the axes of queries that share keys and values. column: that of values and results.
-    zero: a row of which no key counts is zero; NaN else.
+    zero: a row of which no key counts is zero; NaN else. logsumexp: of the greatest score alone if there is a logarithm,
+    which is that of the sum relative to it.
     """
 
     scores: Scores
     values: Load
     out: Store
     logsumexp: Store | None
+    logarithm: Store | None
     rows: tuple[str, ...]
     column: str
     zero: bool
@@ -87,6 +90,7 @@ class AttentionBackward:
     out: Load
     grad_out: Load
     logsumexp: Load
+    logarithm: Load | None
     grad_query: Store
     grad_key: Store
     grad_value: Store
@@ -109,7 +113,8 @@ def find_attention(kernel: Kernel) -> Attention | AttentionBackward | None:
         return None
     matcher = _Matcher(kernel)
     try:
-        return matcher.backward() if len(list(kernel.stores())) == 3 else matcher.attention()
+        forward = any(isinstance(line.rhs, Reduce) and line.rhs.op == "max" for line in kernel.body)
+        return matcher.attention() if forward else matcher.backward()
     except _OtherError:
         return None
 
@@ -153,12 +158,14 @@ class _Matcher:
         score, base = self.operands(less, "sub")
         _expect((weighted, over) == (weight, along))
         _expect(self.reduced(self.unless(base, -_INF, 0.0), "max") == (score, along))
-        _expect(len(others) <= 1)
-        for store in others:
-            logarithm = self.unless(store.arg, 0.0, 0.0, compared=total) if zero else store.arg
-            left, right = self.operands(logarithm, "add")
+        _expect(len(others) <= 2)
+        logsumexp, logarithm = (*others, None, None)[:2]
+        if logsumexp is not None and logarithm is not None:
+            _expect(logsumexp.arg == base and self.operands(logarithm.arg, "log") == (total,))
+        elif logsumexp is not None:
+            added = self.unless(logsumexp.arg, 0.0, 0.0, compared=total) if zero else logsumexp.arg
+            left, right = self.operands(added, "add")
             _expect(left == base and self.operands(right, "log") == (total,))
-        logsumexp = others[0] if others else None
 
         scores = self.scores(score, along)
         shared = values.index.vars() | scores.keys.index.vars() | {scores.term, scores.key}
@@ -167,11 +174,13 @@ class _Matcher:
         _expect(len(columns) == 1)
         (column,) = columns
         self.check((values, out), scores.dtype)
-        self.check((logsumexp,), DType.F32)
-        return Attention(scores, values, out, logsumexp, rows, column, zero)
+        self.check((logsumexp, logarithm), DType.F32)
+        return Attention(scores, values, out, logsumexp, logarithm, rows, column, zero)
 
     def backward(self) -> AttentionBackward:
-        grad_query, grad_key, grad_value = (store for _, store in self.kernel.stores())
+        stores = [store for _, store in self.kernel.stores()]
+        _expect(len(stores) == 3)
+        grad_query, grad_key, grad_value = stores
         change, keys, along = self.summed(grad_query.arg)
         changed, query, rows = self.summed(grad_key.arg)
         weight, grad_out, over = self.summed(grad_value.arg)
@@ -186,15 +195,19 @@ class _Matcher:
         _expect(self.load(out_gradient) == self.load(read) == grad_out)
         (less,) = self.operands(weight, "exp")
         score, base = self.operands(less, "sub")
+        logarithm = None
+        if self.does(score, "sub"):
+            logarithm = self.load(base)
+            score, base = self.operands(score, "sub")
         logsumexp = self.load(base)
 
         scores = self.scores(score, along)
         _expect((scores.query, scores.keys, scores.scale) == (query, keys, scale))
         _expect(mask == (scores.mask if scores.replaces else None))
         self.check((values, out, grad_out, grad_key, grad_value), scores.dtype)
-        self.check((logsumexp, grad_query), DType.F32)
+        self.check((logsumexp, logarithm, grad_query), DType.F32)
         return AttentionBackward(
-            scores, values, out, grad_out, logsumexp, grad_query, grad_key, grad_value, rows, columns[0]
+            scores, values, out, grad_out, logsumexp, logarithm, grad_query, grad_key, grad_value, rows, columns[0]
         )
 
     def scores(self, score: str, along: tuple[str, ...]) -> Scores:

@@ -49,36 +49,29 @@ def attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     formula = _Formula.of(graph, node, given)
     _check_speed(graph, node, given["query"], given["key"], given["is_causal"])
-    return _forward(graph, node, formula, zero=True)
+    out, logsumexp = (
+        graph.new(meta, hint) if position == 0 or _is_read(node, position) else None
+        for position, (meta, hint) in enumerate(zip(node.meta["val"], ("attention", "logsumexp"), strict=True))
+    )
+    base, total = formula.result(out, zero=True)
+    if logsumexp is not None:
+        logarithm = formula.kernel.where(total.op("eq", 0.0), 0.0, base + total.op("log"))
+        formula.store(logsumexp, ROW, None, logarithm)
+    graph.emit(formula.kernel)
+    return out, logsumexp
 
 
 @rule("pellucid::attention.default")
 def written_attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """The same, as `capture/operators.py` defines it: a row of which no key counts is NaN."""
-    return _forward(graph, node, _Formula.of(graph, node, arguments(node, graph)), zero=False)
-
-
-def _forward(graph: ProgramBuilder, node: torch.fx.Node, formula: _Formula, *, zero: bool) -> Result:
-    """zero: a row of which no key counts is zero, and so is the logarithm of its sum."""
-    results = tuple(
-        graph.new(meta, hint) if position == 0 or _is_read(node, position) else None
-        for position, (meta, hint) in enumerate(zip(node.meta["val"], ("attention", "logsumexp"), strict=True))
-    )
-    kernel, score = formula.kernel, formula.scores()
-    base = _unless(kernel.reduce("max", score, (KEY,)), -math.inf, 0.0)
-    weight = (score - base).op("exp")
-    total = kernel.reduce("sum", weight, (KEY,))
-    sums = kernel.reduce("sum", weight * formula.load("value", KEY, COLUMN), (KEY,))
-    out, logsumexp = results
-    if out is not None:
-        formula.store(out, ROW, COLUMN, sums / (_unless(total, 0.0, 1.0) if zero else total))
-    if logsumexp is not None:
-        logarithm = base + total.op("log")
-        if zero:
-            logarithm = kernel.where(total.op("eq", 0.0), 0.0, logarithm)
-        formula.store(logsumexp, ROW, None, logarithm)
-    graph.emit(kernel)
-    return results
+    formula = _Formula.of(graph, node, arguments(node, graph))
+    read = any(_is_read(node, position) for position in (1, 2))
+    out, *statistics = (graph.new(meta, "attention") if n == 0 or read else None for n, meta in enumerate(node.meta["val"]))
+    for statistic, value in zip(statistics, formula.result(out, zero=False), strict=True):
+        if statistic is not None:
+            formula.store(statistic, ROW, None, value if statistic is statistics[0] else value.op("log"))
+    graph.emit(formula.kernel)
+    return out, *statistics
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu_backward.default", "pellucid::attention_backward.default")
@@ -96,7 +89,7 @@ def attention_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     narrow = query.dtype is not DType.F32
     sums = graph.new(node.meta["val"][0].float(), "sums") if narrow else results[0]
     kernel, scale = formula.kernel, formula.scale
-    weight = (formula.scores() - formula.load("logsumexp", ROW, None)).op("exp")
+    weight = formula.log_weight().op("exp")
     grad_out = formula.load("grad_out", ROW, COLUMN)
     through = kernel.reduce("sum", grad_out * formula.load("value", KEY, COLUMN), (COLUMN,))
     delta = kernel.reduce("sum", grad_out * formula.load("out", ROW, COLUMN), (COLUMN,))
@@ -151,6 +144,25 @@ class _Formula:
     def unless_replaced(self, change: Value) -> Value:
         """The change of a score, zero where the mask stands in its place."""
         return self.kernel.where(self.mask().op("eq", 0.0), change, 0.0) if self.replaces else change
+
+    def result(self, out: TensorRef, *, zero: bool) -> tuple[Value, Value]:
+        """Store the result; the greatest score of each row, and the sum of its weights.
+
+        zero: a row of which no key counts is zero; NaN else.
+        """
+        kernel, score = self.kernel, self.scores()
+        base = _unless(kernel.reduce("max", score, (KEY,)), -math.inf, 0.0)
+        weight = (score - base).op("exp")
+        total = kernel.reduce("sum", weight, (KEY,))
+        sums = kernel.reduce("sum", weight * self.load("value", KEY, COLUMN), (KEY,))
+        self.store(out, ROW, COLUMN, sums / (_unless(total, 0.0, 1.0) if zero else total))
+        return base, total
+
+    def log_weight(self) -> Value:
+        """The logarithm of a weight, by what forward stored."""
+        if "greatest" not in self.given:
+            return self.scores() - self.load("logsumexp", ROW, None)
+        return self.scores() - self.load("greatest", ROW, None) - self.load("logarithm", ROW, None)
 
     def scores(self) -> Value:
         products = self.load("query", ROW, TERM) * self.load("key", KEY, TERM)

@@ -37,8 +37,8 @@ template <int D, class E> PV_FN void put_row(const float* sums, float factor, co
 }
 
 // Rows of queries (row, term), keys (key, term), values (key, column), and what is added to scores (row, key); results
-// (row, column), and for each row the logarithm of the sum that its weights are divided by. Mask and logarithms may be
-// null. replaces: where a mask is not zero it stands in place of the score. causal: row i sees the first `seen` + i keys.
+// (row, column), and for each row the logarithm of the sum that its weights are divided by; or that sum is relative to the
+// greatest score, which stands alone then. Mask and logarithms may be null. replaces: where a mask is not zero it stands in place of the score. causal: row i sees the first `seen` + i keys.
 // zero: a row without any key is zero, else NaN.
 template <class E, class Added> struct Attention {
   Matrix<E> queries, keys, values;
@@ -49,7 +49,7 @@ template <class E, class Added> struct Attention {
   int64_t seen;
   bool zero;
   Results<E> out;
-  Results<float> logsumexp;
+  Results<float> logsumexp, logarithm;
 };
 
 // e^x for x <= 0; zero where that is less than e^-87, NaN for NaN.
@@ -237,7 +237,10 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
     const float all = seen[i].sum;
     const bool empty = a.zero && all == 0;
     put_row<D>(sums + i * WIDTH, empty ? 1.0f : 1.0f / all, a.out.from(i, 0), false);
-    if (a.logsumexp.at) *a.logsumexp(i, 0) = empty ? 0.0f : seen[i].greatest + std::log(all);
+    if (!a.logsumexp.at) continue;
+    const float logarithm = std::log(all), greatest = seen[i].greatest;
+    if (a.logarithm.at) *a.logarithm(i, 0) = logarithm;
+    *a.logsumexp(i, 0) = a.logarithm.at ? (greatest == -inf<float> ? 0.0f : greatest) : empty ? 0.0f : greatest + logarithm;
   }
 }
 
