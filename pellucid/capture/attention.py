@@ -1,6 +1,6 @@
 """Attention that a program writes out becomes one call, whose kernel keeps no matrix of weights in memory.
 
-In training both halves do, while they are one graph: forward keeps two numbers of each row for backward, not the weights.
+In training both halves do, while they are one graph: forward keeps two numbers of each row for backward, no weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def fuse_attention(module: torch.fx.GraphModule, machine: Machine) -> tuple[Deci
     """Change a graph for inference: one call instead of two products and the softmax between them.
 
     Before: `%s = bmm(%q, %kt); %d = div(%s, 8.0); %p = _softmax(%d, -1); %o = bmm(%p, %v)`.
-    After: `%a = pellucid.attention(%q, %k, %v, None, False, False, 0.125); %o = getitem(%a, 0)`.
+    After: `%a = pellucid.attention(%q, %k, %v, None, False, 0.125); %o = getitem(%a, 0)`.
     """
     return tuple(decision for _, decision in _fused(module, machine, joint=False))
 
@@ -75,15 +75,13 @@ def _fused(module: torch.fx.GraphModule, machine: Machine, *, joint: bool) -> li
                 found.append(_fuse(module, written, machine, joint=joint))
         except NotWritten as refusal:
             found.append((softmax, Decision(_RULE, (softmax.name,), False, f"not one kernel: {refusal}")))
-    if any(decision.ok for _, decision in found):
+    if found:
         module.graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node) and node.op != "get_attr")
         module.recompile()
     return found
 
 
-def _fuse(
-    module: torch.fx.GraphModule, written: Written, machine: Machine, *, joint: bool
-) -> tuple[Node, Decision]:
+def _fuse(module: torch.fx.GraphModule, written: Written, machine: Machine, *, joint: bool) -> tuple[Node, Decision]:
     gradients = written_gradients(module, written) if joint else None
     _check_readers(written, gradients)
     facts = _check_speed(_covered(written), machine, trained=gradients is not None)
@@ -110,11 +108,14 @@ def _covered(written: Written) -> Heads:
     """The attention in numbers, if the kernel covers it; symbols count as they were when the graph was captured."""
     query, value = written.scores.operands[0].meta["val"], written.product.args[1].meta["val"]  # type: ignore[union-attr]
     dtype, size = DTYPES.get(query.dtype), query.shape[-1]
-    if dtype not in KERNEL_DTYPES or {query.dtype, value.dtype} != {written.product.meta["val"].dtype}:
+    types = {query.dtype, value.dtype, written.product.meta["val"].dtype}
+    if dtype not in KERNEL_DTYPES or len(types) > 1 or written.softmax.meta["val"].dtype is torch.float64:
         raise NotWritten("kernels compute it in f32, bf16 and f16, with queries, keys and values of one type")
     sizes = [expr_of(each) for each in (size, value.shape[-1], written.sizes[3])]
     if sizes[0].value is None or not 2 <= sizes[0].value <= MOST_COLUMNS or sizes[0] != sizes[1]:
-        raise NotWritten(f"kernels have head sizes from 2 to {MOST_COLUMNS}, known when compiled, values as long as keys")
+        raise NotWritten(
+            f"kernels have head sizes from 2 to {MOST_COLUMNS}, known when compiled, values as long as keys"
+        )
     if sizes[2] in (ZERO, ONE):
         raise NotWritten("it has a single key, or none")
     batch, heads, rows, keys = map(size_hint, written.sizes)
@@ -125,7 +126,9 @@ def _check_speed(heads: Heads, machine: Machine, *, trained: bool) -> tuple[tupl
     """That the kernel takes less time than the calls; both times, in nanoseconds."""
     ours, theirs = (round(each) for each in (heads.kernel_time(machine), heads.written_out_time(machine)))
     if ours * _AHEAD > theirs:
-        raise NotWritten(f"the kernel takes about {ours:.3g} ns on one thread, its products and softmax {theirs:.3g} ns")
+        raise NotWritten(
+            f"the kernel takes about {ours:.3g} ns on one thread, its products and softmax {theirs:.3g} ns"
+        )
     held = heads.count * heads.rows * heads.keys * heads.dtype.itemsize
     if trained and held <= machine.own_cache:
         raise NotWritten(f"backward would compute its weights again, and {held} bytes of them stay in cache")
@@ -142,7 +145,7 @@ class _Fusion:
         with graph.inserting_before(written.product):
             operands = self._operands(batch, heads, rows, keys, gradients)
             mask, replaces = self._mask()
-            scaling = (mask, replaces, False, written.scores.scale)
+            scaling = (mask, replaces, written.scores.scale)
             results = self._call(ATTENTION, *operands, *scaling)
             made = self._items(results, 3)
             self.forward = results
@@ -189,7 +192,9 @@ class _Fusion:
         query = self._with_shape(queries, per_query)
         key = self._transposed(source_of(columns, turned) or columns, per_key)
         value = self._with_shape(values, per_key)
-        if any(q == k == ZERO for q, k in zip(strides_of(query.meta["val"])[:2], strides_of(key.meta["val"]), strict=False)):
+        if any(
+            q == k == ZERO for q, k in zip(strides_of(query.meta["val"])[:2], strides_of(key.meta["val"]), strict=False)
+        ):
             raise NotWritten("heads or batches have the same queries and keys, whose weights would be computed again")
         self._shared: tuple[Node, Node] | tuple[()] = ()
         groups = [_group_of(each, per_key) for each in (key, value)]
@@ -241,9 +246,9 @@ class _Fusion:
         for node in self.graph.nodes:
             if node is self.like:
                 break
-            if is_symbolic(node.meta.get("val")) and isinstance(node.meta["val"], torch.SymInt):
-                if expr_of(node.meta["val"]) == size:
-                    return node
+            value = node.meta.get("val")
+            if is_symbolic(value) and isinstance(value, torch.SymInt) and expr_of(value) == size:
+                return node
         raise NotWritten("a size of its heads is none that the graph has")
 
     # ------------------------------------------------------------------------------------------------ masks
@@ -384,7 +389,9 @@ def _group_of(node: Node, shape: tuple[Expr, ...]) -> Node | None:
         source: Any = at.args[0] if at.target is aten.expand.default else None
         if source is not None and reshaped_from(at) is None:
             one, many = shape_of(source.meta["val"]), shape_of(at.meta["val"])
-            fits = len(many) == 5 and one == (*many[:2], ONE, *many[3:]) and (many[0], *many[3:]) == (shape[0], *shape[2:])
+            fits = (
+                len(many) == 5 and one == (*many[:2], ONE, *many[3:]) and (many[0], *many[3:]) == (shape[0], *shape[2:])
+            )
             return source if fits and exact_div(shape[1], many[1]) == many[2] else None
         at = reshaped_from(at)
     return None

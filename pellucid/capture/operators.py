@@ -1,17 +1,17 @@
 """Operators of our own, which passes put into graphs where ATen has none that means the same.
 
-    attention(query, key, value, attn_mask, replaces, is_causal, scale)
+    attention(query, key, value, attn_mask, replaces, scale)
         -> softmax(scale * query @ key^T + attn_mask) @ value, and of each row the greatest score, 0 where that is -inf,
            and the logarithm of the sum of exponentials relative to it
-    attention_backward(grad_out, query, key, value, out, greatest, logarithm, attn_mask, replaces, is_causal, scale)
+    attention_backward(grad_out, query, key, value, out, greatest, logarithm, attn_mask, replaces, scale)
         -> the gradients of query, key and value
 
-Beside ATen's operator of that kind: a row of which no key counts is NaN, as a softmax has it; and a mask that `replaces`
-stands in place of scores where it is not zero, as `torch.where` has it.
+Beside ATen's operator of that kind: a row of which no key counts is NaN, as a softmax has it; and a mask that
+`replaces` stands in place of scores where it is not zero, as `torch.where` has it.
 
 query: (batch, heads, rows, size). key, value: (batch, heads or a divisor of it, keys, size). attn_mask: broadcast to
-(batch, heads, rows, keys). Results lie with heads beside positions in memory. What is written here is their meaning, for
-tools that run graphs call by call; kernels compute them (`lower/attention.py`).
+(batch, heads, rows, keys). Results lie with heads beside positions in memory. What is written here is their meaning,
+for tools that run graphs call by call; kernels compute them (`lower/attention.py`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ NAMESPACE = "pellucid"
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool replaces, bool is_causal, float scale)"
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool replaces, float scale)"
     " -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor greatest,"
-    " Tensor logarithm, Tensor? attn_mask, bool replaces, bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
+    " Tensor logarithm, Tensor? attn_mask, bool replaces, float scale) -> (Tensor, Tensor, Tensor)"
 )
 
 
-def _attention(query: Any, key: Any, value: Any, mask: Any, replaces: bool, causal: bool, scale: float) -> Any:
-    score = _scores(query, key, mask, replaces, causal, scale)
+def _attention(query: Any, key: Any, value: Any, mask: Any, replaces: bool, scale: float) -> Any:
+    score = _scores(query, key, mask, replaces, scale)
     weight = score.softmax(-1).to(query.dtype)
     out, *_ = _results(query)
     greatest = score.amax(-1)
@@ -45,12 +45,12 @@ def _attention(query: Any, key: Any, value: Any, mask: Any, replaces: bool, caus
 
 def _attention_backward(
     grad_out: Any, query: Any, key: Any, value: Any, out: Any, greatest: Any, logarithm: Any, mask: Any, replaces: bool,
-    causal: bool, scale: float,
+    scale: float,
 ) -> Any:  # fmt: skip
     wide = [_wide(each) for each in (grad_out, query, key, value, out)]
     grad, q, k, v, o = wide
     k, v = _repeated(k, q), _repeated(v, q)
-    score = _scores(query, key, mask, replaces, causal, scale)
+    score = _scores(query, key, mask, replaces, scale)
     weight = (score - greatest.unsqueeze(-1) - logarithm.unsqueeze(-1)).exp()
     change = weight * (grad @ v.mT - (grad * o).sum(-1, keepdim=True)) * scale
     if mask is not None and replaces:
@@ -61,13 +61,10 @@ def _attention_backward(
     return tuple(_laid_out(like).copy_(each) for like, each in zip((query, key, value), sums, strict=True))
 
 
-def _scores(query: Any, key: Any, mask: Any, replaces: bool, causal: bool, scale: float) -> Any:
+def _scores(query: Any, key: Any, mask: Any, replaces: bool, scale: float) -> Any:
     score = _wide(query) @ _repeated(_wide(key), query).mT * scale
     if mask is not None:
         score = score.where(mask == 0, mask.to(score.dtype)) if replaces else score + mask
-    if causal:
-        hidden = torch.ones(score.shape[-2:], dtype=torch.bool, device=score.device).triu(1)
-        score = score.masked_fill(hidden, float("-inf"))
     return score
 
 

@@ -1,4 +1,4 @@
-"""Recognises attention in a graph of ATen calls, where a program writes it out: products, a softmax and what is between.
+"""Recognises attention in a graph of ATen calls, where a program writes it out: products, and a softmax between them.
 
 From a softmax on: upwards what makes its scores, down to a matrix product (`Scores`); downwards the matrix product that
 takes its weights (`Written`). In a joint graph the three products that make gradients follow from these (`Gradients`).
@@ -206,7 +206,7 @@ def transposed_from(node: Node) -> Node | None:
 
 
 def source_of(node: Node, shape: tuple[Expr, ...]) -> Node | None:
-    """The first tensor with these elements in this shape, before they were copied or reshaped; None if there is none."""
+    """The first tensor with these elements in this shape, before they were copied or reshaped; None if none has it."""
     found: Node | None = None
     at: Node | None = node
     while at is not None:
@@ -402,7 +402,7 @@ def _centred(written: Written, scaled: Node, total: Node, grad: Node) -> Iterato
 
 
 def _scaled_changes(climb: Climb, written: Written, steps: list[Node]) -> list[Node]:
-    """The calls from the gradients of the softmax's argument to those of the product: what masks and scales have done."""
+    """The calls from the gradients of the softmax's argument to those of the product: masks and scales."""
     scores, found, scale, chosen = written.scores, [steps[-1]], 1.0, set[tuple[Node, bool]]()
     while not any(user.target in _PRODUCTS for user in found[-1].users):
         at, users = found[-1], _readers(found[-1])

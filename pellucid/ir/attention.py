@@ -67,8 +67,8 @@ class Attention:
     """What an attention reads and writes, and over which axes.
 
     rows: the axes of queries that share keys and values. column: that of values and results.
-    zero: a row of which no key counts is zero; NaN else. logsumexp: of the greatest score alone if there is a logarithm,
-    which is that of the sum relative to it.
+    zero: a row of which no key counts is zero; NaN else. logsumexp: the greatest score alone where there is a
+    logarithm, which is that of the sum relative to it.
     """
 
     scores: Scores

@@ -49,10 +49,8 @@ def attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     formula = _Formula.of(graph, node, given)
     _check_speed(graph, node, given["query"], given["key"], given["is_causal"])
-    out, logsumexp = (
-        graph.new(meta, hint) if position == 0 or _is_read(node, position) else None
-        for position, (meta, hint) in enumerate(zip(node.meta["val"], ("attention", "logsumexp"), strict=True))
-    )
+    first, second = node.meta["val"]
+    out, logsumexp = graph.new(first, "attention"), graph.new(second, "logsumexp") if _is_read(node, 1) else None
     base, total = formula.result(out, zero=True)
     if logsumexp is not None:
         logarithm = formula.kernel.where(total.op("eq", 0.0), 0.0, base + total.op("log"))
@@ -65,13 +63,15 @@ def attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 def written_attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """The same, as `capture/operators.py` defines it: a row of which no key counts is NaN."""
     formula = _Formula.of(graph, node, arguments(node, graph))
-    read = any(_is_read(node, position) for position in (1, 2))
-    out, *statistics = (graph.new(meta, "attention") if n == 0 or read else None for n, meta in enumerate(node.meta["val"]))
-    for statistic, value in zip(statistics, formula.result(out, zero=False), strict=True):
-        if statistic is not None:
-            formula.store(statistic, ROW, None, value if statistic is statistics[0] else value.op("log"))
+    first, *others = node.meta["val"]
+    out, read = graph.new(first, "attention"), any(_is_read(node, position) for position in (1, 2))
+    greatest, logarithm = (graph.new(meta, "statistics") if read else None for meta in others)
+    base, total = formula.result(out, zero=False)
+    if greatest is not None and logarithm is not None:
+        formula.store(greatest, ROW, None, base)
+        formula.store(logarithm, ROW, None, total.op("log"))
     graph.emit(formula.kernel)
-    return out, *statistics
+    return out, greatest, logarithm
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu_backward.default", "pellucid::attention_backward.default")
@@ -170,7 +170,7 @@ class _Formula:
         if self.given["attn_mask"] is not None:
             added = self.mask()
             score = self.kernel.where(added.op("eq", 0.0), score, added) if self.replaces else score + added
-        if self.given["is_causal"]:
+        if self.given.get("is_causal", False):
             key, row = (self.kernel.position(self.kernel.index[axis]) for axis in (KEY, ROW))
             score = self.kernel.where(key <= row, score, -math.inf)
         return score

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
+import transformers
 from torch import Tensor
 
 from tests.integration.test_convolution import said, traced
@@ -18,6 +18,7 @@ from tests.small_models import VOCABULARY, tokens
 from tests.support import assert_matches, error, widened
 
 F = torch.nn.functional
+hf: Any = transformers
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RULE, KERNEL, ATEN = "transform.attention", "codegen.attention", "lower.fallback"
@@ -171,7 +172,7 @@ FORMS = (
     heads_beside_positions, shared_keys, one_head_of_keys, values_read_twice,
 )  # fmt: skip
 
-Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+Form = Callable[..., Tensor]
 
 
 def with_gradients(run: Callable[..., Any], *args: Tensor) -> tuple[Tensor, ...]:
@@ -268,12 +269,12 @@ HIDDEN[3], HIDDEN[5, :11], HIDDEN[:, 19] = True, True, True
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("number", [-INF, -1e4, "lowest", 0.5])
-def test_rows_that_see_nothing(tmp_path: Path, number: float | str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("number", [-INF, -1e4, None, 0.5])
+def test_rows_that_see_nothing(tmp_path: Path, number: float | None, dtype: torch.dtype) -> None:
     """Uniform where a number hides scores, whatever it is; NaN where -inf does, and so in gradients."""
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return softmax((q @ k.mT * 0.25).masked_fill(HIDDEN, lowest(q) if number == "lowest" else number)) @ v
+        return softmax((q @ k.mT * 0.25).masked_fill(HIDDEN, lowest(q) if number is None else number)) @ v
 
     args = [heads(2, 4, 20, 16, dtype=dtype) for _ in range(3)]
     results, rows = trained(function, tmp_path, *args)
@@ -296,7 +297,9 @@ def test_rows_that_see_nothing_by_addition(tmp_path: Path, number: float) -> Non
     assert len(said(rows, KERNEL)) == 2
 
 
-@pytest.mark.parametrize("form", [scaled, filled, filled_with_the_lowest, causal_by_positions], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "form", [scaled, filled, filled_with_the_lowest, causal_by_positions], ids=lambda f: f.__name__
+)
 def test_infinities_and_nan(tmp_path: Path, form: Form) -> None:
     """In operands, also where a mask hides the scores that they make."""
     q, k, v = heads(2, 4, 20, 16), heads(2, 4, 20, 16), heads(2, 4, 20, 16)
@@ -363,8 +366,9 @@ def added_after_a_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 KEPT = {
     with_weights: "the caller reads", weights_read_elsewhere: "reads its weights or scores",
-    scores_read_elsewhere: "reads its weights or scores", over_queries: "sums over something else", two_values: "sums over",
-    longer_values: "values as long as keys", wide: "in f32, bf16 and f16", added_after_a_number: "does not hide them",
+    scores_read_elsewhere: "reads its weights or scores", over_queries: "sums over something else",
+    two_values: "sums over", longer_values: "values as long as keys", wide: "in f32, bf16 and f16",
+    added_after_a_number: "does not hide them",
     a_power_of_scores: "", turned_weights: "",
 }  # fmt: skip
 
@@ -478,7 +482,8 @@ def t5() -> Any:
 def llama() -> Any:
     config = hf.LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, hidden_size=72, intermediate_size=136,
                             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-                            use_cache=False, bos_token_id=0, eos_token_id=None, attn_implementation="eager")  # fmt: skip
+                            use_cache=False, bos_token_id=0, eos_token_id=None,
+                            attn_implementation="eager")  # fmt: skip
     return hf.LlamaForCausalLM(config), {"input_ids": tokens()}
 
 
