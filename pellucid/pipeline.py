@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pellucid.capture.attention import fuse_attention, fuse_joint_attention
 from pellucid.capture.fold import fold_scales
 from pellucid.capture.fx import decided_jointly
 from pellucid.capture.keep import computed_again, keep_less, kept
@@ -95,23 +96,30 @@ Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
 
 def joint_passes(joint: torch.fx.GraphModule, options: Options) -> torch.fx.GraphModule:
     """Forward and backward as one graph, after our own passes on it."""
+    machine = machine_for(options.machine)
+    joint = fuse_joint_attention(joint, machine) if options.contract else joint
     joint = lay_out_joint(joint, has_loops)
-    return keep_less(joint, machine_for(options.machine)) if options.recompute else joint
+    return keep_less(joint, machine) if options.recompute else joint
 
 
-def graph_passes(captured: torch.fx.GraphModule, kind: str) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
+def graph_passes(
+    captured: torch.fx.GraphModule, kind: str, options: Options
+) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
     """A captured graph after our own passes on it; see `Unit` for its kind."""
     graph, decisions = transform(captured)
     if kind == "forward":
         return graph, decisions + decided_jointly(captured.graph) + kept(captured.graph)
     if kind == "backward":
         return graph, decisions + computed_again(captured.graph)
+    fused = fuse_attention(graph, machine_for(options.machine)) if options.contract else ()
+    if any(decision.ok for decision in fused):
+        graph, _ = transform(graph)  # copies that nobody needs any more
     graph, laid_out = channels_last(graph, has_loops)
-    return graph, decisions + laid_out
+    return graph, decisions + fused + laid_out
 
 
 def _transform(unit: Unit, options: Options) -> Step:
-    graph, decisions = graph_passes(unit.captured, unit.kind)
+    graph, decisions = graph_passes(unit.captured, unit.kind, options)
     if options.freeze and unit.kind == "inference":
         decisions += fold_scales(graph)
     return replace(unit, graph=graph), decisions

@@ -42,6 +42,10 @@ def _factor(packing: Packing) -> str:
     return "float" if packing.single or packing.dtype is DType.F32 else f"pv::Factor<{CPP_TYPE[packing.dtype]}>"
 
 
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
 def _groups(groups: Groups) -> str:
     """The type that says how groups fill registers."""
     return f"pv::Groups<{groups.outputs}, {groups.channels}, {groups.together}>"
@@ -151,8 +155,10 @@ class Operands:
         results = [
             rows.operand(found.out, row, found.column),
             rows.operand(found.logsumexp, row, None) if found.logsumexp else None,
+            rows.operand(found.logarithm, row, None) if found.logarithm else None,
         ]
-        return [*map(self.strided, operands), *self.scaling(rows), *map(self.strided, results)]
+        zero = _flag(found.zero)
+        return [*map(self.strided, operands), *self.scaling(rows), zero, *map(self.strided, results)]
 
     def backward_parts(self, rows: Rows, found: AttentionBackward) -> list[str]:
         """The fields of `pv::AttentionBackward`."""
@@ -172,15 +178,16 @@ class Operands:
             of_heads(found.out, found.column),
             of_heads(found.grad_out, found.column),
             of_heads(found.logsumexp, None),
+            of_heads(found.logarithm, None),
             of_heads(found.grad_query, scores.term),
             self.strided(rows.operand(found.grad_key, key, scores.term)),
             self.strided(rows.operand(found.grad_value, key, found.column)),
         ]
 
     def scaling(self, rows: Rows) -> list[str]:
-        """The scale of scores, and which of them count."""
-        seen = "0" if rows.seen is None else self.text(rows.seen)
-        return [scalar_text(rows.attention.scores.scale, DType.F32), "true" if rows.triangular else "false", seen]
+        """Whether a mask replaces scores, their scale, and which of them count."""
+        scores, seen = rows.attention.scores, "0" if rows.seen is None else self.text(rows.seen)
+        return [_flag(scores.replaces), scalar_text(scores.scale, DType.F32), _flag(rows.triangular), seen]
 
     def strided(self, operand: Operand | None) -> str:
         """An operand as the fields of a matrix, empty for none."""

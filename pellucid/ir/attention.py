@@ -2,18 +2,22 @@
 
 With rows i, keys t, terms e and columns d:
 
-    score  = sum over e of query[i, e] * key[t, e], times a scale, plus a mask[i, t], -inf where t > i + c
+    score  = sum over e of query[i, e] * key[t, e], times a scale, plus a mask[i, t], or the mask where it is not 0;
+             -inf where t > i + c
     base   = max over t of score, 0 where that is -inf
     weight = exp(score - base)
     total  = sum over t of weight
     store out[i, d], (sum over t of weight * value[t, d]) / total, divided by 1 where total is 0
-    store logsumexp[i], base + log(total), 0 where total is 0
+    store logsumexp[i], base + log(total), 0 where total is 0; or base alone, and
+    store logarithm[i], log(total)
 
-Mask, `t > i + c` and logsumexp may be absent. The gradients, as in FlashAttention-2 (Dao 2023, algorithm 2), where i
+Mask, `t > i + c` and logsumexp may be absent, and so may both tests whether total is 0: a row of which no key counts is
+then NaN, as a softmax has it. The gradients, as in FlashAttention-2 (Dao 2023, algorithm 2), where i
 may be the rows of several heads that share keys:
 
-    weight = exp(score - logsumexp[i])
-    change = weight * (sum over d of grad_out[i, d] * value[t, d] - sum over d of grad_out[i, d] * out[i, d]) * scale
+    weight = exp(score - logsumexp[i]), or exp(score - logsumexp[i] - logarithm[i])
+    change = weight * (sum over d of grad_out[i, d] * value[t, d] - sum over d of grad_out[i, d] * out[i, d]) * scale,
+             0 where the mask stands in place of the score
     store grad_query[i, e], sum over t of change * key[t, e]
     store grad_key[t, e], sum over i of change * query[i, e]
     store grad_value[t, d], sum over i of weight * grad_out[i, d]
@@ -40,6 +44,7 @@ class Scores:
     """Products of queries and keys, with what is added to them.
 
     dtype: of queries and keys, and of values and results, in memory. added: of the mask; `dtype` where there is none.
+    replaces: the mask stands in place of the score where it is not zero; it is added else.
     term: the axis that is summed. key: that of keys. limit: the position of a key must not be greater than this one;
     None if all keys count. position: the position of a key, where there is a limit.
     """
@@ -49,6 +54,7 @@ class Scores:
     query: Load
     keys: Load
     mask: Load | None
+    replaces: bool
     scale: float
     limit: Expr | None
     position: Expr | None
@@ -61,14 +67,18 @@ class Attention:
     """What an attention reads and writes, and over which axes.
 
     rows: the axes of queries that share keys and values. column: that of values and results.
+    zero: a row of which no key counts is zero; NaN else. logsumexp: the greatest score alone where there is a
+    logarithm, which is that of the sum relative to it.
     """
 
     scores: Scores
     values: Load
     out: Store
     logsumexp: Store | None
+    logarithm: Store | None
     rows: tuple[str, ...]
     column: str
+    zero: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,7 @@ class AttentionBackward:
     out: Load
     grad_out: Load
     logsumexp: Load
+    logarithm: Load | None
     grad_query: Store
     grad_key: Store
     grad_value: Store
@@ -102,7 +113,8 @@ def find_attention(kernel: Kernel) -> Attention | AttentionBackward | None:
         return None
     matcher = _Matcher(kernel)
     try:
-        return matcher.backward() if len(list(kernel.stores())) == 3 else matcher.attention()
+        forward = any(isinstance(line.rhs, Reduce) and line.rhs.op == "max" for line in kernel.body)
+        return matcher.attention() if forward else matcher.backward()
     except _OtherError:
         return None
 
@@ -138,18 +150,22 @@ class _Matcher:
         _expect(bool(stores))
         out, *others = (store for _, store in stores)
         sums, divisor = self.operands(out.arg, "div")
-        total = self.unless(divisor, 0.0, 1.0)
+        zero = self.does(divisor, "where")
+        total = self.unless(divisor, 0.0, 1.0) if zero else divisor
         weight, along = self.reduced(total, "sum")
         weighted, values, over = self.summed(sums)
         (less,) = self.operands(weight, "exp")
         score, base = self.operands(less, "sub")
         _expect((weighted, over) == (weight, along))
         _expect(self.reduced(self.unless(base, -_INF, 0.0), "max") == (score, along))
-        _expect(len(others) <= 1)
-        for store in others:
-            left, right = self.operands(self.unless(store.arg, 0.0, 0.0, compared=total), "add")
+        _expect(len(others) <= 2)
+        logsumexp, logarithm = (*others, None, None)[:2]
+        if logsumexp is not None and logarithm is not None:
+            _expect(logsumexp.arg == base and self.operands(logarithm.arg, "log") == (total,))
+        elif logsumexp is not None:
+            added = self.unless(logsumexp.arg, 0.0, 0.0, compared=total) if zero else logsumexp.arg
+            left, right = self.operands(added, "add")
             _expect(left == base and self.operands(right, "log") == (total,))
-        logsumexp = others[0] if others else None
 
         scores = self.scores(score, along)
         shared = values.index.vars() | scores.keys.index.vars() | {scores.term, scores.key}
@@ -158,15 +174,18 @@ class _Matcher:
         _expect(len(columns) == 1)
         (column,) = columns
         self.check((values, out), scores.dtype)
-        self.check((logsumexp,), DType.F32)
-        return Attention(scores, values, out, logsumexp, rows, column)
+        self.check((logsumexp, logarithm), DType.F32)
+        return Attention(scores, values, out, logsumexp, logarithm, rows, column, zero)
 
     def backward(self) -> AttentionBackward:
-        grad_query, grad_key, grad_value = (store for _, store in self.kernel.stores())
+        stores = [store for _, store in self.kernel.stores()]
+        _expect(len(stores) == 3)
+        grad_query, grad_key, grad_value = stores
         change, keys, along = self.summed(grad_query.arg)
         changed, query, rows = self.summed(grad_key.arg)
         weight, grad_out, over = self.summed(grad_value.arg)
         _expect((changed, over) == (change, rows))
+        change, mask = self.chosen(change, instead=0.0)
         change, scale = self.scaled(change)
         weighs, centred = self.operands(change, "mul")
         through, delta = self.operands(centred, "sub")
@@ -176,14 +195,19 @@ class _Matcher:
         _expect(self.load(out_gradient) == self.load(read) == grad_out)
         (less,) = self.operands(weight, "exp")
         score, base = self.operands(less, "sub")
+        logarithm = None
+        if self.does(score, "sub"):
+            logarithm = self.load(base)
+            score, base = self.operands(score, "sub")
         logsumexp = self.load(base)
 
         scores = self.scores(score, along)
         _expect((scores.query, scores.keys, scores.scale) == (query, keys, scale))
+        _expect(mask == (scores.mask if scores.replaces else None))
         self.check((values, out, grad_out, grad_key, grad_value), scores.dtype)
-        self.check((logsumexp, grad_query), DType.F32)
+        self.check((logsumexp, logarithm, grad_query), DType.F32)
         return AttentionBackward(
-            scores, values, out, grad_out, logsumexp, grad_query, grad_key, grad_value, rows, columns[0]
+            scores, values, out, grad_out, logsumexp, logarithm, grad_query, grad_key, grad_value, rows, columns[0]
         )
 
     def scores(self, score: str, along: tuple[str, ...]) -> Scores:
@@ -192,9 +216,11 @@ class _Matcher:
         for index in (position, limit):
             _expect(index is None or [index.coefficient(name) for name in index.vars()] in ([], [ONE]))
         _expect(len(along) == 1 and (position is None or position.vars() == frozenset(along)))
-        mask = None
+        score, mask = self.chosen(score)
+        replaces = mask is not None
         if self.does(score, "add"):
             score, added = self.operands(score, "add")
+            _expect(not replaces)
             mask = self.load(added)
         score, scale = self.scaled(score)
         query, keys, terms = self.summed(score)
@@ -205,7 +231,7 @@ class _Matcher:
         _expect(dtype in DTYPES and added in (dtype, DType.F32))
         self.check((first, keys), dtype)
         self.check((mask,), added)
-        return Scores(dtype, added, first, keys, mask, scale, limit, position, terms[0], along[0])
+        return Scores(dtype, added, first, keys, mask, replaces, scale, limit, position, terms[0], along[0])
 
     def check(self, accesses: Iterable[Load | Store | None], dtype: DType) -> None:
         """All of them have strides, and this type in memory."""
@@ -262,11 +288,23 @@ class _Matcher:
         _expect(left == (compared or value) and (self.number(right), self.number(other)) == (number, instead))
         return value
 
+    def chosen(self, name: str, *, instead: float | None = None) -> tuple[str, Load | None]:
+        """A value, and the mask that stands in its place, or the number `instead`, where the mask is not zero."""
+        if not self.does(name, "where"):
+            return name, None
+        condition, value, other = self.operands(name, "where")
+        mask, zero = self.operands(condition, "eq")
+        _expect(self.number(zero) == 0.0)
+        _expect(other == mask if instead is None else self.number(other) == instead)
+        return value, self.load(mask)
+
     def limited(self, name: str) -> tuple[str, Expr | None, Expr | None]:
         """A score, and where keys are left out the position of its key, and that of the last key that counts."""
         if not self.does(name, "where"):
             return name, None, None
         condition, score, other = self.operands(name, "where")
+        if not self.does(condition, "le"):
+            return name, None, None
         at, last = (self.lines[each].rhs for each in self.operands(condition, "le"))
         if not isinstance(at, IndexValue) or not isinstance(last, IndexValue):
             raise _OtherError

@@ -1,6 +1,7 @@
 """Attention and its gradients as kernels: formulas of `ir/attention.py`, which `codegen/attention.py` knows how to run.
 
-ATen keeps what the kernel does not cover, and what it computes faster by the machine model.
+Of the fused operator ATen keeps what the kernel does not cover, and what it computes faster by the machine model. What
+`capture/attention.py` put in the place of an attention that was written out, is covered and worth it.
 """
 
 from __future__ import annotations
@@ -48,27 +49,32 @@ def attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     formula = _Formula.of(graph, node, given)
     _check_speed(graph, node, given["query"], given["key"], given["is_causal"])
-    results = tuple(
-        graph.new(meta, hint) if position == 0 or _is_read(node, position) else None
-        for position, (meta, hint) in enumerate(zip(node.meta["val"], ("attention", "logsumexp"), strict=True))
-    )
-    kernel, score = formula.kernel, formula.scores()
-    # A row of which no key counts is zero, and so is the logarithm of its sum.
-    base = _unless(kernel.reduce("max", score, (KEY,)), -math.inf, 0.0)
-    weight = (score - base).op("exp")
-    total = kernel.reduce("sum", weight, (KEY,))
-    sums = kernel.reduce("sum", weight * formula.load("value", KEY, COLUMN), (KEY,))
-    out, logsumexp = results
-    if out is not None:
-        formula.store(out, ROW, COLUMN, sums / _unless(total, 0.0, 1.0))
+    first, second = node.meta["val"]
+    out, logsumexp = graph.new(first, "attention"), graph.new(second, "logsumexp") if _is_read(node, 1) else None
+    base, total = formula.result(out, zero=True)
     if logsumexp is not None:
-        empty = total.op("eq", 0.0)
-        formula.store(logsumexp, ROW, None, kernel.where(empty, 0.0, base + total.op("log")))
-    graph.emit(kernel)
-    return results
+        logarithm = formula.kernel.where(total.op("eq", 0.0), 0.0, base + total.op("log"))
+        formula.store(logsumexp, ROW, None, logarithm)
+    graph.emit(formula.kernel)
+    return out, logsumexp
 
 
-@rule("_scaled_dot_product_flash_attention_for_cpu_backward.default")
+@rule("pellucid::attention.default")
+def written_attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
+    """The same, as `capture/operators.py` defines it: a row of which no key counts is NaN."""
+    formula = _Formula.of(graph, node, arguments(node, graph))
+    first, *others = node.meta["val"]
+    out, read = graph.new(first, "attention"), any(_is_read(node, position) for position in (1, 2))
+    greatest, logarithm = (graph.new(meta, "statistics") if read else None for meta in others)
+    base, total = formula.result(out, zero=False)
+    if greatest is not None and logarithm is not None:
+        formula.store(greatest, ROW, None, base)
+        formula.store(logarithm, ROW, None, total.op("log"))
+    graph.emit(formula.kernel)
+    return out, greatest, logarithm
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu_backward.default", "pellucid::attention_backward.default")
 def attention_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """The gradients of query, key and value, from that of the result; shapes and types are those of `attention`."""
     given = arguments(node, graph)
@@ -83,11 +89,11 @@ def attention_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     narrow = query.dtype is not DType.F32
     sums = graph.new(node.meta["val"][0].float(), "sums") if narrow else results[0]
     kernel, scale = formula.kernel, formula.scale
-    weight = (formula.scores() - formula.load("logsumexp", ROW, None)).op("exp")
+    weight = formula.log_weight().op("exp")
     grad_out = formula.load("grad_out", ROW, COLUMN)
     through = kernel.reduce("sum", grad_out * formula.load("value", KEY, COLUMN), (COLUMN,))
     delta = kernel.reduce("sum", grad_out * formula.load("out", ROW, COLUMN), (COLUMN,))
-    change = weight * (through - delta) * scale
+    change = formula.unless_replaced(weight * (through - delta) * scale)
     formula.store(sums, ROW, TERM, kernel.reduce("sum", change * formula.load("key", KEY, TERM), (KEY,)))
     for result, parts, term in (
         (results[1], change * formula.load("query", ROW, TERM), TERM),
@@ -120,20 +126,51 @@ class _Formula:
     @classmethod
     def of(cls, graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, Any]) -> _Formula:
         query, key = given["query"], given["key"]
-        group = _check(graph, query, key, given["value"], given["attn_mask"], given["dropout_p"])
+        group = _check(graph, query, key, given["value"], given["attn_mask"], given.get("dropout_p", 0.0))
         batch, _, rows, size = query.shape
         kernel = graph.kernel(node, (batch, key.shape[1], as_expr(group), rows, size, key.shape[2], size))
         scale = given["scale"] if given["scale"] is not None else 1 / math.sqrt(estimate(size))
         return cls(kernel, given, float(scale))
 
+    @property
+    def replaces(self) -> bool:
+        """Whether the mask stands in place of scores where it is not zero; it is added else."""
+        return self.given["attn_mask"] is not None and self.given.get("replaces", False)
+
+    def mask(self) -> Value:
+        mask = self.given["attn_mask"]
+        return self.kernel.load(mask.view, mask.dtype, broadcast_index(mask.shape, self.index(ROW, KEY)))
+
+    def unless_replaced(self, change: Value) -> Value:
+        """The change of a score, zero where the mask stands in its place."""
+        return self.kernel.where(self.mask().op("eq", 0.0), change, 0.0) if self.replaces else change
+
+    def result(self, out: TensorRef, *, zero: bool) -> tuple[Value, Value]:
+        """Store the result; the greatest score of each row, and the sum of its weights.
+
+        zero: a row of which no key counts is zero; NaN else.
+        """
+        kernel, score = self.kernel, self.scores()
+        base = _unless(kernel.reduce("max", score, (KEY,)), -math.inf, 0.0)
+        weight = (score - base).op("exp")
+        total = kernel.reduce("sum", weight, (KEY,))
+        sums = kernel.reduce("sum", weight * self.load("value", KEY, COLUMN), (KEY,))
+        self.store(out, ROW, COLUMN, sums / (_unless(total, 0.0, 1.0) if zero else total))
+        return base, total
+
+    def log_weight(self) -> Value:
+        """The logarithm of a weight, by what forward stored."""
+        if "greatest" not in self.given:
+            return self.scores() - self.load("logsumexp", ROW, None)
+        return self.scores() - self.load("greatest", ROW, None) - self.load("logarithm", ROW, None)
+
     def scores(self) -> Value:
         products = self.load("query", ROW, TERM) * self.load("key", KEY, TERM)
         score = self.kernel.reduce("sum", products, (TERM,)) * self.scale
-        mask = self.given["attn_mask"]
-        if mask is not None:
-            index = broadcast_index(mask.shape, self.index(ROW, KEY))
-            score = score + self.kernel.load(mask.view, mask.dtype, index)
-        if self.given["is_causal"]:
+        if self.given["attn_mask"] is not None:
+            added = self.mask()
+            score = self.kernel.where(added.op("eq", 0.0), score, added) if self.replaces else score + added
+        if self.given.get("is_causal", False):
             key, row = (self.kernel.position(self.kernel.index[axis]) for axis in (KEY, ROW))
             score = self.kernel.where(key <= row, score, -math.inf)
         return score

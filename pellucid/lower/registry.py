@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import torch
 
+from pellucid.capture.operators import NAMESPACE
 from pellucid.lower.program_builder import ProgramBuilder, Result
 
 Rule: TypeAlias = Callable[[ProgramBuilder, torch.fx.Node], Result]
@@ -35,8 +36,10 @@ def rule(*names: str, floats: bool = False) -> Callable[[Rule], Rule]:
 
 
 def overload_name(node: torch.fx.Node) -> str | None:
-    """`add.Tensor` for an ATen (or prims) call, else None."""
+    """`add.Tensor` for an ATen (or prims) call, `pellucid::attention.default` for one of our own, else None."""
     target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
+        return f"{NAMESPACE}::{target._opname}.{target._overloadname}"
     if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims"):
         return f"{target._opname}.{target._overloadname}"
     return None

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from pellucid.capture.fx import origin_of
+from pellucid.capture.operators import NAMESPACE
 from pellucid.errors import UserError
 from pellucid.trace.values import decode, encode
 
 # Operators of other libraries can do anything, so whoever reads a run names the libraries whose operators it may call.
-_NAMESPACES = frozenset({"aten", "prims"})
+_NAMESPACES = frozenset({"aten", "prims", NAMESPACE})
 _REFUSED = frozenset({"aten.from_file", "aten.save"})  # these touch files
 _HIGHER_ORDER = frozenset(
     f"higher_order.{name}"

@@ -96,7 +96,7 @@ class Pellucid(Subject):
         return decompositions()
 
     def passed(self, graph: Graph) -> torch.fx.GraphModule:
-        return graph_passes(graph.module, graph.kind)[0]
+        return graph_passes(graph.module, graph.kind, make_options(self.options))[0]
 
     def ladder(self) -> tuple[Rung, ...]:
         simplest = {**self.options, "fusion": False, "vectorize": False, "reuse_memory": False, "freeze": False}

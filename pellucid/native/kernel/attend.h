@@ -6,7 +6,8 @@
 // (online softmax). Few rows do not pay for packing: they read keys by dot products and values where they lie.
 //
 // Scores, sums and the softmax are in f32; both products multiply units, see micro.h, so that in bf16 weights are
-// rounded to it, as ATen's are. A row without any key is zero, as in eager.
+// rounded to it, as ATen's are. A row without any key is zero or NaN, as eager has it for the fused operator and for a
+// softmax.
 namespace pv {
 
 // Rows whose scores are in work at once: what the micro-kernel takes in one go, or twice that.
@@ -37,16 +38,19 @@ template <int D, class E> PV_FN void put_row(const float* sums, float factor, co
 }
 
 // Rows of queries (row, term), keys (key, term), values (key, column), and what is added to scores (row, key); results
-// (row, column), and for each row the logarithm of the sum that its weights are divided by. Mask and logarithms may be
-// null. causal: row i sees the first `seen` + i keys.
+// (row, column), and for each row the logarithm of the sum that its weights are divided by; or that sum is relative to the
+// greatest score, which stands alone then. Mask and logarithms may be null. replaces: where a mask is not zero it stands in place of the score. causal: row i sees the first `seen` + i keys.
+// zero: a row without any key is zero, else NaN.
 template <class E, class Added> struct Attention {
   Matrix<E> queries, keys, values;
   Matrix<Added> mask;
+  bool replaces;
   float scale;
   bool causal;
   int64_t seen;
+  bool zero;
   Results<E> out;
-  Results<float> logsumexp;
+  Results<float> logsumexp, logarithm;
 };
 
 // e^x for x <= 0; zero where that is less than e^-87, NaN for NaN.
@@ -95,18 +99,24 @@ template <bool PLAIN, class F>
   return before;
 }
 
-// scores = scores * scale + mask
+// scores = scores * scale + mask, or, if the mask replaces scores, mask where it is not zero
 template <class Added>
-[[gnu::noinline]] inline void add_mask(float* scores, int64_t n, float scale, const Added* mask, int64_t step) {
+[[gnu::noinline]] inline void add_mask(
+    float* scores, int64_t n, float scale, const Added* mask, int64_t step, bool replaces) {
   constexpr int W = 4 * COLUMN;
   if (mask && step != 1) {
-    for (int64_t j = 0; j < n; j++) scores[j] = scores[j] * scale + load(mask + j * step);
+    for (int64_t j = 0; j < n; j++) {
+      const float score = scores[j] * scale, added = load(mask + j * step);
+      scores[j] = !replaces ? score + added : added == 0 ? score : added;
+    }
     return;
   }
   const auto factor = splat<W>(scale);
   steps<W>(0, n, [&](auto l, int64_t j) PV_INLINE {
     const auto a = mul(load<float>(scores + j, l), factor);
-    store<float>(scores + j, mask ? add(a, load(mask + j, l)) : a, l);
+    if (!mask) return store<float>(scores + j, a, l);
+    const auto added = load(mask + j, l);
+    store<float>(scores + j, replaces ? where(eq(added, splat<W>(0.0f)), a, added) : add(a, added), l);
   });
 }
 
@@ -183,7 +193,7 @@ PV_FN float weigh_row(
   using F = Factor<E>;
   if (!a.mask.at && a.scale > 0) return weigh<true, F>(scores, n, a.scale, seen);
   const Added* mask = a.mask.at ? a.mask(row, from) : nullptr;
-  add_mask(scores, n, a.scale, mask, a.mask.column);
+  add_mask(scores, n, a.scale, mask, a.mask.column, a.replaces);
   return weigh<false, F>(scores, n, 1.0f, seen);
 }
 
@@ -229,8 +239,12 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   }
   for (int64_t i = 0; i < m; i++) {
     const float all = seen[i].sum;
-    put_row<D>(sums + i * WIDTH, all == 0 ? 1.0f : 1.0f / all, a.out.from(i, 0), false);
-    if (a.logsumexp.at) *a.logsumexp(i, 0) = all == 0 ? 0.0f : seen[i].greatest + std::log(all);
+    const bool empty = a.zero && all == 0;
+    put_row<D>(sums + i * WIDTH, empty ? 1.0f : 1.0f / all, a.out.from(i, 0), false);
+    if (!a.logsumexp.at) continue;
+    const float logarithm = std::log(all), greatest = seen[i].greatest;
+    if (a.logarithm.at) *a.logarithm(i, 0) = logarithm;
+    *a.logsumexp(i, 0) = a.logarithm.at ? (greatest == -inf<float> ? 0.0f : greatest) : empty ? 0.0f : greatest + logarithm;
   }
 }
 

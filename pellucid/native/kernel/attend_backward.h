@@ -6,6 +6,9 @@
 //     grad q  = changes @ k
 //     grad k  = changes^T @ q
 //
+// Where a mask stands in place of a score, its change is zero. Where forward kept the greatest score and the logarithm of
+// a sum relative to it, both are subtracted in turn: beside a greatest score of -1e30 a logarithm would be lost.
+//
 // Keys are taken in blocks (KEYS), which are packed once and whose gradients are summed in cache over all rows. Rows are
 // taken M at a time; for QUERIES of them scores become weights, and grad out @ v^T changes, in place. The gradient of
 // queries is summed in memory, in f32, block by block of keys. With a causal mask, keys beyond the last row of QUERIES, and rows
@@ -26,11 +29,12 @@ template <class E, class Added> struct AttentionBackward {
   PerHead<Matrix<E>> queries;
   Matrix<E> keys, values;
   PerHead<Matrix<Added>> mask;
+  bool replaces;
   float scale;
   bool causal;
   int64_t seen;
   PerHead<Matrix<E>> out, grad_out;
-  PerHead<Matrix<float>> logsumexp;
+  PerHead<Matrix<float>> logsumexp, logarithm;
   PerHead<Results<float>> grad_queries;
   Results<E> grad_keys, grad_values;
 };
@@ -50,14 +54,30 @@ template <int D, class E> PV_FN float dot(const Matrix<E>& a, const Matrix<E>& b
 // n scores of a row become weights, and n of grad out @ v^T changes, both of type F and in the same memory.
 template <class F>
 [[gnu::noinline]] inline void weigh_changes(
-    float* scores, float* changes, int64_t n, float factor, float logsumexp, float delta, float scale) {
+    float* scores, float* changes, int64_t n, float factor, float base, float logarithm, float delta, float scale) {
   constexpr int W = COLUMN;
-  const auto times = splat<W>(factor), less = splat<W>(-logsumexp), before = splat<W>(delta), after = splat<W>(scale);
+  const auto times = splat<W>(factor), less = splat<W>(-base), over = splat<W>(logarithm);
+  const auto before = splat<W>(delta), after = splat<W>(scale);
   steps<W>(0, n, [&](auto l, int64_t j) PV_INLINE {
-    const auto weight = exp_of_negative(fma(load<float>(scores + j, l), times, less));
+    const auto weight = exp_of_negative(sub(fma(load<float>(scores + j, l), times, less), over));
     const auto change = mul(mul(weight, sub(load<float>(changes + j, l), before)), after);
     store<F>((F*)scores + j, weight, l);
     store<F>((F*)changes + j, change, l);
+  });
+}
+
+// n changes, of type F, are zero where the mask is not.
+template <class F, class Added>
+[[gnu::noinline]] inline void drop_replaced(float* changes, int64_t n, const Added* mask, int64_t step) {
+  F* const to = (F*)changes;
+  if (step != 1) {
+    for (int64_t j = 0; j < n; j++)
+      if (load(mask + j * step) != 0) to[j] = F{};
+    return;
+  }
+  const auto zero = splat<COLUMN>(0.0f);
+  steps<COLUMN>(0, n, [&](auto l, int64_t j) PV_INLINE {
+    store<F>(to + j, where(eq(load(mask + j, l), zero), load((const F*)to + j, l), zero), l);
   });
 }
 
@@ -94,10 +114,13 @@ PV_FN void weigh_rows(
   for (int64_t i = 0; i < some + some % TERMS<E>; i++, weights += STEP, changes += STEP) {
     const int64_t own = i < some ? block.visible(a, row + i) : 0;
     if (own > 0) {
-      if (mask.at) add_mask(weights, own, a.scale, mask(at + i, block.from), mask.column);
-      const float logsumexp = *a.logsumexp[block.head](at + i, 0);
+      const Added* added = mask.at ? mask(at + i, block.from) : nullptr;
+      if (added) add_mask(weights, own, a.scale, added, mask.column, a.replaces);
+      const float base = *a.logsumexp[block.head](at + i, 0);
+      const float logarithm = a.logarithm.first.at ? *a.logarithm[block.head](at + i, 0) : 0.0f;
       const float delta = dot<D>(out.from(i, 0), grad_out.from(i, 0));
-      weigh_changes<F>(weights, changes, own, mask.at ? 1.0f : a.scale, logsumexp, delta, a.scale);
+      weigh_changes<F>(weights, changes, own, added ? 1.0f : a.scale, base, logarithm, delta, a.scale);
+      if (added && a.replaces) drop_replaced<F>(changes, own, added, mask.column);
     }
     for (int64_t j = own < 0 ? 0 : own; j < filled; j++) ((F*)weights)[j] = ((F*)changes)[j] = F{};
   }

@@ -1,0 +1,104 @@
+"""Operators of our own, which passes put into graphs where ATen has none that means the same.
+
+    attention(query, key, value, attn_mask, replaces, scale)
+        -> softmax(scale * query @ key^T + attn_mask) @ value, and of each row the greatest score, 0 where that is -inf,
+           and the logarithm of the sum of exponentials relative to it
+    attention_backward(grad_out, query, key, value, out, greatest, logarithm, attn_mask, replaces, scale)
+        -> the gradients of query, key and value
+
+Beside ATen's operator of that kind: a row of which no key counts is NaN, as a softmax has it; and a mask that
+`replaces` stands in place of scores where it is not zero, as `torch.where` has it.
+
+query: (batch, heads, rows, size). key, value: (batch, heads or a divisor of it, keys, size). attn_mask: broadcast to
+(batch, heads, rows, keys). Results lie with heads beside positions in memory. What is written here is their meaning,
+for tools that run graphs call by call; kernels compute them (`lower/attention.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+NAMESPACE = "pellucid"
+
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool replaces, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor greatest,"
+    " Tensor logarithm, Tensor? attn_mask, bool replaces, float scale) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _attention(query: Any, key: Any, value: Any, mask: Any, replaces: bool, scale: float) -> Any:
+    score = _scores(query, key, mask, replaces, scale)
+    weight = score.softmax(-1).to(query.dtype)
+    out, *_ = _results(query)
+    greatest = score.amax(-1)
+    greatest = greatest.where(greatest != float("-inf"), 0.0)
+    logarithm = (score - greatest.unsqueeze(-1)).exp().sum(-1).log()
+    return out.copy_(weight @ _repeated(value, query)), greatest, logarithm
+
+
+def _attention_backward(
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, greatest: Any, logarithm: Any, mask: Any, replaces: bool,
+    scale: float,
+) -> Any:  # fmt: skip
+    wide = [_wide(each) for each in (grad_out, query, key, value, out)]
+    grad, q, k, v, o = wide
+    k, v = _repeated(k, q), _repeated(v, q)
+    score = _scores(query, key, mask, replaces, scale)
+    weight = (score - greatest.unsqueeze(-1) - logarithm.unsqueeze(-1)).exp()
+    change = weight * (grad @ v.mT - (grad * o).sum(-1, keepdim=True)) * scale
+    if mask is not None and replaces:
+        change = change.where(mask == 0, 0.0)
+    heads = key.shape[1]
+    found = (change @ k, change.mT @ q, weight.mT @ grad)
+    sums = (found[0], *(each.unflatten(1, (heads, -1)).sum(2) for each in found[1:]))
+    return tuple(_laid_out(like).copy_(each) for like, each in zip((query, key, value), sums, strict=True))
+
+
+def _scores(query: Any, key: Any, mask: Any, replaces: bool, scale: float) -> Any:
+    score = _wide(query) @ _repeated(_wide(key), query).mT * scale
+    if mask is not None:
+        score = score.where(mask == 0, mask.to(score.dtype)) if replaces else score + mask
+    return score
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def _repeated(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values, once for each head of queries."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+
+
+def _laid_out(like: torch.Tensor) -> torch.Tensor:
+    """Memory for a result of this shape, heads beside positions."""
+    batch, heads, rows, size = like.shape
+    return like.new_empty((batch, rows, heads, size)).transpose(1, 2)
+
+
+def _results(query: Any, *_: Any) -> tuple[torch.Tensor, ...]:
+    """Memory for what an attention gives."""
+    wide = query.dtype if query.dtype is torch.float64 else torch.float32
+    return _laid_out(query), *(query.new_empty(query.shape[:3], dtype=wide) for _ in range(2))
+
+
+def _gradients(_: Any, query: Any, key: Any, value: Any, *__: Any) -> tuple[torch.Tensor, ...]:
+    return _laid_out(query), _laid_out(key), _laid_out(value)
+
+
+for _name, _meaning, _memory in (
+    ("attention", _attention, _results),
+    ("attention_backward", _attention_backward, _gradients),
+):
+    _LIBRARY.impl(_name, _meaning, "CPU")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _memory, lib=_LIBRARY)
+
+ATTENTION = torch.ops.pellucid.attention.default
+ATTENTION_BACKWARD = torch.ops.pellucid.attention_backward.default
