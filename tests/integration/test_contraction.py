@@ -186,7 +186,7 @@ def test_what_is_not_finite_stays_where_eager_has_it() -> None:
 @pytest.mark.parametrize("m", [4, 64])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_long_sums_are_as_exact_as_eagers(m: int, transposed: bool) -> None:
-    """Mean square of the errors; sums of one sign, where rounding adds up. Each machine's MKL has an order of its own."""
+    """Mean square of the errors; sums of one sign, where rounding adds up. MKL's order depends on the machine."""
     torch.manual_seed(0)
     x, w = torch.rand(m, 10_000), torch.rand(64, 10_000).t() if transposed else torch.rand(10_000, 64)
     exact = x.double() @ w.double()
