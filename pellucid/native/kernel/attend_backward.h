@@ -154,7 +154,10 @@ PV_FN void add_by_key(
   const int64_t last = block.visible(a, block.rows - 1), piece = a.causal ? QUERIES<E> : last;
   alignas(64) float units[T > 1 ? DEPTH_OF_ROWS * STEP : 1];  // in which two rows are side by side
   Matrix<F> left{(const F*)rows, 1, STEP};
-  if constexpr (T > 1) {
+  if constexpr (BY_AMX<F>) {
+    copy_rows<DEPTH_OF_ROWS>(Matrix<F>{(const F*)rows, 1, T * STEP}, last, block.rows, units);
+    left = {(const F*)units, T * DEPTH_OF_ROWS, 1};
+  } else if constexpr (T > 1) {
     for (int64_t i = 0; i < block.rows; i += T)
       for (int64_t j = 0; j < last; j += COLUMN)
         write_column(units + i / T * STEP + j, read_across((const F*)(rows + i * STEP) + j, T * STEP));
