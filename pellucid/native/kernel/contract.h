@@ -59,7 +59,8 @@ PV_FN Ahead ahead_of(const Panels& b, int64_t unit, int64_t k, int64_t all, int6
   const bool last = j + COLUMNS >= n, whole = unit + k >= all;
   const int64_t from = !last ? unit : whole ? 0 : unit + k;
   const float* at = b(from, last && !whole ? 0 : j + COLUMNS);
-  return {at, least(DEPTH, all - from) * COLUMNS, (m + ROWS - 1) / ROWS * k};
+  const int64_t bytes = least(DEPTH, all - from) * COLUMNS * int64_t(sizeof(float));
+  return {at, bytes / ((m + ROWS - 1) / ROWS * k) + 1};
 }
 
 // c = 0
@@ -109,6 +110,7 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
       const int64_t in_place = lies && (std::is_same_v<E, float> || M <= FEW_ROWS) ? n / COLUMNS * COLUMNS : 0;
       if (in_place < n) pack_columns(b.from(t, in_place), depth, n - in_place, columns);
       for (int64_t j = 0; j < in_place; j += COLUMNS) {
+        beside.ahead = {b(t + AHEAD * T, j), b.row * T * int64_t(sizeof(E))};
         if constexpr (std::is_same_v<E, float>) column(j, Rows{b(t, j), b.row});
         else if constexpr (M <= FEW_ROWS) column(j, LyingRows<E>{b(t, j), b.row});
       }

@@ -215,7 +215,9 @@ template <int R, int J, class E>
     for (int i = 0; i < R; i++) each[i] = read_along(a.at + t + i * a.row);
 #pragma GCC unroll 8
     for (int j = 0; j < J; j++) {
-      const ColumnReg other = read_along(b.at + t + j * b.column);
+      const E* at = b.at + t + j * b.column;
+      __builtin_prefetch(at + J * b.column, 0, 2);  // the next columns
+      const ColumnReg other = read_along(at);
 #pragma GCC unroll 8
       for (int i = 0; i < R; i++) sum[i][j] = multiply_units<Factor<E>>(each[i], other, sum[i][j]);
     }

@@ -119,9 +119,8 @@ class Ahead {
 
  public:
   Ahead() : at_((const char*)this) {}
-  // So many floats, in so many steps.
-  PV_FN Ahead(const float* at, int64_t count, int64_t steps)
-      : at_((const char*)at), pace_(count * int64_t(sizeof(float)) / steps + 1) {}
+  // pace: bytes from one step to the next.
+  PV_FN Ahead(const void* at, int64_t pace) : at_((const char*)at), pace_(pace) {}
   PV_FN void step() {
     __builtin_prefetch(at_, 0, 2);  // into the second cache: the first one is full
     at_ += pace_;

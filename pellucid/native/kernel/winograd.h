@@ -200,7 +200,7 @@ inline void contract_tiles(int64_t n, int64_t k, const Window<float>& a, const R
       else transform_panel<CHANNELS, CHUNK>(b.from(0, j), least(n - j, COLUMNS), first, depth, a.planes, is_flipped(a), weights);
       for (int p = 0; p < PLACES; p++) {
         Ahead ahead;
-        if constexpr (PACKED) ahead = {places(p + 1).at, depth * COLUMNS, pieces * depth};
+        if constexpr (PACKED) ahead = {places(p + 1).at, COLUMNS * int64_t(sizeof(float)) / pieces + 1};
         const Matrix<float> left{tiles + p * PLANE + first, STEP, 1};
         for (int64_t piece = 0; piece < pieces; piece++) {
           const int64_t row = piece * m / pieces, last = (piece + 1) * m / pieces;
