@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -21,6 +19,9 @@ from pellucid.native.execution_plan import event_name
 from pellucid.native.warm_up import warm_up
 from pellucid.options import Options, make_options
 from pellucid.pipeline import compile_graph, joint_passes
+from pellucid.reuse import Start, last_starts, look_up, uncollected, witness
+
+__all__ = ["Compilation", "Fallback", "compile_fx", "last_compilations", "last_starts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Compilation:
 
     nodes: calls in the FX graph. kernels: generated kernels that one call of the graph runs; distinct: how many of
     them differ. calls: those of ATen, and those that Python makes between the parts of a graph that was split.
-    seconds: time in Pellucid's own stages, by stage.
+    seconds: time in Pellucid's own stages, by stage. reused: an earlier process has compiled it, and it has no stages.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Compilation:
     distinct: int
     calls: tuple[Fallback, ...]
     seconds: Mapping[str, float]
+    reused: bool = False
 
     @property
     def fallbacks(self) -> int:
@@ -78,19 +80,45 @@ def compile_fx(
         raise UserError(f"mode {mode!r} is not supported", hint="leave mode out, and set options={...} instead")
     settings = _settings(options)
     warm_up()
-    clock = _Clock.started()
-    with _uncollected():
+    with uncollected():
+        start, found = look_up(graph, example_inputs, settings)
+        if found is not None:
+            _compilations.extend(_reused(note, found.names) for note in found.notes)
+            return found.run
+        notes: list[Compilation] = []
+        job = _Job(settings, start, _Clock.started(), notes)
         run = capture_with_aot(
             graph,
             example_inputs,
-            forward=partial(_compile, kind="forward", options=settings, clock=clock),
-            backward=partial(_compile, kind="backward", options=settings, clock=clock),
-            inference=partial(_compile, kind="inference", options=settings, clock=clock),
+            forward=partial(_compile, kind="forward", job=job),
+            backward=partial(_compile, kind="backward", job=job),
+            inference=partial(_compile, kind="inference", job=job),
             decompositions=decompositions(),
             joint=partial(joint_passes, options=settings),
+            witness=witness(start, example_inputs, notes),
         )
-    clock.running = False
+    job.clock.running = False
     return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A Dynamo graph that is being compiled. made: what became of its graphs so far."""
+
+    options: Options
+    start: Start
+    clock: _Clock
+    made: list[Compilation]
+
+
+def _reused(note: Compilation, names: Mapping[str, str]) -> Compilation:
+    """What an earlier process noted, under the names that programs have in this one."""
+
+    def renamed(call: Fallback) -> Fallback:
+        program, _, rest = call.name.partition("/")
+        return replace(call, name=event_name(names[program.removeprefix(event_name(""))], rest))
+
+    return replace(note, name=names[note.name], calls=tuple(map(renamed, note.calls)), seconds={}, reused=True)
 
 
 def _settings(options: Mapping[str, object] | None) -> Options:
@@ -128,42 +156,28 @@ class _Clock:
         self.since = perf_counter()
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the cyclic garbage collector: graphs live until the end, so that walking them again finds little."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _compile(
-    graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, options: Options, clock: _Clock
-) -> Callable[..., Any]:
-    executable, record = compile_graph(graph, kind, options, None, clock.lap())
-    clock.resume()
+def _compile(graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, job: _Job) -> Callable[..., Any]:
+    executable, record = compile_graph(graph, kind, job.options, None, job.clock.lap(), (job.start.decision,))
+    job.clock.resume()
     nodes = [(program.name, node) for program in record.programs for node in program.scheduled.nodes]
-    _compilations.append(
-        Compilation(
-            name=record.name,
-            kind=kind,
-            nodes=sum(node.op == "call_function" for node in graph.graph.nodes),
-            kernels=sum(isinstance(node, Kernel) for _, node in nodes),
-            distinct=len({kernel.name for program in record.programs for kernel in program.kernels.values()}),
-            calls=(
-                *(
-                    Fallback(event_name(program, node.name), node.op, node.reason)
-                    for program, node in nodes
-                    if isinstance(node, Extern)
-                ),
-                *(Fallback(name, str(dict(each.facts)["op"]), each.why) for name, each in record.eager),
+    made = Compilation(
+        name=record.name,
+        kind=kind,
+        nodes=sum(node.op == "call_function" for node in graph.graph.nodes),
+        kernels=sum(isinstance(node, Kernel) for _, node in nodes),
+        distinct=len({kernel.name for program in record.programs for kernel in program.kernels.values()}),
+        calls=(
+            *(
+                Fallback(event_name(program, node.name), node.op, node.reason)
+                for program, node in nodes
+                if isinstance(node, Extern)
             ),
-            seconds=record.seconds,
-        )
+            *(Fallback(name, str(dict(each.facts)["op"]), each.why) for name, each in record.eager),
+        ),
+        seconds=record.seconds,
     )
+    job.made.append(made)
+    _compilations.append(made)
     return executable
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -11,12 +11,13 @@ from weakref import WeakValueDictionary
 import torch
 
 from pellucid.codegen import CppKernel
-from pellucid.errors import UserError
+from pellucid.errors import InternalError, UserError
 from pellucid.ir.derived import Float, Numbers, by_name
 from pellucid.ir.index import Expr, const
 from pellucid.ir.nodes import Arg, Enum, Extern, Kernel, Node, Program, View
 from pellucid.ir.origin import Origin
 from pellucid.ir.types import TORCH_DTYPES
+from pellucid.native.build import build
 from pellucid.native.execution_plan import (
     ArenaSlot,
     Call,
@@ -90,8 +91,8 @@ class Executable:
         reuse: bool = True,
         checked: tuple[View, ...] = (),
         name: str = "program",
-        values: Iterable[View] = (),
-        parameters: Iterable[str] = (),
+        values: Sequence[View] = (),
+        parameters: Sequence[str] = (),
     ) -> None:
         """probes: by the name of the node. reuse: let temporaries that are not alive at once share memory.
         name, values, parameters: of the program, of what it computes, and of what could be frozen, for profiles.
@@ -101,6 +102,7 @@ class Executable:
         self.program = program
         self._name = name
         self._checked = checked
+        self._written = (program, dict(kernels), constants, reuse, checked, tuple(values), tuple(parameters))
         self._shapes = _shapes(program, values)
         self._parameters = frozenset(parameters)
         self._probes = probes or {}
@@ -113,6 +115,12 @@ class Executable:
         self._sized: dict[tuple[int, ...], Sized] = {}
         if not program.symbols:
             self._static = self._make_instance(())
+
+    def __reduce__(self) -> tuple[Callable[..., Executable], tuple[Any, ...]]:
+        """For a later process, which finds the kernels in the store."""
+        if self._probes:
+            raise InternalError(f"{self._name} has probes, which are of this process")
+        return _read_back, (Name(self._name), *self._written)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         run, supplied, expected = self._instance(args) if self._positions else self._static
@@ -156,6 +164,27 @@ class Executable:
         if len(self._instances) > _INSTANCES:
             del self._sized[self._instances.popitem(last=False)[0]]
         return ready
+
+
+class Name(str):
+    """The name of a compiled graph, unique in a process: what a later process reads back gets a new one there."""
+
+
+def _read_back(
+    name: str,
+    program: Program,
+    kernels: Mapping[str, CppKernel],
+    constants: tuple[torch.Tensor, ...],
+    reuse: bool,
+    checked: tuple[View, ...],
+    values: tuple[View, ...],
+    parameters: tuple[str, ...],
+) -> Executable:
+    addresses, _ = build({each.name: each.source for each in kernels.values()})
+    return Executable(
+        program, kernels, addresses, constants, reuse=reuse, checked=checked, name=name, values=values,
+        parameters=parameters,
+    )  # fmt: skip
 
 
 # An argument's name, position, dtype, shape and strides.

@@ -1,0 +1,237 @@
+"""Starting what an earlier process compiled: AOTAutograd traces nothing, and no stage of the compiler runs.
+
+Dynamo captures a graph and guards it, as always. Under the graph's key the store may then have what it was compiled to:
+pickled programs with the text of their kernels, which the store has built, and what AOTAutograd found out about the graph.
+
+    look_up ─► found: call it
+        └────► missed: capture, compile; `Witness` ─► keep ─► store
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import io
+import json
+import logging
+import pickle
+import platform
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pellucid.capture.identity import identity, shares_memory
+from pellucid.capture.torch_compat import (
+    Captured,
+    NotResumable,
+    Witness,
+    adopt,
+    artifact_logger,
+    counted,
+    resume,
+    structured_artifact,
+    traces,
+    unmet,
+)
+from pellucid.executable import Name, operator_of
+from pellucid.ir.decision import Decision
+from pellucid.native.build import default_store
+from pellucid.native.machine import machine_for
+from pellucid.options import Options
+from pellucid.pipeline import ARTIFACTS, new_name
+
+_PACKAGE = Path(__file__).parent
+# What compiled programs don't depend on.
+_ELSEWHERE = ("kit", "cli")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a Dynamo graph was started. outcome: `found`, `missed` or `bypassed`. reason: why it was compiled, if it was."""
+
+    outcome: str
+    reason: str = ""
+    key: str = ""
+
+    @property
+    def decision(self) -> Decision:
+        """The same as the compiler's rules say it."""
+        return Decision("reuse", ("graph",), self.outcome == "found", self.reason)
+
+
+_starts: deque[Start] = deque(maxlen=1000)
+
+
+def last_starts() -> list[Start]:
+    """How the Dynamo graphs of this process were started, oldest first (the last 1000)."""
+    return list(_starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a Dynamo graph was compiled to. notes: what was said of that to users, with the names of programs in it."""
+
+    captured: Captured
+    forward: Callable[[list[Any]], list[Any]]
+    backward: Callable[[list[Any]], list[Any]] | None
+    notes: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """run: to be called with the graph's arguments. names: new ones of its programs, by those in `notes`."""
+
+    run: Callable[..., Any]
+    notes: tuple[Any, ...]
+    names: Mapping[str, str]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the cyclic garbage collector: graphs live until the end, so that walking them again finds little."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def look_up(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Start, Found | None]:
+    """What an earlier process compiled of a Dynamo graph, and how that was found or why not."""
+    try:
+        key = key_of(graph, inputs, options)
+    except NotResumable as why:
+        return _told(Start("bypassed", str(why))), None
+    reasons = []
+    for data in default_store().programs(key):
+        try:
+            found = _started(data, graph, inputs) if isinstance(data, bytes) else data
+        except Exception as error:  # whatever a pickle of another release may raise
+            found = f"the program in the store cannot be read: {type(error).__name__}: {error}"
+        if isinstance(found, Found):
+            return _told(Start("found", key=key)), found
+        reasons.append(found)
+    reason = "; ".join(reasons) or "nothing like it was compiled before"
+    return _told(Start("missed", reason, key)), None
+
+
+def witness(start: Start, inputs: Sequence[Any], notes: list[Any]) -> Witness | None:
+    """Keeps what is compiled after `start`, for later processes. notes: is filled meanwhile."""
+    return Witness(partial(_keep, start.key, notes), shares_memory(inputs)) if start.outcome == "missed" else None
+
+
+def key_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
+    """Names all that decides what a graph is compiled to, but the toolchain, PyTorch's release and the CPU: these name
+    the store. Raises NotResumable.
+    """
+    if reason := _why_not(options):
+        raise NotResumable(reason)
+    parts = identity(graph, inputs) | _surroundings(options)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+def _why_not(options: Options) -> str:
+    if not options.reuse:
+        return "the option `reuse` is off"
+    if options.trace or traces() or any(artifact_logger(name).isEnabledFor(logging.DEBUG) for name in ARTIFACTS):
+        return "a trace shows every stage"
+    return "parameters are frozen in the process that runs them" if options.freeze else ""
+
+
+def _surroundings(options: Options) -> dict[str, str]:
+    return {
+        "options": repr(sorted(asdict(options).items())),
+        "machine": repr(machine_for(options.machine)),
+        "compiler": _own_sources(),
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+    }
+
+
+@lru_cache(maxsize=1)
+def _own_sources() -> str:
+    """Identity of the compiler's own text."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*")):
+        where = path.relative_to(_PACKAGE)
+        if path.suffix in (".py", ".h", ".cpp") and where.parts[0] not in _ELSEWHERE:
+            digest.update(f"{where} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _started(data: bytes, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Found | str:
+    reader = _Reader(io.BytesIO(data))
+    with uncollected():
+        captured: Captured = reader.load()
+        if guard := unmet(captured.guards):
+            return f"it was compiled for sizes with {guard}"
+        kept: Kept = reader.load()
+    adopt(captured.guards)
+    return Found(resume(graph, inputs, captured, kept.forward, kept.backward), kept.notes, reader.names)
+
+
+def _keep(key: str, notes: Sequence[Any], captured: Captured | NotResumable, forward: Any, backward: Any) -> None:
+    """Write down what a Dynamo graph was compiled to; what cannot be written is compiled again by the next process."""
+    if isinstance(captured, NotResumable):
+        _told(Start("bypassed", str(captured), key))
+        return
+    data = io.BytesIO()
+    writer = _Writer(data)
+    try:
+        with uncollected():
+            writer.dump(captured)
+            writer.dump(Kept(captured, forward, backward, tuple(notes)))
+    except (NotResumable, pickle.PicklingError, TypeError, AttributeError, RecursionError) as why:
+        _told(Start("bypassed", f"it cannot be written down: {why}", key))
+        return
+    default_store().add_program(key, data.getvalue())
+
+
+class _Writer(pickle.Pickler):
+    """Operators are written by their names. Names of programs are told apart from other texts."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return str(obj) if isinstance(obj, Name) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch._ops.OpOverload):
+            return operator_of, (obj.name(),)
+        if isinstance(obj, torch._ops.OperatorBase):
+            raise NotResumable(f"it calls {obj.name()} between its programs")
+        return NotImplemented
+
+
+class _Reader(pickle.Unpickler):
+    """names: of programs, new in this process, by those that were written."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.names: dict[str, Name] = {}
+
+    def persistent_load(self, pid: Any) -> Name:
+        if pid not in self.names:
+            self.names[pid] = new_name(pid.rpartition("_")[0])
+        return self.names[pid]
+
+
+def _told(start: Start) -> Start:
+    """Note how a graph was started, for Python, for logs and for `TORCH_TRACE`."""
+    number = len(_starts)
+    _starts.append(start)
+    counted(start.outcome)
+    log.info("%s %s: %s", start.outcome, start.key, start.reason)
+    structured_artifact(f"pellucid_start_{number}", "json", lambda: json.dumps(asdict(start)))
+    return start
