@@ -1,7 +1,7 @@
 """What a Dynamo graph is, as text: two graphs of the same text become the same compiled graphs.
 
-Whatever AOTAutograd or the compiler may ask of a graph, of its arguments, or of PyTorch's settings belongs here. A graph
-that holds what no text says completely is not resumable.
+Whatever AOTAutograd or the compiler may ask of a graph, of its arguments, or of PyTorch's settings belongs here. A
+graph that holds what no text says completely is not resumable.
 """
 
 from __future__ import annotations

@@ -353,7 +353,9 @@ def known_sizes() -> str:
 def range_of(value: torch.SymInt | torch.SymFloat) -> str:
     """The range of a symbol's values."""
     node = value.node
-    return ", ".join(f"{each} in {node.shape_env.var_to_range.get(each)}" for each in sorted(node.expr.free_symbols, key=str))
+    return ", ".join(
+        f"{each} in {node.shape_env.var_to_range.get(each)}" for each in sorted(node.expr.free_symbols, key=str)
+    )
 
 
 def front_end_settings() -> str:
