@@ -225,8 +225,8 @@ def compile_graph(
 ) -> tuple[Run, GraphRecord]:
     """Compile `graph`: as one program, or in segments around what no program holds, see `capture.split`.
 
-    watch: makes the probes of each program. earlier: what was done before, in seconds, and decided: for the record. With
-    `options.trace` a run folder is written for each program, and for each graph that was split.
+    watch: makes the probes of each program. earlier: what was done before, in seconds, and decided; for the record.
+    With `options.trace` a run folder is written for each program, and for each graph that was split.
     """
     refused: dict[str, str] = {}
     before = tuple(StageTime(*each) for each in earlier)

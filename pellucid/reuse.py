@@ -1,7 +1,7 @@
 """Starting what an earlier process compiled: AOTAutograd traces nothing, and no stage of the compiler runs.
 
-Dynamo captures a graph and guards it, as always. Under the graph's key the store may then have what it was compiled to:
-pickled programs with the text of their kernels, which the store has built, and what AOTAutograd found out about the graph.
+Dynamo captures a graph and guards it, as always. Under the graph's key the store may then have what it was compiled
+to: pickled programs with the text of their kernels, which the store has built, and what AOTAutograd found out.
 
     look_up ─► found: call it
         └────► missed: capture, compile; `Witness` ─► keep ─► store
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a Dynamo graph was started. outcome: `found`, `missed` or `bypassed`. reason: why it was compiled, if it was."""
+    """How a Dynamo graph was started. outcome: `found`, `missed` or `bypassed`. reason: why it was compiled, if so."""
 
     outcome: str
     reason: str = ""

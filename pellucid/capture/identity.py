@@ -144,7 +144,7 @@ def _modes() -> str:
         "autocast cache": torch.is_autocast_cache_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warns only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "fills memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "fills memory": getattr(torch.utils.deterministic, "fill_uninitialized_memory"),  # noqa: B009 (typed as missing)
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
         "threads": torch.get_num_threads(),  # layouts are tried out

@@ -350,12 +350,10 @@ def known_sizes() -> str:
     return "" if env is None else f"{env.settings} {sorted(map(str, env.unbacked_inputs))}"
 
 
-def range_of(value: torch.SymInt | torch.SymFloat) -> str:
+def range_of(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
     """The range of a symbol's values."""
-    node = value.node
-    return ", ".join(
-        f"{each} in {node.shape_env.var_to_range.get(each)}" for each in sorted(node.expr.free_symbols, key=str)
-    )
+    ranges = value.node.shape_env.var_to_range
+    return ", ".join(f"{each} in {ranges.get(each)}" for each in sorted(value.node.expr.free_symbols, key=str))
 
 
 def front_end_settings() -> str:

@@ -97,8 +97,11 @@ class Expr:
         self._vars: frozenset[str] | None = None
         self._vals: frozenset[str] | None = None
 
-    def __reduce__(self) -> tuple[Callable[..., Expr], tuple[object, ...]]:
-        return _of_terms, (self.terms,)  # the hash of a text differs from process to process
+    def __getstate__(self) -> tuple[tuple[Monomial, int], ...]:
+        return self.terms  # the hash of a text differs from process to process
+
+    def __setstate__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
+        self._fill(terms)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Expr) and (self is other or self.terms == other.terms)
@@ -286,13 +289,6 @@ def sym(name: str) -> Expr:
 def val(name: str) -> Expr:
     """An `i64` value of the kernel body."""
     return of_atom(Val(name))
-
-
-def _of_terms(terms: tuple[tuple[Monomial, int], ...]) -> Expr:
-    """An expression that was written down."""
-    made = Expr.__new__(Expr)
-    made._fill(terms)
-    return made
 
 
 def as_expr(value: Expr | int) -> Expr:
