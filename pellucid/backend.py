@@ -26,11 +26,17 @@ __all__ = ["Compilation", "Fallback", "compile_fx", "last_compilations", "last_s
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A call that is not compiled: `name` as profilers show it, the operator, and why."""
+    """A call that is not compiled: in which program and under what name, the operator, and why."""
 
-    name: str
+    program: str
+    call: str
     op: str
     reason: str
+
+    @property
+    def name(self) -> str:
+        """As profilers show it."""
+        return event_name(self.program, self.call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,7 @@ def compile_fx(
     with uncollected():
         start, found = look_up(graph, example_inputs, settings)
         if found is not None:
-            _compilations.extend(_reused(note, found.names) for note in found.notes)
+            _compilations.extend(replace(each, seconds={}, reused=True) for each in found.notes)
             return found.run
         notes: list[Compilation] = []
         job = _Job(settings, start, _Clock.started(), notes)
@@ -109,16 +115,6 @@ class _Job:
     start: Start
     clock: _Clock
     made: list[Compilation]
-
-
-def _reused(note: Compilation, names: Mapping[str, str]) -> Compilation:
-    """What an earlier process noted, under the names that programs have in this one."""
-
-    def renamed(call: Fallback) -> Fallback:
-        program, _, rest = call.name.partition("/")
-        return replace(call, name=event_name(names[program.removeprefix(event_name(""))], rest))
-
-    return replace(note, name=names[note.name], calls=tuple(map(renamed, note.calls)), seconds={}, reused=True)
 
 
 def _settings(options: Mapping[str, object] | None) -> Options:
@@ -168,11 +164,14 @@ def _compile(graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, 
         distinct=len({kernel.name for program in record.programs for kernel in program.kernels.values()}),
         calls=(
             *(
-                Fallback(event_name(program, node.name), node.op, node.reason)
+                Fallback(program, node.name, node.op, node.reason)
                 for program, node in nodes
                 if isinstance(node, Extern)
             ),
-            *(Fallback(name, str(dict(each.facts)["op"]), each.why) for name, each in record.eager),
+            *(
+                Fallback(program, each.subject[0], str(dict(each.facts)["op"]), each.why)
+                for program, each in record.eager
+            ),
         ),
         seconds=record.seconds,
     )

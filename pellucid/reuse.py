@@ -17,7 +17,7 @@ import logging
 import pickle
 import platform
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import lru_cache, partial
@@ -77,7 +77,7 @@ def last_starts() -> list[Start]:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a Dynamo graph was compiled to. notes: what was said of that to users, with the names of programs in it."""
+    """What a Dynamo graph was compiled to. notes: what users are told of that."""
 
     captured: Captured
     forward: Callable[[list[Any]], list[Any]]
@@ -87,11 +87,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """run: to be called with the graph's arguments. names: new ones of its programs, by those in `notes`."""
+    """run: to be called with the graph's arguments. notes: as in `Kept`."""
 
     run: Callable[..., Any]
     notes: tuple[Any, ...]
-    names: Mapping[str, str]
 
 
 @contextmanager
@@ -177,7 +176,7 @@ def _started(data: bytes, graph: torch.fx.GraphModule, inputs: Sequence[Any]) ->
             return f"it was compiled for sizes with {guard}"
         kept: Kept = reader.load()
     adopt(captured.guards)
-    return Found(resume(graph, inputs, captured, kept.forward, kept.backward), kept.notes, reader.names)
+    return Found(resume(graph, inputs, captured, kept.forward, kept.backward), kept.notes)
 
 
 def _keep(key: str, notes: Sequence[Any], captured: Captured | NotResumable, forward: Any, backward: Any) -> None:
@@ -223,16 +222,16 @@ def _fields_of(cls: type) -> tuple[str, ...]:
 
 
 class _Reader(pickle.Unpickler):
-    """names: of programs, new in this process, by those that were written."""
+    """Gives programs names that are new in this process."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.names: dict[str, Name] = {}
+        self._names: dict[str, Name] = {}
 
     def persistent_load(self, pid: Any) -> Name:
-        if pid not in self.names:
-            self.names[pid] = new_name(pid.rpartition("_")[0])
-        return self.names[pid]
+        if pid not in self._names:
+            self._names[pid] = new_name(pid.rpartition("_")[0])
+        return self._names[pid]
 
 
 def _told(start: Start) -> Start:

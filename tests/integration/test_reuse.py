@@ -108,7 +108,7 @@ INFERENCE = {
     "attention": (attention, lambda: (floats(2, 3, 17, 16), floats(2, 3, 17, 16), floats(2, 3, 17, 16))),
     "convolution": (lambda x, w: F.conv2d(x, w, padding=1).relu(), lambda: (floats(2, 8, 9, 9), floats(16, 8, 3, 3))),
     "scatter": (
-        lambda x, i: torch.zeros(9, 4).index_add(0, i, x).scatter(0, i[None, :4], 7.0),
+        lambda x, i: torch.zeros(9, 4, dtype=x.dtype).index_add(0, i, x).scatter(0, i[None, :4], 7.0),
         lambda: (floats(6, 4), torch.tensor([3, 1, 3, 8, 0, 1])),
     ),
     "loss": (lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), lambda: (floats(12, 7), torch.arange(12) % 7)),
