@@ -30,6 +30,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsNoVcCheckAOTOutput,
 )
 from torch._functorch._aot_autograd.graph_compile import _compute_indices_of_inps_to_detach
+from torch._functorch._aot_autograd.runtime_wrappers import EffectTokensWrapper
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch._functorch.aot_autograd import aot_module_simplified, prepare_aot_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -227,6 +228,7 @@ class Witness:
             return self.tell(NotResumable(reason), None, None)
         metadata = copy.copy(self._metadata)
         metadata.bw_donated_idxs = []  # the compiled graphs take over no buffers
+        metadata.tokens = dict.fromkeys(range(len(metadata.tokens)))  # their number counts
         found = Captured(metadata, self._detached, self._guards, self._traced)
         self.tell(found, self._forward[0], self._backward)
 
@@ -235,8 +237,8 @@ class Witness:
         tensors = (*seen.subclass_inp_meta, *seen.subclass_fw_graph_out_meta, *seen.subclass_tangent_meta)
         if not all(isinstance(each, PlainTensorMeta) for each in tensors):
             return "its arguments or results are of a subclass of torch.Tensor"
-        if seen.tokens or seen.num_backward_tokens or seen.num_graphsafe_rng_states:
-            return "it calls operators with effects"
+        if seen.num_backward_tokens or seen.num_graphsafe_rng_states:
+            return "its backward graph calls operators with effects"
         changed = any(each.mutates_data or each.mutates_metadata for each in seen.input_info)
         return "it changes arguments, and some share memory" if self.shared and changed else ""
 
@@ -252,6 +254,7 @@ def resume(
     counters["aot_autograd"]["total"] += 1
     metadata = captured.metadata
     config = prepare_aot_config(graph_module, example_inputs, None, True, False)[-1]
+    forward = EffectTokensWrapper().post_compile(forward, config, runtime_metadata=metadata)
     run = GenericAOTAutogradResult(
         compiled_fw=cast(Any, _Resumed(forward)),
         compiled_bw=cast(Any, backward and _Resumed(_unseen(backward), metadata.num_symints_saved_for_bw)),

@@ -74,6 +74,6 @@ class GraphRecord:
 
     @property
     def eager(self) -> tuple[tuple[str, Decision], ...]:
-        """The calls that Python makes between programs, as decisions, each with the name of the graph that was split."""
+        """The calls that Python makes between programs, as decisions, each with the name of the graph around it."""
         own = tuple((self.name, each) for each in self.decisions if each.rule == "split.eager")
         return own + tuple(each for part in self.parts for each in part.eager)
