@@ -55,11 +55,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a Dynamo graph was started. outcome: `found`, `missed` or `bypassed`. reason: why it was compiled, if so."""
+    """How a Dynamo graph was started. outcome: `found`, `missed` or `bypassed`. key: where the store has it, if anywhere."""
 
     outcome: str
-    reason: str = ""
+    reason: str
     key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.outcome}: {self.reason}"
 
     @property
     def decision(self) -> Decision:
@@ -77,9 +80,8 @@ def last_starts() -> list[Start]:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a Dynamo graph was compiled to. notes: what users are told of that."""
+    """What a Dynamo graph was compiled to, written after what is `Captured`. notes: what users are told of that."""
 
-    captured: Captured
     forward: Callable[[list[Any]], list[Any]]
     backward: Callable[[list[Any]], list[Any]] | None
     notes: tuple[Any, ...]
@@ -107,21 +109,39 @@ def uncollected() -> Iterator[None]:
 
 def look_up(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Start, Found | None]:
     """What an earlier process compiled of a Dynamo graph, and how that was found or why not."""
+    start, found = _find(graph, inputs, options, partial(_started, graph, inputs))
+    _tell(start)
+    return start, found
+
+
+def consult(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> Start:
+    """How `look_up` would start a graph."""
+    return _find(graph, inputs, options, lambda *_: None)[0]
+
+
+def _find(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options, use: Callable[[_Reader, Captured], Any]
+) -> tuple[Start, Any]:
+    """Use the first entry of the store that is whole and holds for the sizes of now."""
     try:
         key = key_of(graph, inputs, options)
     except NotResumable as why:
-        return _told(Start("bypassed", str(why))), None
-    reasons = []
+        return Start("bypassed", str(why)), None
+    reasons: list[str] = []
     for data in default_store().programs(key):
+        if isinstance(data, str):
+            reasons.append(data)
+            continue
         try:
-            found = _started(data, graph, inputs) if isinstance(data, bytes) else data
-        except Exception as error:  # whatever a pickle of another release may raise
-            found = f"the program in the store cannot be read: {type(error).__name__}: {error}"
-        if isinstance(found, Found):
-            return _told(Start("found", key=key)), found
-        reasons.append(found)
-    reason = "; ".join(reasons) or "nothing like it was compiled before"
-    return _told(Start("missed", reason, key)), None
+            reader = _Reader(io.BytesIO(data))
+            captured: Captured = reader.load()
+            guard = unmet(captured.guards)
+            if not guard:
+                return Start("found", "an earlier process compiled it", key), use(reader, captured)
+            reasons.append(f"it was compiled for sizes with {guard}")
+        except Exception as error:  # whatever a pickle that we did not write may raise
+            reasons.append(f"the program in the store cannot be read: {type(error).__name__}: {error}")
+    return Start("missed", "; ".join(reasons) or "nothing like it was compiled before", key), None
 
 
 def witness(start: Start, inputs: Sequence[Any], notes: list[Any]) -> Witness | None:
@@ -168,12 +188,8 @@ def _own_sources() -> str:
     return digest.hexdigest()
 
 
-def _started(data: bytes, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Found | str:
-    reader = _Reader(io.BytesIO(data))
+def _started(graph: torch.fx.GraphModule, inputs: Sequence[Any], reader: _Reader, captured: Captured) -> Found:
     with uncollected():
-        captured: Captured = reader.load()
-        if guard := unmet(captured.guards):
-            return f"it was compiled for sizes with {guard}"
         kept: Kept = reader.load()
     adopt(captured.guards)
     return Found(resume(graph, inputs, captured, kept.forward, kept.backward), kept.notes)
@@ -182,16 +198,16 @@ def _started(data: bytes, graph: torch.fx.GraphModule, inputs: Sequence[Any]) ->
 def _keep(key: str, notes: Sequence[Any], captured: Captured | NotResumable, forward: Any, backward: Any) -> None:
     """Write down what a Dynamo graph was compiled to; what cannot be written is compiled again by the next process."""
     if isinstance(captured, NotResumable):
-        _told(Start("bypassed", str(captured), key))
+        _tell(Start("bypassed", str(captured), key))
         return
     data = io.BytesIO()
     writer = _Writer(data)
     try:
         with uncollected():
             writer.dump(captured)
-            writer.dump(Kept(captured, forward, backward, tuple(notes)))
+            writer.dump(Kept(forward, backward, tuple(notes)))
     except (NotResumable, pickle.PicklingError, TypeError, AttributeError, RecursionError) as why:
-        _told(Start("bypassed", f"it cannot be written down: {why}", key))
+        _tell(Start("bypassed", f"it cannot be written down: {why}", key))
         return
     default_store().add_program(key, data.getvalue())
 
@@ -234,11 +250,10 @@ class _Reader(pickle.Unpickler):
         return self._names[pid]
 
 
-def _told(start: Start) -> Start:
+def _tell(start: Start) -> None:
     """Note how a graph was started, for Python, for logs and for `TORCH_TRACE`."""
     number = len(_starts)
     _starts.append(start)
     counted(start.outcome)
     log.info("%s %s: %s", start.outcome, start.key, start.reason)
     structured_artifact(f"pellucid_start_{number}", "json", lambda: json.dumps(asdict(start)))
-    return start

@@ -189,16 +189,14 @@ class KernelStore:
                 yield _read_program(path)
 
     def add_program(self, key: str, data: bytes) -> None:
-        """Keep what a graph was compiled to; what nobody has used for a month goes."""
-        directory, checksum = self.directory, hashlib.sha256(data).hexdigest()
-        try:
-            for path in (directory / "programs").iterdir():
+        """Keep what a graph was compiled to, if there is room; what nobody has used for a month goes."""
+        programs, checksum = self.directory / "programs", hashlib.sha256(data).hexdigest()
+        with contextlib.suppress(OSError):  # then the next process compiles it again
+            programs.mkdir(mode=0o700, exist_ok=True)
+            for path in programs.iterdir():
                 if _age(path) > _UNUSED_S:
                     path.unlink(missing_ok=True)
-            _write(directory / "programs" / f"{key}-{checksum[:16]}", b"%s\n%s" % (checksum.encode(), data))
-        except OSError as error:
-            self._fail(error, directory)
-            self.add_program(key, data)
+            _write(programs / f"{key}-{checksum[:16]}", b"%s\n%s" % (checksum.encode(), data))
 
     def forget(self, path: Path) -> None:
         """Treat a file as damaged from now on: it is whole but cannot be loaded."""
@@ -288,7 +286,7 @@ class KernelStore:
         _check_safe(root / self.key)
         with contextlib.suppress(OSError):
             os.utime(root / self.key)  # a key that is in use stays
-        for name in ("kernels", "batches", "files", "programs", "locks", "tmp"):
+        for name in ("kernels", "batches", "files", "locks", "tmp"):
             directory = root / self.key / name
             directory.mkdir(mode=0o700, exist_ok=True)
             _check_safe(directory)
@@ -467,7 +465,7 @@ def _read_program(path: Path) -> bytes | str:
     """A file of `programs/`, or why it is none."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            if not _is_trusted(os.fstat(file.fileno())):
+            if not (_is_trusted(path.parent.stat()) and _is_trusted(os.fstat(file.fileno()))):
                 return "the program in the store could have been written by another user"
             checksum, _, data = file.read().partition(b"\n")
     except OSError as error:
