@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a Dynamo graph was started. outcome: `found`, `missed` or `bypassed`. key: where the store has it, if anywhere."""
+    """How a Dynamo graph was started. outcome: `found`, `missed` or `bypassed`. key: of the store, if it has one."""
 
     outcome: str
     reason: str
