@@ -206,7 +206,7 @@ def _keep(key: str, notes: Sequence[Any], captured: Captured | NotResumable, for
         with uncollected():
             writer.dump(captured)
             writer.dump(Kept(forward, backward, tuple(notes)))
-    except (NotResumable, pickle.PicklingError, TypeError, AttributeError, RecursionError) as why:
+    except Exception as why:  # as many as there are types that cannot be pickled
         _tell(Start("bypassed", f"it cannot be written down: {why}", key))
         return
     default_store().add_program(key, data.getvalue())

@@ -34,8 +34,8 @@ def identity(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[
 
     Raises NotResumable.
     """
-    if not is_traced_by_dynamo():
-        raise NotResumable("Dynamo has not captured it")
+    if not isinstance(graph_module, torch.fx.GraphModule) or not is_traced_by_dynamo():
+        raise NotResumable("Dynamo has not captured it, or under a transform of functions")
     if asserts_gradients():
         raise NotResumable("AOTAutograd is asked to check its promises (debug_assert)")
     if any(name.startswith("saved_tensors_hooks") for name in dir(graph_module)):
@@ -128,7 +128,8 @@ def _tensor_text(fake: torch.Tensor, given: torch.Tensor, memory: dict[int, int]
         raise NotResumable(f"it takes a tensor on {fake.device} of layout {fake.layout}")
     number = memory.setdefault(given.untyped_storage()._cdata, len(memory))
     facts = (fake.requires_grad, fake.is_leaf, fake.is_conj(), fake.is_neg(), fake.is_inference(), given._is_view())
-    sizes = f"{tuple(fake.shape)} {tuple(fake.stride())} at {fake.storage_offset()}"
+    place = f"{fake.storage_offset()} of {fake.untyped_storage().nbytes()} bytes"
+    sizes = f"{tuple(fake.shape)} {tuple(fake.stride())} at {place}"
     symbols = {range_of(size) for size in (*fake.shape, *fake.stride(), fake.storage_offset()) if is_symbolic(size)}
     return f"{type(given).__name__} {fake.dtype} {sizes} in memory {number} {facts} {sorted(symbols)}"
 

@@ -194,6 +194,7 @@ class Witness:
     _detached: tuple[int, ...] = ()
     _traced: bytes = b""
     _guards: tuple[Any, ...] | None = None
+    _failed: str = ""
 
     def forward(self, compiler: Compiler) -> Compiler:
         def compile_seen(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
@@ -208,8 +209,11 @@ class Witness:
     def backward(self, compiler: Compiler) -> Compiler:
         def compile_seen(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
             self._backward = compiler(graph, inputs)
-            self._detached = tuple(_compute_indices_of_inps_to_detach(graph, None, self._metadata, self._metadata))
-            self._traced = _pickled(graph)
+            try:
+                self._detached = tuple(_compute_indices_of_inps_to_detach(graph, None, self._metadata, self._metadata))
+                self._traced = _pickled(graph)
+            except Exception as error:
+                self._failed = f"its backward graph cannot be written down: {error}"
             self._tell()
             return self._backward
 
@@ -223,7 +227,7 @@ class Witness:
     def _tell(self) -> None:
         if self._guards is None or (self._trains and self._backward is None):
             return
-        reason = "it was compiled in parts" if len(self._forward) != 1 else self._why_not()
+        reason = self._failed or self._why_not()
         if reason:
             return self.tell(NotResumable(reason), None, None)
         metadata = copy.copy(self._metadata)
@@ -233,6 +237,8 @@ class Witness:
         self.tell(found, self._forward[0], self._backward)
 
     def _why_not(self) -> str:
+        if len(self._forward) != 1:
+            return "it was compiled in parts"
         seen = self._metadata
         tensors = (*seen.subclass_inp_meta, *seen.subclass_fw_graph_out_meta, *seen.subclass_tangent_meta)
         if not all(isinstance(each, PlainTensorMeta) for each in tensors):
@@ -337,8 +343,8 @@ def adopt(guards: Sequence[Any]) -> None:
 
 
 def is_traced_by_dynamo() -> bool:
-    """Whether Dynamo is compiling a frame: only then are guards heard."""
-    return TracingContext.try_get() is not None
+    """Whether Dynamo is compiling a frame, and no transform of functions is at work: only then are guards heard."""
+    return TracingContext.try_get() is not None and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def dynamo_argument(node: torch.fx.Node, given: Any) -> tuple[Any, str]:
