@@ -24,6 +24,7 @@ from pellucid import backend, profile, reuse
 from pellucid.backend import last_compilations, last_starts
 from pellucid.machine import AVX512
 from pellucid.native.build import default_store
+from pellucid.native.toolchain import detect
 from pellucid.reuse import Start
 from tests.support import assert_matches, tensors, widened
 
@@ -401,11 +402,18 @@ def test_another_version_is_missed(name: str, value: Any, monkeypatch: pytest.Mo
     assert start() == "found"
 
 
-def test_another_toolchain_has_another_folder() -> None:
+def test_another_toolchain_has_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the toolchain is, with the CPU and PyTorch's release, names the folder in which programs lie."""
     assert start() == "missed"
-    store = default_store()
-    assert kept().is_relative_to(store.root / store.key)
+    key = last_starts()[-1].key
+    assert len(list(default_store().programs(key))) == 1
+    detect.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setenv("PELLUCID_CXXFLAGS", "-O1")
+            assert not list(default_store().programs(key))
+    finally:
+        detect.cache_clear()
 
 
 def test_a_line_that_has_moved_is_told_where_it_is() -> None:
