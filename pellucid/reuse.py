@@ -256,4 +256,4 @@ def _tell(start: Start) -> None:
     _starts.append(start)
     counted(start.outcome)
     log.info("%s %s: %s", start.outcome, start.key, start.reason)
-    structured_artifact(f"pellucid_start_{number}", "json", lambda: json.dumps(asdict(start)))
+    structured_artifact(f"pellucid_start_{number}_reuse", "json", lambda: json.dumps(asdict(start)))
