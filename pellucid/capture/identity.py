@@ -16,6 +16,8 @@ from pellucid.capture.torch_compat import (
     asserts_gradients,
     dynamo_argument,
     front_end_settings,
+    holds_subclass,
+    is_fake,
     is_symbolic,
     is_traced_by_dynamo,
     known_sizes,
@@ -40,6 +42,8 @@ def identity(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[
         raise NotResumable("AOTAutograd is asked to check its promises (debug_assert)")
     if any(name.startswith("saved_tensors_hooks") for name in dir(graph_module)):
         raise NotResumable("it has hooks on saved tensors")
+    if any(map(holds_subclass, graph_module.graph.nodes)):
+        raise NotResumable("it computes with a subclass of torch.Tensor")
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     return {
         "graph": "\n".join(_node_text(node) for node in graph_module.graph.nodes if node.op != "placeholder"),
@@ -122,7 +126,7 @@ def _arguments(placeholders: Sequence[torch.fx.Node], inputs: Sequence[Any]) -> 
 
 def _tensor_text(fake: torch.Tensor, given: torch.Tensor, memory: dict[int, int]) -> str:
     kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if type(given) not in kinds and type(given) is not type(fake):
+    if type(given) not in kinds and not is_fake(given):
         raise NotResumable(f"it takes a tensor of type {type(given).__qualname__}")
     if fake.layout is not torch.strided or fake.device.type != "cpu":
         raise NotResumable(f"it takes a tensor on {fake.device} of layout {fake.layout}")

@@ -43,7 +43,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, DimDynamic, ShapeEnv, resolve_unbacked_bindings
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import (
     KeyPath,
     SequenceKey,
@@ -351,6 +351,11 @@ def dynamo_argument(node: torch.fx.Node, given: Any) -> tuple[Any, str]:
     """An argument of a Dynamo graph with symbolic sizes, and where in the user's program it comes from."""
     marks = sorted(node.meta.get("tensor_dict") or ())
     return node.meta.get("example_value", given), f"{getattr(node, '_dynamo_source', None)!r} {marks}"
+
+
+def holds_subclass(node: torch.fx.Node) -> bool:
+    """Whether the value of a node of a Dynamo graph is, or holds, a tensor that stands for others."""
+    return any(is_traceable_wrapper_subclass(each) for each in tree_leaves(node.meta.get("example_value")))
 
 
 def known_sizes() -> str:

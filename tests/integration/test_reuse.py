@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from pellucid import backend, profile, reuse
 from pellucid.backend import last_compilations, last_starts
@@ -630,6 +631,18 @@ def test_a_trace_shows_every_stage_and_why(tmp_path: Path) -> None:
     assert outcomes() == ["missed", "bypassed"]
     (decisions,) = tmp_path.rglob("decisions.csv")
     assert "reuse" in decisions.read_text() and "a trace shows every stage" in decisions.read_text()
+
+
+def test_subclasses_of_tensors_are_bypassed() -> None:
+    """As arguments, and where the graph makes them."""
+
+    def made(x: Tensor) -> Tensor:
+        return TwoTensor(x.sin(), x.cos()) * 2
+
+    for f, x in ((torch.sin, TwoTensor(floats(4), floats(4))), (made, floats(4))):
+        for _ in range(2):
+            torch.testing.assert_close(compiled(f)(x).a, f(x).a)
+            assert "missed" not in outcomes() and "subclass" in last_starts()[-1].reason
 
 
 def test_promises_are_checked_by_what_is_compiled() -> None:
