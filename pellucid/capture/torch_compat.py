@@ -17,6 +17,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
@@ -344,7 +345,7 @@ def adopt(guards: Sequence[Any]) -> None:
 
 def is_traced_by_dynamo() -> bool:
     """Whether Dynamo is compiling a frame, and no transform of functions is at work: only then are guards heard."""
-    return TracingContext.try_get() is not None and torch._C._functorch.peek_interpreter_stack() is None
+    return TracingContext.try_get() is not None and peek_interpreter_stack() is None
 
 
 def dynamo_argument(node: torch.fx.Node, given: Any) -> tuple[Any, str]:
