@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -21,15 +19,24 @@ from pellucid.native.execution_plan import event_name
 from pellucid.native.warm_up import warm_up
 from pellucid.options import Options, make_options
 from pellucid.pipeline import compile_graph, joint_passes
+from pellucid.reuse import Start, last_starts, look_up, uncollected, witness
+
+__all__ = ["Compilation", "Fallback", "compile_fx", "last_compilations", "last_starts"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A call that is not compiled: `name` as profilers show it, the operator, and why."""
+    """A call that is not compiled: in which program and under what name, the operator, and why."""
 
-    name: str
+    program: str
+    call: str
     op: str
     reason: str
+
+    @property
+    def name(self) -> str:
+        """As profilers show it."""
+        return event_name(self.program, self.call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class Compilation:
 
     nodes: calls in the FX graph. kernels: generated kernels that one call of the graph runs; distinct: how many of
     them differ. calls: those of ATen, and those that Python makes between the parts of a graph that was split.
-    seconds: time in Pellucid's own stages, by stage.
+    seconds: time in Pellucid's own stages, by stage. reused: an earlier process has compiled it, and it has no stages.
     """
 
     name: str
@@ -48,6 +55,7 @@ class Compilation:
     distinct: int
     calls: tuple[Fallback, ...]
     seconds: Mapping[str, float]
+    reused: bool = False
 
     @property
     def fallbacks(self) -> int:
@@ -78,19 +86,35 @@ def compile_fx(
         raise UserError(f"mode {mode!r} is not supported", hint="leave mode out, and set options={...} instead")
     settings = _settings(options)
     warm_up()
-    clock = _Clock.started()
-    with _uncollected():
+    with uncollected():
+        start, found = look_up(graph, example_inputs, settings)
+        if found is not None:
+            _compilations.extend(replace(each, seconds={}, reused=True) for each in found.notes)
+            return found.run
+        notes: list[Compilation] = []
+        job = _Job(settings, start, _Clock.started(), notes)
         run = capture_with_aot(
             graph,
             example_inputs,
-            forward=partial(_compile, kind="forward", options=settings, clock=clock),
-            backward=partial(_compile, kind="backward", options=settings, clock=clock),
-            inference=partial(_compile, kind="inference", options=settings, clock=clock),
+            forward=partial(_compile, kind="forward", job=job),
+            backward=partial(_compile, kind="backward", job=job),
+            inference=partial(_compile, kind="inference", job=job),
             decompositions=decompositions(),
             joint=partial(joint_passes, options=settings),
+            witness=witness(start, example_inputs, notes),
         )
-    clock.running = False
+    job.clock.running = False
     return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A Dynamo graph that is being compiled. made: what became of its graphs so far."""
+
+    options: Options
+    start: Start
+    clock: _Clock
+    made: list[Compilation]
 
 
 def _settings(options: Mapping[str, object] | None) -> Options:
@@ -128,42 +152,31 @@ class _Clock:
         self.since = perf_counter()
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the cyclic garbage collector: graphs live until the end, so that walking them again finds little."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _compile(
-    graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, options: Options, clock: _Clock
-) -> Callable[..., Any]:
-    executable, record = compile_graph(graph, kind, options, None, clock.lap())
-    clock.resume()
+def _compile(graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, job: _Job) -> Callable[..., Any]:
+    executable, record = compile_graph(graph, kind, job.options, None, job.clock.lap(), (job.start.decision,))
+    job.clock.resume()
     nodes = [(program.name, node) for program in record.programs for node in program.scheduled.nodes]
-    _compilations.append(
-        Compilation(
-            name=record.name,
-            kind=kind,
-            nodes=sum(node.op == "call_function" for node in graph.graph.nodes),
-            kernels=sum(isinstance(node, Kernel) for _, node in nodes),
-            distinct=len({kernel.name for program in record.programs for kernel in program.kernels.values()}),
-            calls=(
-                *(
-                    Fallback(event_name(program, node.name), node.op, node.reason)
-                    for program, node in nodes
-                    if isinstance(node, Extern)
-                ),
-                *(Fallback(name, str(dict(each.facts)["op"]), each.why) for name, each in record.eager),
+    made = Compilation(
+        name=record.name,
+        kind=kind,
+        nodes=sum(node.op == "call_function" for node in graph.graph.nodes),
+        kernels=sum(isinstance(node, Kernel) for _, node in nodes),
+        distinct=len({kernel.name for program in record.programs for kernel in program.kernels.values()}),
+        calls=(
+            *(
+                Fallback(program, node.name, node.op, node.reason)
+                for program, node in nodes
+                if isinstance(node, Extern)
             ),
-            seconds=record.seconds,
-        )
+            *(
+                Fallback(program, each.subject[0], str(dict(each.facts)["op"]), each.why)
+                for program, each in record.eager
+            ),
+        ),
+        seconds=record.seconds,
     )
+    job.made.append(made)
+    _compilations.append(made)
     return executable
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 
 from pellucid.codegen import CppKernel
-from pellucid.errors import UserError
+from pellucid.errors import InternalError, UserError
 from pellucid.ir.derived import Float, Numbers, by_name
 from pellucid.ir.index import Expr, const
-from pellucid.ir.nodes import Arg, Enum, Extern, Kernel, Node, Program, View
+from pellucid.ir.nodes import Arg, Enum, Extern, Kernel, Line, Load, Node, Program, Store, View
 from pellucid.ir.origin import Origin
-from pellucid.ir.types import TORCH_DTYPES
+from pellucid.ir.types import TORCH_DTYPES, DType
+from pellucid.native.build import build
 from pellucid.native.execution_plan import (
     ArenaSlot,
     Call,
@@ -32,6 +35,7 @@ from pellucid.native.execution_plan import (
     TensorView,
 )
 from pellucid.native.runtime import Instance
+from pellucid.schedule.deps import reads
 from pellucid.schedule.memory import plan_memory
 
 # Instances for as many different sizes are kept; beyond it the one unused for longest is made again when needed.
@@ -50,21 +54,84 @@ class Probe:
     after: Callable[..., None]
 
 
+class Whole:
+    """A program and its kernels as the compiler made them, for those who look into them.
+
+    Those of an earlier process are read when somebody does.
+    """
+
+    def __init__(self, made: tuple[Program, Mapping[str, CppKernel]] | None, data: bytes = b"") -> None:
+        self._made = made
+        self._data = data
+
+    def __reduce__(self) -> tuple[Callable[..., Whole], tuple[Any, ...]]:
+        return Whole, (None, self._data or zlib.compress(pickle.dumps(self._made), 1))
+
+    @property
+    def made(self) -> tuple[Program, Mapping[str, CppKernel]]:
+        if self._made is None:
+            self._made = pickle.loads(zlib.decompress(self._data))
+        return self._made
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel is called. symbol: of its function. checks: messages of its index checks. reads: buffers.
+
+    The rest: see `KernelCall` and `CppKernel`.
+    """
+
+    symbol: str
+    params: tuple[str, ...]
+    symbols: tuple[str, ...]
+    extent: Expr
+    grain: int
+    checks: tuple[str, ...]
+    where: str
+    reads: tuple[str, ...]
+
+    @classmethod
+    def of(cls, kernel: Kernel, compiled: CppKernel) -> Launch:
+        return cls(
+            compiled.name,
+            compiled.params,
+            compiled.symbols,
+            compiled.extent,
+            compiled.grain,
+            tuple(_check_text(dim, origin) for dim, origin in compiled.checks),
+            where(kernel.body[-1].origin),
+            reads(kernel),
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Sized:
     """A program with its sizes, as an instance runs it: what its calls move and compute follows from it.
 
-    calls: the node of each call of the plan, None for those of a probe. size: of the symbols. shapes: by buffer, a view
-    that shows its shape. name: of the program. parameters: inputs that could be frozen, and are not.
+    nodes: the name of the node of each call of the plan, None for those of a probe. size: of the symbols. shapes: by
+    buffer, a view that shows its shape. name: of the program. parameters: inputs that could be frozen, and are not.
     """
 
     name: str
-    program: Program
-    kernels: Mapping[str, CppKernel]
-    calls: tuple[Node | None, ...]
+    whole: Whole
+    nodes: tuple[str | None, ...]
     size: Numbers
     shapes: Mapping[str, View]
     parameters: frozenset[str]
+
+    @property
+    def program(self) -> Program:
+        return self.whole.made[0]
+
+    @property
+    def kernels(self) -> Mapping[str, CppKernel]:
+        return self.whole.made[1]
+
+    @property
+    def calls(self) -> tuple[Node | None, ...]:
+        """The node of each call of the plan, None for those of a probe."""
+        nodes = {node.name: node for node in self.program.nodes}
+        return tuple(None if name is None else nodes[name] for name in self.nodes)
 
 
 INSTANCES: WeakValueDictionary[int, Sized] = WeakValueDictionary()
@@ -90,8 +157,8 @@ class Executable:
         reuse: bool = True,
         checked: tuple[View, ...] = (),
         name: str = "program",
-        values: Iterable[View] = (),
-        parameters: Iterable[str] = (),
+        values: Sequence[View] = (),
+        parameters: Sequence[str] = (),
     ) -> None:
         """probes: by the name of the node. reuse: let temporaries that are not alive at once share memory.
         name, values, parameters: of the program, of what it computes, and of what could be frozen, for profiles.
@@ -105,14 +172,33 @@ class Executable:
         self._parameters = frozenset(parameters)
         self._probes = probes or {}
         self._reuse = reuse
-        self._kernels = kernels
-        self._addresses = addresses
+        self._whole = Whole((program, kernels))
+        self._launches = {
+            node.name: Launch.of(node, kernels[node.name]) for node in program.nodes if isinstance(node, Kernel)
+        }
+        self._sources = {kernel.name: kernel.source for kernel in kernels.values()}
         self._constants = list(constants)
-        self._positions = [program.inputs.index(symbol) for symbol in program.symbols]
+        self._load(addresses)
+
+    def _load(self, addresses: Mapping[str, int]) -> None:
+        self._addresses = addresses
+        self._positions = [self.program.inputs.index(symbol) for symbol in self.program.symbols]
         self._instances: OrderedDict[tuple[int, ...], _Ready] = OrderedDict()
         self._sized: dict[tuple[int, ...], Sized] = {}
-        if not program.symbols:
+        if not self.program.symbols:
             self._static = self._make_instance(())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a later process needs, which finds the kernels in the store."""
+        if self._probes:
+            raise InternalError(f"{self._name} has probes, which are of this process")
+        here = ("_addresses", "_positions", "_instances", "_sized", "_static")
+        state = {name: value for name, value in self.__dict__.items() if name not in here}
+        return {**state, "program": _bare(self.program)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._load(build(self._sources)[0])
 
     def __call__(self, args: list[Any]) -> list[Any]:
         run, supplied, expected = self._instance(args) if self._positions else self._static
@@ -138,7 +224,8 @@ class Executable:
     def _make_instance(self, sizes: tuple[int, ...]) -> _Ready:
         assembler = _Assembler(
             self.program,
-            self._kernels,
+            self._whole,
+            self._launches,
             self._addresses,
             self._probes,
             sizes,
@@ -156,6 +243,23 @@ class Executable:
         if len(self._instances) > _INSTANCES:
             del self._sized[self._instances.popitem(last=False)[0]]
         return ready
+
+
+class Name(str):
+    """The name of a compiled graph, unique in a process: what a later process reads back gets a new one there."""
+
+
+def _bare(program: Program) -> Program:
+    """The program with kernels that only tell what they read and write."""
+
+    def bare(node: Node) -> Node:
+        if not isinstance(node, Kernel):
+            return node
+        sites = {(type(rhs), rhs.buffer): rhs for line in node.body if isinstance(rhs := line.rhs, Load | Store)}
+        lines = [replace(rhs, index=const(0)) for rhs in sites.values()]
+        return Kernel(node.name, (), (), tuple(Line("", rhs, DType.F32) for rhs in lines))
+
+    return replace(program, nodes=tuple(map(bare, program.nodes)))
 
 
 # An argument's name, position, dtype, shape and strides.
@@ -188,7 +292,8 @@ class _Assembler:
     def __init__(
         self,
         program: Program,
-        kernels: Mapping[str, CppKernel],
+        whole: Whole,
+        launches: Mapping[str, Launch],
         addresses: Mapping[str, int],
         probes: Mapping[str, Probe],
         sizes: tuple[int, ...],
@@ -203,7 +308,8 @@ class _Assembler:
         self.parameters = parameters
         self.probes = probes
         self.reuse = reuse
-        self.kernels = kernels
+        self.whole = whole
+        self.launches = launches
         self.addresses = addresses
         self.size = Numbers(dict(zip(program.symbols, sizes, strict=True)), by_name(program.derived))
         self.inputs = {name: number for number, name in enumerate((*program.inputs, *program.supplied))}
@@ -222,9 +328,10 @@ class _Assembler:
 
     def sized(self) -> Sized:
         """What the calls of the instance are."""
-        calls = [(None, node, None) if node.name in self.probes else (node,) for node in self.program.nodes]
+        names = [node.name for node in self.program.nodes]
+        calls = [(None, name, None) if name in self.probes else (name,) for name in names]
         flat = tuple(call for group in calls for call in group)
-        return Sized(self.name, self.program, self.kernels, flat, self.size, self.shapes, self.parameters)
+        return Sized(self.name, self.whole, flat, self.size, self.shapes, self.parameters)
 
     def expected(self, view: View) -> _Expected:
         """What an argument must be, of which `view` is the whole."""
@@ -271,17 +378,17 @@ class _Assembler:
                 )
 
     def _kernel_call(self, kernel: Kernel) -> KernelCall:
-        compiled = self.kernels[kernel.name]
+        launch = self.launches[kernel.name]
         return KernelCall(
-            address=self.addresses[compiled.name],
-            slots=tuple(self.slots[name] for name in compiled.params),
-            symbols=tuple(int(self.size.of(name)) for name in compiled.symbols),
-            extent=self.size(compiled.extent),
-            grain=compiled.grain,
+            address=self.addresses[launch.symbol],
+            slots=tuple(self.slots[name] for name in launch.params),
+            symbols=tuple(int(self.size.of(name)) for name in launch.symbols),
+            extent=self.size(launch.extent),
+            grain=launch.grain,
             name=kernel.name,
-            checks=tuple(_check_text(dim, origin) for dim, origin in compiled.checks),
-            where=where(kernel.body[-1].origin),
-            reads=tuple(self._view(self.shapes[name]) for name in {load.buffer: None for _, load in kernel.loads()}),
+            checks=launch.checks,
+            where=launch.where,
+            reads=tuple(self._view(self.shapes[name]) for name in launch.reads),
         )
 
     def _args(self, extern: Extern) -> tuple[Any, ...]:

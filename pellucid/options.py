@@ -23,6 +23,7 @@ class Options:
     freeze: prepare parameters and buffers once, for inference: what depends on them alone is computed and matrices are
         packed before the first call, and again when they have changed.
     recompute: let backward compute again what is cheaper than keeping it, where PyTorch's partitioner would keep it.
+    reuse: start what an earlier process compiled, without compiling it again.
     reuse_memory: let temporaries that are not alive at the same time share memory.
     max_fused_lines: largest body, in IR lines, that fusion may make.
     max_fused_buffers: largest number of buffers of a fused kernel.
@@ -39,6 +40,7 @@ class Options:
     contract: bool = True
     freeze: bool = False
     recompute: bool = True
+    reuse: bool = True
     reuse_memory: bool = True
     max_fused_lines: int = 256
     max_fused_buffers: int = 48

@@ -22,7 +22,7 @@ from pellucid.capture.torch_compat import artifact_logger, parameters_of
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel, functions_of, generate, packings_of
 from pellucid.errors import PellucidError
-from pellucid.executable import Executable, Probe
+from pellucid.executable import Executable, Name, Probe
 from pellucid.frozen import Frozen, Packer
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Extern, Kernel, Program, View
@@ -218,17 +218,23 @@ STAGES: tuple[tuple[str, Callable[[Unit, Options], Step]], ...] = (
 _numbers = itertools.count()
 
 
+def new_name(kind: str) -> Name:
+    """A name for a compiled graph, which no other of this process has."""
+    return Name(f"{kind}_{next(_numbers)}")
+
+
 def compile_graph(
     graph: torch.fx.GraphModule,
     kind: str,
     options: Options,
     watch: Watch | None = None,
     earlier: Sequence[tuple[str, float]] = (),
+    decided: tuple[Decision, ...] = (),
 ) -> tuple[Run, GraphRecord]:
     """Compile `graph`: as one program, or in segments around what no program holds, see `capture.split`.
 
-    watch: makes the probes of each program. earlier: what was done before, in seconds, for the record. With
-    `options.trace` a run folder is written for each program, and for each graph that was split.
+    watch: makes the probes of each program. earlier: what was done before, in seconds, and decided; for the record.
+    With `options.trace` a run folder is written for each program, and for each graph that was split.
     """
     refused: dict[str, str] = {}
     before = tuple(StageTime(*each) for each in earlier)
@@ -237,9 +243,9 @@ def compile_graph(
         outline = split(graph, refused)
         try:
             if outline is None:
-                return _compile_program(graph, kind, options, watch, before)
+                return _compile_program(graph, kind, options, watch, before, decided)
             times = (*before, StageTime("split", perf_counter() - start))
-            return _compile_segments(graph, outline, kind, options, watch, times)
+            return _compile_segments(graph, outline, kind, options, watch, times, decided)
         except NotHeld as refusal:
             if refusal.node in refused:
                 raise
@@ -253,9 +259,10 @@ def _compile_segments(
     options: Options,
     watch: Watch | None,
     times: tuple[StageTime, ...],
+    decided: tuple[Decision, ...],
 ) -> tuple[Run, GraphRecord]:
     """Compile the segments, and the graphs that higher-order operators call."""
-    name = f"{kind}_{next(_numbers)}"
+    name = new_name(kind)
     parts: list[GraphRecord] = []
 
     def compiled(part: torch.fx.GraphModule) -> Any:
@@ -267,11 +274,12 @@ def _compile_segments(
     segments = [step for step in outline.steps if isinstance(step, Segment)]
     executables: dict[str, Run] = {}
     for segment in segments:
+        assert segment.graph is not None
         executables[segment.name], record = _compile_program(segment.graph, kind, options, watch)
         parts.append(record)
     unit = Unit(name, kind, captured=graph, graph=graph)
     record = _record(
-        unit, outline.decisions, times[-1:], options, None, times[:-1], outline_text(outline), tuple(parts)
+        unit, decided + outline.decisions, times[-1:], options, None, times[:-1], outline_text(outline), tuple(parts)
     )
     return _recorded(Segments(outline, executables, name), record), record
 
@@ -282,11 +290,12 @@ def _compile_program(
     options: Options,
     watch: Watch | None,
     earlier: tuple[StageTime, ...] = (),
+    decided: tuple[Decision, ...] = (),
 ) -> tuple[Run, GraphRecord]:
     """Run every stage on `graph`. With `options.trace` the run folder is written even when a stage fails."""
-    unit = Unit(f"{kind}_{next(_numbers)}", kind, captured=graph, graph=graph, watch=watch)
+    unit = Unit(new_name(kind), kind, captured=graph, graph=graph, watch=watch)
     unit = replace(unit, machine=machine_for(options.machine))
-    decisions: list[Decision] = []
+    decisions = list(decided)
     times: list[StageTime] = []
     try:
         for name, stage in STAGES:
@@ -366,17 +375,19 @@ def _record_of(
     )
 
 
+ARTIFACTS: Mapping[str, Callable[[GraphRecord], str]] = {
+    "ir_pre_fusion": lambda record: print_program(record.lowered),
+    "ir_post_fusion": lambda record: print_program(record.scheduled),
+    "output_code": lambda record: record.outline or output_code(record),
+    "fusion": lambda record: "\n".join(str(d) for d in record.decisions if d.rule.startswith("fuse")),
+    "perf_hints": lambda record: "\n".join(str(d) for d in record.decisions if d.rule.startswith("codegen.")),
+    "schedule": lambda record: "\n".join(f"{t.name}: {t.seconds:.3f} s" for t in (*record.earlier, *record.stages)),
+}
+"""What `TORCH_LOGS` can ask for, under the names that TorchInductor's have."""
+
+
 def _log(record: GraphRecord) -> None:
-    """Print the artifacts that `TORCH_LOGS` asks for, under the names that TorchInductor's have."""
-    artifacts: dict[str, Callable[[], str]] = {
-        "ir_pre_fusion": lambda: print_program(record.lowered),
-        "ir_post_fusion": lambda: print_program(record.scheduled),
-        "output_code": lambda: record.outline or output_code(record),
-        "fusion": lambda: "\n".join(str(d) for d in record.decisions if d.rule.startswith("fuse")),
-        "perf_hints": lambda: "\n".join(str(d) for d in record.decisions if d.rule.startswith("codegen.")),
-        "schedule": lambda: "\n".join(f"{t.name}: {t.seconds:.3f} s" for t in (*record.earlier, *record.stages)),
-    }
-    for name, make in artifacts.items():
+    for name, make in ARTIFACTS.items():
         logger = artifact_logger(name)
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("%s of %s:\n%s", name, record.name, make())
+            logger.debug("%s of %s:\n%s", name, record.name, make(record))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
 from pellucid.capture.outline import Bind, EagerCall, Fit, Layout, Number, Outline, Ref, Segment, Step
 from pellucid.capture.torch_compat import key_get, profiling, tree_flatten, tree_unflatten
-from pellucid.executable import fitted
+from pellucid.executable import Name, fitted
 from pellucid.ir.derived import Numbers
 from pellucid.native.execution_plan import event_name
 
@@ -38,6 +39,11 @@ class Segments:
             (step, [name for name, user in last.items() if user == position])
             for position, step in enumerate(outline.steps)
         ]
+
+    def __reduce__(self) -> tuple[Callable[..., Segments], tuple[Any, ...]]:
+        """For a later process, without what only the compiler reads."""
+        steps = tuple(replace(step, graph=None) if isinstance(step, Segment) else step for step in self.outline.steps)
+        return Segments, (replace(self.outline, steps=steps, decisions=()), self._executables, Name(self._name))
 
     def __call__(self, args: list[Any]) -> list[Any]:
         if not profiling():

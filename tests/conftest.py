@@ -13,6 +13,10 @@ import pytest
 # Kernels are the same on every run, whatever was measured on the machine.
 os.environ.setdefault("PELLUCID_MACHINE", "reference")
 
+# Tests look at what the compiler does, some with a part of it replaced: so all is compiled, unless a run is asked to
+# start what an earlier one compiled.
+os.environ.setdefault("PELLUCID_REUSE", "0")
+
 # A runner that starts the tests in the background leaves Ctrl-C ignored, for the processes that tests start as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

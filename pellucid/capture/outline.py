@@ -72,10 +72,13 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of the graph that is compiled. outputs: names of its results, as later steps know them."""
+    """A part of the graph that is compiled. outputs: names of its results, as later steps know them.
+
+    graph: None where it was compiled by an earlier process.
+    """
 
     name: str
-    graph: torch.fx.GraphModule
+    graph: torch.fx.GraphModule | None
     inputs: tuple[Ref | Number, ...]
     outputs: tuple[str, ...]
 

@@ -97,6 +97,12 @@ class Expr:
         self._vars: frozenset[str] | None = None
         self._vals: frozenset[str] | None = None
 
+    def __getstate__(self) -> tuple[tuple[Monomial, int], ...]:
+        return self.terms  # the hash of a text differs from process to process
+
+    def __setstate__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
+        self._fill(terms)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Expr) and (self is other or self.terms == other.terms)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -412,6 +413,10 @@ def _explained(found: Reasons) -> Iterator[RenderableType]:
         if refusals:
             yield sentence((_NOT_DONE[kind], "bold"))
             yield _refusals(refusals)
+    if found.starts:
+        yield sentence(("how its graphs start", "bold"))
+        counted = Counter(map(str, found.starts)).items()
+        yield Table(("graphs", "how, and why"), [(str(count), sentence(each)) for each, count in counted])
 
 
 def _explanation(found: Explanation) -> Iterator[RenderableType]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,8 +103,9 @@ def encode(
     head.word(number, inputs, arena, int(operators or not _tiny(calls)), int(operators))
     head.text(event_name(name))
     head.word(len(slots))
+    returned = _returned_views(results)
     for number, slot in enumerate(slots):
-        head.word(*_place(slot), _only_view(number, encoder.views, results))
+        head.word(*_place(slot), _only_view(returned.get(number, frozenset()), encoder.views))
     for views in (encoder.views, encoder.shown):
         head.word(len(views))
         for view in views:
@@ -134,12 +135,20 @@ def _place(slot: Slot) -> tuple[int, int]:
             return 3, 0
 
 
-def _only_view(slot: int, views: dict[TensorView, int], results: Sequence[Result]) -> int:
+def _returned_views(results: Sequence[Result]) -> dict[int, set[TensorView]]:
+    """By slot, the views as which it is returned."""
+    returned: dict[int, set[TensorView]] = {}
+    for result in results:
+        if isinstance(result, TensorView):
+            returned.setdefault(result.slot, set()).add(result)
+    return returned
+
+
+def _only_view(returned: Set[TensorView], views: dict[TensorView, int]) -> int:
     """The view as which an output slot is returned, when there is one and it starts where the slot does."""
-    returned = {result for result in results if isinstance(result, TensorView) and result.slot == slot}
     if len(returned) != 1:
         return -1
-    view = returned.pop()
+    (view,) = returned
     return views[view] if view.offset == 0 else -1
 
 

@@ -4,6 +4,7 @@
         kernels/<name>          one line of JSON: which batch holds the kernel, the batch's checksum, the text's hash
         batches/<id>.so .cpp    several kernels in one library, and their source for people to read
         files/<name>            precompiled header, runtime and the like, each with <name>.sum, its checksum
+        programs/<key>-<sum>    what a graph was compiled to (see `pellucid.reuse`), its checksum on the first line
         locks/  tmp/            one lock per batch being built; work in progress
 
 Everything appears by `os.replace`, so a reader sees a file whole or not at all; what a crash or a full disk left
@@ -49,6 +50,7 @@ class StoreStats:
     keys: int
     kernels: int
     batches: int
+    programs: int
     nbytes: int
 
 
@@ -176,6 +178,26 @@ class KernelStore:
         self._verified[target] = checksum
         return target
 
+    def programs(self, key: str) -> Iterator[bytes | str]:
+        """What `add_program` was given for `key`, last first; where it cannot be trusted or is not whole: why.
+
+        It is unpickled, which runs code: so nothing is read that another user could have written.
+        """
+        for directory in self._directories():
+            found = [path for path in (directory / "programs").glob(f"{key}-*") if path.suffix == ""]
+            for path in sorted(found, key=_age):
+                yield _read_program(path)
+
+    def add_program(self, key: str, data: bytes) -> None:
+        """Keep what a graph was compiled to, if there is room; what nobody has used for a month goes."""
+        programs, checksum = self.directory / "programs", hashlib.sha256(data).hexdigest()
+        with contextlib.suppress(OSError):  # then the next process compiles it again
+            programs.mkdir(mode=0o700, exist_ok=True)
+            for path in programs.iterdir():
+                if _age(path) > _UNUSED_S:
+                    path.unlink(missing_ok=True)
+            _write(programs / f"{key}-{checksum[:16]}", b"%s\n%s" % (checksum.encode(), data))
+
     def forget(self, path: Path) -> None:
         """Treat a file as damaged from now on: it is whole but cannot be loaded."""
         self._verified.pop(path, None)
@@ -232,7 +254,7 @@ class KernelStore:
 
     def stats(self) -> StoreStats:
         """Count what is on disk, under every key of the root."""
-        keys = kernels = batches = nbytes = 0
+        keys = kernels = batches = programs = nbytes = 0
         for key in _subdirectories(self.root):
             keys += 1
             for path in key.rglob("*"):
@@ -240,7 +262,8 @@ class KernelStore:
                     nbytes += path.stat().st_size if path.is_file() else 0
                 kernels += path.parent.name == "kernels"
                 batches += path.suffix == ".so" and path.parent.name == "batches"
-        return StoreStats(self.root, keys, kernels, batches, nbytes)
+                programs += path.parent.name == "programs"
+        return StoreStats(self.root, keys, kernels, batches, programs, nbytes)
 
     def clear(self) -> None:
         """Remove everything, under every key. Kernels that a process has loaded stay loaded."""
@@ -428,6 +451,30 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def _age(path: Path) -> float:
+    """Seconds since it was written, or read by somebody who may note it; endless where it is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return float("inf")
+
+
+def _read_program(path: Path) -> bytes | str:
+    """A file of `programs/`, or why it is none."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            if not (_is_trusted(path.parent.stat()) and _is_trusted(os.fstat(file.fileno()))):
+                return "the program in the store could have been written by another user"
+            checksum, _, data = file.read().partition(b"\n")
+    except OSError as error:
+        return f"the program in the store cannot be read: {error.strerror}"
+    if hashlib.sha256(data).hexdigest().encode() != checksum:
+        return "the program in the store is damaged"
+    with contextlib.suppress(OSError):
+        os.utime(path)  # a program that is in use stays
+    return data
 
 
 def _move(source: Path, target: Path) -> None:

@@ -12,7 +12,6 @@ from pellucid.codegen import CppKernel
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Program, View
 from pellucid.native.build import BuildReport
-from pellucid.native.execution_plan import event_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,6 @@ class GraphRecord:
 
     @property
     def eager(self) -> tuple[tuple[str, Decision], ...]:
-        """The calls that Python makes between programs, as decisions, by the names of their events."""
-        own = [each for each in self.decisions if each.rule == "split.eager"]
-        named = tuple((event_name(self.name, each.subject[0]), each) for each in own)
-        return named + tuple(each for part in self.parts for each in part.eager)
+        """The calls that Python makes between programs, as decisions, each with the name of the graph around it."""
+        own = tuple((self.name, each) for each in self.decisions if each.rule == "split.eager")
+        return own + tuple(each for part in self.parts for each in part.eager)

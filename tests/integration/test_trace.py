@@ -222,7 +222,12 @@ def test_torch_trace_gets_the_texts_of_each_run(tmp_path: Path) -> None:
     artifacts = [entry["artifact"] for entry in entries if "artifact" in entry]
     ours = {each["name"]: each["encoding"] for each in artifacts if each["name"].startswith("pellucid_")}
     kinds = {name.split("_", 3)[3]: encoding for name, encoding in ours.items()}
-    assert kinds["run"] == "json" and kinds["output_code"] == "string" and kinds["segments"] == "string"
+    assert (
+        kinds["reuse"] == "json"
+        and kinds["run"] == "json"
+        and kinds["output_code"] == "string"
+        and kinds["segments"] == "string"
+    )
     told = {"run.json", *schema.TABLES, *schema.GRAPH_FILES}
     told -= {schema.GRAPH, schema.VALUES, schema.NUMBERS, "ir_frozen.txt"}
     assert {Path(name).stem for name in told} <= set(kinds)

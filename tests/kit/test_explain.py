@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import runpy
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import torch
 from pellucid.ir.origin import Origin, UserLine
 from pellucid.kit.debug.explain import explain
 from pellucid.kit.debug.frontend import listening
-from pellucid.kit.debug.reasons import reasons
-from pellucid.kit.runs.target import Request
+from pellucid.kit.debug.reasons import find_reasons, reasons
+from pellucid.kit.runs.target import Request, subject_for
 from pellucid.kit.subjects.refusals import Refusal, Refused, Value
 
 HERE = Path(__file__).parent
@@ -169,3 +170,17 @@ def test_what_python_calls_between_programs_is_told(tmp_path):
     assert called.user_line == f"{file}:12"
     command = [sys.executable, "-c", "from pellucid.cli import main; main()", "explain", f"{file}:chosen"]
     assert "calls by Python between programs" in subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def test_how_graphs_start(tmp_path):
+    """Like the program itself, which an earlier process may have compiled."""
+    file = tmp_path / "program.py"
+    file.write_text(f"import torch\ndef make():\n    return lambda x: x * {random.random()}, (torch.ones(3),)\n")
+    request = Request(f"{file}:make", "pellucid", {"reuse": True})
+    (first,) = find_reasons(request).starts
+    assert first.outcome == "missed" and first.reason == "nothing like it was compiled before"
+    subject_for(request).wrap(*runpy.run_path(str(file))["make"]()[:1])(torch.ones(3))
+    (second,) = find_reasons(request).starts
+    assert second.outcome in ("found", "missed") and second.reason in str(find_reasons(request))
+    (third,) = find_reasons(Request(f"{file}:make", "pellucid", {"reuse": False})).starts
+    assert str(third) == "bypassed: the option `reuse` is off"

@@ -18,7 +18,7 @@ from pellucid.capture.fx import origin_of
 from pellucid.errors import UserError
 from pellucid.ir.origin import merge
 from pellucid.kit.debug.check import Checked, check_request, isolated
-from pellucid.kit.debug.frontend import listening
+from pellucid.kit.debug.frontend import listening, starting
 from pellucid.kit.debug.match import annotated
 from pellucid.kit.judge.judge import Output, Verdict, judge, kind_of, near, worst
 from pellucid.kit.process.child import SECONDS, Failure, Worker, pass_on
@@ -170,7 +170,7 @@ def replay(request: Request, seconds: float = SECONDS, memory: int = 0) -> Repla
 
 def save_graphs(request: Request, folder: str) -> int:
     """Capture the graphs of a program and write them; returns how many. Raises UserError when there are none."""
-    with listening() as refusals:
+    with listening() as refusals, starting(request.backend, request.options) as starts:
         graphs, _ = captured(request)
     if not graphs:
         raise UserError(f"{request.target} becomes no graph: nothing in it can be compiled")
@@ -179,7 +179,7 @@ def save_graphs(request: Request, folder: str) -> int:
     for graph in graphs:
         save_graph(writer, graph)
     writer.add_user_source(merge(origin_of(node) for graph in graphs for node in graph.module.graph.nodes).users)
-    writer.note(refusals=[asdict(each) for each in refusals])
+    writer.note(refusals=[asdict(each) for each in refusals], starts=[asdict(each) for each in starts])
     return len(graphs)
 
 

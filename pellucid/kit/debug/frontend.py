@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ import torch
 from torch._dynamo import output_graph, utils
 
 from pellucid.kit.process.child import NOT_THE_USERS
+from pellucid.kit.programs import graphs
 from pellucid.kit.subjects.refusals import Refusal
+from pellucid.options import make_options
+from pellucid.reuse import Start, consult
 
 GRAPH_BREAK, RECOMPILATION = "graph break", "recompilation"
 _MOST = 100_000  # compilations that are remembered; Dynamo keeps 64 by itself
@@ -33,6 +36,21 @@ def listening() -> Iterator[list[Refusal]]:
             yield found
     finally:
         found += dict.fromkeys((*_breaks(breaks), *_skipped(), *_recompilations()))
+
+
+@contextmanager
+def starting(backend: str, options: Mapping[str, object]) -> Iterator[list[Start]]:
+    """How a process would start the graphs that Pellucid captures in the block."""
+    found: list[Start] = []
+    capture = graphs.capture_with_aot
+
+    def consulting(module: torch.fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Callable[..., Any]:
+        if backend == "pellucid":
+            found.append(consult(module, inputs, make_options(options)))
+        return capture(module, inputs, **rest)
+
+    with mock.patch.object(graphs, "capture_with_aot", consulting):
+        yield found
 
 
 def _breaks(reasons: Sequence[Any]) -> Iterator[Refusal]:

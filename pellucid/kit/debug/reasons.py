@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from pellucid.kit.debug.explain import Explanation, explain
-from pellucid.kit.debug.frontend import GRAPH_BREAK, RECOMPILATION, listening
+from pellucid.kit.debug.frontend import GRAPH_BREAK, RECOMPILATION, listening, starting
 from pellucid.kit.process.child import SECONDS, Failure, Worker, failure_of, pass_on, raise_if_nothing_compiles
 from pellucid.kit.runs.run import run_of
 from pellucid.kit.runs.target import Request, captured
 from pellucid.kit.shown import Shown
 from pellucid.kit.subjects.refusals import BY_PYTHON, Refusal
+from pellucid.reuse import Start
 
 KINDS = ("fusion", "vectorisation", "fallback", BY_PYTHON, GRAPH_BREAK, RECOMPILATION)
 
@@ -22,12 +25,13 @@ class Reasons(Shown, Explanation):
     """The compile error explained, with empty fields where there was none.
 
     failure: how compilation ended otherwise than well, if that was no kernel's fault. refusals: what was not done in
-    the graphs that compiled.
+    the graphs that compiled. starts: whether the store has what the program's graphs were compiled to.
     """
 
     backend: str
     failure: Failure | None = None
     refusals: tuple[Refusal, ...] = ()
+    starts: tuple[Start, ...] = ()
 
     @property
     def refused(self) -> bool:
@@ -51,9 +55,14 @@ def reasons(request: Request, seconds: float = SECONDS, memory: int = 0) -> Reas
 
 def find_reasons(request: Request) -> Reasons:
     """The same in this process."""
-    with listening() as refusals:
+    with listening() as refusals, starting(request.backend, request.options) as starts:
         graphs, subject = captured(request)
-    refusals += _captured_refusals(request)
+    saved = _about(request)
+    refusals += [
+        Refusal(each["kind"], tuple(each["subject"]), each["cause"], (), each["user_line"])
+        for each in saved.get("refusals", [])
+    ]
+    starts += [Start(**each) for each in saved.get("starts", [])]
     for graph in graphs:
         try:
             with torch.no_grad():
@@ -61,16 +70,15 @@ def find_reasons(request: Request) -> Reasons:
         except Exception as error:
             raise_if_nothing_compiles(error)
             refused = subject.refused(error)
-            found = {"backend": subject.name, "refusals": tuple(refusals)}
+            found = {"backend": subject.name, "refusals": tuple(refusals), "starts": tuple(starts)}
             if refused is not None:
                 return Reasons(**asdict(explain(refused)), **found)
             failure = failure_of(error)
             return Reasons(cause=str(failure), failure=failure, **found)
-    return Reasons(backend=subject.name, refusals=tuple(refusals))
+    return Reasons(backend=subject.name, refusals=tuple(refusals), starts=tuple(starts))
 
 
-def _captured_refusals(request: Request) -> list[Refusal]:
+def _about(request: Request) -> Mapping[str, Any]:
     """What the front end did while a run was captured."""
     run = run_of(request.target, request.libraries)
-    saved = run.about.get("refusals", []) if run is not None else []
-    return [Refusal(each["kind"], tuple(each["subject"]), each["cause"], (), each["user_line"]) for each in saved]
+    return {} if run is None else run.about

@@ -23,7 +23,7 @@ import torch
 import torch._dynamo
 
 from pellucid.errors import UserError
-from pellucid.kit.debug.frontend import listening
+from pellucid.kit.debug.frontend import listening, starting
 from pellucid.kit.process.child import NOT_THE_USERS
 from pellucid.kit.programs.graphs import Recorder
 from pellucid.kit.runs.run import open_run, save_graph
@@ -97,14 +97,14 @@ def main(arguments: Sequence[str]) -> None:
     recorder = Recorder(partial(save_graph, writer))
     _replace_compile(subject_of(about["backend"], about["options"]).capturing(recorder.compiler))
     ended: SystemExit | None = None
-    with listening() as refusals:
+    with listening() as refusals, starting(about["backend"], about["options"]) as starts:
         try:
             _run(command)
         except SystemExit as end:  # as many scripts end, also well
             ended = end
         except Exception as error:
             sys.exit(_own_lines(traceback.TracebackException.from_exception(error)))
-    writer.note(refusals=[asdict(each) for each in refusals])
+    writer.note(refusals=[asdict(each) for each in refusals], starts=[asdict(each) for each in starts])
     if ended is not None:
         if ended.code:
             writer.note(**{_EXIT: str(ended.code)})

@@ -1,0 +1,259 @@
+"""Starting what an earlier process compiled: AOTAutograd traces nothing, and no stage of the compiler runs.
+
+Dynamo captures a graph and guards it, as always. Under the graph's key the store may then have what it was compiled
+to: pickled programs with the text of their kernels, which the store has built, and what AOTAutograd found out.
+
+    look_up ─► found: call it
+        └────► missed: capture, compile; `Witness` ─► keep ─► store
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import io
+import json
+import logging
+import pickle
+import platform
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pellucid.capture.identity import identity, shares_memory
+from pellucid.capture.torch_compat import (
+    Captured,
+    NotResumable,
+    Witness,
+    adopt,
+    artifact_logger,
+    counted,
+    resume,
+    structured_artifact,
+    traces,
+    unmet,
+)
+from pellucid.executable import Name, operator_of
+from pellucid.ir.decision import Decision
+from pellucid.native.build import default_store
+from pellucid.native.machine import machine_for
+from pellucid.options import Options
+from pellucid.pipeline import ARTIFACTS, new_name
+
+_PACKAGE = Path(__file__).parent
+# What compiled programs don't depend on.
+_ELSEWHERE = ("kit", "cli")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a Dynamo graph was started. outcome: `found`, `missed` or `bypassed`. key: of the store, if it has one."""
+
+    outcome: str
+    reason: str
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.outcome}: {self.reason}"
+
+    @property
+    def decision(self) -> Decision:
+        """The same as the compiler's rules say it."""
+        return Decision("reuse", ("graph",), self.outcome == "found", self.reason)
+
+
+_starts: deque[Start] = deque(maxlen=1000)
+
+
+def last_starts() -> list[Start]:
+    """How the Dynamo graphs of this process were started, oldest first (the last 1000)."""
+    return list(_starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a Dynamo graph was compiled to, written after what is `Captured`. notes: what users are told of that."""
+
+    forward: Callable[[list[Any]], list[Any]]
+    backward: Callable[[list[Any]], list[Any]] | None
+    notes: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """run: to be called with the graph's arguments. notes: as in `Kept`."""
+
+    run: Callable[..., Any]
+    notes: tuple[Any, ...]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the cyclic garbage collector: graphs live until the end, so that walking them again finds little."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def look_up(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Start, Found | None]:
+    """What an earlier process compiled of a Dynamo graph, and how that was found or why not."""
+    start, found = _find(graph, inputs, options, partial(_started, graph, inputs))
+    _tell(start)
+    return start, found
+
+
+def consult(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> Start:
+    """How `look_up` would start a graph."""
+    return _find(graph, inputs, options, lambda *_: None)[0]
+
+
+def _find(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options, use: Callable[[_Reader, Captured], Any]
+) -> tuple[Start, Any]:
+    """Use the first entry of the store that is whole and holds for the sizes of now."""
+    try:
+        key = key_of(graph, inputs, options)
+    except NotResumable as why:
+        return Start("bypassed", str(why)), None
+    reasons: list[str] = []
+    for data in default_store().programs(key):
+        if isinstance(data, str):
+            reasons.append(data)
+            continue
+        try:
+            reader = _Reader(io.BytesIO(data))
+            captured: Captured = reader.load()
+            guard = unmet(captured.guards)
+            if not guard:
+                return Start("found", "an earlier process compiled it", key), use(reader, captured)
+            reasons.append(f"it was compiled for sizes with {guard}")
+        except Exception as error:  # whatever a pickle that we did not write may raise
+            reasons.append(f"the program in the store cannot be read: {type(error).__name__}: {error}")
+    return Start("missed", "; ".join(reasons) or "nothing like it was compiled before", key), None
+
+
+def witness(start: Start, inputs: Sequence[Any], notes: list[Any]) -> Witness | None:
+    """Keeps what is compiled after `start`, for later processes. notes: is filled meanwhile."""
+    return Witness(partial(_keep, start.key, notes), shares_memory(inputs)) if start.outcome == "missed" else None
+
+
+def key_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
+    """Names all that decides what a graph is compiled to, but the toolchain, PyTorch's release and the CPU: these name
+    the store. Raises NotResumable.
+    """
+    if reason := _why_not(options):
+        raise NotResumable(reason)
+    parts = identity(graph, inputs) | _surroundings(options)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+def _why_not(options: Options) -> str:
+    if not options.reuse:
+        return "the option `reuse` is off"
+    if options.trace or traces() or any(artifact_logger(name).isEnabledFor(logging.DEBUG) for name in ARTIFACTS):
+        return "a trace shows every stage"
+    return "parameters are frozen in the process that runs them" if options.freeze else ""
+
+
+def _surroundings(options: Options) -> dict[str, str]:
+    return {
+        "options": repr(sorted(asdict(options).items())),
+        "machine": repr(machine_for(options.machine)),
+        "compiler": _own_sources(),
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+    }
+
+
+@lru_cache(maxsize=1)
+def _own_sources() -> str:
+    """Identity of the compiler's own text."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*")):
+        where = path.relative_to(_PACKAGE)
+        if path.suffix in (".py", ".h", ".cpp") and where.parts[0] not in _ELSEWHERE:
+            digest.update(f"{where} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _started(graph: torch.fx.GraphModule, inputs: Sequence[Any], reader: _Reader, captured: Captured) -> Found:
+    with uncollected():
+        kept: Kept = reader.load()
+    adopt(captured.guards)
+    return Found(resume(graph, inputs, captured, kept.forward, kept.backward), kept.notes)
+
+
+def _keep(key: str, notes: Sequence[Any], captured: Captured | NotResumable, forward: Any, backward: Any) -> None:
+    """Write down what a Dynamo graph was compiled to; what cannot be written is compiled again by the next process."""
+    if isinstance(captured, NotResumable):
+        _tell(Start("bypassed", str(captured), key))
+        return
+    data = io.BytesIO()
+    writer = _Writer(data)
+    try:
+        with uncollected():
+            writer.dump(captured)
+            writer.dump(Kept(forward, backward, tuple(notes)))
+    except Exception as why:  # as many as there are types that cannot be pickled
+        _tell(Start("bypassed", f"it cannot be written down: {why}", key))
+        return
+    default_store().add_program(key, data.getvalue())
+
+
+class _Writer(pickle.Pickler):
+    """Operators are written by their names. Names of programs are told apart from other texts."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return str(obj) if isinstance(obj, Name) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch._ops.OpOverload):
+            return operator_of, (obj.name(),)
+        if isinstance(obj, torch._ops.OperatorBase):
+            raise NotResumable(f"it calls {obj.name()} between its programs")
+        names = _fields_of(type(obj))
+        return (type(obj), tuple([getattr(obj, name) for name in names])) if names else NotImplemented
+
+
+@lru_cache(maxsize=256)
+def _fields_of(cls: type) -> tuple[str, ...]:
+    """The arguments that make one of our frozen dataclasses; calling these is twice as fast as setting each field."""
+    ours = is_dataclass(cls) and cls.__module__.startswith("pellucid.") and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return tuple(field.name for field in fields(cls) if field.init) if ours else ()
+
+
+class _Reader(pickle.Unpickler):
+    """Gives programs names that are new in this process."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._names: dict[str, Name] = {}
+
+    def persistent_load(self, pid: Any) -> Name:
+        if pid not in self._names:
+            self._names[pid] = new_name(pid.rpartition("_")[0])
+        return self._names[pid]
+
+
+def _tell(start: Start) -> None:
+    """Note how a graph was started, for Python, for logs and for `TORCH_TRACE`."""
+    number = len(_starts)
+    _starts.append(start)
+    counted(start.outcome)
+    log.info("%s %s: %s", start.outcome, start.key, start.reason)
+    structured_artifact(f"pellucid_start_{number}_reuse", "json", lambda: json.dumps(asdict(start)))
