@@ -174,6 +174,20 @@ FORMS = (
 
 Form = Callable[..., Tensor]
 
+# All forms in f32; in narrow types those of which each part of the kernel is different, and all of them where time does
+# not matter.
+NARROW_FORMS = (in_f32, filled_and_added, shared_keys)
+CASES = [
+    pytest.param(
+        form,
+        dtype,
+        id=f"{form.__name__}-{dtype}",
+        marks=() if dtype is torch.float32 or form in NARROW_FORMS else pytest.mark.slow,
+    )
+    for form in FORMS
+    for dtype in DTYPES
+]
+
 
 def with_gradients(run: Callable[..., Any], *args: Tensor) -> tuple[Tensor, ...]:
     """A result, and the gradients of all arguments."""
@@ -196,8 +210,7 @@ def trained(function: Form, folder: Path, *args: Tensor, **options: Any) -> tupl
     return results, rows
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("form", "dtype"), CASES)
 def test_forms(tmp_path: Path, form: Form, dtype: torch.dtype) -> None:
     args = [heads(2, 4, 20, 16, dtype=dtype) for _ in range(3)]
     result, rows = traced(form, tmp_path, *args)
@@ -207,8 +220,7 @@ def test_forms(tmp_path: Path, form: Form, dtype: torch.dtype) -> None:
     assert len(said(rows, KERNEL)) == 1 and not [why for why in said(rows, ATEN) if "multiplication" not in why]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("form", "dtype"), CASES)
 def test_gradients_of_forms(tmp_path: Path, form: Form, dtype: torch.dtype) -> None:
     """Forward and backward are a kernel each, and backward is given no matrix of weights."""
     args = [heads(2, 4, 20, 16, dtype=dtype) for _ in range(3)]
