@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import io
+import itertools
 import json
 import logging
 import pickle
@@ -71,6 +72,7 @@ class Start:
 
 
 _starts: deque[Start] = deque(maxlen=1000)
+_numbers = itertools.count()
 
 
 def last_starts() -> list[Start]:
@@ -252,8 +254,7 @@ class _Reader(pickle.Unpickler):
 
 def _tell(start: Start) -> None:
     """Note how a graph was started, for Python, for logs and for `TORCH_TRACE`."""
-    number = len(_starts)
     _starts.append(start)
     counted(start.outcome)
     log.info("%s %s: %s", start.outcome, start.key, start.reason)
-    structured_artifact(f"pellucid_start_{number}_reuse", "json", lambda: json.dumps(asdict(start)))
+    structured_artifact(f"pellucid_start_{next(_numbers)}_reuse", "json", lambda: json.dumps(asdict(start)))

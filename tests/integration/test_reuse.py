@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import random
 import re
@@ -46,14 +47,15 @@ def compiled(function: Callable[..., Any], dynamic: bool | None = False, **optio
     return torch.compile(function, backend="pellucid", dynamic=dynamic, options={"reuse": True, **options})
 
 
-_seen: list[Start] = []
+_seen: list[Start] = []  # the last one
 
 
 def outcomes() -> list[str]:
     """Since the last call."""
-    new = last_starts()[len(_seen) :]
-    _seen.extend(new)
-    return [start.outcome for start in new]
+    told = last_starts()
+    new = list(itertools.takewhile(lambda start: not any(start is one for one in _seen), reversed(told)))
+    _seen[:] = told[-1:]
+    return [start.outcome for start in reversed(new)]
 
 
 def nothing_compiles(*_: Any, **__: Any) -> Any:

@@ -115,7 +115,7 @@ def test_what_the_compiler_traces_is_a_target(tmp_path):
     (folder,) = tmp_path.iterdir()
     run = open_run(folder)
     (graph,) = run.graphs()
-    assert run.options_but(()) == {"fusion": False} and run.calls(graph.name)
+    assert run.options_but(("reuse",)) == {"fusion": False} and run.calls(graph.name)
     assert check_isolated(Request(str(folder), run.backend, run.options_but(()))).good
 
 
