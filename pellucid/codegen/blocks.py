@@ -28,7 +28,7 @@ FEWEST_ROWS = 48
 # one for a column, which all rows share.
 GATHER = 3.5
 PACK = 7.3
-# What products by tiles of bf16 (AMX) take at once; and so many rows, while memory brings what is packed.
+# Rows that products by tiles of bf16 (AMX) take at once, as `amx.h` has it; and the largest block of them.
 TILE_ROWS = 32
 MOST_TILE_ROWS = 256
 # The part of the peak that products by tiles of bf16 reach (AMX), with operands in the second cache.
@@ -456,7 +456,7 @@ def _windows(
 
 def _faster(dtype: DType, machine: Machine) -> float:
     """How much faster products are, next to gathering and packing, than where `GATHER` and `PACK` were measured."""
-    return TILES_REACH * machine.isa.products(dtype) if machine.isa.tiles and dtype is DType.BF16 else 1.0
+    return TILES_REACH * machine.isa.products(dtype) if machine.isa.by_tiles(dtype) else 1.0
 
 
 def _lines_and_columns(
@@ -532,8 +532,7 @@ def _sizes(
     Rows that are neighbours are packed for each block of columns, so there columns stay many. pack: see `PACK`.
     """
     m, n, outer = estimate(ranges[row]), estimate(ranges[column]), _points(ranges, (row, column, *found.inner))
-    tiles = machine.isa.tiles and found.dtype is DType.BF16
-    most, step = (MOST_TILE_ROWS, TILE_ROWS) if tiles else (ROWS, ROW_STEP)
+    most, step = (MOST_TILE_ROWS, TILE_ROWS) if machine.isa.by_tiles(found.dtype) else (ROWS, ROW_STEP)
     rows, columns = _even(m, most, step), _even(n, COLUMNS, COLUMN_STEP)
     packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
     many = ranges[row].value is not None and m >= cores * FEWEST_ROWS

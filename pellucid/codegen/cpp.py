@@ -29,7 +29,7 @@ from pellucid.codegen.loops import (
 )
 from pellucid.codegen.operands import Operands
 from pellucid.codegen.plan import Plan, chunks
-from pellucid.codegen.text import CPP_TYPE, index_text, scalar_text
+from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
 from pellucid.codegen.vector import Access, access
 from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, product, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
@@ -278,8 +278,7 @@ class _Printer:
             case CheckIndex(arg, size, wrap):
                 lanes = ", n" if wide else ""
                 check = self.checks.index(line.out)
-                flag = "true" if wrap else "false"
-                return f"pv::check_index({arg}, {self.text(size)}, {flag}, status, {check}{lanes})"
+                return f"pv::check_index({arg}, {self.text(size)}, {flag_text(wrap)}, status, {check}{lanes})"
             case Load():
                 return self.load(line, line.rhs)
             case Compute("cast", (arg,)):
@@ -334,7 +333,7 @@ class _Printer:
     def write_tile(self, line: Line) -> None:
         assert isinstance(line.rhs, Store)
         corner, step = self.corner(line.rhs.index)
-        past = "true" if line.rhs.buffer in self.plan.streamed else "false"
+        past = flag_text(line.rhs.buffer in self.plan.streamed)
         place = line.rhs.buffer if corner == "0" else f"{line.rhs.buffer} + {corner}"
         self.out.line(f"y{line.out[1:]}.write<{past}>({place}, {step}, to - from, n);", line.origin)
 

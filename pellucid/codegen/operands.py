@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pellucid.codegen.blocks import Blocks, Edge, Groups, Operand, Packing, Window
 from pellucid.codegen.contraction import BLOCK
 from pellucid.codegen.rows import Rows
-from pellucid.codegen.text import CPP_TYPE, index_text, scalar_text
+from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
 from pellucid.ir.attention import Attention, AttentionBackward
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Load, Store
@@ -40,10 +40,6 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
 def _factor(packing: Packing) -> str:
     """What the units of panels are made of."""
     return "float" if packing.single or packing.dtype is DType.F32 else f"pv::Factor<{CPP_TYPE[packing.dtype]}>"
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def _groups(groups: Groups) -> str:
@@ -125,7 +121,7 @@ class Operands:
         result = blocks.result()
         if result is None:
             return f"pv::Sums{{{BLOCK}, {blocks.columns}, false}}"
-        past = "true" if result.buffer in self.streamed else "false"
+        past = flag_text(result.buffer in self.streamed)
         return f"pv::Sums{{{self.pointer(result.buffer, result.start)}, {self.text(result.row)}, false, {past}}}"
 
     def attend(self, rows: Rows) -> str:
@@ -157,7 +153,7 @@ class Operands:
             rows.operand(found.logsumexp, row, None) if found.logsumexp else None,
             rows.operand(found.logarithm, row, None) if found.logarithm else None,
         ]
-        zero = _flag(found.zero)
+        zero = flag_text(found.zero)
         return [*map(self.strided, operands), *self.scaling(rows), zero, *map(self.strided, results)]
 
     def backward_parts(self, rows: Rows, found: AttentionBackward) -> list[str]:
@@ -187,7 +183,7 @@ class Operands:
     def scaling(self, rows: Rows) -> list[str]:
         """Whether a mask replaces scores, their scale, and which of them count."""
         scores, seen = rows.attention.scores, "0" if rows.seen is None else self.text(rows.seen)
-        return [_flag(scores.replaces), scalar_text(scores.scale, DType.F32), _flag(rows.triangular), seen]
+        return [flag_text(scores.replaces), scalar_text(scores.scale, DType.F32), flag_text(rows.triangular), seen]
 
     def strided(self, operand: Operand | None) -> str:
         """An operand as the fields of a matrix, empty for none."""
@@ -216,7 +212,7 @@ class Operands:
             given = [f"{{{self.text(extent)}, {self.text(stride)}}}" for extent, stride in found]
             return "{" + ", ".join(["{1, 0}"] * (count - len(given)) + given) + "}"
 
-        flags = ["true" if flag else "false" for flag in (window.planes, bool(window.edges), window.zeros)]
+        flags = map(flag_text, (window.planes, bool(window.edges), window.zeros))
         parts = [axes(window.rows, 3), axes(window.taps, 2), self.text(window.channels), *flags]
         parts.append(self.edges(window.edges))
         return f"pv::Window<{CPP_TYPE[dtype]}>{{{self.pointer(window.buffer, window.start)}, {', '.join(parts)}}}"

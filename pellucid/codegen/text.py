@@ -58,11 +58,16 @@ def index_text(index: Expr, ranges: dict[str, Expr], atom: Callable[[Sym | Var |
     return text or "0"
 
 
+def flag_text(value: bool) -> str:
+    """A flag as C++ has it."""
+    return "true" if value else "false"
+
+
 def scalar_text(value: Scalar, dtype: DType) -> str:
     """A constant of a value's type; floats are written so that the same number is read back."""
     kind = CPP_TYPE[dtype]
     if dtype is DType.BOOL:
-        return "true" if value else "false"
+        return flag_text(bool(value))
     if dtype.is_float:
         number = float(value)
         if math.isnan(number):

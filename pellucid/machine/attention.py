@@ -20,7 +20,7 @@ _KEYS_AND_COLUMNS = 32768
 _ROWS_AND_COLUMNS = 65536
 _KEYS = 512
 _PANEL = 32  # columns of the widest panel
-# Rows whose scores are in work at once, as `attend.h` has it; and those up to which it packs nothing.
+# Rows whose scores are in work at once, as `attend.h` has it but for tiles; and those up to which it packs nothing.
 _QUERIES = 24
 _FEW_ROWS = 3
 # Blocks from which on no thread waits long for another; fewer rows in a block would pack too often.

@@ -35,9 +35,13 @@ class Isa:
         """Products that each lane of four bytes adds in one instruction: terms of a unit."""
         return 2 if self.pairs and dtype is DType.BF16 else 1
 
+    def by_tiles(self, dtype: DType) -> bool:
+        """True if products of this type are computed by units for tiles."""
+        return self.tiles and dtype is DType.BF16
+
     def products(self, dtype: DType) -> int:
         """The same, with units for tiles: products that they add, for each lane, in the time of one instruction."""
-        return _BY_TILES if self.tiles and dtype is DType.BF16 else self.terms(dtype)
+        return _BY_TILES if self.by_tiles(dtype) else self.terms(dtype)
 
 
 _BY_TILES = 16

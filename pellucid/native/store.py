@@ -426,16 +426,15 @@ def _remove_stale(tmp: Path) -> None:
     """Remove what builds that died have left."""
     with contextlib.suppress(OSError):
         for path in tmp.iterdir():
-            if time.time() - path.stat().st_mtime > _STALE_S:
+            if _age(path) > _STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_unused(root: Path) -> None:
     """Remove keys that nobody has opened for a month: compilers and releases come and go."""
     for path in _subdirectories(root):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _UNUSED_S:
-                shutil.rmtree(path, ignore_errors=True)
+        if _age(path) > _UNUSED_S:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _checksum(path: Path) -> str:

@@ -40,11 +40,12 @@ def round_once(kernel: Kernel) -> tuple[Line, ...]:
     which keeps numbers in order. Before: `v1 = round_bf16 v0`, `v2 = maximum v1, 0.0`, `store A[i], v2` with A in bf16.
     After: `v2 = maximum v0, 0.0`, `store A[i], v2`.
     """
+    if not any(isinstance(line.rhs, Compute) and line.rhs.op in _ROUNDINGS for line in kernel.body):
+        return kernel.body
     dtypes = {param.name: param.dtype for param in kernel.params}
     values = {line.out: line.rhs for line in kernel.body}
-    rounded: dict[
-        str, set[str]
-    ] = {}  # the roundings that each use of a value ends in; the empty name for any other use
+    # The roundings that the uses of a value end in; the empty name for any other use.
+    rounded: dict[str, set[str]] = {}
     for line in reversed(kernel.body):
         after = _roundings(line, dtypes, rounded)
         for name in operands(line.rhs):
@@ -78,10 +79,10 @@ def _roundings(line: Line, dtypes: Mapping[str, DType], rounded: Mapping[str, se
 
 def _keeps(rhs: Rhs, roundings: set[str]) -> bool:
     """True if `rhs` is a number that none of the roundings changes."""
-    if not isinstance(rhs, Const):
+    if not isinstance(rhs, Const) or not roundings <= _ROUNDINGS.keys():
         return False
     number = torch.tensor(rhs.value, dtype=torch.float64)
-    return all(op in _ROUNDINGS and torch.equal(number.to(_ROUNDINGS[op]).double(), number) for op in roundings)
+    return all(torch.equal(number.to(_ROUNDINGS[op]).double(), number) for op in roundings)
 
 
 def share_lines(body: tuple[Line, ...]) -> tuple[Line, ...]:

@@ -11,7 +11,7 @@ namespace pv {
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 
 template <class F> constexpr bool BY_AMX = std::is_same_v<F, bf16>;
-constexpr int AMX_TILE = 16;              // rows of a tile, units of a row, and columns
+constexpr int AMX_TILE = 16;            // rows of a tile, units of a row, and columns
 constexpr int AMX_ROWS = 2 * AMX_TILE;  // rows of sums that are computed at a time
 
 // Tiles 0 to 3 hold sums, 4 and 5 rows of the left operand, 6 and 7 units of the right one. Of sums, and of the left

@@ -2,8 +2,8 @@
 //
 // Keys are taken in blocks (KEYS), which are packed once for all rows of the call and stay in the second cache: keys as
 // columns of the first product, values as columns of the second. For some rows at a time (QUERIES) the scores of a
-// block become weights in place, relative to the greatest score so far, and the sums of the rows are made relative to it too
-// (online softmax). Few rows do not pay for packing: they read keys by dot products and values where they lie.
+// block become weights in place, relative to the greatest score so far, and the sums of the rows are made relative to it
+// too (online softmax). Few rows do not pay for packing: they read keys by dot products and values where they lie.
 //
 // Scores, sums and the softmax are in f32; both products multiply units, see micro.h, so that in bf16 weights are
 // rounded to it, as ATen's are. A row without any key is zero or NaN, as eager has it for the fused operator and for a
@@ -38,9 +38,10 @@ template <int D, class E> PV_FN void put_row(const float* sums, float factor, co
 }
 
 // Rows of queries (row, term), keys (key, term), values (key, column), and what is added to scores (row, key); results
-// (row, column), and for each row the logarithm of the sum that its weights are divided by; or that sum is relative to the
-// greatest score, which stands alone then. Mask and logarithms may be null. replaces: where a mask is not zero it stands in place of the score. causal: row i sees the first `seen` + i keys.
-// zero: a row without any key is zero, else NaN.
+// (row, column), and for each row the logarithm of the sum that its weights are divided by; or, where `logarithm` is
+// given, the greatest score in `logsumexp` and there the logarithm of the sum relative to it. Mask and logarithms may be
+// null. replaces: where a mask is not zero it stands in place of the score. causal: row i sees the first `seen` + i
+// keys. zero: a row without any key is zero, else NaN.
 template <class E, class Added> struct Attention {
   Matrix<E> queries, keys, values;
   Matrix<Added> mask;
@@ -244,7 +245,8 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
     if (!a.logsumexp.at) continue;
     const float logarithm = std::log(all), greatest = seen[i].greatest;
     if (a.logarithm.at) *a.logarithm(i, 0) = logarithm;
-    *a.logsumexp(i, 0) = a.logarithm.at ? (greatest == -inf<float> ? 0.0f : greatest) : empty ? 0.0f : greatest + logarithm;
+    const float base = greatest == -inf<float> ? 0.0f : greatest;
+    *a.logsumexp(i, 0) = a.logarithm.at ? base : empty ? 0.0f : greatest + logarithm;
   }
 }
 

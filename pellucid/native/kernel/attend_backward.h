@@ -6,8 +6,8 @@
 //     grad q  = changes @ k
 //     grad k  = changes^T @ q
 //
-// Where a mask stands in place of a score, its change is zero. Where forward kept the greatest score and the logarithm of
-// a sum relative to it, both are subtracted in turn: beside a greatest score of -1e30 a logarithm would be lost.
+// Where a mask stands in place of a score, its change is zero. Where forward kept the greatest score and the logarithm
+// of a sum relative to it, both are subtracted in turn: beside a greatest score of -1e30 a logarithm would be lost.
 //
 // Keys are taken in blocks (KEYS), which are packed once and whose gradients are summed in cache over all rows. Rows are
 // taken M at a time; for QUERIES of them scores become weights, and grad out @ v^T changes, in place. The gradient of
