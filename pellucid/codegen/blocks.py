@@ -31,6 +31,9 @@ PACK = 7.3
 # Rows that products by tiles of bf16 (AMX) take at once, as `amx.h` has it; and the largest block of them.
 TILE_ROWS = 32
 MOST_TILE_ROWS = 256
+# Rows of a block whose sums are made in one go, with a right operand that is packed already: they stay in the first cache
+# until other lines have read them. By tiles these are `TILE_ROWS`.
+ROWS_IN_ONE_GO = 24
 # The part of the peak that products by tiles of bf16 reach (AMX), with operands in the second cache.
 TILES_REACH = 0.5
 # What it takes, in a convolution of several groups, to find the place of a tap for a row.
@@ -532,9 +535,12 @@ def _sizes(
     Rows that are neighbours are packed for each block of columns, so there columns stay many. pack: see `PACK`.
     """
     m, n, outer = estimate(ranges[row]), estimate(ranges[column]), _points(ranges, (row, column, *found.inner))
-    most, step = (MOST_TILE_ROWS, TILE_ROWS) if machine.isa.by_tiles(found.dtype) else (ROWS, ROW_STEP)
-    rows, columns = _even(m, most, step), _even(n, COLUMNS, COLUMN_STEP)
     packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
+    terms, tiles = estimate(product(ranges[name] for name in found.inner)), machine.isa.by_tiles(found.dtype)
+    most, step = (MOST_TILE_ROWS, TILE_ROWS) if tiles else (ROWS, ROW_STEP)
+    if not (pack or packed) and terms <= DEPTH * machine.isa.terms(found.dtype):
+        most, step = TILE_ROWS if tiles else ROWS_IN_ONE_GO, ROW_STEP
+    rows, columns = _even(m, most, step), _even(n, COLUMNS, COLUMN_STEP)
     many = ranges[row].value is not None and m >= cores * FEWEST_ROWS
     if many and outer < cores and not packed and _fits(found, column, ranges, machine):
         pieces = cores * -(-m // (cores * most))
@@ -548,7 +554,6 @@ def _sizes(
     while packed and few() and rows > 2 * FEWEST_ROWS:
         rows = _even(rows, rows // 2, step)
     row_blocks = outer * -(-m // rows)
-    terms = estimate(product(ranges[name] for name in found.inner))
     if not packed and 2 * rows * terms * found.dtype.itemsize > machine.own_cache:
         # Each block of columns reads its rows anew, from beyond the cache: few of them, if cores have equal shares.
         widths = [_even(n, limit, COLUMN_STEP) for limit in range(COLUMNS, 0, -COLUMN_STEP)]

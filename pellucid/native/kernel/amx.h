@@ -8,12 +8,13 @@
 // end; who computes a block makes one, in a `Beside`, and hands it down.
 namespace pv {
 
+constexpr int AMX_TILE = 16;            // rows of a tile, units of a row, and columns
+constexpr int AMX_ROWS = 2 * AMX_TILE;  // rows of sums that are computed at a time
+constexpr int AMX_LOADS = 4;            // tiles that are read for them at a time: as many steps of `Ahead`
+
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 
 template <class F> constexpr bool BY_AMX = std::is_same_v<F, bf16>;
-constexpr int AMX_TILE = 16;            // rows of a tile, units of a row, and columns
-constexpr int AMX_ROWS = 2 * AMX_TILE;  // rows of sums that are computed at a time
-
 // Tiles 0 to 3 hold sums, 4 and 5 rows of the left operand, 6 and 7 units of the right one. Of sums, and of the left
 // operand, the first tiles have `above` rows and the others `below`.
 class Amx {
@@ -46,7 +47,9 @@ class Amx {
 // of both operands, if there is one, in which what is too much is zero.
 template <int C, bool BELOW>
 [[gnu::noinline]] inline void amx_sums(
-    int64_t steps, int64_t units, Matrix<bf16> a, Rows b, Sums c, const float* last_a, const float* last_b) {
+    int64_t steps, int64_t units, Matrix<bf16> a, Rows b, Sums c, const float* last_a, const float* last_b,
+    Ahead& beside) {
+  Ahead ahead = beside;
   asm volatile("" : : : "memory");  // GCC does not know what tiles read
   constexpr int64_t UNIT = sizeof(float);
   const int64_t row = a.row * int64_t(sizeof(bf16)), line = b.step * UNIT, step = c.step * UNIT;
@@ -62,22 +65,27 @@ template <int C, bool BELOW>
     if constexpr (BELOW) _tile_zero(2);
     if constexpr (BELOW && C == 2) _tile_zero(3);
   }
-  const auto add = [](const void* left, int64_t row, const float* right, int64_t line) PV_INLINE {
+  const auto add = [&](const void* left, int64_t row, const float* right, int64_t line) PV_INLINE {
     _tile_loadd(6, right, line);
+    ahead.step();
     _tile_loadd(4, left, row);
+    ahead.step();
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (C == 2) {
       _tile_loadd(7, right + COLUMN, line);
+      ahead.step();
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (BELOW) {
       _tile_loadd(5, (const char*)left + AMX_TILE * row, row);
+      ahead.step();
       _tile_dpbf16ps(2, 5, 6);
       if constexpr (C == 2) _tile_dpbf16ps(3, 5, 7);
     }
   };
   for (; steps > 0; steps--, a.at += TERMS<bf16> * units, b.at += units * b.step) add(a.at, row, b.at, line);
   if (last_a) add(last_a, AMX_TILE * UNIT, last_b, COLUMNS * UNIT);
+  beside = ahead;
   _tile_stored(0, c.at, step);
   if constexpr (C == 2) _tile_stored(1, c.at + COLUMN, step);
   if constexpr (BELOW) _tile_stored(2, below, step);
@@ -86,7 +94,7 @@ template <int C, bool BELOW>
 
 // c[m, C registers] (+)= a[m, k] @ b[k, C registers], with k units, which are neighbours in rows of a.
 template <int C, class Left>
-PV_FN void amx_tiles(Amx& amx, int64_t m, int64_t k, const Left& left, const Rows& b, const Sums& c) {
+PV_FN void amx_tiles(Amx& amx, Ahead& ahead, int64_t m, int64_t k, const Left& left, const Rows& b, const Sums& c) {
   const int64_t pieces = (k + AMX_TILE - 1) / AMX_TILE;
   const bool even = k % pieces == 0;
   const int64_t units = even ? k / pieces : AMX_TILE, steps = k / units, rest = k - steps * units;
@@ -104,7 +112,7 @@ PV_FN void amx_tiles(Amx& amx, int64_t m, int64_t k, const Left& left, const Row
       std::memcpy(last_a + j * AMX_TILE, a(j, TERMS<bf16> * steps * units), size_t(rest) * sizeof(float));
     amx.configure(above, below, units);
     (below ? amx_sums<C, true> : amx_sums<C, false>)(
-        steps, units, a, b, c.from(i, 0), even ? nullptr : last_a, last_b);
+        steps, units, a, b, c.from(i, 0), even ? nullptr : last_a, last_b, ahead);
   }
 }
 

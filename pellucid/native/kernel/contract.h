@@ -53,14 +53,36 @@ template <class E> PV_FN Left left_of(const Matrix<E>& a, int64_t m, int64_t k) 
   return has_units(a, k) ? Left::LYING : Left::ROWS;
 }
 
+// Steps of `Ahead` while m rows of a panel of k units are computed, and the bytes that one may ask for: more hold up what
+// is read. Panels lie in a row, which the processor foresees too; b as it lies does not.
+template <class F> PV_FN int64_t steps_of(int64_t m, int64_t k) {
+  if constexpr (BY_AMX<F>) return (m + AMX_ROWS - 1) / AMX_ROWS * ((k + AMX_TILE - 1) / AMX_TILE) * AMX_LOADS;
+  else return (m + ROWS - 1) / ROWS * k;
+}
+template <class F> constexpr int64_t MOST_OF_PANELS = BY_AMX<F> ? 2 * LINE - 1 : INT64_MAX;
+template <class F> constexpr int64_t MOST_AS_IT_LIES = BY_AMX<F> ? 2 * LINE - 1 : LINE / 2;
+
 // What is read after k units of the panel of column j, of n columns and `all` units, while its m rows are computed: the
 // same units of the next columns, else the next units of the first ones, else the next block.
+template <class F>
 PV_FN Ahead ahead_of(const Panels& b, int64_t unit, int64_t k, int64_t all, int64_t j, int64_t n, int64_t m) {
   const bool last = j + COLUMNS >= n, whole = unit + k >= all;
   const int64_t from = !last ? unit : whole ? 0 : unit + k;
   const float* at = b(from, last && !whole ? 0 : j + COLUMNS);
   const int64_t bytes = least(DEPTH, all - from) * COLUMNS * int64_t(sizeof(float));
-  return {at, bytes / ((m + ROWS - 1) / ROWS * k) + 1};
+  return Ahead::over(at, bytes, 1, bytes, steps_of<F>(m, k), MOST_OF_PANELS<F>);
+}
+// What is read after the terms from t on, `depth` of k, of n columns of b, while m rows of them are computed: the next
+// terms, else the first ones of the next columns.
+template <class E>
+PV_FN Ahead ahead_of(const Matrix<E>& b, int64_t t, int64_t depth, int64_t k, int64_t n, int64_t m) {
+  using F = Factor<E>;
+  const bool more = t + depth < k, along = b.row == 1;
+  if (!along && b.column != 1) return {};
+  const int64_t terms = more ? least(depth, k - t - depth) : depth, bytes = (along ? terms : n) * int64_t(sizeof(E));
+  const int64_t steps = panels_of(n) / COLUMNS * steps_of<F>(m, units_of<E>(depth));
+  return Ahead::over(more ? b(t + depth, 0) : b(0, n), bytes, along ? n : terms,
+                     (along ? b.column : b.row) * int64_t(sizeof(E)), steps, MOST_AS_IT_LIES<F>);
 }
 
 // c = 0
@@ -102,13 +124,14 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
     };
     if constexpr (is_packed<B>) {
       for (int64_t j = 0; j < n; j += COLUMNS) {
-        beside.ahead = ahead_of(b, t / T, units, units_of<E>(k), j, n, m);
+        beside.ahead = ahead_of<F>(b, t / T, units, units_of<E>(k), j, n, m);
         column(j, Rows{b(t / T, j), COLUMNS});
       }
     } else {
       const bool lies = m <= FEW_ROWS && b.column == 1 && k % T == 0;
       const int64_t in_place = lies && (std::is_same_v<E, float> || M <= FEW_ROWS) ? n / COLUMNS * COLUMNS : 0;
       if (in_place < n) pack_columns(b.from(t, in_place), depth, n - in_place, columns);
+      if (in_place == 0) beside.ahead = ahead_of(b, t, depth, k, n, m);
       for (int64_t j = 0; j < in_place; j += COLUMNS) {
         beside.ahead = {b(t + AHEAD * T, j), b.row * T * int64_t(sizeof(E))};
         if constexpr (std::is_same_v<E, float>) column(j, Rows{b(t, j), b.row});

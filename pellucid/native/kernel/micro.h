@@ -51,7 +51,7 @@ PV_FN void tile_of(int64_t rows, int64_t k, const Matrix<F>& a, const Right& b, 
 template <int C, class Left, class Right>
 PV_FN void tiles(Beside& beside, int64_t m, int64_t k, const Left& left, const Right& b, const Sums& c) {
   if constexpr (BY_AMX<typename decltype(left(0))::Element> && std::is_same_v<Right, Rows>)
-    if (left(0).column == 1) return amx_tiles<C>(beside.amx, m, k, left, b, c);
+    if (left(0).column == 1) return amx_tiles<C>(beside.amx, beside.ahead, m, k, left, b, c);
   for (int64_t i = 0; i < m; i += ROWS) tile_of<C>(m - i, k, left(i), b, c.from(i, 0), beside.ahead);
 }
 

@@ -10,6 +10,7 @@ constexpr int COLUMN = REGISTER / int(sizeof(float));  // lanes of a register
 constexpr int COLUMNS = 2 * COLUMN;
 constexpr int ROWS = REGISTER == 64 ? 12 : 6;
 constexpr int DEPTH = 192;  // units that are packed at a time
+constexpr int LINE = 64;    // bytes of a line of a cache
 
 // So many columns, up to a whole panel.
 constexpr int64_t panels_of(int64_t columns) { return (columns + COLUMNS - 1) / COLUMNS * COLUMNS; }
@@ -115,15 +116,26 @@ template <class E> struct LyingRows {
 // it is nothing: its own memory, again and again.
 class Ahead {
   const char* at_;
-  int64_t pace_ = 0;
+  int64_t pace_ = 0, run_ = INT64_MAX, left_ = INT64_MAX, jump_ = 0;  // run_, left_: steps
 
  public:
   Ahead() : at_((const char*)this) {}
   // pace: bytes from one step to the next.
-  PV_FN Ahead(const void* at, int64_t pace) : at_((const char*)at), pace_(pace) {}
+  Ahead(const void* at, int64_t pace) : at_((const char*)at), pace_(pace) {}
+  // So many runs of so many bytes, which begin `stride` bytes apart, in all these steps; nothing, if that takes more than
+  // `most` bytes a step.
+  static Ahead over(const void* at, int64_t bytes, int64_t runs, int64_t stride, int64_t steps, int64_t most) {
+    const int64_t pace = (bytes * runs + steps - 1) / steps;
+    if (pace > most) return {};
+    Ahead ahead{at, pace};
+    ahead.run_ = ahead.left_ = (bytes + pace - 1) / pace;
+    ahead.jump_ = stride - ahead.run_ * pace;
+    return ahead;
+  }
   PV_FN void step() {
     __builtin_prefetch(at_, 0, 2);  // into the second cache: the first one is full
     at_ += pace_;
+    if (--left_ == 0) at_ += jump_, left_ = run_;
   }
 };
 

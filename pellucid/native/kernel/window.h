@@ -194,7 +194,7 @@ inline void contract(int64_t n, int64_t k, const Window<E>& a, const Right& b, c
     const Sums sums = c.after(t, depth, k);
     for (int64_t j = 0; j < n; j += COLUMNS) {
       const Rows right{panels(0, j), COLUMNS};  // as an argument it ends GCC 12 with an internal error
-      if constexpr (is_packed<Right>) beside.ahead = ahead_of(b, t / T, units, units_of<E>(k), j, n, m);
+      if constexpr (is_packed<Right>) beside.ahead = ahead_of<Factor<E>>(b, t / T, units, units_of<E>(k), j, n, m);
       panel<WIDTH>(beside, m, n - j, units, rows_from, right, sums.from(0, j));
     }
   }
