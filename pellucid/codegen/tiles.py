@@ -2,7 +2,8 @@
 
 Where `o[300*i + j] = x[i + 200*j]` has its vectors along j, a load of x would gather. Instead W rows of W elements are
 read along i and transposed, which makes vectors along j for W points of i. A store that strides is the same backwards:
-W vectors are collected, transposed, and written as rows.
+W vectors are collected, transposed, and written as rows. In a kernel that reduces, the rows are those of W kept points, and
+the squares follow one another along the innermost reduced axis, in each sweep that needs them.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ class Tiling:
 
 
 def tiling(kernel: Kernel, vector: str | None, width: int, machine: Machine) -> Tiling:
-    """The tiles of a pointwise kernel with `width` lanes along `vector`: as many accesses as one axis serves.
+    """The tiles of a kernel with `width` lanes along `vector`, a kept axis: as many accesses as one axis serves.
 
     A masked load reads the whole square, as far as that lies in the buffer, and chooses afterwards. So nobody may
     write to the buffer meanwhile, and its size must be known.
     """
-    if vector is None or kernel.reduced or width > max(SQUARES) or scatters(kernel):
+    if vector is None or vector in kernel.reduced or width > max(SQUARES) or scatters(kernel):
         return Tiling()
     if estimate(kernel.ranges[vector]) < width // 2:
         return Tiling()  # most of each square would be empty, and its stores masked
     params = {param.name: param for param in kernel.params}
-    kept = frozenset(axis.name for axis in kernel.space)
+    everywhere = frozenset(axis.name for axis in kernel.space)
+    # Squares of a kernel that reduces lie in its sweeps, whose innermost loop is this.
+    along = kernel.reduced[-1:] or tuple(axis.name for axis in kernel.space if axis.name != vector)
     depends = axes_of(kernel)
     loaded = {load.buffer for _, load in kernel.loads()}
     stored = {store.buffer for _, store in kernel.stores()}
@@ -51,16 +54,15 @@ def tiling(kernel: Kernel, vector: str | None, width: int, machine: Machine) -> 
             case Store(buffer, index, _, join):
                 # A store in place would come after the loads of other points, and one that joins reads memory itself;
                 # one that misses an axis is done once.
-                fits = buffer not in loaded and not join and depends[line.out] == kept
+                fits = buffer not in loaded and not join and depends[line.out] == everywhere
             case _:
                 continue
         # A square in more than four parts gains nothing.
         fits = fits and width * params[buffer].dtype.itemsize <= 2 * machine.isa.register_bytes
         if fits and _strides(index, vector):
-            for other in kernel.space:
-                unit = index.coefficient(other.name) == ONE
-                if other.name != vector and unit and estimate(other.extent) >= width // 2:
-                    found.setdefault(other.name, []).append(line.out)
+            for other in along:
+                if index.coefficient(other) == ONE and estimate(kernel.ranges[other]) >= width // 2:
+                    found.setdefault(other, []).append(line.out)
     best = max(found, key=lambda name: len(found[name]), default=None)
     return Tiling(best, frozenset(found[best] if best else ()))
 

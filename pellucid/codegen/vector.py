@@ -219,6 +219,8 @@ def _unroll(kernel: Kernel, axis: str, lanes: int, machine: Machine) -> int:
         halves = all(param.dtype.itemsize <= 2 for param in kernel.params) and 4 * lanes == machine.isa.register_bytes
         halves = halves and tiling(kernel, axis, lanes, machine).axis is None
         return 2 if halves and pressure(kernel, axis) <= machine.isa.registers // 4 else 1
+    if tiling(kernel, axis, lanes, machine).axis is not None:
+        return 1  # the squares of a wider step fill more than the registers
     extent = next(each.extent for each in kernel.space if each.name == axis).value
     live = pressure(kernel, axis)
     fitting = [k for k in (4, 2, 1) if k * lanes <= 64 and k * live <= (machine.isa.registers * 3) // 4] or [1]
