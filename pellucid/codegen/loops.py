@@ -195,7 +195,7 @@ class _Builder:
         return (*self._defines(level, 0), *opened, loop, *closed, *self._puts(level))
 
     def _squares(self, names: Iterable[str]) -> tuple[list[Item], list[Item]]:
-        """What happens to the squares of those of the lines `names` that have some: before a block of the tile, and after."""
+        """What happens to the squares of the lines `names` before a block of the tile, and after it."""
         squares = [line for line in self.plan.kernel.body if line.out in self.plan.tiled.intersection(names)]
         opened: list[Item] = [StartTile(line) if isinstance(line.rhs, Store) else FillTile(line) for line in squares]
         return opened, [WriteTile(line) for line in squares if isinstance(line.rhs, Store)]

@@ -38,8 +38,9 @@ BARRIERS = 4
 class Plan:
     """How the loops of a kernel run. The nest, from the outside in:
 
-    - one parallel loop over `outer`, chunks of `inner` if `chunk` is not 0, and blocks of `tile`, a kept axis, flattened,
-      the last one fastest; with `outer` last if `outer_fastest`, blocks before chunks if `columns_outermost`;
+    - one parallel loop over `outer`, chunks of `inner` if `chunk` is not 0, and blocks of `tile` if it is a kept axis,
+      flattened, the last one fastest; with `outer` last if `outer_fastest`, blocks before chunks if
+      `columns_outermost`;
     - one loop for each of the `colliding` axes of a scatter;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
     - loops over all of the `whole` axes of a block;
@@ -49,7 +50,7 @@ class Plan:
     kernel: the kernel under canonical names, its space simplified.
     vector: the vector axis; None for scalar code. width: lanes per step.
     wide: the values (and stores) that have one value per lane.
-    tile, tiled: the axis of tiles, and the loads and stores made in squares of `width` by `width`, see tiles.py.
+    tile, tiled: the axis of tiles, and the loads and stores made in squares of `width` by `width`, see machine/tiles.py.
     pairwise: sums that are collected in blocks and then added pairwise.
     streamed: buffers that are written past the caches.
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.

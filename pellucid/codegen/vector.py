@@ -11,12 +11,12 @@ from enum import Enum
 from math import prod
 
 from pellucid.codegen.collisions import colliding
-from pellucid.codegen.tiles import SQUARES, Tiling, tiling, told
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import OPS
 from pellucid.machine import Machine
+from pellucid.machine.tiles import GATHER_COST, SQUARES, Tiling, tiling, told
 from pellucid.machine.work import SYMBOL_GUESS, estimate
 
 
@@ -32,7 +32,6 @@ class Access(Enum):
 LANEWISE_INT = frozenset({"floordiv", "truncdiv", "remainder", "fmod", "pow"})
 LANEWISE = frozenset({"floordiv", "shl", "shr"})
 
-GATHER_COST = 3.0
 TILE_COST = 0.5
 LANEWISE_COST = 2.0
 TOTAL_COST = 16.0

@@ -2,23 +2,32 @@
 
 Where `o[300*i + j] = x[i + 200*j]` has its vectors along j, a load of x would gather. Instead W rows of W elements are
 read along i and transposed, which makes vectors along j for W points of i. A store that strides is the same backwards:
-W vectors are collected, transposed, and written as rows. In a kernel that reduces, the rows are those of W kept points, and
-the squares follow one another along the innermost reduced axis, in each sweep that needs them.
+W vectors are collected, transposed, and written as rows. In a kernel that reduces, the rows are those of W kept points,
+and the squares follow one another along the innermost reduced axis, in each sweep that needs them.
+
+Code generation makes the squares; the scheduler asks what they leave, before it puts accesses into one kernel that no
+order of its loops makes contiguous.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pellucid.codegen.collisions import scatters
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, Expr
-from pellucid.ir.nodes import Kernel, Load, Store, axes_of
-from pellucid.machine import Machine
+from pellucid.ir.nodes import Kernel, Line, Load, Store, axes_of
+from pellucid.machine.cost import issuing, moving
+from pellucid.machine.model import Machine
 from pellucid.machine.work import estimate
 
 # Rows of the squares: as many as the registers they are transposed in, of which AVX-512 has 32, or half of that.
 SQUARES = (16, 32)
+
+
+GATHER_COST = 3.0
+"""Instructions for each lane of a vector whose elements lie apart in memory."""
+_LINE = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ def tiling(kernel: Kernel, vector: str | None, width: int, machine: Machine) -> 
     A masked load reads the whole square, as far as that lies in the buffer, and chooses afterwards. So nobody may
     write to the buffer meanwhile, and its size must be known.
     """
-    if vector is None or vector in kernel.reduced or width > max(SQUARES) or scatters(kernel):
+    if vector is None or vector in kernel.reduced or width > max(SQUARES) or _scatters(kernel):
         return Tiling()
     if estimate(kernel.ranges[vector]) < width // 2:
         return Tiling()  # most of each square would be empty, and its stores masked
@@ -67,6 +76,10 @@ def tiling(kernel: Kernel, vector: str | None, width: int, machine: Machine) -> 
     return Tiling(best, frozenset(found[best] if best else ()))
 
 
+def _scatters(kernel: Kernel) -> bool:
+    return any(store.index.vals() for _, store in kernel.stores())
+
+
 def _strides(index: Expr, vector: str) -> bool:
     step = index.coefficient(vector)
     return not index.vals() and step is not None and step.value not in (0, 1)
@@ -81,3 +94,50 @@ def told(kernel: Kernel, tiles: Tiling) -> tuple[Decision, ...]:
             why = f"it is contiguous along {tiles.axis}: squares are {what} along that axis and transposed in registers"
             found.append(Decision("codegen.tile", (kernel.name, line.rhs.buffer), True, why))
     return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------- what strides all the same
+
+
+def striding(kernel: Kernel, machine: Machine) -> float:
+    """Nanoseconds that accesses take beyond contiguous ones, along the vector axis for which these are fewest.
+
+    kernel: in canonical form. An access that strides touches a cache line for each element, or a part of one where the
+    stride is short, in the nearest cache that holds the lines of one loop over the vector axis until the next one.
+    """
+    lanes = machine.lanes
+    prices = (
+        sum(_apart(kernel, line, axis.name, machine) for line in _striding(kernel, axis.name, lanes, machine))
+        for axis in kernel.space
+    )
+    return min(prices, default=0.0)
+
+
+def strides_somewhere(kernel: Kernel) -> bool:
+    """True if along each axis some access strides: a quick look that keeps most kernels from being priced."""
+    indices = [line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store)]
+    return not any(
+        all(not _strides(index, axis.name) for index in indices) and any(axis.name in index.vars() for index in indices)
+        for axis in kernel.space
+    )
+
+
+def _striding(kernel: Kernel, axis: str, lanes: int, machine: Machine) -> Iterator[Line]:
+    tiles = tiling(kernel, axis, lanes, machine).lines
+    for line in kernel.body:
+        if isinstance(line.rhs, Load | Store) and line.out not in tiles and _strides(line.rhs.index, axis):
+            yield line
+
+
+def _apart(kernel: Kernel, line: Line, axis: str, machine: Machine) -> float:
+    assert isinstance(line.rhs, Load | Store)
+    points = 1
+    for name in line.rhs.index.vars():
+        points *= max(1, estimate(kernel.ranges[name]))
+    step = line.rhs.index.coefficient(axis)
+    each = _LINE if step is None else min(_LINE, abs(estimate(step)) * line.dtype.itemsize)
+    lines = _LINE * max(1, estimate(kernel.ranges[axis]))
+    # A line is read before a part of it is written.
+    written = each * points if isinstance(line.rhs, Store) else 0
+    threads = machine.cores
+    return issuing(machine, GATHER_COST * points, threads) + moving(machine, each * points, written, lines, threads)
