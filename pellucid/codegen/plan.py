@@ -50,7 +50,7 @@ class Plan:
     kernel: the kernel under canonical names, its space simplified.
     vector: the vector axis; None for scalar code. width: lanes per step.
     wide: the values (and stores) that have one value per lane.
-    tile, tiled: the axis of tiles, and the loads and stores made in squares of `width` by `width`, see machine/tiles.py.
+    tile, tiled: the axis of tiles, and the loads and stores made in squares, `width` by `width`, see machine/tiles.py.
     pairwise: sums that are collected in blocks and then added pairwise.
     streamed: buffers that are written past the caches.
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.

@@ -115,11 +115,8 @@ def striding(kernel: Kernel, machine: Machine) -> float:
 
 def strides_somewhere(kernel: Kernel) -> bool:
     """True if along each axis some access strides: a quick look that keeps most kernels from being priced."""
-    indices = [line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store)]
-    return not any(
-        all(not _strides(index, axis.name) for index in indices) and any(axis.name in index.vars() for index in indices)
-        for axis in kernel.space
-    )
+    indices = {line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store)}
+    return not any(all(not _strides(index, axis.name) for index in indices) for axis in reversed(kernel.space))
 
 
 def _striding(kernel: Kernel, axis: str, lanes: int, machine: Machine) -> Iterator[Line]:
