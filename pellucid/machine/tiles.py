@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, Expr
+from pellucid.ir.index import ONE, Expr, Var
 from pellucid.ir.nodes import Kernel, Line, Load, Store, axes_of
 from pellucid.machine.cost import issuing, moving
 from pellucid.machine.model import Machine
@@ -115,8 +115,12 @@ def striding(kernel: Kernel, machine: Machine) -> float:
 
 def strides_somewhere(kernel: Kernel) -> bool:
     """True if along each axis some access strides: a quick look that keeps most kernels from being priced."""
-    indices = {line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store)}
-    return not any(all(not _strides(index, axis.name) for index in indices) for axis in reversed(kernel.space))
+    indices = [line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store)]
+    for axis in reversed(kernel.space):
+        neighbours = ((Var(axis.name),), 1)
+        if all(axis.name not in index.vars() or neighbours in index.terms for index in indices):
+            return False
+    return True
 
 
 def _striding(kernel: Kernel, axis: str, lanes: int, machine: Machine) -> Iterator[Line]:

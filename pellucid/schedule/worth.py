@@ -27,10 +27,10 @@ def check_strides(machine: Machine, first: Kernel, second: Kernel, merged: Kerne
 
     What follows a contraction is written block by block, whatever its order.
     """
-    if find_contraction(first) is not None or not strides_somewhere(merged):
+    if not strides_somewhere(merged) or find_contraction(first) is not None:
         return None
     apart = striding(canonical_kernel(merged), machine)
-    lost = apart - striding(canonical_kernel(first), machine) - striding(canonical_kernel(second), machine)
+    lost = apart and apart - sum(striding(canonical_kernel(kernel), machine) for kernel in (first, second))
     if lost <= 0:
         return None
     work, parts = kernel_work(merged, 0), [kernel_work(kernel, 0) for kernel in (first, second)]
