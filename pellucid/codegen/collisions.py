@@ -14,11 +14,6 @@ from pellucid.ir.nodes import CheckIndex, Kernel, Store, axes_of
 from pellucid.machine.work import estimate
 
 
-def scatters(kernel: Kernel) -> bool:
-    """True if a store's index depends on values."""
-    return any(store.index.vals() for _, store in kernel.stores())
-
-
 def colliding(kernel: Kernel) -> tuple[str, ...]:
     """The axes along which two points may store the same element, in space order; none if nothing is scattered."""
     depends = axes_of(kernel)

@@ -213,8 +213,8 @@ class _Printer:
         cut: list[tuple[str, Expr]] = []
         if plan.chunk and plan.inner is not None:
             cut.append(("lo", chunks(plan.extent_of(plan.inner), plan.chunk)))
-        if plan.tile is not None:
-            cut.append(("from", chunks(plan.extent_of(plan.tile), plan.tile_step)))
+        if plan.outer_tile is not None:
+            cut.append(("from", chunks(plan.extent_of(plan.outer_tile), plan.tile_step)))
         cut = cut[::-1] if plan.columns_outermost else cut
         counters = cut + outer if plan.outer_fastest else outer + cut
         rest = "t"
@@ -230,8 +230,8 @@ class _Printer:
         if plan.chunk and plan.inner is not None:
             extent = self.text(plan.extent_of(plan.inner))
             self.out.line(f"const int64_t hi = pv::least(lo + {plan.chunk}, {extent});")
-        if plan.tile is not None:
-            extent = self.text(plan.extent_of(plan.tile))
+        if plan.outer_tile is not None:
+            extent = self.text(plan.extent_of(plan.outer_tile))
             self.out.line(f"const int64_t to = pv::least(from + {plan.tile_step}, {extent});")
 
     def factor(self, expr: Expr) -> str:

@@ -155,7 +155,7 @@ class _Builder:
         self.depends = axes_of(plan.kernel)
         self.lines = {line.out: line for line in plan.kernel.body}
         self.reduced = frozenset(plan.reduced)
-        around = (*plan.colliding, plan.inner, *plan.whole, plan.tile)
+        around = (*plan.colliding, plan.inner, *plan.whole, plan.outer_tile)
         self.inside = tuple(axis for axis in around if axis is not None)
         self.innermost = 1 + len(self.inside)
         self.level = self._levels()
@@ -188,13 +188,17 @@ class _Builder:
             return self._kept_point(level)
         axis = self.inside[level - 1]
         tiled = level + 1 == self.innermost and axis == self.plan.tile
-        squares = [line for line in self.plan.kernel.body if line.out in self.plan.tiled] if tiled else []
-        opened = [StartTile(line) if isinstance(line.rhs, Store) else FillTile(line) for line in squares]
-        closed = [WriteTile(line) for line in squares if isinstance(line.rhs, Store)]
+        opened, closed = self._squares(self.lines if tiled else ())
         kind = Kind.VECTOR if axis == self.plan.vector else Kind.SERIAL
         blocked = tiled or (axis == self.plan.inner and self.plan.chunk > 0)
         loop = Loop(kind, axis, self._level_body(level + 1), blocked=blocked)
         return (*self._defines(level, 0), *opened, loop, *closed, *self._puts(level))
+
+    def _squares(self, names: Iterable[str]) -> tuple[list[Item], list[Item]]:
+        """What happens to the squares of the lines `names` before a block of the tile, and after it."""
+        squares = [line for line in self.plan.kernel.body if line.out in self.plan.tiled.intersection(names)]
+        opened: list[Item] = [StartTile(line) if isinstance(line.rhs, Store) else FillTile(line) for line in squares]
+        return opened, [WriteTile(line) for line in squares if isinstance(line.rhs, Store)]
 
     def _kept_point(self, level: int) -> tuple[Item, ...]:
         """What happens at one point (or vector) of all kept axes: the sweeps, and the kept lines between them."""
@@ -218,7 +222,7 @@ class _Builder:
         ]
 
     def _puts(self, level: int) -> list[Item]:
-        blocks = {self.plan.tile, self.plan.inner if self.plan.chunk else None} - {None}
+        blocks = {self.plan.outer_tile, self.plan.inner if self.plan.chunk else None} - {None}
         around = (*self.plan.outer, *(axis for k, axis in enumerate(self.inside) if k < level - 1 or axis in blocks))
         return [self._put(line, around) for line, _ in self.plan.kernel.stores() if self.level.get(line.out) == level]
 
@@ -261,16 +265,19 @@ class _Builder:
         return max([own, *(self._depth(sweep, each) for each in inside)])
 
     def _loop(self, sweep: Sweep, depth: int, body: list[Item]) -> list[Item]:
-        """The loop over one reduced axis, with the ends of the blocks of pairwise sums."""
+        """The loop over one reduced axis, in blocks where these are squares of tiles, or end those of pairwise sums."""
         axis = self.plan.reduced[depth]
         vector = axis == self.plan.vector
         kind = Kind.VECTOR if vector else Kind.SERIAL
         sums = [self.lines[name] for name in sweep.lines if name in self.plan.pairwise]
         closing: list[Item] = [CloseBlock(line) for line in sums]
-        if not sums or depth != self._block_depth():
+        opened, closed = self._squares(sweep.lines if axis == self.plan.tile else ())
+        ends = bool(sums) and depth == self._block_depth()
+        if not ends and not opened:
             return [Loop(kind, axis, tuple(body))]
-        block = self._block(depth) * (self.plan.width if vector else 1)
-        return [Loop(Kind.BLOCKS, axis, (Loop(kind, axis, tuple(body), blocked=True), *closing), block=block)]
+        block = self.plan.tile_step if opened else self._block(depth) * (self.plan.width if vector else 1)
+        inside = (*opened, Loop(kind, axis, tuple(body), blocked=True), *closed, *(closing if ends else ()))
+        return [Loop(Kind.BLOCKS, axis, inside, block=block)]
 
     def _block_depth(self) -> int:
         """The innermost loop that, with those inside it, makes too many steps for one accumulator."""

@@ -38,18 +38,19 @@ BARRIERS = 4
 class Plan:
     """How the loops of a kernel run. The nest, from the outside in:
 
-    - one parallel loop over `outer`, chunks of `inner` if `chunk` is not 0, and blocks of `tile`, flattened, the last
-      one fastest; with `outer` last if `outer_fastest`, blocks before chunks if `columns_outermost`;
+    - one parallel loop over `outer`, chunks of `inner` if `chunk` is not 0, and blocks of `tile` if it is a kept axis,
+      flattened, the last one fastest; with `outer` last if `outer_fastest`, blocks before chunks if
+      `columns_outermost`;
     - one loop for each of the `colliding` axes of a scatter;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
     - loops over all of the `whole` axes of a block;
     - a loop over one block of `tile`, if there is one, see below;
-    - for each sweep, loops over `reduced`; the last one by vectors if it is the vector axis.
+    - for each sweep, loops over `reduced`; the last one by vectors if it is the vector axis, by blocks if it is `tile`.
 
     kernel: the kernel under canonical names, its space simplified.
     vector: the vector axis; None for scalar code. width: lanes per step.
     wide: the values (and stores) that have one value per lane.
-    tile, tiled: the axis of tiles, and the loads and stores made in squares of `width` by `width`, see tiles.py.
+    tile, tiled: the axis of tiles, and the loads and stores made in squares, `width` by `width`, see machine/tiles.py.
     pairwise: sums that are collected in blocks and then added pairwise.
     streamed: buffers that are written past the caches.
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.
@@ -96,8 +97,13 @@ class Plan:
 
     @property
     def tile_step(self) -> int:
-        """Points of `tile` in one parallel iteration."""
+        """Points of `tile` in one block."""
         return self.blocks.columns if self.blocks else self.width
+
+    @property
+    def outer_tile(self) -> str | None:
+        """`tile` where it is a kept axis, with blocks that threads share."""
+        return None if self.tile in self.reduced else self.tile
 
     def extent_of(self, axis: str) -> Expr:
         return self.kernel.ranges[axis]
@@ -124,10 +130,11 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options) -> Plan:
     sweeps = plan_sweeps(kernel, width if inner is not None and inner == vector else 1)
     work = cost(kernel, vector, base_lanes(kernel, machine) if vector else 1, tiled)
     points = max(1, estimate(product(kernel.ranges[name] for name in {*kept, *([inner] if inner else [])})))
-    extent = product(kernel.ranges[name] for name in outer) * (chunks(kernel.ranges[tile], width) if tile else 1)
+    blocks = chunks(kernel.ranges[tile], width) if tile in kept else 1
+    extent = product(kernel.ranges[name] for name in outer) * blocks
     chunk = 0
-    if inner is not None and (tile is not None or estimate(extent) < ENOUGH_ITERATIONS):
-        wanted = TILES * width if tile else CHUNK_WORK * points / max(work, 1)
+    if inner is not None and (tile in kept or estimate(extent) < ENOUGH_ITERATIONS):
+        wanted = TILES * width if tile in kept else CHUNK_WORK * points / max(work, 1)
         if meeting:
             wanted = max(wanted, min(SCATTER_STEPS * width, estimate(kernel.ranges[inner]) // SCATTER_STEPS))
         chunk = _chunk(kernel.ranges[inner], width, wanted)

@@ -11,12 +11,12 @@ from enum import Enum
 from math import prod
 
 from pellucid.codegen.collisions import colliding
-from pellucid.codegen.tiles import SQUARES, Tiling, tiling, told
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import OPS
 from pellucid.machine import Machine
+from pellucid.machine.tiles import GATHER_COST, SQUARES, Tiling, tiling, told
 from pellucid.machine.work import SYMBOL_GUESS, estimate
 
 
@@ -32,7 +32,6 @@ class Access(Enum):
 LANEWISE_INT = frozenset({"floordiv", "truncdiv", "remainder", "fmod", "pow"})
 LANEWISE = frozenset({"floordiv", "shl", "shr"})
 
-GATHER_COST = 3.0
 TILE_COST = 0.5
 LANEWISE_COST = 2.0
 TOTAL_COST = 16.0
@@ -219,6 +218,8 @@ def _unroll(kernel: Kernel, axis: str, lanes: int, machine: Machine) -> int:
         halves = all(param.dtype.itemsize <= 2 for param in kernel.params) and 4 * lanes == machine.isa.register_bytes
         halves = halves and tiling(kernel, axis, lanes, machine).axis is None
         return 2 if halves and pressure(kernel, axis) <= machine.isa.registers // 4 else 1
+    if tiling(kernel, axis, lanes, machine).axis is not None:
+        return 1  # the squares of a wider step fill more than the registers
     extent = next(each.extent for each in kernel.space if each.name == axis).value
     live = pressure(kernel, axis)
     fitting = [k for k in (4, 2, 1) if k * lanes <= 64 and k * live <= (machine.isa.registers * 3) // 4] or [1]

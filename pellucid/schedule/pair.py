@@ -13,6 +13,7 @@ from pellucid.schedule.contractions import check_epilogue, check_neighbours
 from pellucid.schedule.fusion_graph import FusionGraph, Group
 from pellucid.schedule.match_axes import Anchor, Match, Mismatch, match_axes
 from pellucid.schedule.merge import merge_kernels
+from pellucid.schedule.worth import check_strides
 
 _RULES = {
     "extern": "fuse.extern",
@@ -21,6 +22,7 @@ _RULES = {
     "size-limit": "fuse.size",
     "mutation": "fuse.mutation",
     "cost": "fuse.cost",
+    "strided": "fuse.strided",
     "contraction": "fuse.contraction",
     "attention": "fuse.attention",
 }
@@ -57,6 +59,7 @@ def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options)
     if isinstance(kernel, Mismatch):
         return kernel
     refused = check_limits(kernel, options) or _check_parallel(kernel) or check_epilogue(first, kernel)
+    refused = refused or check_strides(graph.machine, first, second, kernel)
     return refused or graph.merge(joint, kernel)
 
 

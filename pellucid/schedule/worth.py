@@ -5,17 +5,45 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from pellucid.ir.contraction import find_contraction
 from pellucid.ir.decision import Fact
 from pellucid.ir.index import total
 from pellucid.ir.nodes import Kernel, Load, axes_of
 from pellucid.ir.ops import EXPENSIVE
-from pellucid.machine import issuing, kernel_work, moving, starting
+from pellucid.machine import Machine, issuing, kernel_work, moving, starting
+from pellucid.machine.tiles import strides_somewhere, striding
 from pellucid.machine.work import estimate, evaluations, op_cost, touched_bytes
+from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.fusion_graph import FusionGraph, Group
 from pellucid.schedule.inline import Inlined, Recipe, loads_of
+from pellucid.schedule.match_axes import Mismatch
 
 _MOST_LINES = 64
 _MOST_READERS = 16
+
+
+def check_strides(machine: Machine, first: Kernel, second: Kernel, merged: Kernel) -> Mismatch | None:
+    """Refuse to merge two kernels whose accesses no loop order serves together, where loading again costs less.
+
+    What follows a contraction is written block by block, whatever its order.
+    """
+    if not strides_somewhere(merged) or find_contraction(first) is not None:
+        return None
+    apart = striding(canonical_kernel(merged), machine)
+    lost = apart and apart - sum(striding(canonical_kernel(kernel), machine) for kernel in (first, second))
+    if lost <= 0:
+        return None
+    work, parts = kernel_work(merged, 0), [kernel_work(kernel, 0) for kernel in (first, second)]
+    read, written = (sum(getattr(part, way) for part in parts) - getattr(work, way) for way in ("read", "written"))
+    gain = moving(machine, max(0, read), max(0, written), max(part.working_set for part in parts), machine.cores)
+    gain += starting(machine, machine.cores)
+    if lost <= gain:
+        return None
+    return Mismatch(
+        "strided",
+        f"whatever the loop order, some accesses of both together would lie apart in memory: that costs {lost:.3g} ns"
+        f" and saves {gain:.3g} ns",
+    )
 
 
 def is_trivial(recipe: Recipe) -> bool:

@@ -123,6 +123,19 @@ kernel transposed_store(x: f32[60000], o: f32[60000], q: f32[60000]) {
 }
 """
 
+SOFTMAX_TRANSPOSED = """\
+kernel softmax_transposed(x: f32[24576], o: f32[24576]) {
+  axes i: 48, j: 512
+  a: f32 = load x[512*i + j]
+  m: f32 = max a over j
+  b: f32 = sub a, m
+  e: f32 = exp b
+  z: f32 = sum e over j
+  q: f32 = div e, z
+  st: f32 = store o[i + 48*j], q
+}
+"""
+
 STRIDED = """\
 kernel strided(x: f32[40000], o: f32[200]) {
   axes i: 200
@@ -151,5 +164,6 @@ CASES = {
     "transposed_pad": TRANSPOSED_PAD,
     "transposed": TRANSPOSED,
     "transposed_store": TRANSPOSED_STORE,
+    "softmax_transposed": SOFTMAX_TRANSPOSED,
     "argmax": ARGMAX,
 }

@@ -44,6 +44,18 @@ def transposed_consumer() -> Program:
     return b.finish(b.op("mul", heads, y))
 
 
+def transposed_softmax() -> Program:
+    b = ProgramBuilder()
+    x = b.input(96, 160)
+    return b.finish(b.copy(softmax_of(b, x).permute(1, 0)))
+
+
+def two_orders() -> Program:
+    b = ProgramBuilder()
+    e = b.op("exp", b.input(96, 96, 96))
+    return b.finish(b.copy(e.permute(2, 1, 0)), b.copy(e.permute(0, 2, 1)))
+
+
 def slices_and_cat() -> Program:
     b = ProgramBuilder()
     x, cos, sin = b.input(4, 128, 64), b.input(128, 64), b.input(128, 64)
@@ -59,7 +71,17 @@ def in_place_step() -> Program:
 
 
 @pytest.mark.parametrize(
-    "make", [softmax, layer_norm_residual, gelu_mlp, transposed_consumer, slices_and_cat, in_place_step]
+    "make",
+    [
+        softmax,
+        layer_norm_residual,
+        gelu_mlp,
+        transposed_consumer,
+        transposed_softmax,
+        two_orders,
+        slices_and_cat,
+        in_place_step,
+    ],
 )
 def test_schedule(make: Callable[[], Program], golden: Callable[[str, str], None]) -> None:
     program, decisions = schedule(make(), Options())

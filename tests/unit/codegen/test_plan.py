@@ -142,6 +142,21 @@ def test_a_transposed_store_is_written_in_squares() -> None:
     assert "scatter" not in kernel.source
 
 
+def test_sweeps_read_what_is_transposed_in_squares_along_the_reduced_axis() -> None:
+    kernel = compile_text(cases.SOFTMAX_TRANSPOSED)
+    plan = kernel.plan
+    assert plan.vector == plan.inner == "i0" and plan.tile in plan.reduced and plan.outer_tile is None
+    assert kernel.source.count("const pv::Tile<float, 16>") == 2  # the third sweep finds them in scratch memory
+    assert "gather" not in kernel.source and "scatter" not in kernel.source
+
+
+def test_sweeps_write_what_is_transposed_in_squares() -> None:
+    text = cases.SOFTMAX_TRANSPOSED.replace("x[512*i + j]", "x[i + 48*j]").replace("o[i + 48*j]", "o[512*i + j]")
+    kernel = compile_text(text)
+    assert [decision(kernel, "codegen.tile").subject[1]] == ["o"]
+    assert kernel.source.count(".write<") == 1 and "scatter" not in kernel.source
+
+
 def test_a_transposed_store_that_joins_is_not_written_in_squares() -> None:
     kernel = compile_text(cases.TRANSPOSED_STORE.replace("= store ", "= store add "))
     assert not kernel.plan.tiled and "pv::add(a, b)" in kernel.source

@@ -56,6 +56,30 @@ def log_softmax(b: ProgramBuilder, x: Tensor, *_: Tensor) -> Tensor:
     return b.op("sub", shifted, b.op("log", b.reduce("sum", b.op("exp", shifted), len(x.shape) - 1)))
 
 
+def in_two_orders(size: int) -> Program:
+    """What is stored in two orders that are contiguous along two axes, neither of them that of the input."""
+    b = ProgramBuilder()
+    e = b.op("exp", b.input(size, size, size))
+    return b.finish(b.copy(e.permute(2, 1, 0)), b.copy(e.permute(0, 2, 1)))
+
+
+def test_accesses_that_no_loop_order_serves_stay_apart_where_that_is_cheaper() -> None:
+    after, decisions = schedule(in_two_orders(96), Options())
+    verify_program(after)
+    (refused,) = [each for each in decisions if each.rule == "fuse.strided"]
+    assert not refused.ok and dict(refused.facts)["category"] == "strided" and "saves" in refused.why
+    assert len(kernels(after)) == 2
+    assert len(kernels(scheduled(in_two_orders(4)))) == 1  # a call costs more
+
+
+def test_where_loading_again_is_dear_they_are_merged_all_the_same() -> None:
+    slow = tuple(replace(level, read=Rate(0.01, 0.01), write=Rate(0.01, 0.01)) for level in AVX2.levels[-1:])
+    machine = replace(AVX2, levels=(*AVX2.levels[:-1], *slow))
+    after, decisions = schedule(in_two_orders(256), Options(), machine)
+    assert not [each for each in decisions if each.rule == "fuse.strided"]
+    assert len(kernels(after)) == 1
+
+
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm, log_softmax, lambda b, x, *_: softmax(b, x)])
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
 def test_norms_become_one_kernel(norm: Callable[..., Tensor], shape: tuple[int, ...]) -> None:
