@@ -28,18 +28,8 @@ from typing import Any
 import torch
 
 from pellucid.capture.identity import identity, shares_memory
-from pellucid.capture.torch_compat import (
-    Captured,
-    NotResumable,
-    Witness,
-    adopt,
-    artifact_logger,
-    counted,
-    resume,
-    structured_artifact,
-    traces,
-    unmet,
-)
+from pellucid.capture.resume import Captured, NotResumable, Witness, adopt, counted, resume, traces, unmet
+from pellucid.capture.torch_compat import artifact_logger, structured_artifact
 from pellucid.executable import Name, operator_of
 from pellucid.ir.decision import Decision
 from pellucid.native.build import default_store
@@ -146,9 +136,11 @@ def _find(
     return Start("missed", "; ".join(reasons) or "nothing like it was compiled before", key), None
 
 
-def witness(start: Start, inputs: Sequence[Any], notes: list[Any]) -> Witness | None:
-    """Keeps what is compiled after `start`, for later processes. notes: is filled meanwhile."""
-    return Witness(partial(_keep, start.key, notes), shares_memory(inputs)) if start.outcome == "missed" else None
+def witness(start: Start, graph: torch.fx.GraphModule, inputs: Sequence[Any], notes: list[Any]) -> Witness | None:
+    """Keeps what a Dynamo graph is compiled to after `start`, for later processes. notes: is filled meanwhile."""
+    if start.outcome != "missed":
+        return None
+    return Witness(partial(_keep, start.key, notes), shares_memory(inputs))
 
 
 def key_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:

@@ -11,19 +11,17 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.torch_compat import (
+from pellucid.capture.resume import (
     NotResumable,
     asserts_gradients,
     dynamo_argument,
     front_end_settings,
     holds_subclass,
-    is_fake,
-    is_symbolic,
     is_traced_by_dynamo,
     known_sizes,
     range_of,
-    user_frames,
 )
+from pellucid.capture.torch_compat import is_fake, is_symbolic, user_frames
 
 _PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout)
 _ARGUMENTS = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
