@@ -18,7 +18,7 @@ import logging
 import pickle
 import platform
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import lru_cache, partial
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from pellucid.capture.fx import first_line
 from pellucid.capture.identity import identity, shares_memory
 from pellucid.capture.resume import Captured, NotResumable, Witness, adopt, counted, resume, traces, unmet
 from pellucid.capture.torch_compat import artifact_logger, structured_artifact
@@ -140,7 +141,8 @@ def witness(start: Start, graph: torch.fx.GraphModule, inputs: Sequence[Any], no
     """Keeps what a Dynamo graph is compiled to after `start`, for later processes. notes: is filled meanwhile."""
     if start.outcome != "missed":
         return None
-    return Witness(partial(_keep, start.key, notes), shares_memory(inputs))
+    about = {"line": first_line(graph.graph), "threads": torch.get_num_threads(), "versions": _versions()}
+    return Witness(partial(_keep, start.key, about, notes), shares_memory(inputs))
 
 
 def key_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
@@ -165,6 +167,12 @@ def _surroundings(options: Options) -> dict[str, str]:
     return {
         "options": repr(sorted(asdict(options).items())),
         "machine": repr(machine_for(options.machine)),
+        **_versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {
         "compiler": _own_sources(),
         "python": platform.python_version(),
         "torch": f"{torch.__version__} {torch.version.git_version}",
@@ -189,7 +197,27 @@ def _started(graph: torch.fx.GraphModule, inputs: Sequence[Any], reader: _Reader
     return Found(resume(graph, inputs, captured, kept.forward, kept.backward), kept.notes)
 
 
-def _keep(key: str, notes: Sequence[Any], captured: Captured | NotResumable, forward: Any, backward: Any) -> None:
+def stale(about: Mapping[str, Any]) -> str:
+    """Why no process finds a program of the store any more, whatever it captures; empty if one may.
+
+    about: what the store says of it.
+    """
+    made, labels = about.get("versions") or {}, {"python": "Python", "torch": "PyTorch", "compiler": "Pellucid"}
+    for name, here in _versions().items():
+        if made.get(name) != here:
+            which = "" if name == "compiler" else f" ({made.get(name)}; here it is {here})"
+            return f"it was compiled by another version of {labels[name]}{which}"
+    return ""
+
+
+def _keep(
+    key: str,
+    about: Mapping[str, Any],
+    notes: Sequence[Any],
+    captured: Captured | NotResumable,
+    forward: Any,
+    backward: Any,
+) -> None:
     """Write down what a Dynamo graph was compiled to; what cannot be written is compiled again by the next process."""
     if isinstance(captured, NotResumable):
         _tell(Start("bypassed", str(captured), key))
@@ -203,7 +231,8 @@ def _keep(key: str, notes: Sequence[Any], captured: Captured | NotResumable, for
     except Exception as why:  # as many as there are types that cannot be pickled
         _tell(Start("bypassed", f"it cannot be written down: {why}", key))
         return
-    default_store().add_program(key, data.getvalue())
+    graphs = [{"kind": each.kind, "nodes": each.nodes, "kernels": each.kernels} for each in notes]
+    default_store().add_program(key, data.getvalue(), {**about, "graphs": graphs})
 
 
 class _Writer(pickle.Pickler):
