@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from pellucid.errors import StoreError, UserError
 from pellucid.machine.model import from_text
-from pellucid.native.inventory import FILE, KERNELS, PROGRAM, Entry, contents, kernel_note, problem
+from pellucid.native.inventory import FILE, KERNELS, PROGRAM, Entry, contents, is_orphan, kernel_note, problem
 from pellucid.native.machine import machine_file
 from pellucid.native.store import KernelStore, is_owner, is_trusted, move_whole, read_program, write_whole
 from pellucid.native.toolchain import misfit, note_of, write_note
@@ -71,7 +71,8 @@ def export(folder: Path, file: Path, stale: Stale) -> Moved:
         # Readable for others, as the umask has it, and writable for nobody else.
         with (
             open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as out,
-            tarfile.open(fileobj=out, mode="w|gz", compresslevel=6) as tar,
+            gzip.GzipFile(fileobj=out, mode="wb", filename="", compresslevel=6) as packed,
+            tarfile.open(fileobj=packed, mode="w|") as tar,
         ):
             found = _export(folder, tar, stale)
         if not any(entry.kind in (PROGRAM, KERNELS) for entry in found.moved):
@@ -93,7 +94,7 @@ def _export(folder: Path, tar: tarfile.TarFile, stale: Stale) -> Moved:
     checksums: dict[str, str] = {}
     _add(tar, _HEAD, _json(_about(folder)))
     for entry in contents(folder):
-        if entry.kind not in (PROGRAM, KERNELS, FILE):
+        if entry.kind not in (PROGRAM, KERNELS, FILE) or is_orphan(entry):
             continue
         why = problem(entry) or (stale(entry.about) if entry.kind == PROGRAM else "")
         files = {} if why else _read(entry)

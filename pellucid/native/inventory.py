@@ -172,14 +172,16 @@ def trim(
 
     Other processes may be at work: what they have loaded stays loaded, what they look for is missing and built again.
     Headers and runtimes that were used within the hour stay, as a compiler may be reading them, and so does what is no
-    part of the store. What processes that died have left goes always. remove: what to do instead. Returns what went.
+    part of the store. What processes that died have left goes always, and so do libraries that no kernel names.
+    remove: what to do instead. Returns what went.
     """
     folders = key_folders(root)
     entries = sorted((entry for folder in folders for entry in contents(folder)), key=lambda entry: entry.used)
     left, gone = sum(entry.nbytes for entry in entries), list[Entry]()
     for entry in entries:
         unused = unused_s is not None and age_of(entry) > unused_s
-        if _may_go(entry) and (entry.kind == WORK or unused or (nbytes is not None and left > nbytes)):
+        left_over = entry.kind == WORK or (is_orphan(entry) and age_of(entry) > STALE_S)
+        if _may_go(entry) and (left_over or unused or (nbytes is not None and left > nbytes)):
             (remove or discard)(entry)
             left -= entry.nbytes
             gone.append(entry)
@@ -187,6 +189,11 @@ def trim(
         if age(folder) > _IN_USE_S and not contents(folder):
             shutil.rmtree(folder, ignore_errors=True)
     return gone
+
+
+def is_orphan(entry: Entry) -> bool:
+    """Whether it is a library that no kernel names: another one has the same kernels since."""
+    return entry.kind == KERNELS and not entry.about["kernels"]
 
 
 def _may_go(entry: Entry) -> bool:

@@ -180,9 +180,16 @@ def verified(remove: bool = False) -> Verified:
                 bad.append(_item(entry, why))
                 if remove and entry.kind != STRANGE:
                     inventory.discard(entry)
-            elif why := elsewhere or (stale(entry.about) if entry.kind == PROGRAM else ""):
+            elif why := elsewhere or _unfound(entry):
                 unused.append(_item(entry, why))
     return Verified(str(root), checked, tuple(bad), tuple(unused), tuple(_unsafe(root)), remove)
+
+
+def _unfound(entry: Entry) -> str:
+    """Why no process finds an entry."""
+    if entry.kind == PROGRAM:
+        return stale(entry.about)
+    return "no kernel names it" if inventory.is_orphan(entry) else ""
 
 
 def exported(file: Path) -> Carried:
