@@ -94,7 +94,7 @@ def compile_fx(
         notes: list[Compilation] = []
         job = _Job(settings, start, _Clock.started(), notes)
         compilers = {kind: partial(_compile, kind=kind, job=job) for kind in ("forward", "backward", "inference")}
-        seen = witness(start, graph, example_inputs, notes)
+        seen = witness(start, graph, example_inputs, settings, notes)
         run = capture_with_aot(
             graph,
             example_inputs,

@@ -47,8 +47,8 @@ def identity(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[
         "graph": "\n".join(_node_text(node) for node in graph_module.graph.nodes if node.op != "placeholder"),
         "arguments": "\n".join(_arguments(placeholders, inputs)),
         "sizes": known_sizes(),
-        "modes": _modes(),
         "settings": front_end_settings(),
+        **{name: str(value) for name, value in _modes().items()},
     }
 
 
@@ -136,9 +136,9 @@ def _tensor_text(fake: torch.Tensor, given: torch.Tensor, memory: dict[int, int]
     return f"{type(given).__name__} {fake.dtype} {sizes} in memory {number} {facts} {sorted(symbols)}"
 
 
-def _modes() -> str:
+def _modes() -> dict[str, object]:
     """What holds in the thread, or the process, and decides what calls mean."""
-    found = {
+    return {
         "gradients": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": [
@@ -160,4 +160,3 @@ def _modes() -> str:
         ),
         "einsum": (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
     }
-    return "; ".join(f"{name}: {value}" for name, value in found.items())

@@ -18,12 +18,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pellucid.native.store import STALE_S, age, as_header, checksum_of, is_owner, is_trusted, key_folders, read_program
+from pellucid.native.store import (
+    STALE_S,
+    age,
+    checksum_of,
+    first_line,
+    header_of,
+    is_owner,
+    is_trusted,
+    key_folders,
+    read_program,
+)
 
 PROGRAM, KERNELS, FILE, WORK, STRANGE = "program", "kernels", "file", "work", "strange"
 """Kinds of entries: a graph, a library of kernels, an auxiliary file, work in progress, and what is not the store's."""
 
-_HEADER = 1 << 16  # bytes of a line of JSON that are read
 _IN_USE_S = 3600  # a compiler may read the header, or a process load the runtime, that it has just looked up
 
 
@@ -55,7 +64,7 @@ def contents(folder: Path) -> list[Entry]:
 def _programs(folder: Path) -> Iterator[Entry]:
     for path in _paths(folder / "programs"):
         if not path.name.startswith("."):
-            header = as_header(_first_line(path))
+            header = header_of(path)
             about = {name: value for name, value in header.items() if name not in ("sum", "bytes", "made")}
             yield _entry(PROGRAM, folder, [path], made=header.get("made"), about=about)
 
@@ -243,20 +252,10 @@ def _size(path: Path) -> int:
     return _stat(path).st_size + sum(_stat(each).st_size for each in inside)
 
 
-def _first_line(path: Path) -> bytes:
-    if not stat.S_ISREG(_stat(path).st_mode):
-        return b""
-    try:
-        with open(path, "rb") as file:
-            return file.readline(_HEADER)
-    except OSError:
-        return b""
-
-
 def kernel_note(path: Path) -> dict[str, Any]:
     """What a file of `kernels/` says; nothing if it is damaged."""
     try:
-        said = json.loads(_first_line(path))
+        said = json.loads(first_line(path))
     except ValueError:
         return {}
     return said if isinstance(said, dict) else {}

@@ -41,6 +41,7 @@ STALE_S = 24 * 3600
 """Seconds after which work in progress counts as left by a process that died."""
 
 _PATIENCE_S = 900
+_HEADER = 1 << 16  # bytes of a first line that are read
 _NOTED_S = 60  # how exactly it is noted when something was used
 _UNUSED_S = 30 * 24 * 3600
 _SPILL_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
@@ -185,6 +186,12 @@ class KernelStore:
             for path in sorted(found, key=age):
                 yield read_program(path)
                 _note_use(path)
+
+    def headers(self) -> Iterator[dict[str, Any]]:
+        """What is said of each program; see `add_program`."""
+        for directory in self._directories():
+            for path in (directory / "programs").glob("[!.]*"):
+                yield header_of(path)
 
     def add_program(self, key: str, data: bytes, about: Mapping[str, Any]) -> None:
         """Keep what a graph was compiled to, if there is room; what nobody has used for a month goes.
@@ -457,7 +464,7 @@ def read_program(path: Path) -> bytes | str:
             header, _, data = file.read().partition(b"\n")
     except OSError as error:
         return f"the program in the store cannot be read: {error.strerror}"
-    about = as_header(header)
+    about = _as_header(header)
     if len(data) < about.get("bytes", 0):
         return f"the program in the store is damaged: it has {len(data)} of {about['bytes']} bytes"
     if hashlib.sha256(data).hexdigest() != about.get("sum"):
@@ -465,7 +472,21 @@ def read_program(path: Path) -> bytes | str:
     return data
 
 
-def as_header(line: bytes) -> dict[str, Any]:
+def header_of(path: Path) -> dict[str, Any]:
+    """What is said of a program; nothing if it is damaged, or no file."""
+    return _as_header(first_line(path))
+
+
+def first_line(path: Path) -> bytes:
+    """Of a file; empty for what is none, such as a link or a pipe."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            return file.readline(_HEADER) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+    except OSError:
+        return b""
+
+
+def _as_header(line: bytes) -> dict[str, Any]:
     """What the first line of a program says; nothing if it is damaged."""
     try:
         about = json.loads(line)

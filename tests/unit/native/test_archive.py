@@ -208,7 +208,7 @@ def test_a_file_that_occurs_twice_is_refused(file: Path, tmp_path: Path) -> None
 def test_a_truncated_archive_is_refused(keep: float, file: Path, tmp_path: Path) -> None:
     data = file.read_bytes()
     file.write_bytes(data[: int(keep if keep > 1 else keep * len(data))])
-    with pytest.raises(StoreError, match="damaged, or not whole|does not begin with"):
+    with pytest.raises(StoreError, match=r"damaged, or not whole|does not begin with"):
         install(file, tmp_path / "to", fresh)
     assert nothing_in(tmp_path / "to")
 
@@ -216,7 +216,7 @@ def test_a_truncated_archive_is_refused(keep: float, file: Path, tmp_path: Path)
 @pytest.mark.parametrize("data", [b"no archive", gzip.compress(b"no tar"), gzip.compress(b"\0" * 10240)])
 def test_what_is_no_archive_is_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(data)
-    with pytest.raises(StoreError, match="damaged, or not whole|does not begin with"):
+    with pytest.raises(StoreError, match=r"damaged, or not whole|does not begin with"):
         install(tmp_path / "a", tmp_path / "to", fresh)
 
 
@@ -236,7 +236,7 @@ def test_an_archive_that_others_could_have_written_is_refused(file: Path, tmp_pa
 def test_a_pipe_or_a_folder_is_no_archive(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, tmp_path / "missing"):
-        with pytest.raises(StoreError, match="is no file|cannot be read"):
+        with pytest.raises(StoreError, match=r"is no file|cannot be read"):
             install(path, tmp_path / "to", fresh)
 
 
@@ -298,7 +298,7 @@ def test_what_was_built_for_another_machine_is_refused(
     what: str, file: Path, tmp_path: Path, elsewhere: pytest.MonkeyPatch
 ) -> None:
     change, why = ELSEWHERE[what]
-    if what == "features" and "fsgsbase" not in cpu().flags or what == "capability" and detect().isa == "AVX2":
+    if (what == "features" and "fsgsbase" not in cpu().flags) or (what == "capability" and detect().isa == "AVX2"):
         pytest.skip("this processor has no such feature to lose")
     detect.cache_clear()
     change(elsewhere)
