@@ -145,12 +145,13 @@ def _find(
 
 def _nearest(line: str, parts: Mapping[str, str]) -> str:
     """Why nothing was found: in what the graph differs from the most similar one that begins at the same line."""
-    told = [about.get("parts") or {} for about in default_store().headers() if line and about.get("line") == line]
     short = _short(parts)
-    changed = [[name for name in short if name not in each or each[name] != short[name]] for each in told]
-    if not changed:
+    told = [about["parts"] for about in default_store().headers() if about.get("line") == line and "parts" in about]
+    changed = [[name for name in short if each.get(name) != short[name]] for each in told]
+    nearest = min(filter(None, changed), key=len, default=None)
+    if not line or nearest is None:
         return "nothing like it was compiled before"
-    return f"what was compiled before differs in {', '.join(min(changed, key=len))}"
+    return f"what was compiled before differs in {', '.join(nearest)}"
 
 
 def witness(
