@@ -780,9 +780,17 @@ def test_twenty_processes_at_once() -> None:
 # ---------------------------------------------------------------------------------------- what is told
 
 
+def unseen() -> Any:
+    """A function in a file that no program of any store begins in."""
+    scope: dict[str, Any] = {}
+    exec(compile("def f(x, y):\n    return x + y\n", f"{uuid.uuid4().hex}.py", "exec"), scope)
+    return scope["f"]
+
+
 def test_each_outcome_has_its_reason_and_key() -> None:
-    compiled(function)(floats(3), floats(3))
-    compiled(function)(floats(3), floats(3))
+    f = unseen()
+    compiled(f)(floats(3), floats(3))
+    compiled(f)(floats(3), floats(3))
     missed, found = last_starts()[-2:]
     assert missed.reason == "nothing like it was compiled before" and re.fullmatch(r"[0-9a-f]{40}", missed.key)
     assert found.key == missed.key and found.reason == "an earlier process compiled it"
@@ -858,7 +866,7 @@ def test_arguments_that_share_memory_and_change_are_bypassed() -> None:
 def test_a_trace_shows_every_stage_and_why(tmp_path: Path) -> None:
     compiled(function)(floats(3), floats(3))
     for number, (f, otherwise) in enumerate(
-        ((function, "found: an earlier process compiled it"), (other, "missed: nothing like it was compiled before"))
+        ((function, "found: an earlier process compiled it"), (unseen(), "missed: nothing like it was compiled"))
     ):
         compiled(f, trace=str(tmp_path / str(number)))(floats(3), floats(3))
         (decisions,) = (tmp_path / str(number)).rglob("decisions.csv")
