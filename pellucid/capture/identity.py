@@ -137,10 +137,9 @@ def _tensor_text(fake: torch.Tensor, given: torch.Tensor, memory: dict[int, int]
 
 
 def _modes() -> dict[str, object]:
-    """What holds in the thread, or the process, and decides what calls mean."""
+    """What holds in the thread, or the process, and decides what calls mean. Dynamo has turned inference mode off."""
     return {
         "gradients": torch.is_grad_enabled(),
-        "inference": torch.is_inference_mode_enabled(),
         "autocast": [
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         ],

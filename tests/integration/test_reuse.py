@@ -386,7 +386,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 PART_OF = {
     "no gradients": "gradients",
-    "inference mode": "inference",
+    "inference mode": "gradients",
     "functorch": "settings",
     **{mode: mode for mode in ("autocast", "deterministic", "dtype", "threads", "precision", "attention")},
 }
@@ -432,9 +432,8 @@ def marked(least: int) -> tuple[Tensor, Tensor]:
     return x, floats(6)
 
 
-def made_in_inference_mode() -> tuple[Tensor, Tensor]:
-    with torch.inference_mode():
-        return floats(4, 6), floats(4, 6)
+def complexes() -> Tensor:
+    return torch.randn(4, 6, dtype=torch.complex64)
 
 
 def keyword(x: Tensor, y: Tensor) -> Tensor:
@@ -443,10 +442,6 @@ def keyword(x: Tensor, y: Tensor) -> Tensor:
 
 def other_keyword(x: Tensor, y: Tensor) -> Tensor:
     return torch.softmax(x * y, dim=0)
-
-
-def complex_product(x: Tensor, y: Tensor) -> Tensor:
-    return torch.view_as_real(x * y)
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -464,10 +459,6 @@ class Holder(nn.Module):
         return x * first + second
 
 
-def complexes() -> tuple[Tensor, Tensor]:
-    return torch.randn(3, dtype=torch.complex64), torch.randn(3, dtype=torch.complex64)
-
-
 ARGUMENTS: dict[str, tuple[Callable[[], dict[str, str]], Callable[[], dict[str, str]]]] = {
     "dtype": (parts, lambda: parts(args=(floats(4, 6).double(), floats(4, 6)))),
     "shape": (parts, lambda: parts(args=(floats(4, 6), floats(6)))),
@@ -483,11 +474,14 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, str]], Callable[[], dict[str, 
     "aliases": (lambda: parts(args=halves(floats(8, 6))), lambda: parts(args=(floats(8, 6)[:4], floats(8, 6)[4:]))),
     "parameter": (parts, lambda: parts(args=(nn.Parameter(floats(4, 6), requires_grad=False), floats(4, 6)))),
     "gradients": (parts, lambda: parts(args=(floats(4, 6).requires_grad_(), floats(4, 6)))),
+    "conjugate": (
+        lambda: parts(torch.mul, (complexes(), complexes())),
+        lambda: parts(torch.mul, (complexes().conj(), complexes())),
+    ),
     "leaf": (
         lambda: parts(args=(floats(4, 6).requires_grad_(), floats(4, 6))),
         lambda: parts(args=(floats(4, 6).requires_grad_() * 1, floats(4, 6))),
     ),
-    "inference": (parts, lambda: parts(args=made_in_inference_mode())),
     "range of a symbol": (
         lambda: parts(args=marked(2), dynamic=None),
         lambda: parts(args=marked(4), dynamic=None),
@@ -536,7 +530,8 @@ def _patched(name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]
 # From a part of the key to what changes it.
 STATES: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "no gradients": ("gradients", torch.no_grad),
-    "inference mode": ("inference", torch.inference_mode),
+    # Dynamo turns it off while it compiles, so that it is what `no_grad` is.
+    "inference mode": ("gradients", torch.inference_mode),
     "autocast": ("autocast", _autocast),
     "autocast to f16": ("autocast", lambda: torch.autocast("cpu", dtype=torch.float16)),
     "autocast cache": ("autocast cache", lambda: torch.autocast("cpu", enabled=False, cache_enabled=False)),
@@ -549,7 +544,14 @@ STATES: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
             True,
         ),
     ),
-    "fills memory": ("fills memory", _patched("torch.utils.deterministic.fill_uninitialized_memory", False)),
+    "fills memory": (
+        "fills memory",
+        lambda: _Set(
+            lambda: torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            lambda fills: setattr(torch.utils.deterministic, "fill_uninitialized_memory", fills),
+            False,
+        ),
+    ),
     "dtype": ("dtype", MODES["dtype"]),
     "device": ("device", _patched("torch.get_default_device", lambda: torch.device("cpu:0"))),
     "threads": ("threads", MODES["threads"]),
