@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import json
 import os
 import random
 import re
@@ -327,6 +329,13 @@ def start(f: Any = function, args: tuple[Any, ...] | None = None, **options: Any
     return outcome
 
 
+def unseen() -> Any:
+    """A function in a file that no program of any store begins in."""
+    scope: dict[str, Any] = {}
+    exec(compile("def f(x, y):\n    return x + y\n", f"{uuid.uuid4().hex}.py", "exec"), scope)
+    return scope["f"]
+
+
 KEY = {
     "graph": lambda: start(other),
     "dtype": lambda: start(args=(floats(4, 6).double(), floats(4, 6))),
@@ -394,13 +403,13 @@ PART_OF = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_another_mode_is_missed(mode: str) -> None:
-    args = floats(4, 6), floats(4, 6)
-    assert [start(args=args), start(args=args)] == ["missed", "found"]
+    f, args = unseen(), (floats(4, 6), floats(4, 6))
+    assert [start(f, args), start(f, args)] == ["missed", "found"]
     with MODES[mode]():
-        assert start(args=args) == "missed"
+        assert start(f, args) == "missed"
         assert re.match(f"what was compiled before differs in .*{PART_OF[mode]}", last_starts()[-1].reason)
-        assert start(args=args) == "found"
-    assert start(args=args) == "found"
+        assert start(f, args) == "found"
+    assert start(f, args) == "found"
 
 
 # What the key is made of, by what it is called there: each part with a change of nothing else.
@@ -676,10 +685,9 @@ def _replace_by_link(path: Path) -> None:
 
 
 def _write_nonsense(path: Path) -> None:
-    import hashlib
-
     data = b"no pickle"
-    path.write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+    header = json.dumps({"sum": hashlib.sha256(data).hexdigest(), "bytes": len(data)})
+    path.write_bytes(header.encode() + b"\n" + data)
 
 
 @pytest.mark.parametrize(
@@ -780,13 +788,6 @@ def test_twenty_processes_at_once() -> None:
 
 
 # ---------------------------------------------------------------------------------------- what is told
-
-
-def unseen() -> Any:
-    """A function in a file that no program of any store begins in."""
-    scope: dict[str, Any] = {}
-    exec(compile("def f(x, y):\n    return x + y\n", f"{uuid.uuid4().hex}.py", "exec"), scope)
-    return scope["f"]
 
 
 def test_each_outcome_has_its_reason_and_key() -> None:
