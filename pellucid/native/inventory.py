@@ -7,7 +7,6 @@ correct results.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pellucid.errors import StoreError
 from pellucid.native.store import (
     STALE_S,
     age,
@@ -216,13 +216,17 @@ def age_of(entry: Entry) -> float:
 
 
 def discard(entry: Entry) -> None:
-    """Remove an entry: first what it is found by, so that nobody finds the rest."""
+    """Remove an entry: first what it is found by, so that nobody finds the rest. Raises StoreError if it cannot be."""
     for path in entry.paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            continue
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be removed: {error.strerror}", hint="whoever owns the store can trim it"
+            ) from error
 
 
 # ----------------------------------------------------------------------------------------------- private

@@ -212,9 +212,6 @@ def trimmed(unused_s: float | None, nbytes: int | None, tried: bool = False) -> 
     root = default_root()
     gone = inventory.trim(root, unused_s, nbytes, (lambda _: None) if tried else None)
     left = sum(entry.nbytes for entry in _all()[1]) - (sum(entry.nbytes for entry in gone) if tried else 0)
-    stayed = [path for entry in gone for path in entry.paths if path.exists()] if not tried else []
-    if stayed:
-        raise StoreError(f"{stayed[0]} cannot be removed", hint="whoever owns the store can trim it")
     return Trimmed(str(root), tuple(map(_item, gone)), left, tried)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pellucid.errors import StoreError
 from pellucid.native.inventory import FILE, KERNELS, PROGRAM, STRANGE, WORK, Entry, contents, problem, trim
 from pellucid.native.store import KernelStore
 
@@ -194,6 +195,15 @@ def test_headers_in_use_stay(store: KernelStore) -> None:
     unused_for(2, store.directory)
     trim(store.root, 0, 0)
     assert not store.directory.exists()
+
+
+def test_what_cannot_be_removed_is_an_error(store: KernelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StoreError, match="cannot be removed: Permission denied"):
+        trim(store.root, 0)
 
 
 def test_what_would_go_is_only_told(store: KernelStore) -> None:
