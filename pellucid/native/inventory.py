@@ -131,7 +131,23 @@ def problem(entry: Entry) -> str:
         left = age(entry.paths[0]) > STALE_S
         return "it is half-written: the process that wrote it has died" if left else ""
     refused = next(filter(None, map(_distrust, entry.paths)), "")
-    return refused or {PROGRAM: _program_problem, KERNELS: _kernels_problem, FILE: _file_problem}[entry.kind](entry)
+    try:
+        return refused or {PROGRAM: _program_problem, KERNELS: _kernels_problem, FILE: _file_problem}[entry.kind](entry)
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+
+
+def problems(folder: Path) -> list[tuple[Entry, str]]:
+    """The entries under a key, each with what is wrong with it.
+
+    What is wrong is looked at again: another process may have been putting it there, or removing it.
+    """
+    found = [(entry, problem(entry)) for entry in contents(folder)]
+    bad = {(entry.kind, entry.name) for entry, why in found if why}
+    if not bad:
+        return found
+    again = [(entry, problem(entry)) for entry in contents(folder) if (entry.kind, entry.name) in bad]
+    return [each for each in found if not each[1]] + again
 
 
 def _distrust(path: Path) -> str:

@@ -16,7 +16,7 @@ from pellucid.errors import StoreError
 from pellucid.kit.shown import Shown
 from pellucid.native import archive, inventory
 from pellucid.native.build import default_store
-from pellucid.native.inventory import FILE, KERNELS, PROGRAM, STRANGE, WORK, Entry, contents, problem
+from pellucid.native.inventory import FILE, KERNELS, PROGRAM, STRANGE, WORK, Entry, contents, problems
 from pellucid.native.store import check_safe, check_way, default_root, key_folders
 from pellucid.native.toolchain import misfit, note_of
 from pellucid.printing import Table, code, name, place, sentence
@@ -174,9 +174,9 @@ def verified(remove: bool = False) -> Verified:
     checked, bad, unused = 0, list[Item](), list[Item]()
     for folder in key_folders(root):
         elsewhere = misfit(folder.name, note_of(folder))
-        for entry in contents(folder):
+        for entry, why in problems(folder):
             checked += 1
-            if why := problem(entry):
+            if why:
                 bad.append(_item(entry, why))
                 if remove and entry.kind != STRANGE:
                     inventory.discard(entry)
