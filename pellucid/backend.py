@@ -93,16 +93,17 @@ def compile_fx(
             return found.run
         notes: list[Compilation] = []
         job = _Job(settings, start, _Clock.started(), notes)
+        compilers = {kind: partial(_compile, kind=kind, job=job) for kind in ("forward", "backward", "inference")}
+        seen = witness(start, graph, example_inputs, settings, notes)
         run = capture_with_aot(
             graph,
             example_inputs,
-            forward=partial(_compile, kind="forward", job=job),
-            backward=partial(_compile, kind="backward", job=job),
-            inference=partial(_compile, kind="inference", job=job),
+            **(seen.compilers(**compilers) if seen else compilers),
             decompositions=decompositions(),
             joint=partial(joint_passes, options=settings),
-            witness=witness(start, example_inputs, notes),
         )
+        if seen:
+            seen.captured()
     job.clock.running = False
     return run
 

@@ -18,28 +18,19 @@ import logging
 import pickle
 import platform
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pellucid.capture.fx import first_line
 from pellucid.capture.identity import identity, shares_memory
-from pellucid.capture.torch_compat import (
-    Captured,
-    NotResumable,
-    Witness,
-    adopt,
-    artifact_logger,
-    counted,
-    resume,
-    structured_artifact,
-    traces,
-    unmet,
-)
+from pellucid.capture.resume import Captured, NotResumable, Witness, adopt, counted, resume, traces, unmet
+from pellucid.capture.torch_compat import artifact_logger, structured_artifact
 from pellucid.executable import Name, operator_of
 from pellucid.ir.decision import Decision
 from pellucid.native.build import default_store
@@ -50,6 +41,7 @@ from pellucid.pipeline import ARTIFACTS, new_name
 _PACKAGE = Path(__file__).parent
 # What compiled programs don't depend on.
 _ELSEWHERE = ("kit", "cli")
+_SOURCES = "Pellucid"
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +103,11 @@ def uncollected() -> Iterator[None]:
 
 def look_up(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Start, Found | None]:
     """What an earlier process compiled of a Dynamo graph, and how that was found or why not."""
-    start, found = _find(graph, inputs, options, partial(_started, graph, inputs))
+    if _is_traced(options):
+        otherwise = consult(graph, inputs, replace(options, trace=""))
+        start, found = Start("bypassed", f"a trace shows every stage; without one, {otherwise}"), None
+    else:
+        start, found = _find(graph, inputs, options, partial(_started, graph, inputs))
     _tell(start)
     return start, found
 
@@ -126,9 +122,10 @@ def _find(
 ) -> tuple[Start, Any]:
     """Use the first entry of the store that is whole and holds for the sizes of now."""
     try:
-        key = key_of(graph, inputs, options)
+        parts = parts_of(graph, inputs, options)
     except NotResumable as why:
         return Start("bypassed", str(why)), None
+    key = _key(parts)
     reasons: list[str] = []
     for data in default_store().programs(key):
         if isinstance(data, str):
@@ -143,39 +140,73 @@ def _find(
             reasons.append(f"it was compiled for sizes with {guard}")
         except Exception as error:  # whatever a pickle that we did not write may raise
             reasons.append(f"the program in the store cannot be read: {type(error).__name__}: {error}")
-    return Start("missed", "; ".join(reasons) or "nothing like it was compiled before", key), None
+    return Start("missed", "; ".join(reasons) or _nearest(first_line(graph.graph), parts), key), None
 
 
-def witness(start: Start, inputs: Sequence[Any], notes: list[Any]) -> Witness | None:
-    """Keeps what is compiled after `start`, for later processes. notes: is filled meanwhile."""
-    return Witness(partial(_keep, start.key, notes), shares_memory(inputs)) if start.outcome == "missed" else None
+def _nearest(line: str, parts: Mapping[str, str]) -> str:
+    """Why nothing was found: in what the graph differs from the most similar one that begins at the same line."""
+    short = _short(parts)
+    told = [about["parts"] for about in default_store().headers() if about.get("line") == line and "parts" in about]
+    changed = [[name for name in short if each.get(name) != short[name]] for each in told]
+    nearest = min(filter(None, changed), key=len, default=None)
+    if not line or nearest is None:
+        return "nothing like it was compiled before"
+    return f"what was compiled before differs in {', '.join(nearest)}"
 
 
-def key_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
-    """Names all that decides what a graph is compiled to, but the toolchain, PyTorch's release and the CPU: these name
-    the store. Raises NotResumable.
+def witness(
+    start: Start, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options, notes: list[Any]
+) -> Witness | None:
+    """Keeps what a Dynamo graph is compiled to after `start`, for later processes. notes: is filled meanwhile."""
+    if start.outcome != "missed":
+        return None
+    about = {
+        "line": first_line(graph.graph),
+        "threads": torch.get_num_threads(),
+        "versions": _versions(),
+        "parts": _short(parts_of(graph, inputs, options)),
+    }
+    return Witness(partial(_keep, start.key, about, notes), shares_memory(inputs))
+
+
+def parts_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> dict[str, str]:
+    """All that decides what a graph is compiled to, by what it is called, but the toolchain, PyTorch's release and the
+    CPU: these name the store. Raises NotResumable.
     """
-    if reason := _why_not(options):
-        raise NotResumable(reason)
-    parts = identity(graph, inputs) | _surroundings(options)
+    if not options.reuse:
+        raise NotResumable("the option `reuse` is off")
+    if options.freeze:
+        raise NotResumable("parameters are frozen in the process that runs them")
+    return identity(graph, inputs) | _surroundings(options)
+
+
+def _key(parts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:40]
 
 
-def _why_not(options: Options) -> str:
-    if not options.reuse:
-        return "the option `reuse` is off"
-    if options.trace or traces() or any(artifact_logger(name).isEnabledFor(logging.DEBUG) for name in ARTIFACTS):
-        return "a trace shows every stage"
-    return "parameters are frozen in the process that runs them" if options.freeze else ""
+def _short(parts: Mapping[str, str]) -> dict[str, str]:
+    """Each part as a few letters, to tell whether it is another."""
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in parts.items()}
+
+
+def _is_traced(options: Options) -> bool:
+    logs = any(artifact_logger(name).isEnabledFor(logging.DEBUG) for name in ARTIFACTS)
+    return bool(options.trace) or traces() or logs
 
 
 def _surroundings(options: Options) -> dict[str, str]:
     return {
         "options": repr(sorted(asdict(options).items())),
         "machine": repr(machine_for(options.machine)),
-        "compiler": _own_sources(),
-        "python": platform.python_version(),
-        "torch": f"{torch.__version__} {torch.version.git_version}",
+        **_versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {
+        _SOURCES: _own_sources(),
+        "Python": platform.python_version(),
+        "PyTorch": f"{torch.__version__} {torch.version.git_version}",
     }
 
 
@@ -197,7 +228,27 @@ def _started(graph: torch.fx.GraphModule, inputs: Sequence[Any], reader: _Reader
     return Found(resume(graph, inputs, captured, kept.forward, kept.backward), kept.notes)
 
 
-def _keep(key: str, notes: Sequence[Any], captured: Captured | NotResumable, forward: Any, backward: Any) -> None:
+def stale(about: Mapping[str, Any]) -> str:
+    """Why no process finds a program of the store any more, whatever it captures; empty if one may.
+
+    about: what the store says of it.
+    """
+    made = about.get("versions") or {}
+    for name, here in _versions().items():
+        if made.get(name) != here:
+            which = "" if name == _SOURCES else f" ({made.get(name)}; here it is {here})"
+            return f"it was compiled by another version of {name}{which}"
+    return ""
+
+
+def _keep(
+    key: str,
+    about: Mapping[str, Any],
+    notes: Sequence[Any],
+    captured: Captured | NotResumable,
+    forward: Any,
+    backward: Any,
+) -> None:
     """Write down what a Dynamo graph was compiled to; what cannot be written is compiled again by the next process."""
     if isinstance(captured, NotResumable):
         _tell(Start("bypassed", str(captured), key))
@@ -211,7 +262,8 @@ def _keep(key: str, notes: Sequence[Any], captured: Captured | NotResumable, for
     except Exception as why:  # as many as there are types that cannot be pickled
         _tell(Start("bypassed", f"it cannot be written down: {why}", key))
         return
-    default_store().add_program(key, data.getvalue())
+    graphs = [{"kind": each.kind, "nodes": each.nodes, "kernels": each.kernels} for each in notes]
+    default_store().add_program(key, data.getvalue(), {**about, "graphs": graphs})
 
 
 class _Writer(pickle.Pickler):

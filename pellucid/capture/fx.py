@@ -87,6 +87,15 @@ def origin_of(node: torch.fx.Node) -> Origin:
     return merge((Origin((node.name,), tuple(known)), *node.meta.get(_MERGED, ())))
 
 
+def first_line(graph: torch.fx.Graph) -> str:
+    """Where in the user's program a Dynamo graph begins, `FILE:LINE`; empty if unknown."""
+    for node in graph.nodes:
+        for frame in _FRAME.finditer(user_frames(node)):
+            if not frame["file"].startswith(_TORCH):
+                return f"{frame['file']}:{frame['line']}"
+    return ""
+
+
 def merge_origin(kept: torch.fx.Node, dropped: torch.fx.Node) -> None:
     """`kept` now stands for `dropped` as well."""
     kept.meta[_MERGED] = (*kept.meta.get(_MERGED, ()), origin_of(dropped))

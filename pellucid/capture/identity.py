@@ -11,19 +11,17 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.torch_compat import (
+from pellucid.capture.resume import (
     NotResumable,
     asserts_gradients,
     dynamo_argument,
     front_end_settings,
     holds_subclass,
-    is_fake,
-    is_symbolic,
     is_traced_by_dynamo,
     known_sizes,
     range_of,
-    user_frames,
 )
+from pellucid.capture.torch_compat import is_fake, is_symbolic, user_frames
 
 _PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout)
 _ARGUMENTS = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -49,8 +47,8 @@ def identity(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[
         "graph": "\n".join(_node_text(node) for node in graph_module.graph.nodes if node.op != "placeholder"),
         "arguments": "\n".join(_arguments(placeholders, inputs)),
         "sizes": known_sizes(),
-        "modes": _modes(),
         "settings": front_end_settings(),
+        **{name: str(value) for name, value in _modes().items()},
     }
 
 
@@ -138,11 +136,10 @@ def _tensor_text(fake: torch.Tensor, given: torch.Tensor, memory: dict[int, int]
     return f"{type(given).__name__} {fake.dtype} {sizes} in memory {number} {facts} {sorted(symbols)}"
 
 
-def _modes() -> str:
-    """What holds in the thread, or the process, and decides what calls mean."""
-    found = {
+def _modes() -> dict[str, object]:
+    """What holds in the thread, or the process, and decides what calls mean. Dynamo has turned inference mode off."""
+    return {
         "gradients": torch.is_grad_enabled(),
-        "inference": torch.is_inference_mode_enabled(),
         "autocast": [
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         ],
@@ -162,4 +159,3 @@ def _modes() -> str:
         ),
         "einsum": (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
     }
-    return "; ".join(f"{name}: {value}" for name, value in found.items())

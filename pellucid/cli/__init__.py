@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -19,6 +18,7 @@ import click
 
 from pellucid.cli.bench import bench
 from pellucid.cli.bisect import bisect
+from pellucid.cli.cache import cache
 from pellucid.cli.capture import capture
 from pellucid.cli.check import check
 from pellucid.cli.cosim import cosim
@@ -35,19 +35,14 @@ from pellucid.cli.profile import profile
 from pellucid.cli.replay import replay
 from pellucid.cli.report import report
 from pellucid.cli.run import run
-from pellucid.cli.terminal import called_wrongly, complain
+from pellucid.cli.terminal import Commands, called_wrongly, complain
 from pellucid.cli.testgen import testgen
 from pellucid.errors import NotJudged, PellucidError
 from pellucid.options import check_environment
 
 
-class _Group(click.Group):
+class _Group(Commands):
     """A group whose commands never say "bad" (1, Python's habit) when it was the tool that broke."""
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The first sentence of each command's help, whole."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, _first_sentence(self.commands[name])) for name in self.list_commands(ctx)])
 
     def main(self, *args: Any, **about: Any) -> Any:
         try:
@@ -80,10 +75,6 @@ class _Group(click.Group):
             sys.exit(Exit.FAILED)
 
 
-def _first_sentence(command: click.Command) -> str:
-    return re.split(r"(?<=[.?])\s", " ".join((command.help or "").split()))[0]
-
-
 def _check_environment() -> None:
     """Tell of variables that mean nothing; the processes that the command starts need not say it again."""
     with warnings.catch_warnings(record=True) as said:
@@ -111,6 +102,7 @@ def main() -> None:
 for _command in (
     bench,
     bisect,
+    cache,
     capture,
     check,
     cosim,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,18 @@ from pellucid.printing import code, sentence, show
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+
+class Commands(click.Group):
+    """A group whose help has the first sentence of each command's help, whole."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _first_sentence(self.commands[name])) for name in self.list_commands(ctx)])
+
+
+def _first_sentence(command: click.Command) -> str:
+    return re.split(r"(?<=[.?])\s", " ".join((command.help or "").split()))[0]
 
 
 class _Seconds(click.ParamType):
@@ -56,7 +69,24 @@ class _Output(click.Path):
             self.fail(f"cannot write to {value}: {error.strerror}", param, ctx)
 
 
+class _Quantity(click.ParamType):
+    """A number with a unit; not below zero."""
+
+    def __init__(self, name: str, units: Mapping[str, float], example: str) -> None:
+        self.name, self.units, self.example = name, units, example
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip(), re.IGNORECASE | re.ASCII)
+        factor = self.units.get(found[2].lower()) if found else None
+        if found is None or factor is None:
+            known = ", ".join(unit for unit in self.units if unit)
+            self.fail(f"{value!r} is no {self.name}: give {self.example} (units: {known})", param, ctx)
+        return float(found[1]) * factor
+
+
 SECONDS = _Seconds()
+AGE = _Quantity("age", {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}, "30d or 12h")
+SIZE = _Quantity("size", {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}, "500MB or 2GB")
 OUTPUT_FILE = _Output(path_type=Path, dir_okay=False, writable=True)
 OUTPUT_FOLDER = _Output(path_type=Path, file_okay=False, writable=True)
 

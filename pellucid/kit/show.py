@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from pellucid.kit.debug.bisect import Bisected
+from pellucid.kit.debug.cache import Carried, Listed, Sizes, Trimmed, Verified, cache_text
 from pellucid.kit.debug.capture import CapturedRun, Replay
 from pellucid.kit.debug.check import ABOUT_AGAIN, AGAIN, Checked, Culprit
 from pellucid.kit.debug.cosim import Cosimulated
@@ -478,6 +479,7 @@ def _verdict(verdict: Verdict, rest: str = "") -> Sentence:
 
 
 _SHOW: Mapping[type, Callable[..., Iterator[RenderableType]]] = {
+    **dict.fromkeys((Carried, Listed, Sizes, Trimmed, Verified), cache_text),
     Bisected: _bisected,
     CapturedRun: _captured,
     Changes: _changes,

@@ -176,6 +176,8 @@ def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times
     paths = compiler.children.each(lambda shard: _build_shard(shard, compiler, times), shards)
     addresses: dict[str, int] = {}
     for path, shard in zip(paths, shards, strict=True):
+        if not path.exists():  # somebody has trimmed the store meanwhile
+            path = _build_shard(shard, compiler, times)
         for name, text in shard.items():
             try:
                 address = _address(path, name)

@@ -4,12 +4,14 @@
         kernels/<name>          one line of JSON: which batch holds the kernel, the batch's checksum, the text's hash
         batches/<id>.so .cpp    several kernels in one library, and their source for people to read
         files/<name>            precompiled header, runtime and the like, each with <name>.sum, its checksum
-        programs/<key>-<sum>    what a graph was compiled to (see `pellucid.reuse`), its checksum on the first line
+        programs/<key>-<sum>    what a graph was compiled to (see `pellucid.reuse`), after one line of JSON: the
+                                checksum, when and of what it was made
         locks/  tmp/            one lock per batch being built; work in progress
 
 Everything appears by `os.replace`, so a reader sees a file whole or not at all; what a crash or a full disk left
 half-written fails its checksum and is built again. The store holds code, so it uses only what this user or root
 owns and nobody else can write: a store that root has baked into a container image is as good as /usr/lib.
+When a kernel, file or program was last used, the mtime of `kernels/<name>`, `<name>.sum` or the program says.
 """
 
 from __future__ import annotations
@@ -26,32 +28,23 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from pellucid.errors import StoreError, warn
 
 POLL_S = 0.02
 """Seconds between two looks at a lock that another holds."""
 
+STALE_S = 24 * 3600
+"""Seconds after which work in progress counts as left by a process that died."""
+
 _PATIENCE_S = 900
-_STALE_S = 24 * 3600
+_HEADER = 1 << 16  # bytes of a first line that are read
+_NOTED_S = 60  # how exactly it is noted when something was used
 _UNUSED_S = 30 * 24 * 3600
 _SPILL_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """What the store holds, all keys together. Sizes in bytes."""
-
-    root: Path
-    keys: int
-    kernels: int
-    batches: int
-    programs: int
-    nbytes: int
 
 
 def default_root() -> Path:
@@ -134,6 +127,10 @@ class KernelStore:
                     break
         return found
 
+    def holds(self, name: str, digest: str) -> bool:
+        """Whether it has the kernel of that name whose text has the hash `digest`."""
+        return any(self._lookup(directory, name, digest) for directory in self._directories())
+
     def add(self, kernels: Mapping[str, str], library: Path, source: str) -> Path:
         """Take over a library that holds `kernels` (from name to text), built from `source`; returns where it lies.
 
@@ -141,14 +138,14 @@ class KernelStore:
         """
         directory = self.directory
         try:
-            checksum = _checksum(library)
+            checksum = checksum_of(library)
             # A file once loaded keeps its name and content: the dynamic linker knows libraries by their names.
             target = directory / "batches" / f"{batch_id(kernels)}-{checksum[:8]}.so"
-            _write(target.with_suffix(".cpp"), source.encode())
-            _move(library, target)
+            write_whole(target.with_suffix(".cpp"), source.encode())
+            move_whole(library, target)
             for name, text in kernels.items():
                 entry = {"library": target.name, "sum": checksum, "text": text_hash(text)}
-                _write(directory / "kernels" / name, json.dumps(entry).encode())
+                write_whole(directory / "kernels" / name, json.dumps(entry).encode())
         except OSError as error:
             self._fail(error, directory)
             return self.add(kernels, library, source)
@@ -161,6 +158,7 @@ class KernelStore:
             path = directory / "files" / name
             expected = _read(path.with_name(f"{name}.sum")).decode(errors="replace")
             if expected and self._whole(path, expected):
+                _note_use(path.with_name(f"{name}.sum"))
                 return path
         return None
 
@@ -169,9 +167,9 @@ class KernelStore:
         directory = self.directory
         target = directory / "files" / name
         try:
-            checksum = _checksum(made)
-            _move(made, target)
-            _write(target.with_name(f"{name}.sum"), checksum.encode())
+            checksum = checksum_of(made)
+            move_whole(made, target)
+            write_whole(target.with_name(f"{name}.sum"), checksum.encode())
         except OSError as error:
             self._fail(error, directory)
             return self.add_file(name, made)
@@ -185,18 +183,29 @@ class KernelStore:
         """
         for directory in self._directories():
             found = [path for path in (directory / "programs").glob(f"{key}-*") if path.suffix == ""]
-            for path in sorted(found, key=_age):
-                yield _read_program(path)
+            for path in sorted(found, key=age):
+                yield read_program(path)
+                _note_use(path)
 
-    def add_program(self, key: str, data: bytes) -> None:
-        """Keep what a graph was compiled to, if there is room; what nobody has used for a month goes."""
+    def headers(self) -> Iterator[dict[str, Any]]:
+        """What is said of each program; see `add_program`."""
+        for directory in self._directories():
+            for path in (directory / "programs").glob("[!.]*"):
+                yield header_of(path)
+
+    def add_program(self, key: str, data: bytes, about: Mapping[str, Any]) -> None:
+        """Keep what a graph was compiled to, if there is room; what nobody has used for a month goes.
+
+        about: of what it was made, as JSON's types, for people.
+        """
         programs, checksum = self.directory / "programs", hashlib.sha256(data).hexdigest()
+        header = json.dumps({"sum": checksum, "bytes": len(data), "made": round(time.time()), **about})
         with contextlib.suppress(OSError):  # then the next process compiles it again
             programs.mkdir(mode=0o700, exist_ok=True)
             for path in programs.iterdir():
-                if _age(path) > _UNUSED_S:
+                if age(path) > _UNUSED_S:
                     path.unlink(missing_ok=True)
-            _write(programs / f"{key}-{checksum[:16]}", b"%s\n%s" % (checksum.encode(), data))
+            write_whole(programs / f"{key}-{checksum[:16]}", b"%s\n%s" % (header.encode(), data))
 
     def forget(self, path: Path) -> None:
         """Treat a file as damaged from now on: it is whole but cannot be loaded."""
@@ -252,44 +261,23 @@ class KernelStore:
         """
         self._fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), directory)
 
-    def stats(self) -> StoreStats:
-        """Count what is on disk, under every key of the root."""
-        keys = kernels = batches = programs = nbytes = 0
-        for key in _subdirectories(self.root):
-            keys += 1
-            for path in key.rglob("*"):
-                with contextlib.suppress(OSError):
-                    nbytes += path.stat().st_size if path.is_file() else 0
-                kernels += path.parent.name == "kernels"
-                batches += path.suffix == ".so" and path.parent.name == "batches"
-                programs += path.parent.name == "programs"
-        return StoreStats(self.root, keys, kernels, batches, programs, nbytes)
-
-    def clear(self) -> None:
-        """Remove everything, under every key. Kernels that a process has loaded stay loaded."""
-        for key in _subdirectories(self.root):
-            shutil.rmtree(key, ignore_errors=True)
-        self._verified.clear()
-        with contextlib.suppress(OSError):
-            self._open(self.root)
-
     # ------------------------------------------------------------------------------------------- private
 
     def _open(self, root: Path) -> None:
         """Make the directories, and refuse what others could have put code into."""
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_way(root)
-        _check_safe(root)
+        check_way(root)
+        check_safe(root)
         if not (root / self.key).exists():
             _remove_unused(root)
         (root / self.key).mkdir(mode=0o700, exist_ok=True)
-        _check_safe(root / self.key)
+        check_safe(root / self.key)
         with contextlib.suppress(OSError):
             os.utime(root / self.key)  # a key that is in use stays
         for name in ("kernels", "batches", "files", "locks", "tmp"):
             directory = root / self.key / name
             directory.mkdir(mode=0o700, exist_ok=True)
-            _check_safe(directory)
+            check_safe(directory)
         _remove_stale(root / self.key / "tmp")
 
     def _spill(self, why: str) -> None:
@@ -332,7 +320,7 @@ class KernelStore:
         """Whether the real root, which could not be written, can be trusted for reading."""
         try:
             for directory in (self.root, self.root / self.key):
-                _check_safe(directory)
+                check_safe(directory)
         except (OSError, StoreError):
             return False
         return True
@@ -344,13 +332,16 @@ class KernelStore:
         except (ValueError, KeyError, TypeError):
             return None
         path = directory / "batches" / Path(library).name
-        return path if text == digest and self._whole(path, checksum) else None
+        if text != digest or not self._whole(path, checksum):
+            return None
+        _note_use(directory / "kernels" / name)
+        return path
 
     def _whole(self, path: Path, checksum: str) -> bool:
         if self._verified.get(path) == checksum:
             return path.exists()
         try:
-            good = _is_trusted(path.stat()) and _checksum(path) == checksum
+            good = is_trusted(path.stat()) and checksum_of(path) == checksum
         except OSError:
             return False
         if good:
@@ -384,27 +375,29 @@ def _resolved(root: Path) -> Path:
         ) from error
 
 
-def _is_owner(status: os.stat_result) -> bool:
+def is_owner(status: os.stat_result) -> bool:
     """Whether it belongs to us, or to root, who could do anything to us anyway."""
     return status.st_uid in (os.geteuid(), 0)
 
 
-def _is_trusted(status: os.stat_result) -> bool:
-    return _is_owner(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def is_trusted(status: os.stat_result) -> bool:
+    """Whether nobody could have written it but us and root."""
+    return is_owner(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _check_safe(directory: Path) -> None:
+def check_safe(directory: Path) -> None:
+    """Refuse a directory into which others could have put code. Raises StoreError."""
     status = directory.stat()
-    if _is_trusted(status):
+    if is_trusted(status):
         return
-    if not _is_owner(status):
+    if not is_owner(status):
         why, hint = f"belongs to another user (uid {status.st_uid})", "set PELLUCID_CACHE_DIR to a directory of yours"
     else:
         why, hint = "can be written by other users", f"chmod go-w {directory}"
     raise StoreError(f"the kernel store {directory} {why}, so code in it cannot be trusted", hint=hint)
 
 
-def _check_way(root: Path) -> None:
+def check_way(root: Path) -> None:
     """Refuse a path that another user could lead elsewhere, by renaming a directory in it."""
     for parent in root.parents:
         mode = parent.stat().st_mode
@@ -415,7 +408,8 @@ def _check_way(root: Path) -> None:
             )
 
 
-def _subdirectories(root: Path) -> list[Path]:
+def key_folders(root: Path) -> list[Path]:
+    """The directories of a store, one for each key."""
     try:
         return [path for path in root.iterdir() if (path / "kernels").is_dir()]
     except OSError:
@@ -426,18 +420,19 @@ def _remove_stale(tmp: Path) -> None:
     """Remove what builds that died have left."""
     with contextlib.suppress(OSError):
         for path in tmp.iterdir():
-            if _age(path) > _STALE_S:
+            if age(path) > STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_unused(root: Path) -> None:
     """Remove keys that nobody has opened for a month: compilers and releases come and go."""
-    for path in _subdirectories(root):
-        if _age(path) > _UNUSED_S:
+    for path in key_folders(root):
+        if age(path) > _UNUSED_S:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _checksum(path: Path) -> str:
+def checksum_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as handle:
         while chunk := handle.read(1 << 20):
@@ -452,7 +447,7 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def _age(path: Path) -> float:
+def age(path: Path) -> float:
     """Seconds since it was written, or read by somebody who may note it; endless where it is gone."""
     try:
         return time.time() - path.stat().st_mtime
@@ -460,23 +455,54 @@ def _age(path: Path) -> float:
         return float("inf")
 
 
-def _read_program(path: Path) -> bytes | str:
-    """A file of `programs/`, or why it is none."""
+def read_program(path: Path) -> bytes | str:
+    """What a file of `programs/` keeps, or why it cannot be trusted or is not whole."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            if not (_is_trusted(path.parent.stat()) and _is_trusted(os.fstat(file.fileno()))):
+            if not (is_trusted(path.parent.stat()) and is_trusted(os.fstat(file.fileno()))):
                 return "the program in the store could have been written by another user"
-            checksum, _, data = file.read().partition(b"\n")
+            header, _, data = file.read().partition(b"\n")
     except OSError as error:
         return f"the program in the store cannot be read: {error.strerror}"
-    if hashlib.sha256(data).hexdigest().encode() != checksum:
+    about = _as_header(header)
+    if len(data) < about.get("bytes", 0):
+        return f"the program in the store is damaged: it has {len(data)} of {about['bytes']} bytes"
+    if hashlib.sha256(data).hexdigest() != about.get("sum"):
         return "the program in the store is damaged"
-    with contextlib.suppress(OSError):
-        os.utime(path)  # a program that is in use stays
     return data
 
 
-def _move(source: Path, target: Path) -> None:
+def header_of(path: Path) -> dict[str, Any]:
+    """What is said of a program; nothing if it is damaged, or no file."""
+    return _as_header(first_line(path))
+
+
+def first_line(path: Path) -> bytes:
+    """Of a file; empty for what is none, such as a link or a pipe."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            return file.readline(_HEADER) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+    except OSError:
+        return b""
+
+
+def _as_header(line: bytes) -> dict[str, Any]:
+    """What the first line of a program says; nothing if it is damaged."""
+    try:
+        about = json.loads(line)
+    except ValueError:
+        return {}
+    return about if isinstance(about, dict) and isinstance(about.get("bytes"), int) else {}
+
+
+def _note_use(path: Path) -> None:
+    """Let the mtime of a file say that it was used; not each time, as that would write to the disk each time."""
+    if age(path) > _NOTED_S:
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def move_whole(source: Path, target: Path) -> None:
     """Move a file into the store in one step, as its readers see it, with permissions that the store trusts."""
     source.chmod(0o700)
     try:
@@ -484,11 +510,11 @@ def _move(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        _write(target, source.read_bytes())
+        write_whole(target, source.read_bytes())
         target.chmod(0o700)
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write a file in one step, as its readers see it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:

@@ -72,7 +72,7 @@ def detect(root: Path | None = None) -> Toolchain:
     when the CPU is.
     """
     isa = choose_isa(cpu(), torch.backends.cpu.get_cpu_capability())
-    flags = (*_SHARED, *_OPTIMIZE, *_isa_flags(isa), *_words(os.environ, "PELLUCID_CXXFLAGS"))
+    flags = _flags(isa)
     try:
         compiler = _find_compiler(os.environ)
         kind, version = _identify(compiler, root / "compilers.json" if root else None)
@@ -88,10 +88,14 @@ def detect(root: Path | None = None) -> Toolchain:
 
 def remember(toolchain: Toolchain, directory: Path) -> None:
     """Note in a directory of the store whose kernels lie there, for machines that have no compiler."""
-    path = directory / _NOTE
-    if not toolchain.absent and not path.exists():
-        t = toolchain
-        _write_json(path, _facts(t.compiler, t.kind, t.version, t.flags, t.isa))
+    t = toolchain
+    if not t.absent and not (directory / _NOTE).exists():
+        write_note(directory, _facts(t.compiler, t.kind, t.version, t.flags, t.isa))
+
+
+def write_note(directory: Path, facts: Mapping[str, object]) -> None:
+    """Note what kernels in a directory of the store were built for."""
+    _write_json(directory / _NOTE, facts)
 
 
 def _facts(compiler: tuple[str, ...], kind: str, version: str, flags: tuple[str, ...], isa: str) -> dict[str, object]:
@@ -112,25 +116,96 @@ def _key(facts: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def misfit(key: str, facts: Mapping[str, object]) -> str:
+    """Why a process on this machine does not use what a store has under a key; empty if it does.
+
+    facts: see `note_of`. Raises UnsupportedError on a machine that can run no kernels at all.
+    """
+    prelude = key.rpartition("-")[2]
+    if not facts:
+        return "nothing says what it was built for"
+    if prelude != prelude_hash():
+        return "it was built by another version of Pellucid, with another header"
+    if key != f"v1-{_key(facts)}-{prelude}":
+        return "what it says it was built for does not yield its name"
+    try:
+        here = detect()
+    except ToolchainError:
+        isa = choose_isa(cpu(), torch.backends.cpu.get_cpu_capability())
+        return _lacking(facts, _flags(isa), isa)
+    return _difference(facts, _facts(here.compiler, here.kind, here.version, here.flags, here.isa))
+
+
+def note_of(folder: Path) -> dict[str, object]:
+    """What `remember` noted in a directory of a store; empty if it did not."""
+    return _read_json(folder / _NOTE)
+
+
+def _flags(isa: str) -> tuple[str, ...]:
+    return (*_SHARED, *_OPTIMIZE, *_isa_flags(isa), *_words(os.environ, "PELLUCID_CXXFLAGS"))
+
+
+_FACTS = {
+    "torch": "PyTorch",
+    "cpu": "the processor",
+    "cpu_flags": "the processor's features",
+    "isa": "the instruction set",
+    "flags": "the compiler's flags",
+    "kind": "the compiler",
+    "version": "the compiler",
+    "compiler": "the compiler",
+}
+
+
+def _difference(facts: Mapping[str, object], here: Mapping[str, object]) -> str:
+    """The first difference between what something was built for and what is here."""
+    for name, label in _FACTS.items():
+        theirs, ours = facts.get(name), here[name]
+        if theirs == ours:
+            continue
+        if name in ("cpu_flags", "flags") and isinstance(theirs, list) and isinstance(ours, list):
+            only, lack = sorted(set(theirs) - set(ours)), sorted(set(ours) - set(theirs))
+            what = (("there with " + " ".join(only)) if only else "", ("here with " + " ".join(lack)) if lack else "")
+            return f"it was built for other values of {label}: {', '.join(filter(None, what)) or 'in another order'}"
+        if name in ("kind", "version"):
+            theirs, ours = (f"{each.get('kind')} {each.get('version')}" for each in (facts, here))
+        if name == "compiler":
+            theirs, ours = (shlex.join(map(str, each)) if isinstance(each, list) else each for each in (theirs, ours))
+        return f"it was built for another value of {label}: {theirs}; here it is {ours}"
+    return ""
+
+
+def _lacking(facts: Mapping[str, object], flags: tuple[str, ...], isa: str) -> str:
+    """Why a machine without a compiler cannot run kernels built as `facts` say; empty if it can.
+
+    All that matters has to be as here, and the CPU must have what theirs had.
+    """
+    try:
+        compiler = tuple(map(str, facts["compiler"]))  # type: ignore[arg-type]
+        known = _facts(compiler, str(facts["kind"]), str(facts["version"]), flags, isa)
+        had = set(map(str, facts["cpu_flags"]))  # type: ignore[call-overload]
+    except (KeyError, TypeError):
+        return "what it says it was built for cannot be read"
+    known |= {"cpu": facts.get("cpu"), "cpu_flags": facts["cpu_flags"]}
+    asked = _words(os.environ, "CXX")
+    if asked and [os.path.basename(asked[0]), *asked[1:]] != [os.path.basename(compiler[0]), *compiler[1:]]:
+        return f"it was built by {shlex.join(compiler)}, and CXX names {shlex.join(asked)}"
+    if not had <= cpu().flags:
+        return f"the processor lacks features of the one that it was built on: {' '.join(sorted(had - cpu().flags))}"
+    return _difference(facts, known)
+
+
 def _recall(root: Path, flags: tuple[str, ...], isa: str, absent: str) -> Toolchain | None:
-    """A toolchain whose kernels this machine can run: all that matters is as here, and the CPU has what theirs had.
+    """A toolchain whose kernels this machine can run.
 
     The note must yield the key under which it was found: a damaged one never does. The header is part of the
     directory's name, and checked when the store is opened.
     """
     suffix = f"-{prelude_hash()}"
-    asked = _words(os.environ, "CXX")
     for path in sorted(root.glob(f"v1-*{suffix}/{_NOTE}"), reverse=True):
         facts = _read_json(path)
-        try:
+        if path.parent.name == f"v1-{_key(facts)}{suffix}" and not _lacking(facts, flags, isa):
             compiler = tuple(map(str, facts["compiler"]))  # type: ignore[arg-type]
-            known = _facts(compiler, str(facts["kind"]), str(facts["version"]), flags, isa)
-            had = set(facts["cpu_flags"])  # type: ignore[call-overload]
-        except (KeyError, TypeError):
-            continue
-        same = known | {"cpu": facts.get("cpu"), "cpu_flags": facts["cpu_flags"]} == facts
-        meant = not asked or [os.path.basename(asked[0]), *asked[1:]] == [os.path.basename(compiler[0]), *compiler[1:]]
-        if same and meant and had <= cpu().flags and path.parent.name == f"v1-{_key(facts)}{suffix}":
             return Toolchain(compiler, str(facts["kind"]), str(facts["version"]), flags, isa, _key(facts), absent)
     return None
 

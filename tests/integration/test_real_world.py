@@ -82,8 +82,8 @@ def test_processes_that_start_together_on_an_empty_store_compile_each_kernel_onc
     for process in processes:
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0 and out == "good\n", err
-    store = KernelStore(next((tmp_path / "store").glob("v1-*")).name, tmp_path / "store").stats()
-    assert store.batches == len(list(compilers.iterdir())), "a batch was compiled more than once"
+    batches = list((tmp_path / "store").glob("v1-*/batches/*.so"))
+    assert len(batches) == len(list(compilers.iterdir())), "a batch was compiled more than once"
 
 
 def test_a_filled_store_works_without_a_compiler_and_for_another_user(tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import json
 import os
 import random
 import re
@@ -13,8 +15,10 @@ import textwrap
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,9 +30,13 @@ from pellucid import backend, profile, reuse
 from pellucid.backend import last_compilations, last_starts
 from pellucid.machine import AVX512
 from pellucid.native.build import default_store
+from pellucid.native.inventory import contents
 from pellucid.native.toolchain import detect
-from pellucid.reuse import Start
+from pellucid.options import Options
+from pellucid.reuse import Start, parts_of
 from tests.support import assert_matches, tensors, widened
+
+OWN_SOURCES = reuse._own_sources.__wrapped__
 
 
 @pytest.fixture(autouse=True)
@@ -321,6 +329,13 @@ def start(f: Any = function, args: tuple[Any, ...] | None = None, **options: Any
     return outcome
 
 
+def unseen() -> Any:
+    """A function in a file that no program of any store begins in."""
+    scope: dict[str, Any] = {}
+    exec(compile("def f(x, y):\n    return x + y\n", f"{uuid.uuid4().hex}.py", "exec"), scope)
+    return scope["f"]
+
+
 KEY = {
     "graph": lambda: start(other),
     "dtype": lambda: start(args=(floats(4, 6).double(), floats(4, 6))),
@@ -341,6 +356,9 @@ KEY = {
 def test_another_program_is_missed(part: str) -> None:
     assert [start(), start()] == ["missed", "found"]
     assert KEY[part]() == "missed"
+    told = last_starts()[-1].reason
+    if part != "graph":  # which begins at another line
+        assert ("options" if part in ("options", "verification") else "arguments") in told, told
     assert start() == "found"
 
 
@@ -375,14 +393,235 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+PART_OF = {
+    "no gradients": "gradients",
+    "inference mode": "gradients",
+    "functorch": "settings",
+    **{mode: mode for mode in ("autocast", "deterministic", "dtype", "threads", "precision", "attention")},
+}
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_another_mode_is_missed(mode: str) -> None:
-    args = floats(4, 6), floats(4, 6)
-    assert [start(args=args), start(args=args)] == ["missed", "found"]
+    f, args = unseen(), (floats(4, 6), floats(4, 6))
+    assert [start(f, args), start(f, args)] == ["missed", "found"]
     with MODES[mode]():
-        assert start(args=args) == "missed"
-        assert start(args=args) == "found"
-    assert start(args=args) == "found"
+        assert start(f, args) == "missed"
+        assert re.match(f"what was compiled before differs in .*{PART_OF[mode]}", last_starts()[-1].reason)
+        assert start(f, args) == "found"
+    assert start(f, args) == "found"
+
+
+# What the key is made of, by what it is called there: each part with a change of nothing else.
+
+
+def parts(
+    f: Any = function, args: tuple[Any, ...] | None = None, dynamic: bool | None = False, **options: Any
+) -> dict[str, str]:
+    """What decides about a program; nothing is compiled."""
+    found: list[dict[str, str]] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(parts_of(graph, inputs, Options(**options)))
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(f, backend=look, dynamic=dynamic)(*(args or (floats(4, 6), floats(4, 6))))
+    return found[0]
+
+
+def differing(first: dict[str, str], second: dict[str, str]) -> set[str]:
+    assert first.keys() == second.keys()
+    return {name for name in first if first[name] != second[name]}
+
+
+def marked(least: int) -> tuple[Tensor, Tensor]:
+    x = floats(8, 6)
+    torch._dynamo.mark_dynamic(x, 0, min=least, max=64)
+    return x, floats(6)
+
+
+def complexes() -> Tensor:
+    return torch.randn(4, 6, dtype=torch.complex64)
+
+
+def keyword(x: Tensor, y: Tensor) -> Tensor:
+    return torch.softmax(x * y, dim=1)
+
+
+def other_keyword(x: Tensor, y: Tensor) -> Tensor:
+    return torch.softmax(x * y, dim=0)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+class Holder(nn.Module):
+    def __init__(self, names: str, kind: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, kind(torch.ones(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (getattr(self, name) for name in sorted(vars(self)["_parameters"] or vars(self)["_buffers"]))
+        return x * first + second
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], dict[str, str]], Callable[[], dict[str, str]]]] = {
+    "dtype": (parts, lambda: parts(args=(floats(4, 6).double(), floats(4, 6)))),
+    "shape": (parts, lambda: parts(args=(floats(4, 6), floats(6)))),
+    "strides": (parts, lambda: parts(args=(floats(6, 4).t(), floats(4, 6)))),
+    "offset": (
+        lambda: parts(args=(floats(5, 6)[:4], floats(4, 6))),
+        lambda: parts(args=(floats(5, 6)[1:], floats(4, 6))),
+    ),
+    "memory behind it": (
+        lambda: parts(args=(floats(5, 6)[:4], floats(4, 6))),
+        lambda: parts(args=(floats(6, 6)[:4], floats(4, 6))),
+    ),
+    "aliases": (lambda: parts(args=halves(floats(8, 6))), lambda: parts(args=(floats(8, 6)[:4], floats(8, 6)[4:]))),
+    "parameter": (parts, lambda: parts(args=(nn.Parameter(floats(4, 6), requires_grad=False), floats(4, 6)))),
+    "gradients": (parts, lambda: parts(args=(floats(4, 6).requires_grad_(), floats(4, 6)))),
+    "conjugate": (
+        lambda: parts(torch.mul, (complexes(), complexes())),
+        lambda: parts(torch.mul, (complexes().conj(), complexes())),
+    ),
+    "leaf": (
+        lambda: parts(args=(floats(4, 6).requires_grad_(), floats(4, 6))),
+        lambda: parts(args=(floats(4, 6).requires_grad_() * 1, floats(4, 6))),
+    ),
+    "range of a symbol": (
+        lambda: parts(args=marked(2), dynamic=None),
+        lambda: parts(args=marked(4), dynamic=None),
+    ),
+    "buffer": (
+        lambda: parts(Holder("ab", nn.Buffer), (floats(3),)),
+        lambda: parts(Holder("ab", lambda x: nn.Parameter(x, requires_grad=False)), (floats(3),)),
+    ),
+    "where it comes from": (
+        lambda: parts(Holder("ab", nn.Buffer), (floats(3),)),
+        lambda: parts(Holder("ac", nn.Buffer), (floats(3),)),
+    ),
+    "symbols": (
+        lambda: parts(args=(floats(4, 6), floats(6))),
+        lambda: parts(args=(floats(4, 6), floats(6)), dynamic=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+def test_another_argument_is_another_key(what: str) -> None:
+    before, after = ARGUMENTS[what]
+    assert before() == before()
+    assert "arguments" in differing(before(), after())
+
+
+GRAPHS: dict[str, tuple[Callable[[], dict[str, str]], Callable[[], dict[str, str]]]] = {
+    "call": (parts, lambda: parts(other)),
+    "keyword": (lambda: parts(keyword), lambda: parts(other_keyword)),
+    "constant": (lambda: parts(scaled, (floats(3), 0.5)), lambda: parts(scaled, (floats(3), 0.25))),
+    "type of a constant": (lambda: parts(scaled, (floats(3), 2.0)), lambda: parts(scaled, (floats(3), 2))),
+}
+
+
+@pytest.mark.parametrize("what", GRAPHS)
+def test_another_graph_is_another_key(what: str) -> None:
+    before, after = GRAPHS[what]
+    assert before() == before()
+    assert differing(before(), after()) >= {"graph"}
+
+
+def _patched(name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch(name, value)
+
+
+# From a part of the key to what changes it.
+STATES: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
+    "no gradients": ("gradients", torch.no_grad),
+    # Dynamo turns it off while it compiles, so that it is what `no_grad` is.
+    "inference mode": ("gradients", torch.inference_mode),
+    "autocast": ("autocast", _autocast),
+    "autocast to f16": ("autocast", lambda: torch.autocast("cpu", dtype=torch.float16)),
+    "autocast cache": ("autocast cache", lambda: torch.autocast("cpu", enabled=False, cache_enabled=False)),
+    "deterministic": ("deterministic", MODES["deterministic"]),
+    "warns only": (
+        "warns only",
+        lambda: _Set(
+            torch.is_deterministic_algorithms_warn_only_enabled,
+            lambda warns: torch.use_deterministic_algorithms(warns, warn_only=warns),
+            True,
+        ),
+    ),
+    "fills memory": (
+        "fills memory",
+        lambda: _Set(
+            lambda: torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            lambda fills: setattr(torch.utils.deterministic, "fill_uninitialized_memory", fills),
+            False,
+        ),
+    ),
+    "dtype": ("dtype", MODES["dtype"]),
+    "device": ("device", _patched("torch.get_default_device", lambda: torch.device("cpu:0"))),
+    "threads": ("threads", MODES["threads"]),
+    "precision": ("precision", MODES["precision"]),
+    "onednn": ("onednn", lambda: torch.backends.mkldnn.flags(enabled=False)),
+    "onednn deterministic": ("onednn", lambda: torch.backends.mkldnn.flags(enabled=True, deterministic=True)),
+    "attention": ("attention", MODES["attention"]),
+    "einsum": ("einsum", _patched("torch.backends.opt_einsum.strategy", "optimal")),
+    "functorch": ("settings", MODES["functorch"]),
+    "symbols": ("settings", lambda: torch.fx.experimental._config.patch(use_duck_shape=False)),
+    "sizes": ("sizes", lambda: torch._dynamo.config.patch(capture_scalar_outputs=True)),
+    "machine": ("machine", _patched("pellucid.reuse.machine_for", lambda _: AVX512)),
+    "Pellucid": ("Pellucid", _patched("pellucid.reuse._own_sources", lambda: "other")),
+    "Python": ("Python", _patched("platform.python_version", lambda: "3.99")),
+    "PyTorch": ("PyTorch", _patched("torch.version.git_version", "other")),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_another_state_is_another_key(state: str) -> None:
+    part, change = STATES[state]
+    args = floats(4, 6), floats(4, 6)
+    before = parts(args=args)
+    with change():
+        assert part in differing(before, parts(args=args))
+    assert parts(args=args) == before
+
+
+def test_each_part_of_the_key_is_tested() -> None:
+    assert set(parts()) == {"graph", "arguments", "options", *(part for part, _ in STATES.values())}
+
+
+def test_each_option_is_part_of_the_key() -> None:
+    """But those that bypass."""
+    before = parts()
+    for field in fields(Options):
+        if field.name not in ("trace", "reuse", "freeze"):
+            value: Any = not field.default if isinstance(field.default, bool) else 7
+            value = "reference" if field.default == "" else value
+            assert differing(before, parts(**{field.name: value})) == {"options"}, field.name
+
+
+def test_a_changed_source_is_another_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse, "_PACKAGE", tmp_path)
+    texts = {
+        "pipeline.py": "a",
+        "native/kernel/micro.h": "a",
+        "native/runtime.cpp": "a",
+        "kit/show.py": "a",
+        "x.txt": "a",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    seen = {OWN_SOURCES()}
+    for name in texts:
+        (tmp_path / name).write_text("b")
+        seen.add(OWN_SOURCES())
+    assert len(seen) == 4  # neither the kit nor what is no source counts
+    (tmp_path / "pipeline.py").rename(tmp_path / "pipes.py")
+    assert OWN_SOURCES() not in seen
 
 
 OTHER = uuid.uuid4()
@@ -446,10 +685,9 @@ def _replace_by_link(path: Path) -> None:
 
 
 def _write_nonsense(path: Path) -> None:
-    import hashlib
-
     data = b"no pickle"
-    path.write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+    header = json.dumps({"sum": hashlib.sha256(data).hexdigest(), "bytes": len(data)})
+    path.write_bytes(header.encode() + b"\n" + data)
 
 
 @pytest.mark.parametrize(
@@ -553,8 +791,9 @@ def test_twenty_processes_at_once() -> None:
 
 
 def test_each_outcome_has_its_reason_and_key() -> None:
-    compiled(function)(floats(3), floats(3))
-    compiled(function)(floats(3), floats(3))
+    f = unseen()
+    compiled(f)(floats(3), floats(3))
+    compiled(f)(floats(3), floats(3))
     missed, found = last_starts()[-2:]
     assert missed.reason == "nothing like it was compiled before" and re.fullmatch(r"[0-9a-f]{40}", missed.key)
     assert found.key == missed.key and found.reason == "an earlier process compiled it"
@@ -629,10 +868,13 @@ def test_arguments_that_share_memory_and_change_are_bypassed() -> None:
 
 def test_a_trace_shows_every_stage_and_why(tmp_path: Path) -> None:
     compiled(function)(floats(3), floats(3))
-    compiled(function, trace=str(tmp_path))(floats(3), floats(3))
-    assert outcomes() == ["missed", "bypassed"]
-    (decisions,) = tmp_path.rglob("decisions.csv")
-    assert "reuse" in decisions.read_text() and "a trace shows every stage" in decisions.read_text()
+    for number, (f, otherwise) in enumerate(
+        ((function, "found: an earlier process compiled it"), (unseen(), "missed: nothing like it was compiled"))
+    ):
+        compiled(f, trace=str(tmp_path / str(number)))(floats(3), floats(3))
+        (decisions,) = (tmp_path / str(number)).rglob("decisions.csv")
+        assert f"a trace shows every stage; without one, {otherwise}" in decisions.read_text()
+    assert outcomes() == ["missed", "bypassed", "bypassed"]
 
 
 def test_subclasses_of_tensors_are_bypassed() -> None:
@@ -652,9 +894,15 @@ def test_promises_are_checked_by_what_is_compiled() -> None:
         assert start() == "bypassed"
 
 
-def test_the_store_counts_programs() -> None:
-    assert start() == "missed" and kept()
-    assert default_store().stats().programs > 0
+def test_the_store_says_what_a_program_is() -> None:
+    assert start() == "missed"
+    (found,) = (each for each in contents(default_store().directory) if each.paths[0] == kept())
+    assert found.about["line"].startswith(f"{__file__}:") and found.about["threads"] == torch.get_num_threads()
+    assert [graph["kind"] for graph in found.about["graphs"]] == ["inference"]
+    assert reuse.stale(found.about) == ""
+    for name in found.about["versions"]:
+        old = {**found.about, "versions": {**found.about["versions"], name: "old"}}
+        assert reuse.stale(old).startswith(f"it was compiled by another version of {name}")
 
 
 def test_unused_programs_go() -> None:
