@@ -31,8 +31,8 @@ PACK = 7.3
 # Rows that products by tiles of bf16 (AMX) take at once, as `amx.h` has it; and the largest block of them.
 TILE_ROWS = 32
 MOST_TILE_ROWS = 256
-# Rows of a block whose sums are made in one go, with a right operand that is packed already: they stay in the first cache
-# until other lines have read them. By tiles these are `TILE_ROWS`.
+# Rows of a block whose sums are made in one go, with a right operand that is packed already: they stay in the first
+# cache until other lines have read them. By tiles these are `TILE_ROWS`.
 ROWS_IN_ONE_GO = 24
 # The part of the peak that products by tiles of bf16 reach (AMX), with operands in the second cache.
 TILES_REACH = 0.5
