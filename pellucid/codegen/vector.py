@@ -1,21 +1,24 @@
 """Choose the vector axis: which axis's neighbouring points share a register, and why.
 
-Every candidate, no vectors at all included, is priced with the same simple model: instructions issued per kernel
-call. The cheapest wins, and the decision tells what stood in the way of the others.
+Every candidate, no vectors at all included, is priced in nanoseconds by the machine model. All of them move the same
+bytes, so that instructions decide, on any machine. The cheapest wins; the decision keeps the others with their prices,
+and tells what stood in the way of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
+from typing import TypeAlias
 
 from pellucid.codegen.collisions import colliding
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import OPS
-from pellucid.machine import Machine
+from pellucid.machine import Machine, kernel_work, time
 from pellucid.machine.tiles import GATHER_COST, SQUARES, Tiling, tiling, told
 from pellucid.machine.work import SYMBOL_GUESS, estimate
 
@@ -31,6 +34,9 @@ class Access(Enum):
 # Operators that the prelude computes one lane at a time, for integers or for every type.
 LANEWISE_INT = frozenset({"floordiv", "truncdiv", "remainder", "fmod", "pow"})
 LANEWISE = frozenset({"floordiv", "shl", "shr"})
+
+_Way: TypeAlias = "tuple[str | None, int]"
+"""A vector axis, or None, and lanes."""
 
 TILE_COST = 0.5
 LANEWISE_COST = 2.0
@@ -88,7 +94,11 @@ def choose(kernel: Kernel, machine: Machine, enabled: bool) -> VectorChoice:
             prices[name, lanes] = cost(kernel, name, lanes, tiling(kernel, name, lanes, machine).lines)
     best, lanes = min(prices, key=lambda each: (prices[each], -each[1]))
     price = prices[best, lanes]
-    facts = (("axis", best), ("cost", round(price)), ("scalar_cost", round(scalar)), ("lanes", lanes))
+    chosen_way = (None, 1) if price >= scalar else (best, lanes)
+    facts = (
+        *(("axis", best), ("cost", round(price)), ("scalar_cost", round(scalar)), ("lanes", lanes)),
+        *_priced(kernel, chosen_way, {(None, 1): scalar, **prices}, machine),
+    )
     if price >= scalar:
         why = f"vectors along {best}, the best axis, would cost more than scalar code: {_obstacle(kernel, best)}"
         return VectorChoice(None, 1, Tiling(), (Decision("codegen.vectorize", (kernel.name,), False, why, facts),))
@@ -100,6 +110,23 @@ def choose(kernel: Kernel, machine: Machine, enabled: bool) -> VectorChoice:
     tiles = tiling(kernel, best, width, machine)
     reasons = (chosen, *told(kernel, tiles), *_lane_by_lane(kernel, best, tiles.lines))
     return VectorChoice(best, width, tiles, reasons)
+
+
+def _priced(
+    kernel: Kernel, chosen: _Way, steps: Mapping[_Way, float], machine: Machine
+) -> tuple[tuple[str, int | str], ...]:
+    """The prices of the chosen way and of the others, the cheapest first, on one thread. steps: instructions by way."""
+    work = kernel_work(kernel, 0)
+
+    def nanoseconds(way: _Way) -> int:
+        return round(time(replace(work, steps=steps[way]), machine).nanoseconds)
+
+    def told(axis: str | None, lanes: int) -> str:
+        return f"{lanes} lanes along {axis}" if axis else "scalar"
+
+    others = sorted(steps.keys() - {chosen}, key=lambda way: (steps[way], -way[1], way[0] or ""))
+    runners_up = ", ".join(f"{told(*way)}: {nanoseconds(way)} ns" for way in others)
+    return ("estimated_ns", nanoseconds(chosen)), ("runners_up", runners_up)
 
 
 def _widths(base: int) -> tuple[int, ...]:

@@ -61,6 +61,21 @@ def test_column_reduction_vectorises_the_kept_axis() -> None:
     assert plan.pairwise == {"v1"}
 
 
+def test_runners_up_are_kept_with_their_prices() -> None:
+    facts = dict(decision(compile_text(cases.COLUMN_SUM), "codegen.vectorize").facts)
+    told = [each.rpartition(": ") for each in str(facts["runners_up"]).split(", ")]
+    names = [name for name, _, _ in told]
+    prices = [int(price.removesuffix(" ns")) for _, _, price in told]
+    assert set(names) == {"scalar", "16 lanes along i1"}
+    assert [facts["estimated_ns"], *prices] == sorted([facts["estimated_ns"], *prices])
+    assert facts["axis"] == "i0" and facts["estimated_ns"] < prices[-1]
+
+
+def test_scalar_code_that_wins_has_the_vectors_as_runners_up() -> None:
+    facts = dict(decision(compile_text(cases.STRIDED), "codegen.vectorize").facts)
+    assert "lanes along" in str(facts["runners_up"]) and "scalar" not in str(facts["runners_up"])
+
+
 def test_cheap_values_are_computed_again() -> None:
     sweeps = compile_text(cases.LAYER_NORM).plan.sweeps
     assert len(sweeps.order) == 3
