@@ -107,6 +107,7 @@ def test_an_archive_is_refused_where_the_compilers_flags_are_others(program: Pat
     assert not (tmp_path / "b").exists() or not list((tmp_path / "b").glob("v1-*"))
 
 
+@pytest.mark.slow  # each of them may have to make the header and the runtime again
 def test_twenty_processes_that_import_trim_check_and_compile(program: Path, tmp_path: Path) -> None:
     """Whatever goes away under a process is missing, and built again; what it computes is right."""
     store, archive = tmp_path / "store", tmp_path / "warm.tar.gz"
