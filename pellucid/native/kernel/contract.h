@@ -131,7 +131,8 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
       const bool lies = m <= FEW_ROWS && b.column == 1 && k % T == 0;
       const int64_t in_place = lies && (std::is_same_v<E, float> || M <= FEW_ROWS) ? n / COLUMNS * COLUMNS : 0;
       if (in_place < n) pack_columns(b.from(t, in_place), depth, n - in_place, columns);
-      if (in_place == 0) beside.ahead = ahead_of(b, t, depth, k, n, m);
+      constexpr bool all_columns = WIDTH > 0 && WIDTH <= N;  // then the next block reads the same ones again
+      if (in_place == 0) beside.ahead = all_columns && t + depth >= k ? Ahead{} : ahead_of(b, t, depth, k, n, m);
       for (int64_t j = 0; j < in_place; j += COLUMNS) {
         beside.ahead = {b(t + AHEAD * T, j), b.row * T * int64_t(sizeof(E))};
         if constexpr (std::is_same_v<E, float>) column(j, Rows{b(t, j), b.row});
