@@ -19,7 +19,7 @@ from pellucid.native.execution_plan import event_name
 from pellucid.native.warm_up import warm_up
 from pellucid.options import Options, make_options
 from pellucid.pipeline import compile_graph, joint_passes
-from pellucid.reuse import Start, last_starts, look_up, uncollected, witness
+from pellucid.reuse import Found, Start, last_starts, look_up, uncollected, witness
 
 __all__ = ["Compilation", "Fallback", "compile_fx", "last_compilations", "last_starts"]
 
@@ -88,13 +88,13 @@ def compile_fx(
     warm_up()
     with uncollected():
         start, found = look_up(graph, example_inputs, settings)
-        if found is not None:
+        if isinstance(found, Found):
             _compilations.extend(replace(each, seconds={}, reused=True) for each in found.notes)
             return found.run
         notes: list[Compilation] = []
         job = _Job(settings, start, _Clock.started(), notes)
         compilers = {kind: partial(_compile, kind=kind, job=job) for kind in ("forward", "backward", "inference")}
-        seen = witness(start, graph, example_inputs, settings, notes)
+        seen = witness(found, example_inputs, notes) if found else None
         run = capture_with_aot(
             graph,
             example_inputs,

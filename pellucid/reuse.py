@@ -89,6 +89,14 @@ class Found:
     notes: tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """key: under which the store keeps what the graph is compiled to now. about: what it is to say of that."""
+
+    key: str
+    about: Mapping[str, Any]
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Without the cyclic garbage collector: graphs live until the end, so that walking them again finds little."""
@@ -101,8 +109,10 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def look_up(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Start, Found | None]:
-    """What an earlier process compiled of a Dynamo graph, and how that was found or why not."""
+def look_up(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options
+) -> tuple[Start, Found | Missed | None]:
+    """What an earlier process compiled of a Dynamo graph, and how that was found or why not; None: it was bypassed."""
     if _is_traced(options):
         otherwise = consult(graph, inputs, replace(options, trace=""))
         start, found = Start("bypassed", f"a trace shows every stage; without one, {otherwise}"), None
@@ -140,12 +150,19 @@ def _find(
             reasons.append(f"it was compiled for sizes with {guard}")
         except Exception as error:  # whatever a pickle that we did not write may raise
             reasons.append(f"the program in the store cannot be read: {type(error).__name__}: {error}")
-    return Start("missed", "; ".join(reasons) or _nearest(first_line(graph.graph), parts), key), None
+    about = _about(graph, parts)
+    return Start("missed", "; ".join(reasons) or _nearest(about["line"], about["parts"]), key), Missed(key, about)
 
 
-def _nearest(line: str, parts: Mapping[str, str]) -> str:
+def _about(graph: torch.fx.GraphModule, parts: Mapping[str, str]) -> dict[str, Any]:
+    """What the store says of a program beside its graphs: each part as a few letters, to tell whether it is another."""
+    short = {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in parts.items()}
+    line, threads = first_line(graph.graph), torch.get_num_threads()
+    return {"line": line, "threads": threads, "versions": _versions(), "parts": short}
+
+
+def _nearest(line: str, short: Mapping[str, str]) -> str:
     """Why nothing was found: in what the graph differs from the most similar one that begins at the same line."""
-    short = _short(parts)
     told = [about["parts"] for about in default_store().headers() if about.get("line") == line and "parts" in about]
     changed = [[name for name in short if each.get(name) != short[name]] for each in told]
     nearest = min(filter(None, changed), key=len, default=None)
@@ -154,19 +171,9 @@ def _nearest(line: str, parts: Mapping[str, str]) -> str:
     return f"what was compiled before differs in {', '.join(nearest)}"
 
 
-def witness(
-    start: Start, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options, notes: list[Any]
-) -> Witness | None:
-    """Keeps what a Dynamo graph is compiled to after `start`, for later processes. notes: is filled meanwhile."""
-    if start.outcome != "missed":
-        return None
-    about = {
-        "line": first_line(graph.graph),
-        "threads": torch.get_num_threads(),
-        "versions": _versions(),
-        "parts": _short(parts_of(graph, inputs, options)),
-    }
-    return Witness(partial(_keep, start.key, about, notes), shares_memory(inputs))
+def witness(missed: Missed, inputs: Sequence[Any], notes: list[Any]) -> Witness:
+    """Keeps what a Dynamo graph is compiled to, for later processes. notes: is filled meanwhile."""
+    return Witness(partial(_keep, missed.key, missed.about, notes), shares_memory(inputs))
 
 
 def parts_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> dict[str, str]:
@@ -182,11 +189,6 @@ def parts_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Option
 
 def _key(parts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:40]
-
-
-def _short(parts: Mapping[str, str]) -> dict[str, str]:
-    """Each part as a few letters, to tell whether it is another."""
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in parts.items()}
 
 
 def _is_traced(options: Options) -> bool:

@@ -121,11 +121,11 @@ def _priced(
     def nanoseconds(way: _Way) -> int:
         return round(time(replace(work, steps=steps[way]), machine).nanoseconds)
 
-    def told(axis: str | None, lanes: int) -> str:
+    def label(axis: str | None, lanes: int) -> str:
         return f"{lanes} lanes along {axis}" if axis else "scalar"
 
     others = sorted(steps.keys() - {chosen}, key=lambda way: (steps[way], -way[1], way[0] or ""))
-    runners_up = ", ".join(f"{told(*way)}: {nanoseconds(way)} ns" for way in others)
+    runners_up = ", ".join(f"{label(*way)}: {nanoseconds(way)} ns" for way in others)
     return ("estimated_ns", nanoseconds(chosen)), ("runners_up", runners_up)
 
 

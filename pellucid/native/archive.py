@@ -27,7 +27,7 @@ from pellucid.errors import StoreError, UserError
 from pellucid.machine.model import from_text
 from pellucid.native.inventory import FILE, KERNELS, PROGRAM, Entry, contents, is_orphan, kernel_note, problem
 from pellucid.native.machine import machine_file
-from pellucid.native.store import KernelStore, is_owner, is_trusted, move_whole, read_program, write_whole
+from pellucid.native.store import KernelStore, distrust, is_owner, move_whole, read_program, write_whole
 from pellucid.native.toolchain import misfit, note_of, write_note
 
 _VERSION = 1
@@ -181,10 +181,9 @@ def _opened(file: Path) -> Iterator[IO[bytes]]:
         status = os.fstat(handle.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise StoreError(f"the archive {file} is no file")
-        if not is_trusted(status):
-            foreign = not is_owner(status)
-            why = f"belongs to another user (uid {status.st_uid})" if foreign else "can be written by other users"
-            hint = "make a copy that is yours, if you trust them" if foreign else f"chmod go-w {file}"
+        why = distrust(status)
+        if why:
+            hint = f"chmod go-w {file}" if is_owner(status) else "make a copy that is yours, if you trust them"
             raise StoreError(f"the archive {file} {why}, so code in it cannot be trusted", hint=hint)
         yield handle
 

@@ -7,7 +7,6 @@ correct results.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
@@ -22,10 +21,10 @@ from pellucid.native.store import (
     STALE_S,
     age,
     checksum_of,
+    distrust,
     first_line,
     header_of,
-    is_owner,
-    is_trusted,
+    json_object,
     key_folders,
     read_program,
 )
@@ -156,9 +155,8 @@ def _distrust(path: Path) -> str:
         return f"{path.name} is a link"
     if not stat.S_ISREG(status.st_mode):
         return f"{path.name} is gone, or no file"
-    if not is_owner(status):
-        return f"{path.name} belongs to another user (uid {status.st_uid})"
-    return "" if is_trusted(status) else f"{path.name} can be written by other users"
+    why = distrust(status)
+    return why and f"{path.name} {why}"
 
 
 def _program_problem(entry: Entry) -> str:
@@ -274,8 +272,4 @@ def _size(path: Path) -> int:
 
 def kernel_note(path: Path) -> dict[str, Any]:
     """What a file of `kernels/` says; nothing if it is damaged."""
-    try:
-        said = json.loads(first_line(path))
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
+    return json_object(first_line(path))

@@ -385,15 +385,20 @@ def is_trusted(status: os.stat_result) -> bool:
     return is_owner(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
+def distrust(status: os.stat_result) -> str:
+    """Who else could have written it; empty if nobody."""
+    if is_trusted(status):
+        return ""
+    return "can be written by other users" if is_owner(status) else f"belongs to another user (uid {status.st_uid})"
+
+
 def check_safe(directory: Path) -> None:
     """Refuse a directory into which others could have put code. Raises StoreError."""
     status = directory.stat()
-    if is_trusted(status):
+    why = distrust(status)
+    if not why:
         return
-    if not is_owner(status):
-        why, hint = f"belongs to another user (uid {status.st_uid})", "set PELLUCID_CACHE_DIR to a directory of yours"
-    else:
-        why, hint = "can be written by other users", f"chmod go-w {directory}"
+    hint = f"chmod go-w {directory}" if is_owner(status) else "set PELLUCID_CACHE_DIR to a directory of yours"
     raise StoreError(f"the kernel store {directory} {why}, so code in it cannot be trusted", hint=hint)
 
 
@@ -486,13 +491,19 @@ def first_line(path: Path) -> bytes:
         return b""
 
 
-def _as_header(line: bytes) -> dict[str, Any]:
-    """What the first line of a program says; nothing if it is damaged."""
+def json_object(text: bytes) -> dict[str, Any]:
+    """An object in JSON; empty if it is damaged."""
     try:
-        about = json.loads(line)
+        value = json.loads(text)
     except ValueError:
         return {}
-    return about if isinstance(about, dict) and isinstance(about.get("bytes"), int) else {}
+    return value if isinstance(value, dict) else {}
+
+
+def _as_header(line: bytes) -> dict[str, Any]:
+    """What the first line of a program says; nothing if it is damaged."""
+    about = json_object(line)
+    return about if isinstance(about.get("bytes"), int) else {}
 
 
 def _note_use(path: Path) -> None:

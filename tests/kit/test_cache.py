@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import time
@@ -12,16 +11,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from rich.console import Console
 
 from pellucid.cli import main
 from pellucid.cli.exits import Exit
 from pellucid.kit.debug.cache import listed, sizes, trimmed, verified
-from pellucid.kit.show import shown
 from pellucid.native.build import default_store
 from pellucid.native.store import KernelStore
-from pellucid.printing import show
 from pellucid.reuse import _versions
+from tests.kit.test_show import terminal
 
 
 @pytest.fixture
@@ -46,12 +43,6 @@ def run(*words: str | Path) -> Result:
 
 def as_json(*words: str | Path) -> dict[str, Any]:
     return json.loads(run(*words, "--json").stdout)
-
-
-def terminal(found: object, width: int = 80) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, highlight=False)
-    show(console, shown(found))
-    return console.file.getvalue().splitlines()
 
 
 def test_the_list_says_what_graphs_and_kernels_there_are(root: Path) -> None:

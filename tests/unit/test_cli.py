@@ -156,10 +156,9 @@ def test_a_tool_that_breaks_exits_with_255_not_1(monkeypatch):
 def test_version_and_help():
     assert run("--version").stdout.startswith("pellucid, version ")
     assert isinstance(main, click.Group)
-    assert set(main.commands) == {"bench", "bisect",
-        "cache", "capture", "check", "cosim", "demo", "diagnose", "diff", "doctor",
-                                  "explain", "match", "metrics", "minify", "profile", "replay", "report", "run",
-                                  "testgen"}  # fmt: skip
+    assert set(main.commands) == {"bench", "bisect", "cache", "capture", "check", "cosim", "demo", "diagnose", "diff",
+                                  "doctor", "explain", "match", "metrics", "minify", "profile", "replay", "report",
+                                  "run", "testgen"}  # fmt: skip
     assert run("--help").exit_code == Exit.GOOD
 
 

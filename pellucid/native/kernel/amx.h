@@ -15,6 +15,7 @@ constexpr int AMX_LOADS = 4;            // tiles that are read for them at a tim
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 
 template <class F> constexpr bool BY_AMX = std::is_same_v<F, bf16>;
+
 // Tiles 0 to 3 hold sums, 4 and 5 rows of the left operand, 6 and 7 units of the right one. Of sums, and of the left
 // operand, the first tiles have `above` rows and the others `below`.
 class Amx {

@@ -89,7 +89,7 @@ constexpr int COLUMN_PANEL = COLUMNS * DEPTH;
 // are asked for. N elements of a line.
 constexpr int64_t AHEAD = 8;
 template <int N, class E> PV_FN void prefetch(const E* line) {
-  for (int i = 0; i < N * int(sizeof(E)); i += 64) __builtin_prefetch((const char*)line + i);
+  for (int i = 0; i < N * int(sizeof(E)); i += LINE) __builtin_prefetch((const char*)line + i);
 }
 
 // Unit i of b becomes unit place(i) of the panels.
