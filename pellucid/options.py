@@ -25,6 +25,7 @@ class Options:
     recompute: let backward compute again what is cheaper than keeping it, where PyTorch's partitioner would keep it.
     reuse: start what an earlier process compiled, without compiling it again.
     reuse_memory: let temporaries that are not alive at the same time share memory.
+    pad: let rows of temporaries have room between them where they would meet in few sets of a cache.
     max_fused_lines: largest body, in IR lines, that fusion may make.
     max_fused_buffers: largest number of buffers of a fused kernel.
     max_fusions: how many fusions of a graph are made, in their order: to find the one that makes a fault.
@@ -42,6 +43,7 @@ class Options:
     recompute: bool = True
     reuse: bool = True
     reuse_memory: bool = True
+    pad: bool = True
     max_fused_lines: int = 256
     max_fused_buffers: int = 48
     max_fusions: int = 1 << 30

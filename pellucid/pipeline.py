@@ -36,6 +36,7 @@ from pellucid.options import Options
 from pellucid.schedule import schedule
 from pellucid.schedule.deps import reads
 from pellucid.schedule.freeze import part, with_inputs
+from pellucid.schedule.pad import pad
 from pellucid.segments import Segments
 from pellucid.trace.output_code import output_code
 from pellucid.trace.record import GraphRecord, StageTime
@@ -152,7 +153,10 @@ def _why_not_frozen(unit: Unit, options: Options) -> tuple[Decision, ...]:
 
 def _schedule(unit: Unit, options: Options) -> Step:
     program, decisions = schedule(unit.lowered, options, unit.machine)
-    return replace(unit, scheduled=program), tuple(decisions)
+    if not options.pad:
+        return replace(unit, scheduled=program), tuple(decisions)
+    program, values, padded = pad(program, unit.values, unit.machine)
+    return replace(unit, scheduled=program, values=values), (*decisions, *padded)
 
 
 def _codegen(unit: Unit, options: Options) -> Step:

@@ -6,13 +6,18 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from math import gcd
 from typing import Any, TypeVar
 
 from pellucid.errors import UserError
+from pellucid.ir.traffic import LINE
 from pellucid.ir.types import DType
 
 VERSION = 6
 """Of the file format and of how the figures are measured: a file of another version is measured again."""
+
+WAYS = 8
+"""Of a cache that does not tell."""
 
 _T = TypeVar("_T")
 
@@ -67,7 +72,7 @@ class Level:
     """A level of cache, or memory, and the bytes that it moves per nanosecond.
 
     size: bytes of one such cache; 0 for memory. shared: by the cores, each of which has its own otherwise.
-    write: such that copying n bytes takes n / read + n / write.
+    write: such that copying n bytes takes n / read + n / write. ways: lines that each of its sets holds.
     """
 
     name: str
@@ -75,6 +80,12 @@ class Level:
     shared: bool
     read: Rate
     write: Rate
+    ways: int = WAYS
+
+    def holds(self, stride: int) -> int:
+        """Lines of so many bytes apart that it holds at once: only some sets come in question for them."""
+        span = max(LINE, self.size // self.ways)
+        return self.ways * span // gcd(stride, span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +136,14 @@ class Machine:
         return self.levels[-1]
 
     @property
+    def own_level(self) -> Level:
+        """The second level of cache, the last that a core has for itself."""
+        return self.levels[min(1, len(self.levels) - 2)]
+
+    @property
     def own_cache(self) -> int:
-        """Bytes of the second level of cache, the last that a core has for itself."""
-        return self.levels[min(1, len(self.levels) - 2)].size
+        """Bytes of the second level of cache."""
+        return self.own_level.size
 
     @property
     def last_cache(self) -> int:
@@ -202,8 +218,15 @@ def _mapped(value: _T, change: Callable[[str, float], float], prefix: str) -> _T
 # ---------------------------------------------------------------------------------------------- as a file
 
 
-def make_machine(name: str, isa: str, cores: int, caches: Mapping[str, int], figures: Mapping[str, float]) -> Machine:
-    """A machine of its figures. caches: bytes of `l1`, `l2` and `l3`, as far as there are such.
+def make_machine(
+    name: str,
+    isa: str,
+    cores: int,
+    caches: Mapping[str, int],
+    figures: Mapping[str, float],
+    ways: Mapping[str, int] | None = None,
+) -> Machine:
+    """A machine of its figures. caches: bytes of `l1`, `l2` and `l3`, as far as there are such; ways: of these.
 
     Raises KeyError for a figure that is missing.
     """
@@ -215,7 +238,14 @@ def make_machine(name: str, isa: str, cores: int, caches: Mapping[str, int], fig
         return Flops(rate(f"{what}.f32"), rate(f"{what}.f64"), rate(f"{what}.bf16"), rate(f"{what}.f16"))
 
     levels = tuple(
-        Level(level, size, level in ("l3", "memory"), rate(f"{level}.read"), rate(f"{level}.write"))
+        Level(
+            level,
+            size,
+            level in ("l3", "memory"),
+            rate(f"{level}.read"),
+            rate(f"{level}.write"),
+            (ways or {}).get(level, WAYS),
+        )
         for level, size in (*caches.items(), ("memory", 0))
     )
     return Machine(
@@ -243,6 +273,7 @@ def to_text(machine: Machine) -> str:
         "isa": machine.isa.name,
         "cores": machine.cores,
         "caches": {level.name: level.size for level in machine.levels[:-1]},
+        "ways": {level.name: level.ways for level in machine.levels[:-1]},
         "figures": {name: float(f"{value:.4g}") for name, value in machine.figures.items()},
         "spread": {name: round(share, 4) for name, share in machine.spread.items()},
     }
@@ -258,7 +289,10 @@ def from_text(text: str, source: str) -> Machine:
         caches = {str(name): int(size) for name, size in about["caches"].items()}
         if not caches or any(name not in ("l1", "l2", "l3") or size <= 0 for name, size in caches.items()):
             raise ValueError("it names no caches")
-        machine = make_machine(str(about["name"]), about["isa"], int(about["cores"]), caches, about["figures"])
+        ways = {str(name): int(count) for name, count in about.get("ways", {}).items()}
+        if any(count <= 0 for count in ways.values()):
+            raise ValueError("a cache has no ways")
+        machine = make_machine(str(about["name"]), about["isa"], int(about["cores"]), caches, about["figures"], ways)
         spread = {str(name): float(share) for name, share in about.get("spread", {}).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -25,7 +25,7 @@ class Cpu:
 
     name: the model. flags: instruction set extensions as the kernel names them, as far as this process may use them.
     cores: that this process may use, by affinity and cgroup quota. memory: that it may use, by cgroup limit.
-    l1, l2: data caches of one core. l3: shared by some cores.
+    l1, l2: data caches of one core. l3: shared by some cores. ways: lines of a set, by the name of the cache.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Cpu:
     l1: int
     l2: int
     l3: int
+    ways: tuple[tuple[str, int], ...] = ()
 
 
 @lru_cache(maxsize=1)
@@ -52,6 +53,7 @@ def cpu() -> Cpu:
         l1=caches.get(1, 0),
         l2=caches.get(2, 0),
         l3=caches.get(3, 0),
+        ways=tuple((f"l{level}", count) for level, count in _of_caches("ways_of_associativity").items()),
     )
 
 
@@ -151,13 +153,18 @@ def _number(path: Path) -> int | None:
 
 def _cache_sizes() -> dict[int, int]:
     """Size of each level's data cache, as core 0 sees it."""
-    sizes: dict[int, int] = {}
+    return _of_caches("size")
+
+
+def _of_caches(what: str) -> dict[int, int]:
+    """A number of each level's data cache, where the system tells one."""
+    found: dict[int, int] = {}
     for index in sorted(_CACHES.glob("index*")):
-        level, kind, size = (_read(index / name).strip() for name in ("level", "type", "size"))
-        match = re.fullmatch(r"(\d+)([KM]?)", size)
-        if level.isdigit() and match and kind != "Instruction":
-            sizes[int(level)] = int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]
-    return sizes
+        level, kind, number = (_read(index / name).strip() for name in ("level", "type", what))
+        match = re.fullmatch(r"(\d+)([KM]?)", number)
+        if level.isdigit() and match and int(match[1]) and kind != "Instruction":
+            found[int(level)] = int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]
+    return found
 
 
 def _read(path: Path) -> str:

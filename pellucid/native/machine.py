@@ -96,8 +96,11 @@ def _reference() -> Machine:
     machine = REFERENCES[_isa()]
     if has_tiles(machine.isa.name):
         machine = with_tiles(machine)
-    sizes = {"l1": cpu().l1, "l2": cpu().l2, "l3": cpu().l3}
-    levels = (replace(level, size=sizes.get(level.name) or level.size) for level in machine.levels)
+    sizes, ways = {"l1": cpu().l1, "l2": cpu().l2, "l3": cpu().l3}, dict(cpu().ways)
+    levels = (
+        replace(level, size=sizes.get(level.name) or level.size, ways=ways.get(level.name, level.ways))
+        for level in machine.levels
+    )
     return replace(machine, levels=tuple(levels))
 
 

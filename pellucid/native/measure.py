@@ -69,7 +69,7 @@ def measure() -> Measured:
     figures = {name: median(values) for name, values in samples.items()}
     spread = {name: _spread(values) for name, values in samples.items()}
     _derive(figures, spread, caches)
-    machine = make_machine(cpu().name, default_toolchain().isa, usable_cores(), caches, figures)
+    machine = make_machine(cpu().name, default_toolchain().isa, usable_cores(), caches, figures, dict(cpu().ways))
     return Measured(replace(machine, spread=spread), waited / max(ran + waited, 1))
 
 

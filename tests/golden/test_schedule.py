@@ -9,8 +9,10 @@ import pytest
 from pellucid.ir.index import sym
 from pellucid.ir.nodes import Program
 from pellucid.ir.printer import print_program
+from pellucid.machine import AVX2
 from pellucid.options import Options
 from pellucid.schedule import schedule
+from pellucid.schedule.pad import pad
 from tests.unit.schedule.build import ProgramBuilder
 from tests.unit.schedule.test_fuse import layer_norm
 from tests.unit.schedule.test_fuse import softmax as softmax_of
@@ -63,6 +65,13 @@ def slices_and_cat() -> Program:
     return b.finish(b.op("add", b.op("mul", x, cos), b.op("mul", swapped, sin)))
 
 
+def padded_rows() -> Program:
+    b = ProgramBuilder()
+    x = b.input(512, 1024)
+    rows = b.op("div", x, b.reduce("sum", b.op("abs", x), 1))
+    return b.finish(b.op("div", rows, b.reduce("sum", rows, 0)))
+
+
 def in_place_step() -> Program:
     b = ProgramBuilder()
     weight, gradient = b.input(256, 256), b.input(256, 256)
@@ -81,10 +90,13 @@ def in_place_step() -> Program:
         two_orders,
         slices_and_cat,
         in_place_step,
+        padded_rows,
     ],
 )
 def test_schedule(make: Callable[[], Program], golden: Callable[[str, str], None]) -> None:
     program, decisions = schedule(make(), Options())
+    program, _, padded = pad(program, {}, AVX2)
+    decisions += padded
     told = "".join(
         f"# {decision.rule} {'yes' if decision else 'no'} {', '.join(decision.subject)}: {decision.why}\n"
         for decision in decisions

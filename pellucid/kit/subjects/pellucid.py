@@ -99,13 +99,15 @@ class Pellucid(Subject):
         return graph_passes(graph.module, graph.kind, make_options(self.options))[0]
 
     def ladder(self) -> tuple[Rung, ...]:
-        simplest = {**self.options, "fusion": False, "vectorize": False, "reuse_memory": False, "freeze": False}
+        off = ("fusion", "vectorize", "reuse_memory", "freeze", "pad")
+        simplest = {**self.options, **dict.fromkeys(off, False)}
         steps: list[Rung] = []
         for component, more in (
             ("codegen", {}),
             ("memory plan", {"reuse_memory": True}),
             ("vectorisation", {"vectorize": True}),
             ("fusion", {"fusion": True}),
+            *([("padding", {"pad": True})] if make_options(self.options).pad else []),
             *([("freezing", {"freeze": True})] if make_options(self.options).freeze else []),
         ):
             simplest = {**simplest, **more}

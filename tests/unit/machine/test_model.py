@@ -9,7 +9,7 @@ import pytest
 
 from pellucid.errors import UserError
 from pellucid.machine import AVX2, AVX512, Machine, Rate, rounded, steadied
-from pellucid.machine.model import from_text, to_text
+from pellucid.machine.model import WAYS, from_text, to_text
 
 
 def scaled(machine: Machine, factor: float) -> Machine:
@@ -78,3 +78,14 @@ def test_what_is_worked_on_lies_in_the_nearest_cache_that_holds_it() -> None:
     assert AVX2.level(2 * sizes["l2"], threads=2).name == "l2", "each thread has one of its own"
     assert AVX2.level(sizes["l3"], threads=2).name == "l3"
     assert AVX2.level(sizes["l3"] + 1, threads=2).name == "memory", "that one they share"
+
+
+def test_ways_are_kept_and_a_file_without_them_has_the_usual_ones() -> None:
+    levels = tuple(replace(level, ways=12) for level in AVX2.levels[:-1])
+    machine = replace(AVX2, levels=(*levels, AVX2.memory))
+    assert from_text(to_text(machine), "file") == machine
+    about = json.loads(to_text(machine))
+    del about["ways"]
+    assert {level.ways for level in from_text(json.dumps(about), "file").levels} == {WAYS}
+    with pytest.raises(UserError, match="a cache has no ways"):
+        from_text(json.dumps(json.loads(to_text(machine)) | {"ways": {"l1": 0}}), "file")
