@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pellucid.capture.eager_strides import with_eagers_strides
-from pellucid.capture.torch_compat import decomposition_table
+from pellucid.capture.torch_compat import decomposition_table, suggested_format
 from pellucid.ir.unsigned import is_unsigned
 
 _POINTWISE = """
@@ -35,8 +35,7 @@ _REDUCTIONS = "aminmax all count_nonzero logsumexp norm std std_mean nansum lina
 
 _NORMS = """
     native_layer_norm_backward native_group_norm_backward native_batch_norm_backward native_group_norm
-    native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
-    _native_batch_norm_legit_functional
+    native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
 """
 
 _SHAPES = """
@@ -64,8 +63,33 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.aminmax.default: _signed_only(table[aten.aminmax.default]),
         aten.nll_loss_backward.default: _nll_loss_backward,
         aten.nll_loss2d_backward.default: _nll_loss_backward,
+        aten._native_batch_norm_legit_no_training.default: _batch_norm_without_training,
     }
     return {**table, **with_eagers_strides(), **own}
+
+
+def _batch_norm_without_training(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    _momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """What PyTorch's computes, in ten calls where that has eighteen: a model of convolutions is made of them."""
+    wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+    def along_channels(values: torch.Tensor) -> torch.Tensor:
+        return values.view(-1, *[1] * (x.dim() - 2))
+
+    result = (x - along_channels(mean.to(wide))) * along_channels((variance.to(wide) + eps).rsqrt())
+    if weight is not None:
+        result = result * along_channels(weight)
+    if bias is not None:
+        result = result + along_channels(bias)
+    empty = x.new_zeros(0)
+    return result.to(x.dtype).contiguous(memory_format=suggested_format(x)), empty, empty
 
 
 def _nll_loss_backward(

@@ -18,8 +18,7 @@ from pellucid.capture.torch_compat import (
     suggested_format,
 )
 
-_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
-          "_native_batch_norm_legit_functional")  # fmt: skip
+_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional")
 _PADS = ("reflection_pad3d", "replication_pad3d")
 
 

@@ -11,7 +11,13 @@ from torch.utils import _pytree as pytree
 
 from pellucid.capture.convolution_trial import convolution_seconds
 from pellucid.capture.fx import decide
-from pellucid.capture.torch_compat import fake_mode_of, is_symbolic, quiet_fake_tensors
+from pellucid.capture.torch_compat import (
+    elementwise_strides,
+    fake_mode_of,
+    graph_module_of,
+    is_symbolic,
+    quiet_fake_tensors,
+)
 from pellucid.capture.transform import aliases
 from pellucid.ir.decision import Decision
 
@@ -213,7 +219,7 @@ class _Relayout:
                 self._graph.output(restored).meta.update(node.meta)
             else:
                 self._new[node] = self._graph.node_copy(node)
-        return torch.fx.GraphModule(self._module, self._graph)
+        return graph_module_of(self._module, self._graph)
 
     def _call(self, node: torch.fx.Node) -> torch.fx.Node:
         if self._takes_any_layout(node):
@@ -222,6 +228,8 @@ class _Relayout:
                 self._lay_out(copy, 2 if node.target is _FORWARD else 3)
             elif node.target is aten.constant_pad_nd.default and node.users and all(map(_is_planar, node.users)):
                 self._lay_out(copy, 1)  # the smaller image is copied, and convolutions may read it as it is
+            elif all(_strides(self._new[each]) == _strides(each) for each in node.all_input_nodes):
+                return copy  # its fake result is what it was
             if self._evaluated(copy):
                 return copy
             self._graph.erase_node(copy)
@@ -270,6 +278,11 @@ class _Relayout:
         return self._clones[value, layout]
 
     def _evaluate(self, node: torch.fx.Node) -> Any:
+        whole = _whole_operands(node)
+        if whole:  # asking the operator takes five times as long
+            shape, dtype = whole[0].shape, node.meta["val"].dtype
+            with self._fake_mode:
+                return whole[0].new_empty_strided(shape, elementwise_strides(*whole), dtype=dtype)
         args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
         with self._fake_mode, torch.no_grad():
             result = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -289,6 +302,17 @@ class _Relayout:
             if _strides(view) == _strides(node):
                 return view
         raise _Refused(f"the result {node.name} must have the strides {_strides(node)}")
+
+
+def _whole_operands(node: torch.fx.Node) -> list[torch.Tensor]:
+    """The arguments that have the shape of the result, of a call that goes element by element; else none."""
+    result, target = node.meta["val"], node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags or node.kwargs:
+        return []
+    if not isinstance(result, torch.Tensor) or target._schema.is_mutable or aliases(node):
+        return []
+    tensors = (each.meta["val"] for each in node.all_input_nodes)
+    return [each for each in tensors if isinstance(each, torch.Tensor) and each.shape == result.shape]
 
 
 def _strides(node: torch.fx.Node) -> list[tuple[int, ...]]:

@@ -14,6 +14,7 @@ from pellucid.capture.outline import Bind, EagerCall, Fit, Layout, Number, Outli
 from pellucid.capture.torch_compat import (
     depends_on_floats,
     fake_result,
+    graph_module_of,
     is_symbolic,
     needed_by,
     plain_name,
@@ -311,7 +312,7 @@ class _Splitter:
         graph, inputs, copies = made
         outputs = [node for node in part.nodes if node in wanted]
         graph.output(tuple(copies[node] for node in outputs))
-        module = torch.fx.GraphModule(self.graph_module, graph)
+        module = graph_module_of(self.graph_module, graph)
         return Segment(part.name, module, tuple(inputs.values()), tuple(node.name for node in outputs))
 
     def _call(self, node: Node) -> EagerCall:

@@ -30,6 +30,7 @@ from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._logging._internal import getArtifactLogger, trace_structured_artifact
 from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for, suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, DimDynamic, ShapeEnv, resolve_unbacked_bindings
@@ -72,6 +73,7 @@ __all__ = [
     "fake_mode_of",
     "fake_result",
     "fake_symbols",
+    "graph_module_of",
     "is_fake",
     "is_symbolic",
     "kept_results",
@@ -219,9 +221,9 @@ def suggested_format(x: torch.Tensor) -> torch.memory_format:
     return suggest_memory_format(x)
 
 
-def elementwise_strides(first: torch.Tensor, second: torch.Tensor) -> tuple[int, ...]:
-    """The strides of what ATen makes of two tensors element by element; either has the shape of the result, or none."""
-    return compute_elementwise_output_strides(first, second)
+def elementwise_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """The strides of what ATen makes of tensors element by element; each has the shape of the result, or none."""
+    return compute_elementwise_output_strides(*tensors)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -434,6 +436,11 @@ def symbolic_of(shape_env: Any) -> Symbolic:
     if shape_env not in _SYMBOLIC:
         _SYMBOLIC[shape_env] = Symbolic(shape_env)
     return _SYMBOLIC[shape_env]
+
+
+def graph_module_of(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """`graph` with the attributes of `root` that it names; its Python is written once somebody wants it."""
+    return _LazyGraphModule(root, graph)
 
 
 def fake_mode_of(graph: torch.fx.Graph) -> Any:

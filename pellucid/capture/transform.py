@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pellucid.capture.fx import merge_origin, strides_of
+from pellucid.capture.torch_compat import graph_module_of
 from pellucid.ir.decision import Decision
 
 
@@ -39,7 +40,7 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
         if key is not None:
             seen.setdefault(key, mapping[node])
     graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node) and node.op != "get_attr")
-    return torch.fx.GraphModule(graph_module, graph), tuple(decisions)
+    return graph_module_of(graph_module, graph), tuple(decisions)
 
 
 def _is_exact_copy(node: torch.fx.Node) -> bool:

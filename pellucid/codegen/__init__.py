@@ -32,6 +32,7 @@ from pellucid.options import Options
 __all__ = ["CppKernel", "CppPacking", "Plan", "annotate", "functions_of", "generate", "packings_of"]
 
 NAME_LENGTH = 60
+_NAME = "NAME"  # of a function, until its text says what it is called
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +101,12 @@ def generate(
     plan = plan or make_plan(simple.kernel, machine, options)
     packing = _packing(plan, simple, machine)
     items = nest(plan)
-    text = print_kernel(plan, items, "NAME").source
-    name = f"{_stem(kernel)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    written = print_kernel(plan, items, name)
+    written = print_kernel(plan, items, _NAME)
+    name = f"{_stem(kernel)}_{_digest(written.source)}"
     original: dict[Atom, Expr] = {Sym(canonical_symbol(old, k)): sym(old) for k, old in enumerate(simple.symbols)}
     return CppKernel(
         name=name,
-        source=written.source,
+        source=written.source.replace(_NAME, name, 1),
         params=tuple(packing.panels if packing and name == packing.buffer else name for name in simple.buffers),
         symbols=simple.symbols,
         extent=plan.extent.substitute(original),
@@ -124,9 +124,14 @@ def _packing(plan: Plan, simple: Canonical, machine: Machine) -> CppPacking | No
     if not found:
         return None
     numel = found.numel(machine)
-    name = f"pack_{hashlib.sha256(print_packing(found, numel, 'NAME').encode()).hexdigest()[:12]}"
+    text = print_packing(found, numel, _NAME)
+    name = f"pack_{_digest(text)}"
     buffer = simple.buffers[int(found.operand.buffer[1:])]
-    return CppPacking(buffer, name, print_packing(found, numel, name), numel)
+    return CppPacking(buffer, name, text.replace(_NAME, name, 1), numel)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _with_original_names(decision: Decision, canonical: Canonical) -> Decision:

@@ -19,7 +19,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pellucid.ir.index import ONE, Expr, const
-from pellucid.ir.nodes import Compute, Const, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
+from pellucid.ir.nodes import (
+    Compute,
+    Const,
+    IndexValue,
+    Kernel,
+    Line,
+    Load,
+    Reduce,
+    Store,
+    axes_of,
+    operands,
+    remembered,
+)
 from pellucid.ir.types import DType
 
 DTYPES = frozenset({DType.F32, DType.BF16, DType.F16})
@@ -76,6 +88,7 @@ class Contraction:
         return replace(self, left=self.right, right=self.left, rows=self.columns, columns=self.rows)
 
 
+@remembered
 def find_contraction(kernel: Kernel) -> Contraction | None:
     """The contraction that `kernel` is, if it is one whose other lines do not depend on the summed axes.
 

@@ -184,7 +184,10 @@ class Expr:
         terms: dict[Monomial, int] = {}
         target = Var(name)
         for monomial, coefficient in self.terms:
-            if monomial.count(target) == 1:
+            if len(monomial) == 1 and type(monomial[0]) is Var:  # as most are
+                if monomial[0] == target:
+                    terms[()] = coefficient
+            elif monomial.count(target) == 1:
                 rest = list(monomial)
                 rest.remove(target)
                 if any(name in _atoms_of_atom_vars(atom) for atom in rest):
@@ -192,7 +195,7 @@ class Expr:
                 terms[tuple(rest)] = coefficient
             elif any(name in _atoms_of_atom_vars(atom) for atom in monomial):
                 return None
-        return Expr(terms)
+        return const(terms[()]) if terms.keys() == {()} else Expr(terms)
 
     def without(self, name: str) -> Expr:
         """The expression at 0 on the axis `name`."""

@@ -23,9 +23,10 @@ joined with what was there, in that order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from functools import wraps
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pellucid.ir.derived import Derived, Float
 from pellucid.ir.index import Expr
@@ -33,6 +34,7 @@ from pellucid.ir.origin import GLUE, Origin
 from pellucid.ir.types import DType
 
 Scalar: TypeAlias = bool | int | float
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,11 @@ class Kernel:
     params: tuple[Param, ...]
     space: tuple[Axis, ...]
     body: tuple[Line, ...]
-    _sites: _Sites | None = field(default=None, init=False, compare=False, repr=False)
+    _known: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without what is `remembered`."""
+        return Kernel, (self.name, self.params, self.space, self.body)
 
     @property
     def ranges(self) -> dict[str, Expr]:
@@ -174,24 +180,35 @@ class Kernel:
     @property
     def reduced(self) -> tuple[str, ...]:
         """The axes over which the kernel reduces, in space order; empty for a pointwise kernel."""
-        names = self._found().reduced
+        names = _sites(self).reduced
         return tuple([axis.name for axis in self.space if axis.name in names]) if names else ()
 
     def loads(self) -> Iterator[tuple[Line, Load]]:
-        return iter(self._found().loads)
+        return iter(_sites(self).loads)
 
     def stores(self) -> Iterator[tuple[Line, Store]]:
-        return iter(self._found().stores)
+        return iter(_sites(self).stores)
 
-    def _found(self) -> _Sites:
-        """What fusion asks about again and again, looked for once: a body may be long."""
-        if self._sites is None:
-            loads = tuple([(line, line.rhs) for line in self.body if isinstance(line.rhs, Load)])
-            stores = tuple([(line, line.rhs) for line in self.body if isinstance(line.rhs, Store)])
-            reduced = frozenset([name for line in self.body if isinstance(line.rhs, Reduce) for name in line.rhs.axes])
-            object.__setattr__(self, "_sites", _Sites(loads, stores, reduced))
-            assert self._sites is not None
-        return self._sites
+
+def remembered(function: Callable[[Kernel], _R]) -> Callable[[Kernel], _R]:
+    """`function`, which each kernel is asked about once: fusion asks again and again. Nobody may change the answer."""
+
+    @wraps(function)
+    def answer(kernel: Kernel) -> _R:
+        known = kernel._known
+        if function not in known:
+            known[function] = function(kernel)
+        return known[function]
+
+    return answer
+
+
+@remembered
+def _sites(kernel: Kernel) -> _Sites:
+    loads = tuple([(line, line.rhs) for line in kernel.body if isinstance(line.rhs, Load)])
+    stores = tuple([(line, line.rhs) for line in kernel.body if isinstance(line.rhs, Store)])
+    reduced = frozenset([name for line in kernel.body if isinstance(line.rhs, Reduce) for name in line.rhs.axes])
+    return _Sites(loads, stores, reduced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +326,8 @@ def _vals(index: Expr) -> tuple[str, ...]:
     return tuple(sorted(names)) if names else ()
 
 
-def axes_of(kernel: Kernel) -> dict[str, frozenset[str]]:
+@remembered
+def axes_of(kernel: Kernel) -> Mapping[str, frozenset[str]]:
     """For each line, the axes its value depends on: the loops it must stand in.
 
     A store stands in the loops of its value and of its index. A scatter that joins stands in all loops: each point

@@ -41,7 +41,11 @@ def check_epilogue(first: Kernel, kernel: Kernel) -> Mismatch | None:
     before = find_contraction(first)
     if before is None:
         return None
-    kernel = canonical_kernel(kernel)
+    refused = _check_blocks(first, before, kernel)
+    return refused and _check_blocks(first, before, canonical_kernel(kernel))  # whose axes are longer, at a cost
+
+
+def _check_blocks(first: Kernel, before: Contraction, kernel: Kernel) -> Mismatch | None:
     after = find_contraction(kernel)
     if after is None:
         return Mismatch("contraction", "some of it would run over more than rows and columns of the product")

@@ -11,7 +11,7 @@ from math import prod
 
 from pellucid.ir.attention import reduces_in_turn
 from pellucid.ir.contraction import find_contraction
-from pellucid.ir.decision import Decision
+from pellucid.ir.decision import Decision, Fact
 from pellucid.ir.index import ONE, ZERO, Expr, const, floordiv
 from pellucid.ir.nodes import Axis, Kernel, Reduce
 from pellucid.machine.work import estimate, kernel_cost
@@ -42,13 +42,8 @@ class Cut:
 
 def choose_cuts(kernel: Kernel, options: Options) -> tuple[tuple[Cut, ...], Decision]:
     """The cuts that make enough chunks for all threads, none where that is not worth it, and the reason."""
-    cost = kernel_cost(kernel)
-    nanoseconds = max(estimate(cost.loaded) / BYTES_PER_NS, estimate(cost.work) / LANE_INSTRUCTIONS_PER_NS)
-    least = options.min_work_per_thread or LEAST_NS
     there = iterations(kernel)
-    unknown = any(kernel.ranges[name].value is None for name in kernel.reduced)
-    useful = MOST if unknown else min(MOST, int(nanoseconds / least))
-    facts = (("iterations", there), ("estimated_ns", round(nanoseconds)))
+    facts: tuple[tuple[str, Fact], ...] = (("iterations", there),)
 
     def decided(ok: bool, why: str) -> Decision:
         return Decision("schedule.two_phases", (kernel.name,), ok, why, facts)
@@ -57,6 +52,12 @@ def choose_cuts(kernel: Kernel, options: Options) -> tuple[tuple[Cut, ...], Deci
         return (), decided(False, "it is an attention, some rows of a head at a time")
     if find_contraction(kernel) is not None:
         return (), decided(False, "it multiplies matrices, block by block")
+    cost = kernel_cost(kernel)
+    nanoseconds = max(estimate(cost.loaded) / BYTES_PER_NS, estimate(cost.work) / LANE_INSTRUCTIONS_PER_NS)
+    least = options.min_work_per_thread or LEAST_NS
+    unknown = any(kernel.ranges[name].value is None for name in kernel.reduced)
+    useful = MOST if unknown else min(MOST, int(nanoseconds / least))
+    facts = (*facts, ("estimated_ns", round(nanoseconds)))
     if any(store.index.vals() for _, store in kernel.stores()):
         return (), decided(False, "it stores at places that depend on values")
     if any(axis.extent == ZERO for axis in kernel.space):
