@@ -6,6 +6,7 @@ exponentials, and the quotient. Each of them ends a sweep over the reduced axes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pellucid.ir.decision import Decision
@@ -97,7 +98,7 @@ def plan_sweeps(kernel: Kernel, lanes_kept: int) -> Sweeps:
 
 
 def _roots(
-    kernel: Kernel, depth: dict[str, int], depends: dict[str, frozenset[str]], reduced: frozenset[str]
+    kernel: Kernel, depth: dict[str, int], depends: Mapping[str, frozenset[str]], reduced: frozenset[str]
 ) -> dict[str, int]:
     """The lines for whose sake there are sweeps, and the sweep of each.
 
@@ -121,7 +122,7 @@ def _keep_or_repeat(
     kernel: Kernel,
     line: Line,
     by_name: dict[str, Line],
-    depends: dict[str, frozenset[str]],
+    depends: Mapping[str, frozenset[str]],
     reduced: frozenset[str],
     lanes_kept: int,
 ) -> Decision:

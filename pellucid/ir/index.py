@@ -326,10 +326,11 @@ def product(factors: Iterable[Expr | int]) -> Expr:
 
 def total(terms: Iterable[Expr | int]) -> Expr:
     """The sum of all terms, 0 if there are none."""
-    result = ZERO
+    sums: dict[Monomial, int] = {}
     for term in terms:
-        result = result + term
-    return result
+        for monomial, coefficient in as_expr(term).terms:
+            sums[monomial] = sums.get(monomial, 0) + coefficient
+    return Expr(sums)
 
 
 def floordiv(num: Expr, den: Expr | int, ranges: Mapping[str, Expr] | None = None) -> Expr:

@@ -160,13 +160,16 @@ class _Sites(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`body` for every point of `space`. `params` lists each buffer that the body loads or stores, once."""
+    """`body` for every point of `space`. `params` lists each buffer that the body loads or stores, once.
+
+    known: what is `remembered` about it.
+    """
 
     name: str
     params: tuple[Param, ...]
     space: tuple[Axis, ...]
     body: tuple[Line, ...]
-    _known: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
+    known: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without what is `remembered`."""
@@ -195,7 +198,7 @@ def remembered(function: Callable[[Kernel], _R]) -> Callable[[Kernel], _R]:
 
     @wraps(function)
     def answer(kernel: Kernel) -> _R:
-        known = kernel._known
+        known = kernel.known
         if function not in known:
             known[function] = function(kernel)
         return known[function]

@@ -242,7 +242,7 @@ def both(conditions: Sequence[Value | None]) -> Value | None:
 
 def offset_of(view: View, index: Sequence[Expr]) -> Expr:
     """Position in the buffer, in elements, of the coordinates `index` of `view`."""
-    return view.offset + total(i * stride for i, stride in zip(index, view.strides, strict=True))
+    return total([view.offset, *(i * stride for i, stride in zip(index, view.strides, strict=True))])
 
 
 def broadcast_index(shape: Sequence[Expr], index: Sequence[Expr]) -> tuple[Expr, ...]:

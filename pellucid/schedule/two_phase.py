@@ -11,7 +11,7 @@ on one thread or few. Here such a kernel becomes several, all of them plain kern
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pellucid.ir.decision import Decision
@@ -87,7 +87,7 @@ class _Split:
     chunks: tuple[Axis, ...] = field(init=False)
     inside: tuple[str, ...] = field(init=False)
     stage: dict[str, int] = field(init=False)
-    depends: dict[str, frozenset[str]] = field(init=False)
+    depends: Mapping[str, frozenset[str]] = field(init=False)
     lines: dict[str, Line] = field(init=False)
     params: dict[str, Param] = field(init=False)
     parts: dict[str, str] = field(default_factory=dict[str, str])
