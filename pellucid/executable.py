@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from pellucid.capture.torch_compat import is_unshared
 from pellucid.codegen import CppKernel
 from pellucid.errors import InternalError, UserError
 from pellucid.ir.derived import Float, Numbers, by_name
@@ -159,8 +160,10 @@ class Executable:
         name: str = "program",
         values: Sequence[View] = (),
         parameters: Sequence[str] = (),
+        donated: Sequence[str] = (),
     ) -> None:
         """probes: by the name of the node. reuse: let temporaries that are not alive at once share memory.
+        donated: inputs whose memory temporaries take over at calls where nobody else holds it (`is_unshared`).
         name, values, parameters: of the program, of what it computes, and of what could be frozen, for profiles.
 
         checked: arguments that no guard has looked at: those that lie in memory otherwise than these say are copied.
@@ -170,6 +173,7 @@ class Executable:
         self._checked = checked
         self._shapes = _shapes(program, values)
         self._parameters = frozenset(parameters)
+        self._donated = tuple(donated) if reuse and not probes else ()
         self._probes = probes or {}
         self._reuse = reuse
         self._whole = Whole((program, kernels))
@@ -183,10 +187,10 @@ class Executable:
     def _load(self, addresses: Mapping[str, int]) -> None:
         self._addresses = addresses
         self._positions = [self.program.inputs.index(symbol) for symbol in self.program.symbols]
-        self._instances: OrderedDict[tuple[int, ...], _Ready] = OrderedDict()
-        self._sized: dict[tuple[int, ...], Sized] = {}
+        self._instances: OrderedDict[_Key, _Ready] = OrderedDict()
+        self._sized: dict[_Key, Sized] = {}
         if not self.program.symbols:
-            self._static = self._make_instance(())
+            self._static = self._make_instance((), donated=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a later process needs, which finds the kernels in the store."""
@@ -201,7 +205,9 @@ class Executable:
         self._load(build(self._sources)[0])
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        run, supplied, expected = self._instance(args) if self._positions else self._static
+        run, supplied, expected, taken = self._instance(args) if self._positions else self._static
+        if taken and not all(is_unshared(args, position) for position in taken):
+            run, supplied, expected, _ = self._instance(args, donated=False)
         for name, position, dtype, shape, strides in expected:
             given = args[position]
             if given.stride() != strides or given.shape != shape or given.dtype is not dtype:
@@ -212,16 +218,16 @@ class Executable:
         args.clear()
         return outputs
 
-    def _instance(self, args: list[Any]) -> _Ready:
+    def _instance(self, args: list[Any], *, donated: bool = True) -> _Ready:
         sizes = tuple([int(args[position]) for position in self._positions])
-        instance = self._instances.get(sizes)
+        instance = self._instances.get((sizes, donated))
         if instance is None:
-            instance = self._make_instance(sizes)
+            instance = self._make_instance(sizes, donated=donated)
         else:
-            self._instances.move_to_end(sizes)
+            self._instances.move_to_end((sizes, donated))
         return instance
 
-    def _make_instance(self, sizes: tuple[int, ...]) -> _Ready:
+    def _make_instance(self, sizes: tuple[int, ...], *, donated: bool) -> _Ready:
         assembler = _Assembler(
             self.program,
             self._whole,
@@ -233,13 +239,15 @@ class Executable:
             self._name,
             self._shapes,
             self._parameters,
+            self._donated if donated else (),
         )
         floats = [torch.tensor([assembler.size.of(name)], dtype=torch.float64) for name in self.program.supplied]
         expected = [assembler.expected(view) for view in self._checked if view.buffer in assembler.slots]
         instance = assembler.instance()
-        ready = instance.run, [*self._constants, *floats], expected
-        self._instances[sizes] = ready
-        self._sized[sizes] = INSTANCES[instance.number] = assembler.sized()
+        taken = sorted({assembler.inputs[name] for name in assembler.memory.homes.values()})
+        ready = instance.run, [*self._constants, *floats], expected, taken
+        self._instances[sizes, donated] = ready
+        self._sized[sizes, donated] = INSTANCES[instance.number] = assembler.sized()
         if len(self._instances) > _INSTANCES:
             del self._sized[self._instances.popitem(last=False)[0]]
         return ready
@@ -264,8 +272,11 @@ def _bare(program: Program) -> Program:
 
 # An argument's name, position, dtype, shape and strides.
 _Expected: TypeAlias = "tuple[str, int, torch.dtype, tuple[int, ...], tuple[int, ...]]"
-# How to run an instance, the tensors that it expects after the caller's, and what it expects of some of the caller's.
-_Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor], list[_Expected]]"
+# How to run an instance, the tensors that it expects after the caller's, what it expects of some of the caller's, and
+# which of these it overwrites.
+_Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor], list[_Expected], list[int]]"
+# The sizes of an instance, and whether it takes over donated inputs.
+_Key: TypeAlias = "tuple[tuple[int, ...], bool]"
 
 
 def fitted(
@@ -301,6 +312,7 @@ class _Assembler:
         name: str,
         shapes: Mapping[str, View],
         parameters: frozenset[str],
+        donated: Sequence[str],
     ) -> None:
         self.program = program
         self.name = name
@@ -315,12 +327,13 @@ class _Assembler:
         self.inputs = {name: number for number, name in enumerate((*program.inputs, *program.supplied))}
         self.slots = {buffer.name: number for number, buffer in enumerate(program.buffers)}
         self.dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in program.buffers}
+        self.allocated = allocated_by_calls(program)
+        apart = () if reuse else [buffer.name for buffer in program.buffers]
+        self.memory = plan_memory(program, self.size, self.allocated.union(apart), donated)
 
     def instance(self) -> Instance:
-        allocated = allocated_by_calls(self.program)
-        apart = () if self.reuse else [buffer.name for buffer in self.program.buffers]
-        memory = plan_memory(self.program, self.size, leave_out=allocated.union(apart))
-        slots = [self._slot(buffer.name, allocated, memory.offsets) for buffer in self.program.buffers]
+        memory = self.memory
+        slots = [self._slot(buffer.name) for buffer in self.program.buffers]
         calls = [call for node in self.program.nodes for call in self._calls(node)]
         results = [self._result(output) for output in self.program.outputs]
         count = len(self.program.inputs) + len(self.program.supplied)
@@ -338,15 +351,16 @@ class _Assembler:
         given = self._view(view)
         return view.buffer, self.inputs[view.buffer], given.dtype, given.shape, given.strides
 
-    def _slot(self, name: str, allocated: frozenset[str], offsets: Mapping[str, int]) -> Slot:
+    def _slot(self, name: str) -> Slot:
         buffer = self.program.buffers[self.slots[name]]
-        if buffer.role == "input":
-            return InputSlot(self.inputs[name])
-        if name in allocated:
+        home = self.memory.homes.get(name, name)
+        if home in self.inputs:
+            return InputSlot(self.inputs[home])
+        if name in self.allocated:
             return ExternSlot()
         if buffer.role == "output" or not self.reuse:  # a block of its own
             return OutputSlot(self.size(buffer.numel) * buffer.dtype.itemsize)
-        return ArenaSlot(offsets[name])
+        return ArenaSlot(self.memory.offsets[name])
 
     def _calls(self, node: Node) -> Iterator[Call]:
         """The call of a node, and those of its probe."""

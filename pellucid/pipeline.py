@@ -18,7 +18,7 @@ from pellucid.capture.keep import computed_again, keep_less, kept
 from pellucid.capture.layout import channels_last, lay_out_joint
 from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
 from pellucid.capture.split import split
-from pellucid.capture.torch_compat import artifact_logger, parameters_of
+from pellucid.capture.torch_compat import artifact_logger, donated_of, parameters_of
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel, functions_of, generate, packings_of
 from pellucid.errors import PellucidError
@@ -191,6 +191,7 @@ def _load(unit: Unit, options: Options) -> Step:
         name=unit.name,
         values=(*inputs, *unit.values.values()),
         parameters=parameters_of(unit.graph) if unit.kind == "inference" and not unit.frozen else (),
+        donated=donated_of(unit.graph),
     )
     return replace(unit, executable=_prepared(unit, executable) if unit.frozen else executable), ()
 

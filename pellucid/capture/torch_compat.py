@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -35,6 +37,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, DimDynamic, ShapeEnv, resolve_unbacked_bindings
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import (
     KeyPath,
@@ -66,6 +69,7 @@ __all__ = [
     "decomposition_table",
     "depends_on_floats",
     "derived_in",
+    "donated_of",
     "dynamo_seconds",
     "elementwise_strides",
     "expr_of",
@@ -76,6 +80,7 @@ __all__ = [
     "graph_module_of",
     "is_fake",
     "is_symbolic",
+    "is_unshared",
     "kept_results",
     "key_get",
     "keystr",
@@ -101,6 +106,8 @@ __all__ = [
     "user_frames",
     "users_results",
 ]
+
+_ALIGNMENT = 64  # bytes: what kernels expect of their own memory
 
 Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], list[Any]]]
 
@@ -164,6 +171,30 @@ def parameters_of(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
     return tuple(node.name for node in given if node.meta.get("pellucid_parameter"))
 
 
+def donated_of(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
+    """The names of a backward graph's arguments that nobody reads after it, see `is_unshared`."""
+    given = graph_module.graph.find_nodes(op="placeholder")
+    return tuple(node.name for node in given if node.meta.get("pellucid_donated"))
+
+
+def is_unshared(args: list[Any], position: int) -> bool:
+    """Whether a tensor that forward kept for backward, among its arguments, may be written to: nobody else holds it.
+
+    Others do where the graph is retained for another backward pass, or where a hook on saved tensors kept it.
+    """
+    native, tensor = cast(Any, torch._C), args[position]
+    if native._autograd._get_current_graph_task_keep_graph() or tensor.data_ptr() % _ALIGNMENT:
+        return False
+    storage = tensor.untyped_storage()  # counts as a holder of itself
+    held = tensor._use_count(), native._storage_Use_Count(storage._cdata)
+    del tensor, storage
+    return held == (1, 2) and _references(args, position) == _references([torch.Tensor()], 0)
+
+
+def _references(args: list[Any], position: int) -> int:
+    return sys.getrefcount(args[position])
+
+
 def users_results(graph_module: torch.fx.GraphModule) -> list[int]:
     """Which of a graph's results AOTAutograd hands to the user as they are: not those that backward gets, for example.
 
@@ -190,9 +221,30 @@ def _out_of_sight(backward: Compiler) -> Compiler:
     """A compiler that Dynamo does not capture: who calls `loss.backward()` in a compiled function calls it there."""
 
     def compile_unseen(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        _mark_donated(graph)
         return unseen(_disabled(backward)(graph, inputs))
 
     return compile_unseen
+
+
+def _mark_donated(graph: torch.fx.GraphModule) -> None:
+    """Note which arguments AOTAutograd says are forward's own, for `donated_of`; two that share memory are not.
+
+    It would refuse to run backward again over a retained graph if it knew that we take them over.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context else None
+    if metadata is None or not metadata.bw_donated_idxs:
+        return
+    given = graph.graph.find_nodes(op="placeholder")
+    storages = Counter(
+        StorageWeakRef(each.meta["val"].untyped_storage()) for each in given if is_fake(each.meta["val"])
+    )
+    for position in metadata.bw_donated_idxs:
+        value = given[position].meta["val"]
+        if is_fake(value) and storages[StorageWeakRef(value.untyped_storage())] == 1:
+            given[position].meta["pellucid_donated"] = True
+    metadata.bw_donated_idxs = []
 
 
 def unseen(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:

@@ -1,15 +1,19 @@
-"""Where temporaries lie in the arena: buffers that are alive at the same time never overlap."""
+"""Where temporaries lie: in the arena, where buffers that are alive at the same time never overlap, or in the memory of
+arguments that nobody reads any more.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from pellucid.errors import InternalError
+from pellucid.ir.attention import reduces_in_turn
+from pellucid.ir.contraction import find_contraction
 from pellucid.ir.index import Expr
-from pellucid.ir.nodes import Program, View
+from pellucid.ir.nodes import Kernel, Load, Node, Program, Reduce, Store, View, operands
 from pellucid.schedule.deps import reads, writes
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
@@ -19,17 +23,22 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 _STRETCH = 32
 _MOST_LOOKS = 1_000_000
 
+# Bytes from which on an argument's memory is taken over: smaller ones would cost more to look after than they save.
+_WORTH_TAKING = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Byte offsets of temporaries in an arena of `arena_bytes`.
 
-    lower_bound: the most bytes that are alive at once; no plan is smaller.
+    lower_bound: the most bytes that are alive in it at once; no plan is smaller. homes: the arguments whose memory the
+    other temporaries take over.
     """
 
     offsets: Mapping[str, int]
     arena_bytes: int
     lower_bound: int
+    homes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +55,19 @@ class Lifetime:
         return self.first <= other.last and other.first <= self.last
 
 
-def plan_memory(program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = ()) -> MemoryPlan:
+def plan_memory(
+    program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = (), donated: Collection[str] = ()
+) -> MemoryPlan:
     """Lay out all temporaries but those of `leave_out`.
 
-    sizes: the number that a size expression has in this call.
+    sizes: the number that a size expression has in this call. donated: inputs that may be overwritten once they were
+    read.
 
     Before: `t0` (nodes 0 to 1), `t1` (1 to 2), `t2` (2 to 3), 64 bytes each.
     After: `t0` at 0, `t1` at 64, `t2` at 0; 128 bytes.
     """
-    lives = lifetimes(program, sizes, leave_out)
+    homes = _take_over(program, sizes, leave_out, donated)
+    lives = lifetimes(program, sizes, {*leave_out, *homes})
     # Placing large buffers first is near-optimal for most graphs, placing in order of birth for chains.
     bound = _peak(lives)
     offsets, arena_bytes = _place_by_birth(sorted(lives, key=lambda life: (life.first, -life.size, life.buffer)))
@@ -62,7 +75,52 @@ def plan_memory(program: Program, sizes: Callable[[Expr], int], leave_out: Colle
         other = _place_by_size(sorted(lives, key=lambda life: (-life.size, life.first, life.buffer)))
         if other is not None and other[1] < arena_bytes:
             offsets, arena_bytes = other
-    return MemoryPlan(offsets, arena_bytes, bound)
+    return MemoryPlan(offsets, arena_bytes, bound, homes)
+
+
+def _take_over(
+    program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str], donated: Collection[str]
+) -> dict[str, str]:
+    """The temporaries that lie in donated inputs: in the largest of these the largest ones that fit, and so on."""
+    buffers = {buffer.name: buffer for buffer in program.buffers}
+    nbytes = {name: sizes(buffer.numel) * buffer.dtype.itemsize for name, buffer in buffers.items()}
+    last = {name: k for k, node in enumerate(program.nodes) for name in reads(node)}
+    returned = {view.buffer for view in program.outputs if isinstance(view, View)}
+    written = {name for node in program.nodes for name in writes(node)}
+    free = sorted(lifetimes(program, sizes, leave_out), key=lambda life: (-life.size, life.first))
+    homes: dict[str, str] = {}
+    for name in sorted(set(donated) & last.keys() - returned - written, key=lambda name: (-nbytes[name], name)):
+        living: list[Lifetime] = []
+        for life in free if nbytes[name] >= _WORTH_TAKING else ():
+            follows = life.first > last[name] or (
+                life.first == last[name] and happens_in_place(program.nodes[life.first], name, life.buffer)
+            )
+            fits = _WORTH_TAKING <= nbytes[life.buffer] <= nbytes[name]
+            if follows and fits and life.buffer not in homes and not any(map(life.meets, living)):
+                living.append(life)
+                homes[life.buffer] = name
+    return homes
+
+
+def happens_in_place(node: Node, source: str, target: str) -> bool:
+    """Whether `target` may lie where `source` does: a point that stores there has read it, for that alone.
+
+    What goes into a reduction, or into another store, may be read again later.
+    """
+    if not isinstance(node, Kernel) or find_contraction(node) is not None or reduces_in_turn(node):
+        return False
+    places = {load.index for _, load in node.loads() if load.buffer == source}
+    places |= {store.index for _, store in node.stores() if store.buffer == target}
+    made: set[str] = set()
+    for line in node.body:
+        if isinstance(line.rhs, Load) and line.rhs.buffer == source:
+            made.add(line.out)
+        elif not made.isdisjoint(operands(line.rhs)):
+            made.add(line.out)
+            if isinstance(line.rhs, Reduce) or (isinstance(line.rhs, Store) and line.rhs.buffer != target):
+                return False
+    itemsizes = {param.dtype.itemsize for param in node.params if param.name in (source, target)}
+    return len(places) == len(itemsizes) == 1 and not any(place.vals() for place in places)
 
 
 def lifetimes(program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = ()) -> list[Lifetime]:
@@ -87,7 +145,7 @@ def check_memory_plan(
     program: Program, sizes: Callable[[Expr], int], plan: MemoryPlan, leave_out: Collection[str] = ()
 ) -> None:
     """Raise InternalError unless every temporary lies aligned in the arena, away from all that live with it."""
-    lives = lifetimes(program, sizes, leave_out)
+    lives = lifetimes(program, sizes, {*leave_out, *plan.homes})
     if {life.buffer for life in lives} != set(plan.offsets):
         raise InternalError("the memory plan does not cover the temporaries of the program")
     active: list[Lifetime] = []

@@ -347,3 +347,34 @@ def test_the_number_of_threads_may_change_after_compilation() -> None:
     for later in gradients[1:]:
         for a, b in zip(gradients[0], later, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def over_a_vocabulary(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """A loss whose logits, 4 MB of them, forward keeps: backward overwrites them with their gradient."""
+    return F.cross_entropy(hidden @ weight.t(), target)
+
+
+def test_what_forward_kept_is_overwritten_only_where_nobody_else_holds_it() -> None:
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(rows, 16, requires_grad=True) for rows in (1024, 1000))
+    target = torch.randint(0, 1000, (1024,))
+    wanted = torch.autograd.grad(over_a_vocabulary(hidden, weight, target), (hidden, weight))
+
+    def check(loss: Tensor, *, retain: bool = False) -> None:
+        for ours, eager in zip(torch.autograd.grad(loss, (hidden, weight), retain_graph=retain), wanted, strict=True):
+            torch.testing.assert_close(ours, eager)
+
+    run = compiled(over_a_vocabulary)
+    check(run(hidden, weight, target))
+    loss = run(hidden, weight, target)
+    check(loss, retain=True)
+    check(loss, retain=True)
+    check(loss)
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (held.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
+        loss = run(hidden, weight, target)
+    before = [tensor.clone() for tensor in held]
+    check(loss)
+    assert len(held) > 2 and all(map(torch.equal, held, before))

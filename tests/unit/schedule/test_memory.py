@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pellucid.errors import InternalError
 from pellucid.ir.index import ONE, ZERO, Expr, as_expr
 from pellucid.ir.nodes import Buffer, Extern, Program, View
+from pellucid.ir.parser import parse_program
 from pellucid.ir.types import DType
 from pellucid.schedule.memory import ALIGNMENT, MemoryPlan, check_memory_plan, lifetimes, plan_memory
 
@@ -82,3 +83,56 @@ def test_plans_never_overlap(program: Program) -> None:
     plan = plan_memory(program, sizes)
     check_memory_plan(program, sizes, plan)
     assert plan.lower_bound <= plan.arena_bytes <= sum(life.size for life in lifetimes(program, sizes))
+
+
+MB = 1 << 18  # elements of f32
+
+
+def kernels(text: str) -> Program:
+    return parse_program(text.replace("MB", str(MB)))
+
+
+IN_PLACE = """program {
+  buffer x: f32[MB] input
+  buffer t: f32[MB] temp
+  buffer y: f32[MB] output
+  inputs x
+
+  kernel first(x: f32[MB], t: f32[MB]) {
+    axes i0: MB
+    v0: f32 = load x[i0]
+    v1: f32 = exp v0
+    st0: f32 = store t[i0], v1
+  }
+
+  kernel second(t: f32[MB], y: f32[MB]) {
+    axes i0: MB
+    v0: f32 = load t[i0]
+    v1: f32 = sin v0
+    st0: f32 = store y[i0], v1
+  }
+
+  output view y (MB) strides (1) offset 0
+}
+"""
+
+
+def test_a_temporary_takes_over_what_is_read_for_it_alone() -> None:
+    program = kernels(IN_PLACE)
+    assert not plan_memory(program, sizes).homes, "an argument is the caller's"
+    plan = plan_memory(program, sizes, donated=["x"])
+    check_memory_plan(program, sizes, plan)
+    assert dict(plan.homes) == {"t": "x"} and not plan.arena_bytes
+
+
+def test_what_other_points_read_is_not_taken_over() -> None:
+    shifted = IN_PLACE.replace("load x[i0]", f"load x[{MB - 1} - i0]", 1)
+    plan = plan_memory(kernels(shifted), sizes, donated=["x"])
+    assert not plan.homes and plan.arena_bytes == 4 * MB
+
+
+def test_what_is_read_later_is_not_taken_over() -> None:
+    later = IN_PLACE.replace("(t: f32[MB], y", "(t: f32[MB], x: f32[MB], y").replace(
+        "v1: f32 = sin v0", "v2: f32 = load x[i0]\n    v1: f32 = add v0, v2"
+    )
+    assert not plan_memory(kernels(later), sizes, donated=["x"]).homes
