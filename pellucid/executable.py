@@ -37,7 +37,7 @@ from pellucid.native.execution_plan import (
 )
 from pellucid.native.runtime import Instance
 from pellucid.schedule.deps import reads
-from pellucid.schedule.memory import plan_memory
+from pellucid.schedule.memory import ALIGNMENT, plan_memory
 
 # Instances for as many different sizes are kept; beyond it the one unused for longest is made again when needed.
 _INSTANCES = 64
@@ -206,7 +206,7 @@ class Executable:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         run, supplied, expected, taken = self._instance(args) if self._positions else self._static
-        if taken and not all(is_unshared(args, position) for position in taken):
+        if not all(_may_be_overwritten(args, position) for position in taken):
             run, supplied, expected, _ = self._instance(args, donated=False)
         for name, position, dtype, shape, strides in expected:
             given = args[position]
@@ -297,6 +297,11 @@ def fitted(
     return torch.empty_strided(tensor.shape, strides, dtype=dtype).copy_(tensor).expand(shape)
 
 
+def _may_be_overwritten(args: list[Any], position: int) -> bool:
+    """Whether a temporary may lie in the memory of an argument: nobody else wants it, and it lies as kernels expect."""
+    return args[position].data_ptr() % ALIGNMENT == 0 and is_unshared(args, position)
+
+
 class _Assembler:
     """Turns a program into an `Instance` for one binding of its symbols."""
 
@@ -332,12 +337,11 @@ class _Assembler:
         self.memory = plan_memory(program, self.size, self.allocated.union(apart), donated)
 
     def instance(self) -> Instance:
-        memory = self.memory
         slots = [self._slot(buffer.name) for buffer in self.program.buffers]
         calls = [call for node in self.program.nodes for call in self._calls(node)]
         results = [self._result(output) for output in self.program.outputs]
         count = len(self.program.inputs) + len(self.program.supplied)
-        return Instance(slots, calls, results, inputs=count, arena=memory.arena_bytes, name=self.name)
+        return Instance(slots, calls, results, inputs=count, arena=self.memory.arena_bytes, name=self.name)
 
     def sized(self) -> Sized:
         """What the calls of the instance are."""

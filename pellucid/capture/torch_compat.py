@@ -107,7 +107,8 @@ __all__ = [
     "users_results",
 ]
 
-_ALIGNMENT = 64  # bytes: what kernels expect of their own memory
+# Marks of arguments in `Node.meta`.
+_PARAMETER, _DONATED = "pellucid_parameter", "pellucid_donated"
 
 Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], list[Any]]]
 
@@ -155,11 +156,10 @@ def _with_parameters(compiler: Compiler) -> Compiler:
     """A compiler whose graph says which of its arguments are parameters and buffers, for `parameters_of`."""
 
     def compile_marked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-        context = TracingContext.try_get()
-        metadata = context.fw_metadata if context else None
+        metadata = _metadata()
         given = graph.graph.find_nodes(op="placeholder")
         for position in metadata.static_input_indices if metadata else ():
-            given[position].meta["pellucid_parameter"] = True
+            given[position].meta[_PARAMETER] = True
         return compiler(graph, inputs)
 
     return compile_marked
@@ -167,14 +167,23 @@ def _with_parameters(compiler: Compiler) -> Compiler:
 
 def parameters_of(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
     """The names of a graph's arguments that are parameters or buffers: the same tensors at each call, as a rule."""
-    given = graph_module.graph.find_nodes(op="placeholder")
-    return tuple(node.name for node in given if node.meta.get("pellucid_parameter"))
+    return _marked(graph_module, _PARAMETER)
 
 
 def donated_of(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
     """The names of a backward graph's arguments that nobody reads after it, see `is_unshared`."""
+    return _marked(graph_module, _DONATED)
+
+
+def _marked(graph_module: torch.fx.GraphModule, mark: str) -> tuple[str, ...]:
     given = graph_module.graph.find_nodes(op="placeholder")
-    return tuple(node.name for node in given if node.meta.get("pellucid_donated"))
+    return tuple(node.name for node in given if node.meta.get(mark))
+
+
+def _metadata() -> Any:
+    """What AOTAutograd knows of the graph that it is having compiled, or None."""
+    context = TracingContext.try_get()
+    return context.fw_metadata if context else None
 
 
 def is_unshared(args: list[Any], position: int) -> bool:
@@ -183,16 +192,19 @@ def is_unshared(args: list[Any], position: int) -> bool:
     Others do where the graph is retained for another backward pass, or where a hook on saved tensors kept it.
     """
     native, tensor = cast(Any, torch._C), args[position]
-    if native._autograd._get_current_graph_task_keep_graph() or tensor.data_ptr() % _ALIGNMENT:
+    if native._autograd._get_current_graph_task_keep_graph():
         return False
     storage = tensor.untyped_storage()  # counts as a holder of itself
     held = tensor._use_count(), native._storage_Use_Count(storage._cdata)
     del tensor, storage
-    return held == (1, 2) and _references(args, position) == _references([torch.Tensor()], 0)
+    return held == (1, 2) and _references(args, position) == _ALONE
 
 
 def _references(args: list[Any], position: int) -> int:
     return sys.getrefcount(args[position])
+
+
+_ALONE = _references([object()], 0)  # what Python counts for an object that a list alone holds
 
 
 def users_results(graph_module: torch.fx.GraphModule) -> list[int]:
@@ -232,18 +244,15 @@ def _mark_donated(graph: torch.fx.GraphModule) -> None:
 
     It would refuse to run backward again over a retained graph if it knew that we take them over.
     """
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context else None
+    metadata = _metadata()
     if metadata is None or not metadata.bw_donated_idxs:
         return
     given = graph.graph.find_nodes(op="placeholder")
-    storages = Counter(
-        StorageWeakRef(each.meta["val"].untyped_storage()) for each in given if is_fake(each.meta["val"])
-    )
-    for position in metadata.bw_donated_idxs:
-        value = given[position].meta["val"]
-        if is_fake(value) and storages[StorageWeakRef(value.untyped_storage())] == 1:
-            given[position].meta["pellucid_donated"] = True
+    tensors = {node: node.meta["val"] for node in given if is_fake(node.meta["val"])}
+    storages = {node: StorageWeakRef(tensor.untyped_storage()) for node, tensor in tensors.items()}
+    holders = Counter(storages.values())
+    for node in (given[position] for position in metadata.bw_donated_idxs):
+        node.meta[_DONATED] = node in storages and holders[storages[node]] == 1
     metadata.bw_donated_idxs = []
 
 

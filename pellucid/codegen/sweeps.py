@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pellucid.ir.decision import Decision
-from pellucid.ir.nodes import Compute, Kernel, Line, Load, Reduce, Store, axes_of, operands
+from pellucid.ir.nodes import Compute, Kernel, Line, Load, Reduce, Store, axes_of, depth_of, operands
 from pellucid.ir.ops import EXPENSIVE, OPS
 from pellucid.machine.work import estimate
 
@@ -34,18 +34,9 @@ class Sweep:
 class Sweeps:
     """The depth of each line, the sweeps in their order, and why values are kept or computed again."""
 
-    depth: dict[str, int]
+    depth: Mapping[str, int]
     order: tuple[Sweep, ...]
     decisions: tuple[Decision, ...]
-
-
-def depth_of(kernel: Kernel) -> dict[str, int]:
-    """For each line the number of nested reductions that it depends on, a reduction counting itself."""
-    depth: dict[str, int] = {}
-    for line in kernel.body:
-        below = max((depth[name] for name in operands(line.rhs)), default=0)
-        depth[line.out] = below + isinstance(line.rhs, Reduce)
-    return depth
 
 
 def plan_sweeps(kernel: Kernel, lanes_kept: int) -> Sweeps:
@@ -98,7 +89,7 @@ def plan_sweeps(kernel: Kernel, lanes_kept: int) -> Sweeps:
 
 
 def _roots(
-    kernel: Kernel, depth: dict[str, int], depends: Mapping[str, frozenset[str]], reduced: frozenset[str]
+    kernel: Kernel, depth: Mapping[str, int], depends: Mapping[str, frozenset[str]], reduced: frozenset[str]
 ) -> dict[str, int]:
     """The lines for whose sake there are sweeps, and the sweep of each.
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, Expr, Var
 from pellucid.ir.nodes import Kernel, Line, Load, Store, axes_of
+from pellucid.ir.traffic import LINE
 from pellucid.machine.cost import issuing, moving
 from pellucid.machine.model import Machine
 from pellucid.machine.work import estimate
@@ -24,10 +25,8 @@ from pellucid.machine.work import estimate
 # Rows of the squares: as many as the registers they are transposed in, of which AVX-512 has 32, or half of that.
 SQUARES = (16, 32)
 
-
 GATHER_COST = 3.0
 """Instructions for each lane of a vector whose elements lie apart in memory."""
-_LINE = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +135,8 @@ def _apart(kernel: Kernel, line: Line, axis: str, machine: Machine) -> float:
     for name in line.rhs.index.vars():
         points *= max(1, estimate(kernel.ranges[name]))
     step = line.rhs.index.coefficient(axis)
-    each = _LINE if step is None else min(_LINE, abs(estimate(step)) * line.dtype.itemsize)
-    lines = _LINE * max(1, estimate(kernel.ranges[axis]))
+    each = LINE if step is None else min(LINE, abs(estimate(step)) * line.dtype.itemsize)
+    lines = LINE * max(1, estimate(kernel.ranges[axis]))
     # A line is read before a part of it is written.
     written = each * points if isinstance(line.rhs, Store) else 0
     threads = machine.cores

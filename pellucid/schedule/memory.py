@@ -66,8 +66,9 @@ def plan_memory(
     Before: `t0` (nodes 0 to 1), `t1` (1 to 2), `t2` (2 to 3), 64 bytes each.
     After: `t0` at 0, `t1` at 64, `t2` at 0; 128 bytes.
     """
-    homes = _take_over(program, sizes, leave_out, donated)
-    lives = lifetimes(program, sizes, {*leave_out, *homes})
+    lives = lifetimes(program, sizes, leave_out)
+    homes = _take_over(program, sizes, lives, donated) if donated else {}
+    lives = [life for life in lives if life.buffer not in homes]
     # Placing large buffers first is near-optimal for most graphs, placing in order of birth for chains.
     bound = _peak(lives)
     offsets, arena_bytes = _place_by_birth(sorted(lives, key=lambda life: (life.first, -life.size, life.buffer)))
@@ -79,24 +80,24 @@ def plan_memory(
 
 
 def _take_over(
-    program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str], donated: Collection[str]
+    program: Program, sizes: Callable[[Expr], int], lives: Iterable[Lifetime], donated: Collection[str]
 ) -> dict[str, str]:
     """The temporaries that lie in donated inputs: in the largest of these the largest ones that fit, and so on."""
-    buffers = {buffer.name: buffer for buffer in program.buffers}
-    nbytes = {name: sizes(buffer.numel) * buffer.dtype.itemsize for name, buffer in buffers.items()}
+    nbytes = {buffer.name: sizes(buffer.numel) * buffer.dtype.itemsize for buffer in program.buffers}
+    large = {name for name, size in nbytes.items() if size >= _WORTH_TAKING}
     last = {name: k for k, node in enumerate(program.nodes) for name in reads(node)}
     returned = {view.buffer for view in program.outputs if isinstance(view, View)}
     written = {name for node in program.nodes for name in writes(node)}
-    free = sorted(lifetimes(program, sizes, leave_out), key=lambda life: (-life.size, life.first))
+    free = sorted((life for life in lives if life.buffer in large), key=lambda life: (-life.size, life.first))
+    taken = set(donated) & large & last.keys() - returned - written
     homes: dict[str, str] = {}
-    for name in sorted(set(donated) & last.keys() - returned - written, key=lambda name: (-nbytes[name], name)):
+    for name in sorted(taken, key=lambda name: (-nbytes[name], name)):
         living: list[Lifetime] = []
-        for life in free if nbytes[name] >= _WORTH_TAKING else ():
-            follows = life.first > last[name] or (
-                life.first == last[name] and happens_in_place(program.nodes[life.first], name, life.buffer)
-            )
-            fits = _WORTH_TAKING <= nbytes[life.buffer] <= nbytes[name]
-            if follows and fits and life.buffer not in homes and not any(map(life.meets, living)):
+        for life in free:
+            if life.buffer in homes or nbytes[life.buffer] > nbytes[name] or any(map(life.meets, living)):
+                continue
+            at_once = life.first == last[name] and happens_in_place(program.nodes[life.first], name, life.buffer)
+            if at_once or life.first > last[name]:
                 living.append(life)
                 homes[life.buffer] = name
     return homes

@@ -33,6 +33,7 @@ from pellucid.ir.nodes import (
     Scalar,
     Store,
     axes_of,
+    depth_of,
     operands,
 )
 from pellucid.ir.origin import merge
@@ -86,7 +87,7 @@ class _Split:
     chunked: Kernel = field(init=False)
     chunks: tuple[Axis, ...] = field(init=False)
     inside: tuple[str, ...] = field(init=False)
-    stage: dict[str, int] = field(init=False)
+    stage: Mapping[str, int] = field(init=False)
     depends: Mapping[str, frozenset[str]] = field(init=False)
     lines: dict[str, Line] = field(init=False)
     params: dict[str, Param] = field(init=False)
@@ -95,7 +96,7 @@ class _Split:
 
     def __post_init__(self) -> None:
         self.chunked, self.chunks, self.inside = chunk_axes(self.kernel, self.cuts)
-        self.stage = _stages(self.kernel)
+        self.stage = depth_of(self.kernel)
         self.depends = axes_of(self.kernel)
         self.lines = {line.out: line for line in self.chunked.body}
         self.params = {param.name: param for param in self.kernel.params}
@@ -332,15 +333,6 @@ def identity(op: str, dtype: DType) -> Scalar:
         return float("inf") if greatest else float("-inf")
     low, high = dtype.limits
     return high if greatest else low
-
-
-def _stages(kernel: Kernel) -> dict[str, int]:
-    """For each line the number of nested reductions that it depends on, a reduction counting itself."""
-    stage: dict[str, int] = {}
-    for line in kernel.body:
-        below = max((stage[name] for name in operands(line.rhs)), default=0)
-        stage[line.out] = below + isinstance(line.rhs, Reduce)
-    return stage
 
 
 def _fresh(stem: str, names: set[str]) -> str:
