@@ -16,12 +16,13 @@ from pellucid.capture.torch_compat import capture_with_aot, debug_folder, dynamo
 from pellucid.errors import UserError, warn
 from pellucid.ir.nodes import Extern, Kernel
 from pellucid.native.execution_plan import event_name
+from pellucid.native.trials import variants
 from pellucid.native.warm_up import warm_up
 from pellucid.options import Options, make_options
 from pellucid.pipeline import compile_graph, joint_passes
 from pellucid.reuse import Found, Start, last_starts, look_up, uncollected, witness
 
-__all__ = ["Compilation", "Fallback", "compile_fx", "last_compilations", "last_starts"]
+__all__ = ["Compilation", "Fallback", "compile_fx", "last_compilations", "last_starts", "variants"]
 
 
 @dataclass(frozen=True, slots=True)

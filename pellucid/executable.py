@@ -34,8 +34,10 @@ from pellucid.native.execution_plan import (
     Result,
     Slot,
     TensorView,
+    Way,
 )
 from pellucid.native.runtime import Instance
+from pellucid.native.trials import Choices
 from pellucid.schedule.deps import reads
 from pellucid.schedule.memory import ALIGNMENT, plan_memory
 
@@ -77,16 +79,15 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a kernel is called. symbol: of its function. checks: messages of its index checks. reads: buffers.
+    """How a kernel is called. ways: functions that do it, the cheapest by price first, each with its extent and grain.
+    checks: messages of its index checks. reads: buffers.
 
     The rest: see `KernelCall` and `CppKernel`.
     """
 
-    symbol: str
+    ways: tuple[tuple[str, Expr, int], ...]
     params: tuple[str, ...]
     symbols: tuple[str, ...]
-    extent: Expr
-    grain: int
     checks: tuple[str, ...]
     where: str
     reads: tuple[str, ...]
@@ -94,11 +95,9 @@ class Launch:
     @classmethod
     def of(cls, kernel: Kernel, compiled: CppKernel) -> Launch:
         return cls(
-            compiled.name,
+            tuple((each.name, each.extent, each.grain) for each in compiled.ways),
             compiled.params,
             compiled.symbols,
-            compiled.extent,
-            compiled.grain,
             tuple(_check_text(dim, origin) for dim, origin in compiled.checks),
             where(kernel.body[-1].origin),
             reads(kernel),
@@ -180,12 +179,13 @@ class Executable:
         self._launches = {
             node.name: Launch.of(node, kernels[node.name]) for node in program.nodes if isinstance(node, Kernel)
         }
-        self._sources = {kernel.name: kernel.source for kernel in kernels.values()}
+        self._sources = {each.name: each.source for kernel in kernels.values() for each in kernel.ways}
         self._constants = list(constants)
         self._load(addresses)
 
     def _load(self, addresses: Mapping[str, int]) -> None:
         self._addresses = addresses
+        self.choices = Choices()
         self._positions = [self.program.inputs.index(symbol) for symbol in self.program.symbols]
         self._instances: OrderedDict[_Key, _Ready] = OrderedDict()
         self._sized: dict[_Key, Sized] = {}
@@ -196,7 +196,7 @@ class Executable:
         """What a later process needs, which finds the kernels in the store."""
         if self._probes:
             raise InternalError(f"{self._name} has probes, which are of this process")
-        here = ("_addresses", "_positions", "_instances", "_sized", "_static")
+        here = ("_addresses", "choices", "_positions", "_instances", "_sized", "_static")
         state = {name: value for name, value in self.__dict__.items() if name not in here}
         return {**state, "program": _bare(self.program)}
 
@@ -232,7 +232,9 @@ class Executable:
             self.program,
             self._whole,
             self._launches,
+            self._sources,
             self._addresses,
+            self.choices,
             self._probes,
             sizes,
             self._reuse,
@@ -310,7 +312,9 @@ class _Assembler:
         program: Program,
         whole: Whole,
         launches: Mapping[str, Launch],
+        sources: Mapping[str, str],
         addresses: Mapping[str, int],
+        choices: Choices,
         probes: Mapping[str, Probe],
         sizes: tuple[int, ...],
         reuse: bool,
@@ -327,7 +331,9 @@ class _Assembler:
         self.reuse = reuse
         self.whole = whole
         self.launches = launches
+        self.sources = sources
         self.addresses = addresses
+        self.choices = choices
         self.size = Numbers(dict(zip(program.symbols, sizes, strict=True)), by_name(program.derived))
         self.inputs = {name: number for number, name in enumerate((*program.inputs, *program.supplied))}
         self.slots = {buffer.name: number for number, buffer in enumerate(program.buffers)}
@@ -396,17 +402,22 @@ class _Assembler:
                 )
 
     def _kernel_call(self, kernel: Kernel) -> KernelCall:
-        launch = self.launches[kernel.name]
+        launch, trial = self.launches[kernel.name], None
+        way, *others = ways = [Way(self.addresses[each], self.size(extent), n) for each, extent, n in launch.ways]
+        if others:
+            sources = {symbol: self.sources[symbol] for symbol, _, _ in launch.ways}
+            way, trial = self.choices.of(kernel.name, sources, ways)
         return KernelCall(
-            address=self.addresses[launch.symbol],
+            address=way.address,
             slots=tuple(self.slots[name] for name in launch.params),
             symbols=tuple(int(self.size.of(name)) for name in launch.symbols),
-            extent=self.size(launch.extent),
-            grain=launch.grain,
+            extent=way.extent,
+            grain=way.grain,
             name=kernel.name,
             checks=launch.checks,
             where=launch.where,
             reads=tuple(self._view(self.shapes[name]) for name in launch.reads),
+            trial=trial,
         )
 
     def _args(self, extern: Extern) -> tuple[Any, ...]:

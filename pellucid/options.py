@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -26,6 +27,9 @@ class Options:
     reuse: start what an earlier process compiled, without compiling it again.
     reuse_memory: let temporaries that are not alive at the same time share memory.
     pad: let rows of temporaries have room between them where they would meet in few sets of a cache.
+    variants: `on`: kernels whose plans are close by price are built in several ways, of which the first calls find the
+        fastest, once for each machine; `off`: the cheapest by price. A number or names of kernels, with commas
+        between them, force one: 0 is the cheapest, 1 the next.
     max_fused_lines: largest body, in IR lines, that fusion may make.
     max_fused_buffers: largest number of buffers of a fused kernel.
     max_fusions: how many fusions of a graph are made, in their order: to find the one that makes a fault.
@@ -44,6 +48,7 @@ class Options:
     reuse: bool = True
     reuse_memory: bool = True
     pad: bool = True
+    variants: str = "off"
     max_fused_lines: int = 256
     max_fused_buffers: int = 48
     max_fusions: int = 1 << 30
@@ -54,6 +59,7 @@ class Options:
 VARIABLES = ("PELLUCID_CACHE_DIR", "PELLUCID_CXXFLAGS")
 """What the environment can set beside options: the store's directory, and more flags for the compiler."""
 
+_VARIANTS = re.compile(r"on|off|\d+|k_\w+(,k_\w+)*", re.ASCII)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -71,6 +77,9 @@ def make_options(given: Mapping[str, object] | None = None) -> Options:
             hint = near(str(name), known) or f"known options: {', '.join(known)}"
             raise UserError(f"unknown option {name!r}", hint=hint)
         values[name] = _convert(name, value, known[name], source="options")
+    if not _VARIANTS.fullmatch(str(values.get("variants", "off"))):
+        hint = "give on, off, a number, or names of kernels with commas between them"
+        raise UserError(f"option 'variants' cannot be {values['variants']!r}", hint=hint)
     return Options(**values)  # type: ignore[arg-type]
 
 

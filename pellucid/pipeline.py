@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from pellucid.capture.outline import Outline, Segment, outline_text, with_compil
 from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger, donated_of, parameters_of
 from pellucid.capture.transform import transform
-from pellucid.codegen import CppKernel, functions_of, generate, packings_of
+from pellucid.codegen import CppKernel, compete, functions_of, generate, generate_all, packings_of
 from pellucid.errors import PellucidError
 from pellucid.executable import Executable, Name, Probe
 from pellucid.frozen import Frozen, Packer
@@ -40,7 +41,7 @@ from pellucid.schedule.pad import pad
 from pellucid.segments import Segments
 from pellucid.trace.output_code import output_code
 from pellucid.trace.record import GraphRecord, StageTime
-from pellucid.trace.store import Recorded, log_structured, write_run
+from pellucid.trace.store import Recorded, add_decision, log_structured, write_run
 
 EMPTY = Program((), (), (), (), ())
 
@@ -55,6 +56,7 @@ class Unit:
     captured, graph: the FX graph before and after our own passes.
     lowered, scheduled: the program before and after fusion. values: where it puts what an FX node computes.
     kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`.
+    program: what runs, and `executable`: with what prepares its parameters before.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Unit:
     kernels: Mapping[str, CppKernel] = field(default_factory=dict)
     addresses: Mapping[str, int] = field(default_factory=dict)
     built: BuildReport | None = None
+    program: Executable | None = None
     executable: Run | None = None
     machine: Machine = AVX2
     frozen: Preparation | None = None
@@ -165,7 +168,12 @@ def _codegen(unit: Unit, options: Options) -> Step:
     read = {name for node in unit.scheduled.nodes for name in reads(node)}
     results = frozenset(buffer.name for buffer in unit.scheduled.buffers if buffer.name not in read)
     kernels = {node.name: generate(node, options, unit.machine, still, results) for node in nodes}
-    decisions = tuple(decision for kernel in kernels.values() for decision in kernel.decisions)
+
+    def all_of(node: Kernel) -> Iterator[CppKernel]:
+        return generate_all(node, options, unit.machine, still, results)
+
+    kernels, competing = compete(kernels, nodes, all_of, options.variants, unit.machine)
+    decisions = (*(decision for kernel in kernels.values() for decision in kernel.decisions), *competing)
     panels = {packing.panels: packing.numel for packing in packings_of(kernels)}
     scheduled = with_inputs(unit.scheduled, panels, len(unit.constants))
     return replace(unit, scheduled=scheduled, kernels=kernels), decisions
@@ -193,7 +201,8 @@ def _load(unit: Unit, options: Options) -> Step:
         parameters=parameters_of(unit.graph) if unit.kind == "inference" and not unit.frozen else (),
         donated=donated_of(unit.graph),
     )
-    return replace(unit, executable=_prepared(unit, executable) if unit.frozen else executable), ()
+    whole = _prepared(unit, executable) if unit.frozen else executable
+    return replace(unit, program=executable, executable=whole), executable.choices.decisions
 
 
 def _prepared(unit: Unit, main: Executable) -> Frozen:
@@ -319,6 +328,10 @@ def _compile_program(
         raise
     assert unit.executable is not None
     record = _record(unit, decisions, times, options, None, earlier)
+    if record.folder is not None:
+        for each in (unit, *([unit.frozen.before] if unit.frozen else [])):
+            assert each.program is not None
+            each.program.choices.tell = partial(add_decision, record, record.folder)
     return _recorded(unit.executable, record), record
 
 

@@ -2,16 +2,18 @@
 
     copies -> names -> space -> plan (vector, tiles, sweeps), contraction (blocks) or attention (rows) -> loops -> cpp
 
-Each step is a value in, value out function in its own file; `plan` chooses, `cpp` prints.
+Each step is a value in, value out function in its own file; `plan` chooses, `variants` finds plans that are as good by
+their price, `cpp` prints.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pellucid.codegen.attention import plan_attention
+from pellucid.codegen.compete import compete
 from pellucid.codegen.contraction import plan_contraction
 from pellucid.codegen.copies import raw_copies
 from pellucid.codegen.cpp import print_kernel
@@ -19,8 +21,9 @@ from pellucid.codegen.linemap import annotate_source
 from pellucid.codegen.loops import nest
 from pellucid.codegen.names import Canonical, canonical_symbol, canonicalise
 from pellucid.codegen.operands import print_packing
-from pellucid.codegen.plan import Plan, make_plan
+from pellucid.codegen.plan import Plan
 from pellucid.codegen.space import simplify
+from pellucid.codegen.variants import plan_loops
 from pellucid.codegen.vector import base_lanes
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Atom, Expr, Sym, sym
@@ -29,7 +32,17 @@ from pellucid.ir.origin import Origin
 from pellucid.machine import Machine
 from pellucid.options import Options
 
-__all__ = ["CppKernel", "CppPacking", "Plan", "annotate", "functions_of", "generate", "packings_of"]
+__all__ = [
+    "CppKernel",
+    "CppPacking",
+    "Plan",
+    "annotate",
+    "compete",
+    "functions_of",
+    "generate",
+    "generate_all",
+    "packings_of",
+]
 
 NAME_LENGTH = 60
 _NAME = "NAME"  # of a function, until its text says what it is called
@@ -64,6 +77,7 @@ class CppKernel:
     extent: number of parallel iterations. grain: the least of them that are worth a thread.
     checks: the dimension that each index check is about, and the check's origin.
     line_map: origin of each line of the source.
+    others: kernels that do the same, with the same parameters and bits, and are as good by their price.
     """
 
     name: str
@@ -77,6 +91,12 @@ class CppKernel:
     plan: Plan
     decisions: tuple[Decision, ...]
     packing: CppPacking | None = None
+    others: tuple[CppKernel, ...] = ()
+
+    @property
+    def ways(self) -> tuple[CppKernel, ...]:
+        """All kernels that do the same, this one first."""
+        return (self, *self.others)
 
 
 def generate(
@@ -91,14 +111,42 @@ def generate(
     frozen: buffers that are the same at each call, so that what they hold may be packed before. results: buffers that
     nothing else in the program reads.
     """
+    return next(generate_all(kernel, options, machine, frozen, results))
+
+
+def generate_all(
+    kernel: Kernel,
+    options: Options,
+    machine: Machine,
+    frozen: frozenset[str] = frozenset(),
+    results: frozenset[str] = frozenset(),
+) -> Iterator[CppKernel]:
+    """The same, and then kernels of other plans that are close by price and give the same bits."""
     named = canonicalise(raw_copies(kernel))
     simple = canonicalise(simplify(named.kernel, base_lanes(named.kernel, machine))).after(named)
     still, unread = (
         frozenset(f"p{k}" for k, name in enumerate(simple.buffers) if name in names) for names in (frozen, results)
     )
-    plan = plan_attention(simple.kernel, machine, options)
-    plan = plan or plan_contraction(simple.kernel, machine, options, still, unread)
-    plan = plan or make_plan(simple.kernel, machine, options)
+    for plan in _plans(simple.kernel, machine, options, still, unread):
+        yield _written(kernel, plan, simple, machine)
+
+
+def _plans(
+    kernel: Kernel, machine: Machine, options: Options, still: frozenset[str], unread: frozenset[str]
+) -> Iterator[Plan]:
+    attention = plan_attention(kernel, machine, options)
+    if attention is not None:
+        yield attention
+        return
+    contracted = False
+    for plan in plan_contraction(kernel, machine, options, still, unread):
+        contracted = True
+        yield plan
+    if not contracted:
+        yield from plan_loops(kernel, machine, options)
+
+
+def _written(kernel: Kernel, plan: Plan, simple: Canonical, machine: Machine) -> CppKernel:
     packing = _packing(plan, simple, machine)
     items = nest(plan)
     written = print_kernel(plan, items, _NAME)
@@ -148,8 +196,8 @@ def packings_of(kernels: Mapping[str, CppKernel]) -> list[CppPacking]:
 
 
 def functions_of(kernels: Mapping[str, CppKernel]) -> list[CppKernel | CppPacking]:
-    """All that is to be built: the kernels, and what packs for them."""
-    return [*kernels.values(), *packings_of(kernels)]
+    """All that is to be built: the kernels, what else does the same, and what packs for them."""
+    return [*(each for kernel in kernels.values() for each in kernel.ways), *packings_of(kernels)]
 
 
 def annotate(kernel: CppKernel) -> str:

@@ -5,7 +5,9 @@ Sizes, strides and the machine decide, never the number of threads that a call h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pellucid.ir.contraction import Contraction, find_contraction, is_affine, stored_along
 from pellucid.ir.decision import Decision
@@ -166,6 +168,32 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True)
+class Pricing:
+    """What a block takes next to its products alone, by its lines, each of `size` of `m` rows, and its columns, of `n`.
+
+    outer: how often all that is done. fetch: what it costs to share out columns in place of rows. gather, pack: see
+    `GATHER`. No sum depends on the blocks, so the number of cores may decide.
+    """
+
+    m: int
+    size: int
+    n: int
+    outer: int
+    cores: int
+    fetch: float
+    gather: float
+    pack: float
+
+    def __call__(self, lines: int, columns: int) -> float:
+        uneven = -(-self.m // lines) * lines / self.m
+        pieces = self.outer * -(-self.m // lines)
+        blocks = pieces * -(-self.n // columns)
+        fetched = self.fetch if pieces % self.cores else 0.0
+        each = uneven + self.gather / min(columns, self.n) + self.pack / (lines * self.size) + fetched
+        return each * waiting(blocks, self.cores)
+
+
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """One block is `rows` points of the axis `row`, with all of `whole`, by `columns` of `column`.
 
@@ -176,6 +204,7 @@ class Blocks:
     lines run over each block, which is then in memory of its own.
     tiles: how many of 2 x 2 pixels a block has, if its sums are computed by tiles (`codegen/winograd.py`), else 0.
     groups: of a convolution, where a column is made of the channels of its group; the contraction is that of the first.
+    pricing, sizes: of other rows and columns that could have been chosen.
     """
 
     contraction: Contraction
@@ -193,6 +222,8 @@ class Blocks:
     stored: Store | None = None
     tiles: int = 0
     groups: Groups | None = None
+    pricing: Pricing | None = None
+    sizes: tuple[tuple[int, int], ...] = ()
 
     @property
     def terms(self) -> Expr:
@@ -344,6 +375,22 @@ def _not_packed(kernel: Kernel, blocks: Blocks) -> str:
     return ""
 
 
+def close_blocks(blocks: Blocks, close: float) -> Iterator[Blocks]:
+    """Blocks of other sizes, the cheapest first, that take at most `close` times as long by their price.
+
+    They fit where the largest blocks do. Those by tiles have sizes of their own.
+    """
+    if blocks.pricing is None or blocks.tiles:
+        return
+    price, whole = blocks.pricing, blocks.height // blocks.rows
+    others = [each for each in dict.fromkeys(blocks.sizes) if each != (blocks.rows, blocks.columns)]
+    for rows, columns in sorted(others, key=lambda each: price(*each)):
+        if rows * whole * columns <= ROWS * COLUMNS and price(rows, columns) <= close * price(
+            blocks.rows, blocks.columns
+        ):
+            yield replace(blocks, rows=rows, columns=columns)
+
+
 def stored_at_once(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | None:
     """The store of the sums, if it is all that is done with them and takes whole panels of them in one go.
 
@@ -379,8 +426,11 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, frozen: frozens
     if blocks or found.windowed:
         return blocks
     pack = 0.0 if found.loads[1].buffer in frozen else PACK
-    height, width = _sizes(found, row, column, ranges, machine, pack)
-    return Blocks(found, row, (), column, found.inner, height, width, ranges)
+    size = partial(_sizes, found, row, column, ranges, machine, pack)
+    (height, width), apart = size(), size(shared=False)
+    pricing = _pricing(found, row, column, ranges, machine, pack)
+    others = (apart, *((height, _even(pricing.n, wide, COLUMN_STEP)) for wide in (2 * width, width // 2, 4 * width)))
+    return Blocks(found, row, (), column, found.inner, height, width, ranges, pricing=pricing, sizes=others)
 
 
 def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Machine) -> Blocks | None:
@@ -453,8 +503,10 @@ def _windows(
         step = COLUMN_STEP if groups.period % machine.lanes == 0 else groups.period
         gather = PLACE / groups.channels
         most = min(COLUMNS, GROUP_WEIGHTS // estimate(product(ranges[name] for name in inner)))
-    lines, columns = _lines_and_columns(m, size, n, outer, machine.cores, fetch, step, gather, pack, most)
-    return Blocks(found, rows[-1], tuple(whole), column, inner, lines, columns, ranges, True, planes)
+    pricing = Pricing(m, size, n, outer, machine.cores, fetch, gather, pack)
+    (lines, columns), *others = _lines_and_columns(pricing, step, most)
+    blocks = Blocks(found, rows[-1], tuple(whole), column, inner, lines, columns, ranges, True, planes)
+    return replace(blocks, pricing=pricing, sizes=tuple(others))
 
 
 def _faster(dtype: DType, machine: Machine) -> float:
@@ -462,27 +514,26 @@ def _faster(dtype: DType, machine: Machine) -> float:
     return TILES_REACH * machine.isa.products(dtype) if machine.isa.by_tiles(dtype) else 1.0
 
 
-def _lines_and_columns(
-    m: int, size: int, n: int, outer: int, cores: int, fetch: float, step: int, gather: float, pack: float, most: int
-) -> tuple[int, int]:
-    """Lines, each of `size` rows, and columns of a block: as many for each core, and little work beside the products.
+def _lines_and_columns(pricing: Pricing, step: int, most: int) -> list[tuple[int, int]]:
+    """Lines and columns of a block, the best first: as many for each core, and little work beside the products.
 
-    fetch: what it costs to share out columns in place of rows. step: columns are multiples of it, and about as many as
-    `most`. gather, pack: see `GATHER`. No sum depends on the blocks, so the number of cores may decide.
+    step: columns are multiples of it, and about as many as `most`.
     """
+    m, size = pricing.m, pricing.size
     fewest = min(FEWEST_ROWS, m * size)
     lines = {-(-m // pieces) for pieces in range(1, m + 1)}
     found = [each for each in lines if fewest <= each * size <= ROWS] or [max(1, ROWS // size)]
-    columns = {_even(n, width, step) for width in (most, most // 2, step)}
+    columns = {_even(pricing.n, width, step) for width in (most, most // 2, step)}
+    return sorted(((each, other) for each in found for other in columns), key=lambda each: (pricing(*each), each))
 
-    def price(each: tuple[int, int]) -> float:
-        uneven = -(-m // each[0]) * each[0] / m
-        pieces = outer * -(-m // each[0])
-        blocks = pieces * -(-n // each[1])
-        fetched = fetch if pieces % cores else 0.0
-        return (uneven + gather / min(each[1], n) + pack / (each[0] * size) + fetched) * waiting(blocks, cores)
 
-    return min(((each, other) for each in found for other in columns), key=lambda each: (price(each), each))
+def _pricing(
+    found: Contraction, row: str, column: str, ranges: dict[str, Expr], machine: Machine, pack: float
+) -> Pricing:
+    """Of blocks of a product, whose rows are packed too where they are neighbours."""
+    m, n, outer = estimate(ranges[row]), estimate(ranges[column]), _points(ranges, (row, column, *found.inner))
+    packed, faster = found.loads[0].index.coefficient(row) == ONE, _faster(found.dtype, machine)
+    return Pricing(m, 1, n, outer, machine.cores, 0.0, PACK * faster if packed else 0.0, pack * faster)
 
 
 def _lies(index: Expr, axes: tuple[str, ...], ranges: dict[str, Expr]) -> bool:
@@ -528,11 +579,18 @@ def _fits(found: Contraction, column: str, ranges: dict[str, Expr], machine: Mac
 
 
 def _sizes(
-    found: Contraction, row: str, column: str, ranges: dict[str, Expr], machine: Machine, pack: float
+    found: Contraction,
+    row: str,
+    column: str,
+    ranges: dict[str, Expr],
+    machine: Machine,
+    pack: float,
+    shared: bool = True,
 ) -> tuple[int, int]:
     """Rows and columns of a block: as many as the caches like, fewer where that makes too few blocks for threads.
 
     Rows that are neighbours are packed for each block of columns, so there columns stay many. pack: see `PACK`.
+    shared: cores share out rows where each can keep the right operand.
     """
     m, n, outer = estimate(ranges[row]), estimate(ranges[column]), _points(ranges, (row, column, *found.inner))
     packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
@@ -542,11 +600,11 @@ def _sizes(
         most, step = TILE_ROWS if tiles else ROWS_IN_ONE_GO, ROW_STEP
     rows, columns = _even(m, most, step), _even(n, COLUMNS, COLUMN_STEP)
     many = ranges[row].value is not None and m >= cores * FEWEST_ROWS
-    if many and outer < cores and not packed and _fits(found, column, ranges, machine):
+    if shared and many and outer < cores and not packed and _fits(found, column, ranges, machine):
         pieces = cores * -(-m // (cores * most))
-        shared = _even(m, -(-m // pieces), step)
-        if _faster(found.dtype, machine) * (pack / shared - pack / rows) < FETCH:
-            return shared, columns
+        share = _even(m, -(-m // pieces), step)
+        if _faster(found.dtype, machine) * (pack / share - pack / rows) < FETCH:
+            return share, columns
 
     def few() -> bool:
         return outer * -(-m // rows) * -(-n // columns) < ENOUGH_BLOCKS

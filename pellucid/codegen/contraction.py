@@ -7,12 +7,15 @@ sum. Sums that are only stored go to their place at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
-from pellucid.codegen.blocks import Blocks, find_blocks, stored_at_once
+from pellucid.codegen.blocks import Blocks, close_blocks, find_blocks, stored_at_once
 from pellucid.codegen.groups import join_groups
 from pellucid.codegen.plan import Plan, chunks, grain_of
 from pellucid.codegen.sweeps import plan_sweeps
+from pellucid.codegen.variants import CLOSE
 from pellucid.codegen.vector import base_lanes
 from pellucid.codegen.winograd import by_tiles
 from pellucid.ir.decision import Decision
@@ -28,17 +31,30 @@ BLOCK = "block"
 
 def plan_contraction(
     kernel: Kernel, machine: Machine, options: Options, frozen: frozenset[str], results: frozenset[str]
-) -> Plan | None:
-    """The plan of a kernel whose space is simplified; None if it is no contraction that this file can run.
+) -> Iterator[Plan]:
+    """The plan of a kernel whose space is simplified; none if it is no contraction that this file can run.
 
-    frozen: buffers that are the same at each call. results: those that no other kernel reads.
+    frozen: buffers that are the same at each call. results: those that no other kernel reads. After it come plans with
+    other blocks that are close to it by price.
     """
     kernel, groups = join_groups(kernel, machine)
     found = find_blocks(kernel, options, machine, frozen, groups)
     if found is None:
-        return None
+        return
     blocks, decisions = found
     blocks, tiles = by_tiles(blocks, kernel, machine)
+    for each in chain((blocks,), close_blocks(blocks, CLOSE)):
+        yield _planned(kernel, each, (*decisions, *tiles), machine, options, results)
+
+
+def _planned(
+    kernel: Kernel,
+    blocks: Blocks,
+    decisions: tuple[Decision, ...],
+    machine: Machine,
+    options: Options,
+    results: frozenset[str],
+) -> Plan:
     rest = epilogue(kernel, blocks)
     blocks = replace(blocks, stored=stored_at_once(blocks, rest, machine))
     ranges = kernel.ranges
@@ -72,7 +88,7 @@ def plan_contraction(
         streamed=streamed,
         extent=extent,
         grain=grain,
-        decisions=(*decisions, *tiles, parallel, *streams),
+        decisions=(*decisions, parallel, *streams),
         steps=steps,
         blocks=blocks,
     )

@@ -8,7 +8,7 @@ from pellucid.codegen.blocks import Blocks
 from pellucid.codegen.collisions import colliding
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.sweeps import Sweeps, plan_sweeps
-from pellucid.codegen.vector import base_lanes, choose, cost
+from pellucid.codegen.vector import VectorChoice, base_lanes, choose, cost
 from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, floordiv, product
@@ -92,6 +92,14 @@ class Plan:
         return self.blocks is not None and self.blocks.tiles > 0
 
     @property
+    def way(self) -> str:
+        """How it differs from other plans of the kernel, in words."""
+        if self.blocks is not None:
+            return f"blocks of {self.blocks.height} x {self.blocks.columns}"
+        lanes = f"{self.width} lanes along {self.vector}" if self.vector else "scalar"
+        return lanes + (f", {' around '.join(self.outer)}" if len(self.outer) > 1 else "")
+
+    @property
     def vector_is_reduced(self) -> bool:
         return self.vector is not None and self.vector in self.reduced
 
@@ -109,10 +117,10 @@ class Plan:
         return self.kernel.ranges[axis]
 
 
-def make_plan(kernel: Kernel, machine: Machine, options: Options) -> Plan:
-    """Choose the plan of a kernel whose space is simplified already."""
+def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: VectorChoice | None = None) -> Plan:
+    """The plan of a kernel whose space is simplified already. choice: of the vector axis, in place of the cheapest."""
     _check_in_place(kernel)
-    choice = choose(kernel, machine, options.vectorize)
+    choice = choice or choose(kernel, machine, options.vectorize)
     vector, width = choice.axis, choice.width
     reduced = tuple(name for name in kernel.reduced if name != vector)
     meeting = colliding(kernel)

@@ -83,13 +83,12 @@ def base_lanes(kernel: Kernel, machine: Machine) -> int:
 
 def choose(kernel: Kernel, machine: Machine, enabled: bool) -> VectorChoice:
     """The cheapest vector axis of a simplified kernel, with the decision that explains it."""
-    meeting = colliding(kernel)
-    refusal = _refusal(kernel, enabled, meeting)
+    refusal = _refusal(kernel, enabled)
     if refusal:
         return VectorChoice(None, 1, Tiling(), (Decision("codegen.vectorize", (kernel.name,), False, refusal),))
     scalar = cost(kernel, None, 1)
     prices: dict[tuple[str, int], float] = {}
-    for name in _candidates(kernel, meeting):
+    for name in candidates(kernel):
         for lanes in _widths(base_lanes(kernel, machine)):
             prices[name, lanes] = cost(kernel, name, lanes, tiling(kernel, name, lanes, machine).lines)
     best, lanes = min(prices, key=lambda each: (prices[each], -each[1]))
@@ -102,7 +101,7 @@ def choose(kernel: Kernel, machine: Machine, enabled: bool) -> VectorChoice:
     if price >= scalar:
         why = f"vectors along {best}, the best axis, would cost more than scalar code: {_obstacle(kernel, best)}"
         return VectorChoice(None, 1, Tiling(), (Decision("codegen.vectorize", (kernel.name,), False, why, facts),))
-    width = lanes * _unroll(kernel, best, lanes, machine)
+    width = lanes * unroll(kernel, best, lanes, machine)
     rest = sorted({name for name, _ in prices} - {best})
     others = f", cheaper than along {', '.join(rest)}" if rest else ""
     why = f"{width} lanes along {best}{others}"
@@ -134,25 +133,25 @@ def _widths(base: int) -> tuple[int, ...]:
     return tuple(sorted({base, *(lanes for lanes in SQUARES if lanes < base)}))
 
 
-def _refusal(kernel: Kernel, enabled: bool, meeting: tuple[str, ...]) -> str:
+def _refusal(kernel: Kernel, enabled: bool) -> str:
     """Why this kernel cannot have vectors at all; empty if it can."""
     if not enabled:
         return "vectorisation is switched off"
     if not kernel.space:
         return "the kernel has a single point"
-    if not _candidates(kernel, meeting):
+    if not candidates(kernel):
         return "any two points may store the same element, so they are stored one after the other"
     return ""
 
 
-def _candidates(kernel: Kernel, meeting: tuple[str, ...]) -> tuple[str, ...]:
+def candidates(kernel: Kernel) -> tuple[str, ...]:
     """The axes along which there may be vectors.
 
     Points that may store the same element must not be lanes of one vector. Positions of argmax and argmin count the
     reduced axes in the order of the space, the last one fastest, and their lanes have neighbouring positions.
     """
     positions = any(isinstance(line.rhs, Reduce) and line.rhs.op in ("argmax", "argmin") for line in kernel.body)
-    barred = {*meeting, *(kernel.reduced[:-1] if positions else ())}
+    barred = {*colliding(kernel), *(kernel.reduced[:-1] if positions else ())}
     return tuple(axis.name for axis in kernel.space if axis.name not in barred)
 
 
@@ -235,7 +234,7 @@ def _why_gather(index: Expr, axis: str) -> str:
 # ---------------------------------------------------------------------------------------------- unrolling
 
 
-def _unroll(kernel: Kernel, axis: str, lanes: int, machine: Machine) -> int:
+def unroll(kernel: Kernel, axis: str, lanes: int, machine: Machine) -> int:
     """How many registers of the common type one step processes.
 
     Reductions want several independent accumulators to hide the latency of the joining operator, and column

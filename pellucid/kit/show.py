@@ -414,6 +414,9 @@ def _explained(found: Reasons) -> Iterator[RenderableType]:
         if refusals:
             yield sentence((_NOT_DONE[kind], "bold"))
             yield _refusals(refusals)
+    if found.variants:
+        yield sentence(("kernels that can run in several ways", "bold"))
+        yield from map(sentence, found.variants)
     if found.starts:
         yield sentence(("how its graphs start", "bold"))
         counted = Counter(map(str, found.starts)).items()

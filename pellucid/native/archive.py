@@ -25,10 +25,11 @@ from typing import IO, Any
 
 from pellucid.errors import StoreError, UserError
 from pellucid.machine.model import from_text
-from pellucid.native.inventory import FILE, KERNELS, PROGRAM, Entry, contents, is_orphan, kernel_note, problem
+from pellucid.native.inventory import FILE, KERNELS, PROGRAM, TRIAL, Entry, contents, is_orphan, kernel_note, problem
 from pellucid.native.machine import machine_file
 from pellucid.native.store import KernelStore, distrust, is_owner, move_whole, read_program, write_whole
 from pellucid.native.toolchain import misfit, note_of, write_note
+from pellucid.native.trials import parse
 
 _VERSION = 1
 _HEAD, _TAIL = "pellucid.json", "files.json"
@@ -36,7 +37,8 @@ _MOST = 64 << 20  # bytes of either
 _CHUNK = 1 << 20
 _KEY = re.compile(r"v1-[0-9a-f]{16}-[0-9a-f]{12}", re.ASCII)
 _MEMBER = re.compile(
-    r"programs/[0-9a-f]{40}-[0-9a-f]{16}|kernels/[A-Za-z_]\w*|batches/[0-9a-f]{24}-[0-9a-f]{8}\.(so|cpp)|files/\w[\w.+-]*",
+    r"programs/[0-9a-f]{40}-[0-9a-f]{16}|kernels/[A-Za-z_]\w*|batches/[0-9a-f]{24}-[0-9a-f]{8}\.(so|cpp)"
+    r"|trials/[0-9a-f]{40}|files/\w[\w.+-]*",
     re.ASCII,
 )
 _MACHINE = re.compile(r"machine-[0-9a-f]{12}\.json", re.ASCII)
@@ -94,7 +96,7 @@ def _export(folder: Path, tar: tarfile.TarFile, stale: Stale) -> Moved:
     checksums: dict[str, str] = {}
     _add(tar, _HEAD, _json(_about(folder)))
     for entry in contents(folder):
-        if entry.kind not in (PROGRAM, KERNELS, FILE) or is_orphan(entry):
+        if entry.kind not in (PROGRAM, KERNELS, TRIAL, FILE) or is_orphan(entry):
             continue
         why = problem(entry) or (stale(entry.about) if entry.kind == PROGRAM else "")
         files = {} if why else _read(entry)
@@ -202,7 +204,7 @@ def _head(tar: tarfile.TarFile) -> dict[str, Any]:
 
 def _staged(tar: tarfile.TarFile, folder: Path) -> list[Entry]:
     """The entries of an archive, unpacked into a directory and checked."""
-    for name in ("programs", "kernels", "batches", "files"):
+    for name in ("programs", "kernels", "batches", "trials", "files"):
         (folder / name).mkdir(mode=0o700, parents=True)
     checksums: dict[str, str] = {}
     while (member := tar.next()) is not None and member.name != _TAIL:
@@ -253,9 +255,10 @@ def _put(staged: list[Entry], store: KernelStore, about: Mapping[str, Any], stal
     moved: list[Entry] = []
     present: list[Entry] = []
     left_out: list[tuple[Entry, str]] = []
-    (store.directory / "programs").mkdir(mode=0o700, exist_ok=True)
+    for name in ("programs", "trials"):
+        (store.directory / name).mkdir(mode=0o700, exist_ok=True)
     write_note(store.directory, about["built_for"])
-    for entry in sorted(staged, key=lambda entry: (FILE, KERNELS, PROGRAM).index(entry.kind)):
+    for entry in sorted(staged, key=lambda entry: (FILE, KERNELS, TRIAL, PROGRAM).index(entry.kind)):
         why = stale(entry.about) if entry.kind == PROGRAM else ""
         missing = _missing(entry, store)
         if why:
@@ -276,7 +279,10 @@ def _missing(entry: Entry, store: KernelStore) -> list[Path]:
         lacking = [path for path in kernels if not store.holds(path.name, kernel_note(path)["text"])]
         return [*(path for path in entry.paths if path not in kernels), *lacking] if lacking else []
     there = store.directory / entry.paths[-1].relative_to(entry.folder)
-    whole = store.file(entry.name) is not None if entry.kind == FILE else isinstance(read_program(there), bytes)
+    if entry.kind == TRIAL:
+        whole = any(parse(data) for data in store.trials(entry.name))
+    else:
+        whole = store.file(entry.name) is not None if entry.kind == FILE else isinstance(read_program(there), bytes)
     return [] if whole else list(reversed(entry.paths))
 
 

@@ -29,6 +29,8 @@ from pellucid.native.execution_plan import (
     Result,
     Slot,
     TensorView,
+    Trial,
+    Way,
     event_name,
 )
 from pellucid.native.loader import dtype_code, layout_code, memory_format_code
@@ -112,6 +114,12 @@ def encode(
             head.word(view.slot, dtype_code(view.dtype), view.offset, view.dtype.itemsize)
             head.list(view.shape)
             head.list(view.strides)
+    head.word(len(encoder.trials))
+    for trial, sites in encoder.trials.items():
+        head.word(len(trial.ways))
+        for way in trial.ways:
+            head.word(*_way(way))
+        head.word(trial.threads, sites, id(trial.settled))
     body.word(len(results))
     for result in results:
         body.word(*encoder.result(result))
@@ -120,7 +128,17 @@ def encode(
 
 def _tiny(calls: Sequence[Call]) -> bool:
     """Whether a run is too short to be worth releasing the GIL: a few kernels without work for a second thread."""
-    return len(calls) <= 4 and all(isinstance(call, KernelCall) and call.extent <= call.grain for call in calls)
+    return len(calls) <= 4 and all(
+        isinstance(call, KernelCall) and all(way.extent <= way.grain for way in _ways(call)) for call in calls
+    )
+
+
+def _ways(call: KernelCall) -> tuple[Way, ...]:
+    return call.trial.ways if call.trial else (Way(call.address, call.extent, call.grain),)
+
+
+def _way(way: Way) -> tuple[int, int, int]:
+    return way.address, way.extent, max(1, way.grain)
 
 
 def _place(slot: Slot) -> tuple[int, int]:
@@ -158,6 +176,7 @@ class _Encoder:
     views: dict[TensorView, int] = field(default_factory=dict)
     shown: dict[TensorView, int] = field(default_factory=dict)
     objects: list[object] = field(default_factory=list)
+    trials: dict[Trial, int] = field(default_factory=dict)  # with the calls that share each
 
     def view(self, view: TensorView) -> int:
         """Number of a view; equal views share one, and its tensor."""
@@ -202,15 +221,22 @@ class _Encoder:
                 return "python: a Python function"
 
     def _kernel(self, out: _Writer, call: KernelCall) -> None:
-        if call.extent < 0 or not call.address:
-            raise InternalError(f"kernel {call.name!r} has extent {call.extent} and address {call.address}")
-        out.word(_KERNEL, call.address)
+        first, *_ = ways = _ways(call)
+        for way in ways:
+            if way.extent < 0 or not way.address:
+                raise InternalError(f"kernel {call.name!r} has extent {way.extent} and address {way.address}")
+        out.word(_KERNEL, *_way(first))
         out.list(call.slots)
         out.list(call.symbols)
-        out.word(call.extent, max(1, call.grain))
         out.word(len(call.checks))
         for message in call.checks:
             out.text(message)
+        if call.trial is None:
+            out.word(-1, 0)
+            return
+        site = self.trials.get(call.trial, 0)
+        self.trials[call.trial] = site + 1
+        out.word(list(self.trials).index(call.trial), site)
 
     def _operator(self, out: _Writer, call: OutCall | FunctionalCall) -> str:
         shim = self._shim(call) if isinstance(call, OutCall) else None

@@ -70,6 +70,29 @@ def event_name(program: str, call: str = "") -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a kernel: see `KernelCall`."""
+
+    address: int
+    extent: int
+    grain: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Ways to run a kernel that give the same bits, the cheapest by price first: calls find out which is the fastest.
+
+    threads: as many as a call has to have to count.
+    settled: called once with a list: the number of the fastest way, the pairs of calls that were compared, and the
+        median of the nanoseconds of each way.
+    """
+
+    ways: tuple[Way, ...]
+    threads: int
+    settled: Callable[[list[int]], None]
+
+
+@dataclass(frozen=True, slots=True)
 class KernelCall:
     """A compiled kernel, `int64_t (*)(void* const* p, const int64_t* s, int64_t begin, int64_t end)`.
 
@@ -83,6 +106,7 @@ class KernelCall:
     checks: the message of IndexError for each index check of the kernel, with `{index}` and `{size}` in it.
     where: the user's line, for error messages.
     reads: what it reads, for profiles.
+    trial: of several ways to run it, of which this is the first; None where there is one.
     """
 
     address: int
@@ -94,6 +118,7 @@ class KernelCall:
     checks: tuple[str, ...] = ()
     where: str = ""
     reads: tuple[TensorView, ...] = ()
+    trial: Trial | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@
 #include "memory.h"
 #include "python_abi.h"
 #include "torch_abi.h"
+#include "trial.h"
 
 namespace pellucid {
 
 using Words = std::vector<int64_t>;
-using KernelFunction = int64_t (*)(void* const* p, const int64_t* s, int64_t begin, int64_t end);
 
 enum class Place : int64_t { kArena, kInput, kOutput, kExtern };
 
@@ -39,10 +39,11 @@ struct Arg {
 };
 
 struct KernelCall {
-  KernelFunction function;
+  Way way;
   Words slots, symbols;
-  int64_t extent, grain;
   std::vector<std::string> checks;
+  Trial* trial = nullptr;   // of several ways, this one among them
+  int64_t site = 0;         // among the calls that share it
 };
 
 struct ShimCall {  // an out= operator with a C function of its own: its views are out, then the inputs
@@ -98,8 +99,10 @@ struct Plan {
   std::vector<Slot> slots;
   std::vector<View> views;
   std::vector<View> shown;  // for profilers only
+  std::vector<std::unique_ptr<Trial>> trials;
   std::vector<Call> calls;
   std::vector<Result> results;
+  std::atomic<bool> news = false;  // a trial has ended of which nobody was told
   std::mutex mutex;  // of frames
   std::vector<std::unique_ptr<Frame>> frames;
 
@@ -135,7 +138,14 @@ class Reader {
     list(plan->slots, [&] { return Slot{static_cast<Place>(word()), word(), word()}; });
     for (auto* views : {&plan->views, &plan->shown})
       list(*views, [&] { return View{word(), word(), word(), word(), words(), words()}; });
-    list(plan->calls, [&] { return call(); });
+    list(plan->trials, [&] {
+      std::vector<Way> ways;
+      list(ways, [&] { return way(); });
+      int64_t threads = word(), sites = word();
+      auto* settled = reinterpret_cast<PyObject*>(word());
+      return std::make_unique<Trial>(std::move(ways), threads, sites, settled, plan->trials.size());
+    });
+    list(plan->calls, [&] { return call(*plan); });
     list(plan->results, [&] { return Result{static_cast<Result::Kind>(word()), word()}; });
     return plan.release();
   }
@@ -184,12 +194,17 @@ class Reader {
     return out;
   }
 
-  Call call() {
+  Way way() { return {reinterpret_cast<KernelFunction>(word()), word(), word()}; }
+
+  Call call(const Plan& plan) {
     Call out{text(), text(), {}, {}, {}, {}};
     switch (word()) {  // braces, unlike parentheses, evaluate their members in order
       case 0: {
-        KernelCall kernel{reinterpret_cast<KernelFunction>(word()), words(), words(), word(), word(), {}};
+        KernelCall kernel{way(), words(), words(), {}};
         list(kernel.checks, [&] { return text(); });
+        int64_t trial = word();
+        kernel.site = word();
+        if (trial >= 0) kernel.trial = plan.trials[trial].get();
         out.what = std::move(kernel);
         break;
       }

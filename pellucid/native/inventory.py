@@ -1,8 +1,8 @@
 """What lies in a store: its entries with their sizes and times, checked where that is asked for, and removed.
 
-An entry is what comes and goes as one: a compiled graph, a library with the kernels that name it, or an auxiliary file
-with its checksum. What is damaged counts as missing when the compiler looks for it, so nothing here is needed for
-correct results.
+An entry is what comes and goes as one: a compiled graph, a library with the kernels that name it, what came out of a
+trial, or an auxiliary file with its checksum. What is damaged counts as missing when the compiler looks for it, so
+nothing here is needed for correct results.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from pellucid.native.store import (
     key_folders,
     read_program,
 )
+from pellucid.native.trials import parse
 
-PROGRAM, KERNELS, FILE, WORK, STRANGE = "program", "kernels", "file", "work", "strange"
-"""Kinds of entries: a graph, a library of kernels, an auxiliary file, work in progress, and what is not the store's."""
+PROGRAM, KERNELS, TRIAL, FILE, WORK, STRANGE = "program", "kernels", "trial", "file", "work", "strange"
+"""Kinds of entries: a graph, a library of kernels, which of several kernels is the fastest, an auxiliary file, work in
+progress, and what is not the store's."""
 
 _IN_USE_S = 3600  # a compiler may read the header, or a process load the runtime, that it has just looked up
 
@@ -40,7 +42,7 @@ class Entry:
     """Sizes in bytes, times in seconds since 1970.
 
     paths: its files, those first by which it is found. about: what is said of it: of a program `line`, `graphs` and
-    more (see `reuse.py`), of a library the names of its `kernels`.
+    more (see `reuse.py`), of a library the names of its `kernels`, of a trial what it says (see `trials.py`).
     """
 
     kind: str
@@ -55,8 +57,8 @@ class Entry:
 
 def contents(folder: Path) -> list[Entry]:
     """The entries under one key. Nothing is unpickled, and no link is followed."""
-    found = [*_programs(folder), *_kernels(folder), *_files(folder), *_work(folder)]
-    known = {"kernels", "batches", "files", "programs", "locks", "tmp", "toolchain.json"}
+    found = [*_programs(folder), *_kernels(folder), *_trials(folder), *_files(folder), *_work(folder)]
+    known = {"kernels", "batches", "files", "programs", "trials", "locks", "tmp", "toolchain.json"}
     return found + [_entry(STRANGE, folder, [path]) for path in _paths(folder) if path.name not in known]
 
 
@@ -85,6 +87,14 @@ def _kernels(folder: Path) -> Iterator[Entry]:
         yield _entry(KERNELS, folder, [*kernels, *pair], name, made, kernels, about)
 
 
+def _trials(folder: Path) -> Iterator[Entry]:
+    for path in _paths(folder / "trials"):
+        if not path.name.startswith("."):
+            found = parse(first_line(path))
+            about = {"kernels": list(found.kernels), "fastest": found.fastest, "ns": list(found.ns)} if found else {}
+            yield _entry(TRIAL, folder, [path], about=about)
+
+
 def _files(folder: Path) -> Iterator[Entry]:
     for path in _paths(folder / "files"):
         checksum = path.with_name(f"{path.name}.sum")
@@ -97,7 +107,7 @@ def _work(folder: Path) -> Iterator[Entry]:
     """What is being written, or was when a process died."""
     for path in _paths(folder / "tmp"):
         yield _entry(WORK, folder, [path])
-    for name in ("programs", "kernels", "batches", "files"):
+    for name in ("programs", "kernels", "batches", "trials", "files"):
         for path in _paths(folder / name):
             if path.name.startswith("."):
                 yield _entry(WORK, folder, [path])
@@ -131,7 +141,7 @@ def problem(entry: Entry) -> str:
         return "it is half-written: the process that wrote it has died" if left else ""
     refused = next(filter(None, map(_distrust, entry.paths)), "")
     try:
-        return refused or {PROGRAM: _program_problem, KERNELS: _kernels_problem, FILE: _file_problem}[entry.kind](entry)
+        return refused or _PROBLEMS[entry.kind](entry)
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
 
@@ -178,11 +188,18 @@ def _kernels_problem(entry: Entry) -> str:
     return "" if library else "its library is gone"
 
 
+def _trial_problem(entry: Entry) -> str:
+    return "" if parse(first_line(entry.paths[0])) else f"{entry.name} is damaged"
+
+
 def _file_problem(entry: Entry) -> str:
     checksum, *rest = entry.paths
     if not rest:
         return "it has no checksum" if checksum.suffix != ".sum" else "the file of this checksum is gone"
     return "" if checksum.read_text(errors="replace") == checksum_of(rest[0]) else f"{entry.name} is damaged"
+
+
+_PROBLEMS = {PROGRAM: _program_problem, KERNELS: _kernels_problem, TRIAL: _trial_problem, FILE: _file_problem}
 
 
 # --------------------------------------------------------------------------------------------- removing

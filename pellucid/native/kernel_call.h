@@ -19,6 +19,7 @@ void fill_in(std::string& message, const std::string& name, int64_t value) {
 
 struct Share {
   const KernelCall& call;
+  const Way& way;
   void* const* parameters;
   ShareTime* times;  // by thread; null where nobody asks
   std::atomic<int64_t> status{0};
@@ -26,9 +27,9 @@ struct Share {
 
 void run_share(void* data) {
   Share& share = *static_cast<Share*>(data);
-  int64_t n = omp_get_num_threads(), i = omp_get_thread_num(), extent = share.call.extent;
+  int64_t n = omp_get_num_threads(), i = omp_get_thread_num(), extent = share.way.extent;
   int64_t status =
-      share.call.function(share.parameters, share.call.symbols.data(), extent * i / n, extent * (i + 1) / n);
+      share.way.function(share.parameters, share.call.symbols.data(), extent * i / n, extent * (i + 1) / n);
   if (status) share.status = status;
 }
 
@@ -48,16 +49,38 @@ int64_t torch_threads() {
 }
 
 // times: of the run, or null.
-int64_t run_kernel(const KernelCall& call, Frame& frame, RunTimes* times) {
-  for (size_t i = 0; i < call.slots.size(); i++) frame.parameters[i] = frame.pointer[call.slots[i]];
-  if (call.extent <= 0) return 0;
-  int64_t threads = call.extent / call.grain;
+int64_t run_way(const KernelCall& call, const Way& way, Frame& frame, RunTimes* times) {
+  if (way.extent <= 0) return 0;
+  int64_t threads = way.extent / way.grain;
   if (threads > 1) threads = std::min(threads, torch_threads());
-  if (threads <= 1) return call.function(frame.parameters.data(), call.symbols.data(), 0, call.extent);
-  Share share{call, frame.parameters.data(), times ? times->shares(threads) : nullptr};
+  if (threads <= 1) return way.function(frame.parameters.data(), call.symbols.data(), 0, way.extent);
+  Share share{call, way, frame.parameters.data(), times ? times->shares(threads) : nullptr};
   GOMP_parallel(times ? run_timed_share : run_share, &share, static_cast<unsigned>(threads), 0);
   if (times) times->keep_shares();
   return share.status;
+}
+
+// A call counts if it has the threads that it shall have, none of which waits for one without a core, and no other thread
+// of the process is trying the same.
+[[gnu::noinline]] int64_t run_tried(const KernelCall& call, Frame& frame, RunTimes* times, std::atomic<bool>& news) {
+  Trial& trial = *call.trial;
+  if (!trial.open()) return run_way(call, trial.best(), frame, times);
+  std::unique_lock<std::mutex> lock(trial.mutex, std::defer_lock);
+  bool steady = torch_threads() == trial.threads && (trial.threads == 1 || !contention.contended());
+  bool counts = steady && !times && lock.try_lock();
+  if (!counts || !trial.open()) return run_way(call, trial.best(), frame, times);
+  const Way& way = trial.next(call.site);
+  int64_t begin = nanoseconds();
+  int64_t status = run_way(call, way, frame, times);
+  if (status == 0 && trial.note(call.site, nanoseconds() - begin)) news = true;
+  return status;
+}
+
+// news: is set where a trial has ended.
+int64_t run_kernel(const KernelCall& call, Frame& frame, RunTimes* times, std::atomic<bool>& news) {
+  for (size_t i = 0; i < call.slots.size(); i++) frame.parameters[i] = frame.pointer[call.slots[i]];
+  if (call.trial) [[unlikely]] return run_tried(call, frame, times, news);
+  return run_way(call, call.way, frame, times);
 }
 
 }  // namespace

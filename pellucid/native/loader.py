@@ -35,6 +35,7 @@ _FILES = (
     "fingerprint.h",
     "instance.h",
     "memory.h",
+    "trial.h",
     "timeline.h",
     "counters.h",
     "openmp_abi.h",

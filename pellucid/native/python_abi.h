@@ -37,6 +37,7 @@ void PyEval_RestoreThread(PyThreadState*);
 
 void PyErr_SetString(PyObject*, const char*);
 void PyErr_Clear();
+void PyErr_WriteUnraisable(PyObject*);
 extern PyObject* PyExc_IndexError;
 extern PyObject* PyExc_MemoryError;
 extern PyObject* PyExc_RuntimeError;

@@ -170,7 +170,7 @@ class Run {
   }
 
   bool kernel(const KernelCall& call) {
-    int64_t status = run_kernel(call, frame_, times_);
+    int64_t status = run_kernel(call, frame_, times_, plan_.news);
     if (status == 0) [[likely]] return true;
     const IndexFailure& failure = *reinterpret_cast<const IndexFailure*>(status);
     std::string message = call.checks.at(failure.check);

@@ -72,6 +72,12 @@ class GradModeOff {
   bool restore_;
 };
 
+// The GIL is held.
+[[gnu::noinline]] void tell_news(Plan& plan) {
+  plan.news.exchange(false);  // what the trial has written is seen here
+  for (auto& trial : plan.trials) trial->tell();
+}
+
 PyObject* run_in(Plan& plan, Frame& frame, PyObject* args, RunTimes* times) {
   bool profile = PyDict_GetItem(host.profiler_globals, host.profiler_flag) == &_Py_TrueStruct;
   Run run(plan, frame, profile, times);
@@ -94,6 +100,7 @@ PyObject* run_in(Plan& plan, Frame& frame, PyObject* args, RunTimes* times) {
     PyErr_SetString(PyExc_MemoryError, run.describe({error.what()}).c_str());
   }
   run.finish();
+  if (out && plan.news.load(std::memory_order_relaxed)) [[unlikely]] tell_news(plan);
   return out;
 }
 

@@ -6,12 +6,13 @@
         files/<name>            precompiled header, runtime and the like, each with <name>.sum, its checksum
         programs/<key>-<sum>    what a graph was compiled to (see `pellucid.reuse`), after one line of JSON: the
                                 checksum, when and of what it was made
+        trials/<key>            which of several kernels is the fastest here, see `trials.py`
         locks/  tmp/            one lock per batch being built; work in progress
 
 Everything appears by `os.replace`, so a reader sees a file whole or not at all; what a crash or a full disk left
 half-written fails its checksum and is built again. The store holds code, so it uses only what this user or root
 owns and nobody else can write: a store that root has baked into a container image is as good as /usr/lib.
-When a kernel, file or program was last used, the mtime of `kernels/<name>`, `<name>.sum` or the program says.
+When a kernel, file, program or trial was last used, the mtime of `kernels/<name>`, `<name>.sum` or the entry says.
 """
 
 from __future__ import annotations
@@ -207,6 +208,21 @@ class KernelStore:
                     path.unlink(missing_ok=True)
             write_whole(programs / f"{key}-{checksum[:16]}", b"%s\n%s" % (header.encode(), data))
 
+    def trials(self, key: str) -> Iterator[bytes]:
+        """What `add_trial` was given for `key`; nothing that another user could have written."""
+        for directory in self._directories():
+            path = directory / "trials" / key
+            if is_ours(path):
+                yield _read(path)
+                _note_use(path)
+
+    def add_trial(self, key: str, data: bytes) -> None:
+        """Keep what came out of a trial, if there is room."""
+        trials = self.directory / "trials"
+        with contextlib.suppress(OSError):  # then the next process tries it again
+            trials.mkdir(mode=0o700, exist_ok=True)
+            write_whole(trials / key, data)
+
     def forget(self, path: Path) -> None:
         """Treat a file as damaged from now on: it is whole but cannot be loaded."""
         self._verified.pop(path, None)
@@ -383,6 +399,15 @@ def is_owner(status: os.stat_result) -> bool:
 def is_trusted(status: os.stat_result) -> bool:
     """Whether nobody could have written it but us and root."""
     return is_owner(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether it is a file, in a directory, that nobody could have written but us and root."""
+    try:
+        status = path.lstat()
+        return stat.S_ISREG(status.st_mode) and is_trusted(status) and is_trusted(path.parent.stat())
+    except OSError:
+        return False
 
 
 def distrust(status: os.stat_result) -> str:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from typing_extensions import TypeIs
 from pellucid.capture.torch_compat import structured_artifact
 from pellucid.codegen import CppKernel, annotate, packings_of
 from pellucid.errors import UserError
+from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, text
 from pellucid.ir.nodes import Compute, Extern, Kernel, Node, Reduce
 from pellucid.ir.origin import Origin, merge
@@ -57,6 +58,11 @@ def write_run(record: GraphRecord, options: Options) -> Path:
     writer.add_rows("kernels.csv", kernel_rows(record))
     writer.add_rows("decisions.csv", decision_rows(record))
     return writer.of_graph(name)
+
+
+def add_decision(record: GraphRecord, folder: Path, decision: Decision) -> None:
+    """Add a decision that was made after the last stage to the run of a graph, whose folder this is."""
+    RunWriter(folder.parents[1]).add_rows("decisions.csv", decision_rows(replace(record, decisions=(decision,))))
 
 
 def log_structured(record: GraphRecord, options: Options) -> None:
@@ -228,7 +234,11 @@ def sources_of(record: GraphRecord) -> dict[str, str]:
     """The C++ of each different kernel, annotated, by symbol; also of what runs before the first call."""
     before = sources_of(record.before) if record.before else {}
     packings = {each.name: each.source for each in packings_of(record.kernels)}
-    return {**before, **packings, **{kernel.name: annotate(kernel) for kernel in record.kernels.values()}}
+    return {
+        **before,
+        **packings,
+        **{each.name: annotate(each) for kernel in record.kernels.values() for each in kernel.ways},
+    }
 
 
 def origin_of(node: Node) -> Origin:

@@ -30,6 +30,7 @@ def compiled(function: Any, **options: object) -> Any:
         ({"vectorise": True}, "did you mean vectorize"),
         ({"fusion": "perhaps"}, "true or false"),
         ({"max_fused_lines": -1}, "positive integer"),
+        ({"variants": "yes"}, "on, off, a number, or names of kernels"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, object], message: str) -> None:

@@ -55,6 +55,19 @@ def test_the_list_says_what_graphs_and_kernels_there_are(root: Path) -> None:
     assert sorted(kinds) == ["file", "kernels", "program"]
 
 
+def test_trials_are_listed_with_the_fastest(root: Path) -> None:
+    store = default_store()
+    store.add_trial("b" * 40, b'{"kernels": ["k_sum_1", "k_sum_2"], "fastest": "k_sum_2", "ns": [20, 10], "pairs": 3}')
+    store.add_trial("c" * 40, b"damaged")
+    whole, damaged = sorted(
+        (each for each in as_json("list")["items"] if each["kind"] == "trial"), key=lambda e: e["name"]
+    )
+    assert whole["kernels"] == ["k_sum_2", "k_sum_1"] and damaged["kernels"] == []
+    assert "k_sum_2 of 2" in run("list").stdout and "2 trials" in run("size").stdout
+    assert as_json("size")["kernels"] == 4, "those of libraries"
+    assert [each["name"] for each in as_json("verify")["bad"]] == ["c" * 40]
+
+
 def test_sizes_add_up(root: Path) -> None:
     found = as_json("size")
     assert found["size"] == sum(found["sizes"].values()) == found["keys"][0]["size"]

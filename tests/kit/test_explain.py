@@ -191,3 +191,13 @@ def test_how_graphs_start(tmp_path):
     assert told.starts[0].reason in str(told)
     (last,) = find_reasons(Request(f"{file}:make", "pellucid", {"reuse": False})).starts
     assert str(last) == "bypassed: the option `reuse` is off"
+
+
+def test_kernels_in_several_ways_are_told(tmp_path):
+    file = tmp_path / "program.py"
+    function = f"lambda x: x.permute(1, 0, 2).contiguous().exp() * {random.random()}"
+    file.write_text(f"import torch\ndef make():\n    return {function}, (torch.ones(24, 40, 64),)\n")
+    told = find_reasons(Request(f"{file}:make", "pellucid", {"variants": "on"}))
+    assert told.good and len(told.variants) == 1 and "4 kernels are being tried" in told.variants[0]
+    assert "kernels that can run in several ways" in str(told)
+    assert find_reasons(Request(f"{file}:make", "pellucid")).variants == ()

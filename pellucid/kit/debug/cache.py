@@ -16,7 +16,7 @@ from pellucid.errors import StoreError
 from pellucid.kit.shown import Shown
 from pellucid.native import archive, inventory
 from pellucid.native.build import default_store
-from pellucid.native.inventory import FILE, KERNELS, PROGRAM, STRANGE, WORK, Entry, contents, problems
+from pellucid.native.inventory import FILE, KERNELS, PROGRAM, STRANGE, TRIAL, WORK, Entry, contents, problems
 from pellucid.native.store import check_safe, check_way, default_root, key_folders
 from pellucid.native.toolchain import misfit, note_of
 from pellucid.printing import Table, code, name, place, sentence
@@ -27,18 +27,27 @@ _BAD = "bold red"
 _TITLES = {
     PROGRAM: "graphs: what they were compiled to",
     KERNELS: "kernels: libraries that hold some each",
+    TRIAL: "trials: which of several kernels is the fastest here",
     FILE: "headers and runtimes",
     WORK: "being written, or left by a process that died",
     STRANGE: "not the store's",
 }
-_COUNTED = {PROGRAM: "graph", KERNELS: "library", FILE: "file", WORK: "unfinished file", STRANGE: "strange file"}
+_COUNTED = {
+    PROGRAM: "graph",
+    KERNELS: "library",
+    TRIAL: "trial",
+    FILE: "file",
+    WORK: "unfinished file",
+    STRANGE: "strange file",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     """An entry of the store. key: under which it lies. made, used: seconds since 1970. size: in bytes.
 
-    line: of the user's program where a graph begins. graphs: what it became: kind, calls, kernels. kernels: names.
+    line: of the user's program where a graph begins. graphs: what it became: kind, calls, kernels. kernels: names, of a
+    trial the fastest one first.
     threads: for which a graph was compiled. problem: what is wrong with it, or why it is not used here; where that was
     not asked, empty.
     """
@@ -164,7 +173,7 @@ def sizes() -> Sizes:
     for entry in entries:
         counts[entry.kind] += 1
         nbytes[entry.kind] += entry.nbytes
-    kernels = sum(len(entry.about.get("kernels", ())) for entry in entries)
+    kernels = sum(len(entry.about["kernels"]) for entry in entries if entry.kind == KERNELS)
     return Sizes(str(default_root()), keys, dict(counts), dict(nbytes), kernels)
 
 
@@ -240,6 +249,7 @@ def _built_for(note: dict[str, object]) -> str:
 
 def _item(entry: Entry, why: str = "") -> Item:
     about = entry.about
+    kernels, fastest = tuple(about.get("kernels", ())), about.get("fastest")
     return Item(
         kind=entry.kind,
         key=entry.folder.name,
@@ -249,7 +259,7 @@ def _item(entry: Entry, why: str = "") -> Item:
         used=entry.used,
         line=str(about.get("line", "")),
         graphs=tuple(about.get("graphs", ())),
-        kernels=tuple(about.get("kernels", ())),
+        kernels=tuple(sorted(kernels, key=lambda each: each != fastest)),
         threads=int(about.get("threads", 0)),
         problem=why,
     )
@@ -301,7 +311,7 @@ def _listed(found: Listed) -> Iterator[RenderableType]:
     """Each kind by itself, and the keys that other machines or versions have left."""
     if not found.keys:
         yield sentence(f"there is no store yet: {found.root}")
-    for kind in (PROGRAM, KERNELS, FILE, WORK, STRANGE):
+    for kind in _TITLES:
         items = [item for item in found.items if item.kind == kind]
         if items:
             yield sentence((_TITLES[kind], "bold"))
@@ -319,6 +329,8 @@ def _what(item: Item) -> tuple[Any, ...]:
         first = name(item.kernels[0]) if item.kernels else name(item.name)
         more = len(item.kernels) - 1
         return (first, *((sentence(f"and {more} more"),) if more > 0 else ()))
+    if item.kind == TRIAL and item.kernels:
+        return (name(item.kernels[0], "", f" of {len(item.kernels)}"),)
     if item.kind != PROGRAM:
         return (name(item.name),)
     graphs = "; ".join(f"{each['kind']}: {each['nodes']} calls, {each['kernels']} kernels" for each in item.graphs)

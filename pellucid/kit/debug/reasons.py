@@ -15,6 +15,7 @@ from pellucid.kit.runs.run import run_of
 from pellucid.kit.runs.target import Request, captured
 from pellucid.kit.shown import Shown
 from pellucid.kit.subjects.refusals import BY_PYTHON, Refusal
+from pellucid.native.trials import VARIANT
 from pellucid.reuse import Start
 
 KINDS = ("fusion", "vectorisation", "fallback", BY_PYTHON, GRAPH_BREAK, RECOMPILATION)
@@ -25,13 +26,15 @@ class Reasons(Shown, Explanation):
     """The compile error explained, with empty fields where there was none.
 
     failure: how compilation ended otherwise than well, if that was no kernel's fault. refusals: what was not done in
-    the graphs that compiled. starts: whether the store has what the program's graphs were compiled to.
+    the graphs that compiled. starts: whether the store has what the program's graphs were compiled to. variants: of
+    kernels that can run in several ways, which does, or that calls find out.
     """
 
     backend: str
     failure: Failure | None = None
     refusals: tuple[Refusal, ...] = ()
     starts: tuple[Start, ...] = ()
+    variants: tuple[str, ...] = ()
 
     @property
     def refused(self) -> bool:
@@ -63,10 +66,13 @@ def find_reasons(request: Request) -> Reasons:
         for each in saved.get("refusals", [])
     ]
     starts += [Start(**each) for each in saved.get("starts", [])]
+    variants: list[str] = []
     for graph in graphs:
         try:
             with torch.no_grad():
-                refusals += subject.compile(graph).refusals()
+                compiled = subject.compile(graph)
+            refusals += compiled.refusals()
+            variants += (each["why"] for each in compiled.decisions() if each["rule"] == VARIANT)
         except Exception as error:
             raise_if_nothing_compiles(error)
             refused = subject.refused(error)
@@ -75,7 +81,7 @@ def find_reasons(request: Request) -> Reasons:
                 return Reasons(**asdict(explain(refused)), **found)
             failure = failure_of(error)
             return Reasons(cause=str(failure), failure=failure, **found)
-    return Reasons(backend=subject.name, refusals=tuple(refusals), starts=tuple(starts))
+    return Reasons(backend=subject.name, refusals=tuple(refusals), starts=tuple(starts), variants=tuple(variants))
 
 
 def _about(request: Request) -> Mapping[str, Any]:

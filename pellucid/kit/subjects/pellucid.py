@@ -86,7 +86,8 @@ class Pellucid(Subject):
     def refused(self, error: BaseException) -> Refused | None:
         if not isinstance(error, KernelCompileError) or error.record is None:
             return None
-        kernel = next(kernel for kernel in error.record.kernels.values() if kernel.name == error.kernel)
+        ways = (each for kernel in error.record.kernels.values() for each in kernel.ways)
+        kernel = next(each for each in ways if each.name == error.kernel)
         return Refused(error.kernel, kernel.source, error.line, error.detail, error.output, dict(_values(kernel)))
 
     def fusing(self, most: int) -> Pellucid:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.errors import StoreError
-from pellucid.native.inventory import FILE, KERNELS, PROGRAM, STRANGE, WORK, Entry, contents, problem, trim
+from pellucid.native.inventory import FILE, KERNELS, PROGRAM, STRANGE, TRIAL, WORK, Entry, contents, problem, trim
 from pellucid.native.store import KernelStore
 
 HOUR = 3600.0
@@ -27,6 +27,7 @@ def store(tmp_path: Path) -> KernelStore:
         (work / "made").write_bytes(b"header")
         store.add_file("prelude.h", work / "made")
     store.add_program("a" * 40, b"pickled", {"line": "model.py:12", "graphs": [], "threads": 2})
+    store.add_trial("b" * 40, b'{"kernels": ["k3", "k4"], "fastest": "k4", "ns": [20, 10], "pairs": 3}')
     return store
 
 
@@ -54,7 +55,8 @@ def kernel_entry(store: KernelStore, name: str) -> Entry:
 
 
 def test_entries_have_names_sizes_and_times(store: KernelStore) -> None:
-    assert sorted(kinds(store)) == [FILE, KERNELS, KERNELS, PROGRAM]
+    assert sorted(kinds(store)) == [FILE, KERNELS, KERNELS, PROGRAM, TRIAL]
+    assert entry(store, TRIAL).about == {"kernels": ["k3", "k4"], "fastest": "k4", "ns": [20, 10]}
     program = entry(store, PROGRAM)
     assert program.about == {"line": "model.py:12", "graphs": [], "threads": 2}
     assert program.nbytes == program.paths[0].stat().st_size and abs(program.made - time.time()) < 60
@@ -67,11 +69,12 @@ def test_entries_have_names_sizes_and_times(store: KernelStore) -> None:
 
 def test_use_is_noted(store: KernelStore) -> None:
     paths = [store.directory / "kernels" / "k1", store.directory / "files" / "prelude.h.sum"]
-    paths += entry(store, PROGRAM).paths
+    paths += entry(store, PROGRAM).paths + entry(store, TRIAL).paths
     unused_for(5, *paths)
     assert "k1" in store.find({"k1": "text one"})
     assert store.file("prelude.h") is not None
     assert list(store.programs("a" * 40)) == [b"pickled"]
+    assert len(list(store.trials("b" * 40))) == 1
     assert all(time.time() - path.stat().st_mtime < 60 for path in paths)
 
 
@@ -117,6 +120,10 @@ DAMAGES: list[tuple[str, str, Callable[[Path], object], str]] = [
     (KERNELS, "kernels/k1", garbage, "does not say where the kernel is"),
     (KERNELS, "kernels/k1", lambda path: path.write_text("[]"), "does not say where the kernel is"),
     (KERNELS, "kernels/k1", lambda path: path.chmod(0o666), "can be written by other users"),
+    (TRIAL, "trials/*", cut, "is damaged"),
+    (TRIAL, "trials/*", garbage, "is damaged"),
+    (TRIAL, "trials/*", link, "is a link"),
+    (TRIAL, "trials/*", lambda path: path.chmod(0o666), "can be written by other users"),
     (FILE, "files/prelude.h", flip, "prelude.h is damaged"),
     (FILE, "files/prelude.h", Path.unlink, "the file of this checksum is gone"),
     (FILE, "files/prelude.h.sum", Path.unlink, "it has no checksum"),
@@ -208,7 +215,7 @@ def test_what_cannot_be_removed_is_an_error(store: KernelStore, monkeypatch: pyt
 
 def test_what_would_go_is_only_told(store: KernelStore) -> None:
     gone = trim(store.root, 0, 0, lambda _: None)
-    assert len(gone) == 3 and len(kinds(store)) == 4
+    assert len(gone) == 4 and len(kinds(store)) == 5
 
 
 def test_a_library_that_no_kernel_names_goes_after_a_day(store: KernelStore) -> None:

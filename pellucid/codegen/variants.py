@@ -1,0 +1,123 @@
+"""Other plans of a kernel, whose prices are close to the chosen one's: built too, so that calls find the fastest.
+
+A plan is of use only if it gives the same bits: results must not change from call to call. So each element's terms are
+added in the same order, and each value is computed by the same function.
+
+Which is faster of loops with equal prices depends on what the price does not know: how rows fall into the sets of a
+cache, how many streams a core follows, what a translation of addresses costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+from pellucid.codegen.plan import Plan, make_plan
+from pellucid.codegen.vector import VectorChoice, base_lanes, candidates, choose, cost, pressure, unroll
+from pellucid.ir.index import Expr
+from pellucid.ir.nodes import Compute, Kernel, Line, Load, Reduce, Store
+from pellucid.ir.ops import EXPENSIVE, OPS
+from pellucid.machine import Machine
+from pellucid.machine.tiles import SQUARES, tiling
+from pellucid.machine.work import estimate
+from pellucid.options import Options
+
+CLOSE = 1.3
+"""How many times as high the price of a plan may be that is tried."""
+
+MOST_LANES = 64
+
+
+def plan_loops(kernel: Kernel, machine: Machine, options: Options) -> Iterator[Plan]:
+    """The plan of a kernel that is no contraction; then others that are close to it by price.
+
+    These differ in the vector axis, in the order of the loops around it, and in the lanes of a step.
+    """
+    choice = choose(kernel, machine, options.vectorize)
+    first = make_plan(kernel, machine, options, choice)
+    yield first
+    if choice.axis is None or _joins(kernel):
+        return
+    planned = partial(make_plan, kernel, machine, options)
+    others = chain(
+        map(planned, _other_axes(kernel, choice, machine)),
+        _other_orders(first),
+        map(planned, _other_lanes(kernel, choice, machine)),
+    )
+    yield from (plan for plan in others if not differs(first, plan))
+
+
+def _joins(kernel: Kernel) -> bool:
+    """Whether points may meet: they are stored in the order of the loops."""
+    return any(store.join or store.index.vals() for _, store in kernel.stores())
+
+
+def differs(first: Plan, other: Plan) -> str:
+    """Why two plans of a kernel may give other bits; empty if they cannot."""
+    reduced = set(first.kernel.reduced)
+    if any(_in_order(line) for line in first.kernel.body):
+        if first.vector != other.vector and {first.vector, other.vector} & reduced:
+            return "terms would be added in another order"
+        if first.width != other.width and ({first.vector, first.tile, other.tile} & reduced):
+            return "terms would be added in blocks of another size"
+        if (first.tile in reduced) != (other.tile in reduced):
+            return "terms would be added in blocks of another size"
+    for line in first.kernel.body:
+        if _is_function(line) and (line.out in first.wide) != (line.out in other.wide):
+            return f"{line.out} would be computed by another function"
+    return ""
+
+
+def _in_order(line: Line) -> bool:
+    """Whether it is a reduction whose bits depend on the order of its terms: of floats, or of positions."""
+    return isinstance(line.rhs, Reduce) and (line.dtype.is_float or line.rhs.op in ("argmax", "argmin"))
+
+
+def _is_function(line: Line) -> bool:
+    """Whether its scalar form may round in another way than its vector form."""
+    return isinstance(line.rhs, Compute) and line.dtype.is_float and OPS[line.rhs.op].cost >= EXPENSIVE
+
+
+def _other_axes(kernel: Kernel, choice: VectorChoice, machine: Machine) -> Iterator[VectorChoice]:
+    lanes = base_lanes(kernel, machine)
+    prices = {
+        name: cost(kernel, name, lanes, tiling(kernel, name, lanes, machine).lines) for name in candidates(kernel)
+    }
+    for name in sorted(prices.keys() - {choice.axis}, key=lambda name: (prices[name], name)):
+        if prices[name] <= CLOSE * prices[str(choice.axis)]:
+            yield _choice(kernel, name, lanes * unroll(kernel, name, lanes, machine), machine)
+
+
+def _other_lanes(kernel: Kernel, choice: VectorChoice, machine: Machine) -> Iterator[VectorChoice]:
+    """Steps of twice as many lanes, of half and of four times as many, where the registers hold them."""
+    axis, least = str(choice.axis), base_lanes(kernel, machine)
+    live, extent = pressure(kernel, axis), estimate(kernel.ranges[axis])
+    most = max(SQUARES) if choice.tiles.axis else MOST_LANES
+    for width in (2 * choice.width, choice.width // 2, 4 * choice.width):
+        fits = least <= width <= min(most, extent) and width // least * live <= machine.isa.registers
+        if fits:
+            yield _choice(kernel, axis, width, machine)
+
+
+def _choice(kernel: Kernel, axis: str, width: int, machine: Machine) -> VectorChoice:
+    return VectorChoice(axis, width, tiling(kernel, axis, width, machine), ())
+
+
+def _other_orders(first: Plan) -> Iterator[Plan]:
+    """The loops around the vectors in the order in which results lie, or else what is read."""
+    stores, loads = (
+        [line.rhs.index for line in first.kernel.body if isinstance(line.rhs, kind)] for kind in (Store, Load)
+    )
+    for indices in (stores, loads):
+        order = tuple(sorted(first.outer, key=lambda axis: -_longest(indices, axis)))
+        if order != first.outer:
+            yield replace(first, outer=order)
+            return
+
+
+def _longest(indices: Iterable[Expr], axis: str) -> int:
+    """The longest step along an axis, in elements."""
+    steps = (index.coefficient(axis) for index in indices)
+    return max((abs(estimate(step)) for step in steps if step is not None), default=0)
