@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pellucid.errors import InternalError
-from pellucid.native.execution_plan import (
+from pellucid.native.instance import (
     ALIGNMENT,
     ArenaSlot,
     Arg,

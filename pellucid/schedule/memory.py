@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import TypeAlias
 
 from pellucid.errors import InternalError
-from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Program, View
 from pellucid.schedule.deps import reads, writes
 
@@ -18,6 +18,10 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 # which take some tenths of a second.
 _STRETCH = 32
 _MOST_LOOKS = 1_000_000
+
+
+Span: TypeAlias = tuple[int, int]
+"""The positions of the first and the last node that use a buffer; results are used after the last node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +45,22 @@ class Lifetime:
     last: int
     size: int
 
+    @classmethod
+    def of(cls, buffer: str, span: Span, nbytes: int) -> Lifetime:
+        """With `nbytes` rounded up to whole cache lines."""
+        return cls(buffer, *span, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+
     def meets(self, other: Lifetime) -> bool:
         """True if both are alive at some node."""
         return self.first <= other.last and other.first <= self.last
 
 
-def plan_memory(program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = ()) -> MemoryPlan:
-    """Lay out all temporaries but those of `leave_out`.
-
-    sizes: the number that a size expression has in this call.
+def plan_memory(lives: Sequence[Lifetime]) -> MemoryPlan:
+    """Lay out buffers.
 
     Before: `t0` (nodes 0 to 1), `t1` (1 to 2), `t2` (2 to 3), 64 bytes each.
     After: `t0` at 0, `t1` at 64, `t2` at 0; 128 bytes.
     """
-    lives = lifetimes(program, sizes, leave_out)
     # Placing large buffers first is near-optimal for most graphs, placing in order of birth for chains.
     bound = _peak(lives)
     offsets, arena_bytes = _place_by_birth(sorted(lives, key=lambda life: (life.first, -life.size, life.buffer)))
@@ -65,8 +71,8 @@ def plan_memory(program: Program, sizes: Callable[[Expr], int], leave_out: Colle
     return MemoryPlan(offsets, arena_bytes, bound)
 
 
-def lifetimes(program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = ()) -> list[Lifetime]:
-    """The lifetime of each temporary in the order of the nodes, with sizes rounded up to whole cache lines."""
+def spans(program: Program) -> dict[str, Span]:
+    """The span of each buffer that a node uses."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for position, node in enumerate(program.nodes):
@@ -76,18 +82,11 @@ def lifetimes(program: Program, sizes: Callable[[Expr], int], leave_out: Collect
     for view in program.outputs:
         if isinstance(view, View):
             last[view.buffer] = len(program.nodes)
-    return [
-        Lifetime(b.name, first[b.name], last[b.name], _aligned(sizes(b.numel) * b.dtype.itemsize))
-        for b in program.buffers
-        if b.role == "temp" and b.name in first and b.name not in leave_out
-    ]
+    return {name: (begin, last[name]) for name, begin in first.items()}
 
 
-def check_memory_plan(
-    program: Program, sizes: Callable[[Expr], int], plan: MemoryPlan, leave_out: Collection[str] = ()
-) -> None:
-    """Raise InternalError unless every temporary lies aligned in the arena, away from all that live with it."""
-    lives = lifetimes(program, sizes, leave_out)
+def check_memory_plan(lives: Sequence[Lifetime], plan: MemoryPlan) -> None:
+    """Raise InternalError unless every buffer lies aligned in the arena, away from all that live with it."""
     if {life.buffer for life in lives} != set(plan.offsets):
         raise InternalError("the memory plan does not cover the temporaries of the program")
     active: list[Lifetime] = []
@@ -101,10 +100,6 @@ def check_memory_plan(
             if start < base + other.size and base < start + life.size:
                 raise InternalError(f"buffers {life.buffer} and {other.buffer} overlap while both are alive")
         active.append(life)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _place_by_birth(order: Sequence[Lifetime]) -> tuple[dict[str, int], int]:

@@ -568,7 +568,7 @@ def plant_pellucid_lowering_flip() -> None:
 
 @planted("pellucid", "wrong", "memory plan", "", mixed)
 def plant_pellucid_memory_plan() -> None:
-    from pellucid import executable
+    from pellucid import execution_plan
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def plan(*args: Any, **kwargs: Any) -> Any:
@@ -577,7 +577,7 @@ def plant_pellucid_memory_plan() -> None:
 
         return plan
 
-    patch(executable, "plan_memory", make)
+    patch(execution_plan, "plan_memory", make)
 
 
 @planted("pellucid", "wrong", "decompositions", "softmax", mixed)

@@ -7,15 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid.errors import InternalError
-from pellucid.ir.index import ONE, ZERO, Expr, as_expr
+from pellucid.ir.index import ONE, ZERO, as_expr
 from pellucid.ir.nodes import Buffer, Extern, Program, View
 from pellucid.ir.types import DType
-from pellucid.schedule.memory import ALIGNMENT, MemoryPlan, check_memory_plan, lifetimes, plan_memory
-
-
-def sizes(size: Expr) -> int:
-    assert size.value is not None
-    return size.value
+from pellucid.schedule.memory import ALIGNMENT, MemoryPlan, check_memory_plan, plan_memory
+from tests.unit.schedule.build import lives
 
 
 def program_of(nodes: list[tuple[list[str], list[str]]], numels: dict[str, int]) -> Program:
@@ -36,32 +32,24 @@ def test_chain_alternates_between_two_places() -> None:
     names = [f"t{k}" for k in range(6)]
     nodes = [([], ["t0"]), *(([a], [b]) for a, b in pairwise(names))]
     program = program_of(nodes, dict.fromkeys(names, 16))
-    plan = plan_memory(program, sizes)
-    check_memory_plan(program, sizes, plan)
+    plan = plan_memory(lives(program))
+    check_memory_plan(lives(program), plan)
     assert plan.arena_bytes == plan.lower_bound == 2 * ALIGNMENT
-
-
-def test_buffers_left_out_take_no_place() -> None:
-    program = program_of([([], ["a"]), (["a"], ["b"]), (["b"], [])], {"a": 1000, "b": 10})
-    plan = plan_memory(program, sizes, leave_out={"a"})
-    check_memory_plan(program, sizes, plan, leave_out={"a"})
-    assert dict(plan.offsets) == {"b": 0}
-    assert plan.arena_bytes == ALIGNMENT
 
 
 def test_large_hole_is_filled() -> None:
     """Buffers of another size share the place of one that died."""
     nodes = [([], ["big"]), (["big"], ["x"]), (["x"], ["y", "z"]), (["x", "y", "z"], [])]
     program = program_of(nodes, {"big": 64, "x": 16, "y": 32, "z": 32})
-    plan = plan_memory(program, sizes)
-    check_memory_plan(program, sizes, plan)
+    plan = plan_memory(lives(program))
+    check_memory_plan(lives(program), plan)
     assert plan.arena_bytes == plan.lower_bound
 
 
 def test_overlap_is_found() -> None:
     program = program_of([([], ["a"]), (["a"], ["b"]), (["b"], [])], {"a": 16, "b": 16})
     with pytest.raises(InternalError, match="overlap"):
-        check_memory_plan(program, sizes, MemoryPlan({"a": 0, "b": 0}, ALIGNMENT, 0))
+        check_memory_plan(lives(program), MemoryPlan({"a": 0, "b": 0}, ALIGNMENT, 0))
 
 
 @st.composite
@@ -79,6 +67,6 @@ def programs(draw: st.DrawFn) -> Program:
 @settings(max_examples=100, deadline=None)
 @given(programs())
 def test_plans_never_overlap(program: Program) -> None:
-    plan = plan_memory(program, sizes)
-    check_memory_plan(program, sizes, plan)
-    assert plan.lower_bound <= plan.arena_bytes <= sum(life.size for life in lifetimes(program, sizes))
+    plan = plan_memory(lives(program))
+    check_memory_plan(lives(program), plan)
+    assert plan.lower_bound <= plan.arena_bytes <= sum(life.size for life in lives(program))
