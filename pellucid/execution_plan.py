@@ -122,7 +122,9 @@ def plan_execution(
     values: where it puts what the graph computes. reuse: let temporaries that are not alive at once share memory.
     """
     allocated = _allocated_by_calls(program.nodes)
-    whole, used = _whole(program, values), spans(program)
+    whole = _whole(program, values)
+    calls = tuple(_launch(node, kernels[node.name]) if isinstance(node, Kernel) else node for node in program.nodes)
+    used = spans([(*read_by(call), *written_by(call)) for call in calls], program.outputs)
 
     def place(buffer: str, role: str) -> Place:
         if role == "input":
@@ -142,7 +144,7 @@ def plan_execution(
         inputs=program.inputs,
         supplied=program.supplied,
         buffers=buffers,
-        calls=tuple(_launch(node, kernels[node.name]) if isinstance(node, Kernel) else node for node in program.nodes),
+        calls=calls,
         results=program.outputs,
         memory=None if program.symbols else _memory(buffers, Numbers({}, by_name(program.derived))),
     )

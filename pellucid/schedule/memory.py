@@ -9,10 +9,9 @@ from heapq import heappop, heappush
 from typing import TypeAlias
 
 from pellucid.errors import InternalError
-from pellucid.ir.nodes import Program, View
-from pellucid.schedule.deps import reads, writes
-
-ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+from pellucid.ir.index import Expr
+from pellucid.ir.nodes import View
+from pellucid.ir.types import ALIGNMENT
 
 # Placing by size compares temporaries that live in the same stretch of so many nodes, and gives up after so many looks,
 # which take some tenths of a second.
@@ -71,17 +70,19 @@ def plan_memory(lives: Sequence[Lifetime]) -> MemoryPlan:
     return MemoryPlan(offsets, arena_bytes, bound)
 
 
-def spans(program: Program) -> dict[str, Span]:
-    """The span of each buffer that a node uses."""
+def spans(used: Iterable[Sequence[str]], results: Iterable[View | Expr | None]) -> dict[str, Span]:
+    """The span of each buffer that a node uses. used: buffers, node by node. results: of the program."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
-    for position, node in enumerate(program.nodes):
-        for buffer in (*reads(node), *writes(node)):
+    end = 0
+    for position, buffers in enumerate(used):
+        end = position + 1
+        for buffer in buffers:
             first.setdefault(buffer, position)
             last[buffer] = position
-    for view in program.outputs:
+    for view in results:
         if isinstance(view, View):
-            last[view.buffer] = len(program.nodes)
+            last[view.buffer] = end
     return {name: (begin, last[name]) for name, begin in first.items()}
 
 

@@ -33,6 +33,7 @@ from pellucid.ir.types import DType
 from pellucid.ir.verify import verify_program
 from pellucid.options import Options
 from pellucid.schedule import schedule
+from pellucid.schedule.deps import reads, writes
 from pellucid.schedule.memory import Lifetime, spans
 
 Size = Expr | int
@@ -243,7 +244,7 @@ def kernels(program: Program) -> list[Kernel]:
 
 def lives(program: Program) -> list[Lifetime]:
     """Of the temporaries of a program of known sizes."""
-    used = spans(program)
+    used = spans([(*reads(node), *writes(node)) for node in program.nodes], program.outputs)
     temps = [buffer for buffer in program.buffers if buffer.role == "temp" and buffer.name in used]
     return [Lifetime.of(b.name, used[b.name], (b.numel.value or 0) * b.dtype.itemsize) for b in temps]
 

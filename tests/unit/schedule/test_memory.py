@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pellucid.errors import InternalError
 from pellucid.ir.index import ONE, ZERO, as_expr
 from pellucid.ir.nodes import Buffer, Extern, Program, View
-from pellucid.ir.types import DType
-from pellucid.schedule.memory import ALIGNMENT, MemoryPlan, check_memory_plan, plan_memory
+from pellucid.ir.types import ALIGNMENT, DType
+from pellucid.schedule.memory import MemoryPlan, check_memory_plan, plan_memory
 from tests.unit.schedule.build import lives
 
 
