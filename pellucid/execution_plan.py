@@ -12,13 +12,13 @@ from enum import Enum
 from typing import TypeAlias
 
 from pellucid.codegen import CppKernel
+from pellucid.ir.analysis import reads, writes
 from pellucid.ir.derived import Derived, Numbers, by_name, term_text
 from pellucid.ir.index import Expr, const, text
 from pellucid.ir.nodes import Extern, Kernel, Node, Program, View
 from pellucid.ir.origin import Origin
 from pellucid.ir.printer import print_arg, with_comments
 from pellucid.ir.types import DType
-from pellucid.schedule.deps import reads, writes
 from pellucid.schedule.memory import Lifetime, MemoryPlan, Span, plan_memory, spans
 
 

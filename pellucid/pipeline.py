@@ -25,6 +25,7 @@ from pellucid.errors import PellucidError
 from pellucid.executable import Executable, Name, Probe, Whole
 from pellucid.execution_plan import ExecutionPlan, plan_execution
 from pellucid.frozen import Frozen, Packer
+from pellucid.ir.analysis import reads
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Extern, Kernel, Program, View
 from pellucid.ir.printer import print_program
@@ -35,7 +36,6 @@ from pellucid.native.build import BuildReport, build
 from pellucid.native.machine import machine_for
 from pellucid.options import Options
 from pellucid.schedule import schedule
-from pellucid.schedule.deps import reads
 from pellucid.schedule.freeze import part, with_inputs
 from pellucid.schedule.pad import pad
 from pellucid.segments import Segments

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pellucid.ir.analysis import depth_of
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Compute, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import EXPENSIVE, OPS
@@ -37,15 +38,6 @@ class Sweeps:
     depth: dict[str, int]
     order: tuple[Sweep, ...]
     decisions: tuple[Decision, ...]
-
-
-def depth_of(kernel: Kernel) -> dict[str, int]:
-    """For each line the number of nested reductions that it depends on, a reduction counting itself."""
-    depth: dict[str, int] = {}
-    for line in kernel.body:
-        below = max((depth[name] for name in operands(line.rhs)), default=0)
-        depth[line.out] = below + isinstance(line.rhs, Reduce)
-    return depth
 
 
 def plan_sweeps(kernel: Kernel, lanes_kept: int) -> Sweeps:

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from pellucid.ir.analysis import depth_of, reads, writes
 from pellucid.ir.attention import find_attention
 from pellucid.ir.contraction import Contraction, find_contraction
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, Expr, FloorDiv, Mod, const, exact_div, floordiv, total, var
-from pellucid.ir.nodes import Kernel, Line, Load, Node, Param, Program, Reduce, Store, View, axes_of, operands
+from pellucid.ir.nodes import Kernel, Line, Load, Node, Param, Program, Store, View, axes_of, operands
 from pellucid.ir.traffic import LINE
 from pellucid.machine import Machine, issuing, moving
 from pellucid.machine.work import estimate
 from pellucid.schedule.canonical import canonical_kernel
-from pellucid.schedule.deps import reads, writes
 from pellucid.schedule.normalize import split_axes
 
 # A row may grow by this share.
@@ -206,11 +206,10 @@ def _column_walk(kernel: Kernel, load: Load, param: Param, machine: Machine) -> 
 def sweeps(kernel: Kernel, buffer: str) -> int:
     """How often the kernel walks over what it loads of `buffer`: before a reduction, and again with what came out."""
     reduced, scopes = set(kernel.reduced), axes_of(kernel)
-    after: dict[str, int] = {}  # reductions that a line waits for, one after the other
+    after = depth_of(kernel)
     made: set[str] = set()
     for line in kernel.body:
         args = operands(line.rhs)
-        after[line.out] = max((after[name] for name in args), default=0) + isinstance(line.rhs, Reduce)
         loaded = isinstance(line.rhs, Load) and line.rhs.buffer == buffer
         if (loaded or not made.isdisjoint(args)) and scopes[line.out] & reduced:
             made.add(line.out)

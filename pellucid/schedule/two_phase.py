@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from pellucid.ir.analysis import depth_of
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, Expr, product, val, var
 from pellucid.ir.nodes import (
@@ -35,6 +36,7 @@ from pellucid.ir.nodes import (
     axes_of,
     operands,
 )
+from pellucid.ir.ops import REDUCTIONS, identity_of
 from pellucid.ir.origin import merge
 from pellucid.ir.types import DType
 from pellucid.options import Options
@@ -95,7 +97,7 @@ class _Split:
 
     def __post_init__(self) -> None:
         self.chunked, self.chunks, self.inside = chunk_axes(self.kernel, self.cuts)
-        self.stage = _stages(self.kernel)
+        self.stage = depth_of(self.kernel)
         self.depends = axes_of(self.kernel)
         self.lines = {line.out: line for line in self.chunked.body}
         self.params = {param.name: param for param in self.kernel.params}
@@ -312,35 +314,12 @@ def _masked(kernel: Kernel, body: Sequence[Line], limits: dict[str, tuple[Expr, 
             case CheckIndex(arg) if beyond:
                 made.append(replace(each, rhs=replace(each.rhs, arg=chosen(each.out, arg, 0, DType.I64))))
             case Reduce(op, arg, axes):
-                value = chosen(each.out, arg, identity(op, dtypes[arg]), dtypes[arg])
+                join = REDUCTIONS[op.removeprefix("arg")].combine
+                value = chosen(each.out, arg, identity_of(join, dtypes[arg]), dtypes[arg])
                 made.append(replace(each, rhs=Reduce(op, value, axes)))
             case _:
                 made.append(each)
     return tuple(made)
-
-
-def identity(op: str, dtype: DType) -> Scalar:
-    """What a reduction does not notice."""
-    if op in ("sum", "any"):
-        return False if dtype is DType.BOOL else 0
-    if op in ("prod", "all"):
-        return True if dtype is DType.BOOL else 1
-    greatest = op in ("min", "argmin")
-    if dtype is DType.BOOL:
-        return greatest
-    if dtype.is_float:
-        return float("inf") if greatest else float("-inf")
-    low, high = dtype.limits
-    return high if greatest else low
-
-
-def _stages(kernel: Kernel) -> dict[str, int]:
-    """For each line the number of nested reductions that it depends on, a reduction counting itself."""
-    stage: dict[str, int] = {}
-    for line in kernel.body:
-        below = max((stage[name] for name in operands(line.rhs)), default=0)
-        stage[line.out] = below + isinstance(line.rhs, Reduce)
-    return stage
 
 
 def _fresh(stem: str, names: set[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ from pellucid.codegen import CppKernel
 from pellucid.codegen.blocks import FEW_ROWS
 from pellucid.executable import Sized, operator_of, plain_argument
 from pellucid.execution_plan import Place
+from pellucid.ir.analysis import arguments_of
 from pellucid.ir.index import product
 from pellucid.ir.nodes import Arg, Extern, Kernel, Node, View
 from pellucid.ir.origin import merge
@@ -77,7 +78,8 @@ class _Facts:
             }
         found: _Touched = {}
         made = [view for view in node.outputs if view is not None]
-        for view in (*_views((node.args, tuple(value for _, value in node.kwargs))), *made):
+        given = [each for each in arguments_of(node) if isinstance(each, View)]
+        for view in (*given, *made):
             read, written, _ = found.get(view.buffer, (0, 0, 1))
             nbytes = self._nbytes(view)
             found[view.buffer] = (read, max(written, nbytes), 1) if view in made else (max(read, nbytes), written, 1)
@@ -177,12 +179,3 @@ def _why_scalar(compiled: CppKernel) -> str:
     if plan.vector is not None or plan.blocks is not None:
         return ""
     return next((each.why for each in plan.decisions if each.rule == "codegen.vectorize" and not each.ok), "")
-
-
-def _views(arg: Arg) -> Iterator[View]:
-    """The tensors of an argument."""
-    if isinstance(arg, View):
-        yield arg
-    elif isinstance(arg, tuple):
-        for each in arg:
-            yield from _views(each)

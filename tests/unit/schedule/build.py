@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pellucid.ir.analysis import reads, writes
 from pellucid.ir.index import ONE, ZERO, Expr, as_expr, product, total, var
 from pellucid.ir.interp import TORCH_DTYPES, run_program
 from pellucid.ir.nodes import (
@@ -33,7 +34,6 @@ from pellucid.ir.types import DType
 from pellucid.ir.verify import verify_program
 from pellucid.options import Options
 from pellucid.schedule import schedule
-from pellucid.schedule.deps import reads, writes
 from pellucid.schedule.memory import Lifetime, spans
 
 Size = Expr | int
