@@ -13,6 +13,9 @@ from enum import IntEnum
 
 from pellucid.ir.types import ALIGNMENT
 
+RUN_HEAD = 8
+"""Words of a run in a timeline before the ends of its calls."""
+
 
 class Place(IntEnum):
     """Of a slot."""
@@ -98,8 +101,8 @@ def double_bits(value: float) -> int:
 def words_header() -> str:
     """The text of `words.h`: `TENSOR_LIST` is `kTensorList` there."""
     enums = (_enum_text(each) for each in (Place, CallKind, Shim, ArgKind, Returned, ResultKind))
-    alignment = f"constexpr int64_t kAlignment = {ALIGNMENT};  // of every block, in bytes\n"
-    return "#pragma once\n\n#include <cstdint>\n\nnamespace pellucid {\n\n" + "".join((alignment, *enums)) + "\n}\n"
+    numbers = f"constexpr int64_t kAlignment = {ALIGNMENT}, kRunHead = {RUN_HEAD};\n"
+    return "#pragma once\n\n#include <cstdint>\n\nnamespace pellucid {\n\n" + "".join((numbers, *enums)) + "\n}\n"
 
 
 def _enum_text(enum: type[IntEnum]) -> str:

@@ -19,6 +19,7 @@ from pellucid.ir.index import ONE, Expr, FloorDiv, Mod, const, exact_div, floord
 from pellucid.ir.nodes import Kernel, Line, Load, Node, Param, Program, Store, View, axes_of, operands
 from pellucid.ir.traffic import LINE
 from pellucid.machine import Machine, issuing, moving
+from pellucid.machine.kernels import FEW_ROWS, SAME_SET
 from pellucid.machine.work import estimate
 from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.normalize import split_axes
@@ -27,10 +28,6 @@ from pellucid.schedule.normalize import split_axes
 MOST_GROWTH = 1 / 8
 # Bytes of a row that a kernel takes at a time while it walks along columns: what `codegen.vector` unrolls to.
 COLUMN_BYTES = 4 * LINE
-# Rows so many bytes apart are copied before they are multiplied, from so many rows on: `SAME_SET` and `FEW_ROWS` of
-# `native/kernel/contract.h`.
-SAME_SET = 4096
-FEW_ROWS = 8
 # Instructions that a kernel spends on each row, where it could take all rows as one before.
 ROW_STEPS = 16
 

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import torch
 
 from pellucid.codegen import CppKernel
-from pellucid.codegen.blocks import FEW_ROWS
 from pellucid.executable import Sized, operator_of, plain_argument
 from pellucid.execution_plan import Place
 from pellucid.ir.analysis import arguments_of
@@ -20,6 +19,7 @@ from pellucid.ir.traffic import Traffic, tensor_bytes, traffic
 from pellucid.ir.types import TORCH_DTYPES
 from pellucid.kit.subjects.facts import StepFacts, library_facts, shape_text
 from pellucid.machine import Part
+from pellucid.machine.kernels import FEW_ROWS
 from pellucid.machine.work import computed_in, estimate
 
 _Touched: TypeAlias = "dict[str, tuple[int, int, int]]"
