@@ -15,7 +15,7 @@ from pellucid.capture.decompositions import decompositions
 from pellucid.capture.torch_compat import capture_with_aot, debug_folder, dynamo_seconds, repro_after
 from pellucid.errors import UserError, warn
 from pellucid.ir.nodes import Extern, Kernel
-from pellucid.native.execution_plan import event_name
+from pellucid.native.instance import event_name
 from pellucid.native.trials import variants
 from pellucid.native.warm_up import warm_up
 from pellucid.options import Options, make_options

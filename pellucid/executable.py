@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -15,13 +15,13 @@ import torch
 from pellucid.capture.torch_compat import is_unshared
 from pellucid.codegen import CppKernel
 from pellucid.errors import InternalError, UserError
+from pellucid.execution_plan import ExecutionPlan, Launch, Place, PlannedBuffer, where
 from pellucid.ir.derived import Float, Numbers, by_name
-from pellucid.ir.index import Expr, const
-from pellucid.ir.nodes import Arg, Enum, Extern, Kernel, Line, Load, Node, Program, Store, View
-from pellucid.ir.origin import Origin
-from pellucid.ir.types import TORCH_DTYPES, DType
+from pellucid.ir.index import Expr
+from pellucid.ir.nodes import Arg, Enum, Extern, Node, Program, View
+from pellucid.ir.types import ALIGNMENT, TORCH_DTYPES
 from pellucid.native.build import build
-from pellucid.native.execution_plan import (
+from pellucid.native.instance import (
     ArenaSlot,
     Call,
     ExternSlot,
@@ -38,8 +38,7 @@ from pellucid.native.execution_plan import (
 )
 from pellucid.native.runtime import Instance
 from pellucid.native.trials import Choices
-from pellucid.schedule.deps import reads
-from pellucid.schedule.memory import ALIGNMENT, plan_memory
+from pellucid.schedule.memory import MemoryPlan
 
 # Instances for as many different sizes are kept; beyond it the one unused for longest is made again when needed.
 _INSTANCES = 64
@@ -77,51 +76,19 @@ class Whole:
         return self._made
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How a kernel is called. ways: functions that do it, the cheapest by price first, each with its extent and grain.
-    checks: messages of its index checks. reads: buffers.
-
-    The rest: see `KernelCall` and `CppKernel`.
-    """
-
-    ways: tuple[tuple[str, Expr, int], ...]
-    params: tuple[str, ...]
-    symbols: tuple[str, ...]
-    checks: tuple[str, ...]
-    where: str
-    reads: tuple[str, ...]
-
-    @classmethod
-    def of(cls, kernel: Kernel, compiled: CppKernel) -> Launch:
-        return cls(
-            tuple((each.name, each.extent, each.grain) for each in compiled.ways),
-            compiled.params,
-            compiled.symbols,
-            tuple(_check_text(dim, origin) for dim, origin in compiled.checks),
-            where(kernel.body[-1].origin),
-            reads(kernel),
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class Sized:
-    """A program with its sizes, as an instance runs it: what its calls move and compute follows from it.
+    """A plan with its sizes, as an instance runs it: what its calls move and compute follows from it.
 
-    nodes: the name of the node of each call of the plan, None for those of a probe. size: of the symbols. shapes: by
-    buffer, a view that shows its shape. name: of the program. parameters: inputs that could be frozen, and are not.
+    nodes: the name of the node of each call, None for those of a probe. size: of the symbols.
+    parameters: inputs that could be frozen, and are not.
     """
 
-    name: str
+    plan: ExecutionPlan
     whole: Whole
     nodes: tuple[str | None, ...]
     size: Numbers
-    shapes: Mapping[str, View]
     parameters: frozenset[str]
-
-    @property
-    def program(self) -> Program:
-        return self.whole.made[0]
 
     @property
     def kernels(self) -> Mapping[str, CppKernel]:
@@ -129,8 +96,8 @@ class Sized:
 
     @property
     def calls(self) -> tuple[Node | None, ...]:
-        """The node of each call of the plan, None for those of a probe."""
-        nodes = {node.name: node for node in self.program.nodes}
+        """The node of each call, None for those of a probe."""
+        nodes = {node.name: node for node in self.whole.made[0].nodes}
         return tuple(None if name is None else nodes[name] for name in self.nodes)
 
 
@@ -148,57 +115,45 @@ class Executable:
 
     def __init__(
         self,
-        program: Program,
-        kernels: Mapping[str, CppKernel],
+        plan: ExecutionPlan,
+        whole: Whole,
         addresses: Mapping[str, int],
         constants: tuple[torch.Tensor, ...],
         probes: Mapping[str, Probe] | None = None,
         *,
-        reuse: bool = True,
         checked: tuple[View, ...] = (),
-        name: str = "program",
-        values: Sequence[View] = (),
         parameters: Sequence[str] = (),
-        donated: Sequence[str] = (),
     ) -> None:
-        """probes: by the name of the node. reuse: let temporaries that are not alive at once share memory.
-        donated: inputs whose memory temporaries take over at calls where nobody else holds it (`is_unshared`).
-        name, values, parameters: of the program, of what it computes, and of what could be frozen, for profiles.
+        """whole: what was planned. addresses: of its functions, by symbol.
+        probes: by the name of the node; where there are some, no argument is overwritten, as they may look at it.
 
         checked: arguments that no guard has looked at: those that lie in memory otherwise than these say are copied.
+        parameters: what could be frozen, for profiles.
         """
-        self.program = program
-        self._name = name
+        self._plan = plan
+        self._whole = whole
         self._checked = checked
-        self._shapes = _shapes(program, values)
         self._parameters = frozenset(parameters)
-        self._donated = tuple(donated) if reuse and not probes else ()
         self._probes = probes or {}
-        self._reuse = reuse
-        self._whole = Whole((program, kernels))
-        self._launches = {
-            node.name: Launch.of(node, kernels[node.name]) for node in program.nodes if isinstance(node, Kernel)
-        }
-        self._sources = {each.name: each.source for kernel in kernels.values() for each in kernel.ways}
+        self._sources = {each.name: each.source for kernel in whole.made[1].values() for each in kernel.ways}
         self._constants = list(constants)
         self._load(addresses)
 
     def _load(self, addresses: Mapping[str, int]) -> None:
         self._addresses = addresses
         self.choices = Choices()
-        self._positions = [self.program.inputs.index(symbol) for symbol in self.program.symbols]
+        self._positions = [self._plan.inputs.index(symbol) for symbol in self._plan.symbols]
         self._instances: OrderedDict[_Key, _Ready] = OrderedDict()
         self._sized: dict[_Key, Sized] = {}
-        if not self.program.symbols:
+        if not self._plan.symbols:
             self._static = self._make_instance((), donated=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a later process needs, which finds the kernels in the store."""
         if self._probes:
-            raise InternalError(f"{self._name} has probes, which are of this process")
+            raise InternalError(f"{self._plan.name} has probes, which are of this process")
         here = ("_addresses", "choices", "_positions", "_instances", "_sized", "_static")
-        state = {name: value for name, value in self.__dict__.items() if name not in here}
-        return {**state, "program": _bare(self.program)}
+        return {name: value for name, value in self.__dict__.items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -228,28 +183,19 @@ class Executable:
         return instance
 
     def _make_instance(self, sizes: tuple[int, ...], *, donated: bool) -> _Ready:
-        assembler = _Assembler(
-            self.program,
-            self._whole,
-            self._launches,
-            self._sources,
-            self._addresses,
-            self.choices,
-            self._probes,
-            sizes,
-            self._reuse,
-            self._name,
-            self._shapes,
-            self._parameters,
-            self._donated if donated else (),
-        )
-        floats = [torch.tensor([assembler.size.of(name)], dtype=torch.float64) for name in self.program.supplied]
+        size = Numbers(dict(zip(self._plan.symbols, sizes, strict=True)), by_name(self._plan.derived))
+        memory = self._plan.memory_for(size, donated=donated and not self._probes)
+        assembler = _Assembler(self._plan, size, memory, self._addresses, self._sources, self.choices)
+        calls = assembler.calls(self._probes)
+        instance = assembler.instance(calls)
+        floats = [torch.tensor([size.of(name)], dtype=torch.float64) for name in self._plan.supplied]
         expected = [assembler.expected(view) for view in self._checked if view.buffer in assembler.slots]
-        instance = assembler.instance()
-        taken = sorted({assembler.inputs[name] for name in assembler.memory.homes.values()})
+        taken = sorted({assembler.inputs[name] for name in memory.homes.values()})
         ready = instance.run, [*self._constants, *floats], expected, taken
         self._instances[sizes, donated] = ready
-        self._sized[sizes, donated] = INSTANCES[instance.number] = assembler.sized()
+        nodes = tuple(None if isinstance(call, PythonCall) else call.name for call in calls)
+        sized = Sized(self._plan, self._whole, nodes, size, self._parameters)
+        self._sized[sizes, donated] = INSTANCES[instance.number] = sized
         if len(self._instances) > _INSTANCES:
             del self._sized[self._instances.popitem(last=False)[0]]
         return ready
@@ -257,19 +203,6 @@ class Executable:
 
 class Name(str):
     """The name of a compiled graph, unique in a process: what a later process reads back gets a new one there."""
-
-
-def _bare(program: Program) -> Program:
-    """The program with kernels that only tell what they read and write."""
-
-    def bare(node: Node) -> Node:
-        if not isinstance(node, Kernel):
-            return node
-        sites = {(type(rhs), rhs.buffer): rhs for line in node.body if isinstance(rhs := line.rhs, Load | Store)}
-        lines = [replace(rhs, index=const(0)) for rhs in sites.values()]
-        return Kernel(node.name, (), (), tuple(Line("", rhs, DType.F32) for rhs in lines))
-
-    return replace(program, nodes=tuple(map(bare, program.nodes)))
 
 
 # An argument's name, position, dtype, shape and strides.
@@ -305,118 +238,97 @@ def _may_be_overwritten(args: list[Any], position: int) -> bool:
 
 
 class _Assembler:
-    """Turns a program into an `Instance` for one binding of its symbols."""
+    """Turns a plan into an `Instance` for one binding of its symbols."""
 
     def __init__(
         self,
-        program: Program,
-        whole: Whole,
-        launches: Mapping[str, Launch],
-        sources: Mapping[str, str],
+        plan: ExecutionPlan,
+        size: Numbers,
+        memory: MemoryPlan,
         addresses: Mapping[str, int],
+        sources: Mapping[str, str],
         choices: Choices,
-        probes: Mapping[str, Probe],
-        sizes: tuple[int, ...],
-        reuse: bool,
-        name: str,
-        shapes: Mapping[str, View],
-        parameters: frozenset[str],
-        donated: Sequence[str],
     ) -> None:
-        self.program = program
-        self.name = name
-        self.shapes = shapes
-        self.parameters = parameters
-        self.probes = probes
-        self.reuse = reuse
-        self.whole = whole
-        self.launches = launches
-        self.sources = sources
+        self.plan = plan
+        self.size = size
+        self.memory = memory
         self.addresses = addresses
+        self.sources = sources
         self.choices = choices
-        self.size = Numbers(dict(zip(program.symbols, sizes, strict=True)), by_name(program.derived))
-        self.inputs = {name: number for number, name in enumerate((*program.inputs, *program.supplied))}
-        self.slots = {buffer.name: number for number, buffer in enumerate(program.buffers)}
-        self.dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in program.buffers}
-        self.allocated = allocated_by_calls(program)
-        apart = () if reuse else [buffer.name for buffer in program.buffers]
-        self.memory = plan_memory(program, self.size, self.allocated.union(apart), donated)
+        self.inputs = {name: number for number, name in enumerate(plan.arguments)}
+        self.slots = {buffer.name: number for number, buffer in enumerate(plan.buffers)}
+        self.dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in plan.buffers}
 
-    def instance(self) -> Instance:
-        slots = [self._slot(buffer.name) for buffer in self.program.buffers]
-        calls = [call for node in self.program.nodes for call in self._calls(node)]
-        results = [self._result(output) for output in self.program.outputs]
-        count = len(self.program.inputs) + len(self.program.supplied)
-        return Instance(slots, calls, results, inputs=count, arena=self.memory.arena_bytes, name=self.name)
+    def instance(self, calls: Sequence[Call]) -> Instance:
+        slots = [self._slot(buffer) for buffer in self.plan.buffers]
+        results = [self._result(result) for result in self.plan.results]
+        count, arena = len(self.plan.arguments), self.memory.arena_bytes
+        return Instance(slots, calls, results, inputs=count, arena=arena, name=self.plan.name)
 
-    def sized(self) -> Sized:
-        """What the calls of the instance are."""
-        names = [node.name for node in self.program.nodes]
-        calls = [(None, name, None) if name in self.probes else (name,) for name in names]
-        flat = tuple(call for group in calls for call in group)
-        return Sized(self.name, self.whole, flat, self.size, self.shapes, self.parameters)
+    def calls(self, probes: Mapping[str, Probe]) -> list[Call]:
+        """The calls of the plan, and those of probes."""
+        return [made for call in self.plan.calls for made in self._calls(call, probes.get(call.name))]
 
     def expected(self, view: View) -> _Expected:
         """What an argument must be, of which `view` is the whole."""
         given = self._view(view)
         return view.buffer, self.inputs[view.buffer], given.dtype, given.shape, given.strides
 
-    def _slot(self, name: str) -> Slot:
-        buffer = self.program.buffers[self.slots[name]]
-        home = self.memory.homes.get(name, name)
-        if home in self.inputs:
-            return InputSlot(self.inputs[home])
-        if name in self.allocated:
-            return ExternSlot()
-        if buffer.role == "output" or not self.reuse:  # a block of its own
-            return OutputSlot(self.size(buffer.numel) * buffer.dtype.itemsize)
-        return ArenaSlot(self.memory.offsets[name])
+    def _slot(self, buffer: PlannedBuffer) -> Slot:
+        match buffer.place:
+            case Place.ARGUMENT:
+                return InputSlot(self.inputs[buffer.name])
+            case Place.OPERATOR:
+                return ExternSlot()
+            case Place.POOL:
+                return OutputSlot(buffer.nbytes(self.size))
+            case Place.ARENA:
+                home = self.memory.homes.get(buffer.name)
+                return InputSlot(self.inputs[home]) if home else ArenaSlot(self.memory.offsets[buffer.name])
 
-    def _calls(self, node: Node) -> Iterator[Call]:
-        """The call of a node, and those of its probe."""
-        probe = self.probes.get(node.name)
+    def _calls(self, call: Launch | Extern, probe: Probe | None) -> Iterator[Call]:
         if probe is None:
-            yield self._call(node)
+            yield self._call(call)
             return
         views = tuple(self._view(view) for view in probe.views)
-        yield PythonCall(probe.before, (), (), (), f"before {node.name}")
-        yield self._call(node)
-        yield PythonCall(probe.after, views, (), (), f"after {node.name}")
+        yield PythonCall(probe.before, (), (), (), f"before {call.name}")
+        yield self._call(call)
+        yield PythonCall(probe.after, views, (), (), f"after {call.name}")
 
-    def _call(self, node: Node) -> Call:
-        match node:
-            case Kernel():
-                return self._kernel_call(node)
+    def _call(self, call: Launch | Extern) -> Call:
+        match call:
+            case Launch():
+                return self._kernel_call(call)
             case Extern(out=True):
-                kwargs = (*self._kwargs(node), ("out", self._view(node.outputs[0])))
-                return OutCall(operator_of(node.op), self._args(node), kwargs, node.name, where(node.origin))
+                kwargs = (*self._kwargs(call), ("out", self._view(call.outputs[0])))
+                return OutCall(operator_of(call.op), self._args(call), kwargs, call.name, where(call.origin))
             case Extern():
-                outputs = tuple(None if view is None else self._view(view) for view in node.outputs)
+                outputs = tuple(None if view is None else self._view(view) for view in call.outputs)
                 return FunctionalCall(
-                    operator_of(node.op),
-                    self._args(node),
-                    self._kwargs(node),
+                    operator_of(call.op),
+                    self._args(call),
+                    self._kwargs(call),
                     outputs,
-                    node.name,
-                    where(node.origin),
+                    call.name,
+                    where(call.origin),
                 )
 
-    def _kernel_call(self, kernel: Kernel) -> KernelCall:
-        launch, trial = self.launches[kernel.name], None
-        way, *others = ways = [Way(self.addresses[each], self.size(extent), n) for each, extent, n in launch.ways]
+    def _kernel_call(self, launch: Launch) -> KernelCall:
+        way, *others = ways = [Way(self.addresses[w.symbol], self.size(w.extent), w.grain) for w in launch.ways]
+        trial = None
         if others:
-            sources = {symbol: self.sources[symbol] for symbol, _, _ in launch.ways}
-            way, trial = self.choices.of(kernel.name, sources, ways)
+            sources = {way.symbol: self.sources[way.symbol] for way in launch.ways}
+            way, trial = self.choices.of(launch.name, sources, ways)
         return KernelCall(
             address=way.address,
             slots=tuple(self.slots[name] for name in launch.params),
             symbols=tuple(int(self.size.of(name)) for name in launch.symbols),
             extent=way.extent,
             grain=way.grain,
-            name=kernel.name,
+            name=launch.name,
             checks=launch.checks,
             where=launch.where,
-            reads=tuple(self._view(self.shapes[name]) for name in launch.reads),
+            reads=tuple(self._view(self.plan.buffers[self.slots[name]].whole) for name in launch.reads),
             trial=trial,
         )
 
@@ -455,28 +367,6 @@ class _Assembler:
                 return None
 
 
-def _shapes(program: Program, values: Iterable[View]) -> dict[str, View]:
-    """By buffer, a view that shows its shape: of a value that the graph has there, else of its elements in a row.
-
-    AOTAutograd leaves out sizes that the graph does not compute with, so that not every shape is known.
-    """
-    known = {*program.symbols, *by_name(program.derived)}
-    shapes = {b.name: View(b.name, (b.numel,), (const(1),), const(0)) for b in program.buffers}
-    whole = [view for view in values if all(size.syms() <= known for size in (*view.shape, *view.strides))]
-    return shapes | {view.buffer: view for view in reversed(whole) if view.buffer in shapes}
-
-
-def allocated_by_calls(program: Program) -> frozenset[str]:
-    """Buffers whose memory comes from an ATen call that has no out= variant."""
-    return frozenset(
-        view.buffer
-        for node in program.nodes
-        if isinstance(node, Extern) and not node.out
-        for view in node.outputs
-        if view is not None
-    )
-
-
 def plain_argument(arg: Arg, size: Numbers) -> Any:
     """What an operator is given for an argument that is neither a view nor a list. size: of the symbols."""
     match arg:
@@ -498,13 +388,3 @@ def operator_of(name: str) -> torch._ops.OpOverload:
     packet, _, overload = qualified.partition(".")
     operator: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
     return operator  # type: ignore[return-value]
-
-
-def _check_text(dim: int, origin: Origin) -> str:
-    return f"index {{index}} is out of bounds for dimension {dim} with size {{size}}, in {where(origin)}"
-
-
-def where(origin: Origin) -> str:
-    """FX node and user line, for messages: `embedding at model.py:12`."""
-    nodes = ", ".join(origin.nodes) or "generated code"
-    return f"{nodes} at {origin.users[-1]}" if origin.users else nodes

@@ -23,8 +23,10 @@ from pellucid.capture.torch_compat import artifact_logger, donated_of, parameter
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel, compete, functions_of, generate, generate_all, packings_of
 from pellucid.errors import PellucidError
-from pellucid.executable import Executable, Name, Probe
+from pellucid.executable import Executable, Name, Probe, Whole
+from pellucid.execution_plan import ExecutionPlan, plan_execution
 from pellucid.frozen import Frozen, Packer
+from pellucid.ir.analysis import reads
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Extern, Kernel, Program, View
 from pellucid.ir.printer import print_program
@@ -35,7 +37,6 @@ from pellucid.native.build import BuildReport, build
 from pellucid.native.machine import machine_for
 from pellucid.options import Options
 from pellucid.schedule import schedule
-from pellucid.schedule.deps import reads
 from pellucid.schedule.freeze import part, with_inputs
 from pellucid.schedule.pad import pad
 from pellucid.segments import Segments
@@ -55,7 +56,7 @@ class Unit:
     frozen: what its parameters determine, for a program that is prepared once.
     captured, graph: the FX graph before and after our own passes.
     lowered, scheduled: the program before and after fusion. values: where it puts what an FX node computes.
-    kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`.
+    kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`. plan: what a call does.
     program: what runs, and `executable`: with what prepares its parameters before.
     """
 
@@ -68,6 +69,7 @@ class Unit:
     constants: tuple[torch.Tensor, ...] = ()
     values: Mapping[str, View] = field(default_factory=dict)
     kernels: Mapping[str, CppKernel] = field(default_factory=dict)
+    plan: ExecutionPlan | None = None
     addresses: Mapping[str, int] = field(default_factory=dict)
     built: BuildReport | None = None
     program: Executable | None = None
@@ -141,7 +143,7 @@ def _freeze(unit: Unit, options: Options) -> Step:
         return unit, _why_not_frozen(unit, options)
     parted, decisions = part(unit.lowered, names, len(unit.constants))
     before = replace(unit, name=f"{unit.name}_frozen", lowered=parted.before, watch=None)
-    for stage in (_schedule, _codegen, _build, _load):
+    for stage in (_schedule, _codegen, _plan, _build, _load):
         before, _ = stage(before, options)
     return replace(unit, lowered=parted.main, frozen=Preparation(before, names, parted.made)), decisions
 
@@ -179,27 +181,35 @@ def _codegen(unit: Unit, options: Options) -> Step:
     return replace(unit, scheduled=scheduled, kernels=kernels), decisions
 
 
+def _plan(unit: Unit, options: Options) -> Step:
+    values = (*tensors_of(unit.graph), *unit.values.values())
+    plan = plan_execution(
+        unit.scheduled,
+        unit.kernels,
+        name=unit.name,
+        values=values,
+        reuse=options.reuse_memory,
+        donated=donated_of(unit.graph),
+    )
+    return replace(unit, plan=plan), ()
+
+
 def _build(unit: Unit, options: Options) -> Step:
     addresses, report = build({each.name: each.source for each in functions_of(unit.kernels)})
     return replace(unit, addresses=addresses, built=report), ()
 
 
 def _load(unit: Unit, options: Options) -> Step:
-    probes = unit.watch(unit) if unit.watch else {}
-    inputs = tensors_of(unit.graph)
+    assert unit.plan is not None
     executable = Executable(
-        unit.scheduled,
-        unit.kernels,
+        unit.plan,
+        Whole((unit.scheduled, unit.kernels)),
         unit.addresses,
         unit.constants,
-        probes,
-        reuse=options.reuse_memory,
+        unit.watch(unit) if unit.watch else {},
         # Dynamo guards arguments; what forward saved comes by way of hooks, which may have packed and unpacked it.
-        checked=inputs if unit.kind == "backward" else (),
-        name=unit.name,
-        values=(*inputs, *unit.values.values()),
+        checked=tensors_of(unit.graph) if unit.kind == "backward" else (),
         parameters=parameters_of(unit.graph) if unit.kind == "inference" and not unit.frozen else (),
-        donated=donated_of(unit.graph),
     )
     whole = _prepared(unit, executable) if unit.frozen else executable
     return replace(unit, program=executable, executable=whole), executable.choices.decisions
@@ -225,6 +235,7 @@ STAGES: tuple[tuple[str, Callable[[Unit, Options], Step]], ...] = (
     ("freeze", _freeze),
     ("schedule", _schedule),
     ("codegen", _codegen),
+    ("plan", _plan),
     ("build", _build),
     ("load", _load),
 )
@@ -380,6 +391,7 @@ def _record_of(
         lowered=unit.lowered,
         scheduled=unit.scheduled,
         kernels=dict(unit.kernels),
+        plan=unit.plan,
         constants=unit.constants,
         values=unit.values,
         built=unit.built,
@@ -396,7 +408,7 @@ def _record_of(
 ARTIFACTS: Mapping[str, Callable[[GraphRecord], str]] = {
     "ir_pre_fusion": lambda record: print_program(record.lowered),
     "ir_post_fusion": lambda record: print_program(record.scheduled),
-    "output_code": lambda record: record.outline or output_code(record),
+    "output_code": lambda record: record.outline or (output_code(record) if record.plan else ""),
     "fusion": lambda record: "\n".join(str(d) for d in record.decisions if d.rule.startswith("fuse")),
     "perf_hints": lambda record: "\n".join(str(d) for d in record.decisions if d.rule.startswith("codegen.")),
     "schedule": lambda record: "\n".join(f"{t.name}: {t.seconds:.3f} s" for t in (*record.earlier, *record.stages)),

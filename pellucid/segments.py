@@ -12,7 +12,7 @@ from pellucid.capture.outline import Bind, EagerCall, Fit, Layout, Number, Outli
 from pellucid.capture.torch_compat import key_get, profiling, tree_flatten, tree_unflatten
 from pellucid.executable import Name, fitted
 from pellucid.ir.derived import Numbers
-from pellucid.native.execution_plan import event_name
+from pellucid.native.instance import event_name
 
 Values: TypeAlias = dict[str, Any]
 

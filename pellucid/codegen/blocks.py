@@ -15,6 +15,7 @@ from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product, var
 from pellucid.ir.nodes import Kernel, Load, Store
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
+from pellucid.machine.kernels import AMX_ROWS, DEPTH, FEW_COLUMNS, PLACES, TAPS
 from pellucid.machine.work import estimate
 from pellucid.options import Options
 
@@ -30,11 +31,10 @@ FEWEST_ROWS = 48
 # one for a column, which all rows share.
 GATHER = 3.5
 PACK = 7.3
-# Rows that products by tiles of bf16 (AMX) take at once, as `amx.h` has it; and the largest block of them.
-TILE_ROWS = 32
+# The largest block of products by tiles of bf16 (AMX).
 MOST_TILE_ROWS = 256
 # Rows of a block whose sums are made in one go, with a right operand that is packed already: they stay in the first
-# cache until other lines have read them. By tiles these are `TILE_ROWS`.
+# cache until other lines have read them. By tiles these are `AMX_ROWS`.
 ROWS_IN_ONE_GO = 24
 # The part of the peak that products by tiles of bf16 reach (AMX), with operands in the second cache.
 TILES_REACH = 0.5
@@ -44,14 +44,6 @@ PLACE = 48.0
 GROUP_WEIGHTS = 192 << 10
 # Taps of a line that can share the reads of pixels, as `groups.h` has it.
 MOST_NEIGHBOURS = 5
-# Terms that are packed at a time, as `contract.h` has it: all taps of a channel must be among them.
-DEPTH = 192
-# Columns that leave panels mostly empty, and rows that read a right operand where it lies, as `contract.h` has it.
-FEW_COLUMNS = 4
-FEW_ROWS = 8
-# Places of a tile for Winograd's method, and taps of a weight, as `winograd.h` has them.
-PLACES = 16
-TAPS = 9
 # Axes that the rows of a window may have: images, lines, pixels; and its taps.
 MOST_ROW_AXES = 3
 MOST_TAP_AXES = 2
@@ -595,9 +587,9 @@ def _sizes(
     m, n, outer = estimate(ranges[row]), estimate(ranges[column]), _points(ranges, (row, column, *found.inner))
     packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
     terms, tiles = estimate(product(ranges[name] for name in found.inner)), machine.isa.by_tiles(found.dtype)
-    most, step = (MOST_TILE_ROWS, TILE_ROWS) if tiles else (ROWS, ROW_STEP)
+    most, step = (MOST_TILE_ROWS, AMX_ROWS) if tiles else (ROWS, ROW_STEP)
     if not (pack or packed) and terms <= DEPTH * machine.isa.terms(found.dtype):
-        most, step = TILE_ROWS if tiles else ROWS_IN_ONE_GO, ROW_STEP
+        most, step = AMX_ROWS if tiles else ROWS_IN_ONE_GO, ROW_STEP
     rows, columns = _even(m, most, step), _even(n, COLUMNS, COLUMN_STEP)
     many = ranges[row].value is not None and m >= cores * FEWEST_ROWS
     if shared and many and outer < cores and not packed and _fits(found, column, ranges, machine):

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pellucid.ir.analysis import depth_of
 from pellucid.ir.decision import Decision
-from pellucid.ir.nodes import Compute, Kernel, Line, Load, Reduce, Store, axes_of, depth_of, operands
+from pellucid.ir.nodes import Compute, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import EXPENSIVE, OPS
 from pellucid.machine.work import estimate
 

@@ -11,20 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from pellucid.codegen.blocks import COLUMN_STEP, PLACES, TAPS, Blocks, stride_along, taps_of, waiting
+from pellucid.codegen.blocks import COLUMN_STEP, Blocks, stride_along, taps_of, waiting
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, product
 from pellucid.ir.nodes import Kernel
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
+from pellucid.machine.kernels import PLACES, TAPS, TRANSFORMED
 from pellucid.machine.work import estimate
 
 # The part of a core's own cache that transformed pixels may take, and the bytes of all that a block needs: they lie on
 # the stack, of which a thread may have 2 MiB.
 _SHARE = 0.9
 _STACK = 1408 << 10
-# Channels whose weights are transformed at a time, as `winograd.h` has it.
-_CHUNK = 128
 # Multiplications that take as long as: to transform a tile in one channel, or its sums back; to fetch the weights of a
 # channel and column that are packed, or to transform them.
 _TILE = 64.0
@@ -125,7 +124,7 @@ def _sign(index: Expr, line: str, pixel: str, taps: tuple[str, ...]) -> int:
 def _candidates(shape: _Shape, machine: Machine) -> Iterator[tuple[int, int]]:
     """Lines and columns of blocks that caches and stack hold. Lines come in pairs: so tiles are the same in each."""
     own = PLACES * (shape.channels + machine.lanes), PLACES * COLUMN_STEP
-    weights = 0 if shape.packed else PLACES * COLUMN_STEP * min(shape.channels, _CHUNK)
+    weights = 0 if shape.packed else PLACES * COLUMN_STEP * min(shape.channels, TRANSFORMED)
     panels = -(-shape.columns // COLUMN_STEP)
     widths = sorted({-(-panels // pieces) * COLUMN_STEP for pieces in range(1, panels + 1)})
     for lines in range(2, shape.lines + 2, 2):

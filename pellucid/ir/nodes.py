@@ -353,13 +353,3 @@ def axes_of(kernel: Kernel) -> Mapping[str, frozenset[str]]:
                 pass
         result[line.out] = axes
     return result
-
-
-@remembered
-def depth_of(kernel: Kernel) -> Mapping[str, int]:
-    """For each line the number of nested reductions that it depends on, a reduction counting itself."""
-    depth: dict[str, int] = {}
-    for line in kernel.body:
-        below = max((depth[name] for name in operands(line.rhs)), default=0)
-        depth[line.out] = below + isinstance(line.rhs, Reduce)
-    return depth

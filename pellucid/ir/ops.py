@@ -7,6 +7,7 @@ several lines by the lowering.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -200,6 +201,21 @@ _REDUCTIONS = (
 )
 
 REDUCTIONS: dict[str, Reduction] = {row.name: row for row in _REDUCTIONS}
+
+
+def identity_of(join: str, dtype: DType) -> bool | int | float:
+    """What the operator `join` of a store or a reduction leaves every other number as it is with.
+
+    In kernels the structs of `native/kernel/reductions.h` have it.
+    """
+    if join in ("maximum", "minimum"):
+        least = join == "maximum"
+        if dtype.is_float:
+            return -math.inf if least else math.inf
+        return dtype.limits[0 if least else 1] if dtype is not DType.BOOL else not least
+    identity = {"add": 0, "bitwise_or": 0, "mul": 1, "bitwise_and": 1}[join]
+    return bool(identity) if dtype is DType.BOOL else identity
+
 
 ROUNDING = {DType.BF16: "round_bf16", DType.F16: "round_f16"}
 """The operators that round to a narrow type, which kernels compute with in f32."""

@@ -137,7 +137,7 @@ def _kernel_lines(kernel: Kernel, origins: bool) -> list[str]:
         lines.append("  axes " + ", ".join(f"{axis.name}: {text(axis.extent)}" for axis in kernel.space))
     body = [f"  {print_line(line)}" for line in kernel.body]
     comments = [print_origin(line.origin) if origins else "" for line in kernel.body]
-    return [*lines, *_with_comments(body, comments), "}"]
+    return [*lines, *with_comments(body, comments), "}"]
 
 
 def _header_lines(kernel: Kernel) -> list[str]:
@@ -150,7 +150,8 @@ def _header_lines(kernel: Kernel) -> list[str]:
     return [f"{head}(", *(f"    {param}," for param in params), ") {"]
 
 
-def _with_comments(lines: Sequence[str], comments: Sequence[str]) -> Iterator[str]:
+def with_comments(lines: Sequence[str], comments: Sequence[str]) -> Iterator[str]:
+    """Each line with its comment, if it has one; the comments stand below one another."""
     widths = [len(line) for line, comment in zip(lines, comments, strict=True) if comment]
     column = min(max(widths, default=0), _COMMENT_COLUMN)
     for line, comment in zip(lines, comments, strict=True):
@@ -175,7 +176,7 @@ def _program_lines(program: Program, origins: bool) -> Iterator[str]:
     if program.nodes and program.outputs:
         yield ""
     for output in program.outputs:
-        yield f"  output {_arg_text(output)}"
+        yield f"  output {print_arg(output)}"
     yield "}"
 
 
@@ -187,11 +188,11 @@ def _extern_lines(extern: Extern, origins: bool) -> Iterator[str]:
     comment = print_origin(extern.origin) if origins else ""
     yield f"extern {extern.name} = {extern.op} {{" + (f"  # {comment}" if comment else "")
     for arg in extern.args:
-        yield f"  arg {_arg_text(arg)}"
+        yield f"  arg {print_arg(arg)}"
     for name, arg in extern.kwargs:
-        yield f"  kwarg {name} = {_arg_text(arg)}"
+        yield f"  kwarg {name} = {print_arg(arg)}"
     for output in extern.outputs:
-        yield f"  output {_arg_text(output)}"
+        yield f"  output {print_arg(output)}"
     if extern.out:
         yield "  out"
     if extern.mutates:
@@ -203,8 +204,11 @@ def _extern_lines(extern: Extern, origins: bool) -> Iterator[str]:
     yield "}"
 
 
-def _arg_text(arg: Arg) -> str:
-    """`size` marks an `Expr`, so that the expression 4 and the number 4 stay apart."""
+def print_arg(arg: Arg) -> str:
+    """An argument of a call, or a result.
+
+    `size` marks an `Expr`, so that the expression 4 and the number 4 stay apart.
+    """
     match arg:
         case None:
             return "none"
@@ -219,7 +223,7 @@ def _arg_text(arg: Arg) -> str:
         case str():
             return json.dumps(arg, ensure_ascii=False)
         case tuple():
-            return _tuple_text(map(_arg_text, arg))
+            return _tuple_text(map(print_arg, arg))
         case bool() | int() | float():
             return print_scalar(arg)
         case _:

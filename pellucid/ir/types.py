@@ -6,6 +6,9 @@ from enum import Enum
 
 import torch
 
+ALIGNMENT = 64
+"""Memory of ours starts at a multiple of this many bytes: a cache line, and the widest vector."""
+
 
 class DType(Enum):
     """An element type; the value is the name used in printed IR.

@@ -16,6 +16,7 @@ from pellucid.lower.kernel_builder import broadcast_index
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
 from pellucid.machine import AVX2, Machine
+from pellucid.machine.kernels import FEW_ROWS
 
 _OTHER = "matrix multiplication: kernels compute it in f32, bf16 and f16, ATen's BLAS in other types"
 _TRANSPOSED = "matrix multiplication: with AVX2, ATen's BLAS is faster where columns of the left operand lie in memory"
@@ -23,8 +24,6 @@ _STRIDED = "matrix multiplication: neither rows nor columns of the right operand
 _LONG = "matrix multiplication: few rows and columns leave threads idle, ATen's BLAS shares out the terms"
 _OFF = "matrix multiplication: ATen's BLAS computes it, as the option `contract` asks"
 
-# Rows that a transposed left operand may have: so few are read where they lie.
-_FEW_ROWS = 8
 # Terms of a sum, and elements of a result, that are too much for one thread and too little for two.
 _MANY_TERMS = 4096
 _FEW_ELEMENTS = 1024
@@ -96,7 +95,7 @@ def _check_speed(left: View, right: View, machine: Machine) -> None:
     elements = product_of((*left.shape[:-1], n))
     if ONE not in (m, n, k):
         transposed = left.strides[-1] != ONE and left.strides[-2] == ONE
-        if machine.isa.name == AVX2.isa.name and transposed and not nonnegative(as_expr(_FEW_ROWS) - m):
+        if machine.isa.name == AVX2.isa.name and transposed and not nonnegative(as_expr(FEW_ROWS) - m):
             raise NotLowered(_TRANSPOSED)
         if ONE not in right.strides[-2:]:
             raise NotLowered(_STRIDED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ import torch
 from pellucid.capture.fx import dtype_of, origin_of, shape_of, strides_of
 from pellucid.capture.torch_compat import derived_in, expr_of, is_symbolic, term_of
 from pellucid.errors import InternalError, UnsupportedError
+from pellucid.ir.analysis import arguments_of, reads, writes
 from pellucid.ir.decision import Decision, DecisionLog
 from pellucid.ir.derived import Apply, Derived, Float, names_in, number_name
 from pellucid.ir.index import ONE, ZERO, Expr, nonnegative, product, sym, total
@@ -193,7 +194,7 @@ class ProgramBuilder:
         """The program that returns `outputs`. Inputs, symbols and buffers that nothing uses are left out of it."""
         views = tuple(_output(value) for value in outputs)
         returned = {view.buffer for view in views if isinstance(view, View)}
-        used = returned.union(*(buffers_of(node) for node in self._nodes))
+        used = returned.union(*((*reads(node), *writes(node)) for node in self._nodes))
         buffers = tuple(
             replace(buffer, role="output") if buffer.role == "temp" and buffer.name in returned else buffer
             for buffer in self._buffers.values()
@@ -210,39 +211,14 @@ class ProgramBuilder:
         needed = {name for _, size in program_sizes(program) for name in size.syms()}
         needed |= {buffer.name for buffer in program.buffers}
         for node in program.nodes:
-            needed.update(_float_names((node.args, node.kwargs)) if isinstance(node, Extern) else ())
+            given = arguments_of(node) if isinstance(node, Extern) else ()
+            needed.update(each.name for each in given if isinstance(each, Float))
         kept: list[Derived] = []
         for each in reversed(self._derived.values()):
             if each.name in needed and each.name not in self._symbols:
                 needed |= names_in(each.term)
                 kept.append(each)
         return tuple(reversed(kept)), needed
-
-
-def buffers_of(node: Node) -> frozenset[str]:
-    """Every buffer that `node` reads or writes."""
-    match node:
-        case Kernel():
-            return frozenset(param.name for param in node.params)
-        case Extern():
-            views = (*node.outputs, *_views(node.args), *_views(tuple(value for _, value in node.kwargs)))
-            return frozenset((*node.mutates, *(view.buffer for view in views if view is not None)))
-
-
-def _views(arg: object) -> Iterator[View]:
-    if isinstance(arg, View):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from _views(item)
-
-
-def _float_names(arg: object) -> Iterator[str]:
-    if isinstance(arg, Float):
-        yield arg.name
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from _float_names(item)
 
 
 def _output(value: Result) -> View | Expr | None:

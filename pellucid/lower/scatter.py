@@ -8,7 +8,6 @@ Where a slice holds at most one written element, one kernel over the result choo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, floordiv, nonnegative, of_atom
 from pellucid.ir.nodes import View
+from pellucid.ir.ops import identity_of
 from pellucid.ir.types import DType
 from pellucid.lower.kernel_builder import KernelBuilder, Value, broadcast_index
 from pellucid.lower.pointwise import check_fits
@@ -132,7 +132,7 @@ def scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
         return _choose(graph, node, x, dim, join, found)
     result = _copied(graph, node, x)
     if afresh:
-        _scatter_into(graph, node, result, indices, _identity(join, x.dtype), dim, "")
+        _scatter_into(graph, node, result, indices, identity_of(join, x.dtype), dim, "")
     _scatter_into(graph, node, result, indices, source, dim, join)
     return result
 
@@ -191,16 +191,6 @@ def _source(kernel: KernelBuilder, source: TensorRef | float, dtype: DType, inde
     if isinstance(source, TensorRef):
         return kernel.load(source.view, source.dtype, index).to(dtype)
     return kernel.const(source, dtype)
-
-
-def _identity(join: str, dtype: DType) -> float:
-    """The number that a join leaves every other as it is."""
-    if join in ("add", "mul"):
-        return 0 if join == "add" else 1
-    if dtype.is_float:
-        return -math.inf if join == "maximum" else math.inf
-    low, high = dtype.limits
-    return low if join == "maximum" else high
 
 
 # --------------------------------------------------------------------------------- along several dimensions

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pellucid.ir.types import DType
 from pellucid.machine.cost import issuing, time
+from pellucid.machine.kernels import QUERIES, ROWS_IN_PLACE
 from pellucid.machine.model import Machine
 from pellucid.machine.work import Work
 
@@ -20,9 +21,6 @@ _KEYS_AND_COLUMNS = 32768
 _ROWS_AND_COLUMNS = 65536
 _KEYS = 512
 _PANEL = 32  # columns of the widest panel
-# Rows whose scores are in work at once, as `attend.h` has it but for tiles; and those up to which it packs nothing.
-_QUERIES = 24
-_FEW_ROWS = 3
 # Blocks from which on no thread waits long for another; fewer rows in a block would pack too often.
 _ENOUGH = 12
 _FEWEST_ROWS = 48
@@ -103,7 +101,7 @@ class Heads:
         pieces = -(-self.rows // (_ROWS_AND_COLUMNS // self._width))
         while self.count * pieces < _ENOUGH and self.rows >= 2 * pieces * _FEWEST_ROWS:
             pieces *= 2
-        return max(1, -(-self.rows // (pieces * _QUERIES)) * _QUERIES if pieces > 1 else self.rows)
+        return max(1, -(-self.rows // (pieces * QUERIES)) * QUERIES if pieces > 1 else self.rows)
 
     @property
     def gradient_keys(self) -> int:
@@ -141,7 +139,7 @@ class Heads:
     def steps(self, machine: Machine) -> float:
         """Vector instructions of a call."""
         scores, terms = self.count * self.rows * self.keys * self.share, machine.isa.terms(self.dtype)
-        if self.rows <= _FEW_ROWS:
+        if self.rows <= ROWS_IN_PLACE:
             each = self.size * (2 / terms + _VALUE / self.rows) + _DOT + _WEIGHT
             return scores * each / machine.lanes
         panel = 2 * machine.lanes

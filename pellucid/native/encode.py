@@ -1,23 +1,20 @@
-"""From an instance's description to the words that the native runtime reads (`Reader` in instance.h).
+"""From an instance's description to the words that the native runtime reads.
 
 It also decides how each operator is called, checks the description, and finds out when results can be freed.
 """
 
 from __future__ import annotations
 
-import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 
 from pellucid.errors import InternalError
-from pellucid.native.execution_plan import (
-    ALIGNMENT,
+from pellucid.ir.types import ALIGNMENT
+from pellucid.native.boxing import Unboxable, bind, box, returned
+from pellucid.native.by_python import trampoline
+from pellucid.native.instance import (
     ArenaSlot,
-    Arg,
     Call,
     ExternSlot,
     FunctionalCall,
@@ -32,18 +29,19 @@ from pellucid.native.execution_plan import (
     Trial,
     Way,
     event_name,
+    outputs_of,
+    slots_of,
+    views_read,
 )
-from pellucid.native.loader import dtype_code, layout_code, memory_format_code
+from pellucid.native.loader import dtype_code
+from pellucid.native.words import CallKind, Place, ResultKind, Shim, Writer
 
-_KERNEL, _SHIM, _DISPATCHER, _PYTHON = range(4)
-_VIEW, _BITS, _NONE, _SOME, _LIST, _TEXT = range(6)
-_TENSOR, _TENSOR_LIST, _OTHER = range(3)
-_MM, _BMM, _ADDMM, _BADDBMM = range(4)
-_SHIMS = {"aten::mm.out": _MM, "aten::bmm.out": _BMM, "aten::addmm.out": _ADDMM, "aten::baddbmm.out": _BADDBMM}
-
-
-class _Unboxable(Exception):
-    """The dispatcher's C interface cannot take this argument; the message says why."""
+_SHIMS = {
+    "aten::mm.out": Shim.MM,
+    "aten::bmm.out": Shim.BMM,
+    "aten::addmm.out": Shim.ADDMM,
+    "aten::baddbmm.out": Shim.BADDBMM,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +51,6 @@ class Encoded:
     words: array[int]
     paths: tuple[str, ...]
     objects: tuple[object, ...]
-
-
-@dataclass(slots=True)
-class _Writer:
-    words: array[int] = field(default_factory=lambda: array("q"))
-
-    def word(self, *values: int) -> None:
-        self.words.extend(values)
-
-    def list(self, values: Sequence[int]) -> None:
-        self.words.append(len(values))
-        self.words.extend(values)
-
-    def real(self, value: float) -> None:
-        self.words.append(_double_bits(value))
-
-    def text(self, text: str) -> None:
-        data = text.encode()
-        self.words.append(len(data))
-        self.words.frombytes(data + b"\0" * (-len(data) % 8))
 
 
 def encode(
@@ -87,7 +65,7 @@ def encode(
     """Check and encode an instance. Raises InternalError for a description that contradicts itself."""
     encoder = _Encoder(slots)
     encoder.views_of_results(results)
-    body = _Writer()
+    body = Writer()
     body.word(len(calls))
     last = _last_uses(slots, calls, results)
     bound = {number for number, slot in enumerate(slots) if not isinstance(slot, ExternSlot)}
@@ -95,19 +73,19 @@ def encode(
     for index, call in enumerate(calls):
         encoder.check_bound(call, bound)
         paths.append(encoder.call(body, call))
-        bound |= {view.slot for view in _outputs(call) if view is not None}
+        bound |= {view.slot for view in outputs_of(call) if view is not None}
         body.list([slot for slot, user in last.items() if user == index])
         body.text(event_name(name, call.name))
-        body.list([encoder.show(view) for view in _read(call)])
+        body.list([encoder.show(view) for view in views_read(call)])
     _check(slots, results, bound, inputs, arena)
-    head = _Writer()
+    head = Writer()
     operators = any(not isinstance(call, KernelCall) for call in calls)
     head.word(number, inputs, arena, int(operators or not _tiny(calls)), int(operators))
     head.text(event_name(name))
     head.word(len(slots))
-    returned = _returned_views(results)
+    as_views = _returned_views(results)
     for number, slot in enumerate(slots):
-        head.word(*_place(slot), _only_view(returned.get(number, frozenset()), encoder.views))
+        head.word(*_place(slot), _only_view(as_views.get(number, frozenset()), encoder.views))
     for views in (encoder.views, encoder.shown):
         head.word(len(views))
         for view in views:
@@ -144,29 +122,29 @@ def _way(way: Way) -> tuple[int, int, int]:
 def _place(slot: Slot) -> tuple[int, int]:
     match slot:
         case ArenaSlot(offset):
-            return 0, offset
+            return Place.ARENA, offset
         case InputSlot(index):
-            return 1, index
+            return Place.INPUT, index
         case OutputSlot(nbytes):
-            return 2, nbytes
+            return Place.OUTPUT, nbytes
         case ExternSlot():
-            return 3, 0
+            return Place.EXTERN, 0
 
 
 def _returned_views(results: Sequence[Result]) -> dict[int, set[TensorView]]:
     """By slot, the views as which it is returned."""
-    returned: dict[int, set[TensorView]] = {}
+    views: dict[int, set[TensorView]] = {}
     for result in results:
         if isinstance(result, TensorView):
-            returned.setdefault(result.slot, set()).add(result)
-    return returned
+            views.setdefault(result.slot, set()).add(result)
+    return views
 
 
-def _only_view(returned: Set[TensorView], views: dict[TensorView, int]) -> int:
+def _only_view(as_views: Set[TensorView], views: dict[TensorView, int]) -> int:
     """The view as which an output slot is returned, when there is one and it starts where the slot does."""
-    if len(returned) != 1:
+    if len(as_views) != 1:
         return -1
-    (view,) = returned
+    (view,) = as_views
     return views[view] if view.offset == 0 else -1
 
 
@@ -195,15 +173,15 @@ class _Encoder:
 
     def result(self, result: Result) -> tuple[int, int]:
         if isinstance(result, TensorView):
-            return 0, self.view(result)
-        return (2, 0) if result is None else (1, int(result))
+            return ResultKind.VIEW, self.view(result)
+        return (ResultKind.NOTHING, 0) if result is None else (ResultKind.INTEGER, int(result))
 
     def check_bound(self, call: Call, bound: set[int]) -> None:
-        for slot in _used(call):
+        for slot in slots_of(call):
             if slot not in bound:
                 raise InternalError(f"call {call.name!r} uses slot {slot}, which nothing has produced yet")
 
-    def call(self, out: _Writer, call: Call) -> str:
+    def call(self, out: Writer, call: Call) -> str:
         """Write a call; returns the way it is made."""
         out.text(call.name)
         match call:
@@ -216,16 +194,16 @@ class _Encoder:
                 return self._operator(out, call)
             case PythonCall():
                 out.text(call.where)
-                out.word(_PYTHON)
-                self._python(out, call.function, call)
+                out.word(CallKind.PYTHON)
+                self._python(out, call)
                 return "python: a Python function"
 
-    def _kernel(self, out: _Writer, call: KernelCall) -> None:
+    def _kernel(self, out: Writer, call: KernelCall) -> None:
         first, *_ = ways = _ways(call)
         for way in ways:
             if way.extent < 0 or not way.address:
                 raise InternalError(f"kernel {call.name!r} has extent {way.extent} and address {way.address}")
-        out.word(_KERNEL, *_way(first))
+        out.word(CallKind.KERNEL, *_way(first))
         out.list(call.slots)
         out.list(call.symbols)
         out.word(len(call.checks))
@@ -238,37 +216,37 @@ class _Encoder:
         self.trials[call.trial] = site + 1
         out.word(list(self.trials).index(call.trial), site)
 
-    def _operator(self, out: _Writer, call: OutCall | FunctionalCall) -> str:
+    def _operator(self, out: Writer, call: OutCall | FunctionalCall) -> str:
         shim = self._shim(call) if isinstance(call, OutCall) else None
         if shim:
             which, views, beta, alpha = shim
-            out.word(_SHIM, which)
+            out.word(CallKind.SHIM, which)
             out.list([self.view(view) for view in views])
             out.real(beta)
             out.real(alpha)
             return "shim"
         try:
-            arguments = self._boxed_arguments(call)
-        except _Unboxable as why:
-            out.word(_PYTHON)
-            self._python(out, _naming_itself(call), call)
+            arguments = box(call, self.view)
+        except Unboxable as why:
+            out.word(CallKind.PYTHON)
+            self._python(out, call)
             return f"python: {why}"
         schema = call.op._schema
-        out.word(_DISPATCHER)
+        out.word(CallKind.DISPATCHER)
         out.text(schema.name)
         out.text(schema.overload_name)
         out.words.extend(arguments)
-        out.list([_returned(entry.type) for entry in schema.returns])
-        out.list([-1 if view is None else self.view(view) for view in _outputs(call)])
-        self._python(out, _naming_itself(call), call)
+        out.list([returned(entry.type) for entry in schema.returns])
+        out.list([-1 if view is None else self.view(view) for view in outputs_of(call)])
+        self._python(out, call)
         return "dispatcher"
 
-    def _shim(self, call: OutCall) -> tuple[int, list[TensorView], float, float] | None:
+    def _shim(self, call: OutCall) -> tuple[Shim, list[TensorView], float, float] | None:
         """Operators with a C function of their own, which spares the dispatcher's half microsecond."""
         which = _SHIMS.get(call.op.name())
         if which is None:
             return None
-        given = _bind(call)
+        given = bind(call)
         alpha, beta = given.pop("alpha", 1), given.pop("beta", 1)
         views = [view for view in (given.pop("out"), *given.values()) if isinstance(view, TensorView)]
         # The C functions take the scalars as doubles, which operators on integers refuse.
@@ -278,197 +256,12 @@ class _Encoder:
             return None
         return which, views, float(beta), float(alpha)
 
-    # ------------------------------------------------------------------------------ boxed arguments
-
-    def _boxed_arguments(self, call: OutCall | FunctionalCall) -> array[int]:
-        given = _bind(call)
-        out = _Writer()
-        out.word(len(call.op._schema.arguments))
-        for argument in call.op._schema.arguments:
-            self._box(out, argument.real_type, given[argument.name], argument.name)
-        for entry in call.op._schema.returns:
-            if _returned(entry.type) == _OTHER and str(entry.type) not in ("int", "float", "bool"):
-                raise _Unboxable(f"it returns {entry.type}")
-        return out.words
-
-    def _box(self, out: _Writer, kind: Any, value: Arg, name: str) -> None:
-        match kind.kind():
-            case "OptionalType":
-                self._box_optional(out, kind.getElementType(), value, name)
-            case "ListType":
-                self._box_list(out, kind.getElementType(), value, name)
-            case "TensorType" if isinstance(value, TensorView):
-                out.word(_VIEW, self.view(value))
-            case "StringType" if isinstance(value, str):
-                out.word(_TEXT)
-                out.text(value)
-            case scalar:
-                out.word(_BITS, _bits(scalar, value, name))
-
-    def _box_optional(self, out: _Writer, kind: Any, value: Arg, name: str) -> None:
-        if value is None:
-            out.word(_NONE)
-        else:
-            out.word(_SOME)
-            self._box(out, kind, value, name)
-
-    def _box_list(self, out: _Writer, kind: Any, value: Arg, name: str) -> None:
-        items = value if isinstance(value, (tuple, list)) else (value,)
-        out.word(_LIST, len(items))
-        for item in items:
-            self._box(out, kind, item, name)
-
-    # ------------------------------------------------------------------------------------ by Python
-
-    def _python(self, out: _Writer, function: Callable[..., Any], call: OutCall | FunctionalCall | PythonCall) -> None:
-        views: list[TensorView] = []
-        args = [_with_holes(arg, views) for arg in call.args]
-        kwargs = {name: _with_holes(value, views) for name, value in call.kwargs}
-        outputs = _outputs(call)
-
-        def trampoline(tensors: list[torch.Tensor]) -> list[object]:
-            filled = [_fill(arg, tensors) for arg in args]
-            returned = function(*filled, **{name: _fill(value, tensors) for name, value in kwargs.items()})
-            if isinstance(returned, torch.Tensor):
-                return [returned]
-            return list(_flatten(returned)) if outputs else []
-
-        self.objects.append(trampoline)
-        out.word(id(trampoline))
+    def _python(self, out: Writer, call: OutCall | FunctionalCall | PythonCall) -> None:
+        function, views = trampoline(call)
+        self.objects.append(function)
+        out.word(id(function))
         out.list([self.view(view) for view in views])
-        out.list([-1 if view is None else self.view(view) for view in outputs])
-
-
-def _naming_itself(call: OutCall | FunctionalCall) -> Callable[..., Any]:
-    """The operator as a Python function, which says in its exceptions, of eager's own type, where it stands."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call.op(*args, **kwargs)
-        except Exception as error:
-            kind = type(error)
-            text = f"{call.name}: {error}" + (f"\n  at {call.where}" if call.where else "")
-        raise kind(text)
-
-    return function
-
-
-@dataclass(frozen=True, slots=True)
-class _Hole:
-    """Stands for tensor number `index` among the arguments of a Python function."""
-
-    index: int
-
-
-def _with_holes(arg: Arg, views: list[TensorView]) -> Any:
-    if isinstance(arg, TensorView):
-        views.append(arg)
-        return _Hole(len(views) - 1)
-    return tuple(_with_holes(item, views) for item in arg) if isinstance(arg, tuple) else arg
-
-
-def _fill(arg: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(arg, _Hole):
-        return tensors[arg.index]
-    return [_fill(item, tensors) for item in arg] if isinstance(arg, tuple) else arg
-
-
-def _flatten(returned: Any) -> Iterator[object]:
-    """The tensors of what an operator returns; integers and the like are not bound to anything."""
-    if returned is None or isinstance(returned, torch.Tensor):
-        yield returned
-    elif isinstance(returned, (tuple, list)):
-        for item in returned:
-            yield from _flatten(item)
-
-
-def _bind(call: OutCall | FunctionalCall) -> dict[str, Arg]:
-    """The argument for each parameter of the schema, defaults filled in, in the schema's order."""
-    parameters: Any = call.op._schema.arguments
-    keywords = dict(call.kwargs)
-    given: dict[str, Arg] = {}
-    positional = iter(call.args)
-    for parameter in parameters:
-        value = keywords.pop(parameter.name, _MISSING)
-        if value is _MISSING and not parameter.kwarg_only:
-            value = next(positional, _MISSING)
-        if value is _MISSING:
-            if not parameter.has_default_value():
-                raise InternalError(f"{call.op.name()} in call {call.name!r} lacks argument {parameter.name!r}")
-            value = parameter.default_value
-        given[parameter.name] = tuple(value) if isinstance(value, list) else value
-    if keywords or next(positional, _MISSING) is not _MISSING:
-        raise InternalError(f"{call.op.name()} in call {call.name!r} has more arguments than its schema")
-    return given
-
-
-_MISSING: Any = object()
-
-
-def _bits(kind: str, value: Arg, name: str) -> int:
-    """A scalar as the dispatcher's 64-bit stack entry. Raises _Unboxable for what it has no form for."""
-    match kind, value:
-        case "FloatType", bool() | int() | float():
-            return _double_bits(float(value))
-        case "BoolType", bool() | int():
-            return int(bool(value))
-        case (("IntType" | "SymIntType"), bool() | int()):
-            return int(value)
-        case "ScalarTypeType", torch.dtype():
-            return dtype_code(value)
-        case "LayoutType", torch.layout():
-            return layout_code(value)
-        case "MemoryFormatType", torch.memory_format():
-            return memory_format_code(value)
-        case "DeviceObjType", torch.device(type="cpu"):
-            return 0xFFFFFFFF  # type 0 above, index -1 below: the CPU
-        case "NumberType", _:
-            raise _Unboxable(f"argument {name!r} is a Scalar")
-        case _:
-            raise _Unboxable(f"argument {name!r} is a {kind.removesuffix('Type')}")
-
-
-def _double_bits(value: float) -> int:
-    return struct.unpack("q", struct.pack("d", value))[0]
-
-
-def _returned(kind: Any) -> int:
-    if kind.kind() == "TensorType":
-        return _TENSOR
-    if kind.kind() == "ListType" and kind.getElementType().kind() == "TensorType":
-        return _TENSOR_LIST
-    return _OTHER
-
-
-# ------------------------------------------------------------------------------------------------ checks
-
-
-def _views(arg: Any) -> Iterator[TensorView]:
-    if isinstance(arg, TensorView):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from _views(item)
-
-
-def _used(call: Call) -> Iterator[int]:
-    """Slots that a call reads or writes, those that it binds left out."""
-    if isinstance(call, KernelCall):
-        yield from call.slots
-    else:
-        for arg in (*call.args, *(value for _, value in call.kwargs)):
-            yield from (view.slot for view in _views(arg))
-
-
-def _read(call: Call) -> Iterator[TensorView]:
-    """What a profiler shows as the inputs of a call."""
-    if isinstance(call, KernelCall):
-        return iter(call.reads)
-    return _views((*call.args, *(value for key, value in call.kwargs if key != "out")))
-
-
-def _outputs(call: Call) -> tuple[TensorView | None, ...]:
-    return call.outputs if isinstance(call, FunctionalCall | PythonCall) else ()
+        out.list([-1 if view is None else self.view(view) for view in outputs_of(call)])
 
 
 def _last_uses(slots: Sequence[Slot], calls: Sequence[Call], results: Sequence[Result]) -> dict[int, int]:
@@ -476,7 +269,7 @@ def _last_uses(slots: Sequence[Slot], calls: Sequence[Call], results: Sequence[R
     kept = {result.slot for result in results if isinstance(result, TensorView)}
     last: dict[int, int] = {}
     for index, call in enumerate(calls):
-        for slot in (*_used(call), *(view.slot for view in _outputs(call) if view is not None)):
+        for slot in (*slots_of(call), *(view.slot for view in outputs_of(call) if view is not None)):
             if isinstance(slots[slot], ExternSlot) and slot not in kept:
                 last[slot] = index
     return last

@@ -1,4 +1,5 @@
-// A compiled graph as the runtime sees it, and its decoding from the words that `encode.py` writes.
+// A compiled graph as the runtime sees it, and its decoding from the words that `encode.py` writes. `words.h`, which
+// `words.py` makes, has the enumerations.
 #pragma once
 
 #include <cstring>
@@ -12,12 +13,11 @@
 #include "python_abi.h"
 #include "torch_abi.h"
 #include "trial.h"
+#include "words.h"
 
 namespace pellucid {
 
 using Words = std::vector<int64_t>;
-
-enum class Place : int64_t { kArena, kInput, kOutput, kExtern };
 
 struct Slot {
   Place place;
@@ -32,7 +32,7 @@ struct View {
 
 // An argument of an operator, as the dispatcher's stack wants it.
 struct Arg {
-  enum Tag : int64_t { kView, kBits, kNone, kSome, kList, kText } tag = kNone;
+  ArgKind kind = ArgKind::kNone;
   int64_t value = 0;        // view number, or the 64 bits of an integer, double, bool or enumerator
   std::string text;
   std::vector<Arg> items;   // of a list; the one value of an optional
@@ -47,7 +47,7 @@ struct KernelCall {
 };
 
 struct ShimCall {  // an out= operator with a C function of its own: its views are out, then the inputs
-  enum Which : int64_t { kMm, kBmm, kAddmm, kBaddbmm } which;
+  Shim which;
   Words views;
   double beta, alpha;
 };
@@ -58,10 +58,9 @@ struct PythonCall {
 };
 
 struct DispatcherCall {
-  enum Return : int64_t { kTensor, kTensorList, kOther };
   std::string op, overload;
   std::vector<Arg> args;
-  Words returns, outputs;   // outputs: a view for each tensor returned, -1 where it is not used
+  Words returns, outputs;   // returns: of `Returned`; outputs: a view for each tensor returned, -1 where it is not used
   PythonCall again;         // the same call, made when this one fails: Python raises eager's own exception
 };
 
@@ -74,7 +73,7 @@ struct Call {
 };
 
 struct Result {
-  enum Kind : int64_t { kView, kInteger, kNothing } kind;
+  ResultKind kind;
   int64_t value;
 };
 
@@ -146,7 +145,7 @@ class Reader {
       return std::make_unique<Trial>(std::move(ways), threads, sites, settled, plan->trials.size());
     });
     list(plan->calls, [&] { return call(*plan); });
-    list(plan->results, [&] { return Result{static_cast<Result::Kind>(word()), word()}; });
+    list(plan->results, [&] { return Result{static_cast<ResultKind>(word()), word()}; });
     return plan.release();
   }
 
@@ -182,14 +181,14 @@ class Reader {
 
   Arg arg() {
     Arg out;
-    out.tag = static_cast<Arg::Tag>(word());
-    switch (out.tag) {
-      case Arg::kView:
-      case Arg::kBits: out.value = word(); break;
-      case Arg::kNone: break;
-      case Arg::kSome: out.items.push_back(arg()); break;
-      case Arg::kList: list(out.items, [&] { return arg(); }); break;
-      case Arg::kText: out.text = text(); break;
+    out.kind = static_cast<ArgKind>(word());
+    switch (out.kind) {
+      case ArgKind::kView:
+      case ArgKind::kBits: out.value = word(); break;
+      case ArgKind::kNone: break;
+      case ArgKind::kSome: out.items.push_back(arg()); break;
+      case ArgKind::kList: list(out.items, [&] { return arg(); }); break;
+      case ArgKind::kText: out.text = text(); break;
     }
     return out;
   }
@@ -198,8 +197,8 @@ class Reader {
 
   Call call(const Plan& plan) {
     Call out{text(), text(), {}, {}, {}, {}};
-    switch (word()) {  // braces, unlike parentheses, evaluate their members in order
-      case 0: {
+    switch (static_cast<CallKind>(word())) {  // braces, unlike parentheses, evaluate their members in order
+      case CallKind::kKernel: {
         KernelCall kernel{way(), words(), words(), {}};
         list(kernel.checks, [&] { return text(); });
         int64_t trial = word();
@@ -208,8 +207,8 @@ class Reader {
         out.what = std::move(kernel);
         break;
       }
-      case 1: out.what = ShimCall{static_cast<ShimCall::Which>(word()), words(), real(), real()}; break;
-      case 2: {
+      case CallKind::kShim: out.what = ShimCall{static_cast<Shim>(word()), words(), real(), real()}; break;
+      case CallKind::kDispatcher: {
         DispatcherCall dispatcher{text(), text(), {}, {}, {}, {}};
         list(dispatcher.args, [&] { return arg(); });
         dispatcher.returns = words();
@@ -218,7 +217,7 @@ class Reader {
         out.what = std::move(dispatcher);
         break;
       }
-      case 3: out.what = python(); break;
+      case CallKind::kPython: out.what = python(); break;
     }
     out.release = words();
     out.event = text();

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from pellucid.native.library import open_library
 from pellucid.native.session import SESSION
 from pellucid.native.sources import SOURCES, include_dir
 from pellucid.native.toolchain import Toolchain
+from pellucid.native.words import words_header
 
 _FILES = (
     "runtime.cpp",
@@ -113,24 +114,36 @@ def default_pool_limit() -> int:
 
 def _build() -> Path:
     flags = ("-std=c++20", "-O2", "-fPIC", "-w", f"-DTORCH_TARGET_VERSION={_TORCH_2_13}", "-I", str(include_dir()))
-    return built("runtime", _FILES, lambda _: flags, "the native runtime does not compile", _HINT)
+    made = {"words.h": words_header()}
+    return built("runtime", _FILES, lambda _: flags, "the native runtime does not compile", _HINT, made)
 
 
-def built(stem: str, files: Sequence[str], flags: Callable[[Toolchain], Sequence[str]], what: str, hint: str) -> Path:
+def built(
+    stem: str,
+    files: Sequence[str],
+    flags: Callable[[Toolchain], Sequence[str]],
+    what: str,
+    hint: str,
+    made: Mapping[str, str] | None = None,
+) -> Path:
     """The library `stem` in the store, made of the first of `files` beside this one; the others it includes.
 
-    what: to say when it does not compile. Raises ToolchainError.
+    what: to say when it does not compile. made: headers that lie in no file, by name. Raises ToolchainError.
     """
+    headers = made or {}
     compiler = Compiler(default_toolchain(), default_store())
     given = tuple(flags(compiler.toolchain))
     digest = hashlib.sha256()
     for name in files:
         digest.update((SOURCES / name).read_bytes())
+    digest.update("".join(headers.values()).encode())
     name = f"{stem}-{digest.hexdigest()[:16]}.so"
 
     def make() -> Path:
         with compiler.store.workspace() as work:
-            compiler.link(SOURCES / files[0], work / name, *given)
+            for header, text in headers.items():
+                (work / header).write_text(text, encoding="utf-8")
+            compiler.link(SOURCES / files[0], work / name, *given, "-I", str(work))
             return compiler.store.add_file(name, work / name)
 
     found = compiler.store.file(name)

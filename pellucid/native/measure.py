@@ -21,7 +21,7 @@ from pellucid.machine import Machine
 from pellucid.machine.model import make_machine
 from pellucid.native.build import default_toolchain
 from pellucid.native.cpu import available_memory, cpu, scheduled, usable_cores
-from pellucid.native.execution_plan import ArenaSlot, KernelCall, OutCall, TensorView
+from pellucid.native.instance import ArenaSlot, KernelCall, OutCall, TensorView
 from pellucid.native.library import open_library
 from pellucid.native.loader import built
 from pellucid.native.runtime import Instance

@@ -11,9 +11,10 @@
 #include <mutex>
 #include <vector>
 
+#include "words.h"
+
 namespace pellucid {
 
-constexpr int64_t kAlignment = 64;         // of every block, in bytes: one cache line, one AVX-512 vector
 constexpr int64_t kMapped = 64 << 10;      // blocks from this size on are mapped, smaller ones come from malloc
 constexpr int64_t kHugePage = 2 << 20;
 

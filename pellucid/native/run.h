@@ -184,10 +184,10 @@ class Run {
     AtenTensorHandle t[4];
     for (size_t i = 0; i < call.views.size(); i++) t[i] = tensor(call.views[i]);
     switch (call.which) {
-      case ShimCall::kMm: check(aoti_torch_cpu_mm_out(t[0], t[1], t[2])); break;
-      case ShimCall::kBmm: check(aoti_torch_cpu_bmm_out(t[0], t[1], t[2])); break;
-      case ShimCall::kAddmm: check(aoti_torch_cpu_addmm_out(t[0], t[1], t[2], t[3], call.beta, call.alpha)); break;
-      case ShimCall::kBaddbmm:
+      case Shim::kMm: check(aoti_torch_cpu_mm_out(t[0], t[1], t[2])); break;
+      case Shim::kBmm: check(aoti_torch_cpu_bmm_out(t[0], t[1], t[2])); break;
+      case Shim::kAddmm: check(aoti_torch_cpu_addmm_out(t[0], t[1], t[2], t[3], call.beta, call.alpha)); break;
+      case Shim::kBaddbmm:
         check(aoti_torch_cpu_baddbmm_out(t[0], t[1], t[2], t[3], call.beta, call.alpha));
         break;
     }
@@ -204,8 +204,8 @@ class Run {
     }
     std::vector<AtenTensorHandle> tensors;
     for (size_t i = 0; i < call.returns.size(); i++) {
-      if (call.returns[i] == DispatcherCall::kTensor) tensors.push_back(reinterpret_cast<AtenTensorHandle>(stack[i]));
-      if (call.returns[i] == DispatcherCall::kTensorList) unpack(reinterpret_cast<StableListHandle>(stack[i]), tensors);
+      if (Returned{call.returns[i]} == Returned::kTensor) tensors.push_back(reinterpret_cast<AtenTensorHandle>(stack[i]));
+      if (Returned{call.returns[i]} == Returned::kTensorList) unpack(reinterpret_cast<StableListHandle>(stack[i]), tensors);
     }
     receive(call.outputs, tensors);
     return true;
@@ -213,23 +213,23 @@ class Run {
 
   // The dispatcher takes ownership of everything on its stack.
   StableIValue boxed(const Arg& arg) {
-    switch (arg.tag) {
-      case Arg::kView: return reinterpret_cast<StableIValue>(new_handle(tensor(arg.value)));
-      case Arg::kBits: return static_cast<StableIValue>(arg.value);
-      case Arg::kNone: return 0;
-      case Arg::kSome: {
+    switch (arg.kind) {
+      case ArgKind::kView: return reinterpret_cast<StableIValue>(new_handle(tensor(arg.value)));
+      case ArgKind::kBits: return static_cast<StableIValue>(arg.value);
+      case ArgKind::kNone: return 0;
+      case ArgKind::kSome: {
         StableIValue* some;
         check(torch_new_stable_ivalue(&some));
         *some = boxed(arg.items[0]);
         return reinterpret_cast<StableIValue>(some);
       }
-      case Arg::kList: {
+      case ArgKind::kList: {
         StableListHandle list;
         check(torch_new_list_reserve_size(arg.items.size(), &list));
         for (const Arg& item : arg.items) check(torch_list_push_back(list, boxed(item)));
         return reinterpret_cast<StableIValue>(list);
       }
-      case Arg::kText: {
+      case ArgKind::kText: {
         StringHandle text;
         check(torch_new_string_handle(arg.text.data(), arg.text.size(), &text));
         return reinterpret_cast<StableIValue>(text);
@@ -404,8 +404,8 @@ class Run {
   }
 
   PyObject* result(const Result& result) {
-    if (result.kind == Result::kView) return object(result.value);
-    if (result.kind == Result::kInteger) return PyLong_FromLongLong(result.value);
+    if (result.kind == ResultKind::kView) return object(result.value);
+    if (result.kind == ResultKind::kInteger) return PyLong_FromLongLong(result.value);
     Py_IncRef(&_Py_NoneStruct);
     return &_Py_NoneStruct;
   }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from pellucid.native.encode import encode
-from pellucid.native.execution_plan import Call, Result, Slot
+from pellucid.native.instance import Call, Result, Slot
 from pellucid.native.loader import library
 
 _numbers = itertools.count()

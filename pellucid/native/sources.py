@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from pellucid.machine.kernels import sizes_text
+
 SOURCES = Path(__file__).parent
 
 
@@ -18,11 +20,12 @@ def include_dir() -> Path:
 
 
 def prelude_text(directory: Path) -> str:
-    """The header of all kernels, `prelude.h`, with the headers of `kernel/` in the place where it includes them.
+    """The header of all kernels, `prelude.h`, with the headers that it includes in their places, `sizes.h` made anew.
 
     It is one text because a single header is precompiled and kept with the kernels.
     """
     text = (directory / "prelude.h").read_text(encoding="utf-8")
+    text = text.replace('#include "sizes.h"', sizes_text())
     return re.sub(
         r'^#include "([\w/]+\.h)"$',
         lambda found: (directory / found[1]).read_text(encoding="utf-8"),

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "counters.h"
+#include "words.h"
 
 namespace pellucid {
 
@@ -100,7 +101,7 @@ class RunTimes {
  public:
   // reading: of the plan; null for its first run, which reads all. counters: of this thread, or null.
   RunTimes(int64_t plan, size_t calls, std::shared_ptr<Reading> reading, const CounterGroup* counters)
-      : words_(kHead + calls), reading_(std::move(reading)), counters_(counters) {
+      : words_(kRunHead + calls), reading_(std::move(reading)), counters_(counters) {
     if (reading_ && !counters_) read_ = reading_->of_next_run();
     words_[0] = plan;
     words_[1] = thread_number();
@@ -113,7 +114,7 @@ class RunTimes {
   }
 
   void end_call() {
-    if (!read_ || read_[calls_]) words_[kHead + calls_] = ticks();
+    if (!read_ || read_[calls_]) words_[kRunHead + calls_] = ticks();
     calls_++;
     if (counters_) counters_->read(counted_);
   }
@@ -134,9 +135,9 @@ class RunTimes {
 
   // How later runs of the plan are to be read; null if this one has not come to its end.
   std::shared_ptr<Reading> reading() const {
-    size_t calls = words_.size() - kHead;
+    size_t calls = words_.size() - kRunHead;
     if (static_cast<size_t>(calls_) < calls) return nullptr;
-    return reading_ ? reading_ : std::make_shared<Reading>(words_[3], &words_[kHead], calls);
+    return reading_ ? reading_ : std::make_shared<Reading>(words_[3], &words_[kRunHead], calls);
   }
 
   // As words, which timeline.py reads: plan, thread, begin, begin of the first call, end, number of calls, of shares, of
@@ -147,14 +148,13 @@ class RunTimes {
     words_[5] = calls_;
     words_[6] = static_cast<int64_t>(kept_.size()) / 4;
     words_[7] = static_cast<int64_t>(counted_.size());
-    words_.resize(kHead + calls_);
+    words_.resize(kRunHead + calls_);
     words_.insert(words_.end(), kept_.begin(), kept_.end());
     words_.insert(words_.end(), counted_.begin(), counted_.end());
     return words_;
   }
 
  private:
-  static constexpr size_t kHead = 8;
   std::vector<int64_t> words_, kept_, counted_;
   std::vector<ShareTime> shares_;
   std::shared_ptr<Reading> reading_;

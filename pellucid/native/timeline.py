@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from pellucid.native.counters import Counter, words_of
 from pellucid.native.loader import library
-
-_HEAD = 8  # words of a run before the ends of its calls
+from pellucid.native.words import RUN_HEAD
 
 
 class Span(NamedTuple):
@@ -80,8 +79,8 @@ class Timeline:
     def _runs(self) -> Iterator[_Run]:
         words, at = self.words, 0
         while at < len(words):
-            plan, thread, begin, first, end, calls, shares, counted = words[at : at + _HEAD]
-            at += _HEAD
+            plan, thread, begin, first, end, calls, shares, counted = words[at : at + RUN_HEAD]
+            at += RUN_HEAD
             ends = words[at : at + calls]
             at += calls
             after = at + 4 * shares

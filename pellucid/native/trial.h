@@ -28,7 +28,7 @@ struct Way {
 class Trial {
  public:
   // ways: the cheapest by price first. threads: as many as a call must have to count. sites: the calls of a plan that
-  // share the trial. settled: called once with a list, see `Trial` in execution_plan.py. number: of the plan's trials.
+  // share the trial. settled: called once with a list, see `Trial` in instance.py. number: of the plan's trials.
   Trial(std::vector<Way> ways, int64_t threads, int64_t sites, PyObject* settled, size_t number = 0)
       : ways(std::move(ways)), threads(threads), settled_(settled), number_(number), sites_(sites),
         times_(this->ways.size()) {

@@ -20,7 +20,7 @@ import torch
 
 from pellucid.ir.decision import Decision
 from pellucid.native.build import default_store
-from pellucid.native.execution_plan import Trial, Way
+from pellucid.native.instance import Trial, Way
 from pellucid.native.machine import machine_file
 from pellucid.native.store import json_object, text_hash
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pellucid.ir.analysis import reads, writes
 from pellucid.ir.nodes import Extern, Kernel, Node, Program, View
-from pellucid.schedule.deps import reads, writes
 from pellucid.schedule.rewrite import live_lines, make_kernel
 
 

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from pellucid.ir.nodes import Arg, Extern, Kernel, Node, View
-
-
-def reads(node: Node) -> tuple[str, ...]:
-    """Buffers whose contents `node` reads, each once, in order of first use."""
-    match node:
-        case Kernel():
-            return tuple(dict.fromkeys(load.buffer for _, load in node.loads()))
-        case Extern():
-            views = (each for each in arguments_of(node) if isinstance(each, View))
-            return tuple(dict.fromkeys(view.buffer for view in views))
-
-
-def writes(node: Node) -> tuple[str, ...]:
-    """Buffers that `node` writes, wholly or in part, each once."""
-    match node:
-        case Kernel():
-            return tuple(dict.fromkeys(store.buffer for _, store in node.stores()))
-        case Extern():
-            outputs = (view.buffer for view in node.outputs if view is not None)
-            return tuple(dict.fromkeys((*outputs, *node.mutates)))
+from pellucid.ir.analysis import reads, writes
+from pellucid.ir.nodes import Extern, Node
 
 
 def dependencies(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
@@ -54,16 +35,3 @@ def dependencies(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
             ordered = position
         result.append(tuple(sorted(before)))
     return result
-
-
-def arguments_of(node: Extern) -> Iterator[Arg]:
-    """The arguments of a call, those in lists one by one."""
-
-    def flat(arguments: Sequence[Arg]) -> Iterator[Arg]:
-        for argument in arguments:
-            if isinstance(argument, tuple):
-                yield from flat(argument)
-            else:
-                yield argument
-
-    yield from flat((*node.args, *(value for _, value in node.kwargs)))

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from pellucid.ir.analysis import arguments_of, reads, writes
 from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Float
 from pellucid.ir.index import ONE, ZERO, Expr, const
 from pellucid.ir.nodes import Arg, Buffer, Extern, Kernel, Node, Program, View
 from pellucid.ir.printer import kernel_symbols
 from pellucid.ir.types import DType
-from pellucid.schedule.deps import arguments_of, reads, writes
 
 # What is computed once stays in memory, so it may be little more than what it is made of.
 _GROWTH = 2

@@ -11,9 +11,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from pellucid.ir.analysis import reads, writes
 from pellucid.ir.nodes import Buffer, Kernel, Node, Program
 from pellucid.machine import Machine
-from pellucid.schedule.deps import dependencies, reads, writes
+from pellucid.schedule.deps import dependencies
 from pellucid.schedule.match_axes import Mismatch
 
 _SEARCH_BUDGET = 1000  # edges looked at for one merge

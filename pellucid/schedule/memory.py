@@ -5,26 +5,30 @@ arguments that nobody reads any more.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import TypeAlias
 
 from pellucid.errors import InternalError
+from pellucid.ir.analysis import writes
 from pellucid.ir.attention import reduces_in_turn
 from pellucid.ir.contraction import find_contraction
 from pellucid.ir.index import Expr
-from pellucid.ir.nodes import Kernel, Load, Node, Program, Reduce, Store, View, operands
-from pellucid.schedule.deps import reads, writes
-
-ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+from pellucid.ir.nodes import Kernel, Load, Node, Reduce, Store, View, operands
+from pellucid.ir.types import ALIGNMENT
 
 # Placing by size compares temporaries that live in the same stretch of so many nodes, and gives up after so many looks,
 # which take some tenths of a second.
 _STRETCH = 32
 _MOST_LOOKS = 1_000_000
 
-# Bytes from which on an argument's memory is taken over: smaller ones would cost more to look after than they save.
-_WORTH_TAKING = 1 << 20
+WORTH_TAKING = 1 << 20
+"""Bytes from which on an argument's memory is taken over: smaller ones would cost more to look after than they save."""
+
+
+Span: TypeAlias = tuple[int, int]
+"""The positions of the first and the last node that use a buffer; results are used after the last node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +47,43 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """A buffer of `size` bytes, alive from the node at `first` to the node at `last`, both included."""
+    """A buffer of `nbytes`, alive from the node at `first` to the node at `last`, both included."""
 
     buffer: str
     first: int
     last: int
-    size: int
+    nbytes: int
+
+    @property
+    def size(self) -> int:
+        """The bytes that it takes up: whole cache lines."""
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     def meets(self, other: Lifetime) -> bool:
         """True if both are alive at some node."""
         return self.first <= other.last and other.first <= self.last
 
 
-def plan_memory(
-    program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = (), donated: Collection[str] = ()
-) -> MemoryPlan:
-    """Lay out all temporaries but those of `leave_out`.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """An argument of `nbytes` that may be overwritten once the node at `last` has read it.
 
-    sizes: the number that a size expression has in this call. donated: inputs that may be overwritten once they were
-    read.
+    in_place: buffers that this node may write there while it reads, see `happens_in_place`.
+    """
+
+    buffer: str
+    last: int
+    nbytes: int
+    in_place: frozenset[str]
+
+
+def plan_memory(lives: Sequence[Lifetime], rooms: Sequence[Room] = ()) -> MemoryPlan:
+    """Lay out buffers. rooms: of arguments that they may overwrite.
 
     Before: `t0` (nodes 0 to 1), `t1` (1 to 2), `t2` (2 to 3), 64 bytes each.
     After: `t0` at 0, `t1` at 64, `t2` at 0; 128 bytes.
     """
-    lives = lifetimes(program, sizes, leave_out)
-    homes = _take_over(program, sizes, lives, donated) if donated else {}
+    homes = _take_over(lives, rooms)
     lives = [life for life in lives if life.buffer not in homes]
     # Placing large buffers first is near-optimal for most graphs, placing in order of birth for chains.
     bound = _peak(lives)
@@ -79,28 +95,33 @@ def plan_memory(
     return MemoryPlan(offsets, arena_bytes, bound, homes)
 
 
-def _take_over(
-    program: Program, sizes: Callable[[Expr], int], lives: Iterable[Lifetime], donated: Collection[str]
-) -> dict[str, str]:
-    """The temporaries that lie in donated inputs: in the largest of these the largest ones that fit, and so on."""
-    nbytes = {buffer.name: sizes(buffer.numel) * buffer.dtype.itemsize for buffer in program.buffers}
-    large = {name for name, size in nbytes.items() if size >= _WORTH_TAKING}
-    last = {name: k for k, node in enumerate(program.nodes) for name in reads(node)}
-    returned = {view.buffer for view in program.outputs if isinstance(view, View)}
-    written = {name for node in program.nodes for name in writes(node)}
-    free = sorted((life for life in lives if life.buffer in large), key=lambda life: (-life.size, life.first))
-    taken = set(donated) & large & last.keys() - returned - written
+def _take_over(lives: Sequence[Lifetime], rooms: Sequence[Room]) -> dict[str, str]:
+    """The buffers that lie in arguments: in the largest of these the largest ones that fit, and so on."""
+    order = sorted((life for life in lives if life.nbytes >= WORTH_TAKING), key=lambda life: (-life.nbytes, life.first))
     homes: dict[str, str] = {}
-    for name in sorted(taken, key=lambda name: (-nbytes[name], name)):
+    for room in sorted(rooms, key=lambda room: (-room.nbytes, room.buffer)):
         living: list[Lifetime] = []
-        for life in free:
-            if life.buffer in homes or nbytes[life.buffer] > nbytes[name] or any(map(life.meets, living)):
+        for life in order:
+            if life.buffer in homes or life.nbytes > room.nbytes or any(map(life.meets, living)):
                 continue
-            at_once = life.first == last[name] and happens_in_place(program.nodes[life.first], name, life.buffer)
-            if at_once or life.first > last[name]:
+            if life.first > room.last or (life.first == room.last and life.buffer in room.in_place):
                 living.append(life)
-                homes[life.buffer] = name
+                homes[life.buffer] = room.buffer
     return homes
+
+
+def donations(nodes: Sequence[Node], used: Mapping[str, Span], donated: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Donated arguments that may be overwritten, each with what the node that reads it last may write there already.
+
+    used: the spans of buffers. What is written or returned is the caller's.
+    """
+    written = {name for node in nodes for name in writes(node)}
+    last = {name: nodes[used[name][1]] for name in donated if name in used and used[name][1] < len(nodes)}
+    return {
+        name: frozenset(target for target in writes(node) if happens_in_place(node, name, target))
+        for name, node in last.items()
+        if name not in written
+    }
 
 
 def happens_in_place(node: Node, source: str, target: str) -> bool:
@@ -124,29 +145,28 @@ def happens_in_place(node: Node, source: str, target: str) -> bool:
     return len(places) == len(itemsizes) == 1 and not any(place.vals() for place in places)
 
 
-def lifetimes(program: Program, sizes: Callable[[Expr], int], leave_out: Collection[str] = ()) -> list[Lifetime]:
-    """The lifetime of each temporary in the order of the nodes, with sizes rounded up to whole cache lines."""
+def spans(used: Iterable[Sequence[str]], results: Iterable[View | Expr | None]) -> dict[str, Span]:
+    """The span of each buffer that a node uses. used: buffers, node by node. results: of the program."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
-    for position, node in enumerate(program.nodes):
-        for buffer in (*reads(node), *writes(node)):
+    end = 0
+    for position, buffers in enumerate(used):
+        end = position + 1
+        for buffer in buffers:
             first.setdefault(buffer, position)
             last[buffer] = position
-    for view in program.outputs:
+    for view in results:
         if isinstance(view, View):
-            last[view.buffer] = len(program.nodes)
-    return [
-        Lifetime(b.name, first[b.name], last[b.name], _aligned(sizes(b.numel) * b.dtype.itemsize))
-        for b in program.buffers
-        if b.role == "temp" and b.name in first and b.name not in leave_out
-    ]
+            last[view.buffer] = end
+    return {name: (begin, last[name]) for name, begin in first.items()}
 
 
-def check_memory_plan(
-    program: Program, sizes: Callable[[Expr], int], plan: MemoryPlan, leave_out: Collection[str] = ()
-) -> None:
-    """Raise InternalError unless every temporary lies aligned in the arena, away from all that live with it."""
-    lives = lifetimes(program, sizes, {*leave_out, *plan.homes})
+def check_memory_plan(lives: Sequence[Lifetime], plan: MemoryPlan) -> None:
+    """Raise InternalError unless every buffer lies aligned in the arena, away from all that live with it.
+
+    Those that lie in arguments are not looked at.
+    """
+    lives = [life for life in lives if life.buffer not in plan.homes]
     if {life.buffer for life in lives} != set(plan.offsets):
         raise InternalError("the memory plan does not cover the temporaries of the program")
     active: list[Lifetime] = []
@@ -160,10 +180,6 @@ def check_memory_plan(
             if start < base + other.size and base < start + life.size:
                 raise InternalError(f"buffers {life.buffer} and {other.buffer} overlap while both are alive")
         active.append(life)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _place_by_birth(order: Sequence[Lifetime]) -> tuple[dict[str, int], int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pellucid.ir.analysis import reads, writes
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Buffer, Node, Program
 from pellucid.machine.work import estimate
-from pellucid.schedule.deps import dependencies, reads, writes
+from pellucid.schedule.deps import dependencies
 
 
 def order(program: Program) -> tuple[Program, list[Decision]]:

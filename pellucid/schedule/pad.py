@@ -11,26 +11,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from pellucid.ir.analysis import depth_of, reads, writes
 from pellucid.ir.attention import find_attention
 from pellucid.ir.contraction import Contraction, find_contraction
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, Expr, FloorDiv, Mod, const, exact_div, floordiv, total, var
-from pellucid.ir.nodes import Kernel, Line, Load, Node, Param, Program, Store, View, axes_of, depth_of, operands
+from pellucid.ir.nodes import Kernel, Line, Load, Node, Param, Program, Store, View, axes_of, operands
 from pellucid.ir.traffic import LINE
 from pellucid.machine import Machine, issuing, moving
+from pellucid.machine.kernels import FEW_ROWS, SAME_SET
 from pellucid.machine.work import estimate
 from pellucid.schedule.canonical import canonical_kernel
-from pellucid.schedule.deps import reads, writes
 from pellucid.schedule.normalize import split_axes
 
 # A row may grow by this share.
 MOST_GROWTH = 1 / 8
 # Bytes of a row that a kernel takes at a time while it walks along columns: what `codegen.vector` unrolls to.
 COLUMN_BYTES = 4 * LINE
-# Rows so many bytes apart are copied before they are multiplied, from so many rows on: `SAME_SET` and `FEW_ROWS` of
-# `native/kernel/contract.h`.
-SAME_SET = 4096
-FEW_ROWS = 8
 # Instructions that a kernel spends on each row, where it could take all rows as one before.
 ROW_STEPS = 16
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from pellucid.ir.analysis import depth_of
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, Expr, product, val, var
 from pellucid.ir.nodes import (
@@ -33,9 +34,9 @@ from pellucid.ir.nodes import (
     Scalar,
     Store,
     axes_of,
-    depth_of,
     operands,
 )
+from pellucid.ir.ops import REDUCTIONS, identity_of
 from pellucid.ir.origin import merge
 from pellucid.ir.types import DType
 from pellucid.options import Options
@@ -313,26 +314,12 @@ def _masked(kernel: Kernel, body: Sequence[Line], limits: dict[str, tuple[Expr, 
             case CheckIndex(arg) if beyond:
                 made.append(replace(each, rhs=replace(each.rhs, arg=chosen(each.out, arg, 0, DType.I64))))
             case Reduce(op, arg, axes):
-                value = chosen(each.out, arg, identity(op, dtypes[arg]), dtypes[arg])
+                join = REDUCTIONS[op.removeprefix("arg")].combine
+                value = chosen(each.out, arg, identity_of(join, dtypes[arg]), dtypes[arg])
                 made.append(replace(each, rhs=Reduce(op, value, axes)))
             case _:
                 made.append(each)
     return tuple(made)
-
-
-def identity(op: str, dtype: DType) -> Scalar:
-    """What a reduction does not notice."""
-    if op in ("sum", "any"):
-        return False if dtype is DType.BOOL else 0
-    if op in ("prod", "all"):
-        return True if dtype is DType.BOOL else 1
-    greatest = op in ("min", "argmin")
-    if dtype is DType.BOOL:
-        return greatest
-    if dtype.is_float:
-        return float("inf") if greatest else float("-inf")
-    low, high = dtype.limits
-    return high if greatest else low
 
 
 def _fresh(stem: str, names: set[str]) -> str:

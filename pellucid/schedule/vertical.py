@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from pellucid.ir.analysis import reads
 from pellucid.ir.decision import Decision, DecisionLog, Fact
 from pellucid.ir.nodes import Buffer, Extern, Kernel
 from pellucid.options import Options
 from pellucid.schedule.contractions import check_operands
-from pellucid.schedule.deps import reads
 from pellucid.schedule.fusion_graph import FusionGraph, Group
 from pellucid.schedule.inline import follows_totals, inline, reads_few, recipe_of, with_totals
 from pellucid.schedule.match_axes import Mismatch

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from jinja2 import Template
 
 from pellucid.codegen import CppKernel, CppPacking, functions_of, packings_of
-from pellucid.executable import allocated_by_calls, operator_of, where
+from pellucid.executable import operator_of
+from pellucid.execution_plan import Call, ExecutionPlan, Launch, Place, PlannedBuffer, where
 from pellucid.ir.derived import Float, python_text
 from pellucid.ir.index import Expr, text
-from pellucid.ir.nodes import Arg, Buffer, Enum, Extern, Kernel, Node, Program, View
+from pellucid.ir.nodes import Arg, Enum, Extern, View
 from pellucid.ir.types import TORCH_DTYPES
-from pellucid.schedule.memory import plan_memory
 from pellucid.trace.fx_programs import INPUTS, Constants, input_text
 from pellucid.trace.record import GraphRecord
 
@@ -97,83 +97,81 @@ def _name(name: str) -> str:
 
 
 def _body(record: GraphRecord) -> Iterator[str]:
-    program = record.scheduled
+    plan = _plan_of(record)
     arguments = len(record.graph.graph.find_nodes(op="placeholder"))
-    given = program.inputs[:arguments] + program.inputs[len(program.inputs) - len(record.constants) :]
+    given = plan.inputs[:arguments] + plan.inputs[len(plan.inputs) - len(record.constants) :]
     names = [_name(name) if name is not None else "_" for name in given]
     if names:
         yield "("
         yield from textwrap.wrap(", ".join(names) + ",", width=108, initial_indent="    ", subsequent_indent="    ")
         yield ") = args"
     yield from _prepared(record)
-    yield from _derived(program)
-    yield from _allocations(program)
-    for node in program.nodes:
-        yield from _call(record, program, node)
-    yield f"return [{', '.join(_result(output) for output in program.outputs)}]"
+    yield from _derived(plan)
+    yield from _allocations(plan)
+    for call in plan.calls:
+        yield from _call(call, plan.supplied)
+    yield f"return [{', '.join(map(_result, plan.results))}]"
+
+
+def _plan_of(record: GraphRecord) -> ExecutionPlan:
+    """Of a graph whose plan has been made."""
+    assert record.plan is not None
+    return record.plan
 
 
 def _prepared(record: GraphRecord) -> Iterator[str]:
     """What is computed and packed before the first call of the compiled graph; here it happens at each call."""
     if record.before is not None:
-        program = record.before.scheduled
-        skipped = allocated_by_calls(program)
+        plan = _plan_of(record.before)
         yield "# With the option `freeze`, what follows up to the panels happens before the first call alone."
-        yield from (_fresh(b) for b in program.buffers if b.role != "input" and b.name not in skipped)
-        for node in program.nodes:
-            yield from _call(record.before, program, node)
+        yield from (_fresh(buffer) for buffer in plan.buffers if buffer.place in (Place.ARENA, Place.POOL))
+        for call in plan.calls:
+            yield from _call(call, plan.supplied)
     for packing in packings_of(record.kernels):
         panels = _name(packing.panels)
         yield f"{panels} = torch.empty({packing.numel})"
         yield f'kernels["{packing.name}"]([{_name(packing.buffer)}, {panels}], [], 1)'
 
 
-def _derived(program: Program) -> Iterator[str]:
+def _derived(plan: ExecutionPlan) -> Iterator[str]:
     """Numbers that follow from the sizes; a float that kernels read is a tensor."""
-    for each in program.derived:
+    for each in plan.derived:
         formula = python_text(each.term)
-        if each.name in program.supplied:
+        if each.name in plan.supplied:
             yield f"{each.name} = torch.tensor([{formula}], dtype=torch.float64)"
         else:
             yield f"{each.name} = {formula}"
 
 
-def _allocations(program: Program) -> Iterator[str]:
-    skipped = allocated_by_calls(program)
-    temps = [b for b in program.buffers if b.role == "temp" and b.name not in skipped]
-    if not program.symbols and temps:
-        memory = plan_memory(program, lambda expr: expr.value or 0, leave_out=skipped)
+def _allocations(plan: ExecutionPlan) -> Iterator[str]:
+    memory = plan.memory
+    if memory is not None and memory.offsets:
         yield f"arena = torch.empty({memory.arena_bytes}, dtype=torch.uint8)"
-        for temp in temps:
-            numel, dtype = text(temp.numel), TORCH_DTYPES[temp.dtype]
-            yield f"{_name(temp.name)} = buffer(arena, {memory.offsets[temp.name]}, {numel}, {dtype})"
-    else:
-        yield from (_fresh(temp) for temp in temps)
-    yield from (_fresh(b) for b in program.buffers if b.role == "output" and b.name not in skipped)
+    for buffer in plan.buffers:
+        if memory is not None and buffer.name in memory.offsets:
+            numel, dtype = text(buffer.numel), TORCH_DTYPES[buffer.dtype]
+            yield f"{_name(buffer.name)} = buffer(arena, {memory.offsets[buffer.name]}, {numel}, {dtype})"
+        elif buffer.place in (Place.ARENA, Place.POOL):
+            yield _fresh(buffer)
 
 
-def _fresh(buffer: Buffer) -> str:
+def _fresh(buffer: PlannedBuffer) -> str:
     return f"{_name(buffer.name)} = torch.empty({text(buffer.numel)}, dtype={TORCH_DTYPES[buffer.dtype]})"
 
 
-def _call(record: GraphRecord, program: Program, node: Node) -> Iterator[str]:
-    match node:
-        case Kernel():
-            compiled = record.kernels.get(node.name)
-            origin = node.body[-1].origin if node.body else None
-            yield f"# {node.name}: {where(origin)}" if origin else f"# {node.name}"
-            if compiled is not None:
-                symbols = ", ".join(compiled.symbols)
-                extent = text(compiled.extent)
-                parameters = ", ".join(map(_name, compiled.params))
-                yield f'kernels["{compiled.name}"]([{parameters}], [{symbols}], {extent})'
+def _call(call: Call, supplied: tuple[str, ...]) -> Iterator[str]:
+    match call:
+        case Launch():
+            yield f"# {call.name}: {call.where}"
+            way = call.ways[0]
+            parameters, symbols = ", ".join(map(_name, call.params)), ", ".join(call.symbols)
+            yield f'kernels["{way.symbol}"]([{parameters}], [{symbols}], {text(way.extent)})'
         case Extern():
-            yield f"# {node.reason}: {where(node.origin)}"
-            yield from _extern(program, node)
+            yield f"# {call.reason}: {where(call.origin)}"
+            yield from _extern(call, supplied)
 
 
-def _extern(program: Program, node: Extern) -> Iterator[str]:
-    supplied = program.supplied
+def _extern(node: Extern, supplied: tuple[str, ...]) -> Iterator[str]:
     arguments = [_arg(arg, supplied) for arg in node.args]
     arguments += [f"{key}={_arg(value, supplied)}" for key, value in node.kwargs]
     if node.out:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from pellucid.codegen import CppKernel
+from pellucid.execution_plan import ExecutionPlan
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Program, View
 from pellucid.native.build import BuildReport
@@ -28,7 +29,7 @@ class GraphRecord:
 
     captured: the FX graph as AOTAutograd gave it; graph: the same after Pellucid's own FX passes.
     values: where the programs put the tensor that an FX node computes, by the node's name.
-    kernels: generated C++ by the name of the IR kernel.
+    kernels: generated C++ by the name of the IR kernel. plan: what a call does, None if a stage before has failed.
     outline: how a graph that was split is run; such a graph has no program itself. parts: the records of its segments.
     earlier: what took place before the stages, where that is known: Dynamo, AOTAutograd.
     before: what parameters determine, computed before the first call: its results and panels are more arguments.
@@ -42,6 +43,7 @@ class GraphRecord:
     lowered: Program
     scheduled: Program
     kernels: Mapping[str, CppKernel]
+    plan: ExecutionPlan | None
     constants: tuple[torch.Tensor, ...]
     values: Mapping[str, View]
     built: BuildReport | None

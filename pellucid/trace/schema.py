@@ -37,6 +37,7 @@ GRAPH_FILES: dict[str, str] = {
     "ir_pre_fusion.txt": "the backend's loops, one for each operator",
     "ir_post_fusion.txt": "its loops after fusion: what is compiled",
     "ir_frozen.txt": "with the option `freeze`: the loops of what parameters determine, run before the first call",
+    "execution_plan.txt": "what a call does: where each buffer lies, and the calls of kernels and operators in order",
     "output_code.py": "the calls that a compiled graph makes, with its C++ kernels, as a program to edit and run",
     "segments.txt": "of a graph that no single program holds: its segments, and what Python calls between them",
     "provenance.json": "from each C++ line to IR line, FX nodes and source lines, and back",

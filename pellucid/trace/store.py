@@ -95,7 +95,9 @@ def texts_of(record: GraphRecord, constants: Constants) -> dict[str, Callable[[]
         texts["ir_frozen.txt"] = lambda: print_program(before)
     if record.outline:
         texts["segments.txt"] = lambda: record.outline + "\n"
-    elif record.kernels or not record.error:
+    elif record.plan is not None:
+        plans = [each.plan for each in (record.before, record) if each is not None]
+        texts["execution_plan.txt"] = lambda: "".join(f"{plan}\n" for plan in plans)
         texts["output_code.py"] = lambda: output_code(record, constants)
         texts["provenance.json"] = lambda: json.dumps(provenance(record), indent=1)
     return texts

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pellucid import pipeline
+from pellucid.ir.analysis import reads, writes
 from pellucid.ir.nodes import Kernel
 from pellucid.kit.subjects.base import loss_of
-from pellucid.schedule.deps import reads, writes
 from pellucid.trace.record import GraphRecord
 from tests.small_models import build_small
 

@@ -568,7 +568,7 @@ def plant_pellucid_lowering_flip() -> None:
 
 @planted("pellucid", "wrong", "memory plan", "", mixed)
 def plant_pellucid_memory_plan() -> None:
-    from pellucid import executable
+    from pellucid import execution_plan
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def plan(*args: Any, **kwargs: Any) -> Any:
@@ -577,7 +577,7 @@ def plant_pellucid_memory_plan() -> None:
 
         return plan
 
-    patch(executable, "plan_memory", make)
+    patch(execution_plan, "plan_memory", make)
 
 
 @planted("pellucid", "wrong", "decompositions", "softmax", mixed)
@@ -754,15 +754,15 @@ def plant_pellucid_lost_chunk() -> None:
 @planted("pellucid", "wrong", "memory plan", "mm", chained)
 def plant_pellucid_short_life() -> None:
     """A buffer's memory is given away while its last reader runs."""
-    from pellucid.schedule import memory
+    from pellucid import execution_plan
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def lives(*args: Any) -> Any:
-            return [replace(life, last=max(life.first, life.last - 1)) for life in original(*args)]
+        def spans(*args: Any) -> Any:
+            return {name: (first, max(first, last - 1)) for name, (first, last) in original(*args).items()}
 
-        return lives
+        return spans
 
-    patch(memory, "lifetimes", make)
+    patch(execution_plan, "spans", make)
 
 
 @planted("pellucid", "wrong", "decompositions", "_log_softmax_backward_data", classified, backward=True)

@@ -92,6 +92,7 @@ def test_the_programs_of_a_run_give_the_models_result(backend, mixed_run, tmp_pa
     assert GRAPH_FILES.keys() - {each.name for each in graph.iterdir()} <= {
         "segments.txt",
         "ir_frozen.txt",
+        "execution_plan.txt",
         "provenance.json",
     }
     assert (graph / "ir_pre_fusion.txt").read_text() != (graph / "ir_post_fusion.txt").read_text()

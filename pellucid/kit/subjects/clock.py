@@ -94,7 +94,7 @@ def _decode(made: Clock, taken: timeline.Timeline, instances: dict[int, Sized]) 
             continue
         if run.plan not in made._facts:
             made._facts[run.plan] = facts_of(sized)
-        made.runs.append(TimedRun(sized.name, run.span, _steps(run, made._facts[run.plan])))
+        made.runs.append(TimedRun(sized.plan.name, run.span, _steps(run, made._facts[run.plan])))
 
 
 def _steps(run: RunTime, facts: Sequence[StepFacts | None]) -> tuple[Timed, ...]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from pellucid.codegen import generate
-from pellucid.executable import Executable
+from pellucid.executable import Executable, Whole
+from pellucid.execution_plan import plan_execution
 from pellucid.ir.attention import reduces_in_turn
 from pellucid.ir.index import ZERO, Expr, const, product, total, var
 from pellucid.ir.interp import line_values
@@ -116,7 +117,8 @@ def _run(
         if isinstance(value, torch.Tensor) and name is not None
     }
     with torch.no_grad():
-        results = Executable(program, kernels, addresses, tuple(constants))(given)
+        plan = plan_execution(program, kernels)
+        results = Executable(plan, Whole((program, kernels)), addresses, tuple(constants))(given)
     written = (buffer.name for buffer in program.buffers if buffer.role == "output")
     return memory | dict(zip(written, results, strict=True))
 

@@ -15,9 +15,10 @@ from pellucid.capture.decompositions import decompositions
 from pellucid.capture.fx import origin_of
 from pellucid.codegen import CppKernel
 from pellucid.executable import Probe as NodeProbe
+from pellucid.execution_plan import Call, ExecutionPlan, Launch, Place, read_by, written_by
 from pellucid.ir.decision import Decision
 from pellucid.ir.interp import run_program
-from pellucid.ir.nodes import Compute, Extern, Kernel, Node, Program, Reduce, View
+from pellucid.ir.nodes import Compute, Extern, Kernel, Program, Reduce, View
 from pellucid.ir.origin import GLUE, merge
 from pellucid.ir.printer import print_program
 from pellucid.ir.types import TORCH_DTYPES
@@ -42,7 +43,6 @@ from pellucid.kit.subjects.lines import wrong_scalar
 from pellucid.kit.subjects.plain import front_rungs
 from pellucid.kit.subjects.refusals import BY_PYTHON, CPP_NAMES, DEFINITION, Refusal, Refused, Value, kind_of
 from pellucid.lower import NotHeld, lower
-from pellucid.lower.program_builder import buffers_of
 from pellucid.native.build import KernelCompileError
 from pellucid.options import make_options
 from pellucid.pipeline import Unit, compile_graph, graph_passes, joint_passes
@@ -214,13 +214,15 @@ class PellucidCompiled(Compiled):
 
     def _watch(self, unit: Unit) -> dict[str, NodeProbe]:
         """A probe for each node of a program; called while the graph is compiled, once per program."""
-        complete = _completed(unit.scheduled, unit.values)
+        assert unit.plan is not None
+        complete = _completed(unit.plan, unit.values)
+        kernels = {node.name: node for node in unit.scheduled.nodes if isinstance(node, Kernel)}
         probes: dict[str, NodeProbe] = {}
-        for node in unit.scheduled.nodes:
-            nodes = complete[node.name]
-            step = _step(unit, node, tuple(nodes))
-            self._steps[f"{unit.name}.{node.name}"] = step
-            probes[node.name] = NodeProbe(
+        for call in unit.plan.calls:
+            nodes = complete[call.name]
+            step = _step(call, tuple(nodes), kernels, unit.kernels)
+            self._steps[f"{unit.name}.{call.name}"] = step
+            probes[call.name] = NodeProbe(
                 before=partial(self._before, step),
                 views=tuple(unit.values[name] for name in nodes),
                 after=partial(self._after, step),
@@ -261,16 +263,18 @@ def _values(kernel: CppKernel) -> Iterator[tuple[str, Value]]:
             yield f"{found['name']} = {found['value']}", Value(op, CPP_NAMES[TORCH_DTYPES[line.dtype]], origin)
 
 
-def _step(unit: Unit, node: Node, values: tuple[str, ...]) -> Step:
-    match node:
-        case Kernel():
-            kernel: CppKernel = unit.kernels[node.name]
+def _step(
+    call: Call, values: tuple[str, ...], kernels: Mapping[str, Kernel], compiled: Mapping[str, CppKernel]
+) -> Step:
+    match call:
+        case Launch():
+            node, kernel = kernels[call.name], compiled[call.name]
             return Step(
-                name=node.name,
+                name=call.name,
                 op="",
                 origin=origin_of_node(node),
-                reads=tuple(dict.fromkeys(load.buffer for _, load in node.loads())),
-                writes=_written(node),
+                reads=call.reads,
+                writes=call.writes,
                 values=values,
                 symbol=kernel.name,
                 source=kernel.source,
@@ -279,21 +283,12 @@ def _step(unit: Unit, node: Node, values: tuple[str, ...]) -> Step:
                 ops=tuple(line.rhs.op for line in node.body if isinstance(line.rhs, Compute | Reduce)),
             )
         case Extern():
-            written = _written(node)
-            read = tuple(sorted(buffers_of(node) - set(written)))
-            return Step(node.name, node.op, node.origin, read, written, values, reason=node.reason)
+            written = written_by(call)
+            read = tuple(sorted(set(read_by(call)) - set(written)))
+            return Step(call.name, call.op, call.origin, read, written, values, reason=call.reason)
 
 
-def _written(node: Node) -> tuple[str, ...]:
-    match node:
-        case Kernel():
-            return tuple(dict.fromkeys(store.buffer for _, store in node.stores()))
-        case Extern():
-            outputs = [view.buffer for view in node.outputs if view is not None]
-            return tuple(dict.fromkeys((*outputs, *node.mutates)))
-
-
-def _completed(program: Program, values: Mapping[str, View]) -> dict[str, list[str]]:
+def _completed(plan: ExecutionPlan, values: Mapping[str, View]) -> dict[str, list[str]]:
     """By node, the FX nodes whose result is in memory once it has run, and was not before.
 
     A result may be stored in parts, as a concatenation is: it is complete after the last node that writes its buffer,
@@ -303,11 +298,11 @@ def _completed(program: Program, values: Mapping[str, View]) -> dict[str, list[s
     for name, view in values.items():
         owner.setdefault(view.buffer, name)
     writers: dict[str, str] = {}
-    for node in program.nodes:
-        for buffer in _written(node):
-            writers[buffer] = node.name
-    inputs = {buffer.name for buffer in program.buffers if buffer.role == "input"}
-    complete: dict[str, list[str]] = {node.name: [] for node in program.nodes}
+    for call in plan.calls:
+        for buffer in written_by(call):
+            writers[buffer] = call.name
+    inputs = {buffer.name for buffer in plan.buffers if buffer.place is Place.ARGUMENT}
+    complete: dict[str, list[str]] = {call.name: [] for call in plan.calls}
     for buffer, name in owner.items():
         if buffer in writers and buffer not in inputs:
             complete[writers[buffer]].append(name)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
 from pellucid.codegen import CppKernel
-from pellucid.codegen.blocks import FEW_ROWS
 from pellucid.executable import Sized, operator_of, plain_argument
+from pellucid.execution_plan import Place
+from pellucid.ir.analysis import arguments_of
 from pellucid.ir.index import product
 from pellucid.ir.nodes import Arg, Extern, Kernel, Node, View
 from pellucid.ir.origin import merge
@@ -18,6 +19,7 @@ from pellucid.ir.traffic import Traffic, tensor_bytes, traffic
 from pellucid.ir.types import TORCH_DTYPES
 from pellucid.kit.subjects.facts import StepFacts, library_facts, shape_text
 from pellucid.machine import Part
+from pellucid.machine.kernels import FEW_ROWS
 from pellucid.machine.work import computed_in, estimate
 
 _Touched: TypeAlias = "dict[str, tuple[int, int, int]]"
@@ -27,7 +29,7 @@ _Touched: TypeAlias = "dict[str, tuple[int, int, int]]"
 def facts_of(sized: Sized) -> tuple[StepFacts | None, ...]:
     """The facts of each call of an instance's plan, None for the calls of probes."""
     facts = _Facts(sized)
-    kept = frozenset(buffer.name for buffer in sized.program.buffers if buffer.role != "temp")
+    kept = frozenset(each.name for each in sized.plan.buffers if each.place in (Place.ARGUMENT, Place.POOL))
     parts = iter(_parts([facts.touched(node) for node in sized.calls if node is not None], kept))
     return tuple(None if node is None else replace(facts.of(node), parts=next(parts)) for node in sized.calls)
 
@@ -61,7 +63,7 @@ class _Facts:
         self._sized = sized
         self._tensors: dict[View, torch.Tensor] = {}
         self._moved: dict[str, Traffic] = {}
-        self._dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in sized.program.buffers}
+        self._buffers = {buffer.name: buffer for buffer in sized.plan.buffers}
 
     def of(self, node: Node) -> StepFacts:
         return self.kernel(node) if isinstance(node, Kernel) else self.library(node)
@@ -76,7 +78,8 @@ class _Facts:
             }
         found: _Touched = {}
         made = [view for view in node.outputs if view is not None]
-        for view in (*_views((node.args, tuple(value for _, value in node.kwargs))), *made):
+        given = [each for each in arguments_of(node) if isinstance(each, View)]
+        for view in (*given, *made):
             read, written, _ = found.get(view.buffer, (0, 0, 1))
             nbytes = self._nbytes(view)
             found[view.buffer] = (read, max(written, nbytes), 1) if view in made else (max(read, nbytes), written, 1)
@@ -98,7 +101,7 @@ class _Facts:
         shares = size(compiled.extent) // compiled.grain
         flops = int(moved.flops * compiled.plan.blocks.share) if compiled.plan.blocks else moved.flops
         return StepFacts(
-            self._sized.name,
+            self._sized.plan.name,
             kernel.name,
             compiled.name,
             "kernel",
@@ -125,7 +128,7 @@ class _Facts:
             return 0
         position = int(blocks.contraction.loads[1].buffer.removeprefix("p"))  # plans name buffers by their positions
         buffer = compiled.params[position]
-        return self._sized.size(product(self._sized.shapes[buffer].shape)) if buffer in self._sized.parameters else 0
+        return self._sized.size(product(self._buffers[buffer].whole.shape)) if buffer in self._sized.parameters else 0
 
     def _instructions(self, kernel: Kernel) -> float:
         """The plan counts them at middling sizes; with others they grow as the points do."""
@@ -134,7 +137,7 @@ class _Facts:
         return plan.steps * self._sized.size(points) / max(1, estimate(points))
 
     def library(self, call: Extern) -> StepFacts:
-        step = StepFacts(self._sized.name, call.name, call.op, "call", origin=call.origin, reason=call.reason)
+        step = StepFacts(self._sized.plan.name, call.name, call.op, "call", origin=call.origin, reason=call.reason)
         results = [self._tensor(view) for view in call.outputs if view is not None]
         kwargs = {name: self._value(value) for name, value in call.kwargs}
         if call.out:
@@ -144,15 +147,18 @@ class _Facts:
 
     def _shapes(self, buffers: Iterable[str]) -> tuple[str, ...]:
         return tuple(
-            shape_text(self._dtypes[name], tuple(map(self._sized.size, self._sized.shapes[name].shape)))
+            shape_text(self._dtype(name), tuple(map(self._sized.size, self._buffers[name].whole.shape)))
             for name in buffers
         )
+
+    def _dtype(self, buffer: str) -> torch.dtype:
+        return TORCH_DTYPES[self._buffers[buffer].dtype]
 
     def _tensor(self, view: View) -> torch.Tensor:
         """A tensor without memory; the same for the same view."""
         if view not in self._tensors:
             shape, strides = (tuple(map(self._sized.size, each)) for each in (view.shape, view.strides))
-            dtype = self._dtypes[view.buffer]
+            dtype = self._dtype(view.buffer)
             self._tensors[view] = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         return self._tensors[view]
 
@@ -173,12 +179,3 @@ def _why_scalar(compiled: CppKernel) -> str:
     if plan.vector is not None or plan.blocks is not None:
         return ""
     return next((each.why for each in plan.decisions if each.rule == "codegen.vectorize" and not each.ok), "")
-
-
-def _views(arg: Arg) -> Iterator[View]:
-    """The tensors of an argument."""
-    if isinstance(arg, View):
-        yield arg
-    elif isinstance(arg, tuple):
-        for each in arg:
-            yield from _views(each)

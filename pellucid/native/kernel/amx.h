@@ -8,9 +8,7 @@
 // end; who computes a block makes one, in a `Beside`, and hands it down.
 namespace pv {
 
-constexpr int AMX_TILE = 16;            // rows of a tile, units of a row, and columns
-constexpr int AMX_ROWS = 2 * AMX_TILE;  // rows of sums that are computed at a time
-constexpr int AMX_LOADS = 4;            // tiles that are read for them at a time: as many steps of `Ahead`
+constexpr int AMX_LOADS = 4;  // tiles that are read for AMX_ROWS rows at a time: as many steps of `Ahead`
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 

@@ -11,10 +11,8 @@
 namespace pv {
 
 // Rows whose scores are in work at once: what the micro-kernel takes in one go, or twice that.
-template <class E> constexpr int QUERIES = BY_AMX<Factor<E>> ? 32 : 24;
-// Rows that read keys and values where they lie; and how many keys at a time, which stay in the first cache while all
-// rows and columns use them.
-constexpr int ROWS_IN_PLACE = 3;
+template <class E> constexpr int ROWS_AT_ONCE = BY_AMX<Factor<E>> ? AMX_ROWS : QUERIES;
+// How many keys at a time are read where they lie: they stay in the first cache while all rows and columns use them.
 constexpr int KEYS_IN_PLACE = 64;
 
 // A matrix that is written.
@@ -132,7 +130,7 @@ template <int D, int STEP, class E>
 PV_FN void times_panels(Beside& beside, const Matrix<E>& a, int64_t rows, const float* panels, int64_t n, float* to) {
   constexpr int UNITS = units_of<E>(D);
   using F = Factor<E>;
-  alignas(64) float units[QUERIES<E> * UNITS];
+  alignas(64) float units[ROWS_AT_ONCE<E> * UNITS];
   copy_rows<UNITS>(a, rows, D, units);
   const Matrix<F> copied{(const F*)units, TERMS<E> * UNITS, 1};
   const auto rows_from = [&](int64_t i) PV_INLINE { return copied.from(i, 0); };
@@ -206,7 +204,7 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   constexpr int WIDTH = panels_of(D);
   constexpr int UNITS = units_of<E>(D), PAIRS = units_of<E>(KEYS);  // of a query, and of a column of values
   constexpr int STEP = KEYS + COLUMNS;  // so that rows lie in different sets of the first cache
-  alignas(64) float keys[KEYS * UNITS], values[PAIRS * WIDTH], scores[QUERIES<E> * STEP], sums[M * WIDTH];
+  alignas(64) float keys[KEYS * UNITS], values[PAIRS * WIDTH], scores[ROWS_AT_ONCE<E> * STEP], sums[M * WIDTH];
   Seen seen[M];
   Beside beside;
   for (int64_t i = 0; i < m; i++) seen[i] = {-inf<float>, 0.0f};
@@ -220,8 +218,8 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
     const KeyBlock block{keys_there ? nullptr : keys, values_there ? nullptr : values, from, count};
     if (!keys_there) pack_columns<COLUMNS * UNITS>(transposed(a.keys.from(from, 0)), D, count, keys);
     if (!values_there) pack_columns<COLUMNS * PAIRS>(a.values.from(from, 0), count, D, values);
-    for (int64_t first = 0; first < m; first += QUERIES<E>) {
-      const int64_t rows = least(QUERIES<E>, m - first);
+    for (int64_t first = 0; first < m; first += ROWS_AT_ONCE<E>) {
+      const int64_t rows = least(ROWS_AT_ONCE<E>, m - first);
       const auto visible = [&](int64_t row) PV_INLINE { return a.causal ? least(count, a.seen + row - from) : count; };
       const int64_t most = visible(first + rows - 1);
       if (most <= 0) continue;

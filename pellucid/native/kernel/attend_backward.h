@@ -92,7 +92,7 @@ template <int M, int STEP> struct RowBlock {
   // The first row, in whole QUERIES, that sees the key.
   template <class E, class Added> PV_FN int64_t first_to_see(const AttentionBackward<E, Added>& a, int64_t key) const {
     int64_t row = 0;
-    while (a.causal && visible(a, row + QUERIES<E> - 1) <= key) row += QUERIES<E>;
+    while (a.causal && visible(a, row + ROWS_AT_ONCE<E> - 1) <= key) row += ROWS_AT_ONCE<E>;
     return row;
   }
 };
@@ -110,7 +110,7 @@ PV_FN void weigh_rows(
   float *weights = block.weights + row * STEP, *changes = block.changes + row * STEP;
   times_panels<D, STEP>(beside, a.queries[block.head].from(at, 0), some, keys, most, weights);
   times_panels<D, STEP>(beside, grad_out, some, values, most, changes);
-  const int64_t filled = (most + QUERIES<E> - 1) / QUERIES<E> * QUERIES<E>;
+  const int64_t filled = (most + ROWS_AT_ONCE<E> - 1) / ROWS_AT_ONCE<E> * ROWS_AT_ONCE<E>;
   for (int64_t i = 0; i < some + some % TERMS<E>; i++, weights += STEP, changes += STEP) {
     const int64_t own = i < some ? block.visible(a, row + i) : 0;
     if (own > 0) {
@@ -133,7 +133,7 @@ PV_FN void add_grad_queries(
     int64_t most, const float* keys, int64_t depth) {
   using F = Factor<E>;
   constexpr int WIDTH = panels_of(D);
-  alignas(64) float sums[QUERIES<E> * WIDTH];
+  alignas(64) float sums[ROWS_AT_ONCE<E> * WIDTH];
   const Matrix<F> changes{(const F*)(block.changes + row * STEP), STEP * TERMS<E>, 1};
   const auto rows_from = [&](int64_t i) PV_INLINE { return changes.from(i, 0); };
   if (most <= 0) std::memset(sums, 0, sizeof sums);
@@ -151,7 +151,7 @@ PV_FN void add_by_key(
     const float* right, float* sums) {
   using F = Factor<E>;
   constexpr int T = TERMS<E>, DEPTH_OF_ROWS = units_of<E>(M), WIDTH = panels_of(D);
-  const int64_t last = block.visible(a, block.rows - 1), piece = a.causal ? QUERIES<E> : last;
+  const int64_t last = block.visible(a, block.rows - 1), piece = a.causal ? ROWS_AT_ONCE<E> : last;
   alignas(64) float units[T > 1 ? DEPTH_OF_ROWS * STEP : 1];  // in which two rows are side by side
   Matrix<F> left{(const F*)rows, 1, STEP};
   if constexpr (BY_AMX<F>) {
@@ -175,7 +175,7 @@ PV_FN void add_by_key(
 // All of `heads` heads of m rows, and of n keys. D: columns, and terms of scores.
 template <int D, int M, int KEYS, class E, class Added>
 inline void attend_backward(int64_t heads, int64_t m, int64_t n, const AttentionBackward<E, Added>& a) {
-  static_assert(KEYS % COLUMNS == 0 && M % QUERIES<E> == 0);
+  static_assert(KEYS % COLUMNS == 0 && M % ROWS_AT_ONCE<E> == 0);
   constexpr int WIDTH = panels_of(D), STEP = KEYS + COLUMNS;  // see `attend`
   constexpr int UNITS = units_of<E>(D), PAIRS = units_of<E>(KEYS), DEPTH_OF_ROWS = units_of<E>(M);
   alignas(64) float keys[KEYS * UNITS], values[KEYS * UNITS], key_rows[PAIRS * WIDTH];
@@ -194,8 +194,8 @@ inline void attend_backward(int64_t heads, int64_t m, int64_t n, const Attention
       for (int64_t first = 0; first < m; first += M) {
         const RowBlock<M, STEP> block{head, first, least(M, m - first), from, count, weights, changes};
         const bool seen = block.visible(a, block.rows - 1) > 0;
-        for (int64_t row = 0; row < block.rows && (seen || from == 0); row += QUERIES<E>) {
-          const int64_t some = least(QUERIES<E>, block.rows - row), most = block.visible(a, row + some - 1);
+        for (int64_t row = 0; row < block.rows && (seen || from == 0); row += ROWS_AT_ONCE<E>) {
+          const int64_t some = least(ROWS_AT_ONCE<E>, block.rows - row), most = block.visible(a, row + some - 1);
           if (most > 0) weigh_rows<D>(beside, a, block, row, some, most, keys, values);
           if (most > 0 || from == 0) add_grad_queries<D>(beside, a, block, row, some, most, key_rows, PAIRS);
         }

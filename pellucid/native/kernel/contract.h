@@ -10,10 +10,6 @@
 // Each sum adds DEPTH units in order, and then these partial sums in order.
 namespace pv {
 
-// Rows of a up to which packing b would cost more than it saves, and columns of b that would leave panels mostly empty.
-constexpr int FEW_ROWS = 8;
-constexpr int FEW_COLUMNS = 4;
-
 // b[k, n] as panels, whole, and then one more element: 1 if all of it is finite, else 0. Terms that lie in b channel by
 // channel, `area` taps of each, go tap by tap. SIZE: how many floats `to` has room for. F: what units are made of.
 template <int64_t N, int64_t K, int64_t SIZE, class F, class E>
@@ -41,9 +37,6 @@ template <class F, class E> PV_FN Panels panels_from(const E* panels, int64_t n,
   const auto* packed = (const float*)panels;
   return {packed + first * units, units, packed[panels_of(n) * units] != 0};
 }
-
-// Rows so many bytes apart lie in one set of the first cache, which cannot hold ROWS of them: they are copied.
-constexpr int64_t SAME_SET = 4096;
 
 // How the rows of a left operand are read.
 enum class Left { LYING, ROWS, PANELS };

@@ -9,8 +9,7 @@ namespace pv {
 constexpr int COLUMN = REGISTER / int(sizeof(float));  // lanes of a register
 constexpr int COLUMNS = 2 * COLUMN;
 constexpr int ROWS = REGISTER == 64 ? 12 : 6;
-constexpr int DEPTH = 192;  // units that are packed at a time
-constexpr int LINE = 64;    // bytes of a line of a cache
+constexpr int LINE = 64;  // bytes of a line of a cache
 
 // So many columns, up to a whole panel.
 constexpr int64_t panels_of(int64_t columns) { return (columns + COLUMNS - 1) / COLUMNS * COLUMNS; }

@@ -12,8 +12,6 @@
 // Numbers that are not finite would spread over a tile: then the block is computed window by window.
 namespace pv {
 
-constexpr int PLACES = 16, TAPS = 9;
-
 // The four results of one axis: B' d of four pixels, G g of three weights; and the two of A' m.
 template <class T> PV_FN void transform_pixels(const T (&d)[4], T (&to)[4]) {
   to[0] = d[0] - d[2], to[1] = d[1] + d[2], to[2] = d[2] - d[1], to[3] = d[1] - d[3];
@@ -183,7 +181,7 @@ template <int PAIR, int WIDTH, class Right>
 template <int PAIR, int N, int WIDTH, int TILES, int CHANNELS, class Right>
 inline void contract_tiles(int64_t n, int64_t k, const Window<float>& a, const Right& b, const Sums& c) {
   constexpr bool PACKED = std::is_same_v<Right, TilePanels>;
-  constexpr int CHUNK = PACKED || CHANNELS < 128 ? CHANNELS : 128;
+  constexpr int CHUNK = PACKED || CHANNELS < TRANSFORMED ? CHANNELS : TRANSFORMED;
   static_assert(N % COLUMNS == 0 && CHANNELS % COLUMN == 0);
   constexpr int STEP = CHANNELS + COLUMN, PLANE = TILES * STEP;  // so that tiles lie in different sets of the cache
   constexpr int SUMS = TILES * COLUMNS + COLUMN;

@@ -18,7 +18,7 @@ import torch
 from pellucid.errors import UnsupportedError
 from pellucid.native import loader
 from pellucid.native.build import default_toolchain
-from pellucid.native.execution_plan import (
+from pellucid.native.instance import (
     ArenaSlot,
     ExternSlot,
     FunctionalCall,
@@ -246,7 +246,7 @@ def test_large_outputs_use_huge_pages_where_the_system_has_them(add):
 SETUP = """
 import os, sys, threading, torch
 from pellucid.native.build import build
-from pellucid.native.execution_plan import *
+from pellucid.native.instance import *
 from pellucid.native.runtime import Instance
 from tests.unit.native.support import DOUBLE, kernel_text, view
 torch.set_num_threads(2)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pellucid.native.build import build
-from pellucid.native.execution_plan import InputSlot, KernelCall, OutputSlot
+from pellucid.native.instance import InputSlot, KernelCall, OutputSlot
 from pellucid.native.runtime import Instance
 from tests.unit.native.support import ADD, CHECK, DOUBLE, WHO, kernel_text, view
 

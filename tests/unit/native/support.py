@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pellucid.native.execution_plan import TensorView
+from pellucid.native.instance import TensorView
 
 SIGNATURE = "(void* const* p, const int64_t* s, int64_t begin, int64_t end)"
 

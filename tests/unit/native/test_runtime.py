@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pellucid.errors import InternalError
-from pellucid.native.execution_plan import (
+from pellucid.native.instance import (
     ArenaSlot,
     ExternSlot,
     FunctionalCall,

@@ -11,7 +11,7 @@ import torch
 
 from pellucid.native import timeline
 from pellucid.native.counters import Counter, _why, refused
-from pellucid.native.execution_plan import InputSlot, KernelCall, OutputSlot
+from pellucid.native.instance import InputSlot, KernelCall, OutputSlot
 from pellucid.native.runtime import Instance
 from pellucid.native.timeline import Timeline
 from tests.unit.native.support import view

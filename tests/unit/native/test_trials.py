@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pellucid.native.build import build, default_store
-from pellucid.native.execution_plan import InputSlot, KernelCall, OutputSlot, Trial, Way
+from pellucid.native.instance import InputSlot, KernelCall, OutputSlot, Trial, Way
 from pellucid.native.runtime import Instance
 from pellucid.native.trials import Choices, Outcome, keep, parse, recall, trial_key, variants
 from tests.unit.native.support import kernel_text, view

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pellucid.ir.analysis import reads, writes
 from pellucid.ir.index import ONE, ZERO, Expr, as_expr, product, total, var
 from pellucid.ir.interp import TORCH_DTYPES, run_program
 from pellucid.ir.nodes import (
@@ -33,6 +34,7 @@ from pellucid.ir.types import DType
 from pellucid.ir.verify import verify_program
 from pellucid.options import Options
 from pellucid.schedule import schedule
+from pellucid.schedule.memory import Lifetime, spans
 
 Size = Expr | int
 _MASKED = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -238,6 +240,13 @@ def _broadcast(shapes: Sequence[tuple[Expr, ...]]) -> tuple[Expr, ...]:
 
 def kernels(program: Program) -> list[Kernel]:
     return [node for node in program.nodes if isinstance(node, Kernel)]
+
+
+def lives(program: Program) -> list[Lifetime]:
+    """Of the temporaries of a program of known sizes."""
+    used = spans([(*reads(node), *writes(node)) for node in program.nodes], program.outputs)
+    temps = [buffer for buffer in program.buffers if buffer.role == "temp" and buffer.name in used]
+    return [Lifetime(b.name, *used[b.name], (b.numel.value or 0) * b.dtype.itemsize) for b in temps]
 
 
 def random_inputs(program: Program, sizes: dict[str, int] | None = None) -> list[torch.Tensor | int | None]:

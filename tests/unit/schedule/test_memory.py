@@ -7,16 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid.errors import InternalError
-from pellucid.ir.index import ONE, ZERO, Expr, as_expr
+from pellucid.ir.analysis import reads, writes
+from pellucid.ir.index import ONE, ZERO, as_expr
 from pellucid.ir.nodes import Buffer, Extern, Program, View
 from pellucid.ir.parser import parse_program
-from pellucid.ir.types import DType
-from pellucid.schedule.memory import ALIGNMENT, MemoryPlan, check_memory_plan, lifetimes, plan_memory
-
-
-def sizes(size: Expr) -> int:
-    assert size.value is not None
-    return size.value
+from pellucid.ir.types import ALIGNMENT, DType
+from pellucid.schedule.memory import MemoryPlan, Room, check_memory_plan, donations, plan_memory, spans
+from tests.unit.schedule.build import lives
 
 
 def program_of(nodes: list[tuple[list[str], list[str]]], numels: dict[str, int]) -> Program:
@@ -37,32 +34,24 @@ def test_chain_alternates_between_two_places() -> None:
     names = [f"t{k}" for k in range(6)]
     nodes = [([], ["t0"]), *(([a], [b]) for a, b in pairwise(names))]
     program = program_of(nodes, dict.fromkeys(names, 16))
-    plan = plan_memory(program, sizes)
-    check_memory_plan(program, sizes, plan)
+    plan = plan_memory(lives(program))
+    check_memory_plan(lives(program), plan)
     assert plan.arena_bytes == plan.lower_bound == 2 * ALIGNMENT
-
-
-def test_buffers_left_out_take_no_place() -> None:
-    program = program_of([([], ["a"]), (["a"], ["b"]), (["b"], [])], {"a": 1000, "b": 10})
-    plan = plan_memory(program, sizes, leave_out={"a"})
-    check_memory_plan(program, sizes, plan, leave_out={"a"})
-    assert dict(plan.offsets) == {"b": 0}
-    assert plan.arena_bytes == ALIGNMENT
 
 
 def test_large_hole_is_filled() -> None:
     """Buffers of another size share the place of one that died."""
     nodes = [([], ["big"]), (["big"], ["x"]), (["x"], ["y", "z"]), (["x", "y", "z"], [])]
     program = program_of(nodes, {"big": 64, "x": 16, "y": 32, "z": 32})
-    plan = plan_memory(program, sizes)
-    check_memory_plan(program, sizes, plan)
+    plan = plan_memory(lives(program))
+    check_memory_plan(lives(program), plan)
     assert plan.arena_bytes == plan.lower_bound
 
 
 def test_overlap_is_found() -> None:
     program = program_of([([], ["a"]), (["a"], ["b"]), (["b"], [])], {"a": 16, "b": 16})
     with pytest.raises(InternalError, match="overlap"):
-        check_memory_plan(program, sizes, MemoryPlan({"a": 0, "b": 0}, ALIGNMENT, 0))
+        check_memory_plan(lives(program), MemoryPlan({"a": 0, "b": 0}, ALIGNMENT, 0))
 
 
 @st.composite
@@ -80,9 +69,9 @@ def programs(draw: st.DrawFn) -> Program:
 @settings(max_examples=100, deadline=None)
 @given(programs())
 def test_plans_never_overlap(program: Program) -> None:
-    plan = plan_memory(program, sizes)
-    check_memory_plan(program, sizes, plan)
-    assert plan.lower_bound <= plan.arena_bytes <= sum(life.size for life in lifetimes(program, sizes))
+    plan = plan_memory(lives(program))
+    check_memory_plan(lives(program), plan)
+    assert plan.lower_bound <= plan.arena_bytes <= sum(life.size for life in lives(program))
 
 
 MB = 1 << 18  # elements of f32
@@ -90,6 +79,13 @@ MB = 1 << 18  # elements of f32
 
 def kernels(text: str) -> Program:
     return parse_program(text.replace("MB", str(MB)))
+
+
+def placed(program: Program, *donated: str) -> MemoryPlan:
+    """The plan of a program with arguments of 1 MB, of which some may be overwritten."""
+    used = spans([(*reads(node), *writes(node)) for node in program.nodes], program.outputs)
+    found = donations(program.nodes, used, donated)
+    return plan_memory(lives(program), [Room(name, used[name][1], 4 * MB, places) for name, places in found.items()])
 
 
 IN_PLACE = """program {
@@ -119,15 +115,15 @@ IN_PLACE = """program {
 
 def test_a_temporary_takes_over_what_is_read_for_it_alone() -> None:
     program = kernels(IN_PLACE)
-    assert not plan_memory(program, sizes).homes, "an argument is the caller's"
-    plan = plan_memory(program, sizes, donated=["x"])
-    check_memory_plan(program, sizes, plan)
+    assert not placed(program).homes, "an argument is the caller's"
+    plan = placed(program, "x")
+    check_memory_plan(lives(program), plan)
     assert dict(plan.homes) == {"t": "x"} and not plan.arena_bytes
 
 
 def test_what_other_points_read_is_not_taken_over() -> None:
     shifted = IN_PLACE.replace("load x[i0]", f"load x[{MB - 1} - i0]", 1)
-    plan = plan_memory(kernels(shifted), sizes, donated=["x"])
+    plan = placed(kernels(shifted), "x")
     assert not plan.homes and plan.arena_bytes == 4 * MB
 
 
@@ -135,4 +131,4 @@ def test_what_is_read_later_is_not_taken_over() -> None:
     later = IN_PLACE.replace("(t: f32[MB], y", "(t: f32[MB], x: f32[MB], y").replace(
         "v1: f32 = sin v0", "v2: f32 = load x[i0]\n    v1: f32 = add v0, v2"
     )
-    assert not plan_memory(kernels(later), sizes, donated=["x"]).homes
+    assert not placed(kernels(later), "x").homes

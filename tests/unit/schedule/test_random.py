@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pellucid.ir.nodes import Program, View
 from pellucid.ir.printer import print_program
 from pellucid.schedule.memory import check_memory_plan, plan_memory
-from tests.unit.schedule.build import ProgramBuilder, Tensor, check_same, scheduled
+from tests.unit.schedule.build import ProgramBuilder, Tensor, check_same, lives, scheduled
 
 _SIZES = (1, 2, 3, 4, 6)
 _UNARY = ("neg", "abs", "sign", "maximum")
@@ -96,8 +96,7 @@ def _compatible(x: Tensor, y: Tensor) -> bool:
 @given(programs())
 def test_scheduling_keeps_the_meaning(program: Program) -> None:
     after = scheduled(program)
-    plan = plan_memory(after, lambda size: size.value or 0)
-    check_memory_plan(after, lambda size: size.value or 0, plan)
+    check_memory_plan(lives(after), plan_memory(lives(after)))
     # The stage is done in one go: its result scheduled again is the same program but for names.
     assert len(scheduled(after).nodes) <= len(after.nodes)
 

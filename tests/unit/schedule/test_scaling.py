@@ -8,12 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Program
 from pellucid.options import Options
 from pellucid.schedule import schedule
 from pellucid.schedule.memory import plan_memory
-from tests.unit.schedule.build import ProgramBuilder
+from tests.unit.schedule.build import ProgramBuilder, lives
 
 
 def chain(length: int) -> Program:
@@ -100,11 +99,6 @@ def calls(work: Callable[[], object]) -> int:
     return count
 
 
-def static(size: Expr) -> int:
-    assert size.value is not None
-    return size.value
-
-
 @pytest.mark.parametrize("shape", [chain, wide, shared_by_all, residual, cheap_and_shared, joined, layers])
 def test_twice_the_program_is_twice_the_work(shape: Callable[[int], Program]) -> None:
     small, large = shape(200), shape(400)
@@ -117,7 +111,7 @@ def test_twice_the_program_is_twice_the_work(shape: Callable[[int], Program]) ->
 def test_twice_the_buffers_are_twice_the_work_of_laying_out(shape: Callable[[int], Program]) -> None:
     """Also where all of them are alive at once: no plan is better than one without gaps, so none is looked for."""
     small, large = shape(400), shape(800)
-    assert calls(lambda: plan_memory(large, static)) <= 2.2 * calls(lambda: plan_memory(small, static))
+    assert calls(lambda: plan_memory(lives(large))) <= 2.2 * calls(lambda: plan_memory(lives(small)))
 
 
 @pytest.mark.parametrize("length", [400, 800])

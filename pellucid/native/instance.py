@@ -6,14 +6,11 @@ An `Instance` (see `runtime`) is made from these: `Slot`s (where each buffer liv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-
-ALIGNMENT = 64
-"""Every arena offset is a multiple of this many bytes; arenas and output blocks start at such an address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +169,32 @@ Call: TypeAlias = KernelCall | OutCall | FunctionalCall | PythonCall
 
 Result: TypeAlias = TensorView | int | None
 """What a graph returns. A view that is an input with its own sizes, strides and offset returns that very object."""
+
+
+def slots_of(call: Call) -> Iterator[int]:
+    """Slots that a call reads or writes, those that it binds left out."""
+    if isinstance(call, KernelCall):
+        yield from call.slots
+    else:
+        for arg in (*call.args, *(value for _, value in call.kwargs)):
+            yield from (view.slot for view in _views(arg))
+
+
+def views_read(call: Call) -> Iterator[TensorView]:
+    """What a profiler shows as the inputs of a call."""
+    if isinstance(call, KernelCall):
+        return iter(call.reads)
+    return _views((*call.args, *(value for key, value in call.kwargs if key != "out")))
+
+
+def outputs_of(call: Call) -> tuple[TensorView | None, ...]:
+    """The views whose slots a call binds."""
+    return call.outputs if isinstance(call, FunctionalCall | PythonCall) else ()
+
+
+def _views(arg: Any) -> Iterator[TensorView]:
+    if isinstance(arg, TensorView):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _views(item)

@@ -1,0 +1,75 @@
+"""Calls that Python makes in the middle of a run: functions from a list of tensors to a list of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from pellucid.native.instance import Arg, FunctionalCall, OutCall, PythonCall, TensorView, outputs_of
+
+Trampoline: TypeAlias = "Callable[[list[torch.Tensor]], list[object]]"
+"""From the tensors of a call's views to what it returns."""
+
+
+def trampoline(call: OutCall | FunctionalCall | PythonCall) -> tuple[Trampoline, list[TensorView]]:
+    """The function that makes a call, and the views whose tensors it takes, in order."""
+    function = call.function if isinstance(call, PythonCall) else _naming_itself(call)
+    views: list[TensorView] = []
+    args = [_with_holes(arg, views) for arg in call.args]
+    kwargs = {name: _with_holes(value, views) for name, value in call.kwargs}
+    wanted = bool(outputs_of(call))
+
+    def run(tensors: list[torch.Tensor]) -> list[object]:
+        filled = [_fill(arg, tensors) for arg in args]
+        returned = function(*filled, **{name: _fill(value, tensors) for name, value in kwargs.items()})
+        if isinstance(returned, torch.Tensor):
+            return [returned]
+        return list(_flatten(returned)) if wanted else []
+
+    return run, views
+
+
+def _naming_itself(call: OutCall | FunctionalCall) -> Callable[..., Any]:
+    """The operator as a Python function, which says in its exceptions, of eager's own type, where it stands."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call.op(*args, **kwargs)
+        except Exception as error:
+            kind = type(error)
+            text = f"{call.name}: {error}" + (f"\n  at {call.where}" if call.where else "")
+        raise kind(text)
+
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class _Hole:
+    """Stands for tensor number `index` among the arguments of a Python function."""
+
+    index: int
+
+
+def _with_holes(arg: Arg, views: list[TensorView]) -> Any:
+    if isinstance(arg, TensorView):
+        views.append(arg)
+        return _Hole(len(views) - 1)
+    return tuple(_with_holes(item, views) for item in arg) if isinstance(arg, tuple) else arg
+
+
+def _fill(arg: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(arg, _Hole):
+        return tensors[arg.index]
+    return [_fill(item, tensors) for item in arg] if isinstance(arg, tuple) else arg
+
+
+def _flatten(returned: Any) -> Iterator[object]:
+    """The tensors of what an operator returns; integers and the like are not bound to anything."""
+    if returned is None or isinstance(returned, torch.Tensor):
+        yield returned
+    elif isinstance(returned, (tuple, list)):
+        for item in returned:
+            yield from _flatten(item)
