@@ -68,17 +68,23 @@ def recipe_of(producer: Kernel, buffer: str) -> Recipe | Mismatch:
 
 
 def _stored_totals(kernel: Kernel, buffer: str) -> dict[str, Load]:
-    """The values that follow from reductions, are the same for all points of these, and are stored beside `buffer`."""
+    """The values that follow from reductions, are the same for all points of these, and are stored beside `buffer`.
+
+    Of buffers with the same value the later ones load the first, and never the other way: recipes go round in no circle.
+    """
     scopes, totals = axes_of(kernel), set[str]()
     for line in kernel.body:
         if isinstance(line.rhs, Reduce) or not totals.isdisjoint(operands(line.rhs)):
             totals.add(line.out)
     types = {param.name: param.dtype for param in kernel.params}
     found: dict[str, Load] = {}
+    own: set[str] = set()
     for line, store in kernel.stores():
+        if store.buffer == buffer:
+            own.add(store.arg)
         same = scopes[store.arg].isdisjoint(kernel.reduced) and types[store.buffer] is line.dtype
-        if store.buffer != buffer and store.arg in totals and same and not store.join:
-            found[store.arg] = Load(store.buffer, store.index)
+        if store.arg not in own and store.arg in totals and same and not store.join:
+            found.setdefault(store.arg, Load(store.buffer, store.index))
     return found
 
 

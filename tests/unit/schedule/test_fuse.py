@@ -425,3 +425,12 @@ def test_few_elements_of_a_softmax_come_from_the_numbers_of_their_rows(reads_all
     program, _ = schedule(parse_program(lookup(reads_all)), Options())
     assert ("b" in {buffer.name for buffer in program.buffers}) == reads_all
     verify_program(program)
+
+
+def test_totals_that_are_stored_twice_are_not_looked_up_in_a_circle() -> None:
+    """A kernel stores the same total in two buffers, and a reader at other points wants one of them."""
+    b = ProgramBuilder()
+    total = b.op("sign", b.reduce("sum", b.input(6, 2, 3), 0, 1)).select(0, 0).select(0, 0)
+    again = b.copy(total)
+    products = b.op("mul", total.unsqueeze(1), total)
+    scheduled(b.finish(products, b.op("neg", again), again, b.copy(again.slice(0, 1, 3))))
