@@ -70,7 +70,7 @@ def recipe_of(producer: Kernel, buffer: str) -> Recipe | Mismatch:
 def _stored_totals(kernel: Kernel, buffer: str) -> dict[str, Load]:
     """The values that follow from reductions, are the same for all points of these, and are stored beside `buffer`.
 
-    Of buffers with the same value the later ones load the first, and never the other way: recipes go round in no circle.
+    Of buffers with the same value the later ones load the first, never the other way: recipes never lead in a circle.
     """
     scopes, totals = axes_of(kernel), set[str]()
     for line in kernel.body:
