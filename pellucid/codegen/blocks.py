@@ -44,6 +44,8 @@ PLACE = 48.0
 GROUP_WEIGHTS = 192 << 10
 # Taps of a line that can share the reads of pixels, as `groups.h` has it.
 MOST_NEIGHBOURS = 5
+# Channels of a block of a depthwise weight's gradient: a cache line of each pixel.
+TAP_CHANNELS = 16
 # Axes that the rows of a window may have: images, lines, pixels; and its taps.
 MOST_ROW_AXES = 3
 MOST_TAP_AXES = 2
@@ -258,7 +260,12 @@ class Blocks:
             (self.ranges[name], stride_along(left.index, name), stride_along(right.index, name)) for name in self.inner
         )
         one, other = self._part(left, self.row, self.inner[-1]), self._part(right, self.inner[-1], self.column)
-        return Pixels(one, other, axes, self._edges(self.inner, ()))
+        return Pixels(one, other, axes, self._edges(self.inner, self.taps if self.by_channel else ()))
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """Of a depthwise weight whose gradient this is: its axes, whole in each block."""
+        return (self.row, *self.whole)
 
     def result(self) -> Operand | None:
         """The part of the result for the same block, if the sums go there at once."""
@@ -330,12 +337,13 @@ def find_blocks(
     found = find_contraction(kernel)
     if found is None or not options.vectorize:
         return None
-    if not found.rows or not (found.columns or by_channel(found)):
+    of_taps = _tap_gradients(found, kernel.ranges)
+    if not of_taps and (not found.rows or not (found.columns or by_channel(found))):
         return None
     if groups:
         blocks = _of_groups(kernel, found, groups, machine)
     else:
-        blocks = _pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, frozen)
+        blocks = of_taps or _pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, frozen)
     if blocks is None:
         return None
     facts = (("rows", blocks.height), ("columns", blocks.columns))
@@ -457,6 +465,31 @@ def _pixels(found: Contraction, ranges: dict[str, Expr], machine: Machine) -> Bl
         height, width = _sizes(each, rows[0], columns[0], ranges, machine, PACK)
         return Blocks(each, rows[0], (), columns[0], inner, height, width, ranges, pixels=True)
     return None
+
+
+def _tap_gradients(found: Contraction, ranges: dict[str, Expr]) -> Blocks | None:
+    """Blocks of the gradient of a depthwise weight: all taps of some channels, which lie side by side in both operands.
+
+    None for all else, and where whether a line of pixels counts hangs on more than its line of taps.
+    """
+    image = found if found.rows else found.swapped()
+    if image.columns or len(image.batch) != 1 or image.zeros or len(image.inner) > MOST_ROW_AXES:
+        return None
+    (channel,), moves = image.batch, image.loads[0].index
+    known = all(ranges[name].value is not None for name in (*image.rows, *image.inner))
+    if not known or any(stride_along(load.index, channel) != ONE for load in image.loads):
+        return None
+    taps, inner = (
+        tuple(sorted(axes, key=lambda name: -abs(estimate(stride_along(moves, name)))))
+        for axes in (image.rows, image.inner)
+    )
+    if not 1 <= len(taps) <= MOST_TAP_AXES or any(ranges[name].value == 0 for name in taps):
+        return None
+    lines, pixels = {taps[0], *inner[:-1]} - {taps[-1]}, {taps[-1], inner[-1]}
+    if not all(bound.position.vars() <= lines or bound.position.vars() <= pixels for bound in image.bounds):
+        return None
+    height = estimate(ranges[taps[0]])
+    return Blocks(image, taps[0], taps[1:], channel, inner, height, TAP_CHANNELS, ranges, pixels=True)
 
 
 def by_channel(found: Contraction) -> bool:

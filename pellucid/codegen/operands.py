@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from pellucid.codegen.blocks import Blocks, Edge, Groups, Operand, Packing, Window
+from pellucid.codegen.blocks import Blocks, Edge, Groups, Operand, Packing, Window, stride_along
 from pellucid.codegen.contraction import BLOCK
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
@@ -87,8 +87,18 @@ class Operands:
         axes = [f"{{{', '.join(map(self.text, axis))}}}" for axis in pixels.axes]
         axes = ["{1, 0, 0}"] * (3 - len(axes)) + axes
         terms = f"pv::Pixels{{{{{', '.join(axes)}}}, {self.edges(pixels.edges)}}}"
+        if blocks.by_channel:
+            return self.tap_gradients(blocks, first, second, terms)
         sizes = self.sizes(blocks)
         return f"pv::contract_pixels<{sizes}>(hi - lo, to - from, {first}, {second}, {terms}, {self.sums(blocks)});"
+
+    def tap_gradients(self, blocks: Blocks, image: str, gradient: str, terms: str) -> str:
+        """The sums over pixels for the taps of some channels."""
+        moves = blocks.contraction.loads[0].index
+        sizes = ["1"] * (2 - len(blocks.taps)) + [str(blocks.ranges[name].value) for name in blocks.taps]
+        steps = ["0"] * (2 - len(blocks.taps)) + [self.text(stride_along(moves, name)) for name in blocks.taps]
+        operands = f"{image}, {gradient}, {terms}, {', '.join(steps)}, {self.sums(blocks)}"
+        return f"pv::contract_tap_gradients<{', '.join(sizes)}>(to - from, {operands});"
 
     def sizes(self, blocks: Blocks) -> str:
         """What the compiler knows of sizes: rows and columns of a block, and all columns (0: not known)."""

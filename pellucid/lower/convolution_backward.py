@@ -2,6 +2,7 @@
 
 That of the image is a convolution of the result's gradient; where steps are wider than one, for a single tap alone.
 That of the weight is, for each tap, a product of two matrices, whose terms are pixels. The bias's is a sum over pixels.
+Of depthwise convolutions both are sums for each channel.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from typing import Any
 
 import torch
 
-from pellucid.ir.index import ONE, Expr, const, floordiv, mod, nonnegative, product
+from pellucid.ir.index import ONE, ZERO, Expr, const, floordiv, mod, nonnegative, product
 from pellucid.ir.types import DType
 from pellucid.lower.convolution import FEW_TERMS, OFF, is_matrix, lies
 from pellucid.lower.extern import extern_call, lower_extern
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
 
-_KIND = "gradients of grouped, transposed and other than two-dimensional convolutions: oneDNN computes them"
+_KIND = "gradients of convolutions that are transposed, not two-dimensional or of groups of several channels: oneDNN's"
 _OTHER = "gradients of convolutions: kernels compute them in f32, oneDNN in other types"
 _DYNAMIC = "gradients of convolutions: kernels compute images of known sizes, oneDNN others"
 _PLANAR = "gradients of convolutions: channels do not lie side by side, oneDNN computes them"
-_STRIDED = "gradient of an image: where a window of several taps moves by more than a pixel, oneDNN computes it"
+_STRIDED = "gradient of an image: where a window moves by more than a pixel, oneDNN computes it"
 _OUTSIDE = "gradient of an image: one tap with padding around, oneDNN computes it"
 _NARROW = "gradient of a weight: panels of few channels would be mostly empty, oneDNN computes it"
 _SMALL = "gradients of convolutions: sums of few terms, or few of them, are no product of matrices for a kernel"
@@ -45,6 +46,7 @@ class _Call:
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
+    depthwise: bool
 
     @property
     def one_tap(self) -> bool:
@@ -69,7 +71,8 @@ def convolution_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     results: list[TensorRef | None] = [None, None, None]
     refusal: NotLowered | None = None
     left = [False, False, False]
-    for position, compute in enumerate((_of_image, _of_weight)):
+    gradients = (_of_image_by_channel, _of_weight_by_channel) if call.depthwise else (_of_image, _of_weight)
+    for position, compute in enumerate(gradients):
         try:
             results[position] = compute(graph, node, call) if wanted[position] else None
         except NotLowered as error:
@@ -95,14 +98,18 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
     tensors = gradient, image, weight = tuple(given[name] for name in ("grad_output", "input", "weight"))
     if any(each.dtype is not DType.F32 for each in tensors):
         raise NotLowered(_OTHER)
-    if len(image.shape) != 4 or given["transposed"] or given["groups"] != 1:
+    depthwise = given["groups"] == image.shape[1].value == weight.shape[0].value != 1
+    if len(image.shape) != 4 or given["transposed"] or not (given["groups"] == 1 or depthwise):
         raise NotLowered(_KIND)
     if any(extent.value is None for each in tensors for extent in each.shape):
         raise NotLowered(_DYNAMIC)
     stride, padding, dilation = ((given[name][0], given[name][1]) for name in ("stride", "padding", "dilation"))
-    call = _Call(gradient, image, weight, stride, padding, dilation)
-    if any(extent.value in (0, 1) for extent in (*weight.shape[:2], call.pixels)):
+    call = _Call(gradient, image, weight, stride, padding, dilation, depthwise)
+    counts = (*weight.shape[: 1 if depthwise else 2], call.pixels)
+    if any(extent.value in (0, 1) for extent in counts) or ZERO in weight.shape:
         raise NotLowered(_SMALL)
+    if depthwise and any(each.view.strides[1] != ONE for each in (gradient, image)):
+        raise NotLowered(_PLANAR)
     return call
 
 
@@ -159,6 +166,42 @@ def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tenso
         call.image.view, call.image.dtype, (image, channel, *place), inside
     )
     kernel.store(result.view, result.dtype, kernel.index[:4], kernel.reduce("sum", terms, (4, 5, 6)))
+    graph.emit(kernel)
+    return result
+
+
+def _of_image_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
+    """For each channel, the sum over taps of the gradient, where the tap has met a pixel of the result, times the weight."""
+    if call.steps:
+        raise NotLowered(_STRIDED)
+    result = graph.new(node.meta["val"][0], "gradient")
+    kernel = graph.kernel(node, (*result.shape, *call.weight.shape[2:]))
+    image, channel, *pixel, height, width = kernel.index
+    moves = zip(pixel, (height, width), call.padding, call.dilation, strict=True)
+    place = [at + padding - tap * dilation for at, tap, padding, dilation in moves]
+    inside = kernel.within(place, call.gradient.shape[2:])
+    terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, channel, *place), inside) * kernel.load(
+        call.weight.view, call.weight.dtype, (channel, ZERO, height, width), inside
+    )
+    kernel.store(result.view, result.dtype, kernel.index[:4], kernel.reduce("sum", terms, (4, 5)))
+    graph.emit(kernel)
+    return result
+
+
+def _of_weight_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
+    """For each channel and tap, the sum over pixels of the gradient times the image."""
+    channels, _, *taps = call.weight.shape
+    result = graph.new(node.meta["val"][1], "gradient")
+    kernel = graph.kernel(node, (channels, *taps, call.gradient.shape[0], *call.gradient.shape[2:]))
+    channel, height, width, image, *pixel = kernel.index
+    moves = zip(pixel, (height, width), call.stride, call.padding, call.dilation, strict=True)
+    place = [at * stride + tap * dilation - padding for at, tap, stride, padding, dilation in moves]
+    inside = kernel.within(place, call.image.shape[2:])
+    terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, channel, *pixel), inside) * kernel.load(
+        call.image.view, call.image.dtype, (image, channel, *place), inside
+    )
+    total = kernel.reduce("sum", terms, (3, 4, 5))
+    kernel.store(result.view, result.dtype, (channel, ZERO, height, width), total)
     graph.emit(kernel)
     return result
 

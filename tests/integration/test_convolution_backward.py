@@ -28,6 +28,15 @@ GRADIENTS = [
     ((2, 3, 9, 9), (40, 3, 3, 3), {"padding": 1}, "image"),
     ((2, 24, 9, 7), (40, 12, 3, 3), {"padding": 1, "groups": 2}, ""),
     ((1, 130, 6, 6), (260, 130, 3, 3), {"padding": 1}, "image weight"),
+    ((2, 40, 9, 7), (40, 1, 3, 3), {"padding": 1, "groups": 40}, "image weight"),
+    ((1, 19, 15, 14), (19, 1, 7, 7), {"padding": 3, "groups": 19}, "image weight"),
+    ((1, 33, 15, 14), (33, 1, 5, 4), {"padding": (3, 1), "dilation": (1, 2), "groups": 33}, "image weight"),
+    ((3, 16, 9, 8), (16, 1, 3, 3), {"padding": 1, "stride": (2, 3), "groups": 16}, "weight"),
+    ((1, 20, 3, 2), (20, 1, 5, 9), {"padding": (4, 5), "groups": 20}, "image weight"),
+    ((2, 20, 9, 1), (20, 1, 3, 1), {"padding": (1, 0), "groups": 20}, "image weight"),
+    ((2, 20, 6, 8), (20, 1, 1, 3), {"padding": (1, 1), "groups": 20}, "image weight"),
+    ((2, 20, 6, 8), (20, 1, 1, 1), {"groups": 20}, "image weight"),
+    ((2, 20, 6, 8), (40, 1, 3, 3), {"groups": 20}, ""),
 ]
 
 
@@ -78,14 +87,15 @@ def test_gradients_that_are_sums_of_products_are_kernels(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", [0, 1, 2])
-def test_what_is_not_finite_spreads_to_gradients_as_in_eager(bad: float, where: int) -> None:
+@pytest.mark.parametrize("groups", [1, 24])
+def test_what_is_not_finite_spreads_to_gradients_as_in_eager(bad: float, where: int, groups: int) -> None:
     """Taps beyond the edge add nothing, but to the gradient of the weight, where they are zeros times what is there."""
-    tensors = [torch.randn(1, 24, 6, 6).contiguous(memory_format=LAST), torch.randn(32, 24, 3, 3)]
-    seed = torch.randn(1, 32, 6, 6).contiguous(memory_format=LAST)
-    (*tensors, seed)[where][0, 3, 0, 0] = bad
+    tensors = [torch.randn(1, 24, 6, 6).contiguous(memory_format=LAST), torch.randn(24, 24 // groups, 3, 3)]
+    seed = torch.randn(1, 24, 6, 6).contiguous(memory_format=LAST)
+    (*tensors, seed)[where][0, 0 if where == 1 else 3, 0, 0] = bad
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, w.contiguous(memory_format=LAST), padding=1)
+        return F.conv2d(x, w.contiguous(memory_format=LAST), padding=1, groups=groups)
 
     torch._dynamo.reset()
     made = gradients(torch.compile(function, backend="pellucid"), *tensors, seed=seed)
