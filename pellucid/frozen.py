@@ -12,6 +12,7 @@ import torch
 from pellucid.errors import warn
 from pellucid.native.fingerprint import Fingerprint
 from pellucid.native.function import kernel_function
+from pellucid.native.huge_pages import empty_in_huge_pages
 
 _Run: TypeAlias = "Callable[[list[Any]], list[Any]]"
 
@@ -87,7 +88,7 @@ class Frozen:
             self._prepared = prepared = None  # its memory goes first
             fingerprint = Fingerprint.of(frozen)
             made = self._before(list(args))
-            panels = [_packed(packer, [*args, *made]) for packer in self._packers]
+            panels = _packed(self._packers, [*args, *made])
             for number in self._unread:
                 made[number] = torch.empty(0)  # what it was need not be kept
             self._prepared = _Prepared(fingerprint, (*made, *panels))
@@ -103,8 +104,9 @@ class Frozen:
             )
 
 
-def _packed(packer: Packer, tensors: Sequence[Any]) -> torch.Tensor:
-    """The panels of a matrix. Shape: [packer.numel], f32."""
-    panels = torch.empty(packer.numel, dtype=torch.float32)
-    kernel_function(packer.name, packer.address)([tensors[packer.source], panels], [], 1)
-    return panels
+def _packed(packers: Sequence[Packer], tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The panels of matrices. Shapes: [packer.numel], f32."""
+    found = empty_in_huge_pages([packer.numel for packer in packers])
+    for packer, panels in zip(packers, found, strict=True):
+        kernel_function(packer.name, packer.address)([tensors[packer.source], panels], [], 1)
+    return found

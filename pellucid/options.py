@@ -28,8 +28,8 @@ class Options:
     reuse_memory: let temporaries that are not alive at the same time share memory.
     pad: let rows of temporaries have room between them where they would meet in few sets of a cache.
     variants: `on`: kernels whose plans are close by price are built in several ways, of which the first calls find the
-        fastest, once for each machine; `off`: the cheapest by price. A number or names of kernels, with commas
-        between them, force one: 0 is the cheapest, 1 the next.
+        fastest, once for each machine; `off`: the cheapest by price; True and False say the same. A number or names of
+        kernels, with commas between them, force one: 0 is the cheapest, 1 the next.
     max_fused_lines: largest body, in IR lines, that fusion may make.
     max_fused_buffers: largest number of buffers of a fused kernel.
     max_fusions: how many fusions of a graph are made, in their order: to find the one that makes a fault.
@@ -76,6 +76,8 @@ def make_options(given: Mapping[str, object] | None = None) -> Options:
         if name not in known:
             hint = near(str(name), known) or f"known options: {', '.join(known)}"
             raise UserError(f"unknown option {name!r}", hint=hint)
+        if name == "variants" and isinstance(value, int):
+            value = str(value) if not isinstance(value, bool) else "on" if value else "off"
         values[name] = _convert(name, value, known[name], source="options")
     if not _VARIANTS.fullmatch(str(values.get("variants", "off"))):
         hint = "give on, off, a number, or names of kernels with commas between them"

@@ -134,8 +134,8 @@ def check_views(program: Program) -> None:
 
 
 def check_written(program: Program) -> None:
-    """A buffer is written before it is read, and temporary and output buffers are written at all."""
-    written = {buffer.name for buffer in program.buffers if buffer.role == "input"}
+    """A buffer is written before it is read, and temporary and output buffers are written at all, if they have elements."""
+    written = {buffer.name for buffer in program.buffers if buffer.role == "input" or buffer.numel == ZERO}
     for node in program.nodes:
         reads, writes = _effects(node)
         for name in reads:

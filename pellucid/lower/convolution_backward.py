@@ -171,7 +171,7 @@ def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tenso
 
 
 def _of_image_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
-    """For each channel, the sum over taps of the gradient, where the tap has met a pixel of the result, times the weight."""
+    """For each channel the sum over taps of the gradient, where the tap has met a pixel, times the weight."""
     if call.steps:
         raise NotLowered(_STRIDED)
     result = graph.new(node.meta["val"][0], "gradient")

@@ -1,10 +1,11 @@
-"""Dead code: nodes, stores and lines whose results nobody reads."""
+"""Dead code: nodes, stores and lines whose results nobody reads, and kernels without a point."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from pellucid.ir.analysis import reads, writes
+from pellucid.ir.index import ZERO
 from pellucid.ir.nodes import Extern, Kernel, Node, Program, View
 from pellucid.schedule.rewrite import live_lines, make_kernel
 
@@ -34,6 +35,8 @@ def _live_part(node: Node, needed: set[str]) -> Node | None:
         case Extern():
             return node if node.ordered or node.mutates or needed.intersection(writes(node)) else None
         case Kernel():
+            if any(axis.extent == ZERO and axis.name not in node.reduced for axis in node.space):
+                return None  # what it would store has no elements, whether or not an index names the axis
             dead = frozenset(writes(node)) - needed
             body = live_lines(node.body, dead)
             if len(body) == len(node.body):

@@ -166,3 +166,15 @@ def test_two_orders_that_no_loop_serves_stay_apart() -> None:
     run, x = compiled(function, dynamic=False), torch.randn(96, 96, 96)
     assert_matches(run(x), function(x), function(x.double()))
     assert last_compilations()[-1].kernels == 2
+
+
+@pytest.mark.parametrize("shape", [(100, 0), (0, 100), (3, 0, 5)])
+def test_copies_of_empty_tensors_whose_sizes_no_stride_shows(shape: tuple[int, ...]) -> None:
+    """An axis without a point that no index names: the others alone must not be walked."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return x.clone(), x.to(torch.float64), x.sum(0), torch.cat([x.clone(), x[:, :0].clone()], 1)
+
+    x = torch.randn([min(size, 1) or 1 for size in shape]).expand(shape)
+    for made, eager in zip(compiled(function, dynamic=False)(x), function(x), strict=True):
+        assert torch.equal(made, eager) and made.stride() == eager.stride() and made.dtype is eager.dtype

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.backend import variants
+from pellucid.errors import UserError
 from pellucid.native import trials
+from pellucid.options import make_options
 
 
 @pytest.fixture(autouse=True)
@@ -239,3 +241,16 @@ def test_frozen_products_are_tried_with_the_panels_that_they_share() -> None:
         for _ in range(20):
             assert torch.equal(run(x), first)
         assert all(torch.equal(compiled(layer, str(which), freeze=True)(x), first) for which in range(4))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [(True, "on"), (False, "off"), (2, "2"), ("off", "off"), ("k_a,k_b", "k_a,k_b")]
+)
+def test_what_the_option_takes(given: object, meant: str) -> None:
+    assert make_options({"variants": given}).variants == meant
+
+
+@pytest.mark.parametrize("given", ["ON", "maybe", -1, None, 1.5])
+def test_what_the_option_does_not_take(given: object) -> None:
+    with pytest.raises(UserError, match="variants"):
+        make_options({"variants": given})
