@@ -134,7 +134,7 @@ def check_views(program: Program) -> None:
 
 
 def check_written(program: Program) -> None:
-    """A buffer is written before it is read, and temporary and output buffers are written at all, if they have elements."""
+    """A buffer is written before it is read, and temporary and output buffers are written if they have elements."""
     written = {buffer.name for buffer in program.buffers if buffer.role == "input" or buffer.numel == ZERO}
     for node in program.nodes:
         reads, writes = _effects(node)
