@@ -4,60 +4,51 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 import torch
 
 from pellucid.native.loader import library
 
-# Called for each parameter at each call of a program: without a frame of Python.
-_POINTER = torch.Tensor.data_ptr
-_VERSION = attrgetter("_version")
-
 _TURNS = 8
 """A sample of tensors whose changes are counted has a page in so many, others at the next call."""
+
+_UNCOUNTED = -1
+"""Stands for the count of changes of a tensor of inference mode, which PyTorch does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """What is remembered of tensors to notice a change: see `holds`.
 
-    pointers: where their data begins. counted: the tensors whose changes PyTorch counts, all but those of inference
-    mode. versions: these counts. watched, uncounted: samples of the bytes of both.
+    pointers: where their data begins. versions: how often each was changed, as PyTorch counts it. watched, uncounted:
+    samples of the bytes of those whose changes are counted, and of the others.
     """
 
-    pointers: tuple[int, ...]
-    counted: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-    versions: tuple[int, ...]
+    pointers: ctypes.Array[ctypes.c_int64]
+    versions: ctypes.Array[ctypes.c_int64]
     watched: _Samples
     uncounted: _Samples
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Fingerprint:
-        pointers = tuple(map(_POINTER, tensors))
-        which = [position for position, tensor in enumerate(tensors) if not tensor.is_inference()]
-        counted = _chosen(which, len(tensors))
-        versions = tuple(map(_VERSION, counted(tensors)))
+        words = ctypes.c_int64 * len(tensors)
+        pointers = words(*(tensor.data_ptr() for tensor in tensors))
+        versions = words(*(_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors))
+        watched = [tensor for tensor in tensors if not tensor.is_inference()]
         others = [tensor for tensor in tensors if tensor.is_inference()]
-        return cls(pointers, counted, versions, _Samples.of(counted(tensors), _TURNS), _Samples.of(others, 1))
+        return cls(pointers, versions, _Samples.of(watched, _TURNS), _Samples.of(others, 1))
 
-    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def holds(self, tensors: list[torch.Tensor]) -> bool:
         """False if one of the tensors is another, was changed by PyTorch, or differs in the sample of this call.
 
-        A change that PyTorch does not count, through `.data`, NumPy or a pointer, is noticed in samples only: at once
-        where it changes a tensor as a whole, a part of a tensor after some calls, and one of a few elements perhaps
-        not at all.
+        tensors: as many as there were. A change that PyTorch does not count, through `.data`, NumPy or a pointer, is
+        noticed in samples only: at once where it changes a tensor as a whole, a part of a tensor after some calls, and
+        one of a few elements perhaps not at all.
         """
-        if tuple(map(_POINTER, tensors)) != self.pointers:
-            return False
-        try:
-            if tuple(map(_VERSION, self.counted(tensors))) != self.versions:
-                return False
-        except RuntimeError:  # a tensor of inference mode has taken the place of another
-            return False
-        return self.watched.hold() and self.uncounted.hold()
+        in_place = library().pellucid_in_place(tensors, self.pointers, self.versions)
+        return in_place and self.watched.hold() and self.uncounted.hold()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +63,13 @@ class _Samples:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], turns: int) -> _Samples:
         words = ctypes.c_int64 * len(tensors)
-        addresses, sizes = words(*map(_POINTER, tensors)), words(*map(_span, tensors))
+        addresses, sizes = words(*(tensor.data_ptr() for tensor in tensors)), words(*map(_span, tensors))
         return cls(tuple(_sample(addresses, sizes, turn, turns) for turn in range(turns)), addresses, sizes)
 
     def hold(self) -> bool:
         """Whether the sample whose turn it is is as it was."""
         turn = next(self.turns) % len(self.hashes)
         return _sample(self.addresses, self.sizes, turn, len(self.hashes)) == self.hashes[turn]
-
-
-def _chosen(which: list[int], count: int) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-    if len(which) == count:
-        return tuple
-    return lambda tensors: [tensors[position] for position in which]
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -19,6 +19,7 @@ struct Host {
   PyObject* steal;                      // from a list of capsules with handles, which it takes, to a list of tensors
   PyObject* outside_inference;          // calls pellucid_fill on a capsule, with inference mode off
   PyObject *profiler_globals, *profiler_flag;  // where torch.profiler says that it is on
+  int64_t (*version)(AtenTensorHandle);  // how often a tensor was changed; throws for one of inference mode
 };
 
 Host host;

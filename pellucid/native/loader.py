@@ -44,6 +44,7 @@ _FILES = (
     "python_abi.h",
 )
 _WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # PyObject* THPVariable_Wrap(const at::TensorBase&)
+_VERSION = "_ZNK2at10TensorBase8_versionEv"  # int64_t at::TensorBase::_version() const
 _TORCH_2_13 = "0x020d000000000000"
 _HINT = "Pellucid works with PyTorch 2.13; please report this with the output of `python -m torch.utils.collect_env`"
 _aoti: Any = getattr(torch._C, "_aoti")  # noqa: B009 (unknown to torch's type stubs)
@@ -62,6 +63,7 @@ class _Host(ctypes.Structure):
         ("outside_inference", ctypes.py_object),
         ("profiler_globals", ctypes.py_object),
         ("profiler_flag", ctypes.py_object),
+        ("version", ctypes.c_void_p),
     ]
 
 
@@ -94,6 +96,8 @@ def _library() -> ctypes.PyDLL:
     lib.pellucid_contended.restype = ctypes.c_bool
     lib.pellucid_fingerprint.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3]
     lib.pellucid_fingerprint.restype = ctypes.c_uint64
+    lib.pellucid_in_place.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p]
+    lib.pellucid_in_place.restype = ctypes.c_bool
     lib.pellucid_flush_denormals.argtypes = [ctypes.c_bool]
     lib.pellucid_flush_denormals.restype = None
     lib.pellucid_init.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -181,6 +185,7 @@ def _host(lib: ctypes.PyDLL) -> _Host:
         outside_inference=_fill_outside_inference(lib),
         profiler_globals=vars(torch.autograd.profiler),
         profiler_flag="_is_profiler_enabled",
+        version=_version_counter(),
     )
 
 
@@ -214,6 +219,21 @@ def _wrapper() -> int | None:
         return ctypes.cast(getattr(lib, _WRAP), ctypes.c_void_p).value
     except (OSError, AttributeError):
         return None
+
+
+def _version_counter() -> int:
+    """Address of the C++ function that says how often a tensor was changed."""
+    tensor = torch.ones(2)
+    tensor.add_(1)
+    version = getattr(_torch_cpu(), _VERSION, None)
+    if version is None:
+        raise UnsupportedError(f"PyTorch {torch.__version__} does not say how often a tensor was changed", hint=_HINT)
+    version.restype, version.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+    if version(ctypes.byref(ctypes.c_void_p(tensor._cdata))) != tensor._version:
+        raise UnsupportedError(f"PyTorch {torch.__version__} counts changes of tensors otherwise", hint=_HINT)
+    address = ctypes.cast(version, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def _fill_outside_inference(lib: ctypes.PyDLL) -> Callable[[object], None]:

@@ -144,6 +144,28 @@ std::vector<CounterEvent> events_of(const int64_t* words, int64_t count) {
   return events;
 }
 
+// ------------------------------------------------------------------------------------------------ frozen tensors
+
+// Whether the data of each tensor of a list begins where it did, and its changes are as many as they were; -1: they
+// are not counted. False, too, where one of inference mode has taken the place of one whose changes are.
+bool in_place(PyObject* tensors, const int64_t* addresses, const int64_t* versions) {
+  const ptrdiff_t count = PyList_Size(tensors);
+  for (ptrdiff_t k = 0; k < count; k++) {
+    PyObject* tensor = PyList_GetItem(tensors, k);
+    if (!is_tensor(tensor)) return false;
+    void* impl = field<void*>(tensor, host.impl_offset);
+    try {
+      if (reinterpret_cast<int64_t>(data_of(handle_at(&impl))) != addresses[k]) return false;
+      if (versions[k] >= 0 && host.version(handle_at(&impl)) != versions[k]) return false;
+    } catch (const Failure&) {  // it has no memory
+      return false;
+    } catch (const std::exception&) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // ------------------------------------------------------------------------------------------------ fork
 
 // libgomp's threads do not survive a fork, and a child that still counts on them waits for ever. So the team of the
@@ -239,10 +261,12 @@ void pellucid_flush_denormals(bool on) { flush_denormals(on); }
 // A sample of `count` pieces of memory, see fingerprint.h.
 uint64_t pellucid_fingerprint(
     const int64_t* addresses, const int64_t* sizes, int64_t count, int64_t turn, int64_t turns) {
-  uint64_t hash = 0;
-  for (int64_t k = 0; k < count; k++)
-    hash = fingerprint(reinterpret_cast<const char*>(addresses[k]), sizes[k], turn, turns, hash);
-  return hash;
+  return fingerprint_all(addresses, sizes, count, turn, turns);
+}
+
+// Whether the tensors of a list lie where they did and PyTorch has counted no change of them since, see `in_place`.
+bool pellucid_in_place(PyObject* tensors, const int64_t* addresses, const int64_t* versions) {
+  return in_place(tensors, addresses, versions);
 }
 
 bool pellucid_contended() { return contention.contended(); }
