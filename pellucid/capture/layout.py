@@ -19,6 +19,7 @@ from pellucid.capture.torch_compat import (
     quiet_fake_tensors,
 )
 from pellucid.capture.transform import aliases
+from pellucid.ir.contraction import MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS
 from pellucid.ir.decision import Decision
 
 aten = torch.ops.aten
@@ -73,7 +74,7 @@ def channels_last(
         spared, caused = sum(map(_spared, nodes)), sum(map(_caused, nodes))
         worth = _worth(use, nodes[0].args[0].meta["val"].itemsize)  # type: ignore[union-attr]
         _weigh(spared, caused, worth)
-        relayout = _Relayout(graph_module, reads_elements)
+        relayout = _Relayout(graph_module, reads_elements, use)
         result = relayout.run()
         why = _weigh(spared, caused + relayout.copied, worth)
         _try_grouped(nodes)
@@ -196,9 +197,10 @@ def _plainest(value: Any) -> Any:
 class _Relayout:
     """Copies a graph, computing anew the fake tensors of all nodes."""
 
-    def __init__(self, graph_module: torch.fx.GraphModule, reads_elements: ReadsElements) -> None:
+    def __init__(self, graph_module: torch.fx.GraphModule, reads_elements: ReadsElements, use: str) -> None:
         self._module = graph_module
         self._reads_elements = reads_elements
+        self._use = use
         self._graph = torch.fx.Graph()
         self._new: dict[torch.fx.Node, torch.fx.Node] = {}
         self._clones: dict[tuple[torch.fx.Node, torch.memory_format], torch.fx.Node] = {}
@@ -225,9 +227,10 @@ class _Relayout:
         if self._takes_any_layout(node):
             copy = self._graph.node_copy(node, self._new.__getitem__)
             if _is_planar(node):
-                self._lay_out(copy, 2 if node.target is _FORWARD else 3)
+                self._lay_out(copy, self._operands(node))
             elif node.target is aten.constant_pad_nd.default and node.users and all(map(_is_planar, node.users)):
-                self._lay_out(copy, 1)  # the smaller image is copied, and convolutions may read it as it is
+                if not all(map(self._reads_planes, node.users)):
+                    self._lay_out(copy, (0,))  # the smaller image is copied, and convolutions may read it as it is
             elif all(_strides(self._new[each]) == _strides(each) for each in node.all_input_nodes):
                 return copy  # its fake result is what it was
             if self._evaluated(copy):
@@ -260,11 +263,29 @@ class _Relayout:
         known = target.namespace == "aten" and target._opname in _ANY_LAYOUT
         return known or torch.Tag.pointwise in target.tags or self._reads_elements(node)
 
-    def _lay_out(self, call: torch.fx.Node, count: int) -> None:
-        """Have the first `count` arguments of a call lie channels-last in memory."""
+    def _operands(self, node: torch.fx.Node) -> tuple[int, ...]:
+        """The arguments of a convolution that are to lie channels-last."""
+        if node.target is _BACKWARD:
+            return (0, 1, 2)
+        return (1,) if self._reads_planes(node) else (0, 1)
+
+    def _reads_planes(self, node: torch.fx.Node) -> bool:
+        """True for a convolution that reads its image as well where it is not channels-last: one of few channels.
+
+        The weight alone then says how the result lies. In training, backward reads the image too.
+        """
+        shape, dtype = _shape(node, 1), _argument(node, "input").meta["val"].dtype
+        few = shape[1] <= MOST_SPREAD_CHANNELS and shape[2:] != (1, 1) and math.prod(shape[1:]) <= MOST_SPREAD_TERMS
+        ours = node.target is _FORWARD and dtype is torch.float32 and _argument(node, "groups") == 1
+        return self._use == "inference" and ours and few
+
+    def _lay_out(self, call: torch.fx.Node, positions: tuple[int, ...]) -> None:
+        """Have these arguments of a call lie channels-last in memory."""
         with self._graph.inserting_before(call):
-            laid_out = (self._laid_out(each, call, torch.channels_last) for each in call.args[:count])
-            call.args = (*laid_out, *call.args[count:])
+            args = list(call.args)
+            for position in positions:
+                args[position] = self._laid_out(args[position], call, torch.channels_last)
+            call.args = tuple(args)
 
     def _laid_out(self, value: Any, user: torch.fx.Node, layout: torch.memory_format) -> torch.fx.Node:
         """`value` in memory as `layout` says, made by a copy on behalf of `user` unless it lies so already."""

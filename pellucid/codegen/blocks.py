@@ -5,11 +5,18 @@ Sizes, strides and the machine decide, never the number of threads that a call h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pellucid.ir.contraction import Contraction, find_contraction, is_affine, stored_along
+from pellucid.ir.contraction import (
+    MOST_SPREAD_CHANNELS,
+    MOST_SPREAD_TERMS,
+    Contraction,
+    find_contraction,
+    is_affine,
+    stored_along,
+)
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product, var
 from pellucid.ir.nodes import Kernel, Load, Store
@@ -42,6 +49,14 @@ TILES_REACH = 0.5
 PLACE = 48.0
 # Floats of its weights that a block packs on the stack; `lower/convolution.py` leaves to oneDNN what needs more.
 GROUP_WEIGHTS = 192 << 10
+# Sums of a block where nothing is packed or gathered for it: the first cache holds them beside what they are made of;
+# and of a line, whose columns are rather many.
+FEW_SUMS = 2048
+FEW_SUMS_OF_LINE = 6144
+# Taps of a line of a depthwise convolution that can share the reads of pixels, and steps by which windows move then, as
+# `channels.h` has it.
+MOST_SHARING = 7
+MOST_STEPS = 2
 # Taps of a line that can share the reads of pixels, as `groups.h` has it.
 MOST_NEIGHBOURS = 5
 # Channels of a block of a depthwise weight's gradient: a cache line of each pixel.
@@ -82,7 +97,7 @@ class Window:
     """A left operand whose rows are points of several axes, and whose terms are those of taps and channels.
 
     start: the index of the block's first row and term. rows, taps: (extent, stride), outermost first.
-    channels: terms that are neighbours. edges: one for each dimension with padding.
+    channels: terms that are `apart` steps from one another. edges: one for each dimension with padding.
     planes: the right operand's terms lie taps innermost, not channels. zeros: see `Contraction`.
     """
 
@@ -91,6 +106,7 @@ class Window:
     rows: tuple[tuple[Expr, Expr], ...]
     taps: tuple[tuple[Expr, Expr], ...]
     channels: Expr
+    apart: Expr
     planes: bool
     zeros: bool
     edges: tuple[Edge, ...]
@@ -132,6 +148,17 @@ class Groups:
         panel = 2 * machine.lanes
         room = self.period if self.period % machine.lanes == 0 else -(-self.period // panel) * panel
         return columns // self.period * room + columns % self.period
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """So many neighbouring taps of a line share the reads of pixels: those are `step` times as far apart as taps.
+
+    One tap shares nothing, and has pixels as far apart as they are.
+    """
+
+    taps: int = 1
+    step: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +221,7 @@ class Blocks:
     Sums run over the `terms` of `inner`, in the order of the left operand. window: whether rows and terms of that are
     more than a row and a column of a matrix. pixels: whether terms are pixels, see `Pixels`.
     planes: the right operand's terms lie with the last of `inner` outermost.
+    spread: the left operand has few channels, which lie anywhere, and is read as it lies.
     packed: the right operand is packed before the program runs. stored: where the sums go at once; None where other
     lines run over each block, which is then in memory of its own.
     tiles: how many of 2 x 2 pixels a block has, if its sums are computed by tiles (`codegen/winograd.py`), else 0.
@@ -212,6 +240,7 @@ class Blocks:
     window: bool = False
     planes: bool = False
     pixels: bool = False
+    spread: bool = False
     packed: bool = False
     stored: Store | None = None
     tiles: int = 0
@@ -244,6 +273,21 @@ class Blocks:
     def height(self) -> int:
         """Rows of a block, seen as a matrix."""
         return self.rows * estimate(product(self.ranges[name] for name in self.whole))
+
+    @property
+    def pixels_of_line(self) -> int:
+        """The most rows of a block that follow one another in an image."""
+        return estimate(self.ranges[self.whole[-1]]) if self.whole else self.rows
+
+    def sharing(self) -> Sharing:
+        """The taps of a depthwise convolution that share the reads of pixels."""
+        tap, pixel = self.inner[-1], (self.row, *self.whole)[-1]
+        found, count = self.contraction, self.ranges[tap].value
+        moves = [found.loads[0].index, *(bound.position for bound in found.bounds)]
+        for step in range(1, MOST_STEPS + 1):
+            if all(stride_along(move, pixel) == step * stride_along(move, tap) for move in moves):
+                return Sharing(count, step) if count and step <= count <= MOST_SHARING else Sharing()
+        return Sharing()
 
     def operands(self) -> tuple[Operand | Window, Operand]:
         """The parts of both operands for the block that begins at row `lo` and column `from`."""
@@ -279,7 +323,7 @@ class Blocks:
         right = self.operands()[1]
         terms, columns = self.terms.value, self.ranges[self.column].value
         assert terms is not None and columns is not None
-        area = _area(taps_of(self.contraction, self.inner)[0], self.ranges) if self.planes else 1
+        area = _area(self._terms()[0], self.ranges) if self.planes else 1
         operand = replace(right, start=right.start.substitute(start))
         tiles = self.tiles > 0
         return Packing(operand, self.contraction.dtype, terms, columns, area, tiles, self.by_channel, self.groups)
@@ -292,8 +336,14 @@ class Blocks:
         strides = (stride_along(access.index, name) for name in (row, column))
         return Operand(access.buffer, self._first(access.index), *strides)
 
+    def _terms(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes of taps, and that of channels."""
+        if self.spread:
+            return self.inner[:-1], self.inner[-1:]
+        return taps_of(self.contraction, self.inner)
+
     def _window(self, load: Load) -> Window:
-        taps, channels = taps_of(self.contraction, self.inner)
+        taps, channels = self._terms()
         rows = ((self.row, var("hi") - var("lo")), *((name, self.ranges[name]) for name in self.whole))
         return Window(
             load.buffer,
@@ -301,6 +351,7 @@ class Blocks:
             tuple((extent, stride_along(load.index, name)) for name, extent in rows),
             tuple((self.ranges[name], stride_along(load.index, name)) for name in taps),
             product(self.ranges[name] for name in channels),
+            stride_along(load.index, channels[0]) if channels else ONE,
             self.planes and not self.packed,
             self.contraction.zeros,
             self._edges((self.row, *self.whole), taps),
@@ -422,10 +473,11 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, frozen: frozens
     columns = found.columns or found.batch
     row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
     several = len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
-    blocks = _windows(found, ranges, column, machine) if found.windowed or several else None
+    packed = found.loads[1].buffer in frozen
+    blocks = _windows(found, ranges, column, machine, packed) if found.windowed or several else None
     if blocks or found.windowed:
         return blocks
-    pack = 0.0 if found.loads[1].buffer in frozen else PACK
+    pack = 0.0 if packed else PACK
     size = partial(_sizes, found, row, column, ranges, machine, pack)
     (height, width), apart = size(), size(shared=False)
     pricing = _pricing(found, row, column, ranges, machine, pack)
@@ -436,7 +488,7 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, frozen: frozens
 def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Machine) -> Blocks | None:
     """Blocks of a convolution of several groups; None if terms do not line up."""
     (column,), ranges = found.columns, kernel.ranges
-    blocks = _windows(found, ranges, column, machine, groups)
+    blocks = _windows(found, ranges, column, machine, groups=groups)
     if blocks is None:
         return None
     taps, _ = taps_of(found, blocks.inner)
@@ -498,13 +550,22 @@ def by_channel(found: Contraction) -> bool:
 
 
 def _windows(
-    found: Contraction, ranges: dict[str, Expr], column: str, machine: Machine, groups: Groups | None = None
+    found: Contraction,
+    ranges: dict[str, Expr],
+    column: str,
+    machine: Machine,
+    packed: bool = False,
+    groups: Groups | None = None,
 ) -> Blocks | None:
-    """Blocks of a convolution: whole lines of an image, as many as the caches like. None if terms do not line up."""
+    """Blocks of a convolution: whole lines of an image, as many as the caches like. None if terms do not line up.
+
+    packed: the right operand is packed before the program runs.
+    """
     left, right = found.loads
-    inner = tuple(sorted(found.inner, key=lambda name: -abs(estimate(stride_along(left.index, name)))))
     rows = sorted(found.rows, key=lambda name: -estimate(stride_along(left.index, name)))
-    taps, channels = taps_of(found, inner)
+    spread = None if groups or column in found.batch else _spread(found, ranges)
+    inner = spread or _outermost_first(found.inner, left.index)
+    taps, channels = (inner[:-1], inner[-1:]) if spread else taps_of(found, inner)
     planes = not _lies(right.index, inner, ranges)
     if planes and found.dtype is not DType.F32:
         return None
@@ -528,10 +589,50 @@ def _windows(
         step = COLUMN_STEP if groups.period % machine.lanes == 0 else groups.period
         gather = PLACE / groups.channels
         most = min(COLUMNS, GROUP_WEIGHTS // estimate(product(ranges[name] for name in inner)))
+    small = packed and (spread is not None or column in found.batch)
+    if small:
+        gather = pack = 0.0
     pricing = Pricing(m, size, n, outer, machine.cores, fetch, gather, pack)
-    (lines, columns), *others = _lines_and_columns(pricing, step, most)
+    (lines, columns), *others = _few_sums(pricing) if small else _lines_and_columns(pricing, step, most)
     blocks = Blocks(found, rows[-1], tuple(whole), column, inner, lines, columns, ranges, True, planes)
-    return replace(blocks, pricing=pricing, sizes=tuple(others))
+    return replace(blocks, spread=spread is not None, pricing=pricing, sizes=tuple(others))
+
+
+def _outermost_first(axes: Iterable[str], index: Expr) -> tuple[str, ...]:
+    return tuple(sorted(axes, key=lambda name: -abs(estimate(stride_along(index, name)))))
+
+
+def _spread(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, ...] | None:
+    """The axes of taps and then of channels, if an image has so few of these that their values are spread.
+
+    None for any other. Channels may lie anywhere, side by side or plane by plane.
+    """
+    terms = product(ranges[name] for name in found.inner).value
+    if found.dtype is not DType.F32 or found.batch or terms is None or terms > MOST_SPREAD_TERMS:
+        return None
+    if not 1 < len(found.inner) <= MOST_TAP_AXES + 1:
+        return None
+    bounded = frozenset[str]().union(*(bound.position.vars() for bound in found.bounds))
+    left, right = (load.index for load in found.loads)
+    few = [name for name in found.inner if name not in bounded and estimate(ranges[name]) <= MOST_SPREAD_CHANNELS]
+    orders = [(_outermost_first((each for each in found.inner if each != name), left), name) for name in few]
+    lying = (
+        (*taps, name)
+        for taps, name in orders
+        if _lies(right, (*taps, name), ranges) or _lies(right, (name, *taps), ranges)
+    )
+    return next(lying, None)
+
+
+def _few_sums(pricing: Pricing) -> list[tuple[int, int]]:
+    """Lines and columns of a block of which the first cache holds all sums: the most columns, then the best lines."""
+    m, size, n = pricing.m, pricing.size, pricing.n
+    widths = {_even(n, width, COLUMN_STEP) for width in range(COLUMN_STEP, COLUMNS + 1, COLUMN_STEP)}
+    columns = max((width for width in widths if size * width <= FEW_SUMS_OF_LINE), default=COLUMN_STEP)
+    most = max(1, FEW_SUMS // (size * columns))
+    lines = {-(-m // pieces) for pieces in range(1, m + 1)}
+    found = [(each, columns) for each in lines if each <= most]
+    return sorted(found, key=lambda each: (pricing(*each), -each[0]))
 
 
 def _faster(dtype: DType, machine: Machine) -> float:

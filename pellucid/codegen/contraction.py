@@ -62,11 +62,8 @@ def _planned(
     outer = tuple(axis.name for axis in rest.space if axis.name not in inside)
     extent = product(ranges[name] for name in outer)
     extent = extent * chunks(ranges[blocks.row], blocks.rows) * chunks(ranges[blocks.column], blocks.columns)
-    steps = (
-        blocks.share
-        * estimate(product(ranges.values()))
-        / (machine.lanes * machine.isa.products(blocks.contraction.dtype))
-    )
+    at_once = 1 if blocks.by_channel else machine.isa.products(blocks.contraction.dtype)
+    steps = blocks.share * estimate(product(ranges.values())) / (machine.lanes * at_once)
     grain, parallel = grain_of(kernel, extent, steps, machine, options)
     wide = frozenset(name for name, axes in axes_of(rest).items() if blocks.column in axes)
     streamed, streams = _streamed(rest, wide, results, machine)

@@ -13,7 +13,6 @@ from pellucid.ir.attention import Attention, AttentionBackward
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Load, Store
 from pellucid.ir.types import DType
-from pellucid.machine.work import estimate
 
 
 def print_packing(packing: Packing, numel: int, name: str) -> str:
@@ -71,7 +70,13 @@ class Operands:
             sizes, first = f"hi - lo, {sizes}", self.matrix(left, blocks.contraction.dtype)
         packing = blocks.packing()
         second = self.panels(packing) if packing else self.matrix(right, blocks.contraction.dtype)
-        function, known = "contract_taps" if blocks.by_channel else "contract", self.sizes(blocks)
+        function, known = "contract", self.sizes(blocks)
+        if blocks.spread:
+            function, known = "contract_spread", str(blocks.columns)
+        if blocks.by_channel:
+            sharing = blocks.sharing()
+            known = f"{blocks.columns}, {blocks.pixels_of_line}, {sharing.taps}, {sharing.step}"
+            function = "contract_channels"
         if blocks.tiles:
             pair = 2 * blocks.height // blocks.rows
             known = f"{pair}, {blocks.columns}, {blocks.ranges[blocks.column]}, {blocks.tiles}, {blocks.channels}"
@@ -106,10 +111,8 @@ class Operands:
 
     def sizes_of_groups(self, blocks: Blocks, groups: Groups) -> str:
         """The same for groups: columns of a block, what a group has, taps, and the pixels of a line."""
-        terms, pixels = blocks.terms.value, blocks.rows
+        terms, pixels = blocks.terms.value, blocks.pixels_of_line
         assert terms is not None
-        if blocks.whole:
-            pixels = estimate(blocks.ranges[blocks.whole[-1]])
         sizes = (blocks.columns, groups.count, groups.outputs, groups.channels, groups.together)
         return ", ".join(map(str, (*sizes, terms // groups.channels, groups.neighbours, pixels)))
 
@@ -223,6 +226,6 @@ class Operands:
             return "{" + ", ".join(["{1, 0}"] * (count - len(given)) + given) + "}"
 
         flags = map(flag_text, (window.planes, bool(window.edges), window.zeros))
-        parts = [axes(window.rows, 3), axes(window.taps, 2), self.text(window.channels), *flags]
+        parts = [axes(window.rows, 3), axes(window.taps, 2), *map(self.text, (window.channels, window.apart)), *flags]
         parts.append(self.edges(window.edges))
         return f"pv::Window<{CPP_TYPE[dtype]}>{{{self.pointer(window.buffer, window.start)}, {', '.join(parts)}}}"

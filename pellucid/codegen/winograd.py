@@ -92,7 +92,7 @@ def _shape(blocks: Blocks, machine: Machine) -> _Shape | None:
     found, ranges = blocks.contraction, blocks.ranges
     taps, channels = taps_of(found, blocks.inner)
     left, right = (load.index for load in found.loads)
-    if found.dtype is not DType.F32 or blocks.by_channel or blocks.groups or found.batch:
+    if found.dtype is not DType.F32 or blocks.by_channel or blocks.spread or blocks.groups or found.batch:
         return None
     if len(found.columns) != 1 or len(taps) != 2 or len(channels) != 1:
         return None

@@ -37,6 +37,9 @@ from pellucid.ir.types import DType
 DTYPES = frozenset({DType.F32, DType.BF16, DType.F16})
 """The types that operands may have in memory."""
 
+MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS = 4, 192
+"""An image in f32 with so few channels is read where it lies, for sums of so many terms: see `codegen/blocks.py`."""
+
 ENDLESS = const(1 << 62)
 """The extent of a bound without an upper end."""
 

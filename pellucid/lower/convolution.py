@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from pellucid.capture.fx import shape_of
-from pellucid.ir.contraction import DTYPES
-from pellucid.ir.index import ONE, ZERO, Expr, const, floordiv, mod, nonnegative, product
+from pellucid.ir.contraction import DTYPES, MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS
+from pellucid.ir.index import ONE, ZERO, const, floordiv, mod, nonnegative, product
 from pellucid.ir.types import DType
 from pellucid.lower.contraction import check_rate
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
@@ -31,6 +31,8 @@ _LARGE = "convolution: the weights of a group are too large to be packed at once
 # Terms from which on gathering windows is worth it, also where that spares a padded copy of the image.
 FEW_TERMS = 32
 _FEW_UNPADDED = 16
+# The same where nothing is gathered, as channels are few.
+_FEW_SPREAD = 16
 # Taps of a weight that lie side by side: a kernel packs those of some channels together.
 _MOST_TAPS = 128
 # Floats that a kernel packs of weights of several groups, as `codegen/blocks.py` has it: those of so many columns where
@@ -55,7 +57,7 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = {**given, "weight": _uncopied(graph, node, given["weight"])}
     unpadded = _unpadded(graph, node, given)
     if unpadded is None:
-        _check_direct(given, shape_of(node.meta["val"]))
+        _check_direct(given, node.meta["val"])
     else:
         given = unpadded
     x, weight, bias = given["input"], given["weight"], given["bias"]
@@ -108,15 +110,15 @@ def _unpadded(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, An
         return None
     made = {**given, "input": padded["self"], "padding": (right_first[2], right_first[0])}
     try:
-        _check_direct(made, shape_of(node.meta["val"]), _FEW_UNPADDED)
+        _check_direct(made, node.meta["val"], _FEW_UNPADDED)
     except NotLowered:
         return None
     return made
 
 
-def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = FEW_TERMS) -> None:
-    """Leave to oneDNN what it computes faster, and what has no kernel."""
-    x, weight, bias = given["input"], given["weight"], given["bias"]
+def _check_direct(given: Mapping[str, Any], result: torch.Tensor, few: int = FEW_TERMS) -> None:
+    """Leave to oneDNN what it computes faster, and what has no kernel. result: a fake tensor."""
+    x, weight, bias, shape = given["input"], given["weight"], given["bias"], shape_of(result)
     if x.dtype not in DTYPES or {weight.dtype, (bias or x).dtype} != {x.dtype}:
         raise NotLowered(_OTHER)
     if len(weight.shape) != 4 or len(x.shape) != 4 or given["transposed"]:
@@ -133,8 +135,11 @@ def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = FE
         return
     if not known:
         raise NotLowered(_DYNAMIC)
-    if x.view.strides[1] != ONE and x.shape[1] != ONE:
+    spread = x.dtype is DType.F32 and _is_spread(given)
+    planar = x.view.strides[1] != ONE and x.shape[1] != ONE
+    if planar and not (spread and result.is_contiguous(memory_format=torch.channels_last)):
         raise NotLowered(_PLANAR)
+    few = _FEW_SPREAD if spread else few
     if given["groups"] == 1 and nonnegative(const(few - 1) - product(weight.shape[1:])):
         raise NotLowered(_SHORT)
     each = floordiv(weight.shape[0], given["groups"])
@@ -146,6 +151,13 @@ def _check_direct(given: Mapping[str, Any], shape: Sequence[Expr], few: int = FE
     by_plane = x.dtype is DType.F32 and _lies_by_plane(weight)
     if not by_plane and not lies(weight, (0, 2, 3, 1)):
         raise NotLowered(_WEIGHT)
+
+
+def _is_spread(given: Mapping[str, Any]) -> bool:
+    """True if a kernel reads the few channels of the image wherever they lie."""
+    shape = given["weight"].shape
+    few = nonnegative(const(MOST_SPREAD_CHANNELS) - shape[1])
+    return given["groups"] == 1 and few and nonnegative(const(MOST_SPREAD_TERMS) - product(shape[1:]))
 
 
 def _is_one_by_one(given: Mapping[str, Any]) -> bool:

@@ -58,6 +58,8 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 #include "kernel/contract.h"
 #include "kernel/window.h"
 #include "kernel/tap_gradients.h"
+#include "kernel/spread.h"
+#include "kernel/channels.h"
 #include "kernel/winograd.h"
 #include "kernel/groups.h"
 #include "kernel/attend.h"

@@ -23,11 +23,16 @@ LAST = torch.channels_last
 
 
 def traced(
-    function: Callable[..., Any], folder: Path, *args: Any, contract: bool = True, **options: Any
+    function: Callable[..., Any],
+    folder: Path,
+    *args: Any,
+    contract: bool = True,
+    freeze: bool = False,
+    **options: Any,
 ) -> tuple[Any, list[dict[str, str]]]:
     """The result of the compiled function, and the compiler's decisions."""
     torch._dynamo.reset()
-    chosen = {"trace": str(folder), "verify": True, "contract": contract}
+    chosen = {"trace": str(folder), "verify": True, "contract": contract, "freeze": freeze}
     compiled = torch.compile(function, backend="pellucid", options=chosen, **options)
     with torch.no_grad():
         result = compiled(*args)
@@ -532,3 +537,102 @@ def test_an_image_that_was_padded_with_zeros_is_read_itself(
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4, equal_nan=True)
     (table,) = tmp_path.rglob("kernels.csv")
     assert not [row["kernel"] for row in csv.DictReader(table.open()) if "pad" in row["kernel"]]
+
+
+FEW_CHANNELS = [
+    ((1, 3, 33, 34), (24, 3, 3, 3), {"stride": 2, "padding": 1}),
+    ((2, 3, 29, 30), (64, 3, 7, 7), {"stride": 2, "padding": 3}),
+    ((2, 3, 16, 20), (40, 3, 4, 4), {"stride": 4}),
+    ((1, 4, 9, 40), (33, 4, 3, 5), {"dilation": 2, "padding": (2, 1)}),
+    ((2, 2, 5, 6), (17, 2, 3, 3), {"padding": 4}),
+    ((3, 1, 14, 15), (6, 1, 7, 7), {"padding": 2}),
+    ((1, 3, 1, 30), (16, 3, 1, 8), {"stride": (1, 3), "padding": (0, 2)}),
+]
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize(("image", "kernel", "options"), FEW_CHANNELS)
+def test_images_of_few_channels_are_read_as_they_lie(
+    tmp_path: Path, image: tuple[int, ...], kernel: tuple[int, ...], options: dict[str, Any], freeze: bool
+) -> None:
+    """Channels-last or plane by plane, and with weights that lie either way: nothing is copied or gathered."""
+    convolution = nn.Conv2d(kernel[1], kernel[0], kernel[2:], **options)
+    model = nn.Sequential(convolution, nn.ReLU6(), nn.Conv2d(kernel[0], 16, 1), nn.ReLU(), nn.Conv2d(16, 32, 1)).eval()
+    for number, (lies, weights) in enumerate([(torch.contiguous_format, LAST), (LAST, torch.contiguous_format)]):
+        model, x = model.to(memory_format=weights), torch.randn(image).contiguous(memory_format=lies)
+        result, rows = traced(model, tmp_path / str(number), x, freeze=freeze)
+        with torch.no_grad():
+            assert_matches(result, model(x), copy.deepcopy(model).double()(x.double()))
+        (table,) = (tmp_path / str(number)).rglob("kernels.csv")
+        names = [row["kernel"] for row in csv.DictReader(table.open())]
+        assert not said(rows, "lower.fallback") and not [name for name in names if name.startswith("clone")]
+        sources = [file.read_text() for file in (tmp_path / str(number)).rglob("*.cpp")]
+        assert sum(text.count("contract_spread") for text in sources) == (kernel[1] > 1), "one channel has no axis"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("channels", [3, 20])
+@pytest.mark.parametrize("where", ["image", "weight"])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_what_is_not_finite_meets_only_what_it_is_multiplied_with(
+    tmp_path: Path, bad: float, channels: int, where: str, zeros: bool
+) -> None:
+    """Of an image of few channels, and of depthwise convolutions: padding adds nothing, zeros of the user's do."""
+    groups = 1 if channels == 3 else channels
+    x = torch.randn(2, channels, 20, 37).contiguous(memory_format=LAST)
+    w = torch.randn(40 if groups == 1 else channels, channels // groups, 3, 3)
+    (x[1, 2] if where == "image" else w[7, 0])[0, 1] = bad
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        padded = F.pad(x, (1, 1, 1, 1)) if zeros else x
+        return F.conv2d(padded, w, padding=0 if zeros else 1, groups=groups)
+
+    result, rows = traced(function, tmp_path, x, w)
+    assert not said(rows, "lower.fallback")
+    ones = function(x.isfinite().float(), w.isfinite().float())
+    whole = function(torch.ones_like(x), torch.ones_like(w))
+    if zeros and where == "weight":
+        spoilt = torch.zeros_like(result, dtype=torch.bool)
+        spoilt[:, 7] = True
+    else:
+        spoilt = ones != whole
+    exact = function(x.double().nan_to_num(0, 0, 0), w.double().nan_to_num(0, 0, 0))
+    assert torch.equal(~result.isfinite(), spoilt)
+    torch.testing.assert_close(result[~spoilt].double(), exact[~spoilt], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("image", "kernel", "options"),
+    [
+        ((1, 40, 30, 31), (3, 3), {"padding": 1}),
+        ((2, 40, 31, 40), (3, 3), {"padding": 1, "stride": 2}),
+        ((1, 33, 15, 61), (7, 7), {"padding": 3}),
+        ((1, 48, 9, 17), (5, 5), {"padding": 2, "stride": 2}),
+        ((1, 48, 12, 20), (3, 3), {"padding": 2, "stride": 3}),
+        ((1, 48, 12, 20), (3, 3), {"padding": 2, "dilation": 2}),
+        ((1, 48, 12, 20), (3, 3), {"padding": (0, 3), "dilation": (1, 2), "stride": (1, 2)}),
+        ((1, 20, 1, 50), (1, 9), {"padding": (0, 4)}),
+        ((1, 20, 40, 1), (5, 1), {"padding": (2, 0), "stride": (2, 1)}),
+        ((3, 160, 7, 7), (3, 3), {"padding": 1}),
+        ((2, 20, 2, 2), (3, 3), {"padding": 3}),
+    ],
+)
+def test_taps_of_depthwise_convolutions_share_the_reads_of_pixels(
+    tmp_path: Path,
+    image: tuple[int, ...],
+    kernel: tuple[int, int],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    freeze: bool,
+) -> None:
+    """Where windows move by one tap or two; elsewhere taps are read one by one."""
+    channels = image[1]
+    model = nn.Sequential(nn.Conv2d(channels, channels, kernel, groups=channels, **options), nn.ReLU()).to(dtype).eval()
+    x = torch.randn(image).to(dtype).contiguous(memory_format=LAST)
+    result, rows = traced(model, tmp_path, x, freeze=freeze)
+    with torch.no_grad():
+        assert_matches(result, model(x), copy.deepcopy(model).double()(x.double()))
+    assert not said(rows, "lower.fallback")
+    assert any("contract_channels" in file.read_text() for file in tmp_path.rglob("*.cpp"))

@@ -5,16 +5,6 @@
 // pixels line by line. Where not all taps of a line count, each has pixels of its own.
 namespace pv {
 
-// Those of `all` places, `step` apart in the image from `first` on, that lie inside of it.
-PV_FN Span reached(const Edge& edge, int64_t first, int64_t step, int64_t all) {
-  if (step == 0) return {0, uint64_t(first) < uint64_t(edge.extent) ? all : 0};
-  const auto from = [&](int64_t place) PV_INLINE {  // the first one at or beyond it
-    const int64_t missing = place - first;
-    return missing <= 0 ? 0 : step == 1 ? missing : (missing + step - 1) / step;
-  };
-  return {from(0), from(edge.extent)};
-}
-
 // The pixels of a line for which tap `right` of a line counts, as far as that hangs on the two of them alone.
 PV_FN Span span_in_line(const Pixels& pixels, int64_t right) {
   const int64_t all = pixels.axes[2].extent;

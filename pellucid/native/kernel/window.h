@@ -19,12 +19,12 @@ PV_FN bool counts_at(const Edge (&edges)[2], int64_t i, int64_t j, int64_t k, in
 }
 
 // The left operand of a convolution as it lies: its rows are points of three axes, its terms those of two axes of taps
-// and of `channels` that are neighbours. Terms count channels fastest, or, where `planes`, taps: as the right operand
+// and of `channels`, neighbours but where they may lie `apart`. Terms count channels fastest, or, where `planes`, taps: as the right operand
 // lies, in f32. `padded`: some terms lie outside; these add nothing, or, with `zeros`, zero times the right operand.
 template <class E> struct Window {
   const E* at;
   WindowAxis rows[3], taps[2];
-  int64_t channels;
+  int64_t channels, apart;
   bool planes, padded, zeros;
   Edge edges[2];
   PV_FN int64_t height() const { return rows[0].extent * rows[1].extent * rows[2].extent; }
@@ -273,63 +273,13 @@ inline void contract_pixels(
   add(true);
 }
 
-// Taps of a window that count: their numbers, and where their elements lie, counted from the first tap's.
-struct Taps {
-  int count = 0;
-  int16_t tap[DEPTH];
-  int64_t place[DEPTH];
-  PV_FN void add(int64_t number, int64_t at) {
-    tap[count] = int16_t(number);
-    place[count++] = at;
+// b[k, n] as panels of f32, whatever the type: taps are multiplied one by one. channels: of a tap, where the terms of b
+// lie channel by channel, else 1.
+template <class E> PV_FN void pack_taps(const Matrix<E>& b, int64_t k, int64_t n, int64_t channels, float* panels) {
+  if constexpr (std::is_same_v<E, float>) {
+    if (channels > 1) return pack_columns(b, k, n, panels, ByTap(k / channels, channels));
+    return pack_columns(b, k, n, panels);
   }
-};
-
-// c[P, R registers from column j on] = sums over taps of windows of P neighbours, `step` apart. n: the lanes in use of
-// the last register.
-template <int P, int R, class E, class N>
-[[gnu::noinline, gnu::noipa]] inline void tap_sums(
-    const Taps& taps, const E* at, int64_t step, const Panels& b, int64_t j, const N& n, Sums c) {
-  ColumnReg sum[P][R] = {};
-  for (int t = 0; t < taps.count; t++) {
-    const E* x = at + taps.place[t] + j;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      const ColumnReg weight = read_column(b(taps.tap[t], j + r * COLUMN));
-#pragma GCC unroll 12
-      for (int i = 0; i < P; i++)
-        sum[i][r] = multiply_add(load(x + i * step + r * COLUMN, n).r[0], weight, sum[i][r]);
-    }
-  }
-#pragma GCC unroll 12
-  for (int i = 0; i < P; i++)
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) write_column(c.at + i * c.step + j + r * COLUMN, sum[i][r]);
-}
-
-// c[P, n] from column j on: as many registers at a time as hide how long an addition takes.
-template <int P, int R = P >= 4 ? 2 : P >= 2 ? 4 : 8, class E>
-PV_FN void line_sums(
-    int64_t n, const Taps& taps, const E* at, int64_t step, const Panels& b, const Sums& c, int64_t j = 0) {
-  for (; j + R * COLUMN <= n; j += R * COLUMN) tap_sums<P, R>(taps, at, step, b, j, All<COLUMN>(), c);
-  if constexpr (R > 1) line_sums<P, R / 2>(n, taps, at, step, b, c, j);
-  else if (j < n) tap_sums<P, 1>(taps, at, step, b, j, Some<COLUMN>(n - j), c);
-}
-template <int P = ROWS, class E>
-PV_FN void line_sums_of(
-    int64_t pixels, int64_t n, const Taps& taps, const E* at, int64_t step, const Panels& b, const Sums& c) {
-  if (pixels >= P) return line_sums<P>(n, taps, at, step, b, c);
-  if constexpr (P > 1) line_sums_of<P - 1>(pixels, n, taps, at, step, b, c);
-}
-
-template <class E>
-[[gnu::noinline, gnu::noipa]] inline void pixel_sums(
-    int64_t pixels, int64_t n, const Taps& taps, const E* at, int64_t step, const Panels& b, const Sums& c) {
-  line_sums_of(pixels, n, taps, at, step, b, c);
-}
-
-// b[k, n] as panels of f32, whatever the type: taps are multiplied one by one.
-template <class E> PV_FN void pack_taps(const Matrix<E>& b, int64_t k, int64_t n, float* panels) {
-  if constexpr (std::is_same_v<E, float>) return pack_columns(b, k, n, panels);
   for (int64_t j = 0; j < (n + COLUMN - 1) / COLUMN * COLUMN; j++)
     for (int64_t tap = 0; tap < k; tap++)
       panels[j / COLUMNS * COLUMN_PANEL + tap * COLUMNS + j % COLUMNS] = j < n ? load(b(tap, j)) : 0.0f;
@@ -344,68 +294,14 @@ struct Span {
   }
 };
 
-// The pixels of line (i, j) for which a tap counts.
-template <class E> PV_FN Span span_of(const Window<E>& w, int64_t i, int64_t j, int64_t t, int64_t u) {
-  Span span{0, w.rows[2].extent};
-  for (const Edge& edge : w.edges) {
-    const int64_t step = edge.rows[2];
-    const int64_t first = edge.first + i * edge.rows[0] + j * edge.rows[1] + t * edge.taps[0] + u * edge.taps[1];
-    const auto reaches = [&](int64_t place) PV_INLINE {  // the first pixel at or beyond it
-      const int64_t missing = place - first;
-      return missing <= 0 ? 0 : step == 1 ? missing : (missing + step - 1) / step;
-    };
-    if (step != 0) span.keep({reaches(0), reaches(edge.extent)});
-    else if (uint64_t(first) >= uint64_t(edge.extent)) span.last = 0;
-  }
-  return span;
-}
-
-// c[M, n]: column j is the sum over the k taps of column j of a's windows times b[k, j]. Where all taps of a line count
-// that do anywhere in it, pixels share the reads of weights; at its ends each pixel has taps of its own.
-template <int M, int N, int WIDTH, class E, class Right>
-inline void contract_taps(int64_t n, int64_t k, const Window<E>& a, const Right& b, Sums c) {
-  alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
-  Panels panels;
-  if constexpr (is_packed<Right>) {
-    panels = b;
-  } else {
-    pack_taps(b, k, n, columns);
-    panels = {columns, DEPTH, !a.zeros || finite<float>(k, n, columns)};
-  }
-  const bool every = a.zeros && !panels.finite;  // then zeros make NaN
-  static constexpr E nothing[N] = {};
-  const int64_t width = a.taps[1].extent, pixels = a.rows[2].extent, step = a.rows[2].step;
-  const auto place = [&](int64_t tap) PV_INLINE { return tap / width * a.taps[0].step + tap % width * a.taps[1].step; };
-  Span spans[DEPTH];
-  for (int64_t i = 0; i < a.rows[0].extent; i++)
-    for (int64_t j = 0; j < a.rows[1].extent; j++, c = c.from(pixels, 0)) {
-      const E* line = a.at + i * a.rows[0].step + j * a.rows[1].step;
-      Taps taps;
-      Span inside{0, pixels};
-      for (int64_t tap = 0; tap < k; tap++) {
-        spans[tap] = span_of(a, i, j, tap / width, tap % width);
-        const bool nowhere = spans[tap].first >= spans[tap].last;
-        if (!nowhere) taps.add(tap, place(tap));
-        if (!nowhere || every) inside.keep(spans[tap]);
-      }
-      const auto alone = [&](int64_t l) PV_INLINE {
-        const E* pixel = line + l * step;
-        Taps own;
-        for (int64_t tap = 0; tap < k; tap++) {
-          const bool counts = spans[tap].first <= l && l < spans[tap].last;
-          if (counts || every) own.add(tap, counts ? place(tap) : nothing - pixel);
-        }
-        pixel_sums(1, n, own, pixel, 0, panels, c.from(l, 0));
-      };
-      const int64_t shared = inside.last - inside.first;
-      const int64_t pieces = shared > 0 ? (shared + ROWS - 1) / ROWS : 0;
-      for (int64_t l = 0; l < (pieces ? inside.first : pixels); l++) alone(l);
-      for (int64_t piece = 0; piece < pieces; piece++) {
-        const int64_t from = inside.first + piece * shared / pieces, to = inside.first + (piece + 1) * shared / pieces;
-        pixel_sums(to - from, n, taps, line + from * step, step, panels, c.from(from, 0));
-      }
-      for (int64_t l = pieces ? inside.last : pixels; l < pixels; l++) alone(l);
-    }
+// Those of `all` places, `step` apart in the image from `first` on, that lie inside of it.
+PV_FN Span reached(const Edge& edge, int64_t first, int64_t step, int64_t all) {
+  if (step == 0) return {0, uint64_t(first) < uint64_t(edge.extent) ? all : 0};
+  const auto from = [&](int64_t place) PV_INLINE {  // the first one at or beyond it
+    const int64_t missing = place - first;
+    return missing <= 0 ? 0 : step == 1 ? missing : (missing + step - 1) / step;
+  };
+  return {from(0), from(edge.extent)};
 }
 
 }  // namespace pv

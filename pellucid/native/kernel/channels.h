@@ -1,0 +1,150 @@
+// Depthwise convolutions: each column has a channel of the image, and sums of its own.
+//
+// Registers hold neighbouring channels of some pixels of a line. Where the taps of a line lie as pixels do, what is read
+// of the image is used for all pixels whose windows it lies in. What lies outside is read from zeros.
+namespace pv {
+
+// Taps that lie in one line of the image, of some neighbouring pixels: from tap `tap` on, T taps whose first element lies
+// at `at`. Of the elements that these pixels read of the line, `count` lie inside, from the one numbered `first` on.
+template <class E> struct ReadLine {
+  const E* at;
+  int64_t tap, first, count;
+  // The same from so many elements further on, of which `all` are read.
+  PV_FN ReadLine after(int64_t elements, int64_t step, int64_t all) const {
+    const int64_t from = first > elements ? first - elements : 0, to = least(first + count - elements, all);
+    return {at + elements * step, tap, from, to > from ? to - from : 0};
+  }
+};
+
+// What registers hold of a line of PIXELS pixels, of whose windows T taps share what is read and move on by S of them.
+template <int PIXELS, int T, int S> struct Channels {
+  static constexpr int REGISTERS = REGISTER == 64 ? 32 : 16;
+  static constexpr int MOST = REGISTER == 64 ? 16 : T <= 5 ? 8 : 7;
+  static constexpr int PIECES = (PIXELS + MOST - 1) / MOST;
+  static constexpr int P = (PIXELS + PIECES - 1) / PIECES;
+  // Registers of channels at a time: two, where one has too few sums to hide how long an addition takes.
+  static constexpr int R = 2 * P <= MOST && 2 * (P + T + 1) <= REGISTERS ? 2 : 1;
+  static constexpr int READ = S * (P - 1) + T;
+};
+
+// c[P, R registers from column j on], of which the first `pixels` rows are written. INSIDE: all that is read lies inside.
+template <class G, int P, int R, int T, int S, bool INSIDE, class E, class N>
+[[gnu::noinline, gnu::noipa]] inline void channel_sums(
+    const ReadLine<E>* lines, int64_t count, int64_t step, const E* nothing, const Panels& b, int64_t j, const N& n,
+    int64_t pixels, Sums c) {
+  ColumnReg sum[P][R] = {};
+  for (const ReadLine<E>* line = lines; line < lines + count; line++) {
+    ColumnReg weight[T][R];
+#pragma GCC unroll 8
+    for (int u = 0; u < T; u++)
+#pragma GCC unroll 2
+      for (int r = 0; r < R; r++) weight[u][r] = read_column(b(line->tap + u, j + r * COLUMN));
+    const E* next = line->at + j;
+    const uint64_t first = uint64_t(line->first), inside = uint64_t(line->count);
+#pragma GCC unroll 64
+    for (int k = 0; k < G::READ; k++, next += step) {
+      const E* at = INSIDE || k - first < inside ? next : nothing;
+#pragma GCC unroll 2
+      for (int r = 0; r < R; r++) {
+        const ColumnReg each = load(at + r * COLUMN, n).r[0];
+#pragma GCC unroll 8
+        for (int u = 0; u < T; u++)
+          if (k >= u && (k - u) % S == 0 && (k - u) / S < P)
+            sum[(k - u) / S][r] = multiply_add(each, weight[u][r], sum[(k - u) / S][r]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < P; i++)
+#pragma GCC unroll 2
+    for (int r = 0; r < R && i < pixels; r++) write_column(c.at + i * c.step + j + r * COLUMN, sum[i][r]);
+}
+
+// The same for n columns.
+template <class G, int P, int T, int S, bool INSIDE, class E>
+PV_FN void line_sums(
+    int64_t n, const ReadLine<E>* lines, int64_t count, int64_t step, const E* nothing, const Panels& b, int64_t pixels,
+    const Sums& c) {
+  constexpr int R = G::R;
+  int64_t j = 0;
+  for (; j + R * COLUMN <= n; j += R * COLUMN)
+    channel_sums<G, P, R, T, S, INSIDE>(lines, count, step, nothing, b, j, All<COLUMN>(), pixels, c);
+  for (; j < n; j += COLUMN)
+    channel_sums<G, P, 1, T, S, INSIDE>(lines, count, step, nothing, b, j, Some<COLUMN>(least(COLUMN, n - j)), pixels, c);
+}
+
+// The same sums, term by term and without what does not count: for weights that are not finite.
+template <class E>
+[[gnu::noinline, gnu::noipa]] inline void channels_each(
+    int64_t n, int64_t k, const Window<E>& a, const Panels& b, const Sums& c) {
+  const int64_t width = a.taps[1].extent;
+  int64_t row = 0;
+  for (int64_t i = 0; i < a.rows[0].extent; i++)
+    for (int64_t j = 0; j < a.rows[1].extent; j++)
+      for (int64_t l = 0; l < a.rows[2].extent; l++, row++)
+        for (int64_t column = 0; column < n; column++) {
+          float sum = 0;
+          for (int64_t tap = 0; tap < k; tap++) {
+            const int64_t t = tap / width, u = tap % width;
+            const E* at = a.at + i * a.rows[0].step + j * a.rows[1].step + l * a.rows[2].step + t * a.taps[0].step +
+                          u * a.taps[1].step + column;
+            if (counts_at(a.edges, i, j, l, t, u)) sum = __builtin_fmaf(load(at), *b(tap, column), sum);
+          }
+          c.at[row * c.step + column] = sum;
+        }
+}
+
+// The elements of line (i, j) that tap (t, u) and its T - 1 neighbours read for all pixels: how many of `all` of them lie
+// inside, from which on. T > 1: as far apart as taps, else as pixels.
+template <int T, class E>
+PV_FN ReadLine<E> tap_line(const Window<E>& w, int64_t i, int64_t j, int64_t t, int64_t u, int64_t all) {
+  Span span{0, all};
+  for (const Edge& edge : w.edges) {
+    const int64_t first = edge.first + i * edge.rows[0] + j * edge.rows[1] + t * edge.taps[0] + u * edge.taps[1];
+    span.keep(reached(edge, first, T > 1 ? edge.taps[1] : edge.rows[2], all));
+  }
+  const E* at = w.at + i * w.rows[0].step + j * w.rows[1].step + t * w.taps[0].step + u * w.taps[1].step;
+  return {at, t * w.taps[1].extent + u, span.first, span.last > span.first ? span.last - span.first : 0};
+}
+
+// c[M, n]: column j is the sum over the k taps of column j of a's windows times b[k, j]. N: the most of n. PIXELS: the
+// most of a line. T taps of a line lie as far apart as elements that S of are a pixel; T is 1 where they do not.
+template <int N, int PIXELS, int T, int S, class E, class Right>
+inline void contract_channels(int64_t n, int64_t k, const Window<E>& a, const Right& b, Sums c) {
+  using G = Channels<PIXELS, T, S>;
+  constexpr int P = G::P;
+  alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
+  Panels panels;
+  if constexpr (is_packed<Right>) {
+    panels = b;
+  } else {
+    pack_taps(b, k, n, 1, columns);
+    panels = {columns, DEPTH, !a.padded || finite<float>(k, n, columns)};
+  }
+  if (a.padded && !a.zeros && !panels.finite) return channels_each(n, k, a, panels, c);
+  const bool every = a.zeros && !panels.finite;  // then zeros make NaN
+  alignas(64) static constexpr E nothing[N + COLUMNS] = {};
+  const int64_t step = T > 1 ? a.taps[1].step : a.rows[2].step, pixels = a.rows[2].extent;
+  ReadLine<E> whole[DEPTH / T], lines[DEPTH / T];
+  for (int64_t i = 0; i < a.rows[0].extent; i++)
+    for (int64_t j = 0; j < a.rows[1].extent; j++, c = c.from(pixels, 0)) {
+      int64_t count = 0;
+      for (int64_t t = 0; t < a.taps[0].extent; t++)
+        for (int64_t u = 0; u < a.taps[1].extent; u += T) {
+          whole[count] = tap_line<T>(a, i, j, t, u, S * (pixels - 1) + T);
+          if (whole[count].count > 0 || every) count++;
+        }
+      for (int64_t l = 0; l < pixels; l += P) {
+        bool inside = true;
+        for (int64_t t = 0; t < count; t++) {
+          lines[t] = whole[t].after(S * l, step, G::READ);
+          inside &= lines[t].count == G::READ;
+        }
+        const int64_t some = least(P, pixels - l);
+        if (inside) line_sums<G, P, T, S, true>(n, lines, count, step, nothing, panels, some, c.from(l, 0));
+        else line_sums<G, P, T, S, false>(n, lines, count, step, nothing, panels, some, c.from(l, 0));
+      }
+    }
+}
+
+}  // namespace pv
