@@ -171,17 +171,22 @@ def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tenso
 
 
 def _of_image_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
-    """For each channel the sum over taps of the gradient, where the tap has met a pixel, times the weight."""
+    """For each channel the sum over taps of the gradient, where the tap has met a pixel, times the weight.
+
+    Taps are counted from the last one, so that they move as pixels do.
+    """
     if call.steps:
         raise NotLowered(_STRIDED)
     result = graph.new(node.meta["val"][0], "gradient")
-    kernel = graph.kernel(node, (*result.shape, *call.weight.shape[2:]))
+    taps = call.weight.shape[2:]
+    kernel = graph.kernel(node, (*result.shape, *taps))
     image, channel, *pixel, height, width = kernel.index
-    moves = zip(pixel, (height, width), call.padding, call.dilation, strict=True)
-    place = [at + padding - tap * dilation for at, tap, padding, dilation in moves]
+    tap = [extent - 1 - at for extent, at in zip(taps, (height, width), strict=True)]
+    moves = zip(pixel, tap, call.padding, call.dilation, strict=True)
+    place = [at + padding - step * dilation for at, step, padding, dilation in moves]
     inside = kernel.within(place, call.gradient.shape[2:])
     terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, channel, *place), inside) * kernel.load(
-        call.weight.view, call.weight.dtype, (channel, ZERO, height, width), inside
+        call.weight.view, call.weight.dtype, (channel, ZERO, *tap), inside
     )
     kernel.store(result.view, result.dtype, kernel.index[:4], kernel.reduce("sum", terms, (4, 5)))
     graph.emit(kernel)
