@@ -738,10 +738,13 @@ def _sizes(
     while packed and few() and rows > 2 * FEWEST_ROWS:
         rows = _even(rows, rows // 2, step)
     row_blocks = outer * -(-m // rows)
-    if not packed and 2 * rows * terms * found.dtype.itemsize > machine.own_cache:
+    if not packed and 5 * rows * terms * found.dtype.itemsize > 2 * machine.own_cache:
         # Each block of columns reads its rows anew, from beyond the cache: few of them, if cores have equal shares.
         widths = [_even(n, limit, COLUMN_STEP) for limit in range(COLUMNS, 0, -COLUMN_STEP)]
-        return rows, min(widths, key=lambda width: max(WAIT, waiting(row_blocks * -(-n // width), cores)))
+        width = min(widths, key=lambda width: max(WAIT, waiting(row_blocks * -(-n // width), cores)))
+        heights = [_even(m, -(-m // pieces), step) for pieces in (-(-m // rows), 1 - (-m // rows))]
+        apart = outer * -(-n // width)
+        return min(heights, key=lambda each: (1 + pack / each) * waiting(apart * -(-m // each), cores)), width
     while few() and columns > COLUMN_STEP:
         columns = _even(columns, columns // 2, COLUMN_STEP)
     return rows, columns
