@@ -29,6 +29,8 @@ from pellucid.options import Options
 # The largest block: what is read again lies in the second cache, and what is packed is used often enough.
 ROWS = 240
 COLUMNS = 128
+# Bytes of the second cache from which on it holds twice as many rows, beside what is packed for them.
+LARGE_CACHE = 1 << 20
 # Blocks are multiples of these: columns of two registers of AVX-512; rows of little, so that blocks are equal.
 COLUMN_STEP = 32
 ROW_STEP = 2
@@ -722,6 +724,8 @@ def _sizes(
     packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
     terms, tiles = estimate(product(ranges[name] for name in found.inner)), machine.isa.by_tiles(found.dtype)
     most, step = (MOST_TILE_ROWS, AMX_ROWS) if tiles else (ROWS, ROW_STEP)
+    if pack and not tiles and machine.own_cache >= LARGE_CACHE:
+        most = 2 * ROWS  # the right operand is packed half as often
     if not (pack or packed) and terms <= DEPTH * machine.isa.terms(found.dtype):
         most, step = AMX_ROWS if tiles else ROWS_IN_ONE_GO, ROW_STEP
     rows, columns = _even(m, most, step), _even(n, COLUMNS, COLUMN_STEP)
