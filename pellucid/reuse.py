@@ -162,11 +162,16 @@ def _about(graph: torch.fx.GraphModule, parts: Mapping[str, str]) -> dict[str, A
 
 
 def _nearest(line: str, short: Mapping[str, str]) -> str:
-    """Why nothing was found: in what the graph differs from the most similar one that begins at the same line."""
+    """Why nothing was found: in what the graph differs from the most similar one that begins at the same line.
+
+    A graph of PyTorch's own modules has no line of the user's: there it is one with the same calls.
+    """
     told = [about["parts"] for about in default_store().headers() if about.get("line") == line and "parts" in about]
+    if not line:
+        told = [each for each in told if each.get("graph") == short["graph"]]
     changed = [[name for name in short if each.get(name) != short[name]] for each in told]
     nearest = min(filter(None, changed), key=len, default=None)
-    if not line or nearest is None:
+    if nearest is None:
         return "nothing like it was compiled before"
     return f"what was compiled before differs in {', '.join(nearest)}"
 
