@@ -322,21 +322,18 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[:4], x[4:]
 
 
+def start(f: Any = function, args: tuple[Any, ...] | None = None, **options: Any) -> str:
+    """How a program is started."""
+    compiled(f, **options)(*(args or (floats(4, 6), floats(4, 6))))
+    (outcome,) = outcomes()
+    return outcome
+
+
 def unseen() -> Any:
     """A function in a file that no program of any store begins in."""
     scope: dict[str, Any] = {}
     exec(compile("def f(x, y):\n    return x + y\n", f"{uuid.uuid4().hex}.py", "exec"), scope)
     return scope["f"]
-
-
-FRESH = unseen()
-
-
-def start(f: Any = FRESH, args: tuple[Any, ...] | None = None, **options: Any) -> str:
-    """How a program is started."""
-    compiled(f, **options)(*(args or (floats(4, 6), floats(4, 6))))
-    (outcome,) = outcomes()
-    return outcome
 
 
 KEY = {
@@ -795,9 +792,10 @@ def test_twenty_processes_at_once() -> None:
 
 def test_a_miss_of_a_module_without_a_line_of_the_user_has_its_reason() -> None:
     model, x = nn.Sequential(nn.Linear(7, 5), nn.Tanh()), floats(3, 7)
-    compiled(model)(x)
-    with _Set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True):
+    with torch.no_grad():
         compiled(model)(x)
+        with _Set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True):
+            compiled(model)(x)
     assert last_starts()[-1].reason == "what was compiled before differs in deterministic"
 
 
