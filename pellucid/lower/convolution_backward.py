@@ -7,7 +7,7 @@ Of depthwise convolutions both are sums for each channel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,11 @@ class _Call:
     def pixels(self) -> Expr:
         """How many the result has."""
         return product((self.gradient.shape[0], *self.gradient.shape[2:]))
+
+    def met(self, pixel: Sequence[Expr], tap: Sequence[Expr]) -> list[Expr]:
+        """The pixel of the image that a tap meets, for one of the result."""
+        moves = zip(pixel, tap, self.stride, self.padding, self.dilation, strict=True)
+        return [at * stride + step * dilation - padding for at, step, stride, padding, dilation in moves]
 
 
 @rule("convolution_backward.default")
@@ -159,8 +164,7 @@ def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tenso
     result = graph.new(node.meta["val"][1], "gradient")
     kernel = graph.kernel(node, (outputs, channels, *taps, call.gradient.shape[0], *call.gradient.shape[2:]))
     output, channel, height, width, image, *pixel = kernel.index
-    moves = zip(pixel, (height, width), call.stride, call.padding, call.dilation, strict=True)
-    place = [at * stride + tap * dilation - padding for at, tap, stride, padding, dilation in moves]
+    place = call.met(pixel, (height, width))
     inside = kernel.within(place, call.image.shape[2:])
     terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, output, *pixel)) * kernel.load(
         call.image.view, call.image.dtype, (image, channel, *place), inside
@@ -199,8 +203,7 @@ def _of_weight_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Cal
     result = graph.new(node.meta["val"][1], "gradient")
     kernel = graph.kernel(node, (channels, *taps, call.gradient.shape[0], *call.gradient.shape[2:]))
     channel, height, width, image, *pixel = kernel.index
-    moves = zip(pixel, (height, width), call.stride, call.padding, call.dilation, strict=True)
-    place = [at * stride + tap * dilation - padding for at, tap, stride, padding, dilation in moves]
+    place = call.met(pixel, (height, width))
     inside = kernel.within(place, call.image.shape[2:])
     terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, channel, *pixel), inside) * kernel.load(
         call.image.view, call.image.dtype, (image, channel, *place), inside

@@ -77,21 +77,12 @@ PV_FN void line_sums(
 template <class E>
 [[gnu::noinline, gnu::noipa]] inline void channels_each(
     int64_t n, int64_t k, const Window<E>& a, const Panels& b, const Sums& c) {
-  const int64_t width = a.taps[1].extent;
-  int64_t row = 0;
-  for (int64_t i = 0; i < a.rows[0].extent; i++)
-    for (int64_t j = 0; j < a.rows[1].extent; j++)
-      for (int64_t l = 0; l < a.rows[2].extent; l++, row++)
-        for (int64_t column = 0; column < n; column++) {
-          float sum = 0;
-          for (int64_t tap = 0; tap < k; tap++) {
-            const int64_t t = tap / width, u = tap % width;
-            const E* at = a.at + i * a.rows[0].step + j * a.rows[1].step + l * a.rows[2].step + t * a.taps[0].step +
-                          u * a.taps[1].step + column;
-            if (counts_at(a.edges, i, j, l, t, u)) sum = __builtin_fmaf(load(at), *b(tap, column), sum);
-          }
-          c.at[row * c.step + column] = sum;
-        }
+  clear(a.height(), n, c);
+  for (int64_t tap = 0; tap < k; tap++)
+    for_rows(a, run_at(a, tap, 1), 0, [&](int64_t row, const E* from, bool counts, bool) {
+      for (int64_t j = 0; counts && j < n; j++)
+        c.at[row * c.step + j] = __builtin_fmaf(load(from + j), *b(tap, j), c.at[row * c.step + j]);
+    });
 }
 
 // The elements of line (i, j) that tap (t, u) and its T - 1 neighbours read for all pixels: how many of `all` of them lie
