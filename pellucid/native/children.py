@@ -140,9 +140,10 @@ def _kill(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _stop_all() -> None:
+def stop_all() -> None:
+    """End the compilers of every build of this process."""
     for children in list(_all):
         children.stop()
 
 
-atexit.register(_stop_all)
+atexit.register(stop_all)

@@ -258,15 +258,15 @@ x = torch.ones(n)
 """
 
 
-def run_script(text: str) -> subprocess.CompletedProcess[str]:
+def run_script(text: str, setup: str = SETUP, **environment: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[3]
     return subprocess.run(
-        [sys.executable, "-c", SETUP + textwrap.dedent(text)],
+        [sys.executable, "-c", setup + textwrap.dedent(text)],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(root), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
     )
 
 
@@ -443,16 +443,26 @@ def test_warm_up_returns_at_once_and_serves_the_first_build(tmp_path):
         assert {"prelude.h", "libtorch_cpu.so"} <= files and any(name.startswith("runtime") for name in files)
         print("good")
     """
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "PELLUCID_CACHE_DIR": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = run_script(script, setup="", PELLUCID_CACHE_DIR=str(tmp_path / "cache"))
     assert done.stdout.strip() == "good", done.stdout + done.stderr
+
+
+def test_a_process_may_end_while_the_runtime_is_being_checked(tmp_path):
+    script = """
+        import threading
+        import torch
+        from pellucid.native import loader, warm_up
+        checking = threading.Event()
+        def check():
+            checking.set()
+            for _ in range(100_000):  # the interpreter that ends a thread in here would abort the process
+                torch.ones(2).add_(1)
+        warm_up.library = check
+        warm_up.warm_up()
+        checking.wait(60)
+    """
+    done = run_script(script, setup="", PELLUCID_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
 
 
 def test_tensor_objects_of_an_unknown_layout_are_refused():
