@@ -122,6 +122,7 @@ def _plan(
         tiled=frozenset(),
         sweeps=Sweeps({}, (), ()),
         pairwise=frozenset(),
+        abreast=0,
         streamed=frozenset(),
         extent=extent,
         grain=grain,

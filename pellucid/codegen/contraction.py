@@ -82,6 +82,7 @@ def _planned(
         tiled=frozenset(),
         sweeps=plan_sweeps(rest, 1),
         pairwise=frozenset(),
+        abreast=0,
         streamed=streamed,
         extent=extent,
         grain=grain,

@@ -24,6 +24,7 @@ from pellucid.codegen.loops import (
     Recall,
     Scratch,
     Start,
+    StartBlocks,
     StartTile,
     WriteTile,
 )
@@ -132,10 +133,13 @@ class _Printer:
                 self.write_tile(line)
             case Start(line):
                 self.start(line)
+            case StartBlocks(line):
+                many = f"[{self.plan.abreast}]" if self.plan.abreast else ""
+                self.out.line(f"pv::Blocks<{self.reduce_type(line)}> b{line.out[1:]}{many};", line.origin)
             case Accumulate(line):
                 self.accumulate(line)
             case CloseBlock(line):
-                self.out.line(f"b{line.out[1:]}.close(a{line.out[1:]});", line.origin)
+                self.out.line(f"{self.blocks(line)}.close(a{line.out[1:]});", line.origin)
             case Finish(line):
                 self.finish(line)
             case Scratch(line):
@@ -422,8 +426,11 @@ class _Printer:
             self.out.line(f"{name} a{number};", line.origin)
             return
         self.out.line(f"pv::Acc<pv::{REDUCTION[line.rhs.op]}, {kind}> a{number};", line.origin)
-        if line.out in self.plan.pairwise:
-            self.out.line(f"pv::Blocks<{kind}> b{number};", line.origin)
+
+    def blocks(self, line: Line) -> str:
+        """What collects the blocks of a pairwise sum, at this point of the kept axes."""
+        place = f"[({self.plan.inner} - lo) / {self.plan.width}]" if self.plan.abreast else ""
+        return f"b{line.out[1:]}{place}"
 
     def accumulate(self, line: Line) -> None:
         assert isinstance(line.rhs, Reduce)
@@ -447,7 +454,7 @@ class _Printer:
     def finish(self, line: Line) -> None:
         assert isinstance(line.rhs, Reduce)
         number = line.out[1:]
-        value = f"{'b' if line.out in self.plan.pairwise else 'a'}{number}.value()"
+        value = f"{self.blocks(line) if line.out in self.plan.pairwise else f'a{number}'}.value()"
         if self.plan.vector_is_reduced:
             position = line.rhs.op in ("argmax", "argmin")
             value = f"a{number}.first()" if position else f"pv::total<pv::{REDUCTION[line.rhs.op]}>({value})"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias
 
-from pellucid.codegen.plan import PAIRWISE_BLOCK, SHORT_SUM, Plan
+from pellucid.codegen.plan import PAIRWISE_BLOCK, ROWS_ABREAST, SHORT_SUM, Plan
 from pellucid.codegen.sweeps import Sweep
 from pellucid.ir.nodes import Line, Reduce, Store, axes_of, operands
 
@@ -65,6 +65,13 @@ class Attend:
 @dataclass(frozen=True, slots=True)
 class Start:
     """Declare the accumulator of a reduction."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class StartBlocks:
+    """Declare what collects the closed blocks of a pairwise sum: one, or one for each vector of `Plan.abreast`."""
 
     line: Line
 
@@ -132,7 +139,8 @@ class Loop:
 
 
 Tiled: TypeAlias = "FillTile | StartTile | WriteTile | FillBlock | Attend"
-Item: TypeAlias = "Define | Put | Tiled | Start | Accumulate | CloseBlock | Finish | Scratch | Keep | Recall | Loop"
+Sum: TypeAlias = "Start | StartBlocks | Accumulate | CloseBlock | Finish"
+Item: TypeAlias = "Define | Put | Tiled | Sum | Scratch | Keep | Recall | Loop"
 
 
 def nest(plan: Plan) -> tuple[Item, ...]:
@@ -186,6 +194,8 @@ class _Builder:
         """The body of one of the loops over kept axes."""
         if level == self.innermost:
             return self._kept_point(level)
+        if self.plan.abreast:
+            return self._abreast(level)
         axis = self.inside[level - 1]
         tiled = level + 1 == self.innermost and axis == self.plan.tile
         opened, closed = self._squares(self.lines if tiled else ())
@@ -206,11 +216,34 @@ class _Builder:
         items += self._defines(level, 0)
         for number, sweep in enumerate(self.plan.sweeps.order):
             reductions = [self.lines[name] for name in sweep.lines if isinstance(self.lines[name].rhs, Reduce)]
-            items += [Start(line) for line in reductions]
+            items += self._starts(reductions)
             items += self._sweep(sweep, 0)
             items += [Finish(line) for line in reductions]
             items += self._defines(level, number + 1)
         return (*items, *self._puts(level))
+
+    def _starts(self, reductions: Iterable[Line]) -> list[Item]:
+        items: list[Item] = []
+        for line in reductions:
+            items += [Start(line), StartBlocks(line)] if line.out in self.plan.pairwise else [Start(line)]
+        return items
+
+    def _abreast(self, level: int) -> tuple[Item, ...]:
+        """A chunk whose sums advance side by side: each block of the reduced axis goes over all its vectors."""
+        axis, sweep = self.inside[level - 1], self.plan.sweeps.order[0]
+        sums = [self.lines[name] for name in sweep.lines if isinstance(self.lines[name].rhs, Reduce)]
+        before, known = self._defines(level, 0), self._defines(level + 1, 0)
+        (blocks,) = self._sweep(sweep, 0)
+        assert isinstance(blocks, Loop) and blocks.kind is Kind.BLOCKS
+        some = Loop(Kind.VECTOR, axis, (*known, *map(Start, sums), *blocks.body), blocked=True)
+        rest = (*known, *map(Finish, sums), *self._defines(level + 1, 1), *self._puts(level + 1))
+        return (
+            *before,
+            *map(StartBlocks, sums),
+            replace(blocks, body=(some,), block=ROWS_ABREAST),
+            Loop(Kind.VECTOR, axis, rest, blocked=True),
+            *self._puts(level),
+        )
 
     def _defines(self, level: int, depth: int) -> list[Item]:
         return [

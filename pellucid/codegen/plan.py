@@ -23,6 +23,10 @@ PAIRWISE_BLOCK = 16
 SHORT_SUM = 24
 # Work of one parallel iteration that makes the loop around it negligible, in instructions.
 CHUNK_WORK = 4096
+# Columns whose sums advance side by side, and the rows that each vector of them adds in one go: rows are read page by
+# page, few at a time, and what was summed stays in the second cache.
+COLUMNS_ABREAST = 1024
+ROWS_ABREAST = 8
 # Squares of a tiled kernel that are walked in one go: few enough rows for the cache and the TLB to hold, so that the
 # next iteration, which reads on in the same rows, finds them there.
 TILES = 16
@@ -52,6 +56,8 @@ class Plan:
     wide: the values (and stores) that have one value per lane.
     tile, tiled: the axis of tiles, and the loads and stores made in squares, `width` by `width`, see machine/tiles.py.
     pairwise: sums that are collected in blocks and then added pairwise.
+    abreast: vectors of a chunk whose sums advance side by side, by blocks of the reduced axis; 0 if the sums of each
+    vector are finished before the next one begins.
     streamed: buffers that are written past the caches.
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.
     steps: vector instructions of a call, for the machine model; of a middling size where sizes are symbols.
@@ -72,6 +78,7 @@ class Plan:
     tiled: frozenset[str]
     sweeps: Sweeps
     pairwise: frozenset[str]
+    abreast: int
     streamed: frozenset[str]
     extent: Expr
     grain: int
@@ -146,9 +153,14 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         if meeting:
             wanted = max(wanted, min(SCATTER_STEPS * width, estimate(kernel.ranges[inner]) // SCATTER_STEPS))
         chunk = _chunk(kernel.ranges[inner], width, wanted)
-        extent = extent * (chunks(kernel.ranges[inner], chunk) if chunk else 1)
-    grain, parallel = grain_of(kernel, extent, work, machine, options)
     pairwise, sums = _pairwise(kernel, reduced, vector, width)
+    abreast, decided = 0, ()
+    if inner is not None and inner == vector and tile is None and not meeting and len(sweeps.order) == len(reduced) == 1:
+        abreast, decided = _abreast(kernel, inner, width, pairwise, estimate(extent), machine)
+    chunk = abreast * width or chunk
+    if chunk and inner is not None:
+        extent = extent * chunks(kernel.ranges[inner], chunk)
+    grain, parallel = grain_of(kernel, extent, work, machine, options)
     streamed, streams = _streamed(kernel, wide, machine)
     return Plan(
         kernel=kernel,
@@ -164,11 +176,12 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         tiled=tiled,
         sweeps=sweeps,
         pairwise=pairwise,
+        abreast=abreast,
         streamed=streamed,
         extent=extent,
         grain=grain,
         steps=work,
-        decisions=(*choice.decisions, *sweeps.decisions, parallel, *sums, *streams),
+        decisions=(*choice.decisions, *sweeps.decisions, parallel, *sums, *decided, *streams),
     )
 
 
@@ -238,6 +251,29 @@ def _pairwise(
     count = "as many terms as sizes say" if terms.value is None else f"{terms.value} terms"
     why = f"each accumulator adds {count}: they are added in blocks, and blocks pairwise, for accuracy"
     return frozenset(sums), tuple(Decision("codegen.pairwise", (kernel.name, name), True, why) for name in sums)
+
+
+def _abreast(
+    kernel: Kernel, inner: str, width: int, pairwise: frozenset[str], outer: int, machine: Machine
+) -> tuple[int, tuple[Decision, ...]]:
+    """How many vectors of columns advance side by side, see `Plan.abreast`.
+
+    A vector is a strip of a row, and the next row lies in another page: strip by strip, memory gives half of what it
+    gives to rows. What the second caches hold is read as fast by strips, and their sums stay in registers.
+    outer: points of the other kept axes.
+    """
+    reduces = [line.out for line in kernel.body if isinstance(line.rhs, Reduce)]
+    columns, moved = kernel.ranges[inner], kernel_work(kernel, 0).working_set
+    if not set(reduces) <= pairwise or moved <= machine.cores * machine.own_cache:
+        return 0, ()
+    most = COLUMNS_ABREAST // len(reduces)
+    threads = 1 if outer >= machine.cores else machine.cores
+    pieces = threads * -(-estimate(columns) // (threads * most))
+    vectors = -(-estimate(columns) // (pieces * width))
+    if vectors < 2:
+        return 0, ()
+    why = f"rows are read {vectors * width} columns at a time: the second caches do not hold the {moved} bytes of all"
+    return vectors, (Decision("codegen.abreast", (kernel.name, *reduces), True, why),)
 
 
 def _streamed(kernel: Kernel, wide: frozenset[str], machine: Machine) -> tuple[frozenset[str], tuple[Decision, ...]]:

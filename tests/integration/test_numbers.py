@@ -155,6 +155,34 @@ def test_sums_are_as_accurate_as_eagers_at_every_length() -> None:
         assert ours <= 2 * eagers + 1, (shape, ours, eagers)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(9001, 1000), (4096, 2048), (20_000, 129)])
+def test_sums_abreast_are_those_of_their_columns(rows: int, columns: int) -> None:
+    text = f"""\
+kernel k(x: f32[{rows * columns}], w: f32[{columns}], m: f32[{rows}], o: f32[{columns}], q: f32[{columns}]) {{
+  axes i: {rows}, j: {columns}
+  a: f32 = load x[{columns}*i + j]
+  b: f32 = load w[j]
+  c: f32 = load m[i]
+  d: f32 = mul a, b
+  s: f32 = sum d over i
+  e: f32 = mul a, c
+  t: f32 = sum e over i
+  u: f32 = add s, b
+  st: f32 = store o[j], u
+  su: f32 = store q[j], t
+}}
+"""
+    ((kernel, address),) = native([text])
+    assert kernel.plan.abreast > 1
+    x, w, m = torch.randn(rows, columns), torch.randn(columns), torch.randn(rows)
+    o, q = torch.full((2, columns + 64), 7.0)  # what lies behind stays as it is
+    call(kernel, address, {"x": x, "w": w, "m": m, "o": o, "q": q})
+    exact = x.double() * w + w / rows, x.double() * m[:, None]
+    for got, terms, eager in zip((o, q), exact, ((x * w).sum(0) + w, (x * m[:, None]).sum(0)), strict=True):
+        error, theirs = ((each - terms.sum(0)).abs().max() for each in (got[:columns], eager))
+        assert error <= 2 * theirs + 1e-4 and (got[columns:] == 7).all()
+
+
 def test_a_long_reduction_has_the_same_bits_on_any_number_of_threads() -> None:
     x = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
 

@@ -203,21 +203,21 @@ template <int STEP = DEPTH, class E>
 
 // ------------------------------------------------------------------------------------------------- dot products
 
-// c[R, J] (+)= a[R, k] @ b[k, J], where the terms of both are neighbours.
+// c[R, J] (+)= a[R, k] @ b[k, J], where the terms of both are neighbours. Every `turns`-th column of the next J ones is
+// asked for, from column `turn` on.
 template <int R, int J, class E>
-[[gnu::noinline]] inline void dots(int64_t k, Matrix<E> a, Matrix<E> b, Sums c) {
+[[gnu::noinline]] inline void dots(int64_t k, Matrix<E> a, Matrix<E> b, Sums c, int turn, int turns) {
   constexpr int STEP = TERMS<E> * COLUMN;
   ColumnReg sum[R][J] = {};
   int64_t t = 0;
   for (; t + STEP <= k; t += STEP) {
+    for (int j = turn; j < J; j += turns) __builtin_prefetch(b(t, J + j), 0, 2);
     ColumnReg each[R];
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++) each[i] = read_along(a.at + t + i * a.row);
 #pragma GCC unroll 8
     for (int j = 0; j < J; j++) {
-      const E* at = b.at + t + j * b.column;
-      __builtin_prefetch(at + J * b.column, 0, 2);  // the next columns
-      const ColumnReg other = read_along(at);
+      const ColumnReg other = read_along(b.at + t + j * b.column);
 #pragma GCC unroll 8
       for (int i = 0; i < R; i++) sum[i][j] = multiply_units<Factor<E>>(each[i], other, sum[i][j]);
     }
@@ -233,20 +233,32 @@ template <int R, int J, class E>
     }
 }
 
-// J columns share the reads of a; what is left of n goes one by one.
-template <int R, int J, class E>
-PV_FN void dot_rows(int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
+// The same for m rows in groups of MOST, or of two where that is three: each asks for its part of the next columns.
+template <int MOST, int J, class E>
+PV_FN void dot_rows(int64_t m, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
+  const int groups = int((m + MOST - 1) / MOST);
+  int64_t i = 0;
+  for (int group = 0; group < groups; group++) {
+    const int64_t rows = (m - i + groups - group - 1) / (groups - group);
+    if (rows == MOST) dots<MOST, J>(k, a.from(i, 0), b, c.from(i, 0), group, groups);
+    else if constexpr (MOST == 3) dots<2, J>(k, a.from(i, 0), b, c.from(i, 0), group, groups);
+    i += rows;
+  }
+}
+// J columns share the reads of a, and stay in the cache until all rows have read them; what is left of n goes one by one.
+template <int MOST, int J, class E>
+PV_FN void dot_columns(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
   int64_t j = 0;
-  for (; j + J <= n; j += J) dots<R, J>(k, a, b.from(0, j), c.from(0, j));
-  for (; j < n; j++) dots<R, 1>(k, a, b.from(0, j), c.from(0, j));
+  for (; j + J <= n; j += J) dot_rows<MOST, J>(m, k, a, b.from(0, j), c.from(0, j));
+  for (; j < n; j++) dot_rows<MOST, 1>(m, k, a, b.from(0, j), c.from(0, j));
 }
 template <class E>
 [[gnu::noinline]] inline void dot_block(
     int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
-  int64_t i = 0;
-  for (; m - i == 3 || m - i > 4; i += 3) dot_rows<3, 4>(n, k, a.from(i, 0), b, c.from(i, 0));
-  for (; m - i >= 2; i += 2) dot_rows<2, 6>(n, k, a.from(i, 0), b, c.from(i, 0));
-  if (i < m) dot_rows<1, 8>(n, k, a.from(i, 0), b, c.from(i, 0));
+  if (m == 1) return dot_columns<1, 8>(m, n, k, a, b, c);
+  if (m == 2) return dot_columns<2, 6>(m, n, k, a, b, c);
+  if (m == 3 || n > FEW_COLUMNS) return dot_columns<3, 4>(m, n, k, a, b, c);
+  for (int64_t i = 0; i < m; i += 3) dot_block(least(3, m - i), n, k, a.from(i, 0), b, c.from(i, 0));
 }
 
 }  // namespace pv

@@ -61,6 +61,33 @@ def test_column_reduction_vectorises_the_kept_axis() -> None:
     assert plan.pairwise == {"v1"}
 
 
+SUMS_OF_COLUMNS = """\
+kernel k(x: f32[{numel}], o: f32[{columns}]) {{
+  axes i: {columns}, j: {rows}
+  a: f32 = load x[{columns}*j + i]
+  s: f32 = sum a over j
+  st: f32 = store o[i], s
+}}
+"""
+
+
+def sums_of_columns(rows: int, columns: int) -> CppKernel:
+    return compile_text(SUMS_OF_COLUMNS.format(rows=rows, columns=columns, numel=rows * columns))
+
+
+@pytest.mark.parametrize(("rows", "columns", "vectors"), [(4096, 4096, 16), (4096, 768, 6), (9000, 1000, 32)])
+def test_rows_that_the_second_caches_do_not_hold_are_read_whole(rows: int, columns: int, vectors: int) -> None:
+    kernel = sums_of_columns(rows, columns)
+    assert kernel.plan.abreast == vectors and kernel.plan.chunk == vectors * kernel.plan.width
+    told = decision(kernel, "codegen.abreast")
+    assert told.ok and f"rows are read {kernel.plan.chunk} columns at a time" in told.why
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(100, 1024), (100_000, 64)])
+def test_other_columns_are_added_strip_by_strip(rows: int, columns: int) -> None:
+    assert sums_of_columns(rows, columns).plan.abreast == 0
+
+
 def test_runners_up_are_kept_with_their_prices() -> None:
     facts = dict(decision(compile_text(cases.COLUMN_SUM), "codegen.vectorize").facts)
     told = [each.rpartition(": ") for each in str(facts["runners_up"]).split(", ")]
