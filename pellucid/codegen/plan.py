@@ -155,7 +155,8 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         chunk = _chunk(kernel.ranges[inner], width, wanted)
     pairwise, sums = _pairwise(kernel, reduced, vector, width)
     abreast, decided = 0, ()
-    if inner is not None and inner == vector and tile is None and not meeting and len(sweeps.order) == len(reduced) == 1:
+    alone = tile is None and not meeting and len(sweeps.order) == len(reduced) == 1
+    if alone and inner is not None and inner == vector:
         abreast, decided = _abreast(kernel, inner, width, pairwise, estimate(extent), machine)
     chunk = abreast * width or chunk
     if chunk and inner is not None:
