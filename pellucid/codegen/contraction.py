@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
-from pellucid.codegen.blocks import Blocks, close_blocks, find_blocks, stored_at_once
+from pellucid.codegen.blocks import Blocks
+from pellucid.codegen.find_blocks import close_blocks, find_blocks, stored_at_once
 from pellucid.codegen.groups import join_groups
 from pellucid.codegen.plan import Plan, chunks, grain_of
 from pellucid.codegen.sweeps import plan_sweeps

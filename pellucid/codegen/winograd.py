@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from pellucid.codegen.blocks import COLUMN_STEP, Blocks, stride_along, taps_of, waiting
+from pellucid.codegen.block_sizes import COLUMN_STEP, waiting
+from pellucid.codegen.blocks import Blocks, stride_along, taps_of
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, product
 from pellucid.ir.nodes import Kernel

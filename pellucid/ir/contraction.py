@@ -38,7 +38,11 @@ DTYPES = frozenset({DType.F32, DType.BF16, DType.F16})
 """The types that operands may have in memory."""
 
 MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS = 4, 192
-"""An image in f32 with so few channels is read where it lies, for sums of so many terms: see `codegen/blocks.py`."""
+"""An image in f32 with so few channels is read where it lies, for sums of so many terms (`codegen/find_blocks.py`)."""
+
+GROUP_WEIGHTS = 192 << 10
+"""Floats of the weights of several groups that a block packs on the stack; of a convolution that needs more there is no
+kernel."""
 
 ENDLESS = const(1 << 62)
 """The extent of a bound without an upper end."""

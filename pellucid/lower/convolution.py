@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pellucid.capture.fx import shape_of
-from pellucid.ir.contraction import DTYPES, MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS
+from pellucid.ir.contraction import DTYPES, GROUP_WEIGHTS, MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS
 from pellucid.ir.index import ONE, ZERO, const, floordiv, mod, nonnegative, product
 from pellucid.ir.types import DType
 from pellucid.lower.contraction import check_rate
@@ -35,9 +35,7 @@ _FEW_UNPADDED = 16
 _FEW_SPREAD = 16
 # Taps of a weight that lie side by side: a kernel packs those of some channels together.
 _MOST_TAPS = 128
-# Floats that a kernel packs of weights of several groups, as `codegen/blocks.py` has it: those of so many columns where
-# groups fill registers of so many lanes, else those of a group.
-_GROUP_WEIGHTS = 192 << 10
+# Columns whose weights a kernel packs together where groups fill registers of so many lanes; else it packs a group's.
 _WIDTH, _LANES = 32, 16
 
 
@@ -144,7 +142,7 @@ def _check_direct(given: Mapping[str, Any], result: torch.Tensor, few: int = FEW
         raise NotLowered(_SHORT)
     each = floordiv(weight.shape[0], given["groups"])
     packed = _WIDTH if mod(each, _LANES) == ZERO else (floordiv(each - 1, _WIDTH) + 1) * _WIDTH
-    if given["groups"] != 1 and nonnegative(packed * product(weight.shape[1:]) - _GROUP_WEIGHTS - 1):
+    if given["groups"] != 1 and nonnegative(packed * product(weight.shape[1:]) - GROUP_WEIGHTS - 1):
         raise NotLowered(_LARGE)
     if ONE in (weight.shape[0], product((shape[0], *shape[2:]))):
         raise NotLowered(_SINGLE)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pellucid.codegen.blocks import PACK, ROWS
+from pellucid.codegen.block_sizes import PACK, ROWS
 from pellucid.ir.types import DType
 from pellucid.kit.debug.doctor import KEEP_PAGES
 from pellucid.kit.profile.result import Advice, Event, KernelTime, Profile

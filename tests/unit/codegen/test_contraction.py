@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pellucid.codegen import Plan, generate
-from pellucid.codegen.blocks import ENOUGH_BLOCKS
+from pellucid.codegen.block_sizes import ENOUGH_BLOCKS
 from pellucid.ir.contraction import find_contraction
 from pellucid.ir.parser import parse_kernel
 from pellucid.machine import AVX2, AVX512, Machine

@@ -1,0 +1,185 @@
+"""How many rows and columns the blocks of a contraction have, by what they cost.
+
+Sizes, strides and the machine decide, never the number of threads that a call has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pellucid.ir.contraction import Contraction
+from pellucid.ir.index import ONE, Expr, product
+from pellucid.ir.types import DType
+from pellucid.machine import Machine
+from pellucid.machine.kernels import AMX_ROWS, DEPTH
+from pellucid.machine.work import estimate
+
+# The largest block: what is read again lies in the second cache, and what is packed is used often enough.
+ROWS = 240
+COLUMNS = 128
+# Bytes of the second cache from which on it holds twice as many rows, beside what is packed for them.
+LARGE_CACHE = 1 << 20
+# Blocks are multiples of these: columns of two registers of AVX-512; rows of little, so that blocks are equal.
+COLUMN_STEP = 32
+ROW_STEP = 2
+# Smaller blocks than these would pack the operands too often.
+FEWEST_ROWS = 48
+# In a convolution, to gather a term for a row takes as long as so many products, which all columns share, and to pack
+# one for a column, which all rows share.
+GATHER = 3.5
+PACK = 7.3
+# The largest block of products by tiles of bf16 (AMX).
+MOST_TILE_ROWS = 256
+# Rows of a block whose sums are made in one go, with a right operand that is packed already: they stay in the first
+# cache until other lines have read them. By tiles these are `AMX_ROWS`.
+ROWS_IN_ONE_GO = 24
+# The part of the peak that products by tiles of bf16 reach (AMX), with operands in the second cache.
+TILES_REACH = 0.5
+# Sums of a block where nothing is packed or gathered for it: the first cache holds them beside what they are made of;
+# and of a line, whose columns are rather many.
+FEW_SUMS = 2048
+FEW_SUMS_OF_LINE = 6144
+# Blocks from which on no thread waits long for another.
+ENOUGH_BLOCKS = 16
+# How much longer than with equal shares cores may take before blocks become smaller.
+WAIT = 1.05
+# The part of its time that a core loses where the rows that it reads were written by another.
+FETCH = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """What a block takes next to its products alone, by its lines, each of `size` of `m` rows, and its columns, of `n`.
+
+    outer: how often all that is done. fetch: what it costs to share out columns in place of rows. gather, pack: see
+    `GATHER`. No sum depends on the blocks, so the number of cores may decide.
+    """
+
+    m: int
+    size: int
+    n: int
+    outer: int
+    cores: int
+    fetch: float
+    gather: float
+    pack: float
+
+    def __call__(self, lines: int, columns: int) -> float:
+        uneven = -(-self.m // lines) * lines / self.m
+        pieces = self.outer * -(-self.m // lines)
+        blocks = pieces * -(-self.n // columns)
+        fetched = self.fetch if pieces % self.cores else 0.0
+        each = uneven + self.gather / min(columns, self.n) + self.pack / (lines * self.size) + fetched
+        return each * waiting(blocks, self.cores)
+
+
+def few_sums(pricing: Pricing) -> list[tuple[int, int]]:
+    """Lines and columns of a block of which the first cache holds all sums: the most columns, then the best lines."""
+    m, size, n = pricing.m, pricing.size, pricing.n
+    widths = {even_pieces(n, width, COLUMN_STEP) for width in range(COLUMN_STEP, COLUMNS + 1, COLUMN_STEP)}
+    columns = max((width for width in widths if size * width <= FEW_SUMS_OF_LINE), default=COLUMN_STEP)
+    most = max(1, FEW_SUMS // (size * columns))
+    lines = {-(-m // pieces) for pieces in range(1, m + 1)}
+    found = [(each, columns) for each in lines if each <= most]
+    return sorted(found, key=lambda each: (pricing(*each), -each[0]))
+
+
+def lines_and_columns(pricing: Pricing, step: int, most: int) -> list[tuple[int, int]]:
+    """Lines and columns of a block, the best first: as many for each core, and little work beside the products.
+
+    step: columns are multiples of it, and about as many as `most`.
+    """
+    m, size = pricing.m, pricing.size
+    fewest = min(FEWEST_ROWS, m * size)
+    lines = {-(-m // pieces) for pieces in range(1, m + 1)}
+    found = [each for each in lines if fewest <= each * size <= ROWS] or [max(1, ROWS // size)]
+    columns = {even_pieces(pricing.n, width, step) for width in (most, most // 2, step)}
+    return sorted(((each, other) for each in found for other in columns), key=lambda each: (pricing(*each), each))
+
+
+def product_pricing(
+    found: Contraction, row: str, column: str, ranges: dict[str, Expr], machine: Machine, pack: float
+) -> Pricing:
+    """Of blocks of a product, whose rows are packed too where they are neighbours."""
+    m, n, outer = estimate(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
+    packed, faster = found.loads[0].index.coefficient(row) == ONE, speed_up(found.dtype, machine)
+    return Pricing(m, 1, n, outer, machine.cores, 0.0, PACK * faster if packed else 0.0, pack * faster)
+
+
+def product_sizes(
+    found: Contraction,
+    row: str,
+    column: str,
+    ranges: dict[str, Expr],
+    machine: Machine,
+    pack: float,
+    shared: bool = True,
+) -> tuple[int, int]:
+    """Rows and columns of a block: as many as the caches like, fewer where that makes too few blocks for threads.
+
+    Rows that are neighbours are packed for each block of columns, so there columns stay many. pack: see `PACK`.
+    shared: cores share out rows where each can keep the right operand.
+    """
+    m, n, outer = estimate(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
+    packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
+    terms, tiles = estimate(product(ranges[name] for name in found.inner)), machine.isa.by_tiles(found.dtype)
+    most, step = (MOST_TILE_ROWS, AMX_ROWS) if tiles else (ROWS, ROW_STEP)
+    if pack and not tiles and machine.own_cache >= LARGE_CACHE:
+        most = 2 * ROWS  # the right operand is packed half as often
+    if not (pack or packed) and terms <= DEPTH * machine.isa.terms(found.dtype):
+        most, step = AMX_ROWS if tiles else ROWS_IN_ONE_GO, ROW_STEP
+    rows, columns = even_pieces(m, most, step), even_pieces(n, COLUMNS, COLUMN_STEP)
+    many = ranges[row].value is not None and m >= cores * FEWEST_ROWS
+    if shared and many and outer < cores and not packed and right_fits(found, column, ranges, machine):
+        pieces = cores * -(-m // (cores * most))
+        share = even_pieces(m, -(-m // pieces), step)
+        if speed_up(found.dtype, machine) * (pack / share - pack / rows) < FETCH:
+            return share, columns
+
+    def few() -> bool:
+        return outer * -(-m // rows) * -(-n // columns) < ENOUGH_BLOCKS
+
+    while packed and few() and rows > 2 * FEWEST_ROWS:
+        rows = even_pieces(rows, rows // 2, step)
+    row_blocks = outer * -(-m // rows)
+    if not packed and 5 * rows * terms * found.dtype.itemsize > 2 * machine.own_cache:
+        # Each block of columns reads its rows anew, from beyond the cache: few of them, if cores have equal shares.
+        widths = [even_pieces(n, limit, COLUMN_STEP) for limit in range(COLUMNS, 0, -COLUMN_STEP)]
+        width = min(widths, key=lambda width: max(WAIT, waiting(row_blocks * -(-n // width), cores)))
+        heights = [even_pieces(m, -(-m // pieces), step) for pieces in (-(-m // rows), 1 - (-m // rows))]
+        apart = outer * -(-n // width)
+        return min(heights, key=lambda each: (1 + pack / each) * waiting(apart * -(-m // each), cores)), width
+    while few() and columns > COLUMN_STEP:
+        columns = even_pieces(columns, columns // 2, COLUMN_STEP)
+    return rows, columns
+
+
+def waiting(blocks: int, cores: int) -> float:
+    """How much longer the core takes that has the most of equal blocks, next to equal shares."""
+    return -(-blocks // cores) * cores / blocks
+
+
+def speed_up(dtype: DType, machine: Machine) -> float:
+    """How much faster products are, next to gathering and packing, than where `GATHER` and `PACK` were measured."""
+    return TILES_REACH * machine.isa.products(dtype) if machine.isa.by_tiles(dtype) else 1.0
+
+
+def points_besides(ranges: dict[str, Expr], without: tuple[str, ...]) -> int:
+    """How many points the axes have that are not among these."""
+    return max(1, estimate(product(extent for name, extent in ranges.items() if name not in without)))
+
+
+def right_fits(found: Contraction, column: str, ranges: dict[str, Expr], machine: Machine) -> bool:
+    """True if each core can keep the whole right operand, beside its rows of the left one.
+
+    Then cores share out rows: what one reads is what it wrote in the kernel before.
+    """
+    numbers = product(ranges[name] for name in (*found.inner, column))
+    return 2 * estimate(numbers) * found.dtype.itemsize <= machine.own_cache
+
+
+def even_pieces(extent: int, most: int, step: int) -> int:
+    """The size of equal pieces of `extent`, about `most` and a multiple of `step`."""
+    extent = max(extent, 1)
+    pieces = -(-extent // max(most, step))
+    return -(-extent // (pieces * step)) * step

@@ -1,0 +1,309 @@
+"""Which blocks a contraction is computed in: the axes of their rows, columns and terms, by how the operands lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from pellucid.codegen.block_sizes import (
+    COLUMN_STEP,
+    COLUMNS,
+    FETCH,
+    FEWEST_ROWS,
+    GATHER,
+    PACK,
+    ROWS,
+    Pricing,
+    even_pieces,
+    few_sums,
+    lines_and_columns,
+    points_besides,
+    product_pricing,
+    product_sizes,
+    right_fits,
+    speed_up,
+)
+from pellucid.codegen.blocks import Blocks, Groups, area_of, lies_evenly, stride_along, taps_of
+from pellucid.ir.contraction import (
+    GROUP_WEIGHTS,
+    MOST_SPREAD_CHANNELS,
+    MOST_SPREAD_TERMS,
+    Contraction,
+    find_contraction,
+    is_affine,
+    stored_along,
+)
+from pellucid.ir.decision import Decision
+from pellucid.ir.index import ONE, Expr, product
+from pellucid.ir.nodes import Kernel, Store
+from pellucid.ir.types import DType
+from pellucid.machine import Machine
+from pellucid.machine.kernels import DEPTH, FEW_COLUMNS
+from pellucid.machine.work import estimate
+from pellucid.options import Options
+
+# What it takes, in a convolution of several groups, to find the place of a tap for a row.
+PLACE = 48.0
+# Taps of a line that can share the reads of pixels, as `groups.h` has it.
+MOST_NEIGHBOURS = 5
+# Channels of a block of a depthwise weight's gradient: a cache line of each pixel.
+TAP_CHANNELS = 16
+# Axes that the rows of a window may have: images, lines, pixels; and its taps.
+MOST_ROW_AXES = 3
+MOST_TAP_AXES = 2
+
+
+def find_blocks(
+    kernel: Kernel,
+    options: Options,
+    machine: Machine,
+    frozen: frozenset[str] = frozenset(),
+    groups: Groups | None = None,
+) -> tuple[Blocks, tuple[Decision, ...]] | None:
+    """The blocks of a kernel whose space is simplified, None if it is no contraction, or runs better otherwise.
+
+    frozen: buffers that are the same at each call. groups: see `Blocks`.
+    """
+    found = find_contraction(kernel)
+    if found is None or not options.vectorize:
+        return None
+    of_taps = _tap_gradients(found, kernel.ranges)
+    if not of_taps and (not found.rows or not (found.columns or by_channel(found))):
+        return None
+    if groups:
+        blocks = _of_groups(kernel, found, groups, machine)
+    else:
+        blocks = of_taps or _pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, frozen)
+    if blocks is None:
+        return None
+    facts = (("rows", blocks.height), ("columns", blocks.columns))
+    terms, lines = ", ".join(blocks.inner), ", ".join((blocks.row, *blocks.whole))
+    why = f"a sum of products over {terms}: computed in blocks of {lines} and {blocks.column}"
+    decision = Decision("codegen.contract", (kernel.name, found.total.out), True, why, facts)
+    left, right = (load.buffer for load in found.loads)
+    buffer = right if right in frozen else left
+    if buffer not in frozen:
+        return blocks, (decision,)
+    refusal = _not_packed(kernel, blocks) if buffer == right else "the operand gives the rows of blocks, not columns"
+    why = refusal or "the operand is frozen: it is packed before the program runs"
+    freezing = Decision("codegen.freeze", (kernel.name, buffer), not refusal, why)
+    return replace(blocks, packed=not refusal), (decision, freezing)
+
+
+def _not_packed(kernel: Kernel, blocks: Blocks) -> str:
+    """Why a frozen right operand is read as it lies; empty if it can be packed."""
+    right = blocks.contraction.loads[1]
+    columns = blocks.ranges[blocks.column]
+    if blocks.pixels or right.index.vars() - {*blocks.inner, blocks.column}:
+        return "the operand is not one matrix but a batch of them"
+    if right.index.syms() or blocks.terms.value is None or columns.value is None:
+        return "the operand's sizes are not known"
+    if sum(load.buffer == right.buffer for _, load in kernel.loads()) > 1:
+        return "the kernel also reads the operand elsewhere"
+    if columns.value <= FEW_COLUMNS:
+        return f"panels of {columns.value} columns would be mostly empty"
+    return ""
+
+
+def close_blocks(blocks: Blocks, close: float) -> Iterator[Blocks]:
+    """Blocks of other sizes, the cheapest first, that take at most `close` times as long by their price.
+
+    They fit where the largest blocks do. Those by tiles have sizes of their own.
+    """
+    if blocks.pricing is None or blocks.tiles:
+        return
+    price, whole = blocks.pricing, blocks.height // blocks.rows
+    others = [each for each in dict.fromkeys(blocks.sizes) if each != (blocks.rows, blocks.columns)]
+    for rows, columns in sorted(others, key=lambda each: price(*each)):
+        if rows * whole * columns <= ROWS * COLUMNS and price(rows, columns) <= close * price(
+            blocks.rows, blocks.columns
+        ):
+            yield replace(blocks, rows=rows, columns=columns)
+
+
+def stored_at_once(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | None:
+    """The store of the sums, if it is all that is done with them and takes whole panels of them in one go.
+
+    rest: what runs over a block. Sums that are made in several goes stay in the cache meanwhile.
+    """
+    terms, columns = blocks.terms.value, blocks.ranges[blocks.column].value
+    if terms is None or terms > DEPTH * machine.isa.terms(blocks.contraction.dtype):
+        return None
+    if columns is None or columns % COLUMN_STEP or len(rest.body) != 2:
+        return None
+    store = rest.body[-1].rhs
+    dtypes = {param.name: param.dtype for param in rest.params}
+    if not isinstance(store, Store) or store.join or not is_affine(store.index):
+        return None
+    if dtypes[store.buffer] is not DType.F32:
+        return None
+    lines = (blocks.row, *blocks.whole)
+    even = not blocks.whole or lies_evenly(store.index, lines, blocks.ranges)
+    return store if even and stride_along(store.index, blocks.column) == ONE else None
+
+
+def _lines(kernel: Kernel, found: Contraction, machine: Machine, frozen: frozenset[str]) -> Blocks | None:
+    """Blocks whose rows are lines of an image, or else points of one axis; None for windows that do not line up."""
+    ranges = kernel.ranges
+
+    def longest(axes: tuple[str, ...]) -> str:
+        return max(axes, key=lambda name: estimate(ranges[name]))
+
+    columns = found.columns or found.batch
+    row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
+    several = len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
+    packed = found.loads[1].buffer in frozen
+    blocks = _windows(found, ranges, column, machine, packed) if found.windowed or several else None
+    if blocks or found.windowed:
+        return blocks
+    pack = 0.0 if packed else PACK
+    size = partial(product_sizes, found, row, column, ranges, machine, pack)
+    (height, width), apart = size(), size(shared=False)
+    pricing = product_pricing(found, row, column, ranges, machine, pack)
+    others = (
+        apart,
+        *((height, even_pieces(pricing.n, wide, COLUMN_STEP)) for wide in (2 * width, width // 2, 4 * width)),
+    )
+    return Blocks(found, row, (), column, found.inner, height, width, ranges, pricing=pricing, sizes=others)
+
+
+def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Machine) -> Blocks | None:
+    """Blocks of a convolution of several groups; None if terms do not line up."""
+    (column,), ranges = found.columns, kernel.ranges
+    blocks = _windows(found, ranges, column, machine, groups=groups)
+    if blocks is None:
+        return None
+    taps, _ = taps_of(found, blocks.inner)
+    pixel = (blocks.row, *blocks.whole)[-1]
+    moves = [found.loads[0].index, *(bound.position for bound in found.bounds)]
+    near = bool(taps) and all(stride_along(move, taps[-1]) == stride_along(move, pixel) for move in moves)
+    neighbours = estimate(ranges[taps[-1]]) if near else 1
+    return replace(blocks, groups=replace(groups, neighbours=neighbours if neighbours <= MOST_NEIGHBOURS else 1))
+
+
+def _pixels(found: Contraction, ranges: dict[str, Expr], machine: Machine) -> Blocks | None:
+    """Blocks of sums over pixels, in both of whose operands channels lie side by side; None for any other.
+
+    Where pixels do not count, the right operand is zero.
+    """
+    if not found.windowed or (found.bounds and not found.zeros) or len(found.inner) > MOST_ROW_AXES:
+        return None
+    for each in (found.swapped(),) if found.bounds else (found, found.swapped()):
+        left, right = (load.index for load in each.loads)
+        rows = [name for name in each.rows if stride_along(left, name) == ONE]
+        columns = [name for name in each.columns if stride_along(right, name) == ONE]
+        bounded = frozenset[str]().union(*(bound.position.vars() for bound in each.bounds))
+        if not rows or not columns or bounded & {rows[0], columns[0]}:
+            continue
+        inner = tuple(sorted(each.inner, key=lambda name: -estimate(stride_along(left, name))))
+        height, width = product_sizes(each, rows[0], columns[0], ranges, machine, PACK)
+        return Blocks(each, rows[0], (), columns[0], inner, height, width, ranges, pixels=True)
+    return None
+
+
+def _tap_gradients(found: Contraction, ranges: dict[str, Expr]) -> Blocks | None:
+    """Blocks of the gradient of a depthwise weight: all taps of some channels, which lie side by side in both operands.
+
+    None for all else, and where whether a line of pixels counts hangs on more than its line of taps.
+    """
+    image = found if found.rows else found.swapped()
+    if image.columns or len(image.batch) != 1 or image.zeros or len(image.inner) > MOST_ROW_AXES:
+        return None
+    (channel,), moves = image.batch, image.loads[0].index
+    known = all(ranges[name].value is not None for name in (*image.rows, *image.inner))
+    if not known or any(stride_along(load.index, channel) != ONE for load in image.loads):
+        return None
+    taps, inner = (
+        tuple(sorted(axes, key=lambda name: -abs(estimate(stride_along(moves, name)))))
+        for axes in (image.rows, image.inner)
+    )
+    if not 1 <= len(taps) <= MOST_TAP_AXES or any(ranges[name].value == 0 for name in taps):
+        return None
+    lines, pixels = {taps[0], *inner[:-1]} - {taps[-1]}, {taps[-1], inner[-1]}
+    if not all(bound.position.vars() <= lines or bound.position.vars() <= pixels for bound in image.bounds):
+        return None
+    height = estimate(ranges[taps[0]])
+    return Blocks(image, taps[0], taps[1:], channel, inner, height, TAP_CHANNELS, ranges, pixels=True)
+
+
+def by_channel(found: Contraction) -> bool:
+    """True for a depthwise convolution: each channel has its own sums, and channels of an image are neighbours."""
+    return found.windowed and len(found.batch) == 1 and stride_along(found.loads[0].index, found.batch[0]) == ONE
+
+
+def _windows(
+    found: Contraction,
+    ranges: dict[str, Expr],
+    column: str,
+    machine: Machine,
+    packed: bool = False,
+    groups: Groups | None = None,
+) -> Blocks | None:
+    """Blocks of a convolution: whole lines of an image, as many as the caches like. None if terms do not line up.
+
+    packed: the right operand is packed before the program runs.
+    """
+    left, right = found.loads
+    rows = sorted(found.rows, key=lambda name: -estimate(stride_along(left.index, name)))
+    spread = None if groups or column in found.batch else _spread(found, ranges)
+    inner = spread or _outermost_first(found.inner, left.index)
+    taps, channels = (inner[:-1], inner[-1:]) if spread else taps_of(found, inner)
+    planes = not lies_evenly(right.index, inner, ranges)
+    if planes and found.dtype is not DType.F32:
+        return None
+    if planes and not (
+        channels and lies_evenly(right.index, (*channels, *taps), ranges) and area_of(taps, ranges) <= DEPTH
+    ):
+        return None
+    if column in found.batch and (channels or area_of(taps, ranges) > DEPTH):
+        return None
+    if len(taps) > MOST_TAP_AXES or any(ranges[name].value is None for name in rows):
+        return None
+    whole: list[str] = []
+    size = 1
+    while len(rows) > 1 and len(whole) + 1 < MOST_ROW_AXES and size * estimate(ranges[rows[-1]]) <= ROWS:
+        whole.insert(0, rows.pop())
+        size *= estimate(ranges[whole[0]])
+    m, n = estimate(ranges[rows[-1]]), estimate(ranges[column])
+    outer = points_besides(ranges, (*inner, *whole, rows[-1], column))
+    fetch = FETCH if right_fits(found, column, ranges, machine) else 0.0
+    faster = speed_up(found.dtype, machine)
+    step, gather, pack, most = COLUMN_STEP, GATHER * faster, PACK * faster, COLUMNS
+    if groups:
+        step = COLUMN_STEP if groups.period % machine.lanes == 0 else groups.period
+        gather = PLACE / groups.channels
+        most = min(COLUMNS, GROUP_WEIGHTS // estimate(product(ranges[name] for name in inner)))
+    small = packed and (spread is not None or column in found.batch)
+    if small:
+        gather = pack = 0.0
+    pricing = Pricing(m, size, n, outer, machine.cores, fetch, gather, pack)
+    (lines, columns), *others = few_sums(pricing) if small else lines_and_columns(pricing, step, most)
+    blocks = Blocks(found, rows[-1], tuple(whole), column, inner, lines, columns, ranges, True, planes)
+    return replace(blocks, spread=spread is not None, pricing=pricing, sizes=tuple(others))
+
+
+def _outermost_first(axes: Iterable[str], index: Expr) -> tuple[str, ...]:
+    return tuple(sorted(axes, key=lambda name: -abs(estimate(stride_along(index, name)))))
+
+
+def _spread(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, ...] | None:
+    """The axes of taps and then of channels, if an image has so few of these that their values are spread.
+
+    None for any other. Channels may lie anywhere, side by side or plane by plane.
+    """
+    terms = product(ranges[name] for name in found.inner).value
+    if found.dtype is not DType.F32 or found.batch or terms is None or terms > MOST_SPREAD_TERMS:
+        return None
+    if not 1 < len(found.inner) <= MOST_TAP_AXES + 1:
+        return None
+    bounded = frozenset[str]().union(*(bound.position.vars() for bound in found.bounds))
+    left, right = (load.index for load in found.loads)
+    few = [name for name in found.inner if name not in bounded and estimate(ranges[name]) <= MOST_SPREAD_CHANNELS]
+    orders = [(_outermost_first((each for each in found.inner if each != name), left), name) for name in few]
+    lying = (
+        (*taps, name)
+        for taps, name in orders
+        if lies_evenly(right, (*taps, name), ranges) or lies_evenly(right, (name, *taps), ranges)
+    )
+    return next(lying, None)
