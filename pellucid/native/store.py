@@ -439,11 +439,16 @@ def check_way(root: Path) -> None:
 
 
 def key_folders(root: Path) -> list[Path]:
-    """The directories of a store, one for each key."""
+    """The directories of a store, one for each key; none where there is no store yet. Raises StoreError."""
     try:
         return [path for path in root.iterdir() if (path / "kernels").is_dir()]
-    except OSError:
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise StoreError(
+            f"the kernel store {root} cannot be read: {error.strerror}",
+            hint="set PELLUCID_CACHE_DIR to a directory of yours",
+        ) from error
 
 
 def _remove_stale(tmp: Path) -> None:
@@ -456,9 +461,10 @@ def _remove_stale(tmp: Path) -> None:
 
 def _remove_unused(root: Path) -> None:
     """Remove keys that nobody has opened for a month: compilers and releases come and go."""
-    for path in key_folders(root):
-        if age(path) > _UNUSED_S:
-            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(StoreError):
+        for path in key_folders(root):
+            if age(path) > _UNUSED_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def checksum_of(path: Path) -> str:

@@ -166,6 +166,14 @@ def test_an_archive_that_is_none_is_a_clear_error(root: Path, tmp_path: Path) ->
     assert result.exit_code == Exit.FAILED and "is damaged, or not whole" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["list", "size", "verify"])
+def test_a_store_that_is_a_file_is_a_clear_error(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PELLUCID_CACHE_DIR", str(tmp_path / "file"))
+    result = run(command)
+    assert result.exit_code == Exit.FAILED and "cannot be read: Not a directory" in result.stderr
+
+
 def test_without_a_store_nothing_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PELLUCID_CACHE_DIR", str(tmp_path / "none"))
     assert "there is no store yet" in run("list").stdout
