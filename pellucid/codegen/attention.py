@@ -118,6 +118,7 @@ def _plan(
         vector=rows.attention.column,
         width=machine.lanes,
         wide=frozenset(),
+        gathered=frozenset(),
         tile=None,
         tiled=frozenset(),
         sweeps=Sweeps({}, (), ()),

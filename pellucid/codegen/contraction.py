@@ -17,7 +17,7 @@ from pellucid.codegen.groups import join_groups
 from pellucid.codegen.plan import Plan, chunks, grain_of
 from pellucid.codegen.sweeps import plan_sweeps
 from pellucid.codegen.variants import CLOSE
-from pellucid.codegen.vector import base_lanes
+from pellucid.codegen.vector import base_lanes, gathered
 from pellucid.codegen.winograd import by_tiles
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import product, var
@@ -79,6 +79,7 @@ def _planned(
         vector=blocks.column,
         width=base_lanes(rest, machine),
         wide=wide,
+        gathered=gathered(rest, blocks.column, wide),
         tile=blocks.column,
         tiled=frozenset(),
         sweeps=plan_sweeps(rest, 1),

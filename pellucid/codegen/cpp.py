@@ -31,8 +31,7 @@ from pellucid.codegen.loops import (
 from pellucid.codegen.operands import Operands
 from pellucid.codegen.plan import Plan, chunks
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
-from pellucid.codegen.vector import Access, access
-from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, product, var
+from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
@@ -364,7 +363,7 @@ class _Printer:
             mask = "" if load.mask is None else f", {load.mask}{other}"
             return f"pv::load({self.pointer(load.buffer, load.index)}{mask})"
         mask = "" if load.mask is None else f", {self.arg(load.mask, True)}{other}"
-        if access(load.index, str(self.plan.vector), self.plan.wide) is Access.UNIT:
+        if line.out not in self.plan.gathered:
             return f"pv::load<{CPP_TYPE[self.dtypes[load.buffer]]}>({self.pointer(load.buffer, load.index)}, n{mask})"
         if load.mask is not None and not self.is_wide(load.mask):
             gathered = f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)})"
@@ -389,7 +388,7 @@ class _Printer:
         elif not wide:
             function = "update" if join else "store"
             text = f"pv::{function}({self.pointer(store.buffer, store.index)}, {value}{join});"
-        elif access(store.index, str(self.plan.vector), self.plan.wide) is Access.UNIT:
+        elif line.out not in self.plan.gathered:
             function = "update" if join else "stream" if store.buffer in self.plan.streamed else "store"
             text = f"pv::{function}<{kind}>({self.pointer(store.buffer, store.index)}, {value}, n{join});"
         else:
@@ -408,11 +407,6 @@ class _Printer:
         """Whether the accumulator of a reduction is a vector."""
         return self.plan.vector_is_reduced or self.is_wide(line.out)
 
-    def position_type(self) -> str:
-        """The integer type in which vectors of positions are kept."""
-        points = product(self.plan.extent_of(axis) for axis in self.plan.reduced).value
-        return "int32_t" if points is not None and points < 1 << 31 else "int64_t"
-
     def start(self, line: Line) -> None:
         assert isinstance(line.rhs, Reduce)
         number, kind = line.out[1:], self.reduce_type(line)
@@ -420,7 +414,7 @@ class _Printer:
             arg = CPP_TYPE[self.lines[line.rhs.arg].dtype]
             if self.has_lanes(line):
                 which = REDUCTION[line.rhs.op[3:]]
-                name = f"pv::Arg<pv::{which}, {arg}, {self.plan.width}, {self.position_type()}>"
+                name = f"pv::Arg<pv::{which}, {arg}, {self.plan.width}, {CPP_TYPE[self.plan.positions]}>"
             else:
                 name = f"pv::{line.rhs.op.capitalize()}<{arg}>"
             self.out.line(f"{name} a{number};", line.origin)

@@ -8,11 +8,12 @@ from pellucid.codegen.blocks import Blocks
 from pellucid.codegen.collisions import colliding
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.sweeps import Sweeps, plan_sweeps
-from pellucid.codegen.vector import VectorChoice, base_lanes, choose, cost
+from pellucid.codegen.vector import VectorChoice, base_lanes, choose, cost, gathered
 from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, floordiv, product
 from pellucid.ir.nodes import Kernel, Reduce, axes_of
+from pellucid.ir.types import DType
 from pellucid.machine import Machine, kernel_work, time
 from pellucid.machine.work import SYMBOL_GUESS, estimate
 from pellucid.options import Options
@@ -54,6 +55,7 @@ class Plan:
     kernel: the kernel under canonical names, its space simplified.
     vector: the vector axis; None for scalar code. width: lanes per step.
     wide: the values (and stores) that have one value per lane.
+    gathered: loads and stores of `wide` whose lanes do not lie side by side.
     tile, tiled: the axis of tiles, and the loads and stores made in squares, `width` by `width`, see machine/tiles.py.
     pairwise: sums that are collected in blocks and then added pairwise.
     abreast: vectors of a chunk whose sums advance side by side, by blocks of the reduced axis; 0 if the sums of each
@@ -74,6 +76,7 @@ class Plan:
     vector: str | None
     width: int
     wide: frozenset[str]
+    gathered: frozenset[str]
     tile: str | None
     tiled: frozenset[str]
     sweeps: Sweeps
@@ -109,6 +112,12 @@ class Plan:
     @property
     def vector_is_reduced(self) -> bool:
         return self.vector is not None and self.vector in self.reduced
+
+    @property
+    def positions(self) -> DType:
+        """The integer type of positions in the reduced axes, as vectors of them are kept."""
+        points = product(self.extent_of(axis) for axis in self.reduced).value
+        return DType.I32 if points is not None and points < 1 << 31 else DType.I64
 
     @property
     def tile_step(self) -> int:
@@ -173,6 +182,7 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         vector=vector,
         width=width,
         wide=wide,
+        gathered=gathered(kernel, vector, wide),
         tile=tile,
         tiled=tiled,
         sweeps=sweeps,

@@ -65,6 +65,17 @@ def access(index: Expr, axis: str, wide_values: frozenset[str]) -> Access:
     return Access.UNIT if step.value == 1 else Access.GATHER
 
 
+def gathered(kernel: Kernel, vector: str | None, wide: frozenset[str]) -> frozenset[str]:
+    """The loads and stores with a value for each lane whose lanes do not lie side by side."""
+    return frozenset(
+        line.out
+        for line in kernel.body
+        if isinstance(line.rhs, Load | Store)
+        and line.out in wide
+        and access(line.rhs.index, str(vector), wide) is not Access.UNIT
+    )
+
+
 def is_lanewise(line: Line) -> bool:
     """True if the prelude has no vector form of this operator for this type."""
     if not isinstance(line.rhs, Compute):
