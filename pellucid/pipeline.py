@@ -19,7 +19,7 @@ from pellucid.capture.keep import computed_again, keep_less, kept
 from pellucid.capture.layout import channels_last, lay_out_joint
 from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
 from pellucid.capture.split import split
-from pellucid.capture.torch_compat import artifact_logger, donated_of, parameters_of
+from pellucid.capture.torch_compat import artifact_logger, donated_of, parameters_of, real_tensors
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel, compete, functions_of, generate, generate_all, packings_of
 from pellucid.errors import PellucidError
@@ -371,7 +371,10 @@ def _record(
     record = _record_of(unit, decisions, times, error, earlier, outline, parts)
     _log(record)
     log_structured(record, options)
-    return replace(record, folder=write_run(record, options)) if options.trace else record
+    if not options.trace:
+        return record
+    with real_tensors():  # constants of the graph are among what is written
+        return replace(record, folder=write_run(record, options))
 
 
 def _record_of(

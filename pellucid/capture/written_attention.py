@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from pellucid.capture.fx import attribute_of, shape_of
+from pellucid.capture.torch_compat import real_tensors
 from pellucid.ir.index import ONE, Expr
 
 aten = torch.ops.aten
@@ -284,7 +285,10 @@ class Climb:
             return None
         if value.op == "get_attr":
             tensor = attribute_of(self.module, value)
-            return float(tensor) if isinstance(tensor, torch.Tensor) and tensor.dim() == 0 else None
+            if not isinstance(tensor, torch.Tensor) or tensor.dim() or tensor.is_complex():
+                return None
+            with real_tensors():
+                return float(tensor)
         if value.target in _NUMBERS and not shape_of(value.meta["val"]):
             return self.number(value.args[-1])
         return self.number(value.args[0]) if value.target in _COPIES and not shape_of(value.meta["val"]) else None

@@ -133,8 +133,8 @@ class _Printer:
             case Start(line):
                 self.start(line)
             case StartBlocks(line):
-                many = f"[{self.plan.abreast}]" if self.plan.abreast else ""
-                self.out.line(f"pv::Blocks<{self.reduce_type(line)}> b{line.out[1:]}{many};", line.origin)
+                levels, many = (f", {self.plan.levels}", f"[{self.plan.abreast}]") if self.plan.abreast else ("", "")
+                self.out.line(f"pv::Blocks<{self.reduce_type(line)}{levels}> b{line.out[1:]}{many};", line.origin)
             case Accumulate(line):
                 self.accumulate(line)
             case CloseBlock(line):

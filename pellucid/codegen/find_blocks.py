@@ -208,7 +208,7 @@ def _tap_gradients(found: Contraction, ranges: dict[str, Expr]) -> Blocks | None
     None for all else, and where whether a line of pixels counts hangs on more than its line of taps.
     """
     image = found if found.rows else found.swapped()
-    if image.columns or len(image.batch) != 1 or image.zeros or len(image.inner) > MOST_ROW_AXES:
+    if not image.windowed or image.columns or len(image.batch) != 1 or image.zeros or len(image.inner) > MOST_ROW_AXES:
         return None
     (channel,), moves = image.batch, image.loads[0].index
     known = all(ranges[name].value is not None for name in (*image.rows, *image.inner))

@@ -27,6 +27,9 @@ CHUNK_WORK = 4096
 # Columns whose sums advance side by side, and the rows that each vector of them adds in one go: rows are read page by
 # page, few at a time, and what was summed stays in the second cache.
 COLUMNS_ABREAST = 1024
+# Bytes of a thread's stack that hold the sums of such columns, and levels of a pairwise sum of any length.
+STACK_ABREAST = 64 << 10
+LEVELS = 40
 ROWS_ABREAST = 8
 # Squares of a tiled kernel that are walked in one go: few enough rows for the cache and the TLB to hold, so that the
 # next iteration, which reads on in the same rows, finds them there.
@@ -118,6 +121,11 @@ class Plan:
         """The integer type of positions in the reduced axes, as vectors of them are kept."""
         points = product(self.extent_of(axis) for axis in self.reduced).value
         return DType.I32 if points is not None and points < 1 << 31 else DType.I64
+
+    @property
+    def levels(self) -> int:
+        """Levels of the pairwise sums of columns that advance side by side."""
+        return _levels(self.kernel)
 
     @property
     def tile_step(self) -> int:
@@ -277,7 +285,10 @@ def _abreast(
     columns, moved = kernel.ranges[inner], kernel_work(kernel, 0).working_set
     if not set(reduces) <= pairwise or moved <= machine.cores * machine.own_cache:
         return 0, ()
-    most = COLUMNS_ABREAST // len(reduces)
+    held = _levels(kernel) * sum(line.dtype.itemsize for line in kernel.body if line.out in reduces)
+    most = min(COLUMNS_ABREAST // len(reduces), STACK_ABREAST // held)
+    if most < 2 * width:
+        return 0, ()
     threads = 1 if outer >= machine.cores else machine.cores
     pieces = threads * -(-estimate(columns) // (threads * most))
     vectors = -(-estimate(columns) // (pieces * width))
@@ -285,6 +296,12 @@ def _abreast(
         return 0, ()
     why = f"rows are read {vectors * width} columns at a time: the second caches do not hold the {moved} bytes of all"
     return vectors, (Decision("codegen.abreast", (kernel.name, *reduces), True, why),)
+
+
+def _levels(kernel: Kernel) -> int:
+    """Levels of a pairwise sum over the reduced axes in blocks of `ROWS_ABREAST`: see `Blocks` in reductions.h."""
+    rows = product(kernel.ranges[name] for name in kernel.reduced).value
+    return LEVELS if rows is None else max(1, -(-rows // ROWS_ABREAST)).bit_length()
 
 
 def _streamed(kernel: Kernel, wide: frozenset[str], machine: Machine) -> tuple[frozenset[str], tuple[Decision, ...]]:

@@ -48,7 +48,7 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     Where `%x` is an image that was padded with zeros, the image itself is read: there the weight is loaded everywhere,
     as zeros times a weight that is not finite are NaN.
     """
-    given = arguments(node, graph)
+    given = by_dimension(arguments(node, graph))
     if not graph.contract:
         raise NotLowered(OFF)
     check_rate(graph.machine, given["input"].dtype, "convolution")
@@ -91,6 +91,13 @@ def _uncopied(graph: ProgramBuilder, node: torch.fx.Node, weight: TensorRef) -> 
 def _lies_by_plane(weight: TensorRef) -> bool:
     few = nonnegative(const(_MOST_TAPS) - product(weight.shape[2:]))
     return len(weight.shape) == 4 and lies(weight, (0, 1, 2, 3)) and few
+
+
+def by_dimension(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a convolution, or of its gradients, with a step for each dimension where one stands for all."""
+    rank = len(given["weight"].shape) - 2
+    steps = {name: tuple(given[name]) for name in ("stride", "padding", "dilation")}
+    return {**given, **{name: each * rank if len(each) == 1 else each for name, each in steps.items()}}
 
 
 def _unpadded(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -15,7 +15,7 @@ import torch
 
 from pellucid.ir.index import ONE, ZERO, Expr, const, floordiv, mod, nonnegative, product
 from pellucid.ir.types import DType
-from pellucid.lower.convolution import FEW_TERMS, OFF, is_matrix, lies
+from pellucid.lower.convolution import FEW_TERMS, OFF, by_dimension, is_matrix, lies
 from pellucid.lower.extern import extern_call, lower_extern
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
@@ -70,7 +70,7 @@ class _Call:
 @rule("convolution_backward.default")
 def convolution_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """The gradients of image, weight and bias that `output_mask` asks for."""
-    given = arguments(node, graph)
+    given = by_dimension(arguments(node, graph))
     call = _check(graph, given)
     wanted = given["output_mask"]
     results: list[TensorRef | None] = [None, None, None]
@@ -108,7 +108,7 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
         raise NotLowered(_KIND)
     if any(extent.value is None for each in tensors for extent in each.shape):
         raise NotLowered(_DYNAMIC)
-    stride, padding, dilation = ((given[name][0], given[name][1]) for name in ("stride", "padding", "dilation"))
+    stride, padding, dilation = (given[name] for name in ("stride", "padding", "dilation"))
     call = _Call(gradient, image, weight, stride, padding, dilation, depthwise)
     counts = (*weight.shape[: 1 if depthwise else 2], call.pixels)
     if any(extent.value in (0, 1) for extent in counts) or ZERO in weight.shape:

@@ -19,6 +19,7 @@ LAST = torch.channels_last
 GRADIENTS = [
     ((2, 24, 9, 7), (40, 24, 3, 3), {"padding": 1}, "image weight"),
     ((1, 40, 14, 15), (33, 40, 3, 3), {"padding": 2, "dilation": 2}, "image weight"),
+    ((1, 40, 9, 10), (33, 40, 3, 3), {"padding": [2], "dilation": [2], "stride": [1]}, "image weight"),
     ((3, 17, 8, 9), (32, 17, 2, 3), {}, "image weight"),
     ((2, 24, 9, 8), (40, 24, 3, 3), {"padding": 1, "stride": 2}, "weight"),
     ((2, 24, 9, 8), (40, 24, 1, 1), {}, "image weight"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import replace
 
 import pytest
@@ -181,6 +182,33 @@ kernel k(x: f32[{rows * columns}], w: f32[{columns}], m: f32[{rows}], o: f32[{co
     for got, terms, eager in zip((o, q), exact, ((x * w).sum(0) + w, (x * m[:, None]).sum(0)), strict=True):
         error, theirs = ((each - terms.sum(0)).abs().max() for each in (got[:columns], eager))
         assert error <= 2 * theirs + 1e-4 and (got[columns:] == 7).all()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sums_abreast_need_little_of_a_threads_stack(dynamic: bool) -> None:
+    x = torch.randn(4096, 2048, dtype=torch.float64)
+    compiled = torch.compile(lambda x: (x.sum(0), (x * x).sum(0)), backend="pellucid", dynamic=dynamic)
+    compiled(x)
+    found: list[torch.Tensor] = []
+    try:
+        threading.stack_size(192 << 10)
+        thread = threading.Thread(target=lambda: found.extend(compiled(x)))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(0)
+    torch.testing.assert_close(found, [x.sum(0), (x * x).sum(0)])
+
+
+def test_sums_of_products_of_long_batches_are_as_accurate_as_eagers() -> None:
+    a, b = torch.randn(5, 20_000, 99), torch.randn(20_000, 99)
+
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a * b).sum(1)
+
+    exact = fn(a.double(), b.double())
+    ours, eagers = ((each - exact).abs().max() for each in (torch.compile(fn, backend="pellucid")(a, b), fn(a, b)))
+    assert ours <= 2 * eagers
 
 
 def test_a_long_reduction_has_the_same_bits_on_any_number_of_threads() -> None:

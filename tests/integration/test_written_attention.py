@@ -92,6 +92,10 @@ def filled_with_the_lowest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softmax(torch.where(PADDED, scores, torch.full([], lowest(scores), dtype=q.dtype))) @ v
 
 
+def filled_with_a_tensor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(torch.where(PADDED, q @ k.mT * 0.25, torch.tensor(-INF, dtype=q.dtype))) @ v
+
+
 def filled_before_the_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softmax((q @ k.mT).masked_fill(PADDED.logical_not(), -1e4) * 0.25) @ v
 
@@ -167,8 +171,8 @@ def values_read_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 FORMS = (
     scaled, divided_before_the_product, scaled_on_both_sides, divided_by_a_tensor, no_scale_but_a_bias, added_in_order,
-    in_f32, filled, filled_with_the_lowest, filled_before_the_scale, filled_twice, filled_and_added,
-    causal_by_positions, causal_by_triu, alibi, merged_heads, merged_heads_with_a_bias, one_head,
+    in_f32, filled, filled_with_the_lowest, filled_with_a_tensor, filled_before_the_scale, filled_twice,
+    filled_and_added, causal_by_positions, causal_by_triu, alibi, merged_heads, merged_heads_with_a_bias, one_head,
     heads_beside_positions, shared_keys, one_head_of_keys, values_read_twice,
 )  # fmt: skip
 

@@ -71,8 +71,7 @@ template <class T> struct Argmin {
 
 // The closed blocks of a long sum, added pairwise: level k is free or holds the sum of 2^k blocks, so that the error
 // grows with the logarithm of their number. The accumulator stays apart from it, in a register.
-template <class V> struct Blocks {
-  static constexpr int LEVELS = 40;
+template <class V, int LEVELS = 40> struct Blocks {
   V level[LEVELS];
   uint64_t count = 0;
   void push(V block) {
