@@ -177,12 +177,12 @@ def embedded() -> Program:
 
     def embed(index: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         h = F.embedding(index, table)
-        h = F.layer_norm(h, (45,), scale, shift)
+        h = F.layer_norm(h, (93,), scale, shift)
         return F.gelu(h)
 
     torch.manual_seed(0)
-    table = torch.randn(31, 45, requires_grad=True)
-    return embed, (torch.randint(0, 30, (4, 19)), table, torch.rand(45), torch.randn(45))
+    table = torch.randn(31, 93, requires_grad=True)
+    return embed, (torch.randint(0, 30, (4, 19)), table, torch.rand(93), torch.randn(93))
 
 
 def classified() -> Program:
