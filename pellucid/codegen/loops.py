@@ -215,12 +215,15 @@ class _Builder:
         items: list[Item] = [Scratch(self.lines[name]) for sweep in self.plan.sweeps.order for name in sweep.keep]
         items += self._defines(level, 0)
         for number, sweep in enumerate(self.plan.sweeps.order):
-            reductions = [self.lines[name] for name in sweep.lines if isinstance(self.lines[name].rhs, Reduce)]
+            reductions = self._reductions(sweep)
             items += self._starts(reductions)
             items += self._sweep(sweep, 0)
             items += [Finish(line) for line in reductions]
             items += self._defines(level, number + 1)
         return (*items, *self._puts(level))
+
+    def _reductions(self, sweep: Sweep) -> list[Line]:
+        return [self.lines[name] for name in sweep.lines if isinstance(self.lines[name].rhs, Reduce)]
 
     def _starts(self, reductions: Iterable[Line]) -> list[Item]:
         items: list[Item] = []
@@ -231,7 +234,7 @@ class _Builder:
     def _abreast(self, level: int) -> tuple[Item, ...]:
         """A chunk whose sums advance side by side: each block of the reduced axis goes over all its vectors."""
         axis, sweep = self.inside[level - 1], self.plan.sweeps.order[0]
-        sums = [self.lines[name] for name in sweep.lines if isinstance(self.lines[name].rhs, Reduce)]
+        sums = self._reductions(sweep)
         before, known = self._defines(level, 0), self._defines(level + 1, 0)
         (blocks,) = self._sweep(sweep, 0)
         assert isinstance(blocks, Loop) and blocks.kind is Kind.BLOCKS

@@ -451,7 +451,7 @@ def test_a_process_may_end_while_the_runtime_is_being_checked(tmp_path):
     script = """
         import threading
         import torch
-        from pellucid.native import loader, warm_up
+        from pellucid.native import warm_up
         checking = threading.Event()
         def check():
             checking.set()
