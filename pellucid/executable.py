@@ -184,7 +184,7 @@ class Executable:
 
     def _make_instance(self, sizes: tuple[int, ...], *, donated: bool) -> _Ready:
         size = Numbers(dict(zip(self._plan.symbols, sizes, strict=True)), by_name(self._plan.derived))
-        memory = self._plan.memory_for(size, donated=donated and not self._probes)
+        memory = self._plan.memory_for(size, donated=donated and not self._probes, in_place=not self._probes)
         assembler = _Assembler(self._plan, size, memory, self._addresses, self._sources, self.choices)
         calls = assembler.calls(self._probes)
         instance = assembler.instance(calls)
@@ -330,7 +330,11 @@ class _Assembler:
             where=launch.where,
             reads=tuple(self._view(self.plan.buffers[self.slots[name]].whole) for name in launch.reads),
             trial=trial,
+            offsets=tuple(map(self._bytes_before, launch.params, launch.offsets)) if any(launch.offsets) else (),
         )
+
+    def _bytes_before(self, buffer: str, elements: int) -> int:
+        return elements * self.plan.buffers[self.slots[buffer]].dtype.itemsize
 
     def _args(self, extern: Extern) -> tuple[Any, ...]:
         return tuple(self._arg(arg) for arg in extern.args)

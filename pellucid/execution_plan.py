@@ -19,7 +19,17 @@ from pellucid.ir.nodes import Buffer, Extern, Kernel, Node, Program, View
 from pellucid.ir.origin import Origin
 from pellucid.ir.printer import print_arg, with_comments
 from pellucid.ir.types import DType
-from pellucid.schedule.memory import WORTH_TAKING, Lifetime, MemoryPlan, Room, Span, donations, plan_memory, spans
+from pellucid.schedule.memory import (
+    WORTH_TAKING,
+    Lifetime,
+    MemoryPlan,
+    Room,
+    Span,
+    donations,
+    made_in_place,
+    plan_memory,
+    spans,
+)
 
 
 class Place(Enum):
@@ -75,6 +85,7 @@ class Launch:
     name: str
     ways: tuple[PlannedWay, ...]
     params: tuple[str, ...]
+    offsets: tuple[int, ...]
     symbols: tuple[str, ...]
     checks: tuple[str, ...]
     where: str
@@ -92,6 +103,7 @@ class ExecutionPlan:
     name: of the graph. symbols, inputs, derived: as those of the `Program`. results: its outputs.
     supplied: buffers with one derived float each, arguments that follow those of the caller.
     donated: arguments that temporaries may overwrite where the caller does not want them any more, see `donations`.
+    in_place: temporaries that may lie where others do, see `made_in_place`.
     memory: the places in the arena and in donated arguments; None where they depend on sizes.
     """
 
@@ -104,17 +116,21 @@ class ExecutionPlan:
     calls: tuple[Call, ...]
     results: tuple[View | Expr | None, ...]
     donated: Mapping[str, frozenset[str]]
+    in_place: Mapping[str, str]
     memory: MemoryPlan | None
 
     @property
     def arguments(self) -> tuple[str | None, ...]:
         return (*self.inputs, *self.supplied)
 
-    def memory_for(self, size: Numbers, *, donated: bool) -> MemoryPlan:
-        """The places in the arena. size: of the symbols. donated: whether arguments may be overwritten."""
-        if self.memory is not None and (donated or not self.memory.homes):
+    def memory_for(self, size: Numbers, *, donated: bool, in_place: bool) -> MemoryPlan:
+        """The places in the arena. size: of the symbols.
+
+        donated: whether arguments may be overwritten. in_place: whether a call may overwrite what it reads.
+        """
+        if self.memory is not None and (donated or not self.memory.homes) and (in_place or not self.in_place):
             return self.memory
-        return _memory(self.buffers, self.donated if donated else {}, size)
+        return _memory(self.buffers, self.donated if donated else {}, self.in_place if in_place else {}, size)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -152,6 +168,8 @@ def plan_execution(
     )
     small = {buffer.name for buffer in program.buffers if _is_small(buffer)}
     taken = donations(program.nodes, used, [name for name in donated if name not in small]) if reuse else {}
+    kinds = {b.name: (b.numel, b.dtype) for b in buffers if b.place is Place.ARENA and b.name in used}
+    in_place = made_in_place(program.nodes, used, kinds)
     return ExecutionPlan(
         name=name,
         symbols=program.symbols,
@@ -162,7 +180,8 @@ def plan_execution(
         calls=calls,
         results=program.outputs,
         donated=taken,
-        memory=None if program.symbols else _memory(buffers, taken, Numbers({}, by_name(program.derived))),
+        in_place=in_place,
+        memory=None if program.symbols else _memory(buffers, taken, in_place, Numbers({}, by_name(program.derived))),
     )
 
 
@@ -187,6 +206,7 @@ def _launch(kernel: Kernel, compiled: CppKernel) -> Launch:
         kernel.name,
         tuple(PlannedWay(each.name, each.extent, each.grain) for each in compiled.ways),
         compiled.params,
+        compiled.offsets,
         compiled.symbols,
         tuple(_check_text(dim, origin) for dim, origin in compiled.checks),
         where(kernel.body[-1].origin),
@@ -220,11 +240,13 @@ def _whole(program: Program, values: Iterable[View]) -> dict[str, View]:
     return shapes | {view.buffer: view for view in reversed(whole) if view.buffer in shapes}
 
 
-def _memory(buffers: Iterable[PlannedBuffer], donated: Mapping[str, frozenset[str]], size: Numbers) -> MemoryPlan:
+def _memory(
+    buffers: Iterable[PlannedBuffer], donated: Mapping[str, frozenset[str]], in_place: Mapping[str, str], size: Numbers
+) -> MemoryPlan:
     used = {b.name: Lifetime(b.name, *b.span, b.nbytes(size)) for b in buffers if b.span is not None}
     in_arena = [used[b.name] for b in buffers if b.place is Place.ARENA and b.name in used]
-    rooms = [Room(name, used[name].last, used[name].nbytes, in_place) for name, in_place in donated.items()]
-    return plan_memory(in_arena, rooms)
+    rooms = [Room(name, used[name].last, used[name].nbytes, targets) for name, targets in donated.items()]
+    return plan_memory(in_arena, rooms, in_place)
 
 
 # ------------------------------------------------------------------------------------------------ text
@@ -268,7 +290,10 @@ def _call_text(call: Call) -> str:
     match call:
         case Launch():
             sizes = f" sizes {', '.join(call.symbols)}" if call.symbols else ""
-            parameters = f"({', '.join(call.params)}){sizes}"
+            given = (
+                f"{name}[{first}:]" if first else name for name, first in zip(call.params, call.offsets, strict=True)
+            )
+            parameters = f"({', '.join(given)}){sizes}"
             ways = (f"{way.symbol}{parameters} extent {text(way.extent)} grain {way.grain}" for way in call.ways)
             return f"{call.name}: {' or '.join(ways)}"
         case Extern():

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import torch
 
 from pellucid.capture.attention import fuse_attention, fuse_joint_attention
+from pellucid.capture.chunk import in_chunks
 from pellucid.capture.fold import fold_scales
-from pellucid.capture.fx import decided_jointly
+from pellucid.capture.fx import decide, decided_jointly
 from pellucid.capture.keep import computed_again, keep_less, kept
 from pellucid.capture.layout import channels_last, lay_out_joint
 from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
@@ -105,6 +106,8 @@ def joint_passes(joint: torch.fx.GraphModule, options: Options) -> torch.fx.Grap
     machine = machine_for(options.machine)
     joint = fuse_joint_attention(joint, machine) if options.contract else joint
     joint = lay_out_joint(joint, has_loops)
+    for node, decision in in_chunks(joint) if options.chunk else ():
+        decide(node, decision)
     return keep_less(joint, machine) if options.recompute else joint
 
 
@@ -117,11 +120,12 @@ def graph_passes(
         return graph, decisions + decided_jointly(captured.graph) + kept(captured.graph)
     if kind == "backward":
         return graph, decisions + computed_again(captured.graph)
+    divided = tuple(decision for _, decision in (in_chunks(graph) if options.chunk else ()))
     fused = fuse_attention(graph, machine_for(options.machine)) if options.contract else ()
     if any(decision.ok for decision in fused):
         graph, _ = transform(graph)  # copies that nobody needs any more
     graph, laid_out = channels_last(graph, has_loops)
-    return graph, decisions + fused + laid_out
+    return graph, decisions + divided + fused + laid_out
 
 
 def _transform(unit: Unit, options: Options) -> Step:

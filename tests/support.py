@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from pellucid import pipeline
 from pellucid.capture.decompositions import decompositions
 from pellucid.capture.torch_compat import capture_with_aot
 from pellucid.capture.transform import transform
+from pellucid.codegen import CppKernel
 from pellucid.ir.interp import run_program
 from pellucid.ir.nodes import Extern, Program
 from pellucid.ir.verify import verify_program
@@ -137,3 +139,10 @@ def _meaningful_strides(tensor: torch.Tensor) -> list[int]:
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())
+
+
+def pointers_of(kernel: CppKernel, buffers: Mapping[str, torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """What a kernel is called with for its parameters."""
+    begins = zip(kernel.params, kernel.offsets, strict=True)
+    found = [buffers[name].data_ptr() + first * buffers[name].element_size() for name, first in begins]
+    return (ctypes.c_void_p * len(found))(*found)

@@ -203,6 +203,8 @@ def _round_inputs(graph: torch.fx.Graph, user: torch.fx.Node, seen: set[torch.fx
             continue
         seen.add(x)
         value = x.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            continue  # of several results, each is in memory
         if not aliases(x) and value.dtype in (torch.bfloat16, torch.float16):
             with graph.inserting_after(x):
                 wide = graph.call_function(aten._to_copy.default, (x,), {"dtype": torch.float32})

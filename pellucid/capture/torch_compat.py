@@ -221,6 +221,11 @@ def compute_again(node: torch.fx.Node) -> None:
     node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
 
 
+def keep(node: torch.fx.Node) -> None:
+    """Have the partitioner compute a call of a joint graph in forward and keep its result for backward."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
 def kept_results(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """Those of a forward graph's results that are there for backward."""
     output = graph.output_node()

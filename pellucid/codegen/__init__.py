@@ -1,6 +1,7 @@
 """The codegen stage: a kernel of the loop IR becomes a C++ function.
 
-    copies -> names -> space -> plan (vector, tiles, sweeps), contraction (blocks) or attention (rows) -> loops -> cpp
+    copies -> names -> space -> offsets
+        -> plan (vector, tiles, sweeps), contraction (blocks) or attention (rows) -> loops -> cpp
 
 Each step is a value in, value out function in its own file; `plan` chooses, `variants` finds plans that are as good by
 their price, `cpp` prints.
@@ -20,6 +21,7 @@ from pellucid.codegen.cpp import print_kernel
 from pellucid.codegen.linemap import annotate_source
 from pellucid.codegen.loops import nest
 from pellucid.codegen.names import Canonical, canonical_symbol, canonicalise
+from pellucid.codegen.offsets import from_first_touched
 from pellucid.codegen.operands import print_packing
 from pellucid.codegen.plan import Plan
 from pellucid.codegen.space import simplify
@@ -72,7 +74,8 @@ class CppKernel:
 
     name: C symbol, made from the content. Equal kernels over different buffers have equal names and sources.
     source: the text that follows `#include "prelude.h"`.
-    params: names of the buffers whose pointers make up `p`. symbols: names of the sizes that make up `s`.
+    params: names of the buffers whose pointers make up `p`. offsets: of each the element at which it begins.
+    symbols: names of the sizes that make up `s`.
     packing: of the parameter that it takes packed, under the name of its panels.
     extent: number of parallel iterations. grain: the least of them that are worth a thread.
     checks: the dimension that each index check is about, and the check's origin.
@@ -83,6 +86,7 @@ class CppKernel:
     name: str
     source: str
     params: tuple[str, ...]
+    offsets: tuple[int, ...]
     symbols: tuple[str, ...]
     extent: Expr
     grain: int
@@ -127,8 +131,9 @@ def generate_all(
     still, unread = (
         frozenset(f"p{k}" for k, name in enumerate(simple.buffers) if name in names) for names in (frozen, results)
     )
-    for plan in _plans(simple.kernel, machine, options, still, unread):
-        yield _written(kernel, plan, simple, machine)
+    part, offsets = from_first_touched(simple.kernel, still)
+    for plan in _plans(part, machine, options, still, unread):
+        yield _written(kernel, plan, simple, offsets, machine)
 
 
 def _plans(
@@ -146,7 +151,7 @@ def _plans(
         yield from plan_loops(kernel, machine, options)
 
 
-def _written(kernel: Kernel, plan: Plan, simple: Canonical, machine: Machine) -> CppKernel:
+def _written(kernel: Kernel, plan: Plan, simple: Canonical, offsets: tuple[int, ...], machine: Machine) -> CppKernel:
     packing = _packing(plan, simple, machine)
     items = nest(plan)
     written = print_kernel(plan, items, _NAME)
@@ -156,6 +161,7 @@ def _written(kernel: Kernel, plan: Plan, simple: Canonical, machine: Machine) ->
         name=name,
         source=written.source.replace(_NAME, name, 1),
         params=tuple(packing.panels if packing and name == packing.buffer else name for name in simple.buffers),
+        offsets=offsets,
         symbols=simple.symbols,
         extent=plan.extent.substitute(original),
         grain=plan.grain,

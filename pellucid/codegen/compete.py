@@ -68,7 +68,11 @@ def _others(first: CppKernel, ways: Iterator[CppKernel]) -> Iterator[CppKernel]:
     """Different ones that are called as the first is."""
     seen = {first.name}
     for each in ways:
-        if each.name not in seen and (each.params, each.checks) == (first.params, first.checks):
+        if each.name not in seen and (each.params, each.offsets, each.checks) == (
+            first.params,
+            first.offsets,
+            first.checks,
+        ):
             seen.add(each.name)
             yield each
 

@@ -204,7 +204,10 @@ class _Encoder:
             if way.extent < 0 or not way.address:
                 raise InternalError(f"kernel {call.name!r} has extent {way.extent} and address {way.address}")
         out.word(CallKind.KERNEL, *_way(first))
+        if len(call.offsets) not in (0, len(call.slots)):
+            raise InternalError(f"kernel {call.name!r} has {len(call.slots)} slots and {len(call.offsets)} offsets")
         out.list(call.slots)
+        out.list(call.offsets or [0] * len(call.slots))
         out.list(call.symbols)
         out.word(len(call.checks))
         for message in call.checks:

@@ -40,7 +40,7 @@ struct Arg {
 
 struct KernelCall {
   Way way;
-  Words slots, symbols;
+  Words slots, offsets, symbols;  // offsets: in bytes, of the parameters in their slots
   std::vector<std::string> checks;
   Trial* trial = nullptr;   // of several ways, this one among them
   int64_t site = 0;         // among the calls that share it
@@ -199,7 +199,7 @@ class Reader {
     Call out{text(), text(), {}, {}, {}, {}};
     switch (static_cast<CallKind>(word())) {  // braces, unlike parentheses, evaluate their members in order
       case CallKind::kKernel: {
-        KernelCall kernel{way(), words(), words(), {}};
+        KernelCall kernel{way(), words(), words(), words(), {}};
         list(kernel.checks, [&] { return text(); });
         int64_t trial = word();
         kernel.site = word();

@@ -104,6 +104,7 @@ class KernelCall:
     where: the user's line, for error messages.
     reads: what it reads, for profiles.
     trial: of several ways to run it, of which this is the first; None where there is one.
+    offsets: how many bytes after its slot's pointer each parameter begins; empty where all begin there.
     """
 
     address: int
@@ -116,6 +117,7 @@ class KernelCall:
     where: str = ""
     reads: tuple[TensorView, ...] = ()
     trial: Trial | None = None
+    offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,8 @@ int64_t run_way(const KernelCall& call, const Way& way, Frame& frame, RunTimes* 
 
 // news: is set where a trial has ended.
 int64_t run_kernel(const KernelCall& call, Frame& frame, RunTimes* times, std::atomic<bool>& news) {
-  for (size_t i = 0; i < call.slots.size(); i++) frame.parameters[i] = frame.pointer[call.slots[i]];
+  for (size_t i = 0; i < call.slots.size(); i++)
+    frame.parameters[i] = static_cast<char*>(frame.pointer[call.slots[i]]) + call.offsets[i];
   if (call.trial) [[unlikely]] return run_tried(call, frame, times, news);
   return run_way(call, call.way, frame, times);
 }

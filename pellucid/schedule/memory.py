@@ -6,17 +6,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import TypeAlias
 
 from pellucid.errors import InternalError
-from pellucid.ir.analysis import writes
+from pellucid.ir.analysis import reads, writes
 from pellucid.ir.attention import reduces_in_turn
-from pellucid.ir.contraction import find_contraction
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Kernel, Load, Node, Reduce, Store, View, operands
-from pellucid.ir.types import ALIGNMENT
+from pellucid.ir.types import ALIGNMENT, DType
 
 # Placing by size compares temporaries that live in the same stretch of so many nodes, and gives up after so many looks,
 # which take some tenths of a second.
@@ -36,13 +35,14 @@ class MemoryPlan:
     """Byte offsets of temporaries in an arena of `arena_bytes`.
 
     lower_bound: the most bytes that are alive in it at once; no plan is smaller. homes: the arguments whose memory the
-    other temporaries take over.
+    other temporaries take over. in_place: temporaries that lie where the one does of which they are made.
     """
 
     offsets: Mapping[str, int]
     arena_bytes: int
     lower_bound: int
     homes: Mapping[str, str] = field(default_factory=dict[str, str])
+    in_place: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,45 @@ class Room:
     in_place: frozenset[str]
 
 
-def plan_memory(lives: Sequence[Lifetime], rooms: Sequence[Room] = ()) -> MemoryPlan:
-    """Lay out buffers. rooms: of arguments that they may overwrite.
+def plan_memory(
+    lives: Sequence[Lifetime], rooms: Sequence[Room] = (), in_place: Mapping[str, str] | None = None
+) -> MemoryPlan:
+    """Lay out buffers. rooms: of arguments that they may overwrite. in_place: see `made_in_place`.
 
     Before: `t0` (nodes 0 to 1), `t1` (1 to 2), `t2` (2 to 3), 64 bytes each.
     After: `t0` at 0, `t1` at 64, `t2` at 0; 128 bytes.
     """
+    first = _first_of_each(in_place or {})
+    plan = _lay_out(_joined(lives, first), rooms)
+    offsets = {life.buffer: plan.offsets.get(first.get(life.buffer, life.buffer)) for life in lives}
+    homes = {life.buffer: plan.homes.get(first.get(life.buffer, life.buffer)) for life in lives}
+    return replace(
+        plan,
+        offsets={name: offset for name, offset in offsets.items() if offset is not None},
+        homes={name: home for name, home in homes.items() if home is not None},
+        in_place=in_place or {},
+    )
+
+
+def _first_of_each(in_place: Mapping[str, str]) -> dict[str, str]:
+    """For each temporary that is made in the place of another the first one that lies there."""
+    found: dict[str, str] = {}
+    for target, source in in_place.items():  # in the order in which they are made
+        found[target] = found.get(source, source)
+    return found
+
+
+def _joined(lives: Sequence[Lifetime], first: Mapping[str, str]) -> list[Lifetime]:
+    """One lifetime for all that lie in the same place, under the name of the first."""
+    found: dict[str, Lifetime] = {}
+    for life in sorted(lives, key=lambda life: (life.first, life.last)):
+        name = first.get(life.buffer, life.buffer)
+        begin = found.get(name, life)
+        found[name] = Lifetime(name, begin.first, max(begin.last, life.last), max(begin.nbytes, life.nbytes))
+    return list(found.values())
+
+
+def _lay_out(lives: Sequence[Lifetime], rooms: Sequence[Room]) -> MemoryPlan:
     homes = _take_over(lives, rooms)
     lives = [life for life in lives if life.buffer not in homes]
     # Placing large buffers first is near-optimal for most graphs, placing in order of birth for chains.
@@ -124,12 +157,33 @@ def donations(nodes: Sequence[Node], used: Mapping[str, Span], donated: Iterable
     }
 
 
+def made_in_place(
+    nodes: Sequence[Node], used: Mapping[str, Span], kinds: Mapping[str, tuple[Expr, DType]]
+) -> dict[str, str]:
+    """Temporaries that may lie where others do, of which they are made, in the order in which they are made.
+
+    used: the spans of buffers. kinds: size and type of each temporary; both must have the same.
+    """
+    found: dict[str, str] = {}
+    for position, node in enumerate(nodes):
+        ends = [name for name in reads(node) if name in kinds and used[name][1] == position]
+        for target in writes(node):
+            if target not in kinds or used[target][0] != position:
+                continue
+            source = next((s for s in ends if kinds[s] == kinds[target] and happens_in_place(node, s, target)), None)
+            if source is not None:
+                ends.remove(source)
+                found[target] = source
+    return found
+
+
 def happens_in_place(node: Node, source: str, target: str) -> bool:
     """Whether `target` may lie where `source` does: a point that stores there has read it, for that alone.
 
-    What goes into a reduction, or into another store, may be read again later.
+    What goes into a reduction, or into another store, may be read again later. What follows a contraction is computed
+    block by block, when all that goes into the sums of the block has been read.
     """
-    if not isinstance(node, Kernel) or find_contraction(node) is not None or reduces_in_turn(node):
+    if not isinstance(node, Kernel) or reduces_in_turn(node):
         return False
     places = {load.index for _, load in node.loads() if load.buffer == source}
     places |= {store.index for _, store in node.stores() if store.buffer == target}
@@ -176,6 +230,8 @@ def check_memory_plan(lives: Sequence[Lifetime], plan: MemoryPlan) -> None:
             raise InternalError(f"buffer {life.buffer} is misplaced: offset {start}, {life.size} bytes")
         active = [other for other in active if other.last >= life.first]
         for other in active:
+            if plan.in_place.get(life.buffer) == other.buffer and other.last == life.first:
+                continue
             base = plan.offsets[other.buffer]
             if start < base + other.size and base < start + life.size:
                 raise InternalError(f"buffers {life.buffer} and {other.buffer} overlap while both are alive")

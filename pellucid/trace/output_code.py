@@ -164,11 +164,15 @@ def _call(call: Call, supplied: tuple[str, ...]) -> Iterator[str]:
         case Launch():
             yield f"# {call.name}: {call.where}"
             way = call.ways[0]
-            parameters, symbols = ", ".join(map(_name, call.params)), ", ".join(call.symbols)
+            parameters, symbols = ", ".join(map(_parameter, call.params, call.offsets)), ", ".join(call.symbols)
             yield f'kernels["{way.symbol}"]([{parameters}], [{symbols}], {text(way.extent)})'
         case Extern():
             yield f"# {call.reason}: {where(call.origin)}"
             yield from _extern(call, supplied)
+
+
+def _parameter(buffer: str, first: int) -> str:
+    return f"view({_name(buffer)}, (1,), (1,), {first})" if first else _name(buffer)
 
 
 def _extern(node: Extern, supplied: tuple[str, ...]) -> Iterator[str]:

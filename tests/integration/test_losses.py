@@ -198,3 +198,17 @@ def test_few_elements_of_what_is_reduced(function: Any) -> None:
     with torch.no_grad():
         ours = torch.compile(function, backend="pellucid", options={"verify": True})(x)
         assert_matches(ours, function(x), function(x.double()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_a_loss_of_what_dropout_leaves(dtype: torch.dtype) -> None:
+    """Dropout has two results, of which the loss reads one."""
+    torch._dynamo.reset()
+
+    def loss(x: Tensor) -> Tensor:
+        return F.cross_entropy(F.dropout(x * 2, 0.5), TARGET)
+
+    torch.manual_seed(0)
+    ours = gradients(torch.compile(loss, backend="pellucid"), logits(dtype))
+    torch.manual_seed(0)
+    torch.testing.assert_close(ours, gradients(loss, logits(dtype)))

@@ -22,6 +22,7 @@ from pellucid.native.machine import machine_for
 from pellucid.native.toolchain import Toolchain, detect
 from pellucid.options import Options
 from tests.golden.codegen_cases import CASES
+from tests.support import pointers_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -36,7 +37,7 @@ def native(
 
 def call(kernel: CppKernel, address: int, buffers: Tensors, symbols: dict[str, int] | None = None) -> int:
     function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(address)
-    pointers = (ctypes.c_void_p * len(kernel.params))(*(buffers[name].data_ptr() for name in kernel.params))
+    pointers = pointers_of(kernel, buffers)
     values = [(symbols or {})[name] for name in kernel.symbols]
     extent = kernel.extent.evaluate(lambda atom: (symbols or {})[atom.name])
     return function(pointers, (ctypes.c_int64 * max(1, len(values)))(*values), 0, extent)

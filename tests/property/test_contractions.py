@@ -19,6 +19,7 @@ from pellucid.ir.parser import parse_kernel
 from pellucid.native.build import build
 from pellucid.native.machine import machine_for
 from pellucid.options import Options
+from tests.support import pointers_of
 
 BATCHES, BATCH = 4, 12
 
@@ -109,7 +110,7 @@ def run(case: Case, address: int) -> None:
     buffers = {"a": a, "b": b, "bias": bias, "r": r, "c": c, "q": q}
     native = case.native
     function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(address)
-    pointers = (ctypes.c_void_p * len(native.params))(*(buffers[name].data_ptr() for name in native.params))
+    pointers = pointers_of(native, buffers)
     known = dict(zip(("s0", "s1", "s2", "s3"), case.sizes, strict=True))
     sizes = (ctypes.c_int64 * max(1, len(native.symbols)))(*(known[name] for name in native.symbols))
     extent = native.extent.evaluate(lambda atom: known[atom.name])
@@ -233,7 +234,7 @@ def test_windows_match_float64_and_the_interpreter() -> None:
         function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(
             addresses[native.name]
         )
-        pointers = (ctypes.c_void_p * 3)(*(buffers[name].data_ptr() for name in native.params))
+        pointers = pointers_of(native, buffers)
         extent = native.extent.value
         assert extent is not None and function(pointers, (ctypes.c_int64 * 1)(), 0, extent) == 0
         wanted, size = case.exact(buffers["a"], buffers["b"])

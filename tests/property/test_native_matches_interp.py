@@ -21,6 +21,7 @@ from pellucid.native.build import build
 from pellucid.native.machine import machine_for
 from pellucid.options import Options
 from tests.strategies import Expected, assert_close, expect, inputs_for, kernels, symbols_for
+from tests.support import pointers_of
 
 BATCH = 50
 BATCHES = 40
@@ -70,7 +71,7 @@ def run_native(case: Case, address: int) -> tuple[Tensors, int]:
     buffers = {name: tensor.clone() for name, tensor in case.inputs.items()}
     native = case.native
     function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(address)
-    pointers = (ctypes.c_void_p * len(native.params))(*(buffers[name].data_ptr() for name in native.params))
+    pointers = pointers_of(native, buffers)
     sizes = (ctypes.c_int64 * max(1, len(native.symbols)))(*(case.symbols[name] for name in native.symbols))
     extent = native.extent.evaluate(lambda atom: case.symbols[atom.name])
     middle = extent // 2

@@ -12,7 +12,7 @@ from pellucid.ir.index import ONE, ZERO, as_expr
 from pellucid.ir.nodes import Buffer, Extern, Program, View
 from pellucid.ir.parser import parse_program
 from pellucid.ir.types import ALIGNMENT, DType
-from pellucid.schedule.memory import MemoryPlan, Room, check_memory_plan, donations, plan_memory, spans
+from pellucid.schedule.memory import MemoryPlan, Room, check_memory_plan, donations, made_in_place, plan_memory, spans
 from tests.unit.schedule.build import lives
 
 
@@ -132,3 +132,85 @@ def test_what_is_read_later_is_not_taken_over() -> None:
         "v1: f32 = sin v0", "v2: f32 = load x[i0]\n    v1: f32 = add v0, v2"
     )
     assert not placed(kernels(later), "x").homes
+
+
+CHAIN = """program {
+  buffer x: f32[4096] input
+  buffer w: f32[4096] input
+  buffer t: f32[4096] temp
+  buffer u: f32[4096] temp
+  buffer r: f32[4096] temp
+  buffer y: f32[4096] output
+  inputs x, w
+
+  kernel first(x: f32[4096], t: f32[4096]) {
+    axes i0: 4096
+    v0: f32 = load x[i0]
+    v1: f32 = exp v0
+    st0: f32 = store t[i0], v1
+  }
+
+  kernel second(t: f32[4096], u: f32[4096]) {
+    axes i0: 4096
+    v0: f32 = load t[i0]
+    v1: f32 = sin v0
+    st0: f32 = store u[i0], v1
+  }
+
+  kernel product(x: f32[4096], w: f32[4096], u: f32[4096], r: f32[4096]) {
+    axes i0: 64, i1: 64, i2: 64
+    v0: f32 = load x[64*i0 + i2]
+    v1: f32 = load w[64*i2 + i1]
+    v2: f32 = mul v0, v1
+    v3: f32 = sum v2 over i2
+    v4: f32 = load u[64*i0 + i1]
+    v5: f32 = add v3, v4
+    st0: f32 = store r[64*i0 + i1], v5
+  }
+
+  kernel last(r: f32[4096], y: f32[4096]) {
+    axes i0: 4096
+    v0: f32 = load r[i0]
+    v1: f32 = exp v0
+    st0: f32 = store y[i0], v1
+  }
+
+  output view y (4096) strides (1) offset 0
+}
+"""
+
+
+def in_place(text: str) -> dict[str, str]:
+    program = parse_program(text)
+    used = spans([(*reads(node), *writes(node)) for node in program.nodes], program.outputs)
+    kinds = {b.name: (b.numel, b.dtype) for b in program.buffers if b.role == "temp"}
+    found = made_in_place(program.nodes, used, kinds)
+    plan = plan_memory(lives(program), in_place=found)
+    check_memory_plan(lives(program), plan)
+    assert all(plan.offsets[target] == plan.offsets[source] for target, source in found.items())
+    return found
+
+
+def test_temporaries_are_made_where_those_lie_that_they_are_made_of() -> None:
+    assert in_place(CHAIN) == {"u": "t", "r": "u"}
+    plan = plan_memory(lives(parse_program(CHAIN)), in_place=in_place(CHAIN))
+    assert plan.arena_bytes == plan.lower_bound == 4 * 4096
+
+
+def test_operands_of_a_product_are_not_overwritten() -> None:
+    swapped = CHAIN.replace("load x[64*i0 + i2]", "load u[64*i0 + i2]").replace(
+        "load u[64*i0 + i1]", "load x[64*i0 + i1]"
+    )
+    assert in_place(swapped) == {"u": "t"}
+    both = CHAIN.replace("load x[64*i0 + i2]", "load u[64*i0 + i2]")
+    assert in_place(both) == {"u": "t"}
+
+
+def test_only_what_is_read_last_and_is_as_large_is_overwritten() -> None:
+    later = CHAIN.replace("kernel last(r: f32[4096]", "kernel last(u: f32[4096], r: f32[4096]").replace(
+        "v1: f32 = exp v0\n    st0: f32 = store y",
+        "v2: f32 = load u[i0]\n    v1: f32 = add v0, v2\n    st0: f32 = store y",
+    )
+    assert in_place(later) == {"u": "t"}
+    narrow = CHAIN.replace("u: f32[4096]", "u: bf16[4096]")
+    assert in_place(narrow) == {}

@@ -1,0 +1,186 @@
+"""Which parts of its operands a part of a call's result is made of, along one dimension; and which calls are linear."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+_VIEWS = ("view", "_unsafe_view", "reshape")
+_REDUCTIONS = ("sum", "amax", "amin", "mean", "argmax", "argmin")
+_SAME_SIZES = ("_softmax", "_log_softmax", "gather", "scatter")
+# Calls beside those that PyTorch marks whose elements are made of the elements at the same place, as broadcast.
+_ELEMENTWISE = ("expand", "full", "full_like", "clone", "_to_copy", "detach", "alias", "where", "masked_fill")
+
+# Which arguments may hold the variable that a call is linear in; all that it stands in, but exactly one, or each.
+_LINEAR_IN_FIRST = (
+    "neg", "expand", "clone", "_to_copy", "detach", "alias", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze",
+    "t", "transpose", "permute", "slice", "sum", "mean", "div", "gather",
+)  # fmt: skip
+_LINEAR_IN_ONE = {"mul": (0, 1), "mm": (0, 1)}
+_LINEAR_IN_ALL = {
+    "add": (0, 1),
+    "sub": (0, 1),
+    "where": (1, 2),
+    "scatter": (0, 3),
+    "slice_scatter": (0, 1),
+    "cat": (0,),
+}
+_NUMBERS = ("full", "scalar_tensor", "full_like", "zeros", "zeros_like")
+
+
+class NotInParts(Exception):
+    """A part of the result needs all of an operand, or a rule is missing; the text says which."""
+
+
+def operator_of(node: Node) -> str:
+    """The operator that a node calls, without its overload; empty if it is none of ATen's."""
+    target = node.target
+    return target._opname if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" else ""
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """The sizes of the tensor that a node makes; empty for what is no tensor."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def operands_along(node: Node, dim: int) -> list[tuple[Node, int | None]]:
+    """For each operand the dimension whose parts make the parts of the result along `dim`; None: each needs all of it.
+
+    Raises `NotInParts` where a part of the result is not made of parts.
+    """
+    name, args, rank = operator_of(node), node.args, len(shape_of(node))
+    tensors = node.all_input_nodes
+    match name:
+        case "mm":
+            return (
+                [(_node(args[0]), 0), (_node(args[1]), None)]
+                if dim == 0
+                else [(_node(args[0]), None), (_node(args[1]), 1)]
+            )
+        case "addmm":
+            bias, left, right = (_node(each) for each in args[:3])
+            return [
+                (bias, _broadcast(bias, node, dim)),
+                *([(left, 0), (right, None)] if dim == 0 else [(left, None), (right, 1)]),
+            ]
+        case "t":
+            return [(tensors[0], 1 - dim)]
+        case "transpose":
+            swapped = [cast(int, each) % rank for each in args[1:3]]
+            return [(tensors[0], swapped[1 - swapped.index(dim)] if dim in swapped else dim)]
+        case "permute":
+            return [(tensors[0], cast(Sequence[int], args[1])[dim] % rank)]
+        case "unsqueeze" if args[1] % rank != dim:  # type: ignore[operator]
+            return [(tensors[0], dim - (dim > args[1] % rank))]  # type: ignore[operator]
+        case "squeeze" if (kept := _kept(node)) is not None and len(kept) == rank:
+            return [(tensors[0], kept[dim])]
+        case _ if name in _VIEWS and dim == 0 and shape_of(tensors[0]):
+            return [(tensors[0], 0)]
+        case "slice" | "slice_scatter" if _argument(node, "dim", 0) % rank != dim:
+            return [(each, dim) for each in tensors]
+        case _ if name in _REDUCTIONS and (kept := _kept(node)) is not None and kept[dim] is not None:
+            return [(tensors[0], kept[dim])]
+        case _ if name in _SAME_SIZES and args[1] % rank != dim:  # type: ignore[operator]
+            if all(shape_of(each)[dim] == shape_of(node)[dim] for each in tensors):
+                return [(each, dim) for each in tensors]
+        case _ if name in _ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            return [(each, _broadcast(each, node, dim)) for each in tensors]
+    raise NotInParts(f"{node.name} ({name or node.target}) is not made of parts of rows")
+
+
+def summed(node: Node, dims: dict[Node, int]) -> list[tuple[Node, int | None]] | None:
+    """The same for a call whose result is a sum over all parts; None if it is none. dims: known of operands."""
+    name, args = operator_of(node), node.args
+    if name == "mm" and (dims.get(_node(args[0])) == 1 or dims.get(_node(args[1])) == 0):
+        return [(_node(args[0]), 1), (_node(args[1]), 0)]
+    if name == "sum":
+        x = _node(args[0])
+        kept = _kept(node)
+        if kept is None or dims[x] not in kept:
+            return [(x, dims[x])]
+    return None
+
+
+def resized(node: Node, dim: int, size: int) -> tuple[Any, ...]:
+    """The arguments of a call whose result shall have `size` elements along `dim`."""
+    shape = [size if number == dim else each for number, each in enumerate(shape_of(node))]
+    match operator_of(node):
+        case "expand" | "view" | "_unsafe_view" | "reshape":
+            return node.args[0], shape
+        case "full":
+            return shape, *node.args[1:]
+        case _:
+            return node.args
+
+
+def is_linear(node: Node, variable: Collection[Node]) -> bool:
+    """Whether a call reads some of `variable`, and its result is as many times as large as they are."""
+    name, args = operator_of(node), node.args
+    if variable.isdisjoint(node.all_input_nodes):  # type: ignore[attr-defined]
+        return False
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+        return False
+    given = [number for number, each in enumerate(args) if not variable.isdisjoint(_nodes(each))]  # type: ignore[attr-defined]
+    if name in _LINEAR_IN_FIRST:
+        return given == [0]
+    if name in _LINEAR_IN_ONE:
+        return len(given) == 1 and given[0] in _LINEAR_IN_ONE[name]
+    if name in _LINEAR_IN_ALL:
+        others = [each for each in _LINEAR_IN_ALL[name] if each not in given]
+        return set(given) <= set(_LINEAR_IN_ALL[name]) and all(_is_zero(args[each]) for each in others)
+    return False
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether a value is known to be zero everywhere."""
+    if not isinstance(value, Node):
+        return isinstance(value, int | float) and value == 0
+    name = operator_of(value)
+    if name in ("expand", "view", "_unsafe_view", "unsqueeze", "clone", "_to_copy"):
+        return _is_zero(value.args[0])
+    if name in ("zeros", "zeros_like"):
+        return True
+    return name in _NUMBERS and _is_zero(value.args[0 if name == "scalar_tensor" else 1])
+
+
+def _kept(node: Node) -> list[int | None] | None:
+    """For each dimension of a reduction's result the operand's, None for one that is reduced; None if all are."""
+    rank = len(shape_of(_node(node.args[0])))
+    given = node.args[1] if len(node.args) > 1 else ()
+    reduced = {each % rank for each in ([given] if isinstance(given, int) else given or ())}  # type: ignore[union-attr,operator]
+    if not reduced:
+        return None
+    if len(node.args) > 2 and node.args[2]:
+        return [None if each in reduced else each for each in range(rank)]
+    return [each for each in range(rank) if each not in reduced]
+
+
+def _broadcast(operand: Node, node: Node, dim: int) -> int | None:
+    """The dimension of an operand that is broadcast to `dim` of the result; None if it has only one element there."""
+    own = dim - (len(shape_of(node)) - len(shape_of(operand)))
+    return None if own < 0 or shape_of(operand)[own] == 1 else own
+
+
+def _argument(node: Node, name: str, default: Any) -> Any:
+    """The argument of that name, wherever it stands in the call."""
+    schema = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
+    position = schema.index(name)
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+
+
+def _node(value: Any) -> Node:
+    assert isinstance(value, Node)
+    return value
+
+
+def _nodes(value: Any) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.map_arg(value, lambda each: found.append(each))
+    return found
