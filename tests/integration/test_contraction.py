@@ -94,16 +94,35 @@ def test_products_share_no_loops() -> None:
     assert len(nodes) == 2 and all(blocks is not None for _, blocks in nodes)
 
 
-@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, -2), (0, 3)])
-@pytest.mark.parametrize("shape", [(90,), (40, 90), (1, 90), (40, 1), ()])
+@pytest.mark.parametrize(
+    ("shape", "beta", "alpha"),
+    [
+        ((90,), 0.5, -2),
+        ((40, 90), 1, 1),
+        ((1, 90), 0, 3),
+        ((40, 1), 0.5, -2),
+        ((), 1, 1),
+        ((40, 90), 0, 3),
+        ((90,), 1, 1),
+    ],
+)
 def test_addmm_scales_and_broadcasts(shape: tuple[int, ...], beta: float, alpha: float) -> None:
     x, w, b = torch.randn(40, 70), torch.randn(70, 90), torch.randn(shape)
     compiled(lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), b, x, w)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 90), (5, 77, 64), (40, 70, 90), (64, 401, 33), (250, 96, 2)])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("m", "k", "n", "transposed"),
+    [
+        (1, 64, 90, True),
+        (5, 77, 64, False),
+        (5, 77, 64, True),
+        (40, 70, 90, False),
+        (64, 401, 33, True),
+        (250, 96, 2, True),
+    ],
+)
 def test_narrow_operands(dtype: torch.dtype, m: int, k: int, n: int, transposed: bool) -> None:
     """Few rows and many, odd numbers of terms, either layout of the right operand; the sum is in f32."""
     torch.manual_seed(0)

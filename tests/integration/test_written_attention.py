@@ -503,8 +503,15 @@ def llama() -> Any:
     return hf.LlamaForCausalLM(config), {"input_ids": tokens()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("make", "attentions"), [(bert, 2), (gpt2, 2), (t5, 6), (llama, 2)])
+@pytest.mark.parametrize(
+    ("make", "attentions", "dtype"),
+    [
+        (bert, 2, torch.float32),
+        (gpt2, 2, torch.bfloat16),
+        (t5, 6, torch.float32),
+        (llama, 2, torch.float32),
+    ],
+)
 def test_models(tmp_path: Path, make: Callable[[], Any], attentions: int, dtype: torch.dtype) -> None:
     """Hugging Face's models as they write attention out."""
     torch.manual_seed(3)

@@ -24,7 +24,7 @@ from tests.strategies import Expected, assert_close, expect, inputs_for, kernels
 from tests.support import pointers_of
 
 BATCH = 50
-BATCHES = 40
+BATCHES = 30
 
 SETTINGS = settings(
     max_examples=BATCH,
