@@ -306,13 +306,19 @@ class _Parts:
         if node in self.region.dims:
             whole = self._call(aten.cat.default, (pieces, self.region.dims[node]), {}, like=node)
         else:
-            whole = pieces[-1]
-            if node.meta["val"].dtype in _NARROW:
-                whole = self._call(aten._to_copy.default, (whole,), {"dtype": node.meta["val"].dtype}, like=node)
+            whole = self._cast(pieces[-1], node)
         if node not in self.varying:
             return whole
         keep(whole)
-        return self._call(aten.mul.Tensor, (whole, self.tangent), {}, like=node)
+        scaled = self._call(aten.mul.Tensor, (whole, self.tangent), {}, like=node)
+        return self._cast(scaled, node)
+
+    def _cast(self, value: Node, like: Node) -> Node:
+        """A value in the type that another has."""
+        dtype = like.meta["val"].dtype
+        if value.meta["val"].dtype is dtype:
+            return value
+        return self._call(aten._to_copy.default, (value,), {"dtype": dtype}, like=like)
 
     def _copy(self, node: Node, args: tuple[Any, ...], operands: dict[Node, Node]) -> Node:
         """The call of a node with other operands."""

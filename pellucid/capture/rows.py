@@ -16,20 +16,20 @@ _SAME_SIZES = ("_softmax", "_log_softmax", "gather", "scatter")
 # Calls beside those that PyTorch marks whose elements are made of the elements at the same place, as broadcast.
 _ELEMENTWISE = ("expand", "full", "full_like", "clone", "_to_copy", "detach", "alias", "where", "masked_fill")
 
-# Which arguments may hold the variable that a call is linear in; all that it stands in, but exactly one, or each.
-_LINEAR_IN_FIRST = (
-    "neg", "expand", "clone", "_to_copy", "detach", "alias", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze",
-    "t", "transpose", "permute", "slice", "sum", "mean", "div", "gather",
-)  # fmt: skip
-_LINEAR_IN_ONE = {"mul": (0, 1), "mm": (0, 1)}
+# Calls that are linear in some of their arguments: in the first; in one of two; in each of these, others being zero.
+_LINEAR_IN_FIRST = frozenset(
+    "neg.default expand.default clone.default _to_copy.default detach.default alias.default view.default "
+    "_unsafe_view.default reshape.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims t.default "
+    "transpose.int permute.default slice.Tensor sum.default sum.dim_IntList mean.default mean.dim div.Tensor "
+    "div.Scalar mul.Scalar gather.default".split()
+)
+_LINEAR_IN_ONE = ("mul.Tensor", "mm.default")
 _LINEAR_IN_ALL = {
-    "add": (0, 1),
-    "sub": (0, 1),
-    "where": (1, 2),
-    "scatter": (0, 3),
-    "slice_scatter": (0, 1),
-    "cat": (0,),
-}
+    "add.Tensor": (0, 1), "sub.Tensor": (0, 1), "where.self": (1, 2), "scatter.src": (0, 3), "scatter.value": (0, 3),
+    "slice_scatter.default": (0, 1),
+}  # fmt: skip
+# Types that hold multiples of their numbers: others overflow, or lose what is small.
+_WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NUMBERS = ("full", "scalar_tensor", "full_like", "zeros", "zeros_like")
 
 
@@ -56,6 +56,8 @@ def operands_along(node: Node, dim: int) -> list[tuple[Node, int | None]]:
     """
     name, args, rank = operator_of(node), node.args, len(shape_of(node))
     tensors = node.all_input_nodes
+    if not all(isinstance(each.meta.get("val"), torch.Tensor) for each in tensors):
+        raise NotInParts(f"{node.name} reads a number that is not known when it is compiled")
     match name:
         case "mm":
             return (
@@ -121,21 +123,17 @@ def resized(node: Node, dim: int, size: int) -> tuple[Any, ...]:
 
 def is_linear(node: Node, variable: Collection[Node]) -> bool:
     """Whether a call reads some of `variable`, and its result is as many times as large as they are."""
-    name, args = operator_of(node), node.args
-    if variable.isdisjoint(node.all_input_nodes):  # type: ignore[attr-defined]
-        return False
+    given = [k for k, each in enumerate(node.args) if not set(_nodes(each)).isdisjoint(variable)]
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+    if not given or not isinstance(value, torch.Tensor) or value.dtype not in _WIDE:
         return False
-    given = [number for number, each in enumerate(args) if not variable.isdisjoint(_nodes(each))]  # type: ignore[attr-defined]
+    name = str(node.target).removeprefix("aten.")
     if name in _LINEAR_IN_FIRST:
         return given == [0]
     if name in _LINEAR_IN_ONE:
-        return len(given) == 1 and given[0] in _LINEAR_IN_ONE[name]
-    if name in _LINEAR_IN_ALL:
-        others = [each for each in _LINEAR_IN_ALL[name] if each not in given]
-        return set(given) <= set(_LINEAR_IN_ALL[name]) and all(_is_zero(args[each]) for each in others)
-    return False
+        return len(given) == 1
+    places = _LINEAR_IN_ALL.get(name, ())
+    return set(given) <= set(places) and all(_is_zero(node.args[k]) for k in places if k not in given)
 
 
 def _is_zero(value: Any) -> bool:
