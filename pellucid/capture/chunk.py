@@ -218,8 +218,8 @@ class _Parts:
 
     def _check(self) -> None:
         """That calls may be moved and made several times, and that it is worth it."""
-        calls = (each for each in (*self.members, *self.before) if each.op == "call_function")
-        impure = next((each for each in calls if not is_pure(each)), None)
+        moved = [each for each in self.before if each.op == "call_function" and self._is_moved(each)]
+        impure = next((each for each in (*self.members, *moved) if not is_pure(each)), None)
         if impure is not None:
             raise NotInParts(f"{impure.name} draws random numbers or changes a tensor, and has to stay in its place")
         if len(self.members) * self.count > _MOST_CALLS:
@@ -231,6 +231,10 @@ class _Parts:
         remains = sum(map(_bytes, results))
         if remains * _TIMES > _bytes(self.region.root):
             raise NotInParts(f"{remains} bytes are in memory in any case, of what is computed of it")
+
+    def _is_moved(self, node: Node) -> bool:
+        """Whether what the region reads stands after the product, before which all is computed now."""
+        return self.region.root < node
 
     def put_in_place(self) -> Node:
         """Compute the region part by part; a call of the first."""
@@ -259,7 +263,7 @@ class _Parts:
                 self.given[node] = self._call(aten.full.default, ([], 1.0), options, like=root)
             elif node in self.varying:
                 self.given[node] = self._copy(node, node.args, self.given)
-            elif order[node] > order[root]:
+            elif self._is_moved(node):
                 root.prepend(node)
 
     def _part(self, start: int, stop: int) -> dict[Node, Node]:

@@ -8,8 +8,6 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-aten = torch.ops.aten
-
 _VIEWS = ("view", "_unsafe_view", "reshape")
 _REDUCTIONS = ("sum", "amax", "amin", "mean", "argmax", "argmin")
 _SAME_SIZES = ("_softmax", "_log_softmax", "gather", "scatter")
@@ -82,8 +80,8 @@ def operands_along(node: Node, dim: int) -> list[tuple[Node, int | None]]:
             return [(tensors[0], dim - (dim > args[1] % rank))]  # type: ignore[operator]
         case "squeeze" if (kept := _kept(node)) is not None and len(kept) == rank:
             return [(tensors[0], kept[dim])]
-        case _ if name in _VIEWS and dim == 0 and shape_of(tensors[0]):
-            return [(tensors[0], 0)]
+        case _ if name in _VIEWS and dim == _outermost(shape_of(node)):
+            return [(tensors[0], _outermost(shape_of(tensors[0])))]
         case "slice" | "slice_scatter" if _argument(node, "dim", 0) % rank != dim:
             return [(each, dim) for each in tensors]
         case _ if name in _REDUCTIONS and (kept := _kept(node)) is not None and kept[dim] is not None:
@@ -158,6 +156,11 @@ def _kept(node: Node) -> list[int | None] | None:
     if len(node.args) > 2 and node.args[2]:
         return [None if each in reduced else each for each in range(rank)]
     return [each for each in range(rank) if each not in reduced]
+
+
+def _outermost(shape: tuple[int, ...]) -> int | None:
+    """The first dimension of several elements: along it all views of a tensor have the same parts."""
+    return next((dim for dim, size in enumerate(shape) if size != 1), None)
 
 
 def _broadcast(operand: Node, node: Node, dim: int) -> int | None:
