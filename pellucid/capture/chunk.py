@@ -103,9 +103,9 @@ class _Region:
             if node not in self.after:
                 continue
             for user in node.users:
-                if self._is_large(node) and user.op == "output":
+                if self.is_large(node) and user.op == "output":
                     raise NotInParts(f"{node.name} is a result, of which all is in memory")
-                if self._is_large(node) and user not in self.dims and user not in self.sums:
+                if self.is_large(node) and user not in self.dims and user not in self.sums:
                     pending += self.join(user)
 
     def join(self, user: Node) -> list[tuple[Node, int]]:
@@ -132,10 +132,11 @@ class _Region:
         return [
             (node, dim)
             for node, dim in found
-            if node in self.dims or (self._is_large(node) and node.op == "call_function")
+            if node in self.dims or (self.is_large(node) and node.op == "call_function")
         ]
 
-    def _is_large(self, node: Node) -> bool:
+    def is_large(self, node: Node) -> bool:
+        """Whether a tensor has at least half as many elements as the matrix."""
         return 2 * _numel(node) >= _numel(self.root)
 
 
@@ -150,7 +151,8 @@ def _region_of(root: Node) -> _Region:
         total = next((node for node in region.sums if node in before), None)
         if total is not None:
             raise NotInParts(f"each row needs {total.name}, a sum over all of them")
-        between = [node for node in region.after & before if node not in region.dims]
+        made = _reachable((node for node in region.dims if region.is_large(node)), lambda node: node.users)
+        between = [node for node in made & before if node not in region.dims]
         if not between:
             break
         for node in region.join(min(between)):
@@ -200,6 +202,8 @@ class _Parts:
         given = [node for node in varying if _is_tangent(node)]
         if not varying:
             return None
+        if self.region.root in self.varying:
+            raise NotInParts("backward makes it")
         if len(given) > 1 or shape_of(given[0]):
             raise NotInParts("what backward is given is more than one number, and not known in forward")
         for node in varying:
@@ -224,6 +228,10 @@ class _Parts:
             raise NotInParts(f"{impure.name} draws random numbers or changes a tensor, and has to stay in its place")
         if len(self.members) * self.count > _MOST_CALLS:
             raise NotInParts(f"{len(self.members)} calls would be made {self.count} times, which takes long to compile")
+        members = set(self.members)
+        twice = next((each for each in self._made_before() if not members.issuperset(each.users)), None)
+        if twice is not None:
+            raise NotInParts(f"{twice.name}, which is as large, would be computed twice")
         results = self._results()
         turned = next((each for each in results if not each.meta["val"].is_contiguous()), None)
         if turned is not None:
@@ -231,6 +239,15 @@ class _Parts:
         remains = sum(map(_bytes, results))
         if remains * _TIMES > _bytes(self.region.root):
             raise NotInParts(f"{remains} bytes are in memory in any case, of what is computed of it")
+
+    def _made_before(self) -> Iterator[Node]:
+        """Products beside the first that are made in parts, or large gradients that are made for a tangent of 1."""
+        for node in self.members:
+            if node not in self.region.after and node.target in (aten.mm.default, aten.addmm.default):
+                yield node
+        for node in self.before:
+            if node in self.varying and self.region.is_large(node):
+                yield node
 
     def _is_moved(self, node: Node) -> bool:
         """Whether what the region reads stands after the product, before which all is computed now."""

@@ -83,7 +83,12 @@ def one_sequence(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(-1, CLASSES), labels.reshape(-1))
 
 
-DIVIDED = [plain, ignored, smooth, shifted, focal, penalised, tied, best, warm, one_sequence]
+def gated(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Two matrices, of which parts are made together."""
+    return F.cross_entropy(F.silu(h @ w.t()) * F.linear(h * 2, w, b), TARGET)
+
+
+DIVIDED = [plain, ignored, smooth, shifted, focal, penalised, tied, best, warm, one_sequence, gated]
 
 
 def whole(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +150,14 @@ def normalised(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.cross_entropy(logits / logits.square().sum().sqrt(), TARGET)
 
 
+def used_elsewhere(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    first = F.silu(h @ w.t())
+    other = linear(h * 2, w, b)
+    return F.cross_entropy(first * other, TARGET) + other.detach().sort(0).values.mean()
+
+
 REFUSED = {
+    used_elsewhere: "would be computed twice",
     whole: "is a result",
     rows: "more than one number",
     clipped: "no multiple of what backward is given",
