@@ -23,6 +23,7 @@ _RULES = {
     "mutation": "fuse.mutation",
     "cost": "fuse.cost",
     "strided": "fuse.strided",
+    "memory": "fuse.memory",
     "contraction": "fuse.contraction",
     "attention": "fuse.attention",
 }
@@ -31,6 +32,9 @@ _RULES = {
 # this, a sweep that waits for the result would run on few threads, where a kernel of its own can use them all.
 _FEW_ROWS = 16
 _LONG_ROW = 32768
+
+# Bytes of a temporary that shall not wait for another one, and how many times what is made of it that must be.
+_LARGE, _TIMES = 16 << 20, 4
 
 
 def refusal(subject: tuple[str, str], mismatch: Mismatch, facts: tuple[tuple[str, Fact], ...] = ()) -> Decision:
@@ -59,6 +63,7 @@ def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options)
     if isinstance(kernel, Mismatch):
         return kernel
     refused = check_limits(kernel, options) or _check_parallel(kernel) or check_epilogue(first, kernel)
+    refused = refused or _check_memory(graph, first, second)
     refused = refused or check_strides(graph.machine, first, second, kernel)
     return refused or graph.merge(joint, kernel)
 
@@ -132,6 +137,29 @@ def _check_parallel(kernel: Kernel) -> Mismatch | None:
     if rows >= _FEW_ROWS or length < _LONG_ROW or not _has_second_sweep(kernel):
         return None
     return Mismatch("cost", f"{rows} rows of {length} elements leave too little for other threads to do")
+
+
+def _check_memory(graph: FusionGraph, first: Kernel, second: Kernel) -> Mismatch | None:
+    """Refuse to have a large temporary, of which little is made, wait in memory until another one is there."""
+    one, other = ({load.buffer for _, load in kernel.loads()} for kernel in (first, second))
+    waiting = sum(_temporary(graph, name) for name in one - other)
+    if not waiting or not any(_temporary(graph, name) for name in other - one):
+        return None
+    made = sum(_bytes(graph, store.buffer) for _, store in first.stores())
+    if waiting < _TIMES * made:
+        return None
+    return Mismatch("memory", f"{waiting} bytes would stay in memory until what {second.name} reads is there as well")
+
+
+def _temporary(graph: FusionGraph, name: str) -> int:
+    """The bytes of a buffer if it is a large temporary, else 0."""
+    size = _bytes(graph, name)
+    return size if size >= _LARGE and graph.buffers[name].role == "temp" else 0
+
+
+def _bytes(graph: FusionGraph, name: str) -> int:
+    buffer = graph.buffers[name]
+    return estimate(buffer.numel) * buffer.dtype.itemsize
 
 
 def _has_second_sweep(kernel: Kernel) -> bool:

@@ -342,10 +342,14 @@ def of_status(name):
 h = torch.randn(2048, 64, requires_grad=True)
 w = torch.randn(70000, 64).div(8).requires_grad_()
 t = torch.randint(0, 70000, (2048,))
-options = {"chunk": sys.argv[1] == "1"}
-loss = torch.compile(lambda h, w: F.cross_entropy(F.linear(h, w), t), backend="pellucid", options=options)
-loss(h, w).backward()  # compiled
-h.grad = w.grad = None
+b = torch.zeros(70000, requires_grad=True)
+classes = torch.rand(70000)
+
+def loss(h, w, b):
+    return F.cross_entropy(F.linear(h, w, b), t, weight=classes, label_smoothing=0.1)
+
+torch.compile(loss, backend="pellucid", options={"chunk": sys.argv[1] == "1"})(h, w, b).backward()  # compiled
+h.grad = w.grad = b.grad = None
 open("/proc/self/clear_refs", "w").write("5")
 print(of_status("VmHWM:"))
 """

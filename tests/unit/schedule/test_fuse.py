@@ -434,3 +434,19 @@ def test_totals_that_are_stored_twice_are_not_looked_up_in_a_circle() -> None:
     again = b.copy(total)
     products = b.op("mul", total.unsqueeze(1), total)
     scheduled(b.finish(products, b.op("neg", again), again, b.copy(again.slice(0, 1, 3))))
+
+
+def test_large_temporaries_do_not_wait_for_one_another() -> None:
+    """Of two products the sums over rows, added: the first need not be in memory any more when the second is."""
+
+    def sums(rows: int) -> list[Decision]:
+        b = ProgramBuilder()
+        w = b.input(64, 1024)
+        parts = [b.mm(b.input(rows, 64), w) for _ in range(2)]
+        after, decisions = schedule(b.finish(b.op("add", *(b.reduce("sum", part, 0) for part in parts))), Options())
+        verify_program(after)
+        return [each for each in decisions if each.rule == "fuse.memory"]
+
+    (refused,) = sums(8192)
+    assert not refused.ok and "stay in memory" in refused.why
+    assert not sums(64)
