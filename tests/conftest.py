@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,3 +36,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             fcntl.flock(door, fcntl.LOCK_EX)
             fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         return (yield)
+
+
+@pytest.fixture
+def quick_compiler() -> Iterator[None]:
+    """For tests of many shapes, whose time is the compiler's: with -O1 it takes half of that.
+
+    Vector code is written out either way. What users get, -O3, is what all other tests run.
+    """
+    from pellucid.native.toolchain import detect
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PELLUCID_CXXFLAGS", "-O1")
+        detect.cache_clear()
+        yield
+    detect.cache_clear()

@@ -12,6 +12,8 @@ import torch
 from tests.integration.test_convolution import said, traced
 from tests.support import assert_matches, tensors, widened
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 F = torch.nn.functional
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 KERNEL, ATEN = "codegen.attention", "lower.fallback"

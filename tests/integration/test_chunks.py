@@ -19,6 +19,8 @@ from pellucid.capture.chunk import in_chunks
 from pellucid.ir.decision import Decision
 from tests.support import assert_matches, widened
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 ROWS, WIDTH, CLASSES, BATCH = 96, 24, 130, 4
 TARGET = torch.arange(ROWS) * 7 % CLASSES
 SOME_IGNORED = TARGET.where(TARGET % 5 > 0, -100)

@@ -17,6 +17,8 @@ from pellucid.machine.reference import AVX2, with_tiles
 from pellucid.native.machine import machine_for
 from tests.support import assert_matches, widened
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 F = torch.nn.functional
 NARROW = [torch.bfloat16, torch.float16]
 

@@ -18,6 +18,8 @@ from pellucid.native.build import default_toolchain
 from pellucid.native.toolchain import has_tiles
 from tests.support import assert_matches, widened
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 F = torch.nn.functional
 LAST = torch.channels_last
 

@@ -12,6 +12,8 @@ import torch
 
 from tests.support import assert_matches
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 F = torch.nn.functional
 LAST = torch.channels_last
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from tests.support import assert_matches
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 F = torch.nn.functional
 LAST = torch.channels_last
 

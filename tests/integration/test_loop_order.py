@@ -13,6 +13,8 @@ from torch.nn import functional
 from pellucid.backend import last_compilations
 from tests.support import assert_matches, widened
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 Function = Callable[..., Any]
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 OFFSETS = (0.0, 1e3, 1e6)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from tests.support import assert_matches, widened
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 LAST = torch.channels_last
 
 

@@ -17,6 +17,8 @@ from tests.integration.test_convolution import said, traced
 from tests.small_models import VOCABULARY, tokens
 from tests.support import assert_matches, error, widened
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 F = torch.nn.functional
 hf: Any = transformers
 INF, NAN = float("inf"), float("nan")
