@@ -11,13 +11,14 @@ for 1, and backward multiplies it. (Liger Kernel, Hsu et al. 2024, does that by 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
+from pellucid.capture.fx import bytes_of, dependent_on_tangents, is_tangent, reachable
 from pellucid.capture.rows import NotInParts, is_linear, operands_along, resized, shape_of, summed
 from pellucid.capture.torch_compat import fake_mode_of, is_symbolic, keep, size_hint
 from pellucid.capture.transform import is_pure
@@ -46,9 +47,9 @@ def in_chunks(graph_module: torch.fx.GraphModule) -> tuple[tuple[Node, Decision]
     found: list[tuple[Node, Decision]] = []
     replaced: set[Node] = set()
     for root in list(graph_module.graph.nodes):
-        if root in replaced or root.target not in (aten.mm.default, aten.addmm.default) or _bytes(root) < _LEAST:
+        if root in replaced or root.target not in (aten.mm.default, aten.addmm.default) or bytes_of(root) < _LEAST:
             continue
-        facts: tuple[tuple[str, int], ...] = (("bytes", _bytes(root)),)
+        facts: tuple[tuple[str, int], ...] = (("bytes", bytes_of(root)),)
         try:
             parts = _Parts(graph_module.graph, _region_of(root))
         except NotInParts as refusal:
@@ -96,7 +97,7 @@ class _Region:
         while pending:
             node, dim = pending.pop()
             if node in self.dims:
-                _check(node, self.dims[node], dim)
+                _agree(node, self.dims[node], dim)
                 continue
             self.dims[node] = dim
             pending += self._needed(_operands(node, dim))
@@ -143,15 +144,15 @@ class _Region:
 def _region_of(root: Node) -> _Region:
     """What has to be computed in parts with a product, so that none of it is in memory whole."""
     region = _Region(root)
-    region.after = _reachable([root], lambda node: node.users)
+    region.after = reachable([root], lambda node: node.users)
     region.grow(root, 0)
     while True:
         read = {operand for node in region.members() for operand in region.operands(node)}
-        before = _reachable(read, lambda node: node.all_input_nodes)
+        before = reachable(read, lambda node: node.all_input_nodes)
         total = next((node for node in region.sums if node in before), None)
         if total is not None:
             raise NotInParts(f"each row needs {total.name}, a sum over all of them")
-        made = _reachable((node for node in region.dims if region.is_large(node)), lambda node: node.users)
+        made = reachable((node for node in region.dims if region.is_large(node)), lambda node: node.users)
         between = [node for node in made & before if node not in region.dims]
         if not between:
             break
@@ -159,7 +160,7 @@ def _region_of(root: Node) -> _Region:
             region.grow(*node)
     for node in region.members():
         for operand, dim in region.operands(node).items():
-            _check(operand, region.dims.get(operand, dim), dim)
+            _agree(operand, region.dims.get(operand, dim), dim)
     return region
 
 
@@ -169,12 +170,16 @@ class _Parts:
     def __init__(self, graph: torch.fx.Graph, region: _Region) -> None:
         self.graph, self.region = graph, region
         self.members = region.members()
+        self.inside = frozenset(self.members)
         sizes = {_size(node, dim) for node, dim in self._in_parts()}
         self.groups = math.gcd(*sizes)
         self.count = self._count()
-        self.varying = _reachable((node for node in graph.nodes if _is_tangent(node)), lambda node: node.users)
-        self.before = _reachable(region.outside(), lambda node: node.all_input_nodes)
+        self.varying = dependent_on_tangents(graph)
+        self.before = reachable(region.outside(), lambda node: node.all_input_nodes)
         self.tangent = self._tangent()
+        self.results = [
+            each for each in self.members if each in region.after and not self.inside.issuperset(each.users)
+        ]
         self._check()
         self.mode = fake_mode_of(graph)
         self.given: dict[Node, Node] = {}  # what the region reads, for a tangent of 1
@@ -188,7 +193,7 @@ class _Parts:
     def _count(self) -> int:
         """How many parts: as many as the rows can be divided into equally, if that is about what is wanted."""
         root = self.region.root
-        count = min(max(_COUNT, -(-_bytes(root) // _PART)), _size(root, 0) // _ROWS, self.groups)
+        count = min(max(_COUNT, -(-bytes_of(root) // _PART)), _size(root, 0) // _ROWS, self.groups)
         if count < 2:
             raise NotInParts(f"parts of {_ROWS} rows or more, in {self.groups} groups that stay whole, are too few")
         equal = (each for each in range(count, count // 2, -1) if self.groups % each == 0)
@@ -197,9 +202,9 @@ class _Parts:
     def _tangent(self) -> Node | None:
         """The number that backward is given, if the region depends on one."""
         varying = [
-            node for node in self.graph.nodes if node in self.varying and (node in self.before or node in self.members)
+            node for node in self.graph.nodes if node in self.varying and (node in self.before or node in self.inside)
         ]
-        given = [node for node in varying if _is_tangent(node)]
+        given = [node for node in varying if is_tangent(node)]
         if not varying:
             return None
         if self.region.root in self.varying:
@@ -215,11 +220,6 @@ class _Parts:
                 )
         return given[0]
 
-    def _results(self) -> list[Node]:
-        """What others read of the region."""
-        members = set(self.members)
-        return [node for node in self.members if node in self.region.after and not members.issuperset(node.users)]
-
     def _check(self) -> None:
         """That calls may be moved and made several times, and that it is worth it."""
         moved = [each for each in self.before if each.op == "call_function" and self._is_moved(each)]
@@ -228,16 +228,14 @@ class _Parts:
             raise NotInParts(f"{impure.name} draws random numbers or changes a tensor, and has to stay in its place")
         if len(self.members) * self.count > _MOST_CALLS:
             raise NotInParts(f"{len(self.members)} calls would be made {self.count} times, which takes long to compile")
-        members = set(self.members)
-        twice = next((each for each in self._made_before() if not members.issuperset(each.users)), None)
+        twice = next((each for each in self._made_before() if not self.inside.issuperset(each.users)), None)
         if twice is not None:
             raise NotInParts(f"{twice.name}, which is as large, would be computed twice")
-        results = self._results()
-        turned = next((each for each in results if not each.meta["val"].is_contiguous()), None)
+        turned = next((each for each in self.results if not each.meta["val"].is_contiguous()), None)
         if turned is not None:
             raise NotInParts(f"{turned.name} does not lie row after row in memory")
-        remains = sum(map(_bytes, results))
-        if remains * _TIMES > _bytes(self.region.root):
+        remains = sum(map(bytes_of, self.results))
+        if remains * _TIMES > bytes_of(self.region.root):
             raise NotInParts(f"{remains} bytes are in memory in any case, of what is computed of it")
 
     def _made_before(self) -> Iterator[Node]:
@@ -256,18 +254,16 @@ class _Parts:
     def put_in_place(self) -> Node:
         """Compute the region part by part; a call of the first."""
         self._hoist()
-        results = self._results()
-        pieces: dict[Node, list[Node]] = {node: [] for node in results}
+        pieces: dict[Node, list[Node]] = {node: [] for node in self.results}
         size = -(-self.groups // self.count)
         for start in range(0, self.groups, size):
             made = self._part(start, min(start + size, self.groups))
-            for node in results:
+            for node in self.results:
                 pieces[node].append(made[node])
-        members = set(self.members)
-        for node in results:
+        for node in self.results:
             whole = self._whole(node, pieces[node])
-            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in members)
-        return pieces[results[0]][0]
+            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in self.inside)
+        return pieces[self.results[0]][0]
 
     def _hoist(self) -> None:
         """Have what the region reads computed before it, and for a tangent of 1."""
@@ -370,25 +366,9 @@ def _once(node: Node, operands: list[tuple[Node, int | None]]) -> dict[Node, int
     return found
 
 
-def _check(node: Node, known: int | None, wanted: int | None) -> None:
+def _agree(node: Node, known: int | None, wanted: int | None) -> None:
     if known != wanted:
         raise NotInParts(f"parts of {node.name} are needed along two dimensions")
-
-
-def _reachable(start: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """These nodes and all that follow."""
-    found: set[Node] = set()
-    pending = list(start)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += following(node)
-    return found
-
-
-def _is_tangent(node: Node) -> bool:
-    return node.op == "placeholder" and "tangents" in node.name
 
 
 def _size(node: Node, dim: int) -> int:
@@ -400,8 +380,3 @@ def _size(node: Node, dim: int) -> int:
 
 def _numel(node: Node) -> int:
     return math.prod(map(size_hint, shape_of(node)))
-
-
-def _bytes(node: Node) -> int:
-    value = node.meta.get("val")
-    return _numel(node) * value.itemsize if isinstance(value, torch.Tensor) else 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from pellucid.capture.torch_compat import (
     expr_of,
     is_symbolic,
     module_of,
+    size_hint,
     stride_of,
     tree_leaves,
     user_frames,
@@ -51,6 +54,36 @@ def shape_of(tensor: torch.Tensor) -> tuple[Expr, ...]:
 def strides_of(tensor: torch.Tensor) -> tuple[Expr, ...]:
     """The strides of a (fake) tensor, in elements."""
     return tuple(stride_of(stride) for stride in tensor.stride())
+
+
+def bytes_of(node: torch.fx.Node) -> int:
+    """Of the tensors that a node makes, by the sizes at the time of the capture."""
+    tensors = [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
+    return sum(math.prod(map(size_hint, each.shape)) * each.itemsize for each in tensors)
+
+
+def reachable(
+    start: Iterable[torch.fx.Node], following: Callable[[torch.fx.Node], Iterable[torch.fx.Node]]
+) -> set[torch.fx.Node]:
+    """These nodes and all that follow."""
+    found: set[torch.fx.Node] = set()
+    pending = list(start)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += following(node)
+    return found
+
+
+def is_tangent(node: torch.fx.Node) -> bool:
+    """Whether a node of a joint or backward graph is a gradient that backward is given."""
+    return node.op == "placeholder" and "tangents" in node.name
+
+
+def dependent_on_tangents(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The gradients that backward is given, and all that is computed of them."""
+    return reachable(filter(is_tangent, graph.nodes), lambda node: node.users)
 
 
 def attribute_of(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:

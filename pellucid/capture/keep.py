@@ -6,21 +6,19 @@ it keeps the two numbers of each row, and the input, which mostly is in memory a
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from pellucid.capture.fx import decide
+from pellucid.capture.fx import bytes_of, decide, dependent_on_tangents, reachable
 from pellucid.capture.torch_compat import (
     compute_again,
     decomposed_call,
     elementwise_strides,
     kept_results,
     size_hint,
-    tree_leaves,
 )
 from pellucid.capture.transform import aliases
 from pellucid.ir.decision import Decision
@@ -67,19 +65,10 @@ def _skip_detached(graph: torch.fx.Graph) -> None:
 
 def _forward_of(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """The nodes that results without a gradient in them depend on, and the output."""
-    backward: set[torch.fx.Node] = set()
-    for node in graph.nodes:
-        if (node.op == "placeholder" and "tangents" in node.name) or not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
+    backward = dependent_on_tangents(graph)
     output = graph.output_node()
-    pending = [node for node in output.all_input_nodes if node not in backward]
-    found = {output}
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
+    results = (node for node in output.all_input_nodes if node not in backward)
+    return {output} | reachable(results, lambda node: node.all_input_nodes)
 
 
 def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
@@ -98,29 +87,26 @@ def kept(forward: torch.fx.Graph) -> tuple[Decision, ...]:
         base = _base(node)
         value = base.meta.get("val")
         if base.op == "call_function" and isinstance(value, torch.Tensor):
-            read = sum(_bytes(each) for each in base.all_input_nodes)
+            read = sum(bytes_of(each) for each in base.all_input_nodes)
             why = f"{_operator(base)} is not computed again"
-            if 4 * _bytes(base) < read and _fuses(base):
+            if 4 * bytes_of(base) < read and _fuses(base):
                 why = f"it is less than a quarter of what {_operator(base)} reads"
             elif _fuses(base):
                 why = f"PyTorch's partitioner prefers it to what {_operator(base)} is computed from"
-            found.append(Decision("transform.keep", (node.name,), True, why, (("bytes", _bytes(base)),)))
+            found.append(Decision("transform.keep", (node.name,), True, why, (("bytes", bytes_of(base)),)))
     return tuple(found)
 
 
 def computed_again(backward: torch.fx.Graph) -> tuple[Decision, ...]:
     """What backward computes from forward's values alone and uses for gradients, instead of having it kept."""
-    gradients: set[torch.fx.Node] = set()
+    gradients = dependent_on_tangents(backward)
     found: list[Decision] = []
     for node in backward.nodes:
-        if (node.op == "placeholder" and "tangents" in node.name) or not gradients.isdisjoint(node.all_input_nodes):
-            gradients.add(node)
-    for node in backward.nodes:
         again = node.op == "call_function" and node not in gradients and not aliases(node)
-        if again and _bytes(node) and node.all_input_nodes and not gradients.isdisjoint(_readers(node)):
+        if again and bytes_of(node) and node.all_input_nodes and not gradients.isdisjoint(_readers(node)):
             read = ", ".join(each.name for each in node.all_input_nodes)
             why = f"backward computes it by {_operator(node)} from {read}"
-            found.append(Decision("transform.keep", (node.name,), False, why, (("bytes", _bytes(node)),)))
+            found.append(Decision("transform.keep", (node.name,), False, why, (("bytes", bytes_of(node)),)))
     return tuple(found)
 
 
@@ -131,12 +117,6 @@ def _base(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def _bytes(node: torch.fx.Node) -> int:
-    """Of the tensors that a node makes, by the sizes at the time of the capture."""
-    tensors = [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
-    return sum(math.prod(map(size_hint, each.shape)) * each.itemsize for each in tensors)
-
-
 def _operator(node: torch.fx.Node) -> str:
     return getattr(node.target, "_opname", getattr(node.target, "__name__", str(node.target)))
 
@@ -145,7 +125,7 @@ def _statistics_pay(node: torch.fx.Node, forward: set[torch.fx.Node], machine: M
     """Whether backward shall compute a softmax again from its input and two numbers of each row."""
     x, dim, value = node.args[0], node.args[1], node.meta["val"]
     assert isinstance(x, torch.fx.Node) and isinstance(dim, int)
-    size = _bytes(node)
+    size = bytes_of(node)
     row = size_hint(value.shape[dim]) if value.dim() else 1
     facts = (("bytes", size), ("row", row))
 

@@ -28,14 +28,14 @@ _LINEAR_IN_ALL = {
 }  # fmt: skip
 # Types that hold multiples of their numbers: others overflow, or lose what is small.
 _WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_NUMBERS = ("full", "scalar_tensor", "full_like", "zeros", "zeros_like")
+_NUMBERS = ("full", "scalar_tensor", "full_like")
 
 
 class NotInParts(Exception):
     """A part of the result needs all of an operand, or a rule is missing; the text says which."""
 
 
-def operator_of(node: Node) -> str:
+def _operator(node: Node) -> str:
     """The operator that a node calls, without its overload; empty if it is none of ATen's."""
     target = node.target
     return target._opname if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" else ""
@@ -52,23 +52,15 @@ def operands_along(node: Node, dim: int) -> list[tuple[Node, int | None]]:
 
     Raises `NotInParts` where a part of the result is not made of parts.
     """
-    name, args, rank = operator_of(node), node.args, len(shape_of(node))
+    name, args, rank = _operator(node), node.args, len(shape_of(node))
     tensors = node.all_input_nodes
     if not all(isinstance(each.meta.get("val"), torch.Tensor) for each in tensors):
         raise NotInParts(f"{node.name} reads a number that is not known when it is compiled")
     match name:
-        case "mm":
-            return (
-                [(_node(args[0]), 0), (_node(args[1]), None)]
-                if dim == 0
-                else [(_node(args[0]), None), (_node(args[1]), 1)]
-            )
-        case "addmm":
-            bias, left, right = (_node(each) for each in args[:3])
-            return [
-                (bias, _broadcast(bias, node, dim)),
-                *([(left, 0), (right, None)] if dim == 0 else [(left, None), (right, 1)]),
-            ]
+        case "mm" | "addmm":
+            *bias, left, right = map(_node, args)
+            product = [(left, 0), (right, None)] if dim == 0 else [(left, None), (right, 1)]
+            return [*((each, _broadcast(each, node, dim)) for each in bias), *product]
         case "t":
             return [(tensors[0], 1 - dim)]
         case "transpose":
@@ -96,7 +88,7 @@ def operands_along(node: Node, dim: int) -> list[tuple[Node, int | None]]:
 
 def summed(node: Node, dims: dict[Node, int]) -> list[tuple[Node, int | None]] | None:
     """The same for a call whose result is a sum over all parts; None if it is none. dims: known of operands."""
-    name, args = operator_of(node), node.args
+    name, args = _operator(node), node.args
     if name == "mm" and (dims.get(_node(args[0])) == 1 or dims.get(_node(args[1])) == 0):
         return [(_node(args[0]), 1), (_node(args[1]), 0)]
     if name == "sum":
@@ -110,13 +102,10 @@ def summed(node: Node, dims: dict[Node, int]) -> list[tuple[Node, int | None]] |
 def resized(node: Node, dim: int, size: int) -> tuple[Any, ...]:
     """The arguments of a call whose result shall have `size` elements along `dim`."""
     shape = [size if number == dim else each for number, each in enumerate(shape_of(node))]
-    match operator_of(node):
-        case "expand" | "view" | "_unsafe_view" | "reshape":
-            return node.args[0], shape
-        case "full":
-            return shape, *node.args[1:]
-        case _:
-            return node.args
+    name = _operator(node)
+    if name == "full":
+        return shape, *node.args[1:]
+    return (node.args[0], shape) if name in ("expand", *_VIEWS) else node.args
 
 
 def is_linear(node: Node, variable: Collection[Node]) -> bool:
@@ -138,7 +127,7 @@ def _is_zero(value: Any) -> bool:
     """Whether a value is known to be zero everywhere."""
     if not isinstance(value, Node):
         return isinstance(value, int | float) and value == 0
-    name = operator_of(value)
+    name = _operator(value)
     if name in ("expand", "view", "_unsafe_view", "unsqueeze", "clone", "_to_copy"):
         return _is_zero(value.args[0])
     if name in ("zeros", "zeros_like"):

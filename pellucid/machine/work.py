@@ -12,7 +12,7 @@ from typing import TypeAlias
 from pellucid.ir.attention import find_attention
 from pellucid.ir.contraction import find_contraction
 from pellucid.ir.index import ZERO, Expr, Var, product, total
-from pellucid.ir.nodes import Axis, Compute, Kernel, Load, Param, Reduce, Rhs, Store, axes_of
+from pellucid.ir.nodes import Axis, Buffer, Compute, Kernel, Load, Param, Reduce, Rhs, Store, axes_of
 from pellucid.ir.ops import OPS
 from pellucid.ir.traffic import flops_of, worked
 from pellucid.ir.types import DType
@@ -81,6 +81,11 @@ def estimate(size: Expr) -> int:
     if size.value is not None:
         return size.value
     return size.evaluate(lambda atom: 0 if isinstance(atom, Var) else SYMBOL_GUESS)
+
+
+def estimated_bytes(buffer: Buffer | Param) -> int:
+    """The size of a buffer, `estimate`d."""
+    return estimate(buffer.numel) * buffer.dtype.itemsize
 
 
 def touched_bytes(index: Expr, param: Param, ranges: Mapping[str, Expr]) -> Expr:

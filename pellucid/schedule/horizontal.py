@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pellucid.ir.decision import Decision, DecisionLog
 from pellucid.ir.index import Expr, product
 from pellucid.ir.nodes import Kernel
-from pellucid.machine.work import estimate
+from pellucid.machine.work import estimated_bytes
 from pellucid.options import Options
 from pellucid.schedule.fusion_graph import FusionGraph, Group, survivor
 from pellucid.schedule.pair import merge_groups, refusal
@@ -81,6 +81,6 @@ def _points(kernel: Kernel) -> Expr:
 
 def _worth_sharing(buffer: str, one: Kernel, other: Kernel) -> bool:
     """True if `buffer` is a good part of the memory that the smaller of two kernels touches."""
-    sizes = {param.name: estimate(param.numel) * param.dtype.itemsize for param in (*one.params, *other.params)}
+    sizes = {param.name: estimated_bytes(param) for param in (*one.params, *other.params)}
     smaller = min(sum(sizes[param.name] for param in kernel.params) for kernel in (one, other))
     return sizes[buffer] * _SHARED_PART >= smaller

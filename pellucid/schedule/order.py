@@ -8,7 +8,7 @@ from dataclasses import replace
 from pellucid.ir.analysis import reads, writes
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Buffer, Node, Program
-from pellucid.machine.work import estimate
+from pellucid.machine.work import estimated_bytes
 from pellucid.schedule.deps import dependencies
 
 
@@ -56,7 +56,7 @@ def late_order(before: Sequence[Sequence[int]]) -> list[int]:
 
 def peak_bytes(nodes: Sequence[Node], buffers: Sequence[Buffer]) -> int:
     """The most bytes of temporaries that are alive at once when `nodes` run in this order, by estimated sizes."""
-    size = {b.name: estimate(b.numel) * b.dtype.itemsize for b in buffers if b.role == "temp"}
+    size = {b.name: estimated_bytes(b) for b in buffers if b.role == "temp"}
     last: dict[str, int] = {}
     for position, node in enumerate(nodes):
         last.update(dict.fromkeys((*reads(node), *writes(node)), position))

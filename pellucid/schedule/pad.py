@@ -20,7 +20,7 @@ from pellucid.ir.nodes import Kernel, Line, Load, Node, Param, Program, Store, V
 from pellucid.ir.traffic import LINE
 from pellucid.machine import Machine, issuing, moving
 from pellucid.machine.kernels import FEW_ROWS, SAME_SET
-from pellucid.machine.work import estimate
+from pellucid.machine.work import estimate, estimated_bytes
 from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.normalize import split_axes
 
@@ -193,7 +193,7 @@ def _column_walk(kernel: Kernel, load: Load, param: Param, machine: Machine) -> 
     again, own = sweeps(kernel, param.name) - 1, machine.own_level
     if again < 1 or rows < own.holds(row * param.dtype.itemsize) or rows * COLUMN_BYTES > own.size:
         return None
-    size = estimate(param.numel) * param.dtype.itemsize
+    size = estimated_bytes(param)
     beyond = machine.level(max(size, own.size + 1))
     saved = again * size * (1 / beyond.read.one - 1 / own.read.one) / machine.cores
     why = f"{rows} rows of {row} elements keep a column in the second cache between {again + 1} sweeps over it"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pellucid.ir.decision import Decision, Fact
 from pellucid.ir.index import ZERO, Expr, product
 from pellucid.ir.nodes import Kernel, Load, Reduce, axes_of, operands
-from pellucid.machine.work import estimate
+from pellucid.machine.work import estimate, estimated_bytes
 from pellucid.options import Options
 from pellucid.schedule.contractions import check_epilogue, check_neighbours
 from pellucid.schedule.fusion_graph import FusionGraph, Group
@@ -145,7 +145,7 @@ def _check_memory(graph: FusionGraph, first: Kernel, second: Kernel) -> Mismatch
     waiting = sum(_temporary(graph, name) for name in one - other)
     if not waiting or not any(_temporary(graph, name) for name in other - one):
         return None
-    made = sum(_bytes(graph, store.buffer) for _, store in first.stores())
+    made = sum(estimated_bytes(graph.buffers[store.buffer]) for _, store in first.stores())
     if waiting < _TIMES * made:
         return None
     return Mismatch("memory", f"{waiting} bytes would stay in memory until what {second.name} reads is there as well")
@@ -153,13 +153,9 @@ def _check_memory(graph: FusionGraph, first: Kernel, second: Kernel) -> Mismatch
 
 def _temporary(graph: FusionGraph, name: str) -> int:
     """The bytes of a buffer if it is a large temporary, else 0."""
-    size = _bytes(graph, name)
-    return size if size >= _LARGE and graph.buffers[name].role == "temp" else 0
-
-
-def _bytes(graph: FusionGraph, name: str) -> int:
     buffer = graph.buffers[name]
-    return estimate(buffer.numel) * buffer.dtype.itemsize
+    size = estimated_bytes(buffer)
+    return size if size >= _LARGE and buffer.role == "temp" else 0
 
 
 def _has_second_sweep(kernel: Kernel) -> bool:

@@ -12,7 +12,7 @@ from pellucid.ir.nodes import Kernel, Load, axes_of
 from pellucid.ir.ops import EXPENSIVE
 from pellucid.machine import Machine, issuing, kernel_work, moving, starting
 from pellucid.machine.tiles import strides_somewhere, striding
-from pellucid.machine.work import estimate, evaluations, op_cost, touched_bytes
+from pellucid.machine.work import estimate, estimated_bytes, evaluations, op_cost, touched_bytes
 from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.fusion_graph import FusionGraph, Group
 from pellucid.schedule.inline import Inlined, Recipe, loads_of
@@ -88,7 +88,7 @@ def _saved(graph: FusionGraph, recipe: Recipe, producer: Group, consumer: Group)
     if not _may_vanish(graph, buffer):
         return _Saved(read)
     share = 1 / len(graph.readers[buffer])
-    written = estimate(param.numel) * param.dtype.itemsize * share
+    written = estimated_bytes(param) * share
     if sum(1 for _ in producer.kernel.stores()) > 1:
         return _Saved(read, written)
     sizes = {param.name: param for param in recipe.kernel.params}
