@@ -18,6 +18,7 @@ class Options:
     trace: folder in which a run folder is written for every compiled graph; empty for no trace.
     verify: check every invariant of the IR after every stage (slow; on in the project's own tests).
     fusion: fuse kernels; without it each operator is one kernel.
+    loop_orders: fuse kernels that go through what they share in different orders.
     vectorize: write vector code; without it every kernel is scalar.
     contract: compile matrix products and attention forward in f32, bf16 and f16, and convolutions in f32, like all
         else; without it ATen computes them.
@@ -42,6 +43,7 @@ class Options:
     trace: str = ""
     verify: bool = False
     fusion: bool = True
+    loop_orders: bool = True
     vectorize: bool = True
     contract: bool = True
     freeze: bool = False

@@ -25,11 +25,15 @@ Anchor: TypeAlias = tuple[Expr, Expr]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """One space for two kernels, and what becomes of the axes of each."""
+    """One space for two kernels, and what becomes of the axes of each.
+
+    same_order: whether the axes that both have follow one another alike in the two.
+    """
 
     space: tuple[Axis, ...]
     first: Rewrite
     second: Rewrite
+    same_order: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def match_axes(
             return Mismatch("reduction-axes", "the axes that only one of them knows have different extents")
     space = _common_space(left, right)
     refusal = _check_scopes(left, right) or _check_index_reductions((left, right), space)
-    return refusal or Match(space, left.rewrite(space), right.rewrite(space))
+    return refusal or Match(space, left.rewrite(space), right.rewrite(space), _same_order(left, right))
 
 
 class _Digits:
@@ -190,6 +194,13 @@ def _common_space(left: _Digits, right: _Digits) -> tuple[Axis, ...]:
     _close(right, {digit.name for digits in left.digits.values() for digit in digits})
     a, b = tuple(left.ordered()), tuple(right.ordered())
     return a if len(a) >= len(b) else b
+
+
+def _same_order(left: _Digits, right: _Digits) -> bool:
+    orders = [digit.name for digit in left.ordered()], [digit.name for digit in right.ordered()]
+    common = set(orders[0]) & set(orders[1])
+    one, other = ([name for name in order if name in common] for order in orders)
+    return one == other
 
 
 def _close(side: _Digits, taken: set[str]) -> None:

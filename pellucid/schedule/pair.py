@@ -58,6 +58,8 @@ def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options)
     match = _match(graph, first, second)
     if isinstance(match, Mismatch):
         return match
+    if not (match.same_order or options.loop_orders):
+        return Mismatch("different-loop-orders", "their loops differ in order, and option loop_orders is off")
     dead = [buffer for buffer in joint.first.written if not graph.needed_outside(buffer, joint.first, joint.second)]
     kernel = merge_kernels(first, second, match, dead)
     if isinstance(kernel, Mismatch):

@@ -91,9 +91,10 @@ ONE_KERNEL: tuple[Function, ...] = (
 )
 
 
-def compiled(function: Function, *, dynamic: bool) -> Function:
+def compiled(function: Function, *, dynamic: bool, loop_orders: bool = True) -> Function:
     torch._dynamo.reset()
-    return torch.compile(function, backend="pellucid", dynamic=dynamic, options={"verify": True}, fullgraph=True)
+    options = {"verify": True, "loop_orders": loop_orders}
+    return torch.compile(function, backend="pellucid", dynamic=dynamic, options=options, fullgraph=True)
 
 
 def inputs(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -108,6 +109,14 @@ def test_one_kernel_does_it(function: Function) -> None:
     args = inputs(83, 130)
     assert_matches(run(*args), function(*args), function(*widened(args)))
     assert last_compilations()[-1].kernels == 1
+
+
+@pytest.mark.parametrize("function", [both_are_stored, softmax_transposed, norm_transposed])
+def test_different_orders_stay_apart_where_they_shall(function: Function) -> None:
+    run = compiled(function, dynamic=False, loop_orders=False)
+    args = inputs(83, 130)
+    assert_matches(run(*args), function(*args), function(*widened(args)))
+    assert last_compilations()[-1].kernels == 2
 
 
 @pytest.mark.parametrize("function", ONE_KERNEL)

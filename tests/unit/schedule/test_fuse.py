@@ -103,8 +103,12 @@ def test_permuted_consumer() -> None:
     """The order of axes does not matter: the producer's loops follow the consumer."""
     b = ProgramBuilder()
     x, y = b.input(3, 4, 5), b.input(5, 3, 4)
-    z = b.op("mul", b.op("add", x, 1.0).permute(2, 0, 1), y)
-    assert len(kernels(scheduled(b.finish(z)))) == 1
+    total = b.op("add", x, 1.0)
+    program = b.finish(total, b.op("mul", total.permute(2, 0, 1), y))
+    assert len(kernels(scheduled(program))) == 1
+    apart, decisions = schedule(program, Options(loop_orders=False))
+    assert len(kernels(apart)) == 2
+    assert "option loop_orders is off" in decisions[0].why
 
 
 def test_split_axes() -> None:
