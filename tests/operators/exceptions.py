@@ -58,7 +58,7 @@ KNOWN: tuple[Known, ...] = (
         direction="training",
     ),
     Known(
-        "tensor_split,view_as",
+        "tensor_split,hsplit,vsplit,unflatten,view_as",
         "behind a graph break in a longer program AOTAutograd gives wrong gradients of views, under 'aot_eager' too",
         database="large",
         direction="training",
