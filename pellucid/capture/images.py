@@ -25,13 +25,15 @@ from pellucid.machine import Machine
 aten = torch.ops.aten
 
 _RULE = "transform.images"
-# The largest tensor of a part shall take a third of the last cache at most, and must not take more than two; so many
-# parts are made at most, for the sake of compilation.
+# The largest tensor of a part shall take a third of the last cache at most, and must not take more than two thirds; so
+# many parts are made at most, for the sake of compilation.
 _SHARE, _MOST_SHARES, _MOST_PARTS = 3, 2, 8
-# How many times a convolution's weight what it reads and writes for an image must be: each part reads it again.
+# What a convolution reads and writes for an image must be so many times its weight, which each part reads again.
 _TIMES = 4
-# They read a weight as large as what they read of an image, and gained nothing (ConvNeXt).
+# Linear layers gained nothing: they compute too much for what they read and write (ConvNeXt).
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
+# Convolutions of other types are ATen's, as transposed ones and those of volumes: their results would be copied.
+_COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def in_images(
@@ -39,19 +41,22 @@ def in_images(
 ) -> tuple[Decision, ...]:
     """Change a graph for inference; what was decided, if it has convolutions of several images.
 
-    has_loops: whether a convolution will be a kernel; what ATen computes lies in memory of its own.
+    has_loops: whether a call will be a kernel.
 
     Before: `%c = convolution(%x, ...); %y = relu(%c); ...`, of 4 images.
     After: the same of `slice(%x, 0, 0, 1)` and so on, and the `cat` of each result that the next layers read.
     """
     root = next(filter(_is_convolution, graph_module.graph.nodes), None)
     images = shape_of(root)[0] if root else 1
-    if root is None or not has_loops(root) or is_symbolic(images) or images < 2:
+    if root is None or is_symbolic(images) or images < 2:
         return ()
     try:
         region = _region_of(root, images, machine, has_loops)
+        moved = _moved(region)
     except NotInParts as refusal:
         return (Decision(_RULE, (root.name,), False, f"all images are computed together: {refusal}"),)
+    for node in moved:
+        region.members[0].prepend(node)
     _Parts(graph_module.graph, region, images).put_in_place()
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
@@ -75,7 +80,7 @@ def _region_of(root: Node, images: int, machine: Machine, has_loops: Callable[[N
     """From the first convolution on all that makes large tensors of images, up to what the next layer reads."""
     candidates = _of_images(root, images, has_loops)
     if root not in candidates:
-        raise NotInParts("the first layer reads a large weight, or does not lie image after image in memory")
+        raise NotInParts("the first layer reads a large weight, is ATen's, or does not lie image after image in memory")
     largest = max(map(bytes_of, candidates))
     if largest * _SHARE <= machine.last_cache:
         raise NotInParts("the last cache holds what a layer makes of them")
@@ -109,7 +114,7 @@ def _of_images(root: Node, images: int, has_loops: Callable[[Node], bool]) -> li
         dims = _dims(node, images) if others.isdisjoint(read) else None
         fits = is_pure(node) and node.target not in _PRODUCTS
         if _is_convolution(node):
-            fits = has_loops(node) and not _reads_much(node, images, root)
+            fits = _is_compiled(node, has_loops) and not _reads_much(node, images, root)
         if dims is None or not fits or any(dims[each] != 0 for each in read if each in found):
             others.add(node)
         else:
@@ -157,6 +162,11 @@ def _is_convolution(node: Node) -> bool:
     return node.target is aten.convolution.default
 
 
+def _is_compiled(node: Node, has_loops: Callable[[Node], bool]) -> bool:
+    value, transposed = node.meta["val"], node.args[6]
+    return has_loops(node) and value.dtype in _COMPILED and value.dim() == 4 and not transposed
+
+
 def _reads_much(node: Node, images: int, root: Node) -> bool:
     """Whether a convolution's weight is large next to what it reads and writes for an image.
 
@@ -181,6 +191,18 @@ def _closed(candidates: list[Node], large: set[Node]) -> tuple[Node, ...]:
     return tuple(node for node in candidates if node in chosen)
 
 
+def _moved(region: _Region) -> list[Node]:
+    """What the region reads and is computed after its beginning, where all of it will be computed; in order."""
+    first, inside = region.members[0], frozenset(region.members)
+    read = {each for node in region.members for each in node.all_input_nodes if each not in inside}
+    needed = reachable(read, lambda node: node.all_input_nodes)
+    moved = [node for node in first.graph.nodes if node in needed and first < node]
+    fixed = next((node for node in moved if not is_pure(node)), None)
+    if fixed is not None:
+        raise NotInParts(f"{fixed.name} draws random numbers or has an effect, and has to stay in its place")
+    return moved
+
+
 class _Parts:
     """Puts the calls of a region, for some images after others, in its place."""
 
@@ -190,21 +212,11 @@ class _Parts:
         self.mode = fake_mode_of(graph)
 
     def put_in_place(self) -> None:
-        self._hoist()
         results = [node for node in self.region.members if not self.inside.issuperset(node.users)]
         parts = [self._part(start) for start in range(0, self.images, self.region.each)]
         for node in results:
             whole = self._call(aten.cat.default, ([part[node] for part in parts], 0), {}, node, node.meta["val"])
             node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in self.inside)
-
-    def _hoist(self) -> None:
-        """Have what the region reads computed before it."""
-        first = self.region.members[0]
-        read = {each for node in self.region.members for each in node.all_input_nodes if each not in self.inside}
-        needed = reachable(read, lambda node: node.all_input_nodes)
-        for node in [each for each in self.graph.nodes if each in needed]:
-            if first < node:
-                first.prepend(node)
 
     def _part(self, start: int) -> dict[Node, Node]:
         """The calls for the images from `start` on."""

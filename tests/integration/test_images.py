@@ -91,6 +91,14 @@ class Noisy(nn.Module):
         return self.second(torch.bernoulli(torch.sigmoid(self.first(x))))
 
 
+class Masked(Noisy):
+    """Random numbers that the second layer's result needs, drawn after the first one's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y * torch.rand(6, 8, 14, 14))
+
+
 def plain(channels: int = 8, **options: Any) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, channels, 3, **options), nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, 8, 3), nn.ReLU()
@@ -167,6 +175,8 @@ def test_parts_are_as_large_as_the_cache_allows_and_their_kernels_are_the_same(d
         (plain, batch(11), "no equal parts"),
         (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(1568, 8)), batch(), "no two layers"),
         (Noisy, batch(), "no two layers"),
+        (Masked, batch(), "has to stay in its place"),
+        (lambda: plain().double(), batch(dtype=torch.float64), "is ATen's"),
     ],
 )
 def test_what_stays_together(make: Callable[[], nn.Module], x: Tensor, why: str, decided: list[Decision]) -> None:
