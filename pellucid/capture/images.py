@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.fx import Node
 
-from pellucid.capture.fx import bytes_of, reachable
+from pellucid.capture.fx import bytes_of, call_before, reachable
 from pellucid.capture.rows import NotInParts, operands_along, resized, shape_of
-from pellucid.capture.torch_compat import fake_mode_of, is_symbolic
+from pellucid.capture.torch_compat import fake_mode_of, is_symbolic, tree_leaves, tree_map
 from pellucid.capture.transform import is_pure
 from pellucid.ir.decision import Decision
 from pellucid.machine import Machine
@@ -34,6 +34,8 @@ _TIMES = 4
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 # Convolutions of other types are ATen's, as transposed ones and those of volumes: their results would be copied.
 _COMPILED = (torch.float32, torch.bfloat16, torch.float16)
+
+_Dims: TypeAlias = "dict[Node, int | None]"
 
 
 def in_images(
@@ -56,24 +58,26 @@ def in_images(
     except NotInParts as refusal:
         return (Decision(_RULE, (root.name,), False, f"all images are computed together: {refusal}"),)
     for node in moved:
-        region.members[0].prepend(node)
+        region.first.prepend(node)
     _Parts(graph_module.graph, region, images).put_in_place()
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
-    why = (
-        f"the last cache does not hold the {region.largest} bytes that a layer makes of all images until they are read"
-    )
+    largest = max(map(bytes_of, region.members))
+    why = f"the last cache does not hold the {largest} bytes that a layer makes of all images until they are read"
     facts = (("calls", len(region.members)), ("chunks", images // region.each))
     return (Decision(_RULE, (root.name,), True, why, facts),)
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Calls that are made for `each` images at a time, in the order of the graph. largest: bytes of a tensor of all."""
+    """Calls that are made for `each` images at a time, in the order of the graph, and what they read, see `_dims`."""
 
-    members: tuple[Node, ...]
+    members: dict[Node, _Dims]
     each: int
-    largest: int
+
+    @property
+    def first(self) -> Node:
+        return next(iter(self.members))
 
 
 def _region_of(root: Node, images: int, machine: Machine, has_loops: Callable[[Node], bool]) -> _Region:
@@ -84,6 +88,16 @@ def _region_of(root: Node, images: int, machine: Machine, has_loops: Callable[[N
     largest = max(map(bytes_of, candidates))
     if largest * _SHARE <= machine.last_cache:
         raise NotInParts("the last cache holds what a layer makes of them")
+    each = _images_at_a_time(images, largest, machine)
+    least = min(machine.cores * machine.own_cache, largest)
+    members = _closed(candidates, {node for node in candidates if bytes_of(node) >= least})
+    if sum(map(_is_convolution, members)) < 2:
+        raise NotInParts("there are no two layers that make much of small weights")
+    return _Region({node: candidates[node] for node in members}, each)
+
+
+def _images_at_a_time(images: int, largest: int, machine: Machine) -> int:
+    """How many make an equal part. largest: bytes of a tensor of all of them."""
     sizes = [each for each in range(1, images) if images % each == 0 and images <= _MOST_PARTS * each]
     bytes_of_part = {each: largest * each // images for each in sizes}
     fitting = [each for each in sizes if bytes_of_part[each] * _SHARE <= machine.last_cache]
@@ -92,20 +106,16 @@ def _region_of(root: Node, images: int, machine: Machine, has_loops: Callable[[N
         raise NotInParts(
             f"they have no equal parts, {_MOST_PARTS} at most, of which the last cache holds what a layer makes"
         )
-    least = min(machine.cores * machine.own_cache, largest)
-    members = _closed(candidates, {node for node in candidates if bytes_of(node) >= least})
-    if sum(map(_is_convolution, members)) < 2:
-        raise NotInParts("there are no two layers that make much of small weights")
-    return _Region(members, each, largest)
+    return each
 
 
-def _of_images(root: Node, images: int, has_loops: Callable[[Node], bool]) -> list[Node]:
-    """Calls whose result for an image depends on that image alone, in the order of the graph.
+def _of_images(root: Node, images: int, has_loops: Callable[[Node], bool]) -> dict[Node, _Dims]:
+    """Calls whose result for an image depends on that image alone, in the order of the graph, and their `_dims`.
 
     What reads another image, a large weight, random numbers, or something that is made of the images otherwise is none,
     nor what follows.
     """
-    found = dict.fromkeys(_before(root, images))
+    found = dict(_before(root, images))
     others: set[Node] = set()  # made of images, and none of these calls
     for node in root.graph.nodes:
         read = node.all_input_nodes
@@ -118,24 +128,26 @@ def _of_images(root: Node, images: int, has_loops: Callable[[Node], bool]) -> li
         if dims is None or not fits or any(dims[each] != 0 for each in read if each in found):
             others.add(node)
         else:
-            found[node] = None
-    return [node for node in root.graph.nodes if node in found]
+            found[node] = dims
+    return {node: found[node] for node in root.graph.nodes if node in found}
 
 
-def _before(root: Node, images: int) -> Iterator[Node]:
-    """What is done with the images before the first convolution: padding, scaling."""
+def _before(root: Node, images: int) -> Iterator[tuple[Node, _Dims]]:
+    """What is done with the images before the first convolution: padding, scaling; with its `_dims`."""
     node = cast(Node, root.args[0])
-    while _dims(node, images) is not None and len(node.all_input_nodes) == 1:
-        yield node
+    while (dims := _dims(node, images)) is not None and len(node.all_input_nodes) == 1:
+        yield node, dims
         (node,) = node.all_input_nodes
 
 
-def _dims(node: Node, images: int) -> dict[Node, int | None] | None:
+def _dims(node: Node, images: int) -> _Dims | None:
     """For each operand 0 if an image's result needs that image of it, None if it needs all; None if it is no such call.
 
     What is made must lie image after image in memory.
     """
-    if node.op != "call_function" or not all(_lies_by_images(each, images) for each in _values(node)):
+    if node.op != "call_function" or not all(
+        _lies_by_images(each, images) for each in tree_leaves(node.meta.get("val"))
+    ):
         return None
     if node.target is operator.getitem:
         return {cast(Node, node.args[0]): 0}
@@ -145,11 +157,6 @@ def _dims(node: Node, images: int) -> dict[Node, int | None] | None:
         return None
     dims = dict(read)
     return dims if all(dims[operand] == dim for operand, dim in read) else None
-
-
-def _values(node: Node) -> Sequence[Any]:
-    value = node.meta.get("val")
-    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _lies_by_images(value: Any, images: int) -> bool:
@@ -177,26 +184,24 @@ def _reads_much(node: Node, images: int, root: Node) -> bool:
     return bytes_of(weight) * _TIMES * images > moved
 
 
-def _closed(candidates: list[Node], large: set[Node]) -> tuple[Node, ...]:
+def _closed(candidates: Collection[Node], large: set[Node]) -> list[Node]:
     """What large tensors are made of, a convolution that makes less of one, and what is made of each element then."""
-    known = frozenset(candidates)
     chosen: set[Node] = set()
-    for node in reversed(candidates):
+    for node in reversed(list(candidates)):
         if node in large or not chosen.isdisjoint(node.users):
             chosen.add(node)
     for node in candidates:
-        read = known.intersection(node.all_input_nodes)
+        read = {each for each in node.all_input_nodes if each in candidates}
         if read <= chosen and (not _is_convolution(node) or not large.isdisjoint(read)):
             chosen.add(node)
-    return tuple(node for node in candidates if node in chosen)
+    return [node for node in candidates if node in chosen]
 
 
 def _moved(region: _Region) -> list[Node]:
     """What the region reads and is computed after its beginning, where all of it will be computed; in order."""
-    first, inside = region.members[0], frozenset(region.members)
-    read = {each for node in region.members for each in node.all_input_nodes if each not in inside}
+    read = {each for dims in region.members.values() for each in dims if each not in region.members}
     needed = reachable(read, lambda node: node.all_input_nodes)
-    moved = [node for node in first.graph.nodes if node in needed and first < node]
+    moved = [node for node in region.first.graph.nodes if node in needed and region.first < node]
     fixed = next((node for node in moved if not is_pure(node)), None)
     if fixed is not None:
         raise NotInParts(f"{fixed.name} draws random numbers or has an effect, and has to stay in its place")
@@ -207,51 +212,47 @@ class _Parts:
     """Puts the calls of a region, for some images after others, in its place."""
 
     def __init__(self, graph: torch.fx.Graph, region: _Region, images: int) -> None:
-        self.graph, self.region, self.images = graph, region, images
-        self.inside = frozenset(region.members)
+        self.region, self.images = region, images
         self.mode = fake_mode_of(graph)
 
     def put_in_place(self) -> None:
-        results = [node for node in self.region.members if not self.inside.issuperset(node.users)]
+        inside = self.region.members.keys()
+        results = [node for node in inside if not inside >= node.users.keys()]
         parts = [self._part(start) for start in range(0, self.images, self.region.each)]
         for node in results:
-            whole = self._call(aten.cat.default, ([part[node] for part in parts], 0), {}, node, node.meta["val"])
-            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in self.inside)
+            pieces = [part[node] for part in parts]
+            whole = self._call(aten.cat.default, (pieces, 0), {}, like=node, value=node.meta["val"])
+            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in inside)
 
     def _part(self, start: int) -> dict[Node, Node]:
         """The calls for the images from `start` on."""
-        each, stop = self.region.each, start + self.region.each
         made: dict[Node, Node] = {}
-        for node in self.region.members:
-            operands = dict[Node, Node]()
-            for operand, dim in (_dims(node, self.images) or {}).items():
-                if operand in self.inside:
-                    operands[operand] = made[operand]
-                elif dim == 0:
-                    value = operand.meta["val"]
-                    with self.mode:
-                        part = value[start:stop]
-                    operands[operand] = self._call(aten.slice.Tensor, (operand, 0, start, stop), {}, operand, part)
+        for node, dims in self.region.members.items():
+            operands = {
+                each: made[each] if each in made else self._slice(each, start) for each, dim in dims.items() if dim == 0
+            }
             args, kwargs = torch.fx.map_arg(
-                (resized(node, 0, each), node.kwargs), lambda old, new=operands: new.get(old, old)
+                (resized(node, 0, self.region.each), node.kwargs), lambda old, new=operands: new.get(old, old)
             )
-            made[node] = self._call(cast(Callable[..., Any], node.target), args, kwargs, node, self._value(node))
+            target = cast(Callable[..., Any], node.target)
+            made[node] = self._call(target, args, kwargs, like=node, value=self._value(node))
         return made
+
+    def _slice(self, node: Node, start: int) -> Node:
+        """The images from `start` on of what the region reads."""
+        stop = start + self.region.each
+        with self.mode:
+            value = node.meta["val"][start:stop]
+        return self._call(aten.slice.Tensor, (node, 0, start, stop), {}, like=node, value=value)
 
     def _value(self, node: Node) -> Any:
         """What a call makes for a part: it lies in memory as that of all images does."""
-        with self.mode:
-            values = [
-                torch.empty_strided((self.region.each, *each.shape[1:]), each.stride(), dtype=each.dtype)
-                for each in _values(node)
-            ]
-        return tuple(values) if isinstance(node.meta["val"], list | tuple) else values[0]
 
-    def _call(
-        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], like: Node, value: Any
-    ) -> Node:
-        """A new call before the region, from the same line as another one; `value` is what it makes."""
-        with self.graph.inserting_before(self.region.members[0]):
-            made = self.graph.call_function(target, args, kwargs)
-        made.meta = {**like.meta, "val": value}
-        return made
+        def of_part(whole: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided((self.region.each, *whole.shape[1:]), whole.stride(), dtype=whole.dtype)
+
+        with self.mode:
+            return tree_map(of_part, node.meta["val"])
+
+    def _call(self, target: Callable[..., Any], args: Any, kwargs: Any, *, like: Node, value: Any) -> Node:
+        return call_before(self.region.first, target, args, kwargs, like=like, value=value)

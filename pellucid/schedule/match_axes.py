@@ -25,15 +25,11 @@ Anchor: TypeAlias = tuple[Expr, Expr]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """One space for two kernels, and what becomes of the axes of each.
-
-    same_order: whether the axes that both have follow one another alike in the two.
-    """
+    """One space for two kernels, and what becomes of the axes of each."""
 
     space: tuple[Axis, ...]
     first: Rewrite
     second: Rewrite
-    same_order: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,18 @@ def match_axes(
             return Mismatch("reduction-axes", "the axes that only one of them knows have different extents")
     space = _common_space(left, right)
     refusal = _check_scopes(left, right) or _check_index_reductions((left, right), space)
-    return refusal or Match(space, left.rewrite(space), right.rewrite(space), _same_order(left, right))
+    return refusal or Match(space, left.rewrite(space), right.rewrite(space))
+
+
+def same_order(first: Kernel, second: Kernel, match: Match) -> bool:
+    """Whether the common axes that both kernels have follow one another alike in the two."""
+    orders = [
+        [piece for axis in kernel.space for piece in rewrite.pieces.get(axis.name, (axis.name,))]
+        for kernel, rewrite in ((first, match.first), (second, match.second))
+    ]
+    common = set(orders[0]) & set(orders[1])
+    one, other = ([name for name in order if name in common] for order in orders)
+    return one == other
 
 
 class _Digits:
@@ -194,13 +201,6 @@ def _common_space(left: _Digits, right: _Digits) -> tuple[Axis, ...]:
     _close(right, {digit.name for digits in left.digits.values() for digit in digits})
     a, b = tuple(left.ordered()), tuple(right.ordered())
     return a if len(a) >= len(b) else b
-
-
-def _same_order(left: _Digits, right: _Digits) -> bool:
-    orders = [digit.name for digit in left.ordered()], [digit.name for digit in right.ordered()]
-    common = set(orders[0]) & set(orders[1])
-    one, other = ([name for name in order if name in common] for order in orders)
-    return one == other
 
 
 def _close(side: _Digits, taken: set[str]) -> None:

@@ -11,7 +11,7 @@ from pellucid.machine.work import estimate, estimated_bytes
 from pellucid.options import Options
 from pellucid.schedule.contractions import check_epilogue, check_neighbours
 from pellucid.schedule.fusion_graph import FusionGraph, Group
-from pellucid.schedule.match_axes import Anchor, Match, Mismatch, match_axes
+from pellucid.schedule.match_axes import Anchor, Match, Mismatch, match_axes, same_order
 from pellucid.schedule.merge import merge_kernels
 from pellucid.schedule.worth import check_strides
 
@@ -58,7 +58,7 @@ def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options)
     match = _match(graph, first, second)
     if isinstance(match, Mismatch):
         return match
-    if not (match.same_order or options.loop_orders):
+    if not (options.loop_orders or same_order(first, second, match)):
         return Mismatch("different-loop-orders", "their loops differ in order, and option loop_orders is off")
     dead = [buffer for buffer in joint.first.written if not graph.needed_outside(buffer, joint.first, joint.second)]
     kernel = merge_kernels(first, second, match, dead)
