@@ -33,12 +33,14 @@ from pellucid.native.instance import (
     PythonCall,
     Result,
     Slot,
+    Strips,
     TensorView,
     Way,
 )
 from pellucid.native.runtime import Instance
 from pellucid.native.trials import Choices
 from pellucid.schedule.memory import MemoryPlan
+from pellucid.strips import Chain
 
 # Instances for as many different sizes are kept; beyond it the one unused for longest is made again when needed.
 _INSTANCES = 64
@@ -184,10 +186,11 @@ class Executable:
 
     def _make_instance(self, sizes: tuple[int, ...], *, donated: bool) -> _Ready:
         size = Numbers(dict(zip(self._plan.symbols, sizes, strict=True)), by_name(self._plan.derived))
-        memory = self._plan.memory_for(size, donated=donated and not self._probes, in_place=not self._probes)
+        observed = bool(self._probes)
+        memory = self._plan.memory_for(size, donated=donated, observed=observed)
         assembler = _Assembler(self._plan, size, memory, self._addresses, self._sources, self.choices)
         calls = assembler.calls(self._probes)
-        instance = assembler.instance(calls)
+        instance = assembler.instance(calls, () if observed else self._plan.chains)
         floats = [torch.tensor([size.of(name)], dtype=torch.float64) for name in self._plan.supplied]
         expected = [assembler.expected(view) for view in self._checked if view.buffer in assembler.slots]
         taken = sorted({assembler.inputs[name] for name in memory.homes.values()})
@@ -259,11 +262,16 @@ class _Assembler:
         self.slots = {buffer.name: number for number, buffer in enumerate(plan.buffers)}
         self.dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in plan.buffers}
 
-    def instance(self, calls: Sequence[Call]) -> Instance:
+    def instance(self, calls: Sequence[Call], chains: Sequence[Chain]) -> Instance:
         slots = [self._slot(buffer) for buffer in self.plan.buffers]
         results = [self._result(result) for result in self.plan.results]
         count, arena = len(self.plan.arguments), self.memory.arena_bytes
-        return Instance(slots, calls, results, inputs=count, arena=arena, name=self.plan.name)
+        strips = [self._strips(chain) for chain in chains]
+        return Instance(slots, calls, results, inputs=count, arena=arena, name=self.plan.name, strips=strips)
+
+    def _strips(self, chain: Chain) -> Strips:
+        windows = tuple((self.slots[window.buffer], window.nbytes) for window in chain.windows)
+        return Strips(chain.first, chain.last, windows, chain.parts)
 
     def calls(self, probes: Mapping[str, Probe]) -> list[Call]:
         """The calls of the plan, and those of probes."""

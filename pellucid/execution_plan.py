@@ -6,19 +6,21 @@ meets; `output_code.py`, cosimulation and profiles read it too, so none of them 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
 from pellucid.codegen import CppKernel
 from pellucid.ir.analysis import reads, writes
+from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Derived, Numbers, by_name, term_text
 from pellucid.ir.index import Expr, const, text
 from pellucid.ir.nodes import Buffer, Extern, Kernel, Node, Program, View
 from pellucid.ir.origin import Origin
 from pellucid.ir.printer import print_arg, with_comments
 from pellucid.ir.types import DType
+from pellucid.machine import Machine
 from pellucid.schedule.memory import (
     WORTH_TAKING,
     Lifetime,
@@ -30,6 +32,7 @@ from pellucid.schedule.memory import (
     plan_memory,
     spans,
 )
+from pellucid.strips import Chain, Temporary, find_chains, stage_of
 
 
 class Place(Enum):
@@ -104,6 +107,7 @@ class ExecutionPlan:
     supplied: buffers with one derived float each, arguments that follow those of the caller.
     donated: arguments that temporaries may overwrite where the caller does not want them any more, see `donations`.
     in_place: temporaries that may lie where others do, see `made_in_place`.
+    chains: calls that run strip by strip, in order.
     memory: the places in the arena and in donated arguments; None where they depend on sizes.
     """
 
@@ -117,20 +121,31 @@ class ExecutionPlan:
     results: tuple[View | Expr | None, ...]
     donated: Mapping[str, frozenset[str]]
     in_place: Mapping[str, str]
+    chains: tuple[Chain, ...]
     memory: MemoryPlan | None
 
     @property
     def arguments(self) -> tuple[str | None, ...]:
         return (*self.inputs, *self.supplied)
 
-    def memory_for(self, size: Numbers, *, donated: bool, in_place: bool) -> MemoryPlan:
+    def memory_for(self, size: Numbers, *, donated: bool, observed: bool) -> MemoryPlan:
         """The places in the arena. size: of the symbols.
 
-        donated: whether arguments may be overwritten. in_place: whether a call may overwrite what it reads.
+        donated: whether arguments may be overwritten. observed: after each call its results are there, whole, and what
+        it has read.
         """
-        if self.memory is not None and (donated or not self.memory.homes) and (in_place or not self.in_place):
+        if self.memory is not None and (donated or not self.memory.homes) and not observed:
             return self.memory
-        return _memory(self.buffers, self.donated if donated else {}, self.in_place if in_place else {}, size)
+        if observed:
+            return _memory(self.buffers, {}, {}, (), size)
+        return _memory(self.buffers, self.donated if donated else {}, self.in_place, self.chains, size)
+
+    @property
+    def memory_one_by_one(self) -> MemoryPlan | None:
+        """`memory` where calls run one after the other, and none strip by strip."""
+        if self.memory is None or not self.chains:
+            return self.memory
+        return _memory(self.buffers, self.donated, self.in_place, (), Numbers({}, by_name(self.derived)))
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -144,11 +159,13 @@ def plan_execution(
     values: Iterable[View] = (),
     reuse: bool = True,
     donated: Iterable[str] = (),
-) -> ExecutionPlan:
-    """The plan of a scheduled program with its kernels, by their names in it.
+    strips: Machine | None = None,
+) -> tuple[ExecutionPlan, tuple[Decision, ...]]:
+    """The plan of a scheduled program with its kernels, by their names in it, and what was decided.
 
     values: where it puts what the graph computes. reuse: let temporaries that are not alive at once share memory.
-    donated: inputs whose memory temporaries may take over where nobody else holds it.
+    donated: inputs whose memory temporaries may take over where nobody else holds it. strips: the machine for which
+    calls may run strip by strip.
     """
     allocated = _allocated_by_calls(program.nodes)
     whole = _whole(program, values)
@@ -170,7 +187,9 @@ def plan_execution(
     taken = donations(program.nodes, used, [name for name in donated if name not in small]) if reuse else {}
     kinds = {b.name: (b.numel, b.dtype) for b in buffers if b.place is Place.ARENA and b.name in used}
     in_place = made_in_place(program.nodes, used, kinds)
-    return ExecutionPlan(
+    chains, decisions = _chains(program, kernels, buffers, strips) if strips and not program.symbols else ((), ())
+    known = Numbers({}, by_name(program.derived))
+    plan = ExecutionPlan(
         name=name,
         symbols=program.symbols,
         derived=program.derived,
@@ -181,8 +200,25 @@ def plan_execution(
         results=program.outputs,
         donated=taken,
         in_place=in_place,
-        memory=None if program.symbols else _memory(buffers, taken, in_place, Numbers({}, by_name(program.derived))),
+        chains=chains,
+        memory=None if program.symbols else _memory(buffers, taken, in_place, chains, known),
     )
+    return plan, decisions
+
+
+def _chains(
+    program: Program, kernels: Mapping[str, CppKernel], buffers: Iterable[PlannedBuffer], machine: Machine
+) -> tuple[tuple[Chain, ...], tuple[Decision, ...]]:
+    """Which calls of a program of known sizes run strip by strip."""
+    stages = [
+        stage_of(node, kernels[node.name], machine) if isinstance(node, Kernel) else None for node in program.nodes
+    ]
+    temporaries = {
+        each.name: Temporary(each.dtype.itemsize, each.numel.value, *each.span)
+        for each in buffers
+        if each.place is Place.ARENA and each.span is not None and each.numel.value is not None
+    }
+    return find_chains(stages, temporaries, machine)
 
 
 def read_by(call: Call) -> tuple[str, ...]:
@@ -241,12 +277,30 @@ def _whole(program: Program, values: Iterable[View]) -> dict[str, View]:
 
 
 def _memory(
-    buffers: Iterable[PlannedBuffer], donated: Mapping[str, frozenset[str]], in_place: Mapping[str, str], size: Numbers
+    buffers: Iterable[PlannedBuffer],
+    donated: Mapping[str, frozenset[str]],
+    in_place: Mapping[str, str],
+    chains: Sequence[Chain],
+    size: Numbers,
 ) -> MemoryPlan:
-    used = {b.name: Lifetime(b.name, *b.span, b.nbytes(size)) for b in buffers if b.span is not None}
-    in_arena = [used[b.name] for b in buffers if b.place is Place.ARENA and b.name in used]
-    rooms = [Room(name, used[name].last, used[name].nbytes, targets) for name, targets in donated.items()]
-    return plan_memory(in_arena, rooms, in_place)
+    """Calls of a chain count as one: all that they use is alive together, and of what has a window that is."""
+    chain_of = {call: chain for chain in chains for call in range(chain.first, chain.last + 1)}
+    windows = {window.buffer: chain.room(window) for chain in chains for window in chain.windows}
+    used = {b.name: b.span for b in buffers if b.span is not None}
+
+    def life(name: str, nbytes: int) -> Lifetime:
+        first, last = used[name]
+        begin = chain_of[first].first if first in chain_of else first
+        end = chain_of[last].last if last in chain_of else last
+        return Lifetime(name, begin, end, windows.get(name, nbytes))
+
+    lives = {b.name: life(b.name, b.nbytes(size)) for b in buffers if b.name in used}
+    in_arena = [lives[b.name] for b in buffers if b.place is Place.ARENA and b.name in lives]
+    rooms = [
+        Room(name, lives[name].last, lives[name].nbytes, frozenset() if used[name][1] in chain_of else targets)
+        for name, targets in donated.items()
+    ]
+    return plan_memory(in_arena, rooms, {name: at for name, at in in_place.items() if used[name][0] not in chain_of})
 
 
 # ------------------------------------------------------------------------------------------------ text
@@ -267,6 +321,8 @@ def _lines(plan: ExecutionPlan) -> Iterator[str]:
             place += f" {arguments[buffer.name]}"
         yield f"  buffer {buffer.name}: {buffer.dtype!r}[{text(buffer.numel)}] {place}{_time_and_place(plan, buffer)}"
     yield ""
+    for chain in plan.chains:
+        yield f"  strips of calls {chain.first} to {chain.last}, {len(chain.parts)} parts{_windows_text(chain)}"
     lines = [f"  call {number} {_call_text(call)}" for number, call in enumerate(plan.calls)]
     yield from with_comments(lines, [_comment(call) for call in plan.calls])
     for result in plan.results:
@@ -284,6 +340,10 @@ def _time_and_place(plan: ExecutionPlan, buffer: PlannedBuffer) -> str:
         return " donated" if buffer.name in plan.donated else at
     first, last = buffer.span
     return f"{at}, from call {first} to {'the end' if last == len(plan.calls) else last}"
+
+
+def _windows_text(chain: Chain) -> str:
+    return "".join(f", {window.nbytes} bytes of {window.buffer}" for window in chain.windows)
 
 
 def _call_text(call: Call) -> str:

@@ -25,8 +25,8 @@ class Options:
     freeze: prepare parameters and buffers once, for inference: what depends on them alone is computed and matrices are
         packed before the first call, and again when they have changed.
     recompute: let backward compute again what is cheaper than keeping it, where PyTorch's partitioner would keep it.
-    chunk: compute a huge matrix that a product makes, such as logits, and what is made of it, some rows at a time;
-        and in inference the first layers of an image network for some images of a batch at a time.
+    chunk: compute a huge matrix that a product makes, such as logits, and what is made of it, some rows at a time.
+    strips: run chains of kernels some iterations of each in turn where what they hand on would leave the near caches.
     reuse: start what an earlier process compiled, without compiling it again.
     reuse_memory: let temporaries that are not alive at the same time share memory.
     pad: let rows of temporaries have room between them where they would meet in few sets of a cache.
@@ -50,6 +50,7 @@ class Options:
     freeze: bool = False
     recompute: bool = True
     chunk: bool = True
+    strips: bool = True
     reuse: bool = True
     reuse_memory: bool = True
     pad: bool = True

@@ -16,7 +16,6 @@ from pellucid.capture.attention import fuse_attention, fuse_joint_attention
 from pellucid.capture.chunk import in_chunks
 from pellucid.capture.fold import fold_scales
 from pellucid.capture.fx import decide, decided_jointly
-from pellucid.capture.images import in_images
 from pellucid.capture.keep import computed_again, keep_less, kept
 from pellucid.capture.layout import channels_last, lay_out_joint
 from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
@@ -133,8 +132,6 @@ def _transform(unit: Unit, options: Options) -> Step:
     graph, decisions = graph_passes(unit.captured, unit.kind, options)
     if options.freeze and unit.kind == "inference":
         decisions += fold_scales(graph)
-    if options.chunk and options.contract and unit.kind == "inference":
-        decisions += in_images(graph, unit.machine, has_loops)
     return replace(unit, graph=graph), decisions
 
 
@@ -190,15 +187,16 @@ def _codegen(unit: Unit, options: Options) -> Step:
 
 def _plan(unit: Unit, options: Options) -> Step:
     values = (*tensors_of(unit.graph), *unit.values.values())
-    plan = plan_execution(
+    plan, decisions = plan_execution(
         unit.scheduled,
         unit.kernels,
         name=unit.name,
         values=values,
         reuse=options.reuse_memory,
         donated=donated_of(unit.graph),
+        strips=unit.machine if options.strips else None,
     )
-    return replace(unit, plan=plan), ()
+    return replace(unit, plan=plan), decisions
 
 
 def _build(unit: Unit, options: Options) -> Step:

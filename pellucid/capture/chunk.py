@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from pellucid.capture.fx import bytes_of, call_before, dependent_on_tangents, is_tangent, reachable
+from pellucid.capture.fx import bytes_of, dependent_on_tangents, is_tangent, reachable
 from pellucid.capture.rows import NotInParts, is_linear, operands_along, resized, shape_of, summed
 from pellucid.capture.torch_compat import fake_mode_of, is_symbolic, keep, size_hint
 from pellucid.capture.transform import is_pure
@@ -32,6 +32,8 @@ _RULE = "transform.chunks"
 _LEAST, _PART, _COUNT, _ROWS = 1 << 29, 1 << 28, 16, 512
 # How many times all that remains of it the matrix must be; how many calls are made of it at most.
 _TIMES, _MOST_CALLS = 3, 2000
+# What a node's meta says of its place in forward or backward.
+_OF_ITS_HALF = ("partitioner_tag", "autograd_backward", "recompute", "seq_nr")
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -342,10 +344,13 @@ class _Parts:
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, like: Node) -> Node:
         """A new call before the product, which comes from the same line as another."""
+        with self.graph.inserting_before(self.region.root):
+            made = self.graph.call_function(target, args, kwargs)
+        made.meta = {key: value for key, value in like.meta.items() if key not in _OF_ITS_HALF}
         values = torch.fx.map_arg((args, kwargs), lambda each: each.meta["val"])
         with self.mode:
-            value = target(*values[0], **values[1])
-        return call_before(self.region.root, target, args, kwargs, like=like, value=value)
+            made.meta["val"] = target(*values[0], **values[1])
+        return made
 
 
 def _operands(node: Node, dim: int) -> dict[Node, int | None]:

@@ -35,9 +35,6 @@ _MERGED = "pellucid_merged_origins"
 # What was decided about it while forward and backward were one graph.
 _DECIDED = "pellucid_decisions"
 
-# What a node's meta says of its place in forward or backward.
-_OF_ITS_HALF = ("partitioner_tag", "autograd_backward", "recompute", "seq_nr")
-
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n?\s*(?P<code>[^\n]*)')
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -87,16 +84,6 @@ def is_tangent(node: torch.fx.Node) -> bool:
 def dependent_on_tangents(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """The gradients that backward is given, and all that is computed of them."""
     return reachable(filter(is_tangent, graph.nodes), lambda node: node.users)
-
-
-def call_before(
-    place: torch.fx.Node, target: Callable[..., Any], args: Any, kwargs: Any, *, like: torch.fx.Node, value: Any
-) -> torch.fx.Node:
-    """A new call before a node, from the same line as another one; `value` is what it makes, of fake tensors."""
-    with place.graph.inserting_before(place):
-        made = place.graph.call_function(target, args, kwargs)
-    made.meta = {key: each for key, each in like.meta.items() if key not in _OF_ITS_HALF} | {"val": value}
-    return made
 
 
 def attribute_of(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:

@@ -61,12 +61,6 @@ def operands_along(node: Node, dim: int) -> list[tuple[Node, int | None]]:
             *bias, left, right = map(_node, args)
             product = [(left, 0), (right, None)] if dim == 0 else [(left, None), (right, 1)]
             return [*((each, _broadcast(each, node, dim)) for each in bias), *product]
-        case "convolution" if dim == 0:
-            return [(_node(args[0]), 0), *((each, None) for each in args[1:3] if isinstance(each, Node))]
-        case "constant_pad_nd" if len(args[1]) <= 2 * (rank - 1 - dim):  # type: ignore[arg-type]
-            return [(tensors[0], dim)]
-        case "max_pool2d_with_indices" | "avg_pool2d" if dim == 0:
-            return [(tensors[0], 0)]
         case "t":
             return [(tensors[0], 1 - dim)]
         case "transpose":

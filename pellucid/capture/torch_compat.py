@@ -47,7 +47,6 @@ from torch.utils._pytree import (
     tree_flatten,
     tree_leaves,
     tree_leaves_with_path,
-    tree_map,
     tree_unflatten,
 )
 from torch.utils.checkpoint import CheckpointPolicy
@@ -102,7 +101,6 @@ __all__ = [
     "traced_anew",
     "tree_flatten",
     "tree_leaves",
-    "tree_map",
     "tree_unflatten",
     "unbacked_bindings",
     "user_frames",

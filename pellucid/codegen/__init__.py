@@ -2,6 +2,7 @@
 
     copies -> names -> space -> offsets
         -> plan (vector, tiles, sweeps), contraction (blocks) or attention (rows) -> loops -> cpp
+                                                                                  -> reach
 
 Each step is a value in, value out function in its own file; `plan` chooses, `variants` finds plans that are as good by
 their price, `cpp` prints.
@@ -24,6 +25,7 @@ from pellucid.codegen.names import Canonical, canonical_symbol, canonicalise
 from pellucid.codegen.offsets import from_first_touched
 from pellucid.codegen.operands import print_packing
 from pellucid.codegen.plan import Plan
+from pellucid.codegen.reach import Reaches, reaches
 from pellucid.codegen.space import simplify
 from pellucid.codegen.variants import plan_loops
 from pellucid.codegen.vector import base_lanes
@@ -80,6 +82,7 @@ class CppKernel:
     extent: number of parallel iterations. grain: the least of them that are worth a thread.
     checks: the dimension that each index check is about, and the check's origin.
     line_map: origin of each line of the source.
+    computes: all that it does, over `p0`, `p1` and so on; `plan.kernel` may be what runs over blocks.
     others: kernels that do the same, with the same parameters and bits, and are as good by their price.
     """
 
@@ -94,6 +97,7 @@ class CppKernel:
     line_map: tuple[Origin, ...]
     plan: Plan
     decisions: tuple[Decision, ...]
+    computes: Kernel
     packing: CppPacking | None = None
     others: tuple[CppKernel, ...] = ()
 
@@ -101,6 +105,11 @@ class CppKernel:
     def ways(self) -> tuple[CppKernel, ...]:
         """All kernels that do the same, this one first."""
         return (self, *self.others)
+
+    @property
+    def reaches(self) -> Reaches | None:
+        """What each of its iterations touches, see `codegen/reach.py`."""
+        return reaches(self.computes, self.plan, self.offsets)
 
 
 def generate(
@@ -169,6 +178,7 @@ def _written(kernel: Kernel, plan: Plan, simple: Canonical, offsets: tuple[int, 
         line_map=tuple(written.origins),
         plan=plan,
         decisions=tuple(_with_original_names(decision, simple) for decision in plan.decisions),
+        computes=kernel,
         packing=packing,
     )
 

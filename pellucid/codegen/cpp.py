@@ -29,7 +29,7 @@ from pellucid.codegen.loops import (
     WriteTile,
 )
 from pellucid.codegen.operands import Operands
-from pellucid.codegen.plan import Plan, chunks
+from pellucid.codegen.plan import Plan
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
 from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
@@ -211,21 +211,13 @@ class _Printer:
     def decode(self) -> None:
         """The counters of the flattened axes from the parallel loop's: the last axis runs fastest."""
         plan = self.plan
-        outer = [(axis, plan.extent_of(axis)) for axis in plan.outer]
-        blocks = {"lo": plan.chunk, "from": plan.tile_step}
-        cut: list[tuple[str, Expr]] = []
-        if plan.chunk and plan.inner is not None:
-            cut.append(("lo", chunks(plan.extent_of(plan.inner), plan.chunk)))
-        if plan.outer_tile is not None:
-            cut.append(("from", chunks(plan.extent_of(plan.outer_tile), plan.tile_step)))
-        cut = cut[::-1] if plan.columns_outermost else cut
-        counters = cut + outer if plan.outer_fastest else outer + cut
+        counters, begins = plan.counters, {plan.inner: "lo", plan.outer_tile: "from"}
         rest = "t"
         for position in range(len(counters) - 1, -1, -1):
-            name, extent = counters[position]
-            count = self.factor(extent)
+            counter = counters[position]
+            name, count = begins.get(counter.axis, counter.axis), self.factor(counter.count)
             mine = f"{rest} % {count}" if position else rest
-            scale = f" * {blocks[name]}" if name in blocks else ""
+            scale = f" * {counter.step}" if counter.axis in begins else ""
             self.out.line(f"const int64_t {name} = {mine}{scale};")
             if position:
                 self.out.line(f"const int64_t t{position} = {rest} / {count};")

@@ -43,6 +43,15 @@ BARRIERS = 4
 
 
 @dataclass(frozen=True, slots=True)
+class Counter:
+    """An axis, or blocks of an axis, of the flattened parallel loop: `count` iterations, of `step` points each."""
+
+    axis: str
+    count: Expr
+    step: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How the loops of a kernel run. The nest, from the outside in:
 
@@ -103,6 +112,18 @@ class Plan:
     def columns_outermost(self) -> bool:
         """Whether all lines of some columns follow one another, see `codegen/winograd.py`."""
         return self.blocks is not None and self.blocks.tiles > 0
+
+    @property
+    def counters(self) -> tuple[Counter, ...]:
+        """What the parallel loop is flattened from; the last one runs fastest."""
+        outer = [Counter(axis, self.extent_of(axis)) for axis in self.outer]
+        cut = [
+            Counter(axis, chunks(self.extent_of(axis), step), step)
+            for axis, step in ((self.inner, self.chunk), (self.outer_tile, self.tile_step))
+            if axis is not None and step
+        ]
+        cut = cut[::-1] if self.columns_outermost else cut
+        return (*cut, *outer) if self.outer_fastest else (*outer, *cut)
 
     @property
     def way(self) -> str:

@@ -25,6 +25,7 @@ from pellucid.native.instance import (
     PythonCall,
     Result,
     Slot,
+    Strips,
     TensorView,
     Trial,
     Way,
@@ -57,6 +58,7 @@ def encode(
     slots: Sequence[Slot],
     calls: Sequence[Call],
     results: Sequence[Result],
+    strips: Sequence[Strips],
     inputs: int,
     arena: int,
     name: str,
@@ -101,7 +103,24 @@ def encode(
     body.word(len(results))
     for result in results:
         body.word(*encoder.result(result))
+    body.word(len(strips))
+    for each in strips:
+        _strips(body, each, calls)
     return Encoded(head.words + body.words, tuple(paths), tuple(encoder.objects))
+
+
+def _strips(out: Writer, strips: Strips, calls: Sequence[Call]) -> None:
+    members = calls[strips.first : strips.last + 1]
+    plain = all(isinstance(call, KernelCall) and call.trial is None and not call.checks for call in members)
+    if not plain or not members or not strips.parts:
+        raise InternalError(f"calls {strips.first} to {strips.last} cannot run strip by strip")
+    out.word(strips.first, strips.last)
+    out.word(len(strips.windows))
+    for slot, nbytes in strips.windows:
+        out.word(slot, nbytes)
+    out.word(len(strips.parts))
+    for part in strips.parts:
+        out.list(part)
 
 
 def _tiny(calls: Sequence[Call]) -> bool:

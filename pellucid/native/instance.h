@@ -64,17 +64,41 @@ struct DispatcherCall {
   PythonCall again;         // the same call, made when this one fails: Python raises eager's own exception
 };
 
+struct StripWindow {        // of `bytes` in each part, at the slot's place
+  struct Use {
+    int64_t parameter, offset;  // among the parameters of all calls; bytes after the buffer's beginning
+  };
+  int64_t slot, bytes;
+  std::vector<Use> uses;
+};
+
+struct Strips {             // calls of kernels that are made strip by strip
+  int64_t first, last;
+  std::vector<StripWindow> windows;
+  std::vector<Words> parts; // see `Chain` in strips.py
+  Words starts;             // of each call's parameters among those of all, and how many there are
+
+  int64_t calls() const { return last - first + 1; }
+};
+
 struct Call {
   std::string name, where;
   std::variant<KernelCall, ShimCall, DispatcherCall, PythonCall> what;
   Words release;            // extern slots that nobody uses after this call
   std::string event;        // how a profiler shows it, with the views `reads` of Plan::shown as its inputs
   Words reads;
+  const Strips* strips = nullptr;  // those that begin with it
 };
 
 struct Result {
   ResultKind kind;
   int64_t value;
+};
+
+// Of a part of strips.
+struct StripMemory {
+  std::vector<void*> parameters;
+  std::vector<char*> buffers;            // where the buffer of each window would begin
 };
 
 // What one run works in. It belongs to an arena, and whoever holds the arena may use it.
@@ -88,6 +112,7 @@ struct Frame {
   std::vector<PyObject*> object;         // of each argument: the tensor, referenced during the run
   std::vector<void*> impl;               // of each argument: its TensorImpl; the address of an entry is a handle
   std::vector<void*> parameters;         // of the kernel being called
+  std::vector<StripMemory> strips;       // of each part of those that are being made
 };
 
 struct Plan {
@@ -101,6 +126,7 @@ struct Plan {
   std::vector<std::unique_ptr<Trial>> trials;
   std::vector<Call> calls;
   std::vector<Result> results;
+  std::vector<std::unique_ptr<Strips>> strips;
   std::atomic<bool> news = false;  // a trial has ended of which nobody was told
   std::mutex mutex;  // of frames
   std::vector<std::unique_ptr<Frame>> frames;
@@ -146,6 +172,7 @@ class Reader {
     });
     list(plan->calls, [&] { return call(*plan); });
     list(plan->results, [&] { return Result{static_cast<ResultKind>(word()), word()}; });
+    list(plan->strips, [&] { return strips(*plan); });
     return plan.release();
   }
 
@@ -222,6 +249,22 @@ class Reader {
     out.release = words();
     out.event = text();
     out.reads = words();
+    return out;
+  }
+
+  std::unique_ptr<Strips> strips(Plan& plan) {
+    auto out = std::make_unique<Strips>(Strips{word(), word(), {}, {}, {0}});
+    list(out->windows, [&] { return StripWindow{word(), word(), {}}; });
+    list(out->parts, [&] { return words(); });
+    plan.calls[out->first].strips = out.get();
+    for (int64_t number = out->first; number <= out->last; number++) {
+      const KernelCall& call = std::get<KernelCall>(plan.calls[number].what);
+      for (size_t i = 0; i < call.slots.size(); i++)
+        for (StripWindow& window : out->windows)
+          if (window.slot == call.slots[i])
+            window.uses.push_back({out->starts.back() + static_cast<int64_t>(i), call.offsets[i]});
+      out->starts.push_back(out->starts.back() + static_cast<int64_t>(call.slots.size()));
+    }
     return out;
   }
 

@@ -121,6 +121,19 @@ class KernelCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Strips:
+    """Calls of kernels, from `first` to `last`, that run strip by strip, without trials and index checks.
+
+    windows: arena slots that hold a stretch of a buffer in each part, and bytes of one. parts: see `strips.Chain`.
+    """
+
+    first: int
+    last: int
+    windows: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OutCall:
     """An operator that writes into memory it is given: an `out=` overload, its outputs among `kwargs`.
 

@@ -30,6 +30,7 @@ _FILES = (
     "runtime.cpp",
     "run.h",
     "kernel_call.h",
+    "strips.h",
     "host.h",
     "contention.h",
     "denormals.h",

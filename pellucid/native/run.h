@@ -1,7 +1,7 @@
 // One run of a compiled graph: its arguments are bound, its calls made, its results handed out.
 #pragma once
 
-#include "kernel_call.h"
+#include "strips.h"
 
 namespace pellucid {
 namespace {
@@ -55,9 +55,10 @@ class Run {
     Record whole;
     if (profile_) [[unlikely]] show_run(whole);
     if (times_) [[unlikely]] times_->begin_calls();
-    for (const Call& call : plan_.calls) {
-      current_ = &call;
-      if (!(watched_ ? watched_step(call) : step(call))) [[unlikely]] return false;
+    for (const Call *call = plan_.calls.data(), *end = call + plan_.calls.size(); call != end; call++) {
+      current_ = call;
+      if (call->strips) call += strips(*call->strips);
+      else if (!(watched_ ? watched_step(*call) : step(*call))) [[unlikely]] return false;
     }
     return true;
   }
@@ -107,6 +108,16 @@ class Run {
     return true;
   }
 
+  // How many calls follow the first one.
+  int64_t strips(const Strips& strips) {
+    Record record;
+    if (profile_) [[unlikely]] show_call(record, plan_.calls[strips.first], " to " + plan_.calls[strips.last].name);
+    run_strips(plan_, strips, frame_, times_);
+    for (int64_t number = strips.first; number <= strips.last; number++)
+      for (int64_t slot : plan_.calls[number].release) drop(slot);
+    return strips.last - strips.first;
+  }
+
   bool shown_step(const Call& call) {
     Record record;
     show_call(record, call);
@@ -129,14 +140,14 @@ class Run {
   }
 
   // With what the call reads as inputs, through tensors that last no longer than it takes to note their sizes.
-  void show_call(Record& record, const Call& call) {
+  void show_call(Record& record, const Call& call, const std::string& more = "") {
     std::vector<AtenTensorHandle> tensors;
     for (int64_t number : call.reads) {
       const View& view = plan_.shown[number];
       char* data = static_cast<char*>(frame_.pointer[view.slot]) + view.offset * view.itemsize;
       tensors.push_back(from_blob(data, view.shape, view.strides, view.dtype, -1));
     }
-    record.start(call.event, tensors);
+    record.start(call.event + more, tensors);
     for (AtenTensorHandle tensor : tensors) aoti_torch_delete_tensor_object(tensor);
   }
 

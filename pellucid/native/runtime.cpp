@@ -32,6 +32,15 @@ struct Filling {
   Frame& frame;
 };
 
+// Memory for the parts of strips, of which a frame runs some at a time.
+void reserve(const Strips& strips, std::vector<StripMemory>& memory) {
+  memory.resize(std::max(memory.size(), strips.parts.size()));
+  for (StripMemory& each : memory) {
+    each.parameters.resize(std::max<size_t>(each.parameters.size(), strips.starts.back()));
+    each.buffers.resize(std::max(each.buffers.size(), strips.windows.size()));
+  }
+}
+
 Frame* frame_for(Plan& plan, Arena* arena) {
   Frame* frame = nullptr;
   {
@@ -47,6 +56,7 @@ Frame* frame_for(Plan& plan, Arena* arena) {
       frame->object.resize(plan.inputs);
       frame->impl.resize(plan.inputs);
       frame->parameters.resize(plan.slots.size());
+      for (auto& strips : plan.strips) reserve(*strips, frame->strips);
     } else if (frame->base == arena->base) {
       return frame;
     }

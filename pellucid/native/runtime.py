@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from pellucid.native.encode import encode
-from pellucid.native.instance import Call, Result, Slot
+from pellucid.native.instance import Call, Result, Slot, Strips
 from pellucid.native.loader import library
 
 _numbers = itertools.count()
@@ -30,6 +30,7 @@ class Instance:
     inputs: number of arguments of `run`; those that no `InputSlot` names may be anything.
     arena: bytes of scratch memory one run needs. Arenas are shared by all instances of the process.
     name: for profiles, in which each call is shown as `pellucid::NAME/CALL`.
+    strips: calls that run strip by strip.
 
     Raises InternalError for a description that contradicts itself, ToolchainError when the runtime cannot be built.
     """
@@ -56,10 +57,11 @@ class Instance:
         inputs: int,
         arena: int,
         name: str = "program",
+        strips: Sequence[Strips] = (),
     ) -> None:
         runtime = library()
         self.number = next(_numbers)
-        encoded = encode(slots, calls, results, inputs, arena, name, self.number)
+        encoded = encode(slots, calls, results, strips, inputs, arena, name, self.number)
         address, _ = encoded.words.buffer_info()
         self.run = runtime.pellucid_instance(address)
         self.paths = encoded.paths

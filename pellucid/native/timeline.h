@@ -73,6 +73,12 @@ struct ShareTime {
   int64_t thread = 0, begin = 0, end = 0;
 };
 
+// What calls that are made strip by strip took a thread in a part, in ticks.
+struct PartTimes {
+  std::vector<int64_t> calls;
+  int64_t thread = 0;
+};
+
 // Which ends of calls the runs of a plan read: of eight brief calls in a row one is timed alone, the others together.
 class Reading {
  public:
@@ -131,6 +137,28 @@ class RunTimes {
       if (share.begin) kept_.insert(kept_.end(), {calls_, share.thread, share.begin, share.end});
   }
 
+  // Room for the times of so many parts of so many calls that are made strip by strip.
+  PartTimes* parts(int64_t parts, int64_t calls) {
+    parts_.assign(parts, {std::vector<int64_t>(calls)});
+    return parts_.data();
+  }
+
+  // They have filled them in: as if each call had run by itself, and taken its share of all that passed since `begin`.
+  void end_parts(int64_t begin) {
+    const int64_t elapsed = ticks() - begin, calls = static_cast<int64_t>(parts_[0].calls.size());
+    std::vector<int64_t> taken(calls);
+    int64_t all = 0, before = 0;
+    for (int64_t call = 0; call < calls; call++)
+      for (const PartTimes& part : parts_) taken[call] += part.calls[call];
+    for (int64_t each : taken) all += each;
+    for (int64_t call = 0; call < calls; call++) {
+      const double from = share(before, all), to = share(before += taken[call], all);
+      keep_parts(call, begin + int64_t(elapsed * from), int64_t(elapsed * (to - from)));
+      words_[kRunHead + calls_++] = begin + int64_t(elapsed * to);
+    }
+    if (counters_) count_parts(taken, all);
+  }
+
   int64_t plan() const { return words_[0]; }
 
   // How later runs of the plan are to be read; null if this one has not come to its end.
@@ -155,7 +183,33 @@ class RunTimes {
   }
 
  private:
+  static double share(int64_t some, int64_t all) { return all ? double(some) / double(all) : 1.0; }
+
+  // The shares of the threads in a call: the longest takes all of its time.
+  void keep_parts(int64_t call, int64_t begin, int64_t elapsed) {
+    int64_t longest = 0;
+    for (const PartTimes& part : parts_) longest = std::max(longest, part.calls[call]);
+    if (parts_.size() < 2) return;
+    for (const PartTimes& part : parts_)
+      kept_.insert(kept_.end(),
+                   {calls_, part.thread, begin, begin + int64_t(elapsed * share(part.calls[call], longest))});
+  }
+
+  // What was counted meanwhile, for each call its share.
+  void count_parts(const std::vector<int64_t>& taken, int64_t all) {
+    std::vector<int64_t> now;
+    counters_->read(now);
+    const std::vector<int64_t> start(counted_.end() - static_cast<int64_t>(now.size()), counted_.end());
+    int64_t before = 0;
+    for (int64_t each : taken) {
+      before += each;
+      for (size_t i = 0; i < now.size(); i++)
+        counted_.push_back(start[i] + int64_t(double(now[i] - start[i]) * share(before, all)));
+    }
+  }
+
   std::vector<int64_t> words_, kept_, counted_;
+  std::vector<PartTimes> parts_;
   std::vector<ShareTime> shares_;
   std::shared_ptr<Reading> reading_;
   const CounterGroup* counters_;

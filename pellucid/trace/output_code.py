@@ -144,7 +144,7 @@ def _derived(plan: ExecutionPlan) -> Iterator[str]:
 
 
 def _allocations(plan: ExecutionPlan) -> Iterator[str]:
-    memory = plan.memory
+    memory = plan.memory_one_by_one
     if memory is not None and memory.offsets:
         yield f"arena = torch.empty({memory.arena_bytes}, dtype=torch.uint8)"
     for buffer in plan.buffers:

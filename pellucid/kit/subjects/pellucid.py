@@ -100,7 +100,7 @@ class Pellucid(Subject):
         return graph_passes(graph.module, graph.kind, make_options(self.options))[0]
 
     def ladder(self) -> tuple[Rung, ...]:
-        off = ("fusion", "vectorize", "reuse_memory", "freeze", "pad")
+        off = ("fusion", "vectorize", "reuse_memory", "strips", "freeze", "pad")
         simplest = {**self.options, **dict.fromkeys(off, False)}
         steps: list[Rung] = []
         for component, more in (
@@ -108,6 +108,7 @@ class Pellucid(Subject):
             ("memory plan", {"reuse_memory": True}),
             ("vectorisation", {"vectorize": True}),
             ("fusion", {"fusion": True}),
+            *([("strips", {"strips": True})] if make_options(self.options).strips else []),
             *([("padding", {"pad": True})] if make_options(self.options).pad else []),
             *([("freezing", {"freeze": True})] if make_options(self.options).freeze else []),
         ):

@@ -1,0 +1,136 @@
+"""Which elements of its buffers each iteration of a kernel's parallel loop may touch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pellucid.codegen.plan import Plan
+from pellucid.ir.index import Atom, Expr, FloorDiv, Mod, Var
+from pellucid.ir.nodes import Kernel, Load, Store
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+Span: TypeAlias = "tuple[Numbers | int, Numbers | int]"
+"""The least and the greatest value, by iteration where they differ."""
+
+
+class Reach:
+    """first, last: by iteration, the least and the greatest element of a buffer that it may touch. Elements are
+    counted from the beginning of the buffer, and are some of it, or none: then `last` is less than `first`.
+
+    advances: whether no iteration begins, or ends, before one that precedes it.
+    """
+
+    __slots__ = ("advances", "first", "last")
+
+    def __init__(self, first: Numbers, last: Numbers) -> None:
+        self.first = first
+        self.last = last
+        self.advances = bool((np.diff(first) >= 0).all() and (np.diff(last) >= 0).all())
+
+    def over(self, begin: int, end: int) -> tuple[int, int]:
+        """The same of some iterations, at least one, together."""
+        if self.advances:
+            return int(self.first[begin]), int(self.last[end - 1])
+        return int(self.first[begin:end].min()), int(self.last[begin:end].max())
+
+
+@dataclass(frozen=True, slots=True)
+class Reaches:
+    """loads, stores: by the number of the kernel's parameter."""
+
+    loads: Mapping[int, Reach]
+    stores: Mapping[int, Reach]
+
+
+def reaches(kernel: Kernel, plan: Plan, offsets: tuple[int, ...]) -> Reaches | None:
+    """What a kernel of known sizes touches; None where that follows from values or sizes, or is not worked out.
+
+    kernel: all that is computed, of which `plan.kernel` may be what runs over blocks. offsets: see `CppKernel`.
+    """
+    if plan.rows is not None or plan.colliding or (plan.blocks and plan.blocks.groups):
+        return None
+    box = _box(kernel, plan)
+    if box is None:
+        return None
+    found: dict[type, dict[int, Reach]] = {Load: {}, Store: {}}
+    numbers = {param.name: number for number, param in enumerate(kernel.params)}
+    for line in kernel.body:
+        if not isinstance(line.rhs, Load | Store):
+            continue
+        number = numbers[line.rhs.buffer]
+        span = _span(line.rhs.index, box)
+        if span is None or (isinstance(line.rhs, Store) and line.rhs.join):
+            return None
+        reach = _within(span, kernel.params[number].numel.value or 0, offsets[number], plan.extent.value or 0)
+        known = found[type(line.rhs)]
+        known[number] = _joined(known[number], reach) if number in known else reach
+    return Reaches(found[Load], found[Store])
+
+
+def _box(kernel: Kernel, plan: Plan) -> dict[str, Span] | None:
+    """By axis the least and the greatest counter in each iteration."""
+    box: dict[str, Span] = {}
+    for axis in kernel.space:
+        if axis.extent.value is None:
+            return None
+        box[axis.name] = 0, axis.extent.value - 1
+    rest = np.arange(plan.extent.value or 0, dtype=np.int64)
+    for counter in reversed(plan.counters):
+        count, extent = counter.count.value, kernel.ranges.get(counter.axis)
+        if count is None or extent is None or extent.value is None:
+            return None
+        begin = rest % count * counter.step
+        box[counter.axis] = begin, np.minimum(begin + counter.step, extent.value) - 1
+        rest = rest // count
+    return box
+
+
+def _span(expr: Expr, box: Mapping[str, Span]) -> Span | None:
+    low: Any = 0
+    high: Any = 0
+    for monomial, coefficient in expr.terms:
+        term: Span = coefficient, coefficient
+        for atom in monomial:
+            span = _span_of_atom(atom, box)
+            if span is None:
+                return None
+            term = _product(term, span)
+        low, high = low + term[0], high + term[1]
+    return low, high
+
+
+def _product(left: Span, right: Span) -> Span:
+    ends = [a * b for a in left for b in right]
+    return (np.minimum.reduce(np.broadcast_arrays(*ends)), np.maximum.reduce(np.broadcast_arrays(*ends)))
+
+
+def _span_of_atom(atom: Atom, box: Mapping[str, Span]) -> Span | None:
+    match atom:
+        case Var(name):
+            return box[name]
+        case FloorDiv(num, den) | Mod(num, den):
+            span, by = _span(num, box), den.value
+            if span is None or by is None:
+                return None
+            low, high = span[0] // by, span[1] // by
+            if isinstance(atom, FloorDiv):
+                return low, high
+            within = low == high
+            return np.where(within, span[0] - low * by, 0), np.where(within, span[1] - low * by, by - 1)
+        case _:
+            return None
+
+
+def _within(span: Span, numel: int, offset: int, extent: int) -> Reach:
+    """Of a parameter with so many elements: what a masked load would touch beyond them it does not touch."""
+    first, last = (np.broadcast_to(np.asarray(end, dtype=np.int64), (extent,)) for end in span)
+    return Reach(np.maximum(first, 0) + offset, np.minimum(last, numel - 1) + offset)
+
+
+def _joined(one: Reach, other: Reach) -> Reach:
+    return Reach(np.minimum(one.first, other.first), np.maximum(one.last, other.last))
