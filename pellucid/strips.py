@@ -30,8 +30,8 @@ _ALL = 0.9
 # So many calls more are tried once a chain is too large for the second cache.
 _TRIES = 2
 _RULE = "plan.strips"
-# Calls of a chain, and strips of a part, at most.
-_MOST_CALLS, _MOST_STRIPS = 24, 512
+# Calls of a chain, strips of a part, and iterations of a kernel, at most: what each of them touches is listed.
+_MOST_CALLS, _MOST_STRIPS, _MOST_ITERATIONS = 24, 512, 1 << 16
 # A chain must save so many times what it costs: its price knows nothing of what else comes and goes in the caches.
 _MARGIN = 1.25
 
@@ -122,7 +122,8 @@ def find_chains(
 def stage_of(kernel: Kernel, compiled: CppKernel, machine: Machine) -> Stage | None:
     """A kernel as part of a chain; None if it cannot be: its sizes, what it touches or how it fails are not known, or
     calls choose between several ways to do it."""
-    if compiled.symbols or compiled.checks or compiled.others or not compiled.extent.value:
+    extent = compiled.extent.value or 0
+    if compiled.symbols or compiled.checks or compiled.others or not 0 < extent <= _MOST_ITERATIONS:
         return None
     found = compiled.reaches
     if found is None or found.loads.keys() & found.stores.keys():
@@ -130,8 +131,8 @@ def stage_of(kernel: Kernel, compiled: CppKernel, machine: Machine) -> Stage | N
     params = compiled.computes.params
     return Stage(
         name=kernel.name,
-        extent=compiled.extent.value,
-        threads=max(1, min(machine.cores, compiled.extent.value // max(1, compiled.grain))),
+        extent=extent,
+        threads=max(1, min(machine.cores, extent // max(1, compiled.grain))),
         work=kernel_work(kernel, compiled.plan.steps),
         loads={compiled.params[number]: reach for number, reach in found.loads.items()},
         stores={compiled.params[number]: reach for number, reach in found.stores.items()},

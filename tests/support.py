@@ -146,3 +146,51 @@ def pointers_of(kernel: CppKernel, buffers: Mapping[str, torch.Tensor]) -> ctype
     begins = zip(kernel.params, kernel.offsets, strict=True)
     found = [buffers[name].data_ptr() + first * buffers[name].element_size() for name, first in begins]
     return (ctypes.c_void_p * len(found))(*found)
+
+
+def native_function(address: int) -> Callable[..., int]:
+    """A kernel's function: of its pointers, its sizes, and the iterations from and to which it runs."""
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(address)
+
+
+def assert_touches_no_more(kernel: CppKernel, address: int, buffers: Mapping[str, torch.Tensor]) -> bool:
+    """Iterations of a kernel of known sizes write nothing but what its reaches say, whatever they do not say it reads.
+
+    False where it has no reaches.
+    """
+    reaches = kernel.reaches
+    extent = kernel.extent.value
+    if reaches is None or not extent:
+        return False
+    function = native_function(address)
+    for begin, end in {(0, 1), (extent // 3, extent // 3 + 1), (extent // 2, extent), (extent - 1, extent)}:
+        read, written = (
+            {kernel.params[k]: _between(reach.over(begin, end), buffers[kernel.params[k]]) for k, reach in each.items()}
+            for each in (reaches.loads, reaches.stores)
+        )
+        plain = {name: tensor.clone() for name, tensor in buffers.items()}
+        other = {name: tensor.clone() for name, tensor in buffers.items()}
+        for name, tensor in other.items():
+            if name in read:
+                _spoil(tensor, ~(read[name] | written.get(name, torch.zeros((), dtype=torch.bool))))
+        before = {name: tensor.clone() for name, tensor in other.items()}
+        for memory in (plain, other):
+            assert function(pointers_of(kernel, memory), None, begin, end) == 0
+        for name, inside in written.items():
+            assert _equal(plain[name][inside], other[name][inside]), f"{name} of {begin} to {end} depends on more"
+            assert _equal(other[name][~inside], before[name][~inside]), f"{begin} to {end} write more of {name}"
+    return True
+
+
+def _between(ends: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
+    """Which elements of a flat tensor lie from the first to the second of `ends`."""
+    places = torch.arange(tensor.numel())
+    return (places >= ends[0]) & (places <= ends[1])
+
+
+def _spoil(tensor: torch.Tensor, where: torch.Tensor) -> None:
+    """Other values there."""
+    if tensor.dtype is torch.bool:
+        tensor[where] = ~tensor[where]
+    else:
+        tensor[where] = torch.nan if tensor.dtype.is_floating_point else 77

@@ -142,7 +142,7 @@ def generate_all(
     )
     part, offsets = from_first_touched(simple.kernel, still)
     for plan in _plans(part, machine, options, still, unread):
-        yield _written(kernel, plan, simple, offsets, machine)
+        yield _written(kernel, part, plan, simple, offsets, machine)
 
 
 def _plans(
@@ -160,7 +160,9 @@ def _plans(
         yield from plan_loops(kernel, machine, options)
 
 
-def _written(kernel: Kernel, plan: Plan, simple: Canonical, offsets: tuple[int, ...], machine: Machine) -> CppKernel:
+def _written(
+    kernel: Kernel, part: Kernel, plan: Plan, simple: Canonical, offsets: tuple[int, ...], machine: Machine
+) -> CppKernel:
     packing = _packing(plan, simple, machine)
     items = nest(plan)
     written = print_kernel(plan, items, _NAME)
@@ -178,7 +180,7 @@ def _written(kernel: Kernel, plan: Plan, simple: Canonical, offsets: tuple[int, 
         line_map=tuple(written.origins),
         plan=plan,
         decisions=tuple(_with_original_names(decision, simple) for decision in plan.decisions),
-        computes=kernel,
+        computes=part,
         packing=packing,
     )
 

@@ -21,7 +21,7 @@ from pellucid.native.build import build
 from pellucid.native.machine import machine_for
 from pellucid.options import Options
 from tests.strategies import Expected, assert_close, expect, inputs_for, kernels, symbols_for
-from tests.support import pointers_of
+from tests.support import assert_touches_no_more, native_function, pointers_of
 
 BATCH = 50
 BATCHES = 30
@@ -70,7 +70,7 @@ def run_native(case: Case, address: int) -> tuple[Tensors, int]:
     """The buffers after the kernel ran on them, in two halves of its parallel range, and its status."""
     buffers = {name: tensor.clone() for name, tensor in case.inputs.items()}
     native = case.native
-    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(address)
+    function = native_function(address)
     pointers = pointers_of(native, buffers)
     sizes = (ctypes.c_int64 * max(1, len(native.symbols)))(*(case.symbols[name] for name in native.symbols))
     extent = native.extent.evaluate(lambda atom: case.symbols[atom.name])
@@ -88,5 +88,6 @@ def test_native_matches_interpreter(number: int) -> None:
         try:
             assert status == 0, f"status {status}\n{print_kernel(case.kernel)}"
             assert_close(case.kernel, case.expected, actual)
+            assert_touches_no_more(case.native, addresses[case.native.name], case.inputs)
         except AssertionError as error:
             raise AssertionError(f"{error}\nsymbols: {case.symbols}\n{case.native.source}") from None
