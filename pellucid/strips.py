@@ -30,8 +30,8 @@ _ALL = 0.9
 # So many calls more are tried once a chain is too large for the second cache.
 _TRIES = 2
 _RULE = "plan.strips"
-# Calls of a chain, strips of a part, and iterations of a kernel, at most: what each of them touches is listed.
-_MOST_CALLS, _MOST_STRIPS, _MOST_ITERATIONS = 24, 512, 1 << 16
+# Calls of a chain, runs of calls in all strips, and iterations of a kernel, at most: they are listed.
+_MOST_CALLS, _MOST_RUNS, _MOST_ITERATIONS = 24, 1 << 13, 1 << 16
 # A chain must save so many times what it costs: its price knows nothing of what else comes and goes in the caches.
 _MARGIN = 1.25
 
@@ -114,9 +114,9 @@ def find_chains(
                 refusals[begin] = Decision(_RULE, (first.name,), False, refusal)
     walked = [(candidate, candidate.chain()) for candidate in _best(candidates, len(stages))]
     chains = tuple(chain for _, chain in walked if chain is not None)
-    chosen = tuple(candidate.decision(chain) for candidate, chain in walked if chain is not None)
+    chosen = tuple(candidate.decision(chain) for candidate, chain in walked)
     inside = {call for chain in chains for call in range(chain.first, chain.last)}
-    return chains, (*chosen, *(refusals[begin] for begin in refusals.keys() - inside))
+    return chains, (*chosen, *(refusal for begin, refusal in refusals.items() if begin not in inside))
 
 
 def stage_of(kernel: Kernel, compiled: CppKernel, machine: Machine) -> Stage | None:
@@ -251,14 +251,17 @@ class _Candidate:
         windows = tuple(Window(name, nbytes) for name, nbytes in rooms.items())
         return Chain(self.begin, self.last, windows, tuple(tuple(_steps(walk, windows, sizes)) for walk in walks))
 
-    def decision(self, chain: Chain) -> Decision:
+    def decision(self, chain: Chain | None) -> Decision:
+        names = tuple(stage.name for stage in self.members)
+        if chain is None:
+            return Decision(_RULE, names, False, "some strip needs what would have to be made before the first one")
         room = sum(window.nbytes for window in chain.windows)
         why = (
             f"the second cache does not hold the {self.handed} bytes that they hand on, and holds the {room} bytes of "
             f"it that are needed at once in one of {self.strips} strips"
         )
         facts = (("strips", self.strips), ("estimated_ns", round(self.gain)))
-        return Decision(_RULE, tuple(stage.name for stage in self.members), True, why, facts)
+        return Decision(_RULE, names, True, why, facts)
 
 
 def _candidate(
@@ -366,7 +369,7 @@ def _fewest_strips(candidate: _Candidate, machine: Machine) -> int:
     Raises _NoChain if it does not hold those of the shortest.
     """
     begin, end = candidate.part(0)
-    most, held = min(end - begin, _MOST_STRIPS), 0
+    most, held = min(end - begin, _MOST_RUNS // (candidate.threads * len(candidate.members))), 0
     for strips in (*(1 << k for k in range(most.bit_length())), most):
         length = -(-(end - begin) // strips)
         first = begin + int((end - begin - length) * _SOMEWHERE)
@@ -383,9 +386,9 @@ def _held(candidate: _Candidate, of_last: tuple[int, int]) -> int:
     for stage, mine in zip(candidate.members, _needed(candidate.members, of_last), strict=True):
         for name in stage.loads if mine else ():
             assert mine is not None
-            nbytes = stage.hull(name, mine)
-            if name not in candidate.inside and nbytes < _ALL * stage.hull(name, (0, stage.extent)):
-                nbytes = nbytes * (mine[1] - mine[0]) // stage.extent  # planes, of which a strip reads a part each
+            nbytes, whole = stage.hull(name, mine), stage.hull(name, (0, stage.extent))
+            if name not in candidate.inside and nbytes < _ALL * whole:  # planes, of which a strip reads a part each
+                nbytes = min(nbytes, whole * (mine[1] - mine[0]) // stage.extent)
             held[name] = max(nbytes, held.get(name, 0))
     return sum(held.values())
 

@@ -200,6 +200,20 @@ def steadied(new: Machine, old: Machine) -> Machine:
     return _mapped(new, keep, "")
 
 
+def with_cores(machine: Machine, cores: int) -> Machine:
+    """The machine with so many cores of its kind: memory moves no more bytes for them, all else does more."""
+    alone = machine.figures
+
+    def of_all(name: str, value: float) -> float:
+        what, _, who = name.rpartition(".")
+        if who != "all":
+            return value
+        more = 1.0 if what.startswith("memory.") else cores / machine.cores
+        return alone[f"{what}.one"] if cores == 1 else max(alone[f"{what}.one"], value * more)
+
+    return replace(_mapped(machine, of_all, ""), cores=cores) if cores != machine.cores else machine
+
+
 def _mapped(value: _T, change: Callable[[str, float], float], prefix: str) -> _T:
     """A dataclass with each of its floats changed, those of the dataclasses in it as well."""
     made: dict[str, Any] = {}

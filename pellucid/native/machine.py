@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from pellucid.errors import UserError, warn
-from pellucid.machine.model import ISAS, VERSION, Isa, Machine, from_text, rounded, steadied, to_text
+from pellucid.machine.model import ISAS, VERSION, Isa, Machine, from_text, rounded, steadied, to_text, with_cores
 from pellucid.machine.reference import REFERENCES, with_tiles
 from pellucid.native.cpu import cpu, usable_cores
 from pellucid.native.store import default_root
@@ -26,7 +26,8 @@ def machine_for(file: str = "") -> Machine:
     """The machine as the compiler sees it, rounded. file: the option `machine`: a file, `reference` or nothing.
 
     Without either it is what `pellucid doctor` measured on this machine, or else the reference of its instruction set
-    with the caches that are here. Read once per process. Raises UserError for a file that describes no machine.
+    with the caches that are here and, unless it is asked for by name, with as many cores. Read once per process. Raises
+    UserError for a file that describes no machine.
     """
     return _machine_for(file, default_root())
 
@@ -34,7 +35,7 @@ def machine_for(file: str = "") -> Machine:
 def machine_here(file: str = "") -> tuple[Machine, bool]:
     """The same with the figures as they were measured, for comparing with times; and whether they were measured."""
     found = None if file == REFERENCE else _given(file) if file else measured()
-    machine = found or _reference()
+    machine = found or (_reference() if file == REFERENCE else with_cores(_reference(), usable_cores()))
     return replace(machine, isa=_instructions()), found is not None
 
 

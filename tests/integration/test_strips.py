@@ -140,6 +140,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "rows": (lambda: Products(rows), randn(7777, 16)),
     "turned": (lambda: Products(turned), randn(5000, 16)),
 }
+
+
 def compiled(function: Function, small: Path, **options: Any) -> Function:
     torch._dynamo.reset()
     given = {"machine": str(small), "reuse": False, "verify": True, **options}

@@ -9,7 +9,7 @@ import pytest
 
 from pellucid.errors import UserError
 from pellucid.machine import AVX2, AVX512, Machine, Rate, rounded, steadied
-from pellucid.machine.model import WAYS, from_text, to_text
+from pellucid.machine.model import WAYS, from_text, to_text, with_cores
 
 
 def scaled(machine: Machine, factor: float) -> Machine:
@@ -28,6 +28,16 @@ def test_what_is_measured_again_stays_unless_it_differs_by_a_step_of_the_roundin
     assert steadied(scaled(AVX2, 1.15), AVX2).figures == AVX2.figures, "no border between two steps is crossed"
     slower = scaled(AVX2, 0.7)
     assert steadied(slower, AVX2) == slower
+
+
+def test_more_cores_compute_more_and_share_memory() -> None:
+    assert with_cores(AVX512, AVX512.cores) is AVX512
+    many = with_cores(AVX512, 8 * AVX512.cores)
+    assert many.cores == 8 * AVX512.cores
+    assert many.flops.f32.all == 8 * AVX512.flops.f32.all and many.own_level.read.all == 8 * AVX512.own_level.read.all
+    assert many.memory == AVX512.memory and many.flops.f32.one == AVX512.flops.f32.one
+    alone = with_cores(AVX512, 1)
+    assert all(alone.figures[f"{name}.all"] == alone.figures[f"{name}.one"] for name in ("memory.read", "flops.f32"))
 
 
 def test_a_machine_survives_its_file() -> None:

@@ -11,6 +11,7 @@ from pellucid.errors import UserError
 from pellucid.machine import AVX2, REFERENCES
 from pellucid.machine.model import Machine, to_text
 from pellucid.machine.reference import with_tiles
+from pellucid.native import machine as native_machine
 from pellucid.native.machine import keep, machine_file, machine_for, measured
 from pellucid.native.measure import _held
 
@@ -26,10 +27,18 @@ def other() -> Machine:
 
 
 def test_without_measurements_it_is_the_reference(root: Path) -> None:
-    machine = machine_for()
+    machine = machine_for("reference")
     reference = REFERENCES[machine.isa.name]
     assert machine.figures == (with_tiles(reference) if machine.isa.tiles else reference).figures
     assert measured() is None and not root.exists(), "compiling measures nothing"
+
+
+@pytest.mark.parametrize("cores", [1, 2, 12])
+def test_without_measurements_it_has_the_cores_that_are_here(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_machine, "usable_cores", lambda: cores)
+    machine = machine_for()
+    assert machine.cores == cores and machine_for("reference").cores == 2
+    assert machine.flops.f32.all == pytest.approx(cores * machine.flops.f32.one, rel=0.3)
 
 
 def test_what_was_measured_is_asked_rounded() -> None:
