@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import click
+from rich.console import Group
 
 from pellucid.cli.exits import Exit
 from pellucid.cli.target import SETTING, example
@@ -62,12 +63,12 @@ def bench(
     RUN:GRAPH; or a kernel of one, RUN:GRAPH:KERNEL. Exits with 1 when a backend failed or its numbers are wrong, and
     with 125 when a model cannot be built, or a program fails in eager mode.
     """
-    from pellucid.bench import Settings, UnknownName
+    from pellucid.bench import ModelResult, Settings, UnknownName
     from pellucid.bench import bench as run
     from pellucid.kit.bench.models import DoesNotFit
     from pellucid.kit.bench.programs import operator_word
     from pellucid.kit.bench.subjects import DEFAULT_SUBJECTS, known_subjects
-    from pellucid.kit.bench.table import model_list, report_table
+    from pellucid.kit.bench.table import model_list, model_table, summary
 
     if list_models:
         show(out, model_list())
@@ -85,9 +86,16 @@ def bench(
     )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # what torch.profiler tells its developers breaks the bar
     with complaints(UnknownName, DoesNotFit), progress_bar() as progress:
-        report = run(words or ["mobilebert"], settings, progress)
+
+        def tell(result: ModelResult) -> None:
+            """At once: a run that is stopped loses none of what it has measured."""
+            if not as_json:
+                with progress.aside():
+                    show(out, Group(model_table(result), ""))
+
+        report = run(words or ["mobilebert"], settings, progress, tell)
     if as_json:
         click.echo(report.to_json())
     else:
-        show(out, report_table(report))
+        show(out, summary(report))
     raise click.exceptions.Exit(Exit.GOOD if report.good else Exit.BAD)

@@ -123,19 +123,39 @@ def complaints(*wrong: type[Exception]) -> Iterator[None]:
         raise click.exceptions.Exit(Exit.SKIP) from error
 
 
+class Bar:
+    """How far the work is, as `progress_bar` shows it: called with a text and the fraction done."""
+
+    def __init__(self, tell: Callable[[str, float], None], bar: Progress | None = None) -> None:
+        self._tell = tell
+        self._bar = bar
+
+    def __call__(self, doing: str, done: float) -> None:
+        self._tell(doing, done)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Something is printed on stdout, and the bar is not in its way."""
+        if self._bar is not None:
+            self._bar.stop()
+        yield
+        if self._bar is not None:
+            self._bar.start()
+
+
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr that goes away when done; yields what to call with a text and the fraction done.
+def progress_bar() -> Iterator[Bar]:
+    """A bar on stderr that goes away when done.
 
     Where stderr is no terminal, the texts are printed one per line instead.
     """
     if not err.is_terminal:
-        yield _printer()
+        yield Bar(_printer())
         return
     columns = (BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("", total=1.0)
-        yield lambda doing, done: bar.update(task, description=doing, completed=done)
+        yield Bar(lambda doing, done: bar.update(task, description=doing, completed=done), bar)
 
 
 @contextmanager

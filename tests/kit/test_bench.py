@@ -444,8 +444,10 @@ def test_several_programs_have_a_process_each(tmp_path):
         f"    open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')\n"
         "    return torch.relu, (torch.ones(4),)\n"
     )
-    progress = []
-    report = bench(["foo2", f"{file}:make", f"{file}:make"], TINY, lambda doing, done: progress.append(done))
+    progress, measured = [], []
+    words = ["foo2", f"{file}:make", f"{file}:make"]
+    report = bench(words, TINY, lambda doing, done: progress.append(done), lambda one: measured.append(len(progress)))
+    assert len(measured) == 3 and 0 < measured[0] < measured[1] < measured[2] == len(progress), "each at once"
     assert len(report.models) == 3 and all(s.accurate for model in report.models for s in model.subjects)
     assert len(set((tmp_path / "pids").read_text().split())) == 3, "two, and this one, which looks whether it exists"
     assert progress == sorted(progress) and progress[-1] <= 1

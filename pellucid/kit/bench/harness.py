@@ -75,9 +75,14 @@ class Settings:
 
 
 def bench(
-    words: Sequence[str], settings: Settings | None = None, progress: Progress = lambda doing, done: None
+    words: Sequence[str],
+    settings: Settings | None = None,
+    progress: Progress = lambda doing, done: None,
+    measured: Callable[[ModelResult], None] = lambda result: None,
 ) -> Report:
     """Measure each of the programs that `words` name (see `programs`) under each subject of `settings`.
+
+    measured: is told each program's result as soon as it is there.
 
     Several words have a process each, so that none is measured in what others left: memory in pieces, compiled code.
 
@@ -93,7 +98,10 @@ def bench(
     results: list[ModelResult] = []
     measure = _bench_word if len(words) == 1 else _bench_apart
     for i, word in enumerate(words):
-        results += measure(word, settings, _Part(progress, word, i / len(words), (i + 1) / len(words)))
+        found = measure(word, settings, _Part(progress, word, i / len(words), (i + 1) / len(words)))
+        results += found
+        for result in found:
+            measured(result)
     return Report(SCHEMA, described, tuple(results))
 
 

@@ -19,10 +19,14 @@ NOTHING = "–"
 
 
 def report_table(report: Report) -> RenderableType:
-    """One table per model, the geometric means where there are several, and the machine below."""
-    parts: list[RenderableType] = [part for m in report.models for part in (model_table(m), "")]
-    parts += [sentence(line) for line in _means(report)]
-    return Group(*parts, sentence((_machine(report.environment), "dim")), _legend(report))
+    """One table per model, and the summary below."""
+    return Group(*(part for model in report.models for part in (model_table(model), "")), summary(report))
+
+
+def summary(report: Report) -> RenderableType:
+    """The geometric means where there are several models, the machine, and what the columns mean."""
+    means = [sentence(line) for line in _means(report)]
+    return Group(*means, sentence((_machine(report.environment), "dim")), _legend(report))
 
 
 def model_table(result: ModelResult) -> RenderableType:
