@@ -13,14 +13,12 @@ from typing import TypeAlias
 
 from pellucid.codegen import CppKernel
 from pellucid.ir.analysis import reads, writes
-from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Derived, Numbers, by_name, term_text
 from pellucid.ir.index import Expr, const, text
 from pellucid.ir.nodes import Buffer, Extern, Kernel, Node, Program, View
 from pellucid.ir.origin import Origin
 from pellucid.ir.printer import print_arg, with_comments
 from pellucid.ir.types import DType
-from pellucid.machine import Machine
 from pellucid.schedule.memory import (
     WORTH_TAKING,
     Lifetime,
@@ -32,7 +30,7 @@ from pellucid.schedule.memory import (
     plan_memory,
     spans,
 )
-from pellucid.strips import Chain, Temporary, find_chains, stage_of
+from pellucid.strips import Chain
 
 
 class Place(Enum):
@@ -159,13 +157,13 @@ def plan_execution(
     values: Iterable[View] = (),
     reuse: bool = True,
     donated: Iterable[str] = (),
-    strips: Machine | None = None,
-) -> tuple[ExecutionPlan, tuple[Decision, ...]]:
-    """The plan of a scheduled program with its kernels, by their names in it, and what was decided.
+    chains: tuple[Chain, ...] = (),
+) -> ExecutionPlan:
+    """The plan of a scheduled program with its kernels, by their names in it.
 
     values: where it puts what the graph computes. reuse: let temporaries that are not alive at once share memory.
-    donated: inputs whose memory temporaries may take over where nobody else holds it. strips: the machine for which
-    calls may run strip by strip.
+    donated: inputs whose memory temporaries may take over where nobody else holds it. chains: calls that run strip by
+    strip; needs `reuse`.
     """
     allocated = _allocated_by_calls(program.nodes)
     whole = _whole(program, values)
@@ -187,9 +185,8 @@ def plan_execution(
     taken = donations(program.nodes, used, [name for name in donated if name not in small]) if reuse else {}
     kinds = {b.name: (b.numel, b.dtype) for b in buffers if b.place is Place.ARENA and b.name in used}
     in_place = made_in_place(program.nodes, used, kinds)
-    chains, decisions = _chains(program, kernels, buffers, strips) if strips and not program.symbols else ((), ())
     known = Numbers({}, by_name(program.derived))
-    plan = ExecutionPlan(
+    return ExecutionPlan(
         name=name,
         symbols=program.symbols,
         derived=program.derived,
@@ -203,22 +200,6 @@ def plan_execution(
         chains=chains,
         memory=None if program.symbols else _memory(buffers, taken, in_place, chains, known),
     )
-    return plan, decisions
-
-
-def _chains(
-    program: Program, kernels: Mapping[str, CppKernel], buffers: Iterable[PlannedBuffer], machine: Machine
-) -> tuple[tuple[Chain, ...], tuple[Decision, ...]]:
-    """Which calls of a program of known sizes run strip by strip."""
-    stages = [
-        stage_of(node, kernels[node.name], machine) if isinstance(node, Kernel) else None for node in program.nodes
-    ]
-    temporaries = {
-        each.name: Temporary(each.dtype.itemsize, each.numel.value, *each.span)
-        for each in buffers
-        if each.place is Place.ARENA and each.span is not None and each.numel.value is not None
-    }
-    return find_chains(stages, temporaries, machine)
 
 
 def read_by(call: Call) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ from pellucid.schedule import schedule
 from pellucid.schedule.freeze import part, with_inputs
 from pellucid.schedule.pad import pad
 from pellucid.segments import Segments
+from pellucid.strips import Chain, in_strips
 from pellucid.trace.output_code import output_code
 from pellucid.trace.record import GraphRecord, StageTime
 from pellucid.trace.store import Recorded, add_decision, log_structured, write_run
@@ -57,7 +58,8 @@ class Unit:
     frozen: what its parameters determine, for a program that is prepared once.
     captured, graph: the FX graph before and after our own passes.
     lowered, scheduled: the program before and after fusion. values: where it puts what an FX node computes.
-    kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`. plan: what a call does.
+    kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`. chains: calls in
+    strips. plan: what a call does.
     program: what runs, and `executable`: with what prepares its parameters before.
     """
 
@@ -70,6 +72,7 @@ class Unit:
     constants: tuple[torch.Tensor, ...] = ()
     values: Mapping[str, View] = field(default_factory=dict)
     kernels: Mapping[str, CppKernel] = field(default_factory=dict)
+    chains: tuple[Chain, ...] = ()
     plan: ExecutionPlan | None = None
     addresses: Mapping[str, int] = field(default_factory=dict)
     built: BuildReport | None = None
@@ -147,7 +150,7 @@ def _freeze(unit: Unit, options: Options) -> Step:
         return unit, _why_not_frozen(unit, options)
     parted, decisions = part(unit.lowered, names, len(unit.constants))
     before = replace(unit, name=f"{unit.name}_frozen", lowered=parted.before, watch=None)
-    for stage in (_schedule, _codegen, _plan, _build, _load):
+    for stage in (_schedule, _codegen, _strips, _plan, _build, _load):
         before, _ = stage(before, options)
     return replace(unit, lowered=parted.main, frozen=Preparation(before, names, parted.made)), decisions
 
@@ -185,18 +188,25 @@ def _codegen(unit: Unit, options: Options) -> Step:
     return replace(unit, scheduled=scheduled, kernels=kernels), decisions
 
 
+def _strips(unit: Unit, options: Options) -> Step:
+    if not (options.strips and options.reuse_memory):
+        return unit, ()
+    chains, kernels, decisions = in_strips(unit.scheduled, unit.kernels, unit.machine)
+    return replace(unit, chains=chains, kernels=kernels), decisions
+
+
 def _plan(unit: Unit, options: Options) -> Step:
     values = (*tensors_of(unit.graph), *unit.values.values())
-    plan, decisions = plan_execution(
+    plan = plan_execution(
         unit.scheduled,
         unit.kernels,
         name=unit.name,
         values=values,
         reuse=options.reuse_memory,
         donated=donated_of(unit.graph),
-        strips=unit.machine if options.strips else None,
+        chains=unit.chains,
     )
-    return replace(unit, plan=plan), decisions
+    return replace(unit, plan=plan), ()
 
 
 def _build(unit: Unit, options: Options) -> Step:
@@ -240,6 +250,7 @@ STAGES: tuple[tuple[str, Callable[[Unit, Options], Step]], ...] = (
     ("freeze", _freeze),
     ("schedule", _schedule),
     ("codegen", _codegen),
+    ("strips", _strips),
     ("plan", _plan),
     ("build", _build),
     ("load", _load),

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pellucid.codegen import CppKernel
+from pellucid.codegen import CppKernel, kept_near
 from pellucid.codegen.reach import Reach
+from pellucid.ir.analysis import reads, writes
 from pellucid.ir.decision import Decision
-from pellucid.ir.nodes import Kernel
+from pellucid.ir.nodes import Kernel, Program
 from pellucid.ir.types import ALIGNMENT
 from pellucid.machine import Machine, Work, kernel_work, time
+from pellucid.schedule.memory import spans
 
 # Windows, and what each strip reads again, take one of so many parts of the second cache at most.
 _SHARE = 2
@@ -31,7 +33,7 @@ _ALL = 0.9
 _TRIES = 2
 _RULE = "plan.strips"
 # Calls of a chain, runs of calls in all strips, and iterations of a kernel, at most: they are listed.
-_MOST_CALLS, _MOST_RUNS, _MOST_ITERATIONS = 24, 1 << 13, 1 << 16
+_MOST_CALLS, _MOST_RUNS, _MOST_ITERATIONS = 24, 1 << 13, 1 << 18
 # A chain must save so many times what it costs: its price knows nothing of what else comes and goes in the caches.
 _MARGIN = 1.25
 
@@ -67,8 +69,7 @@ class Chain:
 class Stage:
     """A call that may be part of a chain. Its kernel has `extent` iterations, on so many `threads` at most.
 
-    loads, stores: what its iterations touch of each buffer. itemsizes: bytes of its elements. streamed: what it writes
-    past the caches.
+    loads, stores: what its iterations touch of each buffer. itemsizes: bytes of its elements.
     """
 
     name: str
@@ -78,7 +79,6 @@ class Stage:
     loads: Mapping[str, Reach]
     stores: Mapping[str, Reach]
     itemsizes: Mapping[str, int]
-    streamed: frozenset[str]
 
     def hull(self, name: str, mine: tuple[int, int]) -> int:
         """Bytes from the first to the last element of a buffer that some iterations read."""
@@ -100,10 +100,34 @@ class Temporary:
         return first <= self.first and self.last <= last
 
 
+def in_strips(
+    program: Program, kernels: Mapping[str, CppKernel], machine: Machine
+) -> tuple[tuple[Chain, ...], Mapping[str, CppKernel], tuple[Decision, ...]]:
+    """Which calls of a scheduled program run strip by strip; and its kernels: none writes past the caches what is in a
+    window."""
+    if program.symbols:
+        return (), kernels, ()
+    nodes = program.nodes
+    stages = [stage_of(node, kernels[node.name], machine) if isinstance(node, Kernel) else None for node in nodes]
+    used = spans([(*reads(node), *writes(node)) for node in nodes], program.outputs)
+    temporaries = {
+        buffer.name: Temporary(buffer.dtype.itemsize, buffer.numel.value, *used[buffer.name])
+        for buffer in program.buffers
+        if buffer.role == "temp" and buffer.name in used and buffer.numel.value is not None
+    }
+    chains, decisions = find_chains(stages, temporaries, machine)
+    inside = {window.buffer for chain in chains for window in chain.windows}
+    near = {name: kernel.streamed & inside for name, kernel in kernels.items()}
+    why = "it is read at once, in the same strip"
+    kept = [Decision("codegen.stream", (name, each), False, why) for name in near for each in sorted(near[name])]
+    changed = {name: kept_near(kernel, near[name]) if near[name] else kernel for name, kernel in kernels.items()}
+    return chains, changed, (*decisions, *kept)
+
+
 def find_chains(
     stages: Sequence[Stage | None], temporaries: Mapping[str, Temporary], machine: Machine
 ) -> tuple[tuple[Chain, ...], tuple[Decision, ...]]:
-    """Which calls run strip by strip. stages: of each call, None where that cannot be. temporaries: in the arena."""
+    """The same for stages, one for each call, None where that is none, and buffers that may have windows."""
     candidates: list[_Candidate] = []
     refusals: dict[int, Decision] = {}
     for begin, first in enumerate(stages):
@@ -137,7 +161,6 @@ def stage_of(kernel: Kernel, compiled: CppKernel, machine: Machine) -> Stage | N
         loads={compiled.params[number]: reach for number, reach in found.loads.items()},
         stores={compiled.params[number]: reach for number, reach in found.stores.items()},
         itemsizes={name: param.dtype.itemsize for name, param in zip(compiled.params, params, strict=True)},
-        streamed=frozenset(compiled.params[int(name[1:])] for name in compiled.plan.streamed),
     )
 
 
@@ -187,8 +210,6 @@ def _cannot_follow(members: Sequence[Stage], stage: Stage | None) -> str:
     """Why a call cannot be part of the chain that ends before it; empty if it can."""
     if stage is None:
         return "what follows is no kernel, or one of which it is not known beforehand what each iteration touches"
-    if members[-1].streamed:
-        return f"{members[-1].name} writes past the caches"
     if any(name in other.loads or name in other.stores for name in stage.stores for other in members):
         return f"{stage.name} overwrites what calls before it have to do with"
     return ""

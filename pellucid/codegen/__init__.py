@@ -11,7 +11,7 @@ their price, `cpp` prints.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pellucid.codegen.attention import plan_attention
@@ -45,6 +45,7 @@ __all__ = [
     "functions_of",
     "generate",
     "generate_all",
+    "kept_near",
     "packings_of",
 ]
 
@@ -110,6 +111,11 @@ class CppKernel:
     def reaches(self) -> Reaches | None:
         """What each of its iterations touches, see `codegen/reach.py`."""
         return reaches(self.computes, self.plan, self.offsets)
+
+    @property
+    def streamed(self) -> frozenset[str]:
+        """Buffers that it writes past the caches."""
+        return frozenset(self.params[int(name[1:])] for name in self.plan.streamed)
 
 
 def generate(
@@ -182,6 +188,21 @@ def _written(
         decisions=tuple(_with_original_names(decision, simple) for decision in plan.decisions),
         computes=part,
         packing=packing,
+    )
+
+
+def kept_near(kernel: CppKernel, buffers: Collection[str]) -> CppKernel:
+    """The same, but that it does not write these buffers past the caches."""
+    names = {f"p{k}" for k, name in enumerate(kernel.params) if name in buffers}
+    plan = replace(kernel.plan, streamed=kernel.plan.streamed - names)
+    written = print_kernel(plan, nest(plan), _NAME)
+    name = f"{kernel.name.rpartition('_')[0]}_{_digest(written.source)}"
+    return replace(
+        kernel,
+        name=name,
+        source=written.source.replace(_NAME, name, 1),
+        line_map=tuple(written.origins),
+        plan=plan,
     )
 
 

@@ -50,7 +50,7 @@ def sorted_rows() -> Program:
 def planned(program: Program, reuse: bool = True) -> ExecutionPlan:
     after, _ = schedule(program, Options())
     kernels = {node.name: generate(node, Options(), AVX2) for node in after.nodes if isinstance(node, Kernel)}
-    return plan_execution(after, kernels, name="example", reuse=reuse)[0]
+    return plan_execution(after, kernels, name="example", reuse=reuse)
 
 
 @pytest.mark.parametrize("make", [product_and_norm, sorted_rows])

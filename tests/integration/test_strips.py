@@ -256,6 +256,23 @@ def test_profilers_see_a_chain_as_one_call(small: Path) -> None:
     assert len(names) == 1 and " to " in names[0], names
 
 
+def test_what_has_a_window_is_not_written_past_the_caches(small: Path, tmp_path: Path) -> None:
+    """Products of many rows: a copy that moves twice what the last cache holds would be."""
+
+    def padded(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.relu(F.pad(x, (0, 0, 3, 3)) @ up) @ down
+
+    model, x = Products(padded), randn(150_000, 16)
+    plain, _ = called(compiled(model, small, freeze=True, strips=False, trace=str(tmp_path / "off")), x)
+    strips, made = called(compiled(model, small, freeze=True, trace=str(tmp_path / "on")), x)
+    assert same(plain, strips) and [chain.first for chain in chains(made)] == [0]
+    streamed = {
+        each: sum("pv::stream_end" in file.read_text() for file in (tmp_path / each).glob("*/kernels/*.cpp"))
+        for each in ("off", "on")
+    }
+    assert streamed["on"] == streamed["off"] - 1, "all but the result"
+
+
 def test_what_is_observed_runs_call_by_call(small: Path) -> None:
     """Each intermediate is there, whole, after its call."""
     make, x = CASES["depthwise"]

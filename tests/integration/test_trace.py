@@ -66,7 +66,8 @@ def test_run_json_tells_stages_counts_and_fallbacks(run: Path) -> None:
     (data,) = about["compiled"].values()
     assert about["schema_version"] == schema.VERSION and data["error"] is None
     assert [stage["name"] for stage in data["stages"]] == [
-        "dynamo", "aotautograd", "transform", "lower", "freeze", "schedule", "codegen", "plan", "build", "load",
+        "dynamo", "aotautograd", "transform", "lower", "freeze", "schedule", "codegen", "strips", "plan", "build",
+        "load",
     ]  # fmt: skip
     assert data["counts"]["kernels"] < data["counts"]["kernels_before_fusion"]
     assert data["fallbacks"] and all(item["reason"] for item in data["fallbacks"])

@@ -117,7 +117,7 @@ def _run(
         if isinstance(value, torch.Tensor) and name is not None
     }
     with torch.no_grad():
-        plan, _ = plan_execution(program, kernels)
+        plan = plan_execution(program, kernels)
         results = Executable(plan, Whole((program, kernels)), addresses, tuple(constants))(given)
     written = (buffer.name for buffer in program.buffers if buffer.role == "output")
     return memory | dict(zip(written, results, strict=True))
