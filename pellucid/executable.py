@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -51,11 +51,13 @@ class Probe:
     """What Python does during a run: `before` and `after` the call of a node.
 
     views: what `after` gets, as live tensors: it may read them and write to them, and must not keep them.
+    observes: whether it gets them in this run. Then nodes run one by one, and no argument is overwritten.
     """
 
     before: Callable[[], None]
     views: tuple[View, ...]
     after: Callable[..., None]
+    observes: Callable[[], bool]
 
 
 class Whole:
@@ -127,7 +129,7 @@ class Executable:
         parameters: Sequence[str] = (),
     ) -> None:
         """whole: what was planned. addresses: of its functions, by symbol.
-        probes: by the name of the node; where there are some, no argument is overwritten, as they may look at it.
+        probes: by the name of the node.
 
         checked: arguments that no guard has looked at: those that lie in memory otherwise than these say are copied.
         parameters: what could be frozen, for profiles.
@@ -147,8 +149,8 @@ class Executable:
         self._positions = [self._plan.inputs.index(symbol) for symbol in self._plan.symbols]
         self._instances: OrderedDict[_Key, _Ready] = OrderedDict()
         self._sized: dict[_Key, Sized] = {}
-        if not self._plan.symbols:
-            self._static = self._make_instance((), donated=True)
+        fixed = not self._plan.symbols and not self._probes
+        self._static = self._make_instance((), donated=True, observed=False) if fixed else None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a later process needs, which finds the kernels in the store."""
@@ -162,7 +164,7 @@ class Executable:
         self._load(build(self._sources)[0])
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        run, supplied, expected, taken = self._instance(args) if self._positions else self._static
+        run, supplied, expected, taken = self._static or self._instance(args)
         if not all(_may_be_overwritten(args, position) for position in taken):
             run, supplied, expected, _ = self._instance(args, donated=False)
         for name, position, dtype, shape, strides in expected:
@@ -177,28 +179,29 @@ class Executable:
 
     def _instance(self, args: list[Any], *, donated: bool = True) -> _Ready:
         sizes = tuple([int(args[position]) for position in self._positions])
-        instance = self._instances.get((sizes, donated))
+        observed = any(probe.observes() for probe in self._probes.values())
+        instance = self._instances.get((sizes, donated, observed))
         if instance is None:
-            instance = self._make_instance(sizes, donated=donated)
+            instance = self._make_instance(sizes, donated=donated, observed=observed)
         else:
-            self._instances.move_to_end((sizes, donated))
+            self._instances.move_to_end((sizes, donated, observed))
         return instance
 
-    def _make_instance(self, sizes: tuple[int, ...], *, donated: bool) -> _Ready:
+    def _make_instance(self, sizes: tuple[int, ...], *, donated: bool, observed: bool) -> _Ready:
         size = Numbers(dict(zip(self._plan.symbols, sizes, strict=True)), by_name(self._plan.derived))
-        observed = bool(self._probes)
         memory = self._plan.memory_for(size, donated=donated, observed=observed)
         assembler = _Assembler(self._plan, size, memory, self._addresses, self._sources, self.choices)
-        calls = assembler.calls(self._probes)
-        instance = assembler.instance(calls, () if observed else self._plan.chains)
+        calls, strips = assembler.calls(self._probes, observed)
+        instance = assembler.instance(calls, strips)
         floats = [torch.tensor([size.of(name)], dtype=torch.float64) for name in self._plan.supplied]
         expected = [assembler.expected(view) for view in self._checked if view.buffer in assembler.slots]
         taken = sorted({assembler.inputs[name] for name in memory.homes.values()})
         ready = instance.run, [*self._constants, *floats], expected, taken
-        self._instances[sizes, donated] = ready
+        key = sizes, donated, observed
+        self._instances[key] = ready
         nodes = tuple(None if isinstance(call, PythonCall) else call.name for call in calls)
         sized = Sized(self._plan, self._whole, nodes, size, self._parameters)
-        self._sized[sizes, donated] = INSTANCES[instance.number] = sized
+        self._sized[key] = INSTANCES[instance.number] = sized
         if len(self._instances) > _INSTANCES:
             del self._sized[self._instances.popitem(last=False)[0]]
         return ready
@@ -213,8 +216,8 @@ _Expected: TypeAlias = "tuple[str, int, torch.dtype, tuple[int, ...], tuple[int,
 # How to run an instance, the tensors that it expects after the caller's, what it expects of some of the caller's, and
 # which of these it overwrites.
 _Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor], list[_Expected], list[int]]"
-# The sizes of an instance, and whether it takes over donated inputs.
-_Key: TypeAlias = "tuple[tuple[int, ...], bool]"
+# The sizes of an instance, whether it takes over donated inputs, and whether its nodes are observed.
+_Key: TypeAlias = "tuple[tuple[int, ...], bool, bool]"
 
 
 def fitted(
@@ -262,20 +265,38 @@ class _Assembler:
         self.slots = {buffer.name: number for number, buffer in enumerate(plan.buffers)}
         self.dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in plan.buffers}
 
-    def instance(self, calls: Sequence[Call], chains: Sequence[Chain]) -> Instance:
+    def instance(self, calls: Sequence[Call], strips: Sequence[Strips]) -> Instance:
         slots = [self._slot(buffer) for buffer in self.plan.buffers]
         results = [self._result(result) for result in self.plan.results]
         count, arena = len(self.plan.arguments), self.memory.arena_bytes
-        strips = [self._strips(chain) for chain in chains]
         return Instance(slots, calls, results, inputs=count, arena=arena, name=self.plan.name, strips=strips)
 
-    def _strips(self, chain: Chain) -> Strips:
-        windows = tuple((self.slots[window.buffer], window.nbytes) for window in chain.windows)
-        return Strips(chain.first, chain.last, windows, chain.parts)
+    def calls(self, probes: Mapping[str, Probe], observed: bool) -> tuple[list[Call], list[Strips]]:
+        """The calls of the plan with those of probes; and which run strip by strip: none where all are observed."""
+        chains = {} if observed else {chain.first: chain for chain in self.plan.chains}
+        made: list[Call] = []
+        strips: list[Strips] = []
+        number = 0
+        while number < len(self.plan.calls):
+            chain = chains.get(number)
+            last = chain.last if chain else number
+            together = self.plan.calls[number : last + 1]
+            probed = [(call.name, probes[call.name]) for call in together if call.name in probes]
+            for name, probe in reversed(probed):  # so that the first one is the last to be told of
+                made.append(PythonCall(probe.before, (), (), (), f"before {name}"))
+            if chain:
+                strips.append(self._strips(chain, len(made)))
+            made += [self._call(call) for call in together]
+            for name, probe in probed:
+                views = tuple(self._view(view) for view in probe.views) if observed else ()
+                made.append(PythonCall(probe.after, views, (), (), f"after {name}"))
+            number = last + 1
+        return made, strips
 
-    def calls(self, probes: Mapping[str, Probe]) -> list[Call]:
-        """The calls of the plan, and those of probes."""
-        return [made for call in self.plan.calls for made in self._calls(call, probes.get(call.name))]
+    def _strips(self, chain: Chain, first: int) -> Strips:
+        """first: its number among the calls that are made."""
+        windows = tuple((self.slots[window.buffer], window.nbytes) for window in chain.windows)
+        return Strips(first, first + chain.last - chain.first, windows, chain.parts)
 
     def expected(self, view: View) -> _Expected:
         """What an argument must be, of which `view` is the whole."""
@@ -293,15 +314,6 @@ class _Assembler:
             case Place.ARENA:
                 home = self.memory.homes.get(buffer.name)
                 return InputSlot(self.inputs[home]) if home else ArenaSlot(self.memory.offsets[buffer.name])
-
-    def _calls(self, call: Launch | Extern, probe: Probe | None) -> Iterator[Call]:
-        if probe is None:
-            yield self._call(call)
-            return
-        views = tuple(self._view(view) for view in probe.views)
-        yield PythonCall(probe.before, (), (), (), f"before {call.name}")
-        yield self._call(call)
-        yield PythonCall(probe.after, views, (), (), f"after {call.name}")
 
     def _call(self, call: Launch | Extern) -> Call:
         match call:

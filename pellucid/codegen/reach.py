@@ -54,8 +54,8 @@ def reaches(kernel: Kernel, plan: Plan, offsets: tuple[int, ...]) -> Reaches | N
     """
     if plan.rows is not None or plan.colliding or (plan.blocks and plan.blocks.groups):
         return None
-    box = _box(kernel, plan)
-    if box is None:
+    box, squares = _box(kernel, plan, 1), _box(kernel, plan, plan.width)
+    if box is None or squares is None:
         return None
     found: dict[type, dict[int, Reach]] = {Load: {}, Store: {}}
     numbers = {param.name: number for number, param in enumerate(kernel.params)}
@@ -63,7 +63,7 @@ def reaches(kernel: Kernel, plan: Plan, offsets: tuple[int, ...]) -> Reaches | N
         if not isinstance(line.rhs, Load | Store):
             continue
         number = numbers[line.rhs.buffer]
-        span = _span(line.rhs.index, box)
+        span = _span(line.rhs.index, squares if isinstance(line.rhs, Load) and line.out in plan.tiled else box)
         if span is None or (isinstance(line.rhs, Store) and line.rhs.join):
             return None
         reach = _within(span, kernel.params[number].numel.value or 0, offsets[number], plan.extent.value or 0)
@@ -72,20 +72,26 @@ def reaches(kernel: Kernel, plan: Plan, offsets: tuple[int, ...]) -> Reaches | N
     return Reaches(found[Load], found[Store])
 
 
-def _box(kernel: Kernel, plan: Plan) -> dict[str, Span] | None:
-    """By axis the least and the greatest counter in each iteration."""
+def _box(kernel: Kernel, plan: Plan, square: int) -> dict[str, Span] | None:
+    """By axis the least and the greatest counter in each iteration.
+
+    square: the axes of squares end at a multiple of this: the last one is read whole where the buffer has it.
+    """
     box: dict[str, Span] = {}
+    ends: dict[str, int] = {}
     for axis in kernel.space:
         if axis.extent.value is None:
             return None
-        box[axis.name] = 0, axis.extent.value - 1
+        whole = square if axis.name in (plan.vector, plan.tile) else 1
+        ends[axis.name] = -(-axis.extent.value // whole) * whole
+        box[axis.name] = 0, ends[axis.name] - 1
     rest = np.arange(plan.extent.value or 0, dtype=np.int64)
     for counter in reversed(plan.counters):
-        count, extent = counter.count.value, kernel.ranges.get(counter.axis)
-        if count is None or extent is None or extent.value is None:
+        count = counter.count.value
+        if count is None or counter.axis not in ends:
             return None
         begin = rest % count * counter.step
-        box[counter.axis] = begin, np.minimum(begin + counter.step, extent.value) - 1
+        box[counter.axis] = begin, np.minimum(begin + counter.step, ends[counter.axis]) - 1
         rest = rest // count
     return box
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +17,12 @@ from pellucid.codegen import CppKernel
 from pellucid.executable import INSTANCES
 from pellucid.ir.types import TORCH_DTYPES
 from pellucid.native.build import build
-from tests.support import assert_touches_no_more
+from tests.support import assert_touches_no_more, native_function
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+
+_LIBC = ctypes.CDLL(None)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -30,6 +36,8 @@ def images(*shape: int) -> Tensor:
 CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "pointwise": (lambda x, y: torch.relu(x) * y + 1, (randn(70, 40), randn(40))),
     "transposed": (lambda x: (x + 1).t().contiguous(), (randn(70, 50),)),
+    "squares": (lambda x: x.softmax(-1).permute(0, 2, 3, 1).contiguous(), (randn(3, 17, 40, 70),)),
+    "few rows": (lambda x: (x * 2).permute(0, 2, 1).contiguous() + 1, (randn(5, 9, 2000),)),
     "flat": (lambda x: x.reshape(-1).sin().view(20, 35)[:, ::2], (randn(70, 10),)),
     "rolled": (lambda x: x + x.roll(1, 0) + x.roll(-2, 1), (randn(40, 30),)),
     "softmax": (lambda x: x.softmax(1), (randn(40, 300),)),
@@ -55,6 +63,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_iterations_touch_no_more(name: str) -> None:
+    found = [assert_touches_no_more(kernel, address, _buffers(kernel)) for kernel, address in _compiled(name)]
+    assert any(found) == (name != "grouped")
+
+
+def _compiled(name: str) -> list[tuple[CppKernel, int]]:
+    """The kernels of a case, and where they are."""
     function, args = CASES[name]
     torch._dynamo.reset()
     known = set(INSTANCES)
@@ -63,8 +77,48 @@ def test_iterations_touch_no_more(name: str) -> None:
         compiled(*args)
     kernels = {each.name: each for n in set(INSTANCES) - known for each in INSTANCES[n].kernels.values()}
     addresses, _ = build({each.name: each.source for each in kernels.values()})
-    found = [assert_touches_no_more(each, addresses[name], _buffers(each)) for name, each in kernels.items()]
-    assert any(found) == (name != "grouped"), kernels
+    return [(kernel, addresses[name]) for name, kernel in kernels.items()]
+
+
+@pytest.mark.parametrize("name", ["squares", "few rows", "transposed", "product", "convolution", "depthwise", "planes"])
+def test_iterations_read_no_more(name: str) -> None:
+    """Nor what they do not need, as whole squares are: beyond what they touch memory is protected."""
+    for kernel, address in _compiled(name):
+        _run_guarded(kernel, address)
+
+
+def _run_guarded(kernel: CppKernel, address: int) -> None:
+    """In a process of its own, with each buffer ending, or beginning, where what is read of it does."""
+    reaches, extent = kernel.reaches, kernel.extent.value or 0
+    if reaches is None:
+        return
+    for begin, end in {(0, 1), (extent // 3, extent // 3 + 1), (extent - 1, extent), (extent // 2, extent)}:
+        for at_end in (True, False):
+            child = os.fork()
+            if child == 0:
+                loads = {kernel.params[k]: reach.over(begin, end) for k, reach in reaches.loads.items()}
+                _, pointers = zip(
+                    *(_guarded(kernel, name, loads.get(name), at_end) for name in kernel.params), strict=True
+                )
+                native_function(address)((ctypes.c_void_p * len(pointers))(*pointers), None, begin, end)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0, f"{begin} to {end} read more, {at_end=}\n{kernel.source}"
+
+
+def _guarded(kernel: CppKernel, name: str, read: tuple[int, int] | None, at_end: bool) -> tuple[mmap.mmap, int]:
+    """Memory for a parameter, and where the parameter begins: none is beyond, or before, the elements `read`."""
+    number = kernel.params.index(name)
+    param, skipped = kernel.computes.params[number], kernel.offsets[number]
+    size = param.dtype.itemsize
+    first, last = read or (0, skipped + (param.numel.value or 0) - 1)
+    pages = -(-(last + 1 - first) * size // mmap.PAGESIZE) if last >= first else 1
+    memory = mmap.mmap(-1, (pages + 2) * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for page in (start, start + (pages + 1) * mmap.PAGESIZE):
+        assert _LIBC.mprotect(ctypes.c_void_p(page), mmap.PAGESIZE, 0) == 0
+    inside = start + mmap.PAGESIZE
+    buffer = inside + pages * mmap.PAGESIZE - (last + 1) * size if at_end else inside - first * size
+    return memory, buffer + skipped * size
 
 
 def _buffers(kernel: CppKernel) -> dict[str, Tensor]:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from pellucid.debug import Program
 from pellucid.executable import INSTANCES, Sized
+from pellucid.kit.programs.case import Case
+from pellucid.kit.subjects.base import Probe, Step
 from pellucid.kit.subjects.clock import clock
 from pellucid.kit.subjects.registry import subject_of
 from pellucid.machine.model import to_text
@@ -279,6 +281,30 @@ def test_what_is_observed_runs_call_by_call(small: Path) -> None:
     torch._dynamo.reset()
     program = Program(make(), (x,), options={"machine": str(small)})
     assert program.cosim().good
+
+
+class Marks(Probe):
+    """What looks at no results."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def before(self, step: Step) -> None:
+        self.found.append(step.name)
+
+
+@pytest.mark.parametrize("probe", [None, Marks()])
+def test_what_only_marks_steps_runs_in_strips(probe: Marks | None, small: Path) -> None:
+    """So that a check of results, and a bisection, run what users run."""
+    make, x = CASES["depthwise"]
+    subject = subject_of("pellucid", {"machine": str(small)})
+    with torch.no_grad():
+        (graph,) = subject.graphs(Case("depthwise", make(), (x,)))
+    run = subject.compile(graph)
+    with torch.profiler.profile() as seen:
+        run.run(graph.inputs, probe)
+    assert any(" to " in event.key for event in seen.key_averages() if "pellucid::" in event.key)
+    assert probe is None or sorted(probe.found) == sorted(step.name for step in run.steps)
 
 
 def test_the_program_of_a_run_runs_call_by_call(small: Path, tmp_path: Path) -> None:

@@ -75,6 +75,11 @@ def refusal(kind: str, subject: tuple[str, ...], cause: str, origin: Origin, cat
 class Probe:
     """What happens around the steps of a run. By default nothing."""
 
+    @property
+    def observes(self) -> bool:
+        """Whether it looks at what steps have made. Else several may run together, after `before` of all of them."""
+        return type(self).after is not Probe.after
+
     def before(self, step: Step) -> None:
         """Called before the step."""
 

@@ -10,10 +10,14 @@ from pellucid.kit.subjects.base import Probe, Step
 
 
 class Marker(Probe):
-    """Notes the step that runs where the parent process finds it when this one is dead."""
+    """Notes the step that runs, or the first of several, where the parent process finds it when this one is dead."""
 
     def __init__(self) -> None:
         self._note = Note()
+
+    @property
+    def observes(self) -> bool:
+        return False
 
     def before(self, step: Step) -> None:
         self.note(step.name)

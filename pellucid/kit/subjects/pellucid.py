@@ -227,6 +227,7 @@ class PellucidCompiled(Compiled):
                 before=partial(self._before, step),
                 views=tuple(unit.values[name] for name in nodes),
                 after=partial(self._after, step),
+                observes=lambda: self._probe.observes,
             )
         return probes
 
@@ -234,7 +235,7 @@ class PellucidCompiled(Compiled):
         self._probe.before(step)
 
     def _after(self, step: Step, *tensors: torch.Tensor) -> None:
-        self._probe.after(step, dict(zip(step.values, tensors, strict=True)))
+        self._probe.after(step, dict(zip(step.values, tensors, strict=True)) if self._probe.observes else {})
 
 
 def _category(decision: Decision) -> str:
