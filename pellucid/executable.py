@@ -149,8 +149,8 @@ class Executable:
         self._positions = [self._plan.inputs.index(symbol) for symbol in self._plan.symbols]
         self._instances: OrderedDict[_Key, _Ready] = OrderedDict()
         self._sized: dict[_Key, Sized] = {}
-        fixed = not self._plan.symbols and not self._probes
-        self._static = self._make_instance((), donated=True, observed=False) if fixed else None
+        made = None if self._plan.symbols else self._make_instance((), donated=True, observed=self._observed)
+        self._static = None if self._probes else made
 
     def __getstate__(self) -> dict[str, Any]:
         """What a later process needs, which finds the kernels in the store."""
@@ -177,9 +177,13 @@ class Executable:
         args.clear()
         return outputs
 
+    @property
+    def _observed(self) -> bool:
+        return any(probe.observes() for probe in self._probes.values())
+
     def _instance(self, args: list[Any], *, donated: bool = True) -> _Ready:
         sizes = tuple([int(args[position]) for position in self._positions])
-        observed = any(probe.observes() for probe in self._probes.values())
+        observed = self._observed
         instance = self._instances.get((sizes, donated, observed))
         if instance is None:
             instance = self._make_instance(sizes, donated=donated, observed=observed)

@@ -182,6 +182,10 @@ def assert_touches_no_more(kernel: CppKernel, address: int, buffers: Mapping[str
     return True
 
 
+# PyTorch fills none of those on the left.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def _between(ends: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
     """Which elements of a flat tensor lie from the first to the second of `ends`."""
     places = torch.arange(tensor.numel())
@@ -193,4 +197,5 @@ def _spoil(tensor: torch.Tensor, where: torch.Tensor) -> None:
     if tensor.dtype is torch.bool:
         tensor[where] = ~tensor[where]
     else:
-        tensor[where] = torch.nan if tensor.dtype.is_floating_point else 77
+        signed = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
+        signed[where] = torch.nan if tensor.dtype.is_floating_point else 77

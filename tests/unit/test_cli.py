@@ -59,7 +59,13 @@ def test_a_good_run_exits_with_0_and_keeps_progress_off_stdout():
 
 
 def test_a_bad_report_exits_with_1(monkeypatch):
-    monkeypatch.setattr("pellucid.bench.bench", lambda *args: example_report())
+    def measured(words, settings, progress, tell):
+        report = example_report()
+        for model in report.models:
+            tell(model)
+        return report
+
+    monkeypatch.setattr("pellucid.bench.bench", measured)
     result = run(*SMALL)
     assert result.exit_code == Exit.BAD
     assert "broken: KeyError: 'x'" in result.stdout
