@@ -58,8 +58,8 @@ class Unit:
     frozen: what its parameters determine, for a program that is prepared once.
     captured, graph: the FX graph before and after our own passes.
     lowered, scheduled: the program before and after fusion. values: where it puts what an FX node computes.
-    kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`. chains: calls in
-    strips. plan: what a call does.
+    kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`.
+    chains: calls that run strip by strip. plan: what a call does.
     program: what runs, and `executable`: with what prepares its parameters before.
     """
 

@@ -12,7 +12,8 @@ Depth-first execution, or line buffering, of what Halide calls producers and con
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from pellucid.codegen import CppKernel, kept_near
 from pellucid.codegen.reach import Reach
@@ -66,7 +67,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class _Stage:
     """A call that may be part of a chain. Its kernel has `extent` iterations, on so many `threads` at most.
 
     loads, stores: what its iterations touch of each buffer. itemsizes: bytes of its elements.
@@ -87,7 +88,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Temporary:
+class _Temporary:
     """A buffer that a chain may keep in a window: first, last are the calls that use it."""
 
     itemsize: int
@@ -108,14 +109,14 @@ def in_strips(
     if program.symbols:
         return (), kernels, ()
     nodes = program.nodes
-    stages = [stage_of(node, kernels[node.name], machine) if isinstance(node, Kernel) else None for node in nodes]
+    stages = [_stage_of(node, kernels[node.name], machine) if isinstance(node, Kernel) else None for node in nodes]
     used = spans([(*reads(node), *writes(node)) for node in nodes], program.outputs)
     temporaries = {
-        buffer.name: Temporary(buffer.dtype.itemsize, buffer.numel.value, *used[buffer.name])
+        buffer.name: _Temporary(buffer.dtype.itemsize, buffer.numel.value, *used[buffer.name])
         for buffer in program.buffers
         if buffer.role == "temp" and buffer.name in used and buffer.numel.value is not None
     }
-    chains, decisions = find_chains(stages, temporaries, machine)
+    chains, decisions = _find_chains(stages, temporaries, machine)
     inside = {window.buffer for chain in chains for window in chain.windows}
     near = {name: kernel.streamed & inside for name, kernel in kernels.items()}
     why = "it is read at once, in the same strip"
@@ -124,8 +125,8 @@ def in_strips(
     return chains, changed, (*decisions, *kept)
 
 
-def find_chains(
-    stages: Sequence[Stage | None], temporaries: Mapping[str, Temporary], machine: Machine
+def _find_chains(
+    stages: Sequence[_Stage | None], temporaries: Mapping[str, _Temporary], machine: Machine
 ) -> tuple[tuple[Chain, ...], tuple[Decision, ...]]:
     """The same for stages, one for each call, None where that is none, and buffers that may have windows."""
     candidates: list[_Candidate] = []
@@ -143,7 +144,7 @@ def find_chains(
     return chains, (*chosen, *(refusal for begin, refusal in refusals.items() if begin not in inside))
 
 
-def stage_of(kernel: Kernel, compiled: CppKernel, machine: Machine) -> Stage | None:
+def _stage_of(kernel: Kernel, compiled: CppKernel, machine: Machine) -> _Stage | None:
     """A kernel as part of a chain; None if it cannot be: its sizes, what it touches or how it fails are not known, or
     calls choose between several ways to do it."""
     extent = compiled.extent.value or 0
@@ -153,7 +154,7 @@ def stage_of(kernel: Kernel, compiled: CppKernel, machine: Machine) -> Stage | N
     if found is None or found.loads.keys() & found.stores.keys():
         return None
     params = compiled.computes.params
-    return Stage(
+    return _Stage(
         name=kernel.name,
         extent=extent,
         threads=max(1, min(machine.cores, extent // max(1, compiled.grain))),
@@ -184,7 +185,7 @@ def _best(candidates: Sequence[_Candidate], calls: int) -> list[_Candidate]:
 
 
 def _candidates(
-    begin: int, stages: Sequence[Stage | None], temporaries: Mapping[str, Temporary], machine: Machine
+    begin: int, stages: Sequence[_Stage | None], temporaries: Mapping[str, _Temporary], machine: Machine
 ) -> tuple[list[_Candidate], str]:
     """The chains from a call on that save time; and why the shortest is none."""
     first = stages[begin]
@@ -206,7 +207,7 @@ def _candidates(
     return found, next(iter(refusals), "no kernel follows")
 
 
-def _cannot_follow(members: Sequence[Stage], stage: Stage | None) -> str:
+def _cannot_follow(members: Sequence[_Stage], stage: _Stage | None) -> str:
     """Why a call cannot be part of the chain that ends before it; empty if it can."""
     if stage is None:
         return "what follows is no kernel, or one of which it is not known beforehand what each iteration touches"
@@ -215,7 +216,7 @@ def _cannot_follow(members: Sequence[Stage], stage: Stage | None) -> str:
     return ""
 
 
-def _is_far(name: str, maker: Stage, temporaries: Mapping[str, Temporary], machine: Machine) -> bool:
+def _is_far(name: str, maker: _Stage, temporaries: Mapping[str, _Temporary], machine: Machine) -> bool:
     """Whether a buffer, once it is made, no longer is in the second caches."""
     return name in temporaries and machine.level(maker.work.working_set, maker.threads) not in _near(machine)
 
@@ -240,8 +241,8 @@ class _Candidate:
     """
 
     begin: int
-    members: tuple[Stage, ...]
-    inside: Mapping[str, Temporary]
+    members: tuple[_Stage, ...]
+    inside: Mapping[str, _Temporary]
     strips: int
     gain: float
     handed: int
@@ -286,7 +287,7 @@ class _Candidate:
 
 
 def _candidate(
-    begin: int, members: tuple[Stage, ...], temporaries: Mapping[str, Temporary], machine: Machine
+    begin: int, members: tuple[_Stage, ...], temporaries: Mapping[str, _Temporary], machine: Machine
 ) -> _Candidate:
     """A chain of these calls with the fewest strips whose windows the second cache holds. Raises _NoChain."""
     last = begin + len(members) - 1
@@ -301,10 +302,10 @@ def _candidate(
     cost = _MARGIN * (again + len(members) * strips * machine.call)
     if saved <= cost:
         raise _NoChain(f"it would save {saved:.0f} ns of moving bytes, and cost {cost:.0f} ns of computing and calling")
-    return _Candidate(begin, members, inside, strips, saved - cost, handed)
+    return replace(candidate, strips=strips, gain=saved - cost, handed=handed)
 
 
-def _needed(members: Sequence[Stage], of_last: tuple[int, int]) -> list[tuple[int, int] | None]:
+def _needed(members: Sequence[_Stage], of_last: tuple[int, int]) -> list[tuple[int, int] | None]:
     """The iterations of each call that some of the last one need; None where that is none."""
     wanted: dict[str, tuple[int, int]] = {}
     found: list[tuple[int, int] | None] = []
@@ -316,7 +317,7 @@ def _needed(members: Sequence[Stage], of_last: tuple[int, int]) -> list[tuple[in
     return found[::-1]
 
 
-def _note_loads(stage: Stage, mine: tuple[int, int], wanted: dict[str, tuple[int, int]]) -> None:
+def _note_loads(stage: _Stage, mine: tuple[int, int], wanted: dict[str, tuple[int, int]]) -> None:
     """Add the stretches of buffers that some iterations of a call read."""
     for name, reach in stage.loads.items():
         low, high = reach.over(*mine)
@@ -324,7 +325,7 @@ def _note_loads(stage: Stage, mine: tuple[int, int], wanted: dict[str, tuple[int
         wanted[name] = min(low, known[0]), max(high, known[1])
 
 
-def _makers(stage: Stage, wanted: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:
+def _makers(stage: _Stage, wanted: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:
     """The iterations that make stretches of buffers; None if none does."""
     ranges: list[tuple[int, int]] = []
     for name, reach in stage.stores.items():
@@ -417,21 +418,21 @@ def _held(candidate: _Candidate, of_last: tuple[int, int]) -> int:
 # ------------------------------------------------------------------------------------------------ strips
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Walk:
     """A part, strip by strip. runs: of each strip, the iterations of each call. stretches: of each buffer and strip the
     first element that this or a later strip touches, and the last one that is made."""
 
-    runs: list[list[tuple[int, int]]] = field(default_factory=list[list[tuple[int, int]]])
-    stretches: dict[str, list[tuple[int, int]]] = field(default_factory=dict[str, list[tuple[int, int]]])
+    runs: Sequence[Sequence[tuple[int, int]]]
+    stretches: Mapping[str, Sequence[tuple[int, int]]]
 
 
 def _walked(candidate: _Candidate, begin: int, end: int) -> _Walk | None:
     """None if a strip needs what would have to be made before the first one."""
-    members, inside = candidate.members, candidate.inside
+    members = candidate.members
     done: list[int | None] = [None] * len(members)
     started: list[int] = [0] * len(members)
-    walk = _Walk(stretches={name: [] for name in inside})
+    strips: list[list[tuple[int, int]]] = []
     for strip in range(candidate.strips):
         share = [begin + (end - begin) * (strip + k) // candidate.strips for k in (0, 1)]
         wanted: dict[str, tuple[int, int]] = {}
@@ -451,15 +452,16 @@ def _walked(candidate: _Candidate, begin: int, end: int) -> _Walk | None:
             runs.append((start, max(start, mine[1])))
             if start < mine[1]:
                 _note_loads(stage, (start, mine[1]), wanted)
-        walk.runs.append(runs[::-1])
-    for name in inside:
-        walk.stretches[name] = _stretches(name, members, walk.runs)
-    return walk
+        strips.append(runs[::-1])
+    return _Walk(strips, {name: _stretches(name, members, strips) for name in candidate.inside})
 
 
-def _stretches(name: str, members: Sequence[Stage], runs: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+def _stretches(
+    name: str, members: Sequence[_Stage], runs: Sequence[Sequence[tuple[int, int]]]
+) -> list[tuple[int, int]]:
     """Of each strip, see `_Walk`."""
-    touched: list[tuple[int, int]] = []
+    lows: list[int] = []
+    highs: list[int] = []
     for strip in runs:
         ends = [
             reach.over(*mine)
@@ -467,14 +469,10 @@ def _stretches(name: str, members: Sequence[Stage], runs: Sequence[Sequence[tupl
             for found in (stage.loads, stage.stores)
             for reach in ([found[name]] if name in found and mine[0] < mine[1] else [])
         ]
-        touched.append((min((a for a, _ in ends), default=1 << 62), max((b for _, b in ends), default=-1)))
-    lows: list[int] = []
-    for low, _ in reversed(touched):
-        lows.append(min(low, lows[-1]) if lows else low)
-    highs: list[int] = []
-    for _, high in touched:
-        highs.append(max(high, highs[-1]) if highs else high)
-    return list(zip(reversed(lows), highs, strict=True))
+        lows.append(min((low for low, _ in ends), default=1 << 62))
+        highs.append(max((high for _, high in ends), default=-1))
+    needed = list(accumulate(reversed(lows), min))[::-1]
+    return list(zip(needed, accumulate(highs, max), strict=True))
 
 
 def _room(stretches: Sequence[tuple[int, int]], itemsize: int) -> int:

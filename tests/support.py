@@ -21,6 +21,7 @@ from pellucid.ir.interp import run_program
 from pellucid.ir.nodes import Extern, Program
 from pellucid.ir.verify import verify_program
 from pellucid.lower import lower
+from pellucid.native.function import SIGNATURE
 from pellucid.options import Options
 
 
@@ -148,9 +149,24 @@ def pointers_of(kernel: CppKernel, buffers: Mapping[str, torch.Tensor]) -> ctype
     return (ctypes.c_void_p * len(found))(*found)
 
 
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same random numbers for the same shape."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def images(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same, channels-last."""
+    return randn(*shape, dtype=dtype).to(memory_format=torch.channels_last)
+
+
 def native_function(address: int) -> Callable[..., int]:
     """A kernel's function: of its pointers, its sizes, and the iterations from and to which it runs."""
-    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(address)
+    return SIGNATURE(address)
+
+
+def some_iterations(extent: int) -> set[tuple[int, int]]:
+    """From and to which a kernel runs on its own: single ones and many, at both ends and in the middle."""
+    return {(0, 1), (extent // 3, extent // 3 + 1), (extent // 2, extent), (extent - 1, extent)}
 
 
 def assert_touches_no_more(kernel: CppKernel, address: int, buffers: Mapping[str, torch.Tensor]) -> bool:
@@ -163,7 +179,7 @@ def assert_touches_no_more(kernel: CppKernel, address: int, buffers: Mapping[str
     if reaches is None or not extent:
         return False
     function = native_function(address)
-    for begin, end in {(0, 1), (extent // 3, extent // 3 + 1), (extent // 2, extent), (extent - 1, extent)}:
+    for begin, end in some_iterations(extent):
         read, written = (
             {kernel.params[k]: _between(reach.over(begin, end), buffers[kernel.params[k]]) for k, reach in each.items()}
             for each in (reaches.loads, reaches.stores)

@@ -170,20 +170,18 @@ def _written(
     kernel: Kernel, part: Kernel, plan: Plan, simple: Canonical, offsets: tuple[int, ...], machine: Machine
 ) -> CppKernel:
     packing = _packing(plan, simple, machine)
-    items = nest(plan)
-    written = print_kernel(plan, items, _NAME)
-    name = f"{_stem(kernel)}_{_digest(written.source)}"
+    name, source, line_map = _printed(_stem(kernel), plan)
     original: dict[Atom, Expr] = {Sym(canonical_symbol(old, k)): sym(old) for k, old in enumerate(simple.symbols)}
     return CppKernel(
         name=name,
-        source=written.source.replace(_NAME, name, 1),
+        source=source,
         params=tuple(packing.panels if packing and name == packing.buffer else name for name in simple.buffers),
         offsets=offsets,
         symbols=simple.symbols,
         extent=plan.extent.substitute(original),
         grain=plan.grain,
         checks=tuple((line.rhs.dim, line.origin) for line in plan.kernel.body if isinstance(line.rhs, CheckIndex)),
-        line_map=tuple(written.origins),
+        line_map=line_map,
         plan=plan,
         decisions=tuple(_with_original_names(decision, simple) for decision in plan.decisions),
         computes=part,
@@ -195,15 +193,15 @@ def kept_near(kernel: CppKernel, buffers: Collection[str]) -> CppKernel:
     """The same, but that it does not write these buffers past the caches."""
     names = {f"p{k}" for k, name in enumerate(kernel.params) if name in buffers}
     plan = replace(kernel.plan, streamed=kernel.plan.streamed - names)
+    name, source, line_map = _printed(kernel.name.rpartition("_")[0], plan)
+    return replace(kernel, name=name, source=source, line_map=line_map, plan=plan)
+
+
+def _printed(stem: str, plan: Plan) -> tuple[str, str, tuple[Origin, ...]]:
+    """A function's name, its source, and the origin of each line."""
     written = print_kernel(plan, nest(plan), _NAME)
-    name = f"{kernel.name.rpartition('_')[0]}_{_digest(written.source)}"
-    return replace(
-        kernel,
-        name=name,
-        source=written.source.replace(_NAME, name, 1),
-        line_map=tuple(written.origins),
-        plan=plan,
-    )
+    name = f"{stem}_{_digest(written.source)}"
+    return name, written.source.replace(_NAME, name, 1), tuple(written.origins)
 
 
 def _packing(plan: Plan, simple: Canonical, machine: Machine) -> CppPacking | None:

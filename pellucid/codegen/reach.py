@@ -54,7 +54,8 @@ def reaches(kernel: Kernel, plan: Plan, offsets: tuple[int, ...]) -> Reaches | N
     """
     if plan.rows is not None or plan.colliding or (plan.blocks and plan.blocks.groups):
         return None
-    box, squares = _box(kernel, plan, 1), _box(kernel, plan, plan.width)
+    box = _box(kernel, plan, 1)
+    squares = _box(kernel, plan, plan.width) if plan.tiled else box
     if box is None or squares is None:
         return None
     found: dict[type, dict[int, Reach]] = {Load: {}, Store: {}}

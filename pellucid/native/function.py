@@ -11,12 +11,13 @@ import torch
 KernelFunction: TypeAlias = "Callable[[Sequence[torch.Tensor], Sequence[int], int], None]"
 """Called with the tensors of a kernel's parameters, its symbols, and the extent of its parallel loop."""
 
-_SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+"""Of a kernel's function: its pointers, its sizes, and the iterations from and to which it runs; see `KernelCall`."""
 
 
 def kernel_function(name: str, address: int) -> KernelFunction:
     """The kernel at `address`, on one thread. It raises IndexError, with `name`, for an index out of bounds."""
-    function = _SIGNATURE(address)
+    function = SIGNATURE(address)
 
     def call(tensors: Sequence[torch.Tensor], symbols: Sequence[int], extent: int) -> None:
         pointers = (ctypes.c_void_p * max(1, len(tensors)))(*[tensor.data_ptr() for tensor in tensors])

@@ -22,7 +22,7 @@ from pellucid.native.machine import machine_for
 from pellucid.native.toolchain import Toolchain, detect
 from pellucid.options import Options
 from tests.golden.codegen_cases import CASES
-from tests.support import pointers_of
+from tests.support import native_function, pointers_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -36,7 +36,7 @@ def native(
 
 
 def call(kernel: CppKernel, address: int, buffers: Tensors, symbols: dict[str, int] | None = None) -> int:
-    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(address)
+    function = native_function(address)
     pointers = pointers_of(kernel, buffers)
     values = [(symbols or {})[name] for name in kernel.symbols]
     extent = kernel.extent.evaluate(lambda atom: (symbols or {})[atom.name])
@@ -341,7 +341,7 @@ extern "C" int64_t k_dirty(void* const* p, const int64_t* s, int64_t begin, int6
     addresses, _ = build({kernel.name: kernel.source, "k_dirty": dirty})
     y, x = torch.arange(15) % 4, torch.arange(60.0)
     buffers = {"y": y, "x": x, "n": torch.zeros(1).long(), "t": torch.zeros(1)}
-    soil = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(addresses["k_dirty"])
+    soil = native_function(addresses["k_dirty"])
     soil(None, None, 0, 0)
     assert call(kernel, addresses[kernel.name], buffers, {"s": 15}) == 0
     assert buffers["n"].item() == 15 and buffers["t"].item() == -x.view(15, 4).gather(1, y[:, None]).sum().item()

@@ -17,20 +17,11 @@ from pellucid.codegen import CppKernel
 from pellucid.executable import INSTANCES
 from pellucid.ir.types import TORCH_DTYPES
 from pellucid.native.build import build
-from tests.support import assert_touches_no_more, native_function
+from tests.support import assert_touches_no_more, images, native_function, randn, some_iterations
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-
 _LIBC = ctypes.CDLL(None)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
-
-
-def images(*shape: int) -> Tensor:
-    return randn(*shape).to(memory_format=torch.channels_last)
 
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
@@ -92,7 +83,7 @@ def _run_guarded(kernel: CppKernel, address: int) -> None:
     reaches, extent = kernel.reaches, kernel.extent.value or 0
     if reaches is None:
         return
-    for begin, end in {(0, 1), (extent // 3, extent // 3 + 1), (extent - 1, extent), (extent // 2, extent)}:
+    for begin, end in some_iterations(extent):
         for at_end in (True, False):
             child = os.fork()
             if child == 0:

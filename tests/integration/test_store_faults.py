@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import shutil
@@ -30,6 +29,7 @@ from pellucid.native.children import Children, Stopped
 from pellucid.native.session import SESSION
 from pellucid.native.store import KernelStore
 from pellucid.native.toolchain import Toolchain
+from tests.support import native_function
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,8 +39,7 @@ def kernel(name: str, value: int = 1) -> str:
 
 
 def call(address: int) -> int:
-    signature = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-    return signature(address)(None, None, 0, 0)
+    return native_function(address)(None, None, 0, 0)
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pellucid.kit.subjects.registry import subject_of
 from pellucid.machine.model import to_text
 from pellucid.native.machine import machine_for
 from pellucid.strips import Chain
-from tests.support import assert_matches, tensors, widened
+from tests.support import assert_matches, images, randn, tensors, widened
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -40,14 +40,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("machine") / "small.json"
     file.write_text(to_text(replace(machine, cores=3, barrier=20.0, call=1.0, levels=levels)))
     return file
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
-
-
-def images(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return randn(*shape, dtype=dtype).to(memory_format=torch.channels_last)
 
 
 class Block(nn.Module):
@@ -209,19 +201,12 @@ def test_several_calls_at_once(small: Path) -> None:
     run = compiled(make(), small)
     inputs = [x * scale for scale in (1.0, 2.0, 3.0)]
     expected = [called(run, each)[0] for each in inputs]
-    wrong: list[int] = []
 
-    def repeat(number: int) -> None:
-        for _ in range(30):
-            if not same(called(run, inputs[number])[0], expected[number]):
-                wrong.append(number)
+    def repeat(number: int) -> bool:
+        return all(same(called(run, inputs[number])[0], expected[number]) for _ in range(30))
 
-    callers = [threading.Thread(target=repeat, args=(number,)) for number in range(3)]
-    for each in callers:
-        each.start()
-    for each in callers:
-        each.join()
-    assert not wrong
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(repeat, range(3)))
 
 
 def test_temporaries_take_less_room(small: Path) -> None:

@@ -19,7 +19,7 @@ from pellucid.ir.parser import parse_kernel
 from pellucid.native.build import build
 from pellucid.native.machine import machine_for
 from pellucid.options import Options
-from tests.support import pointers_of
+from tests.support import native_function, pointers_of
 
 BATCHES, BATCH = 4, 12
 
@@ -109,7 +109,7 @@ def run(case: Case, address: int) -> None:
     c, q = torch.full((z * cb,), -7.0), torch.full((z * cb,), -7.0)
     buffers = {"a": a, "b": b, "bias": bias, "r": r, "c": c, "q": q}
     native = case.native
-    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(address)
+    function = native_function(address)
     pointers = pointers_of(native, buffers)
     known = dict(zip(("s0", "s1", "s2", "s3"), case.sizes, strict=True))
     sizes = (ctypes.c_int64 * max(1, len(native.symbols)))(*(known[name] for name in native.symbols))
@@ -231,9 +231,7 @@ def test_windows_match_float64_and_the_interpreter() -> None:
     for case, kernel, native in zip(drawn, kernels, natives, strict=True):
         sizes = {param.name: param.numel.value or 0 for param in kernel.params}
         buffers = {name: guarded(numel) for name, numel in sizes.items()}
-        function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(
-            addresses[native.name]
-        )
+        function = native_function(addresses[native.name])
         pointers = pointers_of(native, buffers)
         extent = native.extent.value
         assert extent is not None and function(pointers, (ctypes.c_int64 * 1)(), 0, extent) == 0

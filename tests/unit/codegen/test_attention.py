@@ -22,7 +22,7 @@ from pellucid.native.build import build
 from pellucid.native.machine import machine_for
 from pellucid.options import Options
 from tests.property.test_contractions import guarded
-from tests.support import pointers_of
+from tests.support import native_function, pointers_of
 
 # Five rows and seven keys of three heads, four elements each; a mask that all heads share.
 ATTENTION = """\
@@ -203,7 +203,7 @@ def run_native(kernel: Kernel, memory: dict[str, torch.Tensor], symbols: dict[st
     assert not symbols
     native = generate(kernel, Options(), machine_for(""))
     addresses, _ = build({native.name: native.source})
-    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2)(addresses[native.name])
+    function = native_function(addresses[native.name])
     pointers = pointers_of(native, memory)
     assert function(pointers, (ctypes.c_int64 * 1)(), 0, native.extent.value) == 0
 

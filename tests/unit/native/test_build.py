@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import subprocess
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from pellucid.native.build import KernelCompileError, build, default_toolchain
 from pellucid.native.compiler import Blame, blame
 from pellucid.native.session import SESSION
 from pellucid.native.store import KernelStore
+from tests.support import native_function
 from tests.unit.native.support import DOUBLE, kernel_text
 
 
@@ -25,8 +25,7 @@ def constant(name: str, value: int) -> str:
 
 
 def call(address: int) -> int:
-    signature = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-    return signature(address)(None, None, 0, 0)
+    return native_function(address)(None, None, 0, 0)
 
 
 def forget_loaded(monkeypatch) -> None:
