@@ -535,7 +535,10 @@ def test_a_subject_with_a_slip_of_the_pen_is_refused_before_anything_runs(text, 
 
 def test_a_program_that_does_not_repeat_itself_is_not_measured(tmp_path):
     file = tmp_path / "model.py"
-    file.write_text("import random, torch\ndef make():\n    return (lambda x: x * random.random()), (torch.ones(9),)\n")
+    file.write_text(
+        "import itertools, torch\ncalls = itertools.count(1)\ndef make():\n"
+        "    return (lambda x: x * next(calls)), (torch.ones(9),)\n"
+    )
     with pytest.raises(NotJudged, match="does not repeat itself"):
         bench([f"{file}:make"], Settings(subjects=("pellucid",)))
 
