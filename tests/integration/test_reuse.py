@@ -600,7 +600,8 @@ def test_each_option_is_part_of_the_key() -> None:
         if field.name not in ("trace", "reuse", "freeze"):
             value: Any = not field.default if isinstance(field.default, bool) else 7
             value = "reference" if field.default == "" else value
-            assert differing(before, parts(**{field.name: value})) == {"options"}, field.name
+            others = {"machine"} if field.name == "machine" else set()  # the reference may have other cores than this
+            assert differing(before, parts(**{field.name: value})) - others == {"options"}, field.name
 
 
 def test_a_changed_source_is_another_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
