@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pellucid.background import wait_for_builds
 from pellucid.capture.decompositions import decompositions
 from pellucid.capture.torch_compat import capture_with_aot, debug_folder, dynamo_seconds, repro_after
 from pellucid.errors import UserError, warn
@@ -22,7 +23,15 @@ from pellucid.options import Options, make_options
 from pellucid.pipeline import compile_graph, joint_passes
 from pellucid.reuse import Found, Start, last_starts, look_up, uncollected, witness
 
-__all__ = ["Compilation", "Fallback", "compile_fx", "last_compilations", "last_starts", "variants"]
+__all__ = [
+    "Compilation",
+    "Fallback",
+    "compile_fx",
+    "last_compilations",
+    "last_starts",
+    "variants",
+    "wait_for_builds",
+]
 
 
 @dataclass(frozen=True, slots=True)

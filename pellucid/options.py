@@ -28,6 +28,7 @@ class Options:
     chunk: compute a huge matrix that a product makes, such as logits, and what is made of it, some rows at a time.
     strips: run chains of kernels some iterations of each in turn where what they hand on would leave the near caches.
     reuse: start what an earlier process compiled, without compiling it again.
+    background: let PyTorch's operators compute calls while kernels are being built, instead of waiting for them.
     reuse_memory: let temporaries that are not alive at the same time share memory.
     pad: let rows of temporaries have room between them where they would meet in few sets of a cache.
     variants: `on`: kernels whose plans are close by price are built in several ways, of which the first calls find the
@@ -52,6 +53,7 @@ class Options:
     chunk: bool = True
     strips: bool = True
     reuse: bool = True
+    background: bool = False
     reuse_memory: bool = True
     pad: bool = True
     variants: str = "off"

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pellucid.background import InBackground
 from pellucid.capture.attention import fuse_attention, fuse_joint_attention
 from pellucid.capture.chunk import in_chunks
 from pellucid.capture.fold import fold_scales
@@ -34,7 +35,7 @@ from pellucid.ir.printer import print_program
 from pellucid.ir.verify import verify_program
 from pellucid.lower import NotHeld, has_loops, lower, tensors_of
 from pellucid.machine import AVX2, Machine
-from pellucid.native.build import BuildReport, build
+from pellucid.native.build import BuildReport, build, is_built
 from pellucid.native.machine import machine_for
 from pellucid.options import Options
 from pellucid.schedule import schedule
@@ -144,13 +145,13 @@ def _lower(unit: Unit, options: Options) -> Step:
 
 
 def _freeze(unit: Unit, options: Options) -> Step:
-    """Take apart what parameters determine, and compile that."""
+    """Take apart what parameters determine, and plan that; what is built and loaded later is both."""
     names = parameters_of(unit.graph) if options.freeze and unit.kind == "inference" else ()
     if not names:
         return unit, _why_not_frozen(unit, options)
     parted, decisions = part(unit.lowered, names, len(unit.constants))
     before = replace(unit, name=f"{unit.name}_frozen", lowered=parted.before, watch=None)
-    for stage in (_schedule, _codegen, _strips, _plan, _build, _load):
+    for stage in (_schedule, _codegen, _strips, _plan):
         before, _ = stage(before, options)
     return replace(unit, lowered=parted.main, frozen=Preparation(before, names, parted.made)), decisions
 
@@ -209,12 +210,20 @@ def _plan(unit: Unit, options: Options) -> Step:
     return replace(unit, plan=plan), ()
 
 
+def _sources(unit: Unit) -> dict[str, str]:
+    units = (unit, unit.frozen.before) if unit.frozen else (unit,)
+    return {each.name: each.source for part in units for each in functions_of(part.kernels)}
+
+
 def _build(unit: Unit, options: Options) -> Step:
-    addresses, report = build({each.name: each.source for each in functions_of(unit.kernels)})
+    addresses, report = build(_sources(unit), yielding=options.background)
     return replace(unit, addresses=addresses, built=report), ()
 
 
 def _load(unit: Unit, options: Options) -> Step:
+    if unit.frozen:
+        before, _ = _load(replace(unit.frozen.before, addresses=unit.addresses), options)
+        unit = replace(unit, frozen=replace(unit.frozen, before=before))
     assert unit.plan is not None
     executable = Executable(
         unit.plan,
@@ -244,7 +253,9 @@ def _prepared(unit: Unit, main: Executable) -> Frozen:
     return Frozen(main, frozen.before.executable, watched, packers, unread, unit.name)
 
 
-STAGES: tuple[tuple[str, Callable[[Unit, Options], Step]], ...] = (
+Stages: TypeAlias = "tuple[tuple[str, Callable[[Unit, Options], Step]], ...]"
+
+PLANNING: Stages = (
     ("transform", _transform),
     ("lower", _lower),
     ("freeze", _freeze),
@@ -252,9 +263,9 @@ STAGES: tuple[tuple[str, Callable[[Unit, Options], Step]], ...] = (
     ("codegen", _codegen),
     ("strips", _strips),
     ("plan", _plan),
-    ("build", _build),
-    ("load", _load),
 )
+MAKING: Stages = (("build", _build), ("load", _load))
+"""These wait for the C++ compiler, and may run in the background."""
 
 _numbers = itertools.count()
 
@@ -305,6 +316,10 @@ def _compile_segments(
     """Compile the segments, and the graphs that higher-order operators call."""
     name = new_name(kind)
     parts: list[GraphRecord] = []
+    if options.background:
+        options = replace(options, background=False)
+        why = "what its programs hand on lies in memory as planned, which operators need not keep to"
+        decided = (*decided, Decision("build.background", (name,), False, why))
 
     def compiled(part: torch.fx.GraphModule) -> Any:
         executable, record = compile_graph(part, kind, options, watch)
@@ -338,14 +353,24 @@ def _compile_program(
     unit = replace(unit, machine=machine_for(options.machine))
     decisions = list(decided)
     times: list[StageTime] = []
-    try:
-        for name, stage in STAGES:
+
+    def through(stages: Stages) -> None:
+        nonlocal unit
+        for name, stage in stages:
             start = perf_counter()
             unit, made = stage(unit, options)
             times.append(StageTime(name, perf_counter() - start))
-            decisions += made
+            decisions.extend(made)
             if options.verify:
                 _verify(name, unit)
+
+    try:
+        through(PLANNING)
+        waits = _why_waited(unit, options)
+        if options.background:
+            decisions.append(Decision("build.background", (unit.name,), not waits, waits or _MEANWHILE))
+        if waits:
+            through(MAKING)
     except NotHeld:
         raise  # the graph will be split
     except Exception as error:
@@ -353,13 +378,41 @@ def _compile_program(
         if isinstance(error, PellucidError):
             error.record = record
         raise
-    assert unit.executable is not None
     record = _record(unit, decisions, times, options, None, earlier)
+    if not waits:
+        return InBackground(graph, partial(_make, unit, options, record), unit.name), record
+    assert unit.executable is not None
     if record.folder is not None:
         for each in (unit, *([unit.frozen.before] if unit.frozen else [])):
             assert each.program is not None
             each.program.choices.tell = partial(add_decision, record, record.folder)
     return _recorded(unit.executable, record), record
+
+
+_MEANWHILE = "until its kernels are built, PyTorch's operators compute its calls"
+
+
+def _why_waited(unit: Unit, options: Options) -> str:
+    """Why the kernels of a program are built before its first call; empty where they need not be."""
+    if not options.background:
+        return "the option `background` is off"
+    if options.trace or unit.watch:
+        return "what is looked at is the compiled program"
+    if torch.are_deterministic_algorithms_enabled():
+        return "results shall not change from call to call, and those of operators round otherwise"
+    return "all are in the store" if is_built(_sources(unit)) else ""
+
+
+def _make(unit: Unit, options: Options, record: GraphRecord) -> Run:
+    """The program, made in the background."""
+    try:
+        for _, stage in MAKING:
+            unit, _ = stage(unit, options)
+    except PellucidError as error:
+        error.record = record
+        raise
+    assert unit.executable is not None
+    return unit.executable
 
 
 def _recorded(run: Run, record: GraphRecord) -> Run:

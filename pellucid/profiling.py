@@ -12,6 +12,7 @@ from typing import Any
 
 from torch._dynamo.utils import counters
 
+from pellucid.backend import wait_for_builds
 from pellucid.errors import UserError
 from pellucid.kit.profile.compare import compare
 from pellucid.kit.profile.measure import BUDGET, advised, program_of, take
@@ -56,6 +57,7 @@ class profile:
         return self._result
 
     def __enter__(self) -> profile:
+        wait_for_builds()
         self._stack.enter_context(self._watch.calling())
         self._stack.enter_context(self._watch.counting(1))
         self._stack.enter_context(clock(self._clock))

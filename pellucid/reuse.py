@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from pellucid.background import InBackground, in_the_end
 from pellucid.capture.fx import first_line
 from pellucid.capture.identity import identity, shares_memory
 from pellucid.capture.resume import Captured, NotResumable, Witness, adopt, counted, resume, traces, unmet
@@ -35,6 +36,7 @@ from pellucid.executable import Name, operator_of
 from pellucid.ir.decision import Decision
 from pellucid.native.build import default_store
 from pellucid.native.machine import machine_for
+from pellucid.native.threads import in_thread
 from pellucid.options import Options
 from pellucid.pipeline import ARTIFACTS, new_name
 
@@ -203,7 +205,7 @@ def _is_traced(options: Options) -> bool:
 
 def _surroundings(options: Options) -> dict[str, str]:
     return {
-        "options": repr(sorted(asdict(options).items())),
+        "options": repr(sorted(asdict(replace(options, background=False)).items())),
         "machine": repr(machine_for(options.machine)),
         **_versions(),
     }
@@ -256,21 +258,35 @@ def _keep(
     forward: Any,
     backward: Any,
 ) -> None:
-    """Write down what a Dynamo graph was compiled to; what cannot be written is compiled again by the next process."""
+    """Write down what a Dynamo graph was compiled to, once it is built."""
     if isinstance(captured, NotResumable):
         _tell(Start("bypassed", str(captured), key))
         return
+    graphs = [{"kind": each.kind, "nodes": each.nodes, "kernels": each.kernels} for each in notes]
     data = io.BytesIO()
     writer = _Writer(data)
+
+    def finish() -> None:
+        if _written(writer, key, lambda: Kept(in_the_end(forward), in_the_end(backward), tuple(notes))):
+            default_store().add_program(key, data.getvalue(), {**about, "graphs": graphs})
+
+    if _written(writer, key, lambda: captured):  # at once: AOTAutograd goes on with it
+        if any(isinstance(run, InBackground) for run in (forward, backward)):
+            in_thread(finish, "pellucid-keep")
+        else:
+            finish()
+
+
+def _written(writer: _Writer, key: str, part: Callable[[], object]) -> bool:
+    """Whether a part of an entry could be written down; what cannot is compiled again by the next process."""
     try:
+        made = part()
         with uncollected():
-            writer.dump(captured)
-            writer.dump(Kept(forward, backward, tuple(notes)))
+            writer.dump(made)
+        return True
     except Exception as why:  # as many as there are types that cannot be pickled
         _tell(Start("bypassed", f"it cannot be written down: {why}", key))
-        return
-    graphs = [{"kind": each.kind, "nodes": each.nodes, "kernels": each.kernels} for each in notes]
-    default_store().add_program(key, data.getvalue(), {**about, "graphs": graphs})
+        return False
 
 
 class _Writer(pickle.Pickler):

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from pellucid.errors import InternalError, ToolchainError
+from pellucid.native.children import Children
 from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, explain, source_text
 from pellucid.native.cpu import usable_cores
 from pellucid.native.library import open_library
@@ -72,11 +73,16 @@ class BuildReport:
 
 
 def build(
-    sources: Mapping[str, str], toolchain: Toolchain | None = None, store: KernelStore | None = None
+    sources: Mapping[str, str],
+    toolchain: Toolchain | None = None,
+    store: KernelStore | None = None,
+    *,
+    yielding: bool = False,
 ) -> tuple[dict[str, int], BuildReport]:
     """Address of each kernel, by name.
 
     sources: from the kernel's name, which is its C symbol, to its C++ text: what follows `#include "prelude.h"`.
+    yielding: the compilers leave cores to others.
     Raises KernelCompileError, or ToolchainError and StoreError when no kernel at all can be built.
     """
     started = time.perf_counter()
@@ -85,7 +91,7 @@ def build(
             raise InternalError(f"{name!r} cannot be the name of a kernel: it is not a C identifier")
     toolchain = toolchain or default_toolchain()
     store = store or default_store(toolchain)
-    compiler = Compiler(toolchain, store)
+    compiler = Compiler(toolchain, store, Children(yielding))
     addresses = _loaded(sources, store)
     wanted = {name: text for name, text in sources.items() if name not in addresses}
     found = store.find(wanted)
@@ -106,6 +112,13 @@ def build(
         total_s=time.perf_counter() - started,
     )
     return addresses, report
+
+
+def is_built(sources: Mapping[str, str]) -> bool:
+    """Whether `build` would compile none of these kernels."""
+    store = default_store()
+    wanted = {name: text for name, text in sources.items() if name not in _loaded(sources, store)}
+    return len(store.find(wanted)) == len(wanted)
 
 
 def default_toolchain() -> Toolchain:

@@ -6,13 +6,14 @@ import atexit
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pellucid.native.cpu import available_memory, usable_cores
 from pellucid.native.store import POLL_S, KernelStore
@@ -21,6 +22,10 @@ MEMORY = 512 << 20
 """Bytes that must be free for one more compiler beside those that run: what the largest ones take."""
 
 _PATIENCE_S = 600
+# Of compilers that yield: they get a quarter of a core that somebody else wants too.
+_NICE = 5
+# Not a session: Linux shares cores among sessions, whatever the priority of their processes.
+_OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
 
@@ -31,8 +36,9 @@ class Stopped(Exception):
 
 @dataclass(eq=False)
 class Children:
-    """The compiler processes of one build, which `stop` ends."""
+    """The compiler processes of one build, which `stop` ends. yielding: to the process that they are for."""
 
+    yielding: bool = False
     stopped: bool = False
     _running: set[subprocess.Popen[str]] = field(default_factory=set)
     _owner: int = field(default_factory=os.getpid)
@@ -47,7 +53,7 @@ class Children:
         when memory is short. Raises Stopped, OSError, or subprocess.TimeoutExpired after `timeout` seconds.
         """
         with self._turn(store):
-            # In a session of its own: all that a driver starts ends with it, and Ctrl-C in a terminal is for us to
+            # In a group of its own: all that a driver starts ends with it, and Ctrl-C in a terminal is for us to
             # handle. LC_ALL: messages are read.
             process = subprocess.Popen(
                 command,
@@ -57,10 +63,12 @@ class Children:
                 text=True,
                 errors="replace",
                 env={**os.environ, "LC_ALL": "C"},
-                start_new_session=True,
+                **_OWN_GROUP,
             )
             self._running.add(process)
             try:
+                if self.yielding:
+                    _yield(process)
                 if self.stopped:
                     raise Stopped
                 output, _ = process.communicate(timeout=timeout)
@@ -132,6 +140,12 @@ class Children:
 
 
 _all: weakref.WeakSet[Children] = weakref.WeakSet()
+
+
+def _yield(process: subprocess.Popen[str]) -> None:
+    """Let others have most of a core that it wants too."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PGRP, process.pid, _NICE)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

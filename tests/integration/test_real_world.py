@@ -178,7 +178,8 @@ def test_the_number_of_threads_may_change_after_compilation() -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return (x * 2).sin(), x.sum(0)
 
-    run, x, before = compiled(function), torch.randn(512, 700), torch.get_num_threads()
+    run, before = compiled(function), torch.get_num_threads()
+    x = torch.randint(-9, 9, (512, 700)).float()  # whose sums are exact, in any order
     allowed = os.sched_getaffinity(0)
     try:
         for threads in (1, 4, 2):
@@ -310,6 +311,18 @@ def test_a_process_that_exits_does_not_wait_for_its_compilers(tmp_path):
     )
     process = python(code, tmp_path, **hanging(tmp_path))
     assert process.out == "bye\n" and gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_process_that_exits_does_not_wait_for_what_is_built_in_the_background(tmp_path):
+    """Nor does its first call: the compiler hangs."""
+    code = SLOW + (
+        "    run, x = torch.compile(function, backend='pellucid', options={'background': True}), torch.ones(3, 4)\n"
+        "    while not (folder / 'started').exists():\n"
+        "        torch.testing.assert_close(run(x), function(x))\n"
+        "    print('bye', flush=True)\n"
+    )
+    process = python(code, tmp_path, **hanging(tmp_path))
+    assert process.out == "bye\n" and not process.err and gone(int((tmp_path / "pid").read_text()))
 
 
 def test_an_interrupt_during_a_run_comes_after_it_and_does_no_harm() -> None:

@@ -594,10 +594,10 @@ def test_each_part_of_the_key_is_tested() -> None:
 
 
 def test_each_option_is_part_of_the_key() -> None:
-    """But those that bypass."""
+    """But those that bypass, and that which says only who waits."""
     before = parts()
     for field in fields(Options):
-        if field.name not in ("trace", "reuse", "freeze"):
+        if field.name not in ("trace", "reuse", "freeze", "background"):
             value: Any = not field.default if isinstance(field.default, bool) else 7
             value = "reference" if field.default == "" else value
             others = {"machine"} if field.name == "machine" else set()  # the reference may have other cores than this

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from pellucid.background import wait_for_builds
 from pellucid.errors import NotJudged, UserError
 from pellucid.kit.bench.interleave import Runner, interleave, run_slot
 from pellucid.kit.bench.models import DTYPES, MODELS, DoesNotFit, Size, UnknownName
@@ -237,6 +238,8 @@ def _try(case: Case, name: str, settings: Settings, judge: Judge, engines: ExitS
             call = compiled(case, name, settings.train, settings.dynamic or None)
         output = call()
         seconds = time.perf_counter() - start
+        if wait_for_builds():
+            output = call()
         counts = counter.counts()
         result = SubjectResult(
             name,

@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pellucid.background import wait_for_builds
 from pellucid.kit.bench.models import DTYPES, Size
 from pellucid.kit.bench.programs import programs_of
 from pellucid.kit.bench.results import Startup, decode
@@ -91,6 +92,7 @@ def run_request(request: Request) -> Startup:
         call = compiled(case, request.subject, request.train, request.dynamic or None)
         call()
         seconds = time.perf_counter() - start
+        wait_for_builds()
         for _ in range(3):
             call()
     return Startup(seconds, built, _peak_bytes())

@@ -18,7 +18,7 @@ def subject_of(backend: str, options: Mapping[str, Any] | None = None) -> Subjec
         from pellucid.options import make_options
 
         make_options(options)
-        return Pellucid(options)
+        return Pellucid({**options, "background": False})  # what is looked at is the compiled program
     if backend == "inductor":
         from pellucid.kit.subjects.inductor import Inductor, check_options
 
