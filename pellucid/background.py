@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, TypeAlias
 
 import torch
 
+from pellucid.native.children import yield_all
 from pellucid.native.locks import Lock
 from pellucid.native.threads import in_thread
 
@@ -23,7 +26,8 @@ class InBackground:
     """Runs the FX graph until the program that is made of it in a thread is ready, and that program from then on.
 
     Called with the list of the graph's arguments (the boxed calling convention: the list is emptied). Any number of
-    threads may call it. What making the program raises, each later call raises.
+    threads may call it. The thread starts when the first call is done, which is the one that somebody waits for. What
+    making the program raises, each later call raises.
     """
 
     _boxed_call = True
@@ -35,17 +39,30 @@ class InBackground:
         self._name = name
         self._run: _Run | None = None
         self._error: Exception | None = None
-        self._owner = 0
+        self._lock = Lock()
+        self._builder = 0  # the process whose thread makes it
         self._done = threading.Event()
-        self._starting = Lock()
-        self._started()
+        self._then: list[Callable[[], None]] = []
+        with _lock:
+            _pending.add(self)
+        yield_all()
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        return (self._run or self._meanwhile())(args)
+        run, graph = self._run, self._graph
+        if run is None and (graph is None or self._done.is_set()):
+            run = self.made()
+        if run is not None:
+            return run(args)
+        assert graph is not None
+        given = tuple(args)
+        args.clear()
+        outputs = list(graph(*given))
+        self._start()
+        return outputs
 
     def made(self, timeout: float | None = None) -> _Run:
         """The program, once it is ready. Raises what making it raised, and TimeoutError after `timeout` seconds."""
-        self._started()
+        self._start()
         if not self._done.wait(timeout):
             raise TimeoutError(f"the kernels of {self._name} are still being built")
         if self._run is None:
@@ -53,22 +70,23 @@ class InBackground:
             raise self._error
         return self._run
 
-    def _meanwhile(self) -> _Run:
-        """What computes a call before the program is ready."""
-        self._started()
-        graph = self._graph
-        return self.made() if graph is None or self._done.is_set() else lambda args: _called(graph, args)
+    def then(self, task: Callable[[], None]) -> None:
+        """Call `task` once the program is ready, or has failed."""
+        with self._lock:
+            if not self._done.is_set():
+                self._then.append(task)
+                return
+        task()
 
-    def _started(self) -> None:
+    def _start(self) -> None:
         """Start the thread, in a forked child too: there the parent's is not."""
-        with self._starting:
-            if self._owner != os.getpid():
-                self._owner, self._done = os.getpid(), threading.Event()
-                _pending.add(self)
+        with self._lock:
+            if self._builder != os.getpid() and not self._done.is_set():
+                self._builder, self._done = os.getpid(), threading.Event()
                 in_thread(self._work, "pellucid-build")
 
     def _work(self) -> None:
-        make, done = self._make, self._done
+        make = self._make
         assert make is not None
         try:
             self._run = make()
@@ -77,22 +95,30 @@ class InBackground:
         except Exception as error:
             self._error = error
             log.info("%s: %s", self._name, error)
-        _pending.discard(self)
-        done.set()
+        with self._lock:
+            self._done.set()
+        with _lock:
+            _pending.discard(self)
+        for task in self._then:
+            task()
 
 
-def _called(graph: torch.fx.GraphModule, args: list[Any]) -> list[Any]:
-    given = tuple(args)
-    args.clear()
-    return list(graph(*given))
-
-
-_pending: set[InBackground] = set()
+_pending: weakref.WeakSet[InBackground] = weakref.WeakSet()
+_lock = Lock()
 
 
 def in_the_end(run: Any) -> Any:
     """A compiled graph, without what runs before it is built. Raises what making it raised."""
     return run.made() if isinstance(run, InBackground) else run
+
+
+def when_made(runs: Sequence[Any], task: Callable[[], None]) -> None:
+    """Call `task` once none of these compiled graphs is being built any more."""
+    first, *rest = (*(run for run in runs if isinstance(run, InBackground)), None)
+    if first is None:
+        task()
+    else:
+        first.then(partial(when_made, rest, task))
 
 
 def wait_for_builds(timeout: float | None = None) -> bool:
@@ -102,7 +128,8 @@ def wait_for_builds(timeout: float | None = None) -> bool:
     raises.
     """
     until = None if timeout is None else monotonic() + timeout
-    waiting = list(_pending)
+    with _lock:
+        waiting = list(_pending)
     for each in waiting:
         try:
             each.made(None if until is None else max(0.0, until - monotonic()))

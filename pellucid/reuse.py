@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from pellucid.background import InBackground, in_the_end
+from pellucid.background import in_the_end, when_made
 from pellucid.capture.fx import first_line
 from pellucid.capture.identity import identity, shares_memory
 from pellucid.capture.resume import Captured, NotResumable, Witness, adopt, counted, resume, traces, unmet
@@ -36,7 +36,6 @@ from pellucid.executable import Name, operator_of
 from pellucid.ir.decision import Decision
 from pellucid.native.build import default_store
 from pellucid.native.machine import machine_for
-from pellucid.native.threads import in_thread
 from pellucid.options import Options
 from pellucid.pipeline import ARTIFACTS, new_name
 
@@ -271,10 +270,7 @@ def _keep(
             default_store().add_program(key, data.getvalue(), {**about, "graphs": graphs})
 
     if _written(writer, key, lambda: captured):  # at once: AOTAutograd goes on with it
-        if any(isinstance(run, InBackground) for run in (forward, backward)):
-            in_thread(finish, "pellucid-keep")
-        else:
-            finish()
+        when_made((forward, backward), finish)
 
 
 def _written(writer: _Writer, key: str, part: Callable[[], object]) -> bool:

@@ -160,4 +160,11 @@ def stop_all() -> None:
         children.stop()
 
 
+def yield_all() -> None:
+    """Let compilers that run leave cores to this process."""
+    for children in list(_all):
+        for process in list(children._running):
+            _yield(process)
+
+
 atexit.register(stop_all)

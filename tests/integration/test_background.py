@@ -108,6 +108,23 @@ def test_training_may_meet_the_end_of_a_build_anywhere(gate: Gate, opened: str) 
         torch.testing.assert_close(ours.grad, expected.grad)
 
 
+def test_autocast_is_applied_once(gate: Gate) -> None:
+    """The graph has its casts; a region without autocast stays in float32."""
+
+    def mixed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            wide = x @ y
+        return wide, x @ y
+
+    run, x, y = compiled(mixed), randn(8, 8), randn(8, 8)
+    for opened in (False, True):
+        if opened:
+            gate.open()
+        with torch.autocast("cpu", torch.bfloat16):
+            for ours, theirs in zip(run(x, y), mixed(x, y), strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
 def changed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     x.mul_(2).add_(y)
     return x[1:], x.t().contiguous()
@@ -253,7 +270,7 @@ def test_the_next_process_finds_what_was_built(gate: Gate, trains: bool, tmp_pat
             if not count:
                 gate.open()
                 for thread in threading.enumerate():
-                    if thread.name == "pellucid-keep":
+                    if thread.name == "pellucid-build":
                         thread.join()
             torch.testing.assert_close(run(x), function(x))
             assert last_starts()[-1].outcome == ("found" if count else "missed")
