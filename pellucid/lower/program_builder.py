@@ -167,8 +167,9 @@ class ProgramBuilder:
 
     def _reach(self, view: View) -> None:
         """`as_strided` may go beyond the elements of the argument that it is made from, in the same memory."""
-        buffer, end = self._buffers[view.buffer], view.offset + storage_extent(view)
-        if buffer.role == "input" and nonnegative(end - buffer.numel - 1):
+        buffer, extent = self._buffers[view.buffer], storage_extent(view)
+        end = view.offset + extent
+        if buffer.role == "input" and extent != ZERO and nonnegative(end - buffer.numel - 1):
             self._buffers[view.buffer] = replace(buffer, numel=end)
 
     # Nodes.
@@ -180,8 +181,7 @@ class ProgramBuilder:
     def emit(self, kernel: KernelBuilder) -> None:
         """Add a finished kernel to the program."""
         finished = kernel.finish()
-        params = tuple(replace(param, numel=self._buffers[param.name].numel) for param in finished.params)
-        self._nodes.append(Kernel(f"{finished.name}_{len(self._nodes)}", params, finished.space, finished.body))
+        self._nodes.append(replace(finished, name=f"{finished.name}_{len(self._nodes)}"))
 
     def emit_extern(self, make: Callable[[str], Node]) -> None:
         """Add a call; `make` gets the position in the program, to build a unique name from."""
@@ -200,11 +200,16 @@ class ProgramBuilder:
             for buffer in self._buffers.values()
             if buffer.name in used
         )
-        program = Program((), buffers, (), tuple(self._nodes), views)
+        nodes = tuple(self._sized(node) if isinstance(node, Kernel) else node for node in self._nodes)
+        program = Program((), buffers, (), nodes, views)
         derived, needed = self._derived_in(program)
         symbols = tuple(name for name in self._symbols if name in needed)
         inputs = tuple(name if name in used or name in symbols else None for name in self._inputs)
         return replace(program, symbols=symbols, inputs=inputs, derived=derived)
+
+    def _sized(self, kernel: Kernel) -> Kernel:
+        """`kernel` with its buffers as large as they are, now that all views of them are known."""
+        return replace(kernel, params=tuple(replace(each, numel=self._buffers[each.name].numel) for each in kernel.params))
 
     def _derived_in(self, program: Program) -> tuple[tuple[Derived, ...], set[str]]:
         """The derived numbers that `program` names, those that they are made of, and the names of all that it needs."""

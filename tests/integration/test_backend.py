@@ -263,6 +263,17 @@ def test_as_strided_may_reach_beyond_its_argument_in_the_same_memory() -> None:
             assert all(map(torch.equal, actual, function(x)))
 
 
+def test_views_that_reach_further_may_follow_kernels_that_read_less() -> None:
+    def beyond(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + 1, x.as_strided((2,), (1,), 8).exp()
+
+    def shifted(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + 1, x[..., 1:]
+
+    for function, x in ((beyond, torch.randn(20)[:4]), (shifted, torch.zeros(0, 5))):
+        torch.testing.assert_close(compiled(function)(x), function(x))
+
+
 def test_the_gradient_of_dropout_has_the_layout_of_what_arrives() -> None:
     def function(grad: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten.native_dropout_backward(grad, mask, 2.0)
