@@ -209,7 +209,8 @@ class ProgramBuilder:
 
     def _sized(self, kernel: Kernel) -> Kernel:
         """`kernel` with its buffers as large as they are, now that all views of them are known."""
-        return replace(kernel, params=tuple(replace(each, numel=self._buffers[each.name].numel) for each in kernel.params))
+        params = tuple(replace(param, numel=self._buffers[param.name].numel) for param in kernel.params)
+        return replace(kernel, params=params)
 
     def _derived_in(self, program: Program) -> tuple[tuple[Derived, ...], set[str]]:
         """The derived numbers that `program` names, those that they are made of, and the names of all that it needs."""
