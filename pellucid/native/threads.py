@@ -6,6 +6,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from pellucid.native.children import stop_all
 
@@ -17,7 +18,11 @@ def in_thread(task: Callable[[], None], name: str) -> None:
     """Start `task` in a thread that ends with the process. task: may raise nothing. name: for debuggers."""
     thread = threading.Thread(target=task, name=name, daemon=True)
     thread.start()
-    _threads[:] = [*(each for each in _threads if each.is_alive()), thread]
+    _threads.append(thread)
+    for each in list(_threads):
+        if not each.is_alive():
+            with suppress(ValueError):  # another thread was faster
+                _threads.remove(each)
 
 
 def _end() -> None:
