@@ -60,11 +60,15 @@ class InBackground:
         self._start()
         return outputs
 
-    def made(self, timeout: float | None = None) -> _Run:
-        """The program, once it is ready. Raises what making it raised, and TimeoutError after `timeout` seconds."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the program is ready, or has failed. Raises TimeoutError after `timeout` seconds."""
         self._start()
         if not self._done.wait(timeout):
             raise TimeoutError(f"the kernels of {self._name} are still being built")
+
+    def made(self) -> _Run:
+        """The program, once it is ready. Raises what making it raised."""
+        self.wait()
         if self._run is None:
             assert self._error is not None
             raise self._error
@@ -131,10 +135,5 @@ def wait_for_builds(timeout: float | None = None) -> bool:
     with _lock:
         waiting = list(_pending)
     for each in waiting:
-        try:
-            each.made(None if until is None else max(0.0, until - monotonic()))
-        except TimeoutError:
-            raise
-        except Exception:
-            continue  # its next call raises it
+        each.wait(None if until is None else max(0.0, until - monotonic()))
     return bool(waiting)

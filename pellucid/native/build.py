@@ -117,7 +117,8 @@ def build(
 def is_built(sources: Mapping[str, str]) -> bool:
     """Whether `build` would compile none of these kernels."""
     store = default_store()
-    wanted = {name: text for name, text in sources.items() if name not in _loaded(sources, store)}
+    loaded = _loaded(sources, store)
+    wanted = {name: text for name, text in sources.items() if name not in loaded}
     return len(store.find(wanted)) == len(wanted)
 
 
