@@ -116,6 +116,7 @@ class _Printer:
             case Loop():
                 self.loop(item)
             case Define(line):
+                self.fetch(line)
                 self.out.line(f"const auto {line.out} = {self.value(line)};", line.origin)
                 self.lanes(line)
             case Put(line, once):
@@ -361,6 +362,12 @@ class _Printer:
             gathered = f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)})"
             return f"{load.mask} ? {gathered} : pv::splat<{self.plan.width}>({scalar_text(load.other, line.dtype)})"
         return f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)}{mask})"
+
+    def fetch(self, line: Line) -> None:
+        if line.out in self.plan.ahead:
+            assert isinstance(line.rhs, Load)
+            later = self.pointer(line.rhs.buffer, self.plan.ahead[line.out])
+            self.out.line(f"pv::prefetch<{self.plan.width}>({later});", line.origin)
 
     def pointer(self, buffer: str, index: Expr) -> str:
         return buffer if index == const(0) else f"{buffer} + {self.text(index)}"

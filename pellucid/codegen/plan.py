@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from pellucid.codegen.ahead import fetched_ahead
 from pellucid.codegen.blocks import Blocks
 from pellucid.codegen.collisions import colliding
 from pellucid.codegen.rows import Rows
@@ -73,6 +75,7 @@ class Plan:
     abreast: vectors of a chunk whose sums advance side by side, by blocks of the reduced axis; 0 if the sums of each
     vector are finished before the next one begins.
     streamed: buffers that are written past the caches.
+    ahead: loads that fetch what is needed later, and the index of that, see ahead.py.
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.
     steps: vector instructions of a call, for the machine model; of a middling size where sizes are symbols.
     blocks: those of a contraction, see contraction.py; `kernel` is then what runs over each block.
@@ -102,6 +105,7 @@ class Plan:
     blocks: Blocks | None = None
     whole: tuple[str, ...] = ()
     rows: Rows | None = None
+    ahead: Mapping[str, Expr] = field(default_factory=dict)
 
     @property
     def outer_fastest(self) -> bool:
@@ -201,6 +205,8 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         extent = extent * chunks(kernel.ranges[inner], chunk)
     grain, parallel = grain_of(kernel, extent, work, machine, options)
     streamed, streams = _streamed(kernel, wide, machine)
+    apart = gathered(kernel, vector, wide)
+    ahead, fetched = fetched_ahead(kernel, choice, wide - apart, work, machine)
     return Plan(
         kernel=kernel,
         outer=outer,
@@ -211,7 +217,7 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         vector=vector,
         width=width,
         wide=wide,
-        gathered=gathered(kernel, vector, wide),
+        gathered=apart,
         tile=tile,
         tiled=tiled,
         sweeps=sweeps,
@@ -221,7 +227,8 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         extent=extent,
         grain=grain,
         steps=work,
-        decisions=(*choice.decisions, *sweeps.decisions, parallel, *sums, *decided, *streams),
+        ahead=ahead,
+        decisions=(*choice.decisions, *sweeps.decisions, parallel, *sums, *decided, *streams, *fetched),
     )
 
 

@@ -199,6 +199,70 @@ def test_sweeps_write_what_is_transposed_in_squares() -> None:
     assert kernel.source.count(".write<") == 1 and "scatter" not in kernel.source
 
 
+PRODUCT_TRANSPOSED = """\
+kernel k(x: f32[{numel}], y: f32[{numel}], w: f32[{columns}], o: f32[{numel}]) {{
+  axes i: {rows}, j: {columns}
+  a: f32 = load x[{columns}*i + j]
+  b: f32 = load y[{columns}*i + j]
+  c: f32 = load w[j]
+  d: f32 = mul a, b
+  e: f32 = add d, c
+  st: f32 = store o[i + {rows}*j], e
+}}
+"""
+
+
+def product_transposed(rows: int, columns: int) -> CppKernel:
+    return compile_text(PRODUCT_TRANSPOSED.format(rows=rows, columns=columns, numel=rows * columns))
+
+
+def test_rows_of_squares_are_fetched_ahead() -> None:
+    kernel = product_transposed(1000, 1500)
+    assert {name: str(index) for name, index in kernel.plan.ahead.items()} == {
+        "v0": "i0 + 1500*i1 + 32",
+        "v1": "i0 + 1500*i1 + 32",
+    }
+    assert kernel.source.count("pv::prefetch<16>(") == 2
+    told = decision(kernel, "codegen.ahead")
+    assert told.ok and "18006000 bytes" in told.why and "two squares ahead" in told.why
+
+
+def test_what_the_second_caches_hold_is_not_fetched_ahead() -> None:
+    kernel = product_transposed(100, 1500)
+    assert kernel.plan.tiled and not kernel.plan.ahead and "prefetch" not in kernel.source
+
+
+def test_squares_that_are_only_copied_overlap_by_themselves() -> None:
+    text = """\
+kernel k(x: f32[1500000], o: f32[1500000]) {
+  axes i: 1000, j: 1500
+  a: f32 = load x[1500*i + j]
+  st: f32 = store o[i + 1000*j], a
+}
+"""
+    kernel = compile_text(text)
+    assert kernel.plan.tiled and not kernel.plan.ahead
+
+
+def test_sweeps_fetch_the_rows_of_the_square_after_the_next_one() -> None:
+    text = """\
+kernel k(x: f32[1500000], y: f32[1500000], w: f32[1500], o: f32[1500000]) {
+  axes i: 1000, j: 1500
+  a: f32 = load x[1500*i + j]
+  m: f32 = max a over j
+  b: f32 = load y[i + 1000*j]
+  c: f32 = load w[j]
+  d: f32 = sub a, m
+  e: f32 = mul d, b
+  g: f32 = add e, c
+  st: f32 = store o[i + 1000*j], g
+}
+"""
+    plan = compile_text(text).plan
+    assert plan.vector == "i0" and plan.tile in plan.reduced
+    assert [str(index) for index in plan.ahead.values()] == ["i0 + 1000*i1 + 32000"]
+
+
 def test_a_transposed_store_that_joins_is_not_written_in_squares() -> None:
     kernel = compile_text(cases.TRANSPOSED_STORE.replace("= store ", "= store add "))
     assert not kernel.plan.tiled and "pv::add(a, b)" in kernel.source
