@@ -22,10 +22,10 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
     seen: dict[Any, torch.fx.Node] = {}
     decisions: list[Decision] = []
     returned = _returned(graph_module.graph)
-    changes = any(node.op == "call_function" and not is_pure(node) for node in graph_module.graph.nodes)
+    changes = any(may_write(node) for node in graph_module.graph.nodes)
     for node in graph_module.graph.nodes:
-        if node.op == "call_function" and not is_pure(node):
-            seen.clear()  # what it mutates may be read again
+        if may_write(node):
+            seen.clear()  # what it writes to may be read again
         key = _key(node, mapping) if is_pure(node) else None
         same, rule, why = seen.get(key), "transform.common-subexpression", "the calls are equal"
         if not changes and _is_exact_copy(node):
@@ -90,6 +90,14 @@ def is_pure(node: torch.fx.Node) -> bool:
     if not target._schema.returns:
         return False
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def may_write(node: torch.fx.Node) -> bool:
+    """True if the call may change a tensor that is there already. One that only draws random numbers does not."""
+    if node.op != "call_function" or is_pure(node):
+        return False
+    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    return schema is None or schema.is_mutable or not schema.returns
 
 
 def _key(node: torch.fx.Node, mapping: dict[torch.fx.Node, torch.fx.Node]) -> Any:

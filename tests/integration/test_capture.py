@@ -707,6 +707,38 @@ def test_copies_stay_where_something_changes_the_original() -> None:
     check(swap, (torch.randn(7, 5), torch.randn(7, 5)))
 
 
+def test_random_numbers_change_no_tensor() -> None:
+    def layers(x: Tensor, bias: Tensor) -> Tensor:
+        for _ in range(3):
+            x = F.scaled_dot_product_attention(x, x, x, bias.permute(2, 0, 1).contiguous())
+        return x
+
+    def drawn(x: Tensor) -> tuple[Tensor, ...]:
+        first, one = x.t().contiguous().sin(), torch.rand_like(x)
+        second, other = x.t().contiguous().sin(), torch.rand_like(x)
+        return first + one.t(), second + other.t()
+
+    def written(x: Tensor) -> Tensor:
+        first = x.sin()
+        x.add_(1)
+        return first + x.sin()
+
+    args, square = (torch.randn(1, 8, 16, 32), torch.randn(16, 16, 8)), (torch.randn(33, 33),)
+    for function, given, target, calls in (
+        (layers, args, torch.ops.aten.clone.default, 1),
+        (drawn, square, torch.ops.aten.sin.default, 1),
+        (drawn, square, torch.ops.aten.rand_like.default, 2),
+        (written, square, torch.ops.aten.sin.default, 2),
+    ):
+        with torch.no_grad():
+            graph, _ = transform(make_fx(function, tracing_mode="fake")(*(each.clone() for each in given)))
+        assert sum(node.target is target for node in graph.graph.nodes) == calls, (function, target)
+    with torch.no_grad():
+        check(layers, args)
+        check(drawn, square)
+        check(written, square)
+
+
 @pytest.mark.parametrize("shape", [(5, 7), (33, 65), (3, 16), (1, 1), (4, 129)])
 def test_rolled_and_padded_neighbours(shape: tuple[int, int]) -> None:
     """Masks of neighbouring positions: with no lane, with all of them, and across both ends of a register."""
