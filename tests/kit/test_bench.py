@@ -525,12 +525,29 @@ def test_where_nothing_is_left_to_aten_that_is_said():
 
 @pytest.mark.parametrize(
     ("text", "hint"),
-    [("inductor:freezin=True", "freezing"), ("pellucid:freez=True", "freeze"), ("pelucid", "pellucid")],
+    [
+        ("inductor:freezin=True", "freezing"),
+        ("pellucid:freez=True", "freeze"),
+        ("pelucid", "pellucid"),
+        ("pellucid:guard_filter_fn=skip", "skip_all_guards_unsafe"),
+    ],
 )
 def test_a_subject_with_a_slip_of_the_pen_is_refused_before_anything_runs(text, hint):
     with pytest.raises((UserError, UnknownName)) as found:
         check_subject(text)
     assert hint in f"{found.value} {getattr(found.value, 'hint', '')}"
+
+
+def test_a_filter_of_guards_goes_to_torch_compile_under_its_name():
+    check_subject("pellucid:freeze=True,guard_filter_fn=skip_all_guards_unsafe")
+    for filtered in (False, True):
+        torch.compiler.reset()
+        case = Case("flat", torch.nn.Flatten(1, 2), (torch.ones(2, 3, 5, 7),))
+        call = compiled(case, "pellucid" + ":guard_filter_fn=skip_all_guards_unsafe" * filtered)
+        with torch.no_grad():
+            before = call()
+            case.fn.end_dim = 3
+            assert (call().shape == before.shape) is filtered  # what no guard looks at goes unnoticed
 
 
 def test_a_program_that_does_not_repeat_itself_is_not_measured(tmp_path):

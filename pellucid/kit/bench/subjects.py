@@ -22,6 +22,7 @@ from pellucid.kit.subjects.registry import subject_of
 
 EAGER = "eager"
 PELLUCID = "pellucid"
+GUARD_FILTER = "guard_filter_fn"
 DEFAULT_SUBJECTS = (EAGER, "inductor", PELLUCID)
 
 
@@ -77,7 +78,9 @@ def check_subject(text: str, train: bool = False) -> None:
         if train:
             raise UserError(f"{subject.backend} cannot be trained", hint="leave it out, or --train")
     elif subject.backend != EAGER:
-        subject_of(subject.backend, dict(subject.options))  # knows the options of some
+        options = dict(_options(subject))
+        options.pop(GUARD_FILTER, None)  # torch.compile takes it itself
+        subject_of(subject.backend, options)  # knows the options of some
 
 
 def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = None) -> Callable[[], object]:
@@ -91,7 +94,7 @@ def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = 
         return peer(subject.backend, case, subject.options)
     fn, args, kwargs = case.fn, case.args, dict(case.kwargs)
     if subject.backend != EAGER:
-        options = dict(subject.options) or None
+        options = _options(subject) or None
         fn = torch.compile(case.fn, backend=subject.backend, dynamic=dynamic, options=options)
 
     def call() -> object:
@@ -104,6 +107,18 @@ def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = 
         return {name: p.grad for name, p in case.fn.named_parameters() if p.grad is not None}
 
     return step if train else call
+
+
+def _options(subject: Subject) -> dict[str, Any]:
+    """torch.compile's options, with the filter of guards that is named among them. Raises UserError for no such name."""
+    options = dict(subject.options)
+    if GUARD_FILTER in options:
+        known = sorted(name for name in torch.compiler.__all__ if name.endswith("_unsafe"))
+        if options[GUARD_FILTER] not in known:
+            what = f"{subject.backend}: torch.compiler has no filter of guards {options[GUARD_FILTER]!r}"
+            raise UserError(what, hint=f"{GUARD_FILTER} is one of {', '.join(known)}")
+        options[GUARD_FILTER] = getattr(torch.compiler, options[GUARD_FILTER])
+    return options
 
 
 def _loss(output: object) -> Tensor:
