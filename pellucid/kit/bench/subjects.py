@@ -110,7 +110,7 @@ def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = 
 
 
 def _options(subject: Subject) -> dict[str, Any]:
-    """torch.compile's options, with the filter of guards that is named among them. Raises UserError for no such name."""
+    """torch.compile's options, with the filter of guards that they name. Raises UserError where there is none."""
     options = dict(subject.options)
     if GUARD_FILTER in options:
         known = sorted(name for name in torch.compiler.__all__ if name.endswith("_unsafe"))
