@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 NAMESPACE = "pellucid"
+KNOWN_NAMESPACES = frozenset({"aten", "prims", NAMESPACE})
+"""Of operators whose schemas and tags say all that they do."""
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define(

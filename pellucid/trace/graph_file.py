@@ -18,12 +18,10 @@ from typing import Any
 import torch
 
 from pellucid.capture.fx import origin_of
-from pellucid.capture.operators import NAMESPACE
+from pellucid.capture.operators import KNOWN_NAMESPACES
 from pellucid.errors import UserError
 from pellucid.trace.values import decode, encode
 
-# Operators of other libraries can do anything, so whoever reads a run names the libraries whose operators it may call.
-_NAMESPACES = frozenset({"aten", "prims", NAMESPACE})
 _REFUSED = frozenset({"aten.from_file", "aten.save"})  # these touch files
 _HIGHER_ORDER = frozenset(
     f"higher_order.{name}"
@@ -96,7 +94,7 @@ def _node(module: torch.fx.GraphModule, node: torch.fx.Node, tensors: dict[str, 
 def _original(node: torch.fx.Node) -> dict[str, str]:
     """The operator that a decomposition made the node of: Inductor names its kernels by these."""
     original = node.meta.get("original_aten")
-    if not isinstance(original, torch._ops.OpOverload) or original.namespace not in _NAMESPACES:
+    if not isinstance(original, torch._ops.OpOverload) or original.namespace not in KNOWN_NAMESPACES:
         return {}
     return {"original": _operator_name(original)}
 
@@ -192,7 +190,8 @@ def _operator(name: str, libraries: frozenset[str]) -> Any:
     op, _, overload = rest.rpartition(".")
     if name in _HIGHER_ORDER:
         return getattr(torch.ops.higher_order, rest)
-    if namespace not in _NAMESPACES | libraries or f"{namespace}.{op}" in _REFUSED:
+    # Those of other libraries can do anything, so whoever reads a run names the libraries whose operators it may call.
+    if namespace not in KNOWN_NAMESPACES | libraries or f"{namespace}.{op}" in _REFUSED:
         raise UserError(
             f"the run calls {name}, an operator that may do more than compute",
             hint=f"if you trust the library {namespace}, import it and read the run with libraries={{{namespace!r}}}",

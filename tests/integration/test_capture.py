@@ -739,6 +739,21 @@ def test_random_numbers_change_no_tensor() -> None:
         check(written, square)
 
 
+def test_equal_calls_of_an_operator_of_a_user_are_all_made() -> None:
+    @torch.library.custom_op("pellucid_tests::noise", mutates_args=())
+    def noise(x: Tensor) -> Tensor:
+        return torch.rand_like(x)  # no tag says that
+
+    noise.register_fake(torch.empty_like)
+    compiled = torch.compile(lambda x: (noise(x) - noise(x), torch.rand(3)), backend="pellucid")
+    x = torch.randn(5, 7)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        difference, after = compiled(x)
+        torch.manual_seed(0)
+        assert torch.equal(difference, torch.rand_like(x) - torch.rand_like(x)) and torch.equal(after, torch.rand(3))
+
+
 @pytest.mark.parametrize("shape", [(5, 7), (33, 65), (3, 16), (1, 1), (4, 129)])
 def test_rolled_and_padded_neighbours(shape: tuple[int, int]) -> None:
     """Masks of neighbouring positions: with no lane, with all of them, and across both ends of a register."""
