@@ -258,7 +258,7 @@ SLOW = """
     def compile():
         return torch.compile(function, backend="pellucid")(torch.ones(3, 4))
 """
-HANGS = 'case "$*" in *" -c "*kernels.o*) touch {0}/started; sleep 1000 & echo $! > {0}/pid; wait;; esac\n'
+HANGS = 'case "$*" in *" -c "*kernels.o*) sleep 1000 & echo $! > {0}/pid; touch {0}/started; wait;; esac\n'
 
 
 def hanging(tmp_path: Path) -> dict[str, str]:
@@ -306,7 +306,6 @@ def test_a_process_that_exits_does_not_wait_for_its_compilers(tmp_path):
         "    threading.Thread(target=build, args=({'k': source},), daemon=True).start()\n"
         "    while not (folder / 'started').exists():\n"
         "        time.sleep(0.01)\n"
-        "    time.sleep(0.1)\n"
         "    print('bye', flush=True)\n"
     )
     process = python(code, tmp_path, **hanging(tmp_path))

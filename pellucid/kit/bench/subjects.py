@@ -78,7 +78,7 @@ def check_subject(text: str, train: bool = False) -> None:
         if train:
             raise UserError(f"{subject.backend} cannot be trained", hint="leave it out, or --train")
     elif subject.backend != EAGER:
-        options = dict(_options(subject))
+        options = _options(subject)
         options.pop(GUARD_FILTER, None)  # torch.compile takes it itself
         subject_of(subject.backend, options)  # knows the options of some
 
