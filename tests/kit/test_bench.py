@@ -539,15 +539,15 @@ def test_a_subject_with_a_slip_of_the_pen_is_refused_before_anything_runs(text, 
 
 
 def test_a_filter_of_guards_goes_to_torch_compile_under_its_name():
-    check_subject("pellucid:freeze=True,guard_filter_fn=skip_all_guards_unsafe")
-    for filtered in (False, True):
-        torch.compiler.reset()
-        case = Case("flat", torch.nn.Flatten(1, 2), (torch.ones(2, 3, 5, 7),))
-        call = compiled(case, "pellucid" + ":guard_filter_fn=skip_all_guards_unsafe" * filtered)
-        with torch.no_grad():
-            before = call()
-            case.fn.end_dim = 3
-            assert (call().shape == before.shape) is filtered  # what no guard looks at goes unnoticed
+    unguarded = "pellucid:guard_filter_fn=skip_all_guards_unsafe"
+    check_subject(unguarded)
+    case = Case("flat", torch.nn.Flatten(1, 2), (torch.ones(2, 3, 5, 7),))
+    guarded, filtered = compiled(case, "pellucid"), compiled(case, unguarded)
+    with torch.no_grad():
+        assert guarded().shape == filtered().shape == (2, 15, 7)
+        case.fn.end_dim = 3
+        assert guarded().shape == (2, 105)
+        assert filtered().shape == (2, 15, 7)  # what no guard looks at goes unnoticed
 
 
 def test_a_program_that_does_not_repeat_itself_is_not_measured(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -94,8 +95,9 @@ def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = 
         return peer(subject.backend, case, subject.options)
     fn, args, kwargs = case.fn, case.args, dict(case.kwargs)
     if subject.backend != EAGER:
-        options = _options(subject) or None
-        fn = torch.compile(case.fn, backend=subject.backend, dynamic=dynamic, options=options)
+        options = _options(subject)
+        whole = _apart(case.fn) if GUARD_FILTER in options else case.fn
+        fn = torch.compile(whole, backend=subject.backend, dynamic=dynamic, options=options or None)
 
     def call() -> object:
         return fn(*args, **kwargs)
@@ -119,6 +121,15 @@ def _options(subject: Subject) -> dict[str, Any]:
             raise UserError(what, hint=f"{GUARD_FILTER} is one of {', '.join(known)}")
         options[GUARD_FILTER] = getattr(torch.compiler, options[GUARD_FILTER])
     return options
+
+
+def _apart(fn: Callable[..., object]) -> Callable[..., object]:
+    """The same with a code object of its own: there Dynamo keeps what it compiled, and takes it for any filter."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        return fn(*args, **kwargs)
+
+    return FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
 
 
 def _loss(output: object) -> Tensor:
