@@ -23,9 +23,9 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
     seen: dict[Any, torch.fx.Node] = {}
     decisions: list[Decision] = []
     returned = _returned(graph_module.graph)
-    changes = any(may_write(node) for node in graph_module.graph.nodes)
+    changes = any(_may_write(node) for node in graph_module.graph.nodes)
     for node in graph_module.graph.nodes:
-        if may_write(node):
+        if _may_write(node):
             seen.clear()  # what it writes to may be read again
         key = _key(node, mapping) if is_pure(node) and _is_known(node) else None
         same, rule, why = seen.get(key), "transform.common-subexpression", "the calls are equal"
@@ -93,7 +93,7 @@ def is_pure(node: torch.fx.Node) -> bool:
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def may_write(node: torch.fx.Node) -> bool:
+def _may_write(node: torch.fx.Node) -> bool:
     """True if the call may change a tensor that is there already. One that only draws random numbers does not."""
     if node.op != "call_function" or is_pure(node):
         return False
