@@ -24,6 +24,12 @@ NAMESPACE = "pellucid"
 KNOWN_NAMESPACES = frozenset({"aten", "prims", NAMESPACE})
 """Of operators whose schemas and tags say all that they do."""
 
+
+def may_draw(target: torch._ops.OpOverload) -> bool:
+    """True if a call may draw random numbers: a user's operator may, or count its calls, without saying so."""
+    return target.namespace not in KNOWN_NAMESPACES or torch.Tag.nondeterministic_seeded in target.tags
+
+
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool replaces, float scale)"

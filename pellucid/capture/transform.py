@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pellucid.capture.fx import merge_origin, strides_of
-from pellucid.capture.operators import KNOWN_NAMESPACES
+from pellucid.capture.operators import may_draw
 from pellucid.capture.torch_compat import graph_module_of
 from pellucid.ir.decision import Decision
 
@@ -27,7 +27,7 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
     for node in graph_module.graph.nodes:
         if _may_write(node):
             seen.clear()  # what it writes to may be read again
-        key = _key(node, mapping) if is_pure(node) and _is_known(node) else None
+        key = _key(node, mapping) if is_pure(node) else None
         same, rule, why = seen.get(key), "transform.common-subexpression", "the calls are equal"
         if not changes and _is_exact_copy(node):
             same, rule = mapping[node.args[0]], "transform.copy"
@@ -90,7 +90,7 @@ def is_pure(node: torch.fx.Node) -> bool:
         return True  # it checks what the capture has recorded
     if not target._schema.returns:
         return False
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return not target._schema.is_mutable and not may_draw(target)
 
 
 def _may_write(node: torch.fx.Node) -> bool:
@@ -99,11 +99,6 @@ def _may_write(node: torch.fx.Node) -> bool:
         return False
     schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
     return schema is None or schema.is_mutable or not schema.returns
-
-
-def _is_known(node: torch.fx.Node) -> bool:
-    """True unless the operator is a user's: that may draw random numbers, or count its calls, without saying so."""
-    return not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in KNOWN_NAMESPACES
 
 
 def _key(node: torch.fx.Node, mapping: dict[torch.fx.Node, torch.fx.Node]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pellucid.capture.fx import origin_of
+from pellucid.capture.operators import may_draw
 from pellucid.errors import UnsupportedError
 from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Float
@@ -42,10 +43,6 @@ class ExternCall:
     metas: tuple[Any, ...]
     several: bool
     used: frozenset[int]
-
-    @property
-    def is_random(self) -> bool:
-        return torch.Tag.nondeterministic_seeded in self.target.tags
 
 
 def extern_call(node: torch.fx.Node) -> ExternCall:
@@ -115,7 +112,7 @@ def lower_extern(graph: ProgramBuilder, call: ExternCall, reason: str, *, ordere
             out=out is not None,
             reason=reason,
             mutates=_mutated(graph, call),
-            ordered=ordered or call.is_random or schema.is_mutable or not schema.returns,
+            ordered=ordered or may_draw(target) or schema.is_mutable or not schema.returns,
             origin=origin_of(node).step("lower"),
         )
     )

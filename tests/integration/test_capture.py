@@ -753,6 +753,14 @@ def test_equal_calls_of_an_operator_of_a_user_are_all_made() -> None:
         torch.manual_seed(0)
         assert torch.equal(difference, torch.rand_like(x) - torch.rand_like(x)) and torch.equal(after, torch.rand(3))
 
+        layer = torch.nn.Linear(7, 3)
+        frozen = torch.compile(lambda x: x @ noise(layer.weight).t(), backend="pellucid", options={"freeze": True})
+        for seed in (1, 2):  # nor are they made once for all calls
+            torch.manual_seed(seed)
+            product = frozen(x)
+            torch.manual_seed(seed)
+            torch.testing.assert_close(product, x @ torch.rand_like(layer.weight).t())
+
 
 @pytest.mark.parametrize("shape", [(5, 7), (33, 65), (3, 16), (1, 1), (4, 129)])
 def test_rolled_and_padded_neighbours(shape: tuple[int, int]) -> None:
