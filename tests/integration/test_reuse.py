@@ -31,6 +31,7 @@ from pellucid.backend import last_compilations, last_starts
 from pellucid.machine import AVX512
 from pellucid.native.build import default_store
 from pellucid.native.inventory import contents
+from pellucid.native.store import KernelStore
 from pellucid.native.toolchain import detect
 from pellucid.options import Options
 from pellucid.reuse import Start, parts_of
@@ -42,8 +43,13 @@ OWN_SOURCES = reuse._own_sources.__wrapped__
 @pytest.fixture(autouse=True)
 def no_earlier_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing that other tests left in the store counts."""
-    mark = uuid.uuid4().hex
+    mark, headers = uuid.uuid4().hex, KernelStore.headers
+
+    def of_this_test(store: KernelStore) -> Iterator[dict[str, Any]]:
+        return (about for about in headers(store) if about.get("versions", {}).get("Pellucid") == mark)
+
     monkeypatch.setattr(reuse, "_own_sources", lambda: mark)
+    monkeypatch.setattr(KernelStore, "headers", of_this_test)
     outcomes()
     yield
     torch._dynamo.reset()
@@ -329,13 +335,6 @@ def start(f: Any = function, args: tuple[Any, ...] | None = None, **options: Any
     return outcome
 
 
-def unseen() -> Any:
-    """A function in a file that no program of any store begins in."""
-    scope: dict[str, Any] = {}
-    exec(compile("def f(x, y):\n    return x + y\n", f"{uuid.uuid4().hex}.py", "exec"), scope)
-    return scope["f"]
-
-
 KEY = {
     "graph": lambda: start(other),
     "dtype": lambda: start(args=(floats(4, 6).double(), floats(4, 6))),
@@ -403,13 +402,13 @@ PART_OF = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_another_mode_is_missed(mode: str) -> None:
-    f, args = unseen(), (floats(4, 6), floats(4, 6))
-    assert [start(f, args), start(f, args)] == ["missed", "found"]
+    args = (floats(4, 6), floats(4, 6))
+    assert [start(args=args), start(args=args)] == ["missed", "found"]
     with MODES[mode]():
-        assert start(f, args) == "missed"
+        assert start(args=args) == "missed"
         assert re.match(f"what was compiled before differs in .*{PART_OF[mode]}", last_starts()[-1].reason)
-        assert start(f, args) == "found"
-    assert start(f, args) == "found"
+        assert start(args=args) == "found"
+    assert start(args=args) == "found"
 
 
 # What the key is made of, by what it is called there: each part with a change of nothing else.
@@ -801,9 +800,7 @@ def test_a_miss_of_a_module_without_a_line_of_the_user_has_its_reason() -> None:
 
 
 def test_each_outcome_has_its_reason_and_key() -> None:
-    f = unseen()
-    compiled(f)(floats(3), floats(3))
-    compiled(f)(floats(3), floats(3))
+    assert [start(), start()] == ["missed", "found"]
     missed, found = last_starts()[-2:]
     assert missed.reason == "nothing like it was compiled before" and re.fullmatch(r"[0-9a-f]{40}", missed.key)
     assert found.key == missed.key and found.reason == "an earlier process compiled it"
@@ -879,7 +876,7 @@ def test_arguments_that_share_memory_and_change_are_bypassed() -> None:
 def test_a_trace_shows_every_stage_and_why(tmp_path: Path) -> None:
     compiled(function)(floats(3), floats(3))
     for number, (f, otherwise) in enumerate(
-        ((function, "found: an earlier process compiled it"), (unseen(), "missed: nothing like it was compiled"))
+        ((function, "found: an earlier process compiled it"), (other, "missed: nothing like it was compiled"))
     ):
         compiled(f, trace=str(tmp_path / str(number)))(floats(3), floats(3))
         (decisions,) = (tmp_path / str(number)).rglob("decisions.csv")
