@@ -17,7 +17,7 @@ from pellucid.errors import NotJudged, UserError
 from pellucid.kit.debug.check import Request
 from pellucid.kit.profile import measure
 from pellucid.kit.profile.compare import compare
-from pellucid.kit.profile.limits import limit_of
+from pellucid.kit.profile.limits import limit_of, why_below
 from pellucid.kit.profile.measure import Program, program_of, take
 from pellucid.kit.profile.request import profile_target
 from pellucid.kit.profile.result import KernelTime, Overhead, Profile
@@ -297,17 +297,69 @@ def test_what_binds_a_step_and_how_long_it_should_take():
     """By hand, with the figures of the reference."""
     moving = StepFacts("g", "k", "k", "kernel", loaded=10**9, stored=0, flops=10, dtype="f32", threads=2)
     found = limit_of(moving, AVX2)
-    assert found is not None and found.name == "memory"
+    assert found is not None and found.limit == "memory"
     whole = 10**9 / AVX2.memory.read.all
     assert 0.95 * whole < found.bound < whole, "caches may hold some of it"
-    assert found.estimate == pytest.approx(whole + AVX2.call + AVX2.barrier)
+    assert found.nanoseconds == pytest.approx(whole + AVX2.call + AVX2.barrier)
     product = StepFacts("g", "mm", "mm", "product", loaded=10**6, stored=0, flops=10**9, dtype="f32", threads=2)
     found = limit_of(product, AVX2)
-    assert found is not None and found.name == "compute" and found.bound == pytest.approx(10**9 / AVX2.flops.f32.all)
-    assert found.estimate == pytest.approx(10**9 / AVX2.product.f32.all + AVX2.dispatch)
+    assert found is not None and found.limit == "compute" and found.bound == pytest.approx(10**9 / AVX2.flops.f32.all)
+    assert found.nanoseconds == pytest.approx(10**9 / AVX2.product.f32.all + AVX2.dispatch)
     small = limit_of(StepFacts("g", "k", "k", "kernel", loaded=4, stored=4, flops=1, threads=1), AVX2)
-    assert small is not None and small.name == "overhead"
+    assert small is not None and small.limit == "overhead"
     assert limit_of(StepFacts("g", "k", "k", "kernel"), AVX2) is None
+
+
+def rest_of(facts: StepFacts, nanoseconds: float, imbalance: float = 0.0) -> tuple[str, ...]:
+    limit = limit_of(facts, AVX2)
+    assert limit is not None
+    return why_below(facts, limit, nanoseconds, imbalance, AVX2)
+
+
+def test_a_step_below_its_limit_says_where_the_rest_goes():
+    """By hand: 10**9 operations at the peak are the limit of all of these."""
+    base = StepFacts("g", "k", "k", "kernel", loaded=4096, stored=0, flops=10**9, dtype="f32", threads=2)
+    peak = 10**9 / AVX2.flops.f32.all
+    assert rest_of(base, peak / 0.71) == ()
+    assert rest_of(base, 2 * peak) == ("50% work that nothing counts, being disturbed",)
+    assert rest_of(base, 2 * peak, 0.2) == (
+        "20% waiting for the last of its threads",
+        "30% work that nothing counts, being disturbed",
+    )
+    many = replace(base, instructions=1.5 * peak * 2 * AVX2.instructions)
+    assert rest_of(many, 1.55 * peak) == ("32% issuing vector instructions",)
+    packed = replace(base, uncounted=("packing an operand",), scalar="a reason")
+    assert rest_of(packed, 2 * peak) == (
+        "50% packing an operand, computing without vectors (a reason), being disturbed",
+    )
+    size = int(peak / 2 * AVX2.memory.read.all)  # half as long as the operations take, if it comes from memory
+    far = replace(base, loaded=size, touched=size, parts=(Part(size, 0, 1, 10**9),))
+    assert rest_of(far, 1.5 * peak) == ("33% fetching from memory",)
+
+
+def test_bytes_apart_and_libraries_say_where_the_rest_goes():
+    size = 10**9
+    apart = StepFacts("g", "k", "k", "kernel", loaded=size, stored=0, touched=size, fetched=2 * size, threads=2)
+    limit = limit_of(apart, AVX2)
+    assert limit is not None
+    assert rest_of(apart, 2 * limit.bound)[0] == "50% fetching lines of the cache of which it needs a part"
+    call = StepFacts("g", "mm", "mm", "product", loaded=8, stored=8, flops=10**9, dtype="f32")
+    reached = 10**9 / AVX2.product.f32.of(torch.get_num_threads())
+    *_, slower, rest = rest_of(call, 4 * reached)
+    assert "what the library is slower at this" in slower and rest.endswith("work of the library, being disturbed")
+
+
+def test_contractions_say_what_nothing_counts():
+    image = f32(1, 64, 28, 28).contiguous(memory_format=torch.channels_last)
+    layer = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False)
+    (found,) = facts_of(layer, image)
+    assert found.uncounted == ("packing a parameter (`freeze` spares it)", "transforming tiles of pixels and of sums")
+    *_, found = facts_of(lambda x, w: F.conv2d(x, w, stride=2), image, layer.weight.detach())
+    assert found.uncounted == ("packing an operand", "gathering windows")
+    (found,) = facts_of(torch.mm, f32(64, 64), f32(64, 64))
+    assert found.uncounted == ("packing an operand",)
+    (found,) = facts_of(lambda x: x + 1, f32(N, M))
+    assert found.uncounted == ()
 
 
 def parts_of(fn, *args):
@@ -349,6 +401,8 @@ def test_rows_that_values_choose_begin_anew():
 def test_rows_are_held_against_the_machine(taken):
     for row in taken.kernels:
         assert row.limit and row.percent_of_limit > 0 and row.estimate_factor >= 1
+        assert bool(row.why_below) == (row.percent_of_limit < 70), row
+        assert row.because in " ".join(str(taken).split())
     assert taken.estimate_factor == pytest.approx(geometric_mean([row.estimate_factor for row in taken.kernels]))
     assert "geometric mean of" in str(taken) and "`pellucid doctor`" in str(taken)
 

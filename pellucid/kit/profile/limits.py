@@ -1,25 +1,22 @@
-"""How far a step is from what this machine can do."""
+"""How far a step is from what this machine can do, and why."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
 from pellucid.ir.types import DType
 from pellucid.kit.subjects.facts import StepFacts
-from pellucid.machine import Machine, Work, time
+from pellucid.machine import Estimate, Machine, Work, time
 from pellucid.native.machine import machine_here
 from pellucid.options import make_options
 
+REACHED = 0.7
+"""Of its limit: a step that reaches as much needs no explanation."""
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """name: what binds it. bound, estimate: nanoseconds that it takes at the least, and that the model expects."""
-
-    name: str
-    bound: float
-    estimate: float
+_LEAST = 0.03  # of a step's time: what takes less explains nothing
+_REST = 0.1  # of a step's time: what is left unexplained is said
 
 
 def known_machine() -> tuple[Machine, str]:
@@ -30,22 +27,81 @@ def known_machine() -> tuple[Machine, str]:
     return machine, f"the {machine.name}, not this one: `pellucid doctor` measures it"
 
 
-def limit_of(facts: StepFacts, machine: Machine) -> Limit | None:
-    """None where nobody knows what the step moves.
+def limit_of(facts: StepFacts, machine: Machine) -> Estimate | None:
+    """What a step takes at the least, and is expected to take; None where nobody knows what it moves.
 
     A library call whose operations nobody knows only moves. One whose threads nobody knows has all of PyTorch's.
     """
     if facts.loaded is None or facts.stored is None:
         return None
-    work = Work(
-        facts.loaded,
-        facts.stored,
-        facts.loaded + facts.stored if facts.touched is None else facts.touched,
+    return time(_work(facts, facts.loaded, facts.stored), machine, _threads(facts))
+
+
+def why_below(
+    facts: StepFacts, limit: Estimate, nanoseconds: float, imbalance: float, machine: Machine
+) -> tuple[str, ...]:
+    """Why a step that took so long is below `REACHED` of its limit, what costs most first; empty where it is not.
+
+    Each reason has the share of the time that it takes at the most: two may count what a processor does at once. The
+    last one is all that is left: work that nothing counts, and what disturbed the step.
+    imbalance: the share that its threads wait for the last of them.
+    """
+    if limit.bound >= REACHED * nanoseconds:
+        return ()
+    found = sorted(_reasons(facts, limit, nanoseconds, imbalance, machine), reverse=True)
+    said = [f"{cost / nanoseconds:.0%} {what}" for cost, what in found if cost >= _LEAST * nanoseconds]
+    rest = nanoseconds - limit.bound - sum(cost for cost, _ in found)
+    if rest >= _REST * nanoseconds:
+        said.append(f"{rest / nanoseconds:.0%} {', '.join(_uncounted(facts))}, being disturbed")
+    return tuple(said)
+
+
+def _reasons(
+    facts: StepFacts, limit: Estimate, nanoseconds: float, imbalance: float, machine: Machine
+) -> Iterator[tuple[float, str]]:
+    """Nanoseconds beyond the limit, and what takes them."""
+    moves = limit.limit not in ("compute", "overhead")
+    if limit.computing > limit.bound:
+        what = "issuing vector instructions" if facts.kind == "kernel" else "what the library is slower at this"
+        yield limit.computing - limit.bound, what
+    apart = max(0.0, (facts.fetched or 0) / facts.nbytes - 1) if facts.nbytes else 0.0
+    yield limit.least * apart, "fetching lines of the cache of which it needs a part"
+    beyond = limit.fetching - limit.least if moves else limit.fetching
+    yield beyond, f"fetching from {_farthest(facts, machine)}"
+    if limit.limit != "overhead":
+        yield limit.overhead, "being called, and threads meeting"
+    yield imbalance * nanoseconds, "waiting for the last of its threads"
+
+
+def _uncounted(facts: StepFacts) -> tuple[str, ...]:
+    """What a step does that is in no figure."""
+    if facts.scalar:
+        return (*facts.uncounted, f"computing without vectors ({facts.scalar})")
+    return facts.uncounted or ("work that nothing counts" if facts.kind == "kernel" else "work of the library",)
+
+
+def _farthest(facts: StepFacts, machine: Machine) -> str:
+    """The level that its bytes come from, those that were touched longest ago."""
+    reach = max((part.distance for part in facts.parts), default=0)
+    return machine.level(max(reach, _touched(facts)), _threads(facts)).name
+
+
+def _work(facts: StepFacts, loaded: int, stored: int) -> Work:
+    return Work(
+        loaded,
+        stored,
+        _touched(facts),
         facts.flops or 0,
         next((dtype for dtype in DType if dtype.value == facts.dtype), DType.F32),
         facts.instructions,
         facts.kind,
         facts.parts,
     )
-    found = time(work, machine, facts.threads or torch.get_num_threads())
-    return Limit(found.limit, found.bound, found.nanoseconds)
+
+
+def _touched(facts: StepFacts) -> int:
+    return facts.nbytes or 0 if facts.touched is None else facts.touched
+
+
+def _threads(facts: StepFacts) -> int:
+    return facts.threads or torch.get_num_threads()

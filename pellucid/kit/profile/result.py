@@ -21,7 +21,8 @@ class KernelTime:
     program; share: of its time. shapes: of what it reads; results: of what it writes. bytes, flops: of one call; None
     where nobody knows.
     limit: what binds it (`memory`, `l2`, `compute`, `overhead`), percent_of_limit: how much of that it reaches, and
-    estimate_microseconds: what the machine model expects; empty and None where they cannot be told.
+    estimate_microseconds: what the machine model expects; empty and None where they cannot be told. why_below: of a
+    row below 70% of that limit, where the rest of its time goes, `14% fetching from memory`; see `limits.why_below`.
     line_calls: of an operator of eager mode, how many of the calls come from each of its user_lines.
     threads: that worked on it, the most seen; None where the library decides. imbalance: how much of the time of these
     threads was spent waiting for the last of them, from 0 to 1. fx_nodes, user_lines: behind all of its calls.
@@ -62,10 +63,16 @@ class KernelTime:
     cache_misses: float | None = None
     line_calls: tuple[float, ...] = ()
     packed: int = 0
+    why_below: tuple[str, ...] = ()
 
     @property
     def cycles_per_instruction(self) -> float | None:
         return self.cycles / self.instructions if self.cycles is not None and self.instructions else None
+
+    @property
+    def because(self) -> str:
+        """`why_below` as a sentence."""
+        return f"the rest: {'; '.join(self.why_below)}" if self.why_below else ""
 
     @property
     def estimate_factor(self) -> float | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from pellucid.ir.origin import merge
-from pellucid.kit.profile.limits import known_machine, limit_of
+from pellucid.kit.profile.limits import known_machine, limit_of, why_below
 from pellucid.kit.profile.result import KernelTime, Overhead, Profile
 from pellucid.kit.stats import midmean, summarise
 from pellucid.kit.subjects.clock import Clock, Timed, TimedRun
@@ -235,14 +235,17 @@ def _kernel(row: _Row, calls: int, whole: int, machine: Machine) -> KernelTime:
         reason=facts.reason,
         packed=facts.packed,
     )
-    limits = [limit for limit in (limit_of(each, machine) for each in row.steps.values()) if limit is not None]
-    if not limits:
+    limits = [(limit, step) for step in row.steps.values() if (limit := limit_of(step, machine)) is not None]
+    if not limits or not mean:
         return made
+    limits.sort(key=lambda each: each[0].nanoseconds)  # what came before differs
+    limit, typical = limits[len(limits) // 2]
     return replace(
         made,
-        limit=limits[0].name,
-        percent_of_limit=100 * limits[0].bound / mean if mean else None,
-        estimate_microseconds=fmean(limit.estimate for limit in limits) * 1e-3,  # what came before differs
+        limit=limit.limit,
+        percent_of_limit=100 * limit.bound / mean,
+        estimate_microseconds=fmean(limit.nanoseconds for limit, _ in limits) * 1e-3,
+        why_below=why_below(typical, limit, mean, made.imbalance, machine),
     )
 
 

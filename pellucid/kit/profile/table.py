@@ -158,6 +158,8 @@ def _row(row: KernelTime, found: Profile) -> tuple[Cell, ...]:
     if row.percent_of_limit is not None:
         expected = f"; {_us(row.estimate_microseconds)} µs a call expected" if row.estimate_microseconds else ""
         what.append(sentence(f"{row.percent_of_limit:.0f}% of the limit of {row.limit}{expected}"))
+    if row.why_below:
+        what.append(sentence(row.because, hang=2))
     if row.cycles_per_instruction is not None and row.cache_misses is not None:
         misses = f"{row.cache_misses:.0f} misses of the last cache a call"
         what.append(sentence(f"{row.cycles_per_instruction:.2f} cycles an instruction, {misses}"))
@@ -165,7 +167,8 @@ def _row(row: KernelTime, found: Profile) -> tuple[Cell, ...]:
         what.append(sentence(f"its threads wait {row.imbalance:.0%} of their time for the last of them"))
     what += [place(line) for line in row.user_lines[:_LINES]]
     if len(row.user_lines) > _LINES:
-        what.append(sentence(f"and {len(row.user_lines) - _LINES} lines more"))
+        more = len(row.user_lines) - _LINES
+        what.append(sentence(f"and {more} {'line' if more == 1 else 'lines'} more"))
     rates = (row.gigabytes_per_second, row.gigaflops_per_second)
     return (
         _share(row.total_microseconds, found),

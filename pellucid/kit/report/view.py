@@ -20,6 +20,7 @@ _NOTHING = "–"
 _MOST_DRAWINGS = 3
 _MOST_IN_ISSUE = 8
 _MOST_REPLACED = 40
+_EXPLAINED = 0.02  # of the time: from here on a row says why it is below its limit
 _COLORS = {name: f"g{n}" for n, name in enumerate((*GROUPS.values(), PYTHON_AND_LAUNCH))}
 
 
@@ -33,7 +34,10 @@ class Cellular:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A kernel. cells: in the order of `COLUMNS` after the first one. search: what the filter looks into."""
+    """A kernel. why: it reaches no more of its limit; empty where it reaches enough, or takes hardly any time.
+
+    cells: in the order of `COLUMNS` after the first one. search: what the filter looks into.
+    """
 
     number: int
     name: str
@@ -42,6 +46,7 @@ class Row:
     color: str
     share: float
     detail: str
+    why: str
     line: str
     cells: tuple[Cellular, ...]
     search: str
@@ -243,7 +248,8 @@ def _row(number: int, row: KernelTime) -> Row:
     line = f"{places[0]}{more}" if places else ""
     search = " ".join((row.name, row.symbol, row.group, row.limit, shapes, *row.user_lines, *row.fx_nodes)).lower()
     color = _COLORS.get(row.group, "g9")
-    return Row(number, row.name, row.kind, row.group, color, row.share, shapes, line, cells, search)
+    why = row.because if row.share >= _EXPLAINED else ""
+    return Row(number, row.name, row.kind, row.group, color, row.share, shapes, why, line, cells, search)
 
 
 def _cell(value: float | None, text: Any) -> Cellular:

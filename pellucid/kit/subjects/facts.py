@@ -42,7 +42,8 @@ class StepFacts:
         kernel whose work is that.
     fetched: bytes of the lines of the cache that it touches; None where nobody knows. scalar: why a kernel has no
     vectors; empty where it has. reason: why a library call is none. parts: its bytes by buffer, where it is known
-    what was touched before. packed: elements of a parameter that a kernel packs anew at each call.
+    what was touched before. packed: elements of a parameter that a kernel packs anew at each call. uncounted: work of a
+    kernel's plan that is neither in its flops nor in its instructions, in words.
     """
 
     graph: str
@@ -64,6 +65,7 @@ class StepFacts:
     reason: str = ""
     parts: tuple[Part, ...] = ()
     packed: int = 0
+    uncounted: tuple[str, ...] = ()
     origin: Origin = GLUE
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -118,6 +118,7 @@ class _Facts:
             fetched=moved.fetched,
             scalar=_why_scalar(compiled),
             packed=self._packed(compiled),
+            uncounted=tuple(self._uncounted(compiled)),
             origin=merge(line.origin for line in kernel.body),
         )
 
@@ -129,6 +130,20 @@ class _Facts:
         position = int(blocks.contraction.loads[1].buffer.removeprefix("p"))  # plans name buffers by their positions
         buffer = compiled.params[position]
         return self._sized.size(product(self._buffers[buffer].whole.shape)) if buffer in self._sized.parameters else 0
+
+    def _uncounted(self, compiled: CppKernel) -> Iterator[str]:
+        """What a contraction does beside its products."""
+        blocks = compiled.plan.blocks
+        if blocks is None:
+            return
+        if self._packed(compiled):
+            yield "packing a parameter (`freeze` spares it)"
+        elif not (blocks.packed or blocks.by_channel or blocks.height <= FEW_ROWS):
+            yield "packing an operand"
+        if blocks.tiles:
+            yield "transforming tiles of pixels and of sums"
+        elif blocks.window:
+            yield "gathering windows"
 
     def _instructions(self, kernel: Kernel) -> float:
         """The plan counts them at middling sizes; with others they grow as the points do."""
