@@ -353,11 +353,12 @@ def test_contractions_say_what_nothing_counts():
     image = f32(1, 64, 28, 28).contiguous(memory_format=torch.channels_last)
     layer = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False)
     (found,) = facts_of(layer, image)
+    assert found.counts_as == "convolution"
     assert found.uncounted == ("packing a parameter (`freeze` spares it)", "transforming tiles of pixels and of sums")
     *_, found = facts_of(lambda x, w: F.conv2d(x, w, stride=2), image, layer.weight.detach())
     assert found.uncounted == ("packing an operand", "gathering windows")
     (found,) = facts_of(torch.mm, f32(64, 64), f32(64, 64))
-    assert found.uncounted == ("packing an operand",)
+    assert (found.counts_as, found.uncounted) == ("product", ("packing an operand",))
     (found,) = facts_of(lambda x: x + 1, f32(N, M))
     assert found.uncounted == ()
 

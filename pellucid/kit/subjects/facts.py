@@ -38,8 +38,8 @@ class StepFacts:
     operations on floats. touched: bytes of the different elements that it reads or writes, or both. Each None where
     nobody knows. instructions: of vectors, that a kernel is estimated to issue; 0 where nobody knows.
     dtype: the float type in which it computes, `f32`; empty where it computes no floats.
-    threads: that share the work; None where the library decides. counts_as: `product` or `attention` of a
-        kernel whose work is that.
+    threads: that share the work; None where the library decides. counts_as: `product`, `convolution` or
+    `attention` of a kernel whose work is that.
     fetched: bytes of the lines of the cache that it touches; None where nobody knows. scalar: why a kernel has no
     vectors; empty where it has. reason: why a library call is none. parts: its bytes by buffer, where it is known
     what was touched before. packed: elements of a parameter that a kernel packs anew at each call. uncounted: work of a

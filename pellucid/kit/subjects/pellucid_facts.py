@@ -13,7 +13,7 @@ from pellucid.executable import Sized, operator_of, plain_argument
 from pellucid.execution_plan import Place
 from pellucid.ir.analysis import arguments_of
 from pellucid.ir.index import product
-from pellucid.ir.nodes import Arg, Extern, Kernel, Node, View
+from pellucid.ir.nodes import Arg, Extern, Kernel, Node, Reduce, View
 from pellucid.ir.origin import merge
 from pellucid.ir.traffic import Traffic, tensor_bytes, traffic
 from pellucid.ir.types import TORCH_DTYPES
@@ -114,7 +114,7 @@ class _Facts:
             instructions=self._instructions(kernel),
             dtype=computed_in(kernel).value if flops else "",
             threads=max(1, min(torch.get_num_threads(), shares)),
-            counts_as="product" if compiled.plan.blocks else "attention" if compiled.plan.rows else "",
+            counts_as=_group(kernel, compiled),
             fetched=moved.fetched,
             scalar=_why_scalar(compiled),
             packed=self._packed(compiled),
@@ -186,6 +186,15 @@ class _Facts:
                 return tuple(self._value(item) for item in arg)
             case _:
                 return plain_argument(arg, self._sized.size)
+
+
+def _group(kernel: Kernel, compiled: CppKernel) -> str:
+    """What the work of a kernel is, by its operators; empty for element-wise operators and reductions."""
+    if compiled.plan.rows:
+        return "attention"
+    sums = merge(line.origin for line in kernel.body if isinstance(line.rhs, Reduce)).nodes
+    convolves = any(node.startswith("convolution") for node in sums)
+    return ("convolution" if convolves else "product") if compiled.plan.blocks else ""
 
 
 def _why_scalar(compiled: CppKernel) -> str:
