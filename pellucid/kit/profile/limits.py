@@ -48,9 +48,11 @@ def why_below(
     """
     if limit.bound >= REACHED * nanoseconds:
         return ()
-    found = sorted(_reasons(facts, limit, nanoseconds, imbalance, machine), reverse=True)
+    left = nanoseconds - limit.bound
+    costs = _reasons(facts, limit, nanoseconds, imbalance, machine)
+    found = sorted(((min(cost, left), what) for cost, what in costs), reverse=True)
     said = [f"{cost / nanoseconds:.0%} {what}" for cost, what in found if cost >= _LEAST * nanoseconds]
-    rest = nanoseconds - limit.bound - sum(cost for cost, _ in found)
+    rest = left - sum(cost for cost, _ in found)
     if rest >= _REST * nanoseconds:
         said.append(f"{rest / nanoseconds:.0%} {', '.join(_uncounted(facts))}, being disturbed")
     return tuple(said)
