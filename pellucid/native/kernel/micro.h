@@ -233,15 +233,20 @@ template <int R, int J, class E>
     }
 }
 
-// The same for m rows in groups of MOST, or of two where that is three: each asks for its part of the next columns.
+// The same for two to R rows, or one if R is.
+template <int R, int J, class E>
+PV_FN void dot_group(int64_t rows, int64_t k, Matrix<E> a, Matrix<E> b, Sums c, int turn, int turns) {
+  if (rows == R) dots<R, J>(k, a, b, c, turn, turns);
+  else if constexpr (R > 2) dot_group<R - 1, J>(rows, k, a, b, c, turn, turns);
+}
+// The same for m rows in equal groups of at most MOST: each asks for its part of the next columns.
 template <int MOST, int J, class E>
 PV_FN void dot_rows(int64_t m, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
   const int groups = int((m + MOST - 1) / MOST);
   int64_t i = 0;
   for (int group = 0; group < groups; group++) {
     const int64_t rows = (m - i + groups - group - 1) / (groups - group);
-    if (rows == MOST) dots<MOST, J>(k, a.from(i, 0), b, c.from(i, 0), group, groups);
-    else if constexpr (MOST == 3) dots<2, J>(k, a.from(i, 0), b, c.from(i, 0), group, groups);
+    dot_group<MOST, J>(rows, k, a.from(i, 0), b, c.from(i, 0), group, groups);
     i += rows;
   }
 }
@@ -252,13 +257,19 @@ PV_FN void dot_columns(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, cons
   for (; j + J <= n; j += J) dot_rows<MOST, J>(m, k, a, b.from(0, j), c.from(0, j));
   for (; j < n; j++) dot_rows<MOST, 1>(m, k, a, b.from(0, j), c.from(0, j));
 }
+// Rows and columns of a group: their sums and terms fill the registers.
 template <class E>
 [[gnu::noinline]] inline void dot_block(
     int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
+  constexpr bool MANY = REGISTER == 64;  // registers
   if (m == 1) return dot_columns<1, 8>(m, n, k, a, b, c);
-  if (m == 2) return dot_columns<2, 6>(m, n, k, a, b, c);
-  if (m == 3 || n > FEW_COLUMNS) return dot_columns<3, 4>(m, n, k, a, b, c);
-  for (int64_t i = 0; i < m; i += 3) dot_block(least(3, m - i), n, k, a.from(i, 0), b, c.from(i, 0));
+  if (m == 2) return dot_columns<2, MANY ? 8 : 6>(m, n, k, a, b, c);
+  if (n > FEW_COLUMNS) return dot_columns<MANY ? 4 : 3, MANY ? 5 : 4>(m, n, k, a, b, c);
+  for (int64_t i = 0, left = (m + 2) / 3; left > 0; left--) {  // two or three rows
+    const int64_t rows = (m - i + left - 1) / left;
+    dot_columns<3, FEW_COLUMNS>(rows, n, k, a.from(i, 0), b, c.from(i, 0));
+    i += rows;
+  }
 }
 
 }  // namespace pv
