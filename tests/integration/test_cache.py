@@ -71,17 +71,25 @@ def cache(store: Path, *words: str | Path) -> dict:
     return json.loads(run(store, "-m", "pellucid", "cache", *words, "--json"))
 
 
+@pytest.fixture(scope="module")
+def exported(program: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """What a process compiled, as an archive, and what `pellucid cache export` said of it."""
+    folder = tmp_path_factory.mktemp("exported")
+    assert run(folder / "store", program, "3") == "['missed']"
+    archive = folder / "warm.tar.gz"
+    return archive, cache(folder / "store", "export", archive)
+
+
 def kept(store: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in store.glob("v1-*/**/*") if path.is_file()}
 
 
-def test_an_imported_store_starts_warm(program: Path, tmp_path: Path) -> None:
+def test_an_imported_store_starts_warm(program: Path, exported: tuple[Path, dict], tmp_path: Path) -> None:
     """The second process runs in another folder, on what the first one compiled, and builds and lowers nothing."""
-    assert run(tmp_path / "a", program, "3") == "['missed']"
-    exported = cache(tmp_path / "a", "export", tmp_path / "warm.tar.gz")
-    assert {each["kind"] for each in exported["moved"]} == {"program", "kernels", "file"}
-    imported = cache(tmp_path / "b", "import", tmp_path / "warm.tar.gz")
-    assert len(imported["moved"]) == len(exported["moved"]) and not imported["left_out"]
+    archive, said = exported
+    assert {each["kind"] for each in said["moved"]} == {"program", "kernels", "file"}
+    imported = cache(tmp_path / "b", "import", archive)
+    assert len(imported["moved"]) == len(said["moved"]) and not imported["left_out"]
     verified = cache(tmp_path / "b", "verify")
     assert verified["checked"] == len(imported["moved"]) and verified["good"] and not verified["unused"]
     strict = tmp_path / "strict.py"
@@ -96,10 +104,10 @@ def test_an_imported_store_starts_warm(program: Path, tmp_path: Path) -> None:
     assert [graph["kind"] for graph in listed["graphs"]] == ["forward", "backward"]
 
 
-def test_an_archive_is_refused_where_the_compilers_flags_are_others(program: Path, tmp_path: Path) -> None:
-    assert run(tmp_path / "a", program, "3") == "['missed']"
-    cache(tmp_path / "a", "export", tmp_path / "warm.tar.gz")
-    command = [sys.executable, "-m", "pellucid", "cache", "import", str(tmp_path / "warm.tar.gz")]
+def test_an_archive_is_refused_where_the_compilers_flags_are_others(
+    exported: tuple[Path, dict], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "pellucid", "cache", "import", str(exported[0])]
     environment = {**os.environ, "PELLUCID_CACHE_DIR": str(tmp_path / "b"), "PELLUCID_CXXFLAGS": "-O1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 255 and done.stdout == ""
@@ -108,11 +116,11 @@ def test_an_archive_is_refused_where_the_compilers_flags_are_others(program: Pat
 
 
 @pytest.mark.slow  # each of them may have to make the header and the runtime again
-def test_twenty_processes_that_import_trim_check_and_compile(program: Path, tmp_path: Path) -> None:
+def test_twenty_processes_that_import_trim_check_and_compile(
+    program: Path, exported: tuple[Path, dict], tmp_path: Path
+) -> None:
     """Whatever goes away under a process is missing, and built again; what it computes is right."""
-    store, archive = tmp_path / "store", tmp_path / "warm.tar.gz"
-    assert run(tmp_path / "a", program, "3") == "['missed']"
-    cache(tmp_path / "a", "export", archive)
+    store, (archive, _) = tmp_path / "store", exported
     cache(store, "import", archive)
     commands: list[tuple[str | Path, ...]] = []
     for number in range(5):
