@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,6 +132,36 @@ def assert_matches(compiled: Any, eager: Any, reference: Any, errors: Sequence[f
         assert ours_error <= limit or _equal(a, b), (
             f"output {position}: error {ours_error:.3g} against float64, eager has {eager_error:.3g}"
         )
+
+
+def compiled(function: Any, **how: Any) -> Any:
+    """One graph, whose programs are verified, if nothing else is asked for."""
+    how = {"fullgraph": True, "options": {"verify": True}, **how}
+    return torch.compile(function, backend="pellucid", **how)
+
+
+def check(function: Callable[..., Any], *calls: tuple[Any, ...], **how: Any) -> Any:
+    """Compile once, call with each of the argument lists, and compare results and arguments."""
+    run = compiled(function, **how)
+    for args in calls:
+        results: list[Any] = []
+        for call, given in ((run, args), (function, args), (function, widened(args))):
+            own = copy.deepcopy(given)
+            results.append((call(*own), own))
+        assert_matches(*results)
+    return run
+
+
+def check_gradients(function: Callable[..., Any], *args: Any, **how: Any) -> None:
+    """Results and gradients of all float arguments."""
+
+    def run(call: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in given]
+        results = torch.utils._pytree.tree_leaves(call(*leaves))
+        sum(result.sum() for result in results if result.requires_grad).backward()
+        return [result.detach() for result in results], [leaf.grad for leaf in leaves]
+
+    assert_matches(run(compiled(function, **how), args), run(function, args), run(function, widened(args)))
 
 
 def _meaningful_strides(tensor: torch.Tensor) -> list[int]:

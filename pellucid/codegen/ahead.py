@@ -36,7 +36,7 @@ def fetched_ahead(
     along = tile if tile in kernel.reduced else choice.axis
     moved = kernel_work(kernel, 0).working_set
     vectors = max(1, prod(estimate(axis.extent) for axis in kernel.space)) / width
-    if moved <= machine.cores * machine.own_cache or (along != tile and steps / vectors < WINDOW_WORK):
+    if moved <= machine.own_caches or (along != tile and steps / vectors < WINDOW_WORK):
         return {}, ()
     later: dict[Atom, Expr] = {Var(along): var(along) + SQUARES_AHEAD * width}
     ahead = {

@@ -311,7 +311,7 @@ def _abreast(
     """
     reduces = [line.out for line in kernel.body if isinstance(line.rhs, Reduce)]
     columns, moved = kernel.ranges[inner], kernel_work(kernel, 0).working_set
-    if not set(reduces) <= pairwise or moved <= machine.cores * machine.own_cache:
+    if not set(reduces) <= pairwise or moved <= machine.own_caches:
         return 0, ()
     held = _levels(kernel) * sum(line.dtype.itemsize for line in kernel.body if line.out in reduces)
     most = min(COLUMNS_ABREAST // len(reduces), STACK_ABREAST // held)

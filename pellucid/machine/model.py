@@ -146,6 +146,11 @@ class Machine:
         return self.own_level.size
 
     @property
+    def own_caches(self) -> int:
+        """Bytes of the second level of cache of all cores."""
+        return self.cores * self.own_cache
+
+    @property
     def last_cache(self) -> int:
         """Bytes of the last level of cache."""
         return self.levels[-2].size

@@ -12,15 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._higher_order_ops.scan import scan
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from pellucid.backend import last_compilations
-from pellucid.capture.transform import transform
 from pellucid.errors import UserError
 from pellucid.runnable import load_kernels
-from tests.support import assert_matches, widened
+from tests.support import assert_matches, check, check_gradients, compiled
 
 Tensor = torch.Tensor
 
@@ -30,35 +28,6 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
         yield
-
-
-def compiled(function: Any, **how: Any) -> Any:
-    how = {"fullgraph": True, "options": {"verify": True}, **how}
-    return torch.compile(function, backend="pellucid", **how)
-
-
-def check(function: Callable[..., Any], *calls: tuple[Any, ...], **how: Any) -> Any:
-    """Compile once, call with each of the argument lists, and compare results and arguments."""
-    run = compiled(function, **how)
-    for args in calls:
-        results: list[Any] = []
-        for call, given in ((run, args), (function, args), (function, widened(args))):
-            own = copy.deepcopy(given)
-            results.append((call(*own), own))
-        assert_matches(*results)
-    return run
-
-
-def check_gradients(function: Callable[..., Any], *args: Any, **how: Any) -> None:
-    """Results and gradients of all float arguments."""
-
-    def run(call: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in given]
-        results = torch.utils._pytree.tree_leaves(call(*leaves))
-        sum(result.sum() for result in results if result.requires_grad).backward()
-        return [result.detach() for result in results], [leaf.grad for leaf in leaves]
-
-    assert_matches(run(compiled(function, **how), args), run(function, args), run(function, widened(args)))
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -677,89 +646,6 @@ def test_jagged_tensors(dynamic) -> None:
         (results[0].values().sum() + results[1].square().sum()).backward()
         (expected[0].values().sum() + expected[1].square().sum()).backward()
         torch.testing.assert_close(ours.grad.values(), eager.grad.values())
-
-
-def test_copies_that_nobody_can_tell_from_their_originals_are_not_made() -> None:
-    def inside(x: Tensor) -> Tensor:
-        y = x.sin()
-        return y.clone() * x.roll(1, 0) + y.clone()
-
-    def apart(x: Tensor) -> tuple[Tensor, ...]:
-        y = x.sin()
-        return y, y.clone(), y.t().clone(memory_format=torch.contiguous_format).exp(), x.clone()
-
-    x = torch.randn(33, 65)
-    for function, copies in ((inside, 0), (apart, 3)):
-        graph, _ = transform(make_fx(function, tracing_mode="fake")(x))
-        assert sum(node.target is torch.ops.aten.clone.default for node in graph.graph.nodes) == copies
-    check(inside, (x,))
-    results = check(apart, (x,))(x)
-    assert len({tensor.data_ptr() for tensor in (x, *results)}) == 5
-
-
-def test_copies_stay_where_something_changes_the_original() -> None:
-    def swap(x: Tensor, y: Tensor) -> Tensor:
-        kept = x.clone()
-        x.copy_(y)
-        y.copy_(kept)
-        return (x * 2).clone() + kept
-
-    check(swap, (torch.randn(7, 5), torch.randn(7, 5)))
-
-
-def test_random_numbers_change_no_tensor() -> None:
-    def layers(x: Tensor, bias: Tensor) -> Tensor:
-        for _ in range(3):
-            x = F.scaled_dot_product_attention(x, x, x, bias.permute(2, 0, 1).contiguous())
-        return x
-
-    def drawn(x: Tensor) -> tuple[Tensor, ...]:
-        first, one = x.t().contiguous().sin(), torch.rand_like(x)
-        second, other = x.t().contiguous().sin(), torch.rand_like(x)
-        return first + one.t(), second + other.t()
-
-    def written(x: Tensor) -> Tensor:
-        first = x.sin()
-        x.add_(1)
-        return first + x.sin()
-
-    args, square = (torch.randn(1, 8, 16, 32), torch.randn(16, 16, 8)), (torch.randn(33, 33),)
-    for function, given, target, calls in (
-        (layers, args, torch.ops.aten.clone.default, 1),
-        (drawn, square, torch.ops.aten.sin.default, 1),
-        (drawn, square, torch.ops.aten.rand_like.default, 2),
-        (written, square, torch.ops.aten.sin.default, 2),
-    ):
-        with torch.no_grad():
-            graph, _ = transform(make_fx(function, tracing_mode="fake")(*(each.clone() for each in given)))
-        assert sum(node.target is target for node in graph.graph.nodes) == calls, (function, target)
-    with torch.no_grad():
-        check(layers, args)
-        check(drawn, square)
-        check(written, square)
-
-
-def test_equal_calls_of_an_operator_of_a_user_are_all_made() -> None:
-    @torch.library.custom_op("pellucid_tests::noise", mutates_args=())
-    def noise(x: Tensor) -> Tensor:
-        return torch.rand_like(x)  # no tag says that
-
-    noise.register_fake(torch.empty_like)
-    compiled = torch.compile(lambda x: (noise(x) - noise(x), torch.rand(3)), backend="pellucid")
-    x = torch.randn(5, 7)
-    with torch.no_grad():
-        torch.manual_seed(0)
-        difference, after = compiled(x)
-        torch.manual_seed(0)
-        assert torch.equal(difference, torch.rand_like(x) - torch.rand_like(x)) and torch.equal(after, torch.rand(3))
-
-        layer = torch.nn.Linear(7, 3)
-        frozen = torch.compile(lambda x: x @ noise(layer.weight).t(), backend="pellucid", options={"freeze": True})
-        for seed in (1, 2):  # nor are they made once for all calls
-            torch.manual_seed(seed)
-            product = frozen(x)
-            torch.manual_seed(seed)
-            torch.testing.assert_close(product, x @ torch.rand_like(layer.weight).t())
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (33, 65), (3, 16), (1, 1), (4, 129)])
