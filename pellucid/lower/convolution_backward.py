@@ -1,8 +1,9 @@
-"""Gradients of convolutions in f32: each that is a sum of products becomes a kernel, oneDNN computes the others.
+"""Gradients of convolutions: each that is a sum of products becomes a kernel, oneDNN computes the others.
 
 That of the image is a convolution of the result's gradient; where steps are wider than one, for a single tap alone.
 That of the weight is, for each tap, a product of two matrices, whose terms are pixels. The bias's is a sum over pixels.
-Of depthwise convolutions both are sums for each channel.
+Of depthwise convolutions both are sums for each channel. In bf16 and f16 kernels compute those of one tap, which are
+products of matrices.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import torch
 
 from pellucid.ir.index import ONE, ZERO, Expr, const, floordiv, mod, nonnegative, product
 from pellucid.ir.types import DType
+from pellucid.lower.contraction import DTYPES, check_rate
 from pellucid.lower.convolution import FEW_TERMS, OFF, by_dimension, is_matrix, lies
 from pellucid.lower.extern import extern_call, lower_extern
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
 
 _KIND = "gradients of convolutions that are transposed, not two-dimensional or of groups of several channels: oneDNN's"
-_OTHER = "gradients of convolutions: kernels compute them in f32, oneDNN in other types"
+_OTHER = "gradients of convolutions: kernels compute them in f32, bf16 and f16, of depthwise ones in f32 alone"
+_TAPS = "gradients of convolutions: of several taps kernels compute them in f32 alone"
+_STEPS = "gradient of a weight: where a window moves by more than a pixel, kernels compute it in f32 alone"
 _DYNAMIC = "gradients of convolutions: kernels compute images of known sizes, oneDNN others"
 _PLANAR = "gradients of convolutions: channels do not lie side by side, oneDNN computes them"
 _STRIDED = "gradient of an image: where a window moves by more than a pixel, oneDNN computes it"
@@ -101,15 +105,19 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
     if not graph.contract:
         raise NotLowered(OFF)
     tensors = gradient, image, weight = tuple(given[name] for name in ("grad_output", "input", "weight"))
-    if any(each.dtype is not DType.F32 for each in tensors):
-        raise NotLowered(_OTHER)
     depthwise = given["groups"] == image.shape[1].value == weight.shape[0].value != 1
     if len(image.shape) != 4 or given["transposed"] or not (given["groups"] == 1 or depthwise):
         raise NotLowered(_KIND)
+    narrow = gradient.dtype is not DType.F32
+    if gradient.dtype not in DTYPES or len({each.dtype for each in tensors}) > 1 or (narrow and depthwise):
+        raise NotLowered(_OTHER)
+    check_rate(graph.machine, gradient.dtype, "gradients of convolutions")
     if any(extent.value is None for each in tensors for extent in each.shape):
         raise NotLowered(_DYNAMIC)
     stride, padding, dilation = (given[name] for name in ("stride", "padding", "dilation"))
     call = _Call(gradient, image, weight, stride, padding, dilation, depthwise)
+    if narrow and not call.one_tap:
+        raise NotLowered(_TAPS)
     counts = (*weight.shape[: 1 if depthwise else 2], call.pixels)
     if any(extent.value in (0, 1) for extent in counts) or ZERO in weight.shape:
         raise NotLowered(_SMALL)
@@ -159,6 +167,8 @@ def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tenso
         raise NotLowered(_NARROW)
     both = (call.gradient, call.image)
     matrices = call.one_tap and not call.steps and not any(call.padding) and all(map(is_matrix, both))
+    if not matrices and call.gradient.dtype is not DType.F32:
+        raise NotLowered(_STEPS)
     if not matrices and any(each.view.strides[1] != ONE for each in both):
         raise NotLowered(_PLANAR)
     result = graph.new(node.meta["val"][1], "gradient")
