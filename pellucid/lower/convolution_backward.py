@@ -2,8 +2,8 @@
 
 That of the image is a convolution of the result's gradient; where steps are wider than one, for a single tap alone.
 That of the weight is, for each tap, a product of two matrices, whose terms are pixels. The bias's is a sum over pixels.
-Of depthwise convolutions both are sums for each channel. In bf16 and f16 kernels compute those of one tap, which are
-products of matrices.
+Of depthwise convolutions both are sums for each channel. In bf16 and f16 kernels compute these, and those of one tap,
+which are products of matrices.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from pellucid.ir.types import DType
 from pellucid.lower.contraction import DTYPES, check_rate
 from pellucid.lower.convolution import FEW_TERMS, OFF, by_dimension, is_matrix, lies
 from pellucid.lower.extern import extern_call, lower_extern
+from pellucid.lower.kernel_builder import KernelBuilder, Value, both
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
 
 _KIND = "gradients of convolutions that are transposed, not two-dimensional or of groups of several channels: oneDNN's"
-_OTHER = "gradients of convolutions: kernels compute them in f32, bf16 and f16, of depthwise ones in f32 alone"
+_OTHER = "gradients of convolutions: kernels compute them in f32, bf16 and f16"
 _TAPS = "gradients of convolutions: of several taps kernels compute them in f32 alone"
 _STEPS = "gradient of a weight: where a window moves by more than a pixel, kernels compute it in f32 alone"
 _DYNAMIC = "gradients of convolutions: kernels compute images of known sizes, oneDNN others"
@@ -109,14 +110,14 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
     if len(image.shape) != 4 or given["transposed"] or not (given["groups"] == 1 or depthwise):
         raise NotLowered(_KIND)
     narrow = gradient.dtype is not DType.F32
-    if gradient.dtype not in DTYPES or len({each.dtype for each in tensors}) > 1 or (narrow and depthwise):
+    if gradient.dtype not in DTYPES or len({each.dtype for each in tensors}) > 1:
         raise NotLowered(_OTHER)
     check_rate(graph.machine, gradient.dtype, "gradients of convolutions")
     if any(extent.value is None for each in tensors for extent in each.shape):
         raise NotLowered(_DYNAMIC)
     stride, padding, dilation = (given[name] for name in ("stride", "padding", "dilation"))
     call = _Call(gradient, image, weight, stride, padding, dilation, depthwise)
-    if narrow and not call.one_tap:
+    if narrow and not (depthwise or call.one_tap):
         raise NotLowered(_TAPS)
     counts = (*weight.shape[: 1 if depthwise else 2], call.pixels)
     if any(extent.value in (0, 1) for extent in counts) or ZERO in weight.shape:
@@ -187,9 +188,10 @@ def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tenso
 def _of_image_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
     """For each channel the sum over taps of the gradient, where the tap has met a pixel, times the weight.
 
-    Taps are counted from the last one, so that they move as pixels do.
+    Taps are counted from the last one, so that they move as pixels do. With steps, loops look at each tap: oneDNN is
+    faster than those in f32, and takes four times as long in bf16.
     """
-    if call.steps:
+    if call.steps and call.gradient.dtype is DType.F32:
         raise NotLowered(_STRIDED)
     result = graph.new(node.meta["val"][0], "gradient")
     taps = call.weight.shape[2:]
@@ -197,8 +199,10 @@ def _of_image_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call
     image, channel, *pixel, height, width = kernel.index
     tap = [extent - 1 - at for extent, at in zip(taps, (height, width), strict=True)]
     moves = zip(pixel, tap, call.padding, call.dilation, strict=True)
-    place = [at + padding - step * dilation for at, step, padding, dilation in moves]
-    inside = kernel.within(place, call.gradient.shape[2:])
+    place, meets = _met_by_steps(
+        kernel, call, [at + padding - step * dilation for at, step, padding, dilation in moves]
+    )
+    inside = both((kernel.within(place, call.gradient.shape[2:]), meets))
     terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, channel, *place), inside) * kernel.load(
         call.weight.view, call.weight.dtype, (channel, ZERO, *tap), inside
     )
@@ -237,15 +241,19 @@ def _spread(graph: ProgramBuilder, node: torch.fx.Node, call: _Call, met: Tensor
     """result = met at the pixels that a single tap meets, and zero at those between them and beyond."""
     kernel = graph.kernel(node, result.shape)
     image, channel, *pixel = kernel.index
-    place = [floordiv(at, step, kernel.ranges) for at, step in zip(pixel, call.stride, strict=True)]
-    counts = kernel.within(place, met.shape[2:])
-    for at, step in zip(pixel, call.stride, strict=True):
-        hit = kernel.position(mod(at, step, kernel.ranges)).op("eq", 0)
-        counts = hit if counts is None else counts & hit
+    place, meets = _met_by_steps(kernel, call, pixel)
+    counts = both((kernel.within(place, met.shape[2:]), meets))
     kernel.store(
         result.view, result.dtype, kernel.index, kernel.load(met.view, met.dtype, (image, channel, *place), counts)
     )
     graph.emit(kernel)
+
+
+def _met_by_steps(kernel: KernelBuilder, call: _Call, pixel: Sequence[Expr]) -> tuple[list[Expr], Value | None]:
+    """The step that comes to a pixel, counted from the first one, and whether there is one; None if there always is."""
+    moves = list(zip(pixel, call.stride, strict=True))
+    hits = [kernel.position(mod(at, step, kernel.ranges)).op("eq", 0) if step > 1 else None for at, step in moves]
+    return [floordiv(at, step, kernel.ranges) for at, step in moves], both(hits)
 
 
 def _like(graph: ProgramBuilder, gradient: TensorRef, channels: Expr) -> TensorRef:

@@ -1,4 +1,4 @@
-// Gradients of the weights of depthwise convolutions, in f32: for each tap and channel a sum over pixels.
+// Gradients of the weights of depthwise convolutions, summed in f32: for each tap and channel a sum over pixels.
 //
 // A block is all taps of some channels. Line by line of the result's gradient, the taps of a window have their sums in
 // registers: they share the reads of the gradient. What came out of a line is added to the block, so that each sum adds
@@ -24,15 +24,15 @@ PV_FN bool line_counts(const Pixels& pixels, int64_t j, int64_t down) {
 }
 
 // One register of channels of both operands, at the first pixel of a line and, of the image, at the first tap.
-struct TapLine {
-  const float *image, *gradient;
+template <class E> struct TapLine {
+  const E *image, *gradient;
   int64_t pixel, other;  // steps from pixel to pixel
   int64_t down, right;   // steps from tap to tap
 };
 
 // c[t, u] += sum over a line's pixels, for H x W taps of lines of `width`; spans: of each u.
-template <int H, int W, class N>
-PV_FN void add_line(const TapLine& line, const Span (&spans)[W], const N& n, int64_t width, Sums c) {
+template <int H, int W, class E, class N>
+PV_FN void add_line(const TapLine<E>& line, const Span (&spans)[W], const N& n, int64_t width, Sums c) {
   ColumnReg sum[H][W] = {};
   const auto image = [&](int64_t k, int t, int u) PV_INLINE {
     return load(line.image + k * line.pixel + t * line.down + u * line.right, n).r[0];
@@ -75,14 +75,16 @@ template <int WIDTH> constexpr int TAPS_AT_ONCE = WIDTH < 7 ? WIDTH : 7;
 template <int HEIGHT, int W> constexpr int TAP_LINES = W <= 4 && HEIGHT >= 3 ? 3 : W <= 5 && HEIGHT >= 2 ? 2 : 1;
 
 // The same for the taps of HEIGHT x WIDTH from column u on, of all lines of them that count for line j.
-template <int HEIGHT, int WIDTH, int W, class N>
+template <int HEIGHT, int WIDTH, int W, class E, class N>
 [[gnu::noinline, gnu::noipa]] inline void add_taps(
-    const Pixels& pixels, int64_t j, const TapLine& line, int u, const N& n, const Sums& c) {
+    const Pixels& pixels, int64_t j, const TapLine<E>& line, int u, const N& n, const Sums& c) {
   constexpr int H = TAP_LINES<HEIGHT, W>;
   Span spans[W];
   for (int k = 0; k < W; k++) spans[k] = span_in_line(pixels, u + k);
   const auto from = [&](int t) PV_INLINE {
-    return TapLine{line.image + t * line.down + u * line.right, line.gradient, line.pixel, line.other, line.down, line.right};
+    TapLine<E> at = line;
+    at.image += t * line.down + u * line.right;
+    return at;
   };
   for (int t = 0; t < HEIGHT;) {
     int counted = 0;
@@ -95,14 +97,14 @@ template <int HEIGHT, int WIDTH, int W, class N>
 
 // c[taps, n] = sum over pixels of the image, at the tap, times the gradient, channel by channel, for windows of HEIGHT x
 // WIDTH taps that lie `down` and `right` apart. Columns from n on, up to a whole register, are overwritten.
-template <int HEIGHT, int WIDTH>
+template <int HEIGHT, int WIDTH, class E>
 inline void contract_tap_gradients(
-    int64_t n, const float* image, const float* gradient, const Pixels& pixels, int64_t down, int64_t right, const Sums& c) {
+    int64_t n, const E* image, const E* gradient, const Pixels& pixels, int64_t down, int64_t right, const Sums& c) {
   const auto& [images, lines, line] = pixels.axes;
   const auto channels = [&](int64_t i, int64_t j, int64_t first, const auto& lanes) PV_INLINE {
     constexpr int W = TAPS_AT_ONCE<WIDTH>, REST = WIDTH % W;
-    const TapLine at{image + i * images.left + j * lines.left + first, gradient + i * images.right + j * lines.right + first,
-                     line.left, line.right, down, right};
+    const TapLine<E> at{image + i * images.left + j * lines.left + first,
+                        gradient + i * images.right + j * lines.right + first, line.left, line.right, down, right};
     for (int u = 0; u + W <= WIDTH; u += W) add_taps<HEIGHT, WIDTH, W>(pixels, j, at, u, lanes, c.from(0, first));
     if constexpr (REST > 0) add_taps<HEIGHT, WIDTH, REST>(pixels, j, at, WIDTH - REST, lanes, c.from(0, first));
   };
