@@ -42,19 +42,20 @@ def why_below(
 ) -> tuple[str, ...]:
     """Why a step that took so long is below `REACHED` of its limit, what costs most first; empty where it is not.
 
-    Each reason has the share of the time that it takes at the most: two may count what a processor does at once. The
-    last one is all that is left: work that nothing counts, and what disturbed the step.
+    Each reason has its share of the time, at the most: what a processor does at once counts for the longer. The last
+    one is all that is left: work that nothing counts, and what disturbed the step.
     imbalance: the share that its threads wait for the last of them.
     """
-    if limit.bound >= REACHED * nanoseconds:
+    if round(100 * limit.bound / nanoseconds) >= 100 * REACHED:
         return ()
-    left = nanoseconds - limit.bound
-    costs = _reasons(facts, limit, nanoseconds, imbalance, machine)
-    found = sorted(((min(cost, left), what) for cost, what in costs), reverse=True)
-    said = [f"{cost / nanoseconds:.0%} {what}" for cost, what in found if cost >= _LEAST * nanoseconds]
-    rest = left - sum(cost for cost, _ in found)
-    if rest >= _REST * nanoseconds:
-        said.append(f"{rest / nanoseconds:.0%} {', '.join(_uncounted(facts))}, being disturbed")
+    left, said = nanoseconds - limit.bound, list[str]()
+    for cost, what in sorted(_reasons(facts, limit, nanoseconds, imbalance, machine), reverse=True):
+        taken = min(cost, left)
+        if taken >= _LEAST * nanoseconds:
+            said.append(f"{taken / nanoseconds:.0%} {what}")
+            left -= taken
+    if left >= _REST * nanoseconds:
+        said.append(f"{left / nanoseconds:.0%} {', '.join(_uncounted(facts, limit))}, being disturbed")
     return tuple(said)
 
 
@@ -64,22 +65,28 @@ def _reasons(
     """Nanoseconds beyond the limit, and what takes them."""
     moves = limit.limit not in ("compute", "overhead")
     if limit.computing > limit.bound:
-        what = "issuing vector instructions" if facts.kind == "kernel" else "what the library is slower at this"
-        yield limit.computing - limit.bound, what
+        yield limit.computing - limit.bound, _computing(facts)
     apart = max(0.0, (facts.fetched or 0) / facts.nbytes - 1) if facts.nbytes else 0.0
     yield limit.least * apart, "fetching lines of the cache of which it needs a part"
-    beyond = limit.fetching - limit.least if moves else limit.fetching
-    yield beyond, f"fetching from {_farthest(facts, machine)}"
+    beyond, level = limit.fetching - limit.least if moves else limit.fetching, _farthest(facts, machine)
+    yield beyond, f"fetching {'all of it ' if level == limit.limit else ''}from {level}"
     if limit.limit != "overhead":
         yield limit.overhead, "being called, and threads meeting"
     yield imbalance * nanoseconds, "waiting for the last of its threads"
 
 
-def _uncounted(facts: StepFacts) -> tuple[str, ...]:
+def _computing(facts: StepFacts) -> str:
+    if facts.kind != "kernel":
+        return "what the library is slower at this"
+    return f"computing without vectors ({facts.scalar})" if facts.scalar else "issuing vector instructions"
+
+
+def _uncounted(facts: StepFacts, limit: Estimate) -> tuple[str, ...]:
     """What a step does that is in no figure."""
-    if facts.scalar:
-        return (*facts.uncounted, f"computing without vectors ({facts.scalar})")
-    return facts.uncounted or ("work that nothing counts" if facts.kind == "kernel" else "work of the library",)
+    scalar = (_computing(facts),) if facts.scalar and limit.computing <= limit.bound else ()
+    return facts.uncounted + scalar or (
+        "work that nothing counts" if facts.kind == "kernel" else "work of the library",
+    )
 
 
 def _farthest(facts: StepFacts, machine: Machine) -> str:

@@ -9,17 +9,18 @@ from typing import Any, TypeAlias
 import torch
 
 from pellucid.codegen import CppKernel
+from pellucid.codegen.blocks import Blocks
 from pellucid.executable import Sized, operator_of, plain_argument
 from pellucid.execution_plan import Place
 from pellucid.ir.analysis import arguments_of
-from pellucid.ir.index import product
+from pellucid.ir.index import ONE, product
 from pellucid.ir.nodes import Arg, Extern, Kernel, Node, Reduce, View
 from pellucid.ir.origin import merge
 from pellucid.ir.traffic import Traffic, tensor_bytes, traffic
 from pellucid.ir.types import TORCH_DTYPES
 from pellucid.kit.subjects.facts import StepFacts, library_facts, shape_text
 from pellucid.machine import Part
-from pellucid.machine.kernels import FEW_ROWS
+from pellucid.machine.kernels import FEW_COLUMNS, FEW_ROWS
 from pellucid.machine.work import computed_in, estimate
 
 _Touched: TypeAlias = "dict[str, tuple[int, int, int]]"
@@ -123,9 +124,9 @@ class _Facts:
         )
 
     def _packed(self, compiled: CppKernel) -> int:
-        """Elements of a parameter that a kernel packs at each call; few rows read it where it lies."""
+        """Elements of a parameter that a kernel packs at each call."""
         blocks = compiled.plan.blocks
-        if blocks is None or blocks.packed or blocks.by_channel or blocks.height <= FEW_ROWS:
+        if blocks is None or not _packs(blocks):
             return 0
         position = int(blocks.contraction.loads[1].buffer.removeprefix("p"))  # plans name buffers by their positions
         buffer = compiled.params[position]
@@ -138,7 +139,7 @@ class _Facts:
             return
         if self._packed(compiled):
             yield "packing a parameter (`freeze` spares it)"
-        elif not (blocks.packed or blocks.by_channel or blocks.height <= FEW_ROWS):
+        elif _packs(blocks):
             yield "packing an operand"
         if blocks.tiles:
             yield "transforming tiles of pixels and of sums"
@@ -186,6 +187,15 @@ class _Facts:
                 return tuple(self._value(item) for item in arg)
             case _:
                 return plain_argument(arg, self._sized.size)
+
+
+def _packs(blocks: Blocks) -> bool:
+    """Whether a contraction packs its right operand: few rows, and dot products of few columns, read it in place."""
+    if blocks.packed or blocks.by_channel or blocks.height <= FEW_ROWS:
+        return False
+    found, columns = blocks.contraction, blocks.ranges[blocks.column].value
+    dots = len(found.inner) == 1 and all(load.index.coefficient(found.inner[0]) == ONE for load in found.loads)
+    return not (dots and columns is not None and columns <= FEW_COLUMNS)
 
 
 def _group(kernel: Kernel, compiled: CppKernel) -> str:
