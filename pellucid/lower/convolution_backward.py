@@ -26,7 +26,7 @@ from pellucid.lower.registry import NotLowered, rule
 _KIND = "gradients of convolutions that are transposed, not two-dimensional or of groups of several channels: oneDNN's"
 _OTHER = "gradients of convolutions: kernels compute them in f32, bf16 and f16"
 _TAPS = "gradients of convolutions: of several taps kernels compute them in f32 alone"
-_STEPS = "gradient of a weight: where a window moves by more than a pixel, kernels compute it in f32 alone"
+_PIXELS = "gradient of a weight: where pixels are not the rows of two matrices, kernels compute it in f32 alone"
 _DYNAMIC = "gradients of convolutions: kernels compute images of known sizes, oneDNN others"
 _PLANAR = "gradients of convolutions: channels do not lie side by side, oneDNN computes them"
 _STRIDED = "gradient of an image: where a window moves by more than a pixel, oneDNN computes it"
@@ -169,7 +169,7 @@ def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tenso
     both = (call.gradient, call.image)
     matrices = call.one_tap and not call.steps and not any(call.padding) and all(map(is_matrix, both))
     if not matrices and call.gradient.dtype is not DType.F32:
-        raise NotLowered(_STEPS)
+        raise NotLowered(_PIXELS)
     if not matrices and any(each.view.strides[1] != ONE for each in both):
         raise NotLowered(_PLANAR)
     result = graph.new(node.meta["val"][1], "gradient")
