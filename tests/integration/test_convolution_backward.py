@@ -59,8 +59,7 @@ def gradients(
 
 
 @pytest.mark.parametrize(("image", "kernel", "options", "ours"), GRADIENTS)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("layout", "bias"), [(torch.contiguous_format, False), (LAST, True)])
 def test_gradients_that_are_sums_of_products_are_kernels(
     tmp_path: Path,
     image: tuple[int, ...],
@@ -106,8 +105,10 @@ def test_gradients_that_are_sums_of_products_are_kernels(
         ((2, 20, 9, 1), (20, 1, 3, 1), {"padding": (1, 0), "stride": (3, 1), "groups": 20}, "image weight"),
     ],
 )
-@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [(torch.contiguous_format, torch.bfloat16), (LAST, torch.bfloat16), (LAST, torch.float16)],
+)
 def test_gradients_of_one_tap_and_of_depthwise_convolutions_are_kernels_in_narrow_types(
     tmp_path: Path,
     image: tuple[int, ...],
