@@ -152,18 +152,6 @@ def check(function: Callable[..., Any], *calls: tuple[Any, ...], **how: Any) -> 
     return run
 
 
-def check_gradients(function: Callable[..., Any], *args: Any, **how: Any) -> None:
-    """Results and gradients of all float arguments."""
-
-    def run(call: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in given]
-        results = torch.utils._pytree.tree_leaves(call(*leaves))
-        sum(result.sum() for result in results if result.requires_grad).backward()
-        return [result.detach() for result in results], [leaf.grad for leaf in leaves]
-
-    assert_matches(run(compiled(function, **how), args), run(function, args), run(function, widened(args)))
-
-
 def _meaningful_strides(tensor: torch.Tensor) -> list[int]:
     """Strides of the dimensions along which one can step."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]

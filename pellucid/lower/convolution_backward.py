@@ -62,6 +62,11 @@ class _Call:
         return self.stride != (1, 1)
 
     @property
+    def narrow(self) -> bool:
+        """Whether it is in bf16 or f16."""
+        return self.gradient.dtype is not DType.F32
+
+    @property
     def pixels(self) -> Expr:
         """How many the result has."""
         return product((self.gradient.shape[0], *self.gradient.shape[2:]))
@@ -109,7 +114,6 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
     depthwise = given["groups"] == image.shape[1].value == weight.shape[0].value != 1
     if len(image.shape) != 4 or given["transposed"] or not (given["groups"] == 1 or depthwise):
         raise NotLowered(_KIND)
-    narrow = gradient.dtype is not DType.F32
     if gradient.dtype not in DTYPES or len({each.dtype for each in tensors}) > 1:
         raise NotLowered(_OTHER)
     check_rate(graph.machine, gradient.dtype, "gradients of convolutions")
@@ -117,7 +121,7 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
         raise NotLowered(_DYNAMIC)
     stride, padding, dilation = (given[name] for name in ("stride", "padding", "dilation"))
     call = _Call(gradient, image, weight, stride, padding, dilation, depthwise)
-    if narrow and not (depthwise or call.one_tap):
+    if call.narrow and not (depthwise or call.one_tap):
         raise NotLowered(_TAPS)
     counts = (*weight.shape[: 1 if depthwise else 2], call.pixels)
     if any(extent.value in (0, 1) for extent in counts) or ZERO in weight.shape:
@@ -166,11 +170,11 @@ def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tenso
         raise NotLowered(_LONG)
     if nonnegative(const(_FEW_CHANNELS - 1) - channels):
         raise NotLowered(_NARROW)
-    both = (call.gradient, call.image)
-    matrices = call.one_tap and not call.steps and not any(call.padding) and all(map(is_matrix, both))
-    if not matrices and call.gradient.dtype is not DType.F32:
+    operands = (call.gradient, call.image)
+    matrices = call.one_tap and not call.steps and not any(call.padding) and all(map(is_matrix, operands))
+    if not matrices and call.narrow:
         raise NotLowered(_PIXELS)
-    if not matrices and any(each.view.strides[1] != ONE for each in both):
+    if not matrices and any(each.view.strides[1] != ONE for each in operands):
         raise NotLowered(_PLANAR)
     result = graph.new(node.meta["val"][1], "gradient")
     kernel = graph.kernel(node, (outputs, channels, *taps, call.gradient.shape[0], *call.gradient.shape[2:]))
@@ -191,7 +195,7 @@ def _of_image_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call
     Taps are counted from the last one, so that they move as pixels do. With steps, loops look at each tap: oneDNN is
     faster than those in f32, and takes four times as long in bf16.
     """
-    if call.steps and call.gradient.dtype is DType.F32:
+    if call.steps and not call.narrow:
         raise NotLowered(_STRIDED)
     result = graph.new(node.meta["val"][0], "gradient")
     taps = call.weight.shape[2:]

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from pellucid.backend import last_compilations
 from pellucid.errors import UserError
 from pellucid.runnable import load_kernels
-from tests.support import assert_matches, check, check_gradients, compiled
+from tests.support import assert_matches, check, compiled, widened
 
 Tensor = torch.Tensor
 
@@ -28,6 +28,18 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
         yield
+
+
+def check_gradients(function: Callable[..., Any], *args: Any, **how: Any) -> None:
+    """Results and gradients of all float arguments."""
+
+    def run(call: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in given]
+        results = torch.utils._pytree.tree_leaves(call(*leaves))
+        sum(result.sum() for result in results if result.requires_grad).backward()
+        return [result.detach() for result in results], [leaf.grad for leaf in leaves]
+
+    assert_matches(run(compiled(function, **how), args), run(function, args), run(function, widened(args)))
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

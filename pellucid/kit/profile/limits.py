@@ -12,8 +12,8 @@ from pellucid.machine import Estimate, Machine, Work, time
 from pellucid.native.machine import machine_here
 from pellucid.options import make_options
 
-REACHED = 0.7
-"""Of its limit: a step that reaches as much needs no explanation."""
+REACHED = 70
+"""Percent of its limit: a step that reaches as many needs no explanation."""
 
 _LEAST = 0.03  # of a step's time: what takes less explains nothing
 _REST = 0.1  # of a step's time: what is left unexplained is said
@@ -40,13 +40,13 @@ def limit_of(facts: StepFacts, machine: Machine) -> Estimate | None:
 def why_below(
     facts: StepFacts, limit: Estimate, nanoseconds: float, imbalance: float, machine: Machine
 ) -> tuple[str, ...]:
-    """Why a step that took so long is below `REACHED` of its limit, what costs most first; empty where it is not.
+    """Why a step that took so long is below `REACHED` percent of its limit; empty where it is not.
 
-    Each reason has its share of the time, at the most: what a processor does at once counts for the longer. The last
-    one is all that is left: work that nothing counts, and what disturbed the step.
+    What costs most comes first. Each reason has its share of the time, at the most: what a processor does at once
+    counts for the longer. The last one is all that is left: work that nothing counts, and what disturbed the step.
     imbalance: the share that its threads wait for the last of them.
     """
-    if round(100 * limit.bound / nanoseconds) >= 100 * REACHED:
+    if round(100 * limit.bound / nanoseconds) >= REACHED:
         return ()
     left, said = nanoseconds - limit.bound, list[str]()
     for cost, what in sorted(_reasons(facts, limit, nanoseconds, imbalance, machine), reverse=True):

@@ -244,7 +244,7 @@ def _kernel(row: _Row, calls: int, whole: int, machine: Machine) -> KernelTime:
         made,
         limit=limit.limit,
         percent_of_limit=100 * limit.bound / mean,
-        estimate_microseconds=fmean(limit.nanoseconds for limit, _ in limits) * 1e-3,
+        estimate_microseconds=fmean(each.nanoseconds for each, _ in limits) * 1e-3,
         why_below=why_below(typical, limit, mean, made.imbalance, machine),
     )
 

@@ -100,7 +100,8 @@ class _Facts:
         moved = self._traffic(kernel)
         buffers = {**moved.loaded, **moved.stored}
         shares = size(compiled.extent) // compiled.grain
-        flops = int(moved.flops * compiled.plan.blocks.share) if compiled.plan.blocks else moved.flops
+        blocks, packed = compiled.plan.blocks, self._packed(compiled)
+        flops = int(moved.flops * blocks.share) if blocks else moved.flops
         return StepFacts(
             self._sized.plan.name,
             kernel.name,
@@ -118,8 +119,8 @@ class _Facts:
             counts_as=_group(kernel, compiled),
             fetched=moved.fetched,
             scalar=_why_scalar(compiled),
-            packed=self._packed(compiled),
-            uncounted=tuple(self._uncounted(compiled)),
+            packed=packed,
+            uncounted=tuple(_uncounted(blocks, packed)) if blocks else (),
             origin=merge(line.origin for line in kernel.body),
         )
 
@@ -131,20 +132,6 @@ class _Facts:
         position = int(blocks.contraction.loads[1].buffer.removeprefix("p"))  # plans name buffers by their positions
         buffer = compiled.params[position]
         return self._sized.size(product(self._buffers[buffer].whole.shape)) if buffer in self._sized.parameters else 0
-
-    def _uncounted(self, compiled: CppKernel) -> Iterator[str]:
-        """What a contraction does beside its products."""
-        blocks = compiled.plan.blocks
-        if blocks is None:
-            return
-        if self._packed(compiled):
-            yield "packing a parameter (`freeze` spares it)"
-        elif _packs(blocks):
-            yield "packing an operand"
-        if blocks.tiles:
-            yield "transforming tiles of pixels and of sums"
-        elif blocks.window:
-            yield "gathering windows"
 
     def _instructions(self, kernel: Kernel) -> float:
         """The plan counts them at middling sizes; with others they grow as the points do."""
@@ -189,6 +176,18 @@ class _Facts:
                 return plain_argument(arg, self._sized.size)
 
 
+def _uncounted(blocks: Blocks, packed: int) -> Iterator[str]:
+    """What a contraction does beside its products. packed: elements of a parameter that it packs."""
+    if packed:
+        yield "packing a parameter (`freeze` spares it)"
+    elif _packs(blocks):
+        yield "packing an operand"
+    if blocks.tiles:
+        yield "transforming tiles of pixels and of sums"
+    elif blocks.window:
+        yield "gathering windows"
+
+
 def _packs(blocks: Blocks) -> bool:
     """Whether a contraction packs its right operand: few rows, and dot products of few columns, read it in place."""
     if blocks.packed or blocks.by_channel or blocks.height <= FEW_ROWS:
@@ -202,9 +201,10 @@ def _group(kernel: Kernel, compiled: CppKernel) -> str:
     """What the work of a kernel is, by its operators; empty for element-wise operators and reductions."""
     if compiled.plan.rows:
         return "attention"
+    if not compiled.plan.blocks:
+        return ""
     sums = merge(line.origin for line in kernel.body if isinstance(line.rhs, Reduce)).nodes
-    convolves = any(node.startswith("convolution") for node in sums)
-    return ("convolution" if convolves else "product") if compiled.plan.blocks else ""
+    return "convolution" if any(node.startswith("convolution") for node in sums) else "product"
 
 
 def _why_scalar(compiled: CppKernel) -> str:

@@ -261,15 +261,12 @@ PV_FN void dot_columns(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, cons
 template <class E>
 [[gnu::noinline]] inline void dot_block(
     int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
-  constexpr bool MANY = REGISTER == 64;  // registers
+  constexpr bool MANY = REGISTER == 64;  // 32 registers, not 16
   if (m == 1) return dot_columns<1, 8>(m, n, k, a, b, c);
   if (m == 2) return dot_columns<2, MANY ? 8 : 6>(m, n, k, a, b, c);
   if (n > FEW_COLUMNS) return dot_columns<MANY ? 4 : 3, MANY ? 5 : 4>(m, n, k, a, b, c);
-  for (int64_t i = 0, left = (m + 2) / 3; left > 0; left--) {  // two or three rows
-    const int64_t rows = (m - i + left - 1) / left;
-    dot_columns<3, FEW_COLUMNS>(rows, n, k, a.from(i, 0), b, c.from(i, 0));
-    i += rows;
-  }
+  if (m == 3) return dot_columns<3, FEW_COLUMNS>(m, n, k, a, b, c);
+  for (int64_t i = 0; i < m; i += 3) dot_block(least(3, m - i), n, k, a.from(i, 0), b, c.from(i, 0));
 }
 
 }  // namespace pv
