@@ -59,7 +59,8 @@ def gradients(
 
 
 @pytest.mark.parametrize(("image", "kernel", "options", "ours"), GRADIENTS)
-@pytest.mark.parametrize(("layout", "bias"), [(torch.contiguous_format, False), (LAST, True)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("bias", [True, False])
 def test_gradients_that_are_sums_of_products_are_kernels(
     tmp_path: Path,
     image: tuple[int, ...],

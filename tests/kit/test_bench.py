@@ -452,10 +452,10 @@ def test_several_programs_have_a_process_each(tmp_path):
     assert len(set((tmp_path / "pids").read_text().split())) == 3, "two, and this one, which looks whether it exists"
     assert progress == sorted(progress) and progress[-1] <= 1
     with pytest.raises(models.DoesNotFit):
-        bench(["bert", "foo2"], dataclasses.replace(TINY, seq=100_000))
+        bench(["foo2", "bert"], dataclasses.replace(TINY, seq=100_000))
     file.write_text("import os\ndef make():\n    return (lambda x: os._exit(3)), (1,)\n")
     with pytest.raises(NotJudged, match="its process ended with status 3"):
-        bench([f"{file}:make", "foo2"], TINY)
+        bench(["foo2", f"{file}:make"], TINY)
 
 
 def test_a_failing_backend_is_a_finding_and_the_others_go_on():
