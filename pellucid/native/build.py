@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pellucid.errors import InternalError, ToolchainError
 from pellucid.native.children import Children
-from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, explain, source_text
+from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, explain, shared_elements, source_text
 from pellucid.native.cpu import usable_cores
 from pellucid.native.library import open_library
 from pellucid.native.locks import Lock
@@ -25,11 +25,8 @@ from pellucid.native.toolchain import Toolchain, detect, remember
 _SHARD_CHARS = 8_000
 """Text that justifies a compiler process of its own: starting one costs as much as compiling about this much."""
 
-_TEMPLATES = re.compile(r"\bpv::((?:contract|attend)\w*)<")
-"""Functions of the prelude whose micro-kernels take long to compile, once for all kernels of a batch."""
-
-_TEMPLATE_CHARS = 24_000
-"""Text that takes as long to compile as the micro-kernels of one such function."""
+_TEMPLATE_CHARS = 2_000
+"""Text that takes as long to compile as what the prelude makes of one product, convolution or attention."""
 
 
 class KernelCompileError(ToolchainError):
@@ -206,28 +203,16 @@ def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times
 
 
 def _shards(kernels: Mapping[str, str]) -> list[dict[str, str]]:
-    """Split into batches that take about equally long, at most one for each core.
-
-    Kernels with the same micro-kernels stay together, as far as that leaves each batch its share: longest first, into
-    the emptiest batch.
-    """
-    families: dict[frozenset[str], list[str]] = {}
-    for name in sorted(kernels, key=lambda name: -len(kernels[name])):
-        families.setdefault(frozenset(_TEMPLATES.findall(kernels[name])), []).append(name)
-    text, templates = sum(map(len, kernels.values())), sum(map(len, families)) * _TEMPLATE_CHARS
-    count = max(1, min(len(kernels), usable_cores(), -(-(text + templates) // _SHARD_CHARS)))
-    parts: list[tuple[int, list[str]]] = []
-    for family, names in families.items():
-        pieces = max(1, round(sum(len(kernels[name]) for name in names) * count / text))
-        for part in (names[first::pieces] for first in range(pieces)):
-            parts.append((sum(len(kernels[name]) for name in part) + _TEMPLATE_CHARS * len(family), part))
+    """Split into batches that take about equally long, at most one for each core: longest first, into the emptiest."""
+    costs = {name: len(text) + _TEMPLATE_CHARS * bool(shared_elements(text)) for name, text in kernels.items()}
+    count = max(1, min(len(kernels), usable_cores(), -(-sum(costs.values()) // _SHARD_CHARS)))
     shards: list[dict[str, str]] = [{} for _ in range(count)]
     sizes = [0] * count
-    for size, part in sorted(parts, key=lambda part: -part[0]):
+    for name in sorted(kernels, key=lambda name: (-costs[name], name)):
         emptiest = sizes.index(min(sizes))
-        shards[emptiest].update((name, kernels[name]) for name in part)
-        sizes[emptiest] += size
-    return [shard for shard in shards if shard]
+        shards[emptiest][name] = kernels[name]
+        sizes[emptiest] += costs[name]
+    return shards
 
 
 def _build_shard(kernels: Mapping[str, str], compiler: Compiler, times: _Times) -> Path:
@@ -249,7 +234,7 @@ def _try_shard(kernels: Mapping[str, str], compiler: Compiler, times: _Times) ->
         started = time.perf_counter()
         compiler.compile(source, made)
         compiled = time.perf_counter()
-        compiler.link(made, library)
+        compiler.link_kernels(text, made, library)
         with times.lock:
             times.compile += compiled - started
             times.link += time.perf_counter() - compiled

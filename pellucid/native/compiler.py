@@ -1,4 +1,4 @@
-"""Running the C++ compiler: precompiled header, kernels, runtime; and finding out which kernel an error belongs to."""
+"""Running the C++ compiler: what all kernels share, kernels, runtime; and finding out whose an error is."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ _OTHER = "try another compiler: set CXX; GCC 12 and 13 are the best tested"
 _KILLED = "the compiler was ended by signal"
 _STUB = "libtorch_cpu.so"
 _PCH = "prelude.h.gch"
+_FUNCTION = re.compile(r"\bpv::\w*(?:contract|attend|pack)\w*<")  # those of kernel/shared.h, or that call them
+_ELEMENTS = ("float", "bf16", "f16")
 
 
 class CompilerFailed(Exception):
@@ -62,15 +64,17 @@ class Compiler:
         includes = ("-I", str(headers), "-I", str(include_dir()))
         self.run((*self.toolchain.flags, *includes, "-c", str(source)), output)
 
-    def link(self, source: Path, output: Path, *flags: str) -> None:
-        """Make a shared library, from an object file or from source. Raises CompilerFailed.
+    def link(self, source: Path, output: Path, *others: str) -> None:
+        """Make a shared library, from an object file or from source. others: object files and flags.
+
+        Raises CompilerFailed.
 
         It is linked against an empty library with the name of libtorch_cpu: the symbols of that (and of what it in
         turn needs: Sleef's, OpenMP's) are found when the library is loaded into a process that has torch. The real
         one would cost a third of a second of the linker's time.
         """
         stub = self.prepare_stub()
-        self.run(("-shared", *flags, str(source), "-Wl,--no-as-needed", str(stub)), output)
+        self.run(("-shared", *others, str(source), "-Wl,--no-as-needed", str(stub)), output)
 
     def twice(self, make: Callable[[], Path]) -> Path:
         """`make()`; once more, elsewhere, if the disk was full; once more, by itself, if the compiler was killed.
@@ -129,6 +133,32 @@ class Compiler:
                 self.store.add_file(_PCH, work / _PCH)
                 return self.store.add_file("prelude.h", work / "prelude.h").parent
 
+    def link_kernels(self, text: str, source: Path, output: Path) -> None:
+        """Make a shared library of the kernels in `text`, compiled to `source`, and of what they share with others.
+
+        Raises CompilerFailed; ToolchainError when what they share cannot be compiled.
+        """
+        shared = [str(self.prepare_shared(element)) for element in shared_elements(text)]
+        self.link(source, output, "-Wl,--gc-sections", *shared)
+
+    def prepare_shared(self, element: str) -> Path:
+        """The object file of what kernels share for an element type, see kernel/shared.h. Raises ToolchainError."""
+        name = f"shared-{element}.o"
+        if found := self.store.file(name):
+            return found
+        with self.store.lock(name):
+            try:
+                return self.store.file(name) or self.twice(lambda: self._compile_shared(element, name))
+            except CompilerFailed as failed:
+                raise explain(failed, f"what kernels of {element} share does not compile", _OTHER) from failed
+
+    def _compile_shared(self, element: str, name: str) -> Path:
+        with self.store.workspace() as work:
+            source, made = work / "shared.cpp", work / name
+            source.write_text(f'#include "prelude.h"\nnamespace pv {{\nPV_SHARED_{element}(template)\n}}\n')
+            self.compile(source, made)
+            return self.store.add_file(name, made)
+
     def run(self, arguments: tuple[str, ...], output: Path) -> None:
         """Run the compiler to make `output`. Raises CompilerFailed, or ToolchainError when it cannot be run at all."""
         if self.toolchain.absent:
@@ -166,6 +196,13 @@ def explain(failed: CompilerFailed, what: str, hint: str) -> ToolchainError:
     return ToolchainError(
         what, hint=hint, context={"command": shlex.join(failed.command), "output": failed.output[-2000:].strip()}
     )
+
+
+def shared_elements(text: str) -> tuple[str, ...]:
+    """The element types of which the kernels in `text` use what kernels share."""
+    if not _FUNCTION.search(text):
+        return ()
+    return tuple(element for element in _ELEMENTS if element == "float" or f"pv::{element}" in text)
 
 
 def source_text(kernels: Mapping[str, str]) -> str:

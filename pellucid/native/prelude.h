@@ -24,6 +24,7 @@
 
 #define PV_INLINE __attribute__((always_inline))
 #define PV_FN PV_INLINE inline
+#define PV_SHARED __attribute__((noinline, visibility("hidden")))  // see kernel/shared.h
 
 #if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
 #error "Pellucid's kernels need AVX2, FMA and F16C"
@@ -64,3 +65,4 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 #include "kernel/groups.h"
 #include "kernel/attend.h"
 #include "kernel/attend_backward.h"
+#include "kernel/shared.h"

@@ -9,7 +9,7 @@ from pellucid.native.threads import in_thread
 
 
 def warm_up() -> None:
-    """Start making the precompiled header and the runtime in a thread; returns at once.
+    """Start making what kernels share, and the runtime, in a thread; returns at once.
 
     Errors are left to the first `build`, which meets them again.
     """
@@ -28,6 +28,7 @@ def _headers() -> None:
         compiler.prepare_stub()
         if not (compiler.store.directory / "files" / "prelude.h").exists():
             compiler.prepare_headers()
+        compiler.prepare_shared("float")
     except Exception:
         return
 

@@ -140,15 +140,19 @@ template <class T, int W> PV_FN void store(T* p, const Vec<Value<T>, W>& a, cons
   store_masked((Raw<T>*)p, shrink<T, W>(a), n.mask);
 }
 
-// A store past the caches, for whole registers at aligned addresses; `stream_end` makes them visible to other threads.
-template <class R> PV_FN void stream_register(void* p, R a) {
-  if (uintptr_t(p) % sizeof(R) != 0) std::memcpy(p, &a, sizeof(R));
+// A store past the caches to an aligned address; `stream_end` makes it visible to other threads.
+template <class R> PV_FN void stream_aligned(void* p, R a) {
+  if constexpr (sizeof(R) == 32) _mm256_stream_si256((__m256i*)p, (__m256i)a);
+  else if constexpr (sizeof(R) == 16) _mm_stream_si128((__m128i*)p, (__m128i)a);
 #ifdef __AVX512F__
   else if constexpr (sizeof(R) == 64) _mm512_stream_si512((__m512i*)p, (__m512i)a);
 #endif
-  else if constexpr (sizeof(R) == 32) _mm256_stream_si256((__m256i*)p, (__m256i)a);
-  else if constexpr (sizeof(R) == 16) _mm_stream_si128((__m128i*)p, (__m128i)a);
   else std::memcpy(p, &a, sizeof(R));
+}
+// The same to any address: past the caches if it is aligned.
+template <class R> PV_FN void stream_register(void* p, R a) {
+  if (uintptr_t(p) % sizeof(R) != 0) std::memcpy(p, &a, sizeof(R));
+  else stream_aligned(p, a);
 }
 template <class T, int W> PV_FN void stream(T* p, const Vec<Value<T>, W>& a, All<W>) {
   using V = Vec<Raw<T>, W>;

@@ -92,8 +92,9 @@ template <int C, bool BELOW>
 }
 
 // c[m, C registers] (+)= a[m, k] @ b[k, C registers], with k units, which are neighbours in rows of a.
-template <int C, class Left>
-PV_FN void amx_tiles(Amx& amx, Ahead& ahead, int64_t m, int64_t k, const Left& left, const Rows& b, const Sums& c) {
+template <int C>
+PV_FN void amx_tiles(
+    Amx& amx, Ahead& ahead, int64_t m, int64_t k, const Matrix<bf16>& left, const Rows& b, const Sums& c) {
   const int64_t pieces = (k + AMX_TILE - 1) / AMX_TILE;
   const bool even = k % pieces == 0;
   const int64_t units = even ? k / pieces : AMX_TILE, steps = k / units, rest = k - steps * units;
@@ -106,7 +107,7 @@ PV_FN void amx_tiles(Amx& amx, Ahead& ahead, int64_t m, int64_t k, const Left& l
   }
   for (int64_t i = 0; i < m; i += AMX_ROWS) {
     const int64_t above = least(AMX_TILE, m - i), below = least(AMX_TILE, m - i - above);
-    const Matrix<bf16> a = left(i);
+    const Matrix<bf16> a = left.from(i, 0);
     for (int64_t j = 0; !even && j < above + below; j++)
       std::memcpy(last_a + j * AMX_TILE, a(j, TERMS<bf16> * steps * units), size_t(rest) * sizeof(float));
     amx.configure(above, below, units);

@@ -76,7 +76,7 @@ struct Seen {
 // The n scores of a row become weights relative to the greatest so far, of type F and in the same memory; gives the
 // factor for what was summed before. PLAIN: they are still to be scaled.
 template <bool PLAIN, class F>
-[[gnu::noinline]] inline float weigh(float* scores, int64_t n, float scale, Seen& row) {
+PV_SHARED float weigh(float* scores, int64_t n, float scale, Seen& row) {
   constexpr int W = COLUMN;  // GCC keeps more of them in memory
   const auto factor = splat<W>(scale);
   Acc<Greatest, Vec<float, 4 * COLUMN>> top;
@@ -100,7 +100,7 @@ template <bool PLAIN, class F>
 
 // scores = scores * scale + mask, or, if the mask replaces scores, mask where it is not zero
 template <class Added>
-[[gnu::noinline]] inline void add_mask(
+PV_SHARED void add_mask(
     float* scores, int64_t n, float scale, const Added* mask, int64_t step, bool replaces) {
   constexpr int W = 4 * COLUMN;
   if (mask && step != 1) {
@@ -131,11 +131,10 @@ PV_FN void times_panels(Beside& beside, const Matrix<E>& a, int64_t rows, const 
   constexpr int UNITS = units_of<E>(D);
   using F = Factor<E>;
   alignas(64) float units[ROWS_AT_ONCE<E> * UNITS];
-  copy_rows<UNITS>(a, rows, D, units);
+  copy_rows(a, rows, D, units, UNITS);
   const Matrix<F> copied{(const F*)units, TERMS<E> * UNITS, 1};
-  const auto rows_from = [&](int64_t i) PV_INLINE { return copied.from(i, 0); };
   for (int64_t j = 0; j < n; j += COLUMNS)
-    panel<0>(beside, rows, n - j, UNITS, rows_from, Rows{panels + j * UNITS, COLUMNS}, {to + j, STEP, false});
+    panel<0>(beside, rows, n - j, UNITS, LeftRows(copied), Rows{panels + j * UNITS, COLUMNS}, {to + j, STEP, false});
 }
 
 // The block of keys that is at work: where they lie as panels, or, for few rows, in the operands.
@@ -164,18 +163,17 @@ PV_FN void add_values(
   constexpr int T = TERMS<E>;
   const Matrix<Factor<E>> weights{(const Factor<E>*)scores, STEP * T, 1};
   if (block.values) {
-    const auto rows_from = [&](int64_t i) PV_INLINE { return weights.from(i, 0); };
     for (int64_t j = 0; j < D; j += COLUMNS)
-      panel<D>(beside, rows, D - j, units_of<E>(n), rows_from, Rows{block.values + j * units_of<E>(KEYS), COLUMNS},
+      panel<D>(beside, rows, D - j, units_of<E>(n), LeftRows(weights), Rows{block.values + j * units_of<E>(KEYS), COLUMNS},
                sums.from(0, j));
     return;
   }
   const Matrix<E> values = a.values.from(block.from, 0);
   for (int64_t t = 0; t < n; t += KEYS_IN_PLACE, sums.more = true) {
     const int64_t units = least(KEYS_IN_PLACE, n - t) / T;
-    const auto rows_from = [&](int64_t i) PV_INLINE { return weights.from(i, t); };
+    const LeftRows left = weights.from(0, t);
     for (int64_t j = 0; j < D; j += COLUMNS)
-      panel<D>(beside, rows, D - j, units, rows_from, LyingRows<E>{values(t, j), values.row}, sums.from(0, j));
+      panel<D>(beside, rows, D - j, units, left, LyingRows<E>{values(t, j), values.row}, sums.from(0, j));
   }
   if (n % T == 0) return;
   for (int64_t i = 0; i < rows; i++)  // the key that is no whole unit
@@ -216,8 +214,8 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   for (int64_t from = 0; from < last; from += KEYS) {
     const int64_t count = least(KEYS, last - from);
     const KeyBlock block{keys_there ? nullptr : keys, values_there ? nullptr : values, from, count};
-    if (!keys_there) pack_columns<COLUMNS * UNITS>(transposed(a.keys.from(from, 0)), D, count, keys);
-    if (!values_there) pack_columns<COLUMNS * PAIRS>(a.values.from(from, 0), count, D, values);
+    if (!keys_there) pack_columns(transposed(a.keys.from(from, 0)), D, count, keys, COLUMNS * UNITS);
+    if (!values_there) pack_columns(a.values.from(from, 0), count, D, values, COLUMNS * PAIRS);
     for (int64_t first = 0; first < m; first += ROWS_AT_ONCE<E>) {
       const int64_t rows = least(ROWS_AT_ONCE<E>, m - first);
       const auto visible = [&](int64_t row) PV_INLINE { return a.causal ? least(count, a.seen + row - from) : count; };

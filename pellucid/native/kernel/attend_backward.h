@@ -53,7 +53,7 @@ template <int D, class E> PV_FN float dot(const Matrix<E>& a, const Matrix<E>& b
 
 // n scores of a row become weights, and n of grad out @ v^T changes, both of type F and in the same memory.
 template <class F>
-[[gnu::noinline]] inline void weigh_changes(
+PV_SHARED void weigh_changes(
     float* scores, float* changes, int64_t n, float factor, float base, float logarithm, float delta, float scale) {
   constexpr int W = COLUMN;
   const auto times = splat<W>(factor), less = splat<W>(-base), over = splat<W>(logarithm);
@@ -135,10 +135,9 @@ PV_FN void add_grad_queries(
   constexpr int WIDTH = panels_of(D);
   alignas(64) float sums[ROWS_AT_ONCE<E> * WIDTH];
   const Matrix<F> changes{(const F*)(block.changes + row * STEP), STEP * TERMS<E>, 1};
-  const auto rows_from = [&](int64_t i) PV_INLINE { return changes.from(i, 0); };
   if (most <= 0) std::memset(sums, 0, sizeof sums);
   for (int64_t j = 0; most > 0 && j < D; j += COLUMNS)
-    panel<D>(beside, some, D - j, units_of<E>(most), rows_from, Rows{keys + j * depth, COLUMNS},
+    panel<D>(beside, some, D - j, units_of<E>(most), LeftRows(changes), Rows{keys + j * depth, COLUMNS},
              {sums + j, WIDTH, false});
   const auto to = a.grad_queries[block.head].from(block.first + row, 0);
   for (int64_t i = 0; i < some; i++) put_row<D>(sums + i * WIDTH, 1.0f, to.from(i, 0), block.from > 0);
@@ -155,7 +154,7 @@ PV_FN void add_by_key(
   alignas(64) float units[T > 1 ? DEPTH_OF_ROWS * STEP : 1];  // in which two rows are side by side
   Matrix<F> left{(const F*)rows, 1, STEP};
   if constexpr (BY_AMX<F>) {
-    copy_rows<DEPTH_OF_ROWS>(Matrix<F>{(const F*)rows, 1, T * STEP}, last, block.rows, units);
+    copy_rows(Matrix<F>{(const F*)rows, 1, T * STEP}, last, block.rows, units, DEPTH_OF_ROWS);
     left = {(const F*)units, T * DEPTH_OF_ROWS, 1};
   } else if constexpr (T > 1) {
     for (int64_t i = 0; i < block.rows; i += T)
@@ -165,9 +164,9 @@ PV_FN void add_by_key(
   }
   for (int64_t key = 0; key < last; key += piece) {
     const int64_t row = block.first_to_see(a, key);
-    const auto rows_from = [&](int64_t i) PV_INLINE { return left.from(key + i, row); };
+    const LeftRows some = left.from(key, row);
     for (int64_t j = 0; j < D; j += COLUMNS)
-      panel<D>(beside, least(piece, last - key), D - j, units_of<E>(block.rows - row), rows_from,
+      panel<D>(beside, least(piece, last - key), D - j, units_of<E>(block.rows - row), some,
                Rows{right + j * DEPTH_OF_ROWS + row / T * COLUMNS, COLUMNS}, {sums + key * WIDTH + j, WIDTH, true});
   }
 }
@@ -185,9 +184,9 @@ inline void attend_backward(int64_t heads, int64_t m, int64_t n, const Attention
   Beside beside;
   for (int64_t from = 0; from == 0 || from < n; from += KEYS) {
     const int64_t count = least(KEYS, n - from);
-    pack_columns<COLUMNS * UNITS>(transposed(a.keys.from(from, 0)), D, count, keys);
-    pack_columns<COLUMNS * UNITS>(transposed(a.values.from(from, 0)), D, count, values);
-    pack_columns<COLUMNS * PAIRS>(a.keys.from(from, 0), count, D, key_rows);
+    pack_columns(transposed(a.keys.from(from, 0)), D, count, keys, COLUMNS * UNITS);
+    pack_columns(transposed(a.values.from(from, 0)), D, count, values, COLUMNS * UNITS);
+    pack_columns(a.keys.from(from, 0), count, D, key_rows, COLUMNS * PAIRS);
     std::memset(grad_keys, 0, sizeof grad_keys);
     std::memset(grad_values, 0, sizeof grad_values);
     for (int64_t head = 0; head < heads; head++)
@@ -200,8 +199,8 @@ inline void attend_backward(int64_t heads, int64_t m, int64_t n, const Attention
           if (most > 0 || from == 0) add_grad_queries<D>(beside, a, block, row, some, most, key_rows, PAIRS);
         }
         if (!seen) continue;
-        pack_columns<COLUMNS * DEPTH_OF_ROWS>(a.queries[head].from(first, 0), block.rows, D, queries);
-        pack_columns<COLUMNS * DEPTH_OF_ROWS>(a.grad_out[head].from(first, 0), block.rows, D, grad_out);
+        pack_columns(a.queries[head].from(first, 0), block.rows, D, queries, COLUMNS * DEPTH_OF_ROWS);
+        pack_columns(a.grad_out[head].from(first, 0), block.rows, D, grad_out, COLUMNS * DEPTH_OF_ROWS);
         add_by_key<D>(beside, a, block, weights, grad_out, grad_values);
         add_by_key<D>(beside, a, block, changes, queries, grad_keys);
       }

@@ -106,14 +106,12 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
     const Sums sums = c.after(t, depth, k);
     if (left == Left::PANELS) pack_rows(a.from(0, t), m, depth, rows);
     if (left == Left::ROWS) copy_rows(a.from(0, t), m, depth, rows);
-    const auto rows_from = [&](int64_t i) PV_INLINE -> Matrix<F> {
-      if (left == Left::PANELS) return {(const F*)(rows + i / ROWS * ROW_PANEL), T, ROWS};
-      if constexpr (is_factor<E>)
-        if (left == Left::LYING) return a.from(i, t);
-      return {(const F*)(rows + i * DEPTH), T * DEPTH, 1};
-    };
+    LeftRows<F> left_rows = Matrix<F>{(const F*)rows, T * DEPTH, 1};
+    if (left == Left::PANELS) left_rows = {{(const F*)rows, T, ROWS}, T * ROW_PANEL};
+    if constexpr (is_factor<E>)
+      if (left == Left::LYING) left_rows = a.from(0, t);
     const auto column = [&](int64_t j, const auto& right) PV_INLINE {
-      panel<WIDTH>(beside, m, n - j, units, rows_from, right, sums.from(0, j));
+      panel<WIDTH>(beside, m, n - j, units, left_rows, right, sums.from(0, j));
     };
     if constexpr (is_packed<B>) {
       for (int64_t j = 0; j < n; j += COLUMNS) {
@@ -128,8 +126,7 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
       if (in_place == 0) beside.ahead = all_columns && t + depth >= k ? Ahead{} : ahead_of(b, t, depth, k, n, m);
       for (int64_t j = 0; j < in_place; j += COLUMNS) {
         beside.ahead = {b(t + AHEAD * T, j), b.row * T * int64_t(sizeof(E))};
-        if constexpr (std::is_same_v<E, float>) column(j, Rows{b(t, j), b.row});
-        else if constexpr (M <= FEW_ROWS) column(j, LyingRows<E>{b(t, j), b.row});
+        if constexpr (std::is_same_v<E, float> || M <= FEW_ROWS) column(j, LyingRows<E>{b(t, j), b.row});
       }
       for (int64_t j = in_place; j < n; j += COLUMNS) column(j, Rows{columns + (j - in_place) * DEPTH, COLUMNS});
     }

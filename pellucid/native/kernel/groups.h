@@ -126,8 +126,8 @@ PV_FN void pack_groups(const Matrix<float>& b, int64_t n, bool planes, float* to
   for (int64_t j = 0; j < n; j += STEP) {
     const Matrix<float> some = b.from(0, j);
     float* next = to + G::packed(j) * K;
-    if (planes) pack_columns<COLUMNS * K>(some, K, least(STEP, n - j), next, by_tap);
-    else pack_columns<COLUMNS * K>(some, K, least(STEP, n - j), next);
+    if (planes) pack_columns(some, K, least(STEP, n - j), next, COLUMNS * K, by_tap);
+    else pack_columns(some, K, least(STEP, n - j), next, COLUMNS * K);
   }
 }
 

@@ -29,14 +29,18 @@ template <int R, int C, class F, class Right>
     for (int i = 0; i < THIRDS; i++) rows[i] += TERMS<F> * a.column;
     b.next();
   }
+  const auto each = [&](auto f) PV_INLINE {
 #pragma GCC unroll 12
-  for (int i = 0; i < R; i++)
+    for (int i = 0; i < R; i++)
 #pragma GCC unroll 2
-    for (int j = 0; j < C; j++) {
-      float* to = c.at + i * c.step + j * COLUMN;
-      const ColumnReg all = c.more ? read_column(to) + sum[i][j] : sum[i][j];
-      c.past ? stream_register(to, all) : write_column(to, all);
-    }
+      for (int j = 0; j < C; j++) f(c.at + i * c.step + j * COLUMN, sum[i][j]);
+  };
+  const auto sum_at = [](const float* to, ColumnReg more) PV_INLINE { return read_column(to) + more; };
+  const bool past = c.past && is_aligned(c);
+  if (past && c.more) each([&](float* to, ColumnReg a) PV_INLINE { stream_aligned(to, sum_at(to, a)); });
+  else if (past) each([](float* to, ColumnReg a) PV_INLINE { stream_aligned(to, a); });
+  else if (c.more) each([&](float* to, ColumnReg a) PV_INLINE { write_column(to, sum_at(to, a)); });
+  else each([](float* to, ColumnReg a) PV_INLINE { write_column(to, a); });
   beside = ahead;
 }
 
@@ -47,23 +51,26 @@ PV_FN void tile_of(int64_t rows, int64_t k, const Matrix<F>& a, const Right& b, 
   if constexpr (R > 1) tile_of<C, R - 1>(rows, k, a, b, c, ahead);
 }
 
-// The same for m rows; left(i): those of a from row i on.
-template <int C, class Left, class Right>
-PV_FN void tiles(Beside& beside, int64_t m, int64_t k, const Left& left, const Right& b, const Sums& c) {
-  if constexpr (BY_AMX<typename decltype(left(0))::Element> && std::is_same_v<Right, Rows>)
-    if (left(0).column == 1) return amx_tiles<C>(beside.amx, beside.ahead, m, k, left, b, c);
-  for (int64_t i = 0; i < m; i += ROWS) tile_of<C>(m - i, k, left(i), b, c.from(i, 0), beside.ahead);
+// The same for m rows.
+template <int C, class F, class Right>
+PV_SHARED void tiles(
+    Beside& beside, int64_t m, int64_t k, const LeftRows<F>& a, const Right& b, const Sums& c) {
+  if constexpr (BY_AMX<F> && std::is_same_v<Right, Rows>)
+    if (a.rows.column == 1) return amx_tiles<C>(beside.amx, beside.ahead, m, k, a.rows, b, c);
+  Matrix<F> rows = a.rows;
+  for (int64_t i = 0; i < m; i += ROWS, rows.at += a.group) tile_of<C>(m - i, k, rows, b, c.from(i, 0), beside.ahead);
 }
 
 // c[m, n] (+)= a[m, k] @ b[k, n] for the n columns of a panel, with k units. WIDTH: columns of all panels together, 0
 // where they are not known. If one register holds those of the last panel, only that is computed. Columns from n on, up
 // to a whole register, are overwritten.
-template <int WIDTH, class Left, class Right>
-PV_FN void panel(Beside& beside, int64_t m, int64_t n, int64_t k, const Left& left, const Right& b, const Sums& c) {
+template <int WIDTH, class F, class Right>
+PV_FN void panel(
+    Beside& beside, int64_t m, int64_t n, int64_t k, const LeftRows<F>& a, const Right& b, const Sums& c) {
   constexpr bool half = WIDTH > 0 && (WIDTH - 1) % COLUMNS < COLUMN;
   if constexpr (half)
-    if (WIDTH <= COLUMN || n <= COLUMN) return tiles<1>(beside, m, k, left, b, c);
-  if constexpr (!half || WIDTH > COLUMN) tiles<2>(beside, m, k, left, b, c);
+    if (WIDTH <= COLUMN || n <= COLUMN) return tiles<1>(beside, m, k, a, b, c);
+  if constexpr (!half || WIDTH > COLUMN) tiles<2>(beside, m, k, a, b, c);
 }
 
 // ------------------------------------------------------------------------------------------------- packing
@@ -97,28 +104,29 @@ struct InOrder {
   PV_FN int64_t operator()(int64_t i) const { return i; }
 };
 
-// Terms from `first` on, the beginning of a unit, element by element.
-template <int PANEL, class B, class Place>
+// Terms from `first` on, the beginning of a unit, element by element. panel: from one panel to the next.
+template <class B, class Place>
 [[gnu::noinline]] inline void pack_elements(
-    const B& b, int64_t first, int64_t k, int64_t n, float* panels, const Place& place) {
+    const B& b, int64_t first, int64_t k, int64_t n, float* panels, int64_t panel, const Place& place) {
   using E = typename B::Element;
   constexpr int T = TERMS<E>;
   const int64_t columns = panels_of(n);
   for (int64_t i = first; i < units_of<E>(k) * T; i++)
     for (int64_t j = 0; j < columns; j++) {
-      auto* unit = (Factor<E>*)(panels + j / COLUMNS * PANEL + place(i / T) * COLUMNS + j % COLUMNS);
+      auto* unit = (Factor<E>*)(panels + j / COLUMNS * panel + place(i / T) * COLUMNS + j % COLUMNS);
       unit[i % T] = i < k && j < n ? factor_of(*b(i, j)) : Factor<E>{};
     }
 }
-template <int PANEL = COLUMN_PANEL, class B, class Place = InOrder>
-[[gnu::noinline]] inline void pack_columns(const B& b, int64_t k, int64_t n, float* panels, const Place& place = {}) {
+template <class B, class Place = InOrder>
+PV_SHARED void pack_columns(
+    const B& b, int64_t k, int64_t n, float* panels, int64_t panel = COLUMN_PANEL, const Place& place = {}) {
   constexpr int T = TERMS<typename B::Element>;
   const int64_t whole = n / COLUMNS * COLUMNS;  // columns
   int64_t done = 0;                             // units
   if (b.column == 1) {
     for (; done < k / T; done++)
       for (int64_t j = 0; j < whole; j += COLUMNS) {
-        float* to = panels + j / COLUMNS * PANEL + place(done) * COLUMNS;
+        float* to = panels + j / COLUMNS * panel + place(done) * COLUMNS;
         prefetch<COLUMNS>(b(done * T + AHEAD, j));
         write_column(to, read_across(b(done * T, j), b.row));
         write_column(to + COLUMN, read_across(b(done * T, j + COLUMN), b.row));
@@ -131,14 +139,14 @@ template <int PANEL = COLUMN_PANEL, class B, class Place = InOrder>
 #pragma GCC unroll 16
         for (int t = 0; t < COLUMN; t++) r[t] = j + t < n ? read_along(b(i * T, j + t)) : ColumnReg{};
         transpose<COLUMN / 2, Column>(r);
-        float* to = panels + j / COLUMNS * PANEL + j % COLUMNS;
+        float* to = panels + j / COLUMNS * panel + j % COLUMNS;
 #pragma GCC unroll 16
         for (int t = 0; t < COLUMN; t++) write_column(to + place(i + t) * COLUMNS, r[t]);
       }
   }
   if (whole < n && b.column == 1)
-    pack_elements<PANEL>(b.from(0, whole), 0, done * T, n - whole, panels + whole / COLUMNS * PANEL, place);
-  if (done * T < k) pack_elements<PANEL>(b, done * T, k, n, panels, place);
+    pack_elements(b.from(0, whole), 0, done * T, n - whole, panels + whole / COLUMNS * panel, panel, place);
+  if (done * T < k) pack_elements(b, done * T, k, n, panels, panel, place);
 }
 
 // Panels of ROWS rows, for matrices whose columns lie in memory: panel p holds a[p * ROWS + i, j] at [p][j][i], with j
@@ -146,7 +154,7 @@ template <int PANEL = COLUMN_PANEL, class B, class Place = InOrder>
 constexpr int ROW_PANEL = ROWS * DEPTH + COLUMN;
 
 template <class A>
-[[gnu::noinline]] inline void pack_rows(const A& a, int64_t m, int64_t k, float* panels) {
+PV_SHARED void pack_rows(const A& a, int64_t m, int64_t k, float* panels) {
   using E = typename A::Element;
   constexpr int T = TERMS<E>;
   constexpr int64_t GROUP = 8;  // columns at a time, whose lines stay in the cache from panel to panel
@@ -172,9 +180,9 @@ template <class A>
   }
 }
 
-// The same as rows of units, STEP units apart.
-template <int STEP = DEPTH, class E>
-[[gnu::noinline]] inline void copy_rows(const Matrix<E>& a, int64_t m, int64_t k, float* rows) {
+// The same as rows of units, `step` units apart.
+template <class E>
+PV_SHARED void copy_rows(const Matrix<E>& a, int64_t m, int64_t k, float* rows, int64_t step = DEPTH) {
   constexpr int T = TERMS<E>;
   const int64_t whole = k / T / COLUMN * COLUMN;  // units
   int64_t i = 0;
@@ -189,10 +197,10 @@ template <int STEP = DEPTH, class E>
         }
         transpose<COLUMN / 2, Column>(r);
 #pragma GCC unroll 16
-        for (int t = 0; t < COLUMN; t++) write_column(rows + (i + t) * STEP + j, r[t]);
+        for (int t = 0; t < COLUMN; t++) write_column(rows + (i + t) * step + j, r[t]);
       }
   const int64_t across = i;  // rows of which whole units are done
-  for (i = 0; i < m; i++, rows += STEP) {
+  for (i = 0; i < m; i++, rows += step) {
     int64_t done = i < across ? whole : 0;
     if (a.column == 1)
       for (; done + COLUMN <= k / T; done += COLUMN) write_column(rows + done, read_along(a(i, done * T)));
@@ -259,7 +267,7 @@ PV_FN void dot_columns(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, cons
 }
 // Rows and columns of a group: their sums and terms fill the registers.
 template <class E>
-[[gnu::noinline]] inline void dot_block(
+PV_SHARED void dot_block(
     int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
   constexpr bool MANY = REGISTER == 64;  // 32 registers, not 16
   if (m == 1) return dot_columns<1, 8>(m, n, k, a, b, c);

@@ -46,7 +46,7 @@ PV_FN void spread_columns(
   if constexpr (R > 1) spread_columns<P, R / 2>(n, terms, at, step, b, c, j);
 }
 template <int P = ROWS>
-[[gnu::noinline, gnu::noipa]] inline void spread_pixels(
+PV_SHARED void spread_pixels(
     int64_t pixels, int64_t n, const Terms& terms, const float* at, int64_t step, const Panels& b, const Sums& c) {
   if (pixels >= P) return spread_columns<P>(n, terms, at, step, b, c);
   if constexpr (P > 1) spread_pixels<P - 1>(pixels, n, terms, at, step, b, c);

@@ -78,6 +78,15 @@ template <class E> struct Matrix {
   PV_FN Matrix from(int64_t i, int64_t j) const { return {(*this)(i, j), row, column}; }
 };
 
+// The rows of a left operand as the micro-kernel reads them: `rows` holds the first ROWS of them, and each next ROWS lie
+// `group` elements further.
+template <class F> struct LeftRows {
+  Matrix<F> rows;
+  int64_t group;
+  PV_FN LeftRows(const Matrix<F>& a) : rows(a), group(ROWS * a.row) {}
+  PV_FN LeftRows(const Matrix<F>& first, int64_t step) : rows(first), group(step) {}
+};
+
 // True if the rows of a, of k terms, lie as rows of units.
 template <class E> PV_FN bool has_units(const Matrix<E>& a, int64_t k) {
   return is_factor<E> && (TERMS<E> == 1 || (a.column == 1 && k % TERMS<E> == 0));
@@ -96,6 +105,9 @@ struct Sums {
   }
 };
 
+// Whether every register of a row lies at an aligned address.
+PV_FN bool is_aligned(const Sums& c) { return (uintptr_t(c.at) | uintptr_t(c.step * sizeof(float))) % REGISTER == 0; }
+
 // What the micro-kernel reads of b, unit by unit: floats whose rows lie `step` apart, packed units among them; or a
 // matrix of any type as it lies.
 struct Rows {
@@ -104,12 +116,13 @@ struct Rows {
   PV_FN ColumnReg read(int j) const { return read_column(at + j); }
   PV_FN void next() { at += step; }
 };
-template <class E> struct LyingRows {
+template <class E> struct NarrowRows {
   const E* at;
   int64_t step;
   PV_FN ColumnReg read(int j) const { return read_across(at + j, step); }
   PV_FN void next() { at += TERMS<E> * step; }
 };
+template <class E> using LyingRows = std::conditional_t<std::is_same_v<E, float>, Rows, NarrowRows<E>>;
 
 // Memory that is read next: asked for bit by bit, in between, so that it comes while products are computed. By default
 // it is nothing: its own memory, again and again.

@@ -108,7 +108,7 @@ template <class E>
 
 // `depth` terms from `term` on: the channels of a tap side by side, and zero as the second term of a last unit.
 template <class E>
-[[gnu::noinline, gnu::noipa]] inline void gather_rows(const Window<E>& w, int64_t term, int64_t depth, Factor<E>* rows) {
+PV_SHARED void gather_rows(const Window<E>& w, int64_t term, int64_t depth, Factor<E>* rows) {
   const int64_t area = w.area(), most = w.planes ? depth / area : depth;
   for (int64_t done = 0; done < depth;) {
     const Run run = run_at(w, w.planes ? term + done / most : term + done, w.planes ? most : depth - done);
@@ -123,7 +123,7 @@ template <class E>
 
 // True if k units of all panels of n columns are finite: then zeros add nothing. F: what the units hold.
 template <class F>
-[[gnu::noinline, gnu::noipa]] inline bool finite(int64_t k, int64_t n, const float* panels) {
+PV_SHARED bool finite(int64_t k, int64_t n, const float* panels) {
   ColumnReg sums[4] = {};  // that do not wait for one another
   for (int64_t j = 0; j < n; j += COLUMNS, panels += COLUMN_PANEL)
     for (int64_t i = 0; i < k; i += 2) {
@@ -138,7 +138,7 @@ template <class F>
 
 // The same as `contract`, term by term: for weights that are not finite, which zeros would make NaN.
 template <class E, class Right>
-[[gnu::noinline, gnu::noipa]] inline void contract_each(int64_t n, int64_t k, const Window<E>& a, const Right& b, Sums c) {
+PV_SHARED void contract_each(int64_t n, int64_t k, const Window<E>& a, const Right& b, Sums c) {
   constexpr int T = TERMS<E>;
   const auto weight = [&](int64_t t, int64_t j) PV_INLINE {
     if constexpr (is_packed<Right>) return load((const Factor<E>*)b(t / T, j) + t % T);
@@ -182,20 +182,19 @@ inline void contract(int64_t n, int64_t k, const Window<E>& a, const Right& b, c
       panels = {b(t / T, 0), b.depth, b.finite};
     } else {
       if (a.planes)
-        pack_columns(b.from(t, 0), depth, n, columns, ByTap(area, depth / area));
+        pack_columns(b.from(t, 0), depth, n, columns, COLUMN_PANEL, ByTap(area, depth / area));
       else
         pack_columns(b.from(t, 0), depth, n, columns);
       panels = {columns, DEPTH, !a.padded || a.zeros || finite<Factor<E>>(units, n, columns)};
     }
     if (a.padded && !a.zeros && !panels.finite) return contract_each(n, k, a, b, c);
     gather_rows(a, t, depth, terms);
-    const Matrix<Factor<E>> left{terms, TERMS_AT_ONCE<E>, 1};
-    const auto rows_from = [&](int64_t i) PV_INLINE { return left.from(i, 0); };
+    const LeftRows left = Matrix<Factor<E>>{terms, TERMS_AT_ONCE<E>, 1};
     const Sums sums = c.after(t, depth, k);
     for (int64_t j = 0; j < n; j += COLUMNS) {
       const Rows right{panels(0, j), COLUMNS};  // as an argument it ends GCC 12 with an internal error
       if constexpr (is_packed<Right>) beside.ahead = ahead_of<Factor<E>>(b, t / T, units, units_of<E>(k), j, n, m);
-      panel<WIDTH>(beside, m, n - j, units, rows_from, right, sums.from(0, j));
+      panel<WIDTH>(beside, m, n - j, units, left, right, sums.from(0, j));
     }
   }
 }
@@ -251,11 +250,9 @@ inline void contract_pixels(
     pack_rows(PlacedColumns{{left, lefts}}, m, count, rows);
     pack_columns(Placed{right, rights}, count, n, columns);
     const Sums sums{c.at, c.step, more, c.past && last};
-    const auto rows_from = [&](int64_t i) PV_INLINE {
-      return Matrix<float>{rows + i / ROWS * ROW_PANEL, 1, ROWS};
-    };
+    const LeftRows left_rows{Matrix<float>{rows, 1, ROWS}, ROW_PANEL};
     for (int64_t j = 0; j < n; j += COLUMNS)
-      panel<WIDTH>(beside, m, n - j, count, rows_from, Rows{columns + j * DEPTH, COLUMNS}, sums.from(0, j));
+      panel<WIDTH>(beside, m, n - j, count, left_rows, Rows{columns + j * DEPTH, COLUMNS}, sums.from(0, j));
     more = true, count = 0;
   };
   const auto& [images, lines, line] = pixels.axes;
@@ -277,7 +274,7 @@ inline void contract_pixels(
 // lie channel by channel, else 1.
 template <class E> PV_FN void pack_taps(const Matrix<E>& b, int64_t k, int64_t n, int64_t channels, float* panels) {
   if constexpr (std::is_same_v<E, float>) {
-    if (channels > 1) return pack_columns(b, k, n, panels, ByTap(k / channels, channels));
+    if (channels > 1) return pack_columns(b, k, n, panels, COLUMN_PANEL, ByTap(k / channels, channels));
     return pack_columns(b, k, n, panels);
   }
   for (int64_t j = 0; j < (n + COLUMN - 1) / COLUMN * COLUMN; j++)

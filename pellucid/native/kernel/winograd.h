@@ -85,7 +85,7 @@ template <int CHANNELS, int CHUNK>
   static const ByTap by_tap(TAPS, COLUMN);
   for (int64_t k = 0; k < depth; k += COLUMN) {
     if (planes)
-      pack_columns(b.from((first + k) * TAPS, 0), TAPS * COLUMN, n, some, by_tap);
+      pack_columns(b.from((first + k) * TAPS, 0), TAPS * COLUMN, n, some, COLUMN_PANEL, by_tap);
     else
       for (int tap = 0; tap < TAPS; tap++)
         pack_columns(b.from(tap * CHANNELS + first + k, 0), COLUMN, n, some + tap * COLUMN * COLUMNS);
@@ -185,10 +185,10 @@ inline void contract_tiles(int64_t n, int64_t k, const Window<float>& a, const R
   static_assert(N % COLUMNS == 0 && CHANNELS % COLUMN == 0);
   constexpr int STEP = CHANNELS + COLUMN, PLANE = TILES * STEP;  // so that tiles lie in different sets of the cache
   constexpr int SUMS = TILES * COLUMNS + COLUMN;
-  alignas(64) float tiles[PLACES * PLANE], sums[PLACES * SUMS], weights[PACKED ? 1 : PLACES * CHUNK * COLUMNS];
+  alignas(64) float pixels[PLACES * PLANE], sums[PLACES * SUMS], weights[PACKED ? 1 : PLACES * CHUNK * COLUMNS];
   const int64_t m = a.rows[0].extent * ((a.rows[1].extent + 1) / 2) * ((a.rows[2].extent + 1) / 2);
   const int64_t pieces = (m + ROWS - 1) / ROWS;  // of equal size: few rows would wait for one another
-  transform_tiles<CHANNELS, STEP, PLANE>(forwards(a), tiles);
+  transform_tiles<CHANNELS, STEP, PLANE>(forwards(a), pixels);
   bool finite = true;
   for (int64_t j = 0; j < n && finite; j += COLUMNS) {
     for (int64_t first = 0; first < CHANNELS; first += CHUNK) {
@@ -197,13 +197,13 @@ inline void contract_tiles(int64_t n, int64_t k, const Window<float>& a, const R
       if constexpr (PACKED) places.at = b.at + j * PLACES * CHANNELS;
       else transform_panel<CHANNELS, CHUNK>(b.from(0, j), least(n - j, COLUMNS), first, depth, a.planes, is_flipped(a), weights);
       for (int p = 0; p < PLACES; p++) {
-        Ahead ahead;
-        if constexpr (PACKED) ahead = {places(p + 1).at, COLUMNS * int64_t(sizeof(float)) / pieces + 1};
-        const Matrix<float> left{tiles + p * PLANE + first, STEP, 1};
+        Beside beside;
+        if constexpr (PACKED) beside.ahead = {places(p + 1).at, COLUMNS * int64_t(sizeof(float)) / pieces + 1};
+        const Matrix<float> left{pixels + p * PLANE + first, STEP, 1};
         for (int64_t piece = 0; piece < pieces; piece++) {
           const int64_t row = piece * m / pieces, last = (piece + 1) * m / pieces;
           const Sums to{sums + p * SUMS + row * COLUMNS, COLUMNS, first > 0};
-          tile_of<2>(last - row, depth, left.from(row, 0), places(p), to, ahead);
+          tiles<2>(beside, last - row, depth, LeftRows(left.from(row, 0)), places(p), to);
         }
       }
     }

@@ -8,7 +8,7 @@ import pytest
 from pellucid.errors import InternalError, ToolchainError
 from pellucid.native import build as build_module
 from pellucid.native.build import KernelCompileError, build, default_toolchain
-from pellucid.native.compiler import Blame, blame
+from pellucid.native.compiler import Blame, Compiler, blame, shared_elements
 from pellucid.native.session import SESSION
 from pellucid.native.store import KernelStore
 from tests.support import native_function
@@ -64,19 +64,52 @@ def test_large_batches_are_split(store):
     assert [call(addresses[f"big{i}"]) for i in range(6)] == list(range(6)) and len(report.built) == 6
 
 
-def test_kernels_with_the_same_micro_kernels_are_compiled_together(monkeypatch):
+def test_products_take_longer_than_their_text(monkeypatch):
     monkeypatch.setattr(build_module, "usable_cores", lambda: 2)
-    sources = {
-        f"{function}{i}": f"pv::{function}<{i}>(); // " + "x" * 900
-        for function in ("contract", "contract_taps")
-        for i in range(9)
-    }
-    shards = build_module._shards({**sources, "plain": "x"})
-    functions = [{name.rstrip("012345678") for name in shard} - {"plain"} for shard in shards]
-    assert sorted(map(sorted, functions)) == [["contract"], ["contract_taps"]]
-    assert sorted(name for shard in shards for name in shard) == sorted([*sources, "plain"])
-    monkeypatch.setattr(build_module, "usable_cores", lambda: 6)
-    assert len(build_module._shards(sources)) == 6
+    sources = {f"product{i}": "pv::contract<1>();" for i in range(8)} | {"plain": "x" * 8000}
+    assert sorted(map(len, build_module._shards(sources))) == [3, 6]
+    monkeypatch.setattr(build_module, "usable_cores", lambda: 4)
+    assert len(build_module._shards(sources)) == 4
+
+
+def product(name: str, element: str, columns: int) -> str:
+    """A product of 2 x 3 ones and 3 x `columns` ones, in panels; it returns the first sum."""
+    one = {"float": "1.0f", "bf16": "{0x3f80}", "f16": "{0x3c00}"}[element]
+    kind = element if element == "float" else f"pv::{element}"
+    return kernel_text(
+        name,
+        f"""
+  {kind} a[6], b[{3 * columns}];
+  for ({kind}& x : a) x = {one};
+  for ({kind}& x : b) x = {one};
+  alignas(64) float sums[2 * 32];
+  pv::contract<2, 32, {columns}>(2, {columns}, 3, pv::Matrix<{kind}>{{a, 3, 1}},
+                                 pv::Matrix<{kind}>{{b, {columns}, 1}}, pv::Sums{{sums, 32, false}});
+  return sums[{columns - 1}];""",
+    )
+
+
+@pytest.mark.parametrize("element", ["float", "bf16", "f16"])
+def test_what_kernels_share_is_compiled_once_for_each_type(store, monkeypatch, element):
+    addresses, _ = build({f"first_{element}": product(f"first_{element}", element, 9)}, store=store)
+    assert call(addresses[f"first_{element}"]) == 3
+    assert (store.directory / "files" / f"shared-{element}.o").exists()
+    monkeypatch.setattr(Compiler, "_compile_shared", lambda *_: pytest.fail("it is compiled already"))
+    addresses, _ = build({f"then_{element}": product(f"then_{element}", element, 24)}, store=store)
+    assert call(addresses[f"then_{element}"]) == 3
+
+
+def test_kernels_that_share_nothing_need_nothing(tmp_path):
+    store = KernelStore("key", tmp_path)
+    build({"plain": constant("plain", 1)}, store=store)
+    assert not list((store.directory / "files").glob("shared-*"))
+    assert [
+        shared_elements(text) for text in ("x", "pv::contract_tiles<1>", "pv::attend<1>(pv::Attention<pv::f16>")
+    ] == [
+        (),
+        ("float",),
+        ("float", "f16"),
+    ]
 
 
 def test_a_refused_kernel_is_named_with_its_line(store):
