@@ -6,13 +6,12 @@ namespace pv {
 
 // c[R, C registers] (+)= a[R, k] @ b[k, C registers], with k units. F: what a holds, the terms of a unit side by side.
 template <int R, int C, class F, class Right>
-[[gnu::noinline]] inline void tile(int64_t k, Matrix<F> a, Right b, Sums c, Ahead& beside) {
+PV_FN void tile(int64_t k, const Matrix<F>& a, Right b, const Sums& c, Ahead& ahead) {
   constexpr int THIRDS = (R + 2) / 3;
   ColumnReg sum[R][C] = {};
   const F* rows[THIRDS];  // every third row: the others are one or two steps of an address away
 #pragma GCC unroll 4
   for (int i = 0; i < THIRDS; i++) rows[i] = a(3 * i, 0);
-  Ahead ahead = beside;
 #pragma GCC unroll 2
   for (; k > 0; k--) {
     ahead.step();
@@ -41,24 +40,31 @@ template <int R, int C, class F, class Right>
   else if (past) each([](float* to, ColumnReg a) PV_INLINE { stream_aligned(to, a); });
   else if (c.more) each([&](float* to, ColumnReg a) PV_INLINE { write_column(to, sum_at(to, a)); });
   else each([](float* to, ColumnReg a) PV_INLINE { write_column(to, a); });
+}
+
+// The same for `count` times R rows.
+template <int R, int C, class F, class Right>
+[[gnu::noinline]] inline void tiles_of(
+    int64_t count, int64_t k, LeftRows<F> a, const Right& b, Sums c, Ahead& beside) {
+  Ahead ahead = beside;
+  for (; count > 0; count--, a.rows.at += a.group, c.at += R * c.step) tile<R, C>(k, a.rows, b, c, ahead);
   beside = ahead;
 }
-
 // The same for any number of rows up to R.
-template <int C, int R = ROWS, class F, class Right>
-PV_FN void tile_of(int64_t rows, int64_t k, const Matrix<F>& a, const Right& b, const Sums& c, Ahead& ahead) {
-  if (rows >= R) return tile<R, C>(k, a, b, c, ahead);
-  if constexpr (R > 1) tile_of<C, R - 1>(rows, k, a, b, c, ahead);
+template <int C, int R = ROWS - 1, class F, class Right>
+PV_FN void last_tile(int64_t rows, int64_t k, const LeftRows<F>& a, const Right& b, const Sums& c, Ahead& ahead) {
+  if (rows == R) return tiles_of<R, C>(1, k, a, b, c, ahead);
+  if constexpr (R > 1) last_tile<C, R - 1>(rows, k, a, b, c, ahead);
 }
-
 // The same for m rows.
 template <int C, class F, class Right>
 PV_SHARED void tiles(
     Beside& beside, int64_t m, int64_t k, const LeftRows<F>& a, const Right& b, const Sums& c) {
   if constexpr (BY_AMX<F> && std::is_same_v<Right, Rows>)
     if (a.rows.column == 1) return amx_tiles<C>(beside.amx, beside.ahead, m, k, a.rows, b, c);
-  Matrix<F> rows = a.rows;
-  for (int64_t i = 0; i < m; i += ROWS, rows.at += a.group) tile_of<C>(m - i, k, rows, b, c.from(i, 0), beside.ahead);
+  const int64_t count = m / ROWS, done = count * ROWS;
+  if (count > 0) tiles_of<ROWS, C>(count, k, a, b, c, beside.ahead);
+  if (done < m) last_tile<C>(m - done, k, a.after(count), b, c.from(done, 0), beside.ahead);
 }
 
 // c[m, n] (+)= a[m, k] @ b[k, n] for the n columns of a panel, with k units. WIDTH: columns of all panels together, 0

@@ -85,6 +85,7 @@ template <class F> struct LeftRows {
   int64_t group;
   PV_FN LeftRows(const Matrix<F>& a) : rows(a), group(ROWS * a.row) {}
   PV_FN LeftRows(const Matrix<F>& first, int64_t step) : rows(first), group(step) {}
+  PV_FN LeftRows after(int64_t groups) const { return {{rows.at + groups * group, rows.row, rows.column}, group}; }
 };
 
 // True if the rows of a, of k terms, lie as rows of units.
