@@ -26,7 +26,7 @@ JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-SOURCES := $(wildcard pellucid tests examples benchmarks)
+SOURCES := $(wildcard pellucid tests examples benchmarks setup.py)
 QUICK_TESTS := $(wildcard tests/unit tests/golden)
 
 .DEFAULT_GOAL := help

@@ -1,4 +1,4 @@
-"""Build and load the native runtime, and check what it takes for granted.
+"""Load the native runtime, built if it must be, and check what it takes for granted.
 
 The runtime handles tensors without Python's or ATen's headers. What it assumes about this Python and this PyTorch
 instead is all in this file, and is checked once, before anything relies on it.
@@ -7,8 +7,8 @@ instead is all in this file, and is checked once, before anything relies on it.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,37 +16,18 @@ from typing import Any
 import torch
 import torch.autograd.profiler
 
-from pellucid.errors import ToolchainError, UnsupportedError
+from pellucid.errors import InternalError, ToolchainError, UnsupportedError
 from pellucid.native.build import default_store, default_toolchain
 from pellucid.native.compiler import Compiler, CompilerFailed, explain
 from pellucid.native.cpu import cpu
 from pellucid.native.library import open_library
+from pellucid.native.runtime_source import FILES, FLAGS, SOURCES, library_name
 from pellucid.native.session import SESSION
-from pellucid.native.sources import SOURCES, include_dir
 from pellucid.native.toolchain import Toolchain
 from pellucid.native.words import words_header
 
-_FILES = (
-    "runtime.cpp",
-    "run.h",
-    "kernel_call.h",
-    "strips.h",
-    "host.h",
-    "contention.h",
-    "denormals.h",
-    "fingerprint.h",
-    "instance.h",
-    "memory.h",
-    "trial.h",
-    "timeline.h",
-    "counters.h",
-    "openmp_abi.h",
-    "torch_abi.h",
-    "python_abi.h",
-)
 _WRAP = "_Z16THPVariable_WrapRKN2at10TensorBaseE"  # PyObject* THPVariable_Wrap(const at::TensorBase&)
 _VERSION = "_ZNK2at10TensorBase8_versionEv"  # int64_t at::TensorBase::_version() const
-_TORCH_2_13 = "0x020d000000000000"
 _HINT = "Pellucid works with PyTorch 2.13; please report this with the output of `python -m torch.utils.collect_env`"
 _aoti: Any = getattr(torch._C, "_aoti")  # noqa: B009 (unknown to torch's type stubs)
 
@@ -76,7 +57,7 @@ def library() -> ctypes.PyDLL:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.PyDLL:
-    lib = _load(_build())
+    lib = _open()
     lib.pellucid_instance.restype = ctypes.py_object
     lib.pellucid_instance.argtypes = [ctypes.c_void_p]
     lib.pellucid_fill.restype = ctypes.c_char_p
@@ -117,38 +98,28 @@ def default_pool_limit() -> int:
 # ----------------------------------------------------------------------------------------------- building
 
 
-def _build() -> Path:
-    flags = ("-std=c++20", "-O2", "-fPIC", "-w", f"-DTORCH_TARGET_VERSION={_TORCH_2_13}", "-I", str(include_dir()))
-    made = {"words.h": words_header()}
-    return built("runtime", _FILES, lambda _: flags, "the native runtime does not compile", _HINT, made)
+def _open() -> ctypes.PyDLL:
+    """The one that came with the package, unless its sources have changed or it was made for other systems."""
+    if (SOURCES / "words.h").read_text(encoding="utf-8") != words_header():
+        raise InternalError("native/words.h is not what native/words.py says: run `pytest tests/golden --bless`")
+    shipped = SOURCES / library_name("runtime", FILES)
+    if shipped.exists():
+        with suppress(ToolchainError):
+            return _load(shipped)
+    return _load(built("runtime", FILES, lambda _: FLAGS, "the native runtime does not compile", _HINT))
 
 
-def built(
-    stem: str,
-    files: Sequence[str],
-    flags: Callable[[Toolchain], Sequence[str]],
-    what: str,
-    hint: str,
-    made: Mapping[str, str] | None = None,
-) -> Path:
+def built(stem: str, files: tuple[str, ...], flags: Callable[[Toolchain], Sequence[str]], what: str, hint: str) -> Path:
     """The library `stem` in the store, made of the first of `files` beside this one; the others it includes.
 
-    what: to say when it does not compile. made: headers that lie in no file, by name. Raises ToolchainError.
+    what: to say when it does not compile. Raises ToolchainError.
     """
-    headers = made or {}
+    name = library_name(stem, files)
     compiler = Compiler(default_toolchain(), default_store())
-    given = tuple(flags(compiler.toolchain))
-    digest = hashlib.sha256()
-    for name in files:
-        digest.update((SOURCES / name).read_bytes())
-    digest.update("".join(headers.values()).encode())
-    name = f"{stem}-{digest.hexdigest()[:16]}.so"
 
     def make() -> Path:
         with compiler.store.workspace() as work:
-            for header, text in headers.items():
-                (work / header).write_text(text, encoding="utf-8")
-            compiler.link(SOURCES / files[0], work / name, *given, "-I", str(work))
+            compiler.link(SOURCES / files[0], work / name, *flags(compiler.toolchain))
             return compiler.store.add_file(name, work / name)
 
     found = compiler.store.file(name)

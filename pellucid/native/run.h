@@ -208,7 +208,7 @@ class Run {
   bool dispatcher(const DispatcherCall& call) {
     std::vector<StableIValue> stack(std::max(call.args.size(), call.returns.size()));
     for (size_t i = 0; i < call.args.size(); i++) stack[i] = boxed(call.args[i]);
-    if (torch_call_dispatcher(call.op.c_str(), call.overload.c_str(), stack.data(), TORCH_ABI_VERSION)) {
+    if (torch_call_dispatcher(call.op.c_str(), call.overload.c_str(), stack.data(), kInterface)) {
       with_gil([] { PyErr_Clear(); });  // operators written in Python leave their exception behind
       if (!python(call.again)) return false;
       throw Failure{"internal error: the dispatcher's C interface refused a call that Python could make"};

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from pellucid.machine.kernels import sizes_text
-
-SOURCES = Path(__file__).parent
+from pellucid.native.runtime_source import SOURCES
 
 
 def include_dir() -> Path:

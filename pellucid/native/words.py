@@ -1,6 +1,6 @@
 """The words in which an instance is told to the native runtime (`Reader` in instance.h), and the numbers in them.
 
-Those numbers stand here alone: what builds the runtime makes the header `words.h` of them.
+Those numbers stand here alone: the header `words.h` is made of them, by `pytest tests/golden --bless`.
 """
 
 from __future__ import annotations
