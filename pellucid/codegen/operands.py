@@ -74,8 +74,8 @@ class Operands:
         if blocks.spread:
             function, known = "contract_spread", str(blocks.columns)
         if blocks.by_channel:
-            sharing = blocks.sharing()
-            known = f"{blocks.columns}, {blocks.pixels_of_line}, {sharing.taps}, {sharing.step}"
+            sharing, width = blocks.sharing(), blocks.ranges[blocks.column].value or 0
+            known = f"{blocks.columns}, {width}, {blocks.pixels_of_line}, {sharing.taps}, {sharing.step}"
             function = "contract_channels"
         if blocks.tiles:
             pair = 2 * blocks.height // blocks.rows

@@ -8,12 +8,12 @@ import shlex
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from pellucid.errors import InternalError, ToolchainError
 from pellucid.native.children import Children
-from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, explain, shared_elements, source_text
+from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, explain, shared_parts, source_text
 from pellucid.native.cpu import usable_cores
 from pellucid.native.library import open_library
 from pellucid.native.locks import Lock
@@ -183,8 +183,10 @@ def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times
         return {}
     compiler.prepare_headers()
     compiler.prepare_stub()
-    shards = _shards(kernels)
-    paths = compiler.children.each(lambda shard: _build_shard(shard, compiler, times), shards)
+    shards, shared = _shards(kernels), shared_parts(source_text(kernels))
+    tasks = [partial(compiler.prepare_shared, part) for part in shared]
+    tasks += [partial(_build_shard, shard, compiler, times) for shard in shards]
+    paths = compiler.children.each(lambda task: task(), tasks)[len(shared) :]
     addresses: dict[str, int] = {}
     for path, shard in zip(paths, shards, strict=True):
         if not path.exists():  # somebody has trimmed the store meanwhile
@@ -204,7 +206,7 @@ def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times
 
 def _shards(kernels: Mapping[str, str]) -> list[dict[str, str]]:
     """Split into batches that take about equally long, at most one for each core: longest first, into the emptiest."""
-    costs = {name: len(text) + _TEMPLATE_CHARS * bool(shared_elements(text)) for name, text in kernels.items()}
+    costs = {name: len(text) + _TEMPLATE_CHARS * bool(shared_parts(text)) for name, text in kernels.items()}
     count = max(1, min(len(kernels), usable_cores(), -(-sum(costs.values()) // _SHARD_CHARS)))
     shards: list[dict[str, str]] = [{} for _ in range(count)]
     sizes = [0] * count

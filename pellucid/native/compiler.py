@@ -23,7 +23,15 @@ _OTHER = "try another compiler: set CXX; GCC 12 and 13 are the best tested"
 _KILLED = "the compiler was ended by signal"
 _STUB = "libtorch_cpu.so"
 _PCH = "prelude.h.gch"
-_FUNCTION = re.compile(r"\bpv::\w*(?:contract|attend|pack)\w*<")  # those of kernel/shared.h, or that call them
+_PARTS = {
+    "products": re.compile(r"\bpv::\w*(?:contract|attend|pack)\w*<"),
+    "dots": re.compile(r"\bpv::(?:contract|attend)\w*<"),
+    "windows": re.compile(r"\bpv::(?:Window|contract_pixels)<"),
+    "attention": re.compile(r"\bpv::attend\w*<"),
+    "spread": re.compile(r"\bpv::contract_spread<"),
+}
+"""What kernel/shared.h has in parts, each needed by texts that match."""
+
 _ELEMENTS = ("float", "bf16", "f16")
 
 
@@ -138,24 +146,24 @@ class Compiler:
 
         Raises CompilerFailed; ToolchainError when what they share cannot be compiled.
         """
-        shared = [str(self.prepare_shared(element)) for element in shared_elements(text)]
+        shared = [str(self.prepare_shared(part)) for part in shared_parts(text)]
         self.link(source, output, "-Wl,--gc-sections", *shared)
 
-    def prepare_shared(self, element: str) -> Path:
-        """The object file of what kernels share for an element type, see kernel/shared.h. Raises ToolchainError."""
-        name = f"shared-{element}.o"
+    def prepare_shared(self, part: str) -> Path:
+        """The object file of a part of kernel/shared.h, such as `dots_float`. Raises ToolchainError."""
+        name = f"shared-{part}.o"
         if found := self.store.file(name):
             return found
         with self.store.lock(name):
             try:
-                return self.store.file(name) or self.twice(lambda: self._compile_shared(element, name))
+                return self.store.file(name) or self.twice(lambda: self._compile_shared(part, name))
             except CompilerFailed as failed:
-                raise explain(failed, f"what kernels of {element} share does not compile", _OTHER) from failed
+                raise explain(failed, f"what kernels share, {part}, does not compile", _OTHER) from failed
 
-    def _compile_shared(self, element: str, name: str) -> Path:
+    def _compile_shared(self, part: str, name: str) -> Path:
         with self.store.workspace() as work:
             source, made = work / "shared.cpp", work / name
-            source.write_text(f'#include "prelude.h"\nnamespace pv {{\nPV_SHARED_{element}(template)\n}}\n')
+            source.write_text(f'#include "prelude.h"\nnamespace pv {{\nPV_SHARED_{part}(template)\n}}\n')
             self.compile(source, made)
             return self.store.add_file(name, made)
 
@@ -198,11 +206,11 @@ def explain(failed: CompilerFailed, what: str, hint: str) -> ToolchainError:
     )
 
 
-def shared_elements(text: str) -> tuple[str, ...]:
-    """The element types of which the kernels in `text` use what kernels share."""
-    if not _FUNCTION.search(text):
-        return ()
-    return tuple(element for element in _ELEMENTS if element == "float" or f"pv::{element}" in text)
+def shared_parts(text: str) -> tuple[str, ...]:
+    """The parts of kernel/shared.h that the kernels in `text` use."""
+    parts = [part for part, use in _PARTS.items() if use.search(text)]
+    elements = [element for element in _ELEMENTS if element == "float" or f"pv::{element}" in text]
+    return tuple(f"{part}_{each}" for part in parts for each in elements if part != "spread" or each == "float")
 
 
 def source_text(kernels: Mapping[str, str]) -> str:

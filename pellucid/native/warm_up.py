@@ -28,7 +28,8 @@ def _headers() -> None:
         compiler.prepare_stub()
         if not (compiler.store.directory / "files" / "prelude.h").exists():
             compiler.prepare_headers()
-        compiler.prepare_shared("float")
+        for part in ("products_float", "dots_float"):
+            compiler.prepare_shared(part)
     except Exception:
         return
 

@@ -16,19 +16,21 @@ template <class E> struct ReadLine {
   }
 };
 
-// What registers hold of a line of PIXELS pixels, of whose windows T taps share what is read and move on by S of them.
-template <int PIXELS, int T, int S> struct Channels {
+// What registers hold of a line of PIXELS pixels, of whose windows T taps share what is read.
+template <int PIXELS, int T> struct Channels {
   static constexpr int REGISTERS = REGISTER == 64 ? 32 : 16;
   static constexpr int MOST = REGISTER == 64 ? 16 : T <= 5 ? 8 : 7;
   static constexpr int PIECES = (PIXELS + MOST - 1) / MOST;
   static constexpr int P = (PIXELS + PIECES - 1) / PIECES;
   // Registers of channels at a time: two, where one has too few sums to hide how long an addition takes.
   static constexpr int R = 2 * P <= MOST && 2 * (P + T + 1) <= REGISTERS ? 2 : 1;
-  static constexpr int READ = S * (P - 1) + T;
 };
 
+// The elements of a line that T taps of P pixels read, whose windows move on by S of them.
+template <int P, int T, int S> constexpr int READ = S * (P - 1) + T;
+
 // c[P, R registers from column j on], of which the first `pixels` rows are written. INSIDE: all that is read lies inside.
-template <class G, int P, int R, int T, int S, bool INSIDE, class E, class N>
+template <int P, int R, int T, int S, bool INSIDE, class E, class N>
 [[gnu::noinline, gnu::noipa]] inline void channel_sums(
     const ReadLine<E>* lines, int64_t count, int64_t step, const E* nothing, const Panels& b, int64_t j, const N& n,
     int64_t pixels, Sums c) {
@@ -42,7 +44,7 @@ template <class G, int P, int R, int T, int S, bool INSIDE, class E, class N>
     const E* next = line->at + j;
     const uint64_t first = uint64_t(line->first), inside = uint64_t(line->count);
 #pragma GCC unroll 64
-    for (int k = 0; k < G::READ; k++, next += step) {
+    for (int k = 0; k < READ<P, T, S>; k++, next += step) {
       const E* at = INSIDE || k - first < inside ? next : nothing;
 #pragma GCC unroll 2
       for (int r = 0; r < R; r++) {
@@ -60,17 +62,17 @@ template <class G, int P, int R, int T, int S, bool INSIDE, class E, class N>
     for (int r = 0; r < R && i < pixels; r++) write_column(c.at + i * c.step + j + r * COLUMN, sum[i][r]);
 }
 
-// The same for n columns.
-template <class G, int P, int T, int S, bool INSIDE, class E>
+// The same for n columns. WHOLE: these are a multiple of R registers.
+template <bool WHOLE, int R, int P, int T, int S, bool INSIDE, class E>
 PV_FN void line_sums(
     int64_t n, const ReadLine<E>* lines, int64_t count, int64_t step, const E* nothing, const Panels& b, int64_t pixels,
     const Sums& c) {
-  constexpr int R = G::R;
   int64_t j = 0;
   for (; j + R * COLUMN <= n; j += R * COLUMN)
-    channel_sums<G, P, R, T, S, INSIDE>(lines, count, step, nothing, b, j, All<COLUMN>(), pixels, c);
-  for (; j < n; j += COLUMN)
-    channel_sums<G, P, 1, T, S, INSIDE>(lines, count, step, nothing, b, j, Some<COLUMN>(least(COLUMN, n - j)), pixels, c);
+    channel_sums<P, R, T, S, INSIDE>(lines, count, step, nothing, b, j, All<COLUMN>(), pixels, c);
+  if constexpr (!WHOLE)
+    for (; j < n; j += COLUMN)
+      channel_sums<P, 1, T, S, INSIDE>(lines, count, step, nothing, b, j, Some<COLUMN>(least(COLUMN, n - j)), pixels, c);
 }
 
 // The same sums, term by term and without what does not count: for weights that are not finite.
@@ -98,12 +100,12 @@ PV_FN ReadLine<E> tap_line(const Window<E>& w, int64_t i, int64_t j, int64_t t, 
   return {at, t * w.taps[1].extent + u, span.first, span.last > span.first ? span.last - span.first : 0};
 }
 
-// c[M, n]: column j is the sum over the k taps of column j of a's windows times b[k, j]. N: the most of n. PIXELS: the
-// most of a line. T taps of a line lie as far apart as elements that S of are a pixel; T is 1 where they do not.
-template <int N, int PIXELS, int T, int S, class E, class Right>
+// c[M, n]: column j is the sum over the k taps of column j of a's windows times b[k, j]. N: the most of n. WIDTH: columns
+// of all blocks together (0: not known). PIXELS: the most of a line. T taps of a line lie as far apart as elements that S of are a pixel; T is 1 where they do not.
+template <int N, int WIDTH, int PIXELS, int T, int S, class E, class Right>
 inline void contract_channels(int64_t n, int64_t k, const Window<E>& a, const Right& b, Sums c) {
-  using G = Channels<PIXELS, T, S>;
-  constexpr int P = G::P;
+  constexpr int P = Channels<PIXELS, T>::P, R = Channels<PIXELS, T>::R;
+  constexpr bool WHOLE = WIDTH > 0 && WIDTH % (R * COLUMN) == 0 && N % (R * COLUMN) == 0;
   alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
   Panels panels;
   if constexpr (is_packed<Right>) {
@@ -128,12 +130,12 @@ inline void contract_channels(int64_t n, int64_t k, const Window<E>& a, const Ri
       for (int64_t l = 0; l < pixels; l += P) {
         bool inside = true;
         for (int64_t t = 0; t < count; t++) {
-          lines[t] = whole[t].after(S * l, step, G::READ);
-          inside &= lines[t].count == G::READ;
+          lines[t] = whole[t].after(S * l, step, READ<P, T, S>);
+          inside &= lines[t].count == READ<P, T, S>;
         }
         const int64_t some = least(P, pixels - l);
-        if (inside) line_sums<G, P, T, S, true>(n, lines, count, step, nothing, panels, some, c.from(l, 0));
-        else line_sums<G, P, T, S, false>(n, lines, count, step, nothing, panels, some, c.from(l, 0));
+        if (inside) line_sums<WHOLE, R, P, T, S, true>(n, lines, count, step, nothing, panels, some, c.from(l, 0));
+        else line_sums<WHOLE, R, P, T, S, false>(n, lines, count, step, nothing, panels, some, c.from(l, 0));
       }
     }
 }

@@ -1,52 +1,72 @@
 // Functions marked PV_SHARED are compiled once for a machine, not with each batch of kernels: they take most of the
-// compiler's time, and depend on the types of elements but on nothing else of a kernel. The file of an element type,
-// which is linked to the kernels that use it, is PV_SHARED_float(template) and so on.
+// compiler's time, and depend on the types of elements but on nothing else of a kernel. They come in parts, each with a
+// macro for an element type that has it: what PV_SHARED_dots_float(template) makes is linked to the kernels that use it.
 namespace pv {
 
-#define PV_OF_FACTOR(TEMPLATE, F)                                                                          \
-  TEMPLATE void tiles<1>(Beside&, int64_t, int64_t, const LeftRows<F>&, const Rows&, const Sums&);         \
-  TEMPLATE void tiles<2>(Beside&, int64_t, int64_t, const LeftRows<F>&, const Rows&, const Sums&);         \
-  TEMPLATE bool finite<F>(int64_t, int64_t, const float*);                                                 \
+#define PV_TILES(TEMPLATE, F, Right)                                                                       \
+  TEMPLATE void tiles<1>(Beside&, int64_t, int64_t, const LeftRows<F>&, const Right&, const Sums&);        \
+  TEMPLATE void tiles<2>(Beside&, int64_t, int64_t, const LeftRows<F>&, const Right&, const Sums&);
+#define PV_PACKING(TEMPLATE, E)                                                                            \
+  TEMPLATE void pack_columns(const Matrix<E>&, int64_t, int64_t, float*, int64_t, const InOrder&);         \
+  TEMPLATE void pack_rows(const Matrix<E>&, int64_t, int64_t, float*);                                     \
+  TEMPLATE void copy_rows(const Matrix<E>&, int64_t, int64_t, float*, int64_t);
+#define PV_DOTS(TEMPLATE, E)                                                                               \
+  TEMPLATE void dot_block(int64_t, int64_t, int64_t, const Matrix<E>&, const Matrix<E>&, const Sums&);
+#define PV_WINDOWS(TEMPLATE, E)                                                                            \
+  TEMPLATE void pack_columns(const Matrix<E>&, int64_t, int64_t, float*, int64_t, const ByTap&);           \
+  TEMPLATE void gather_rows(const Window<E>&, int64_t, int64_t, Factor<E>*);                               \
+  TEMPLATE void contract_each(int64_t, int64_t, const Window<E>&, const Matrix<E>&, Sums);                 \
+  TEMPLATE void contract_each(int64_t, int64_t, const Window<E>&, const Panels&, Sums);
+#define PV_FINITE(TEMPLATE, F) TEMPLATE bool finite<F>(int64_t, int64_t, const float*);
+#define PV_WEIGHTS(TEMPLATE, F)                                                                            \
   TEMPLATE float weigh<true, F>(float*, int64_t, float, Seen&);                                            \
   TEMPLATE float weigh<false, F>(float*, int64_t, float, Seen&);                                           \
   TEMPLATE void weigh_changes<F>(float*, float*, int64_t, float, float, float, float, float);
+#define PV_MASKS(TEMPLATE, E) TEMPLATE void add_mask(float*, int64_t, float, const E*, int64_t, bool);
 
-#define PV_OF_ELEMENT(TEMPLATE, E)                                                                         \
-  TEMPLATE void dot_block(int64_t, int64_t, int64_t, const Matrix<E>&, const Matrix<E>&, const Sums&);     \
-  TEMPLATE void pack_columns(const Matrix<E>&, int64_t, int64_t, float*, int64_t, const InOrder&);         \
-  TEMPLATE void pack_columns(const Matrix<E>&, int64_t, int64_t, float*, int64_t, const ByTap&);           \
-  TEMPLATE void pack_rows(const Matrix<E>&, int64_t, int64_t, float*);                                     \
-  TEMPLATE void copy_rows(const Matrix<E>&, int64_t, int64_t, float*, int64_t);                            \
-  TEMPLATE void gather_rows(const Window<E>&, int64_t, int64_t, Factor<E>*);                               \
-  TEMPLATE void contract_each(int64_t, int64_t, const Window<E>&, const Matrix<E>&, Sums);                 \
-  TEMPLATE void contract_each(int64_t, int64_t, const Window<E>&, const Panels&, Sums);                    \
-  TEMPLATE void add_mask(float*, int64_t, float, const E*, int64_t, bool);
+// What pairs of bf16 need where they are multiplied as such; elsewhere they are floats.
+#ifdef __AVX512BF16__
+#define PV_PAIRS(PART, TEMPLATE, ...) PART(TEMPLATE, bf16, ##__VA_ARGS__)
+#else
+#define PV_PAIRS(PART, TEMPLATE, ...)
+#endif
 
-#define PV_OF_NARROW(TEMPLATE, E)                                                                          \
-  PV_OF_ELEMENT(TEMPLATE, E)                                                                               \
-  TEMPLATE void tiles<1>(                                                                                  \
-      Beside&, int64_t, int64_t, const LeftRows<Factor<E>>&, const LyingRows<E>&, const Sums&);            \
-  TEMPLATE void tiles<2>(                                                                                  \
-      Beside&, int64_t, int64_t, const LeftRows<Factor<E>>&, const LyingRows<E>&, const Sums&);
+#define PV_SHARED_products_float(TEMPLATE) PV_TILES(TEMPLATE, float, Rows) PV_PACKING(TEMPLATE, float)
+#define PV_SHARED_products_bf16(TEMPLATE)                                                                  \
+  PV_PAIRS(PV_TILES, TEMPLATE, Rows) PV_TILES(TEMPLATE, Factor<bf16>, LyingRows<bf16>) PV_PACKING(TEMPLATE, bf16)
+#define PV_SHARED_products_f16(TEMPLATE) PV_TILES(TEMPLATE, float, LyingRows<f16>) PV_PACKING(TEMPLATE, f16)
 
-#define PV_SHARED_float(TEMPLATE)                                                                          \
-  PV_OF_FACTOR(TEMPLATE, float)                                                                            \
-  PV_OF_ELEMENT(TEMPLATE, float)                                                                           \
+#define PV_SHARED_dots_float(TEMPLATE) PV_DOTS(TEMPLATE, float)
+#define PV_SHARED_dots_bf16(TEMPLATE) PV_DOTS(TEMPLATE, bf16)
+#define PV_SHARED_dots_f16(TEMPLATE) PV_DOTS(TEMPLATE, f16)
+
+#define PV_SHARED_windows_float(TEMPLATE)                                                                  \
+  PV_WINDOWS(TEMPLATE, float) PV_FINITE(TEMPLATE, float)                                                   \
   TEMPLATE void pack_columns(const Placed&, int64_t, int64_t, float*, int64_t, const InOrder&);            \
-  TEMPLATE void pack_rows(const PlacedColumns&, int64_t, int64_t, float*);                                 \
+  TEMPLATE void pack_rows(const PlacedColumns&, int64_t, int64_t, float*);
+#define PV_SHARED_windows_bf16(TEMPLATE) PV_WINDOWS(TEMPLATE, bf16) PV_PAIRS(PV_FINITE, TEMPLATE)
+#define PV_SHARED_windows_f16(TEMPLATE) PV_WINDOWS(TEMPLATE, f16)
+
+#define PV_SHARED_attention_float(TEMPLATE) PV_WEIGHTS(TEMPLATE, float) PV_MASKS(TEMPLATE, float)
+#define PV_SHARED_attention_bf16(TEMPLATE) PV_PAIRS(PV_WEIGHTS, TEMPLATE) PV_MASKS(TEMPLATE, bf16)
+#define PV_SHARED_attention_f16(TEMPLATE) PV_MASKS(TEMPLATE, f16)
+
+#define PV_SHARED_spread_float(TEMPLATE)                                                                   \
   TEMPLATE void spread_pixels<ROWS>(                                                                       \
       int64_t, int64_t, const Terms&, const float*, int64_t, const Panels&, const Sums&);
 
-#ifdef __AVX512BF16__
-#define PV_SHARED_bf16(TEMPLATE) PV_OF_FACTOR(TEMPLATE, bf16) PV_OF_NARROW(TEMPLATE, bf16)
-#else
-#define PV_SHARED_bf16(TEMPLATE) PV_OF_NARROW(TEMPLATE, bf16)
-#endif
-
-#define PV_SHARED_f16(TEMPLATE) PV_OF_NARROW(TEMPLATE, f16)
-
-PV_SHARED_float(extern template)
-PV_SHARED_bf16(extern template)
-PV_SHARED_f16(extern template)
+PV_SHARED_products_float(extern template)
+PV_SHARED_products_bf16(extern template)
+PV_SHARED_products_f16(extern template)
+PV_SHARED_dots_float(extern template)
+PV_SHARED_dots_bf16(extern template)
+PV_SHARED_dots_f16(extern template)
+PV_SHARED_windows_float(extern template)
+PV_SHARED_windows_bf16(extern template)
+PV_SHARED_windows_f16(extern template)
+PV_SHARED_attention_float(extern template)
+PV_SHARED_attention_bf16(extern template)
+PV_SHARED_attention_f16(extern template)
+PV_SHARED_spread_float(extern template)
 
 }  // namespace pv

@@ -8,7 +8,7 @@ import pytest
 from pellucid.errors import InternalError, ToolchainError
 from pellucid.native import build as build_module
 from pellucid.native.build import KernelCompileError, build, default_toolchain
-from pellucid.native.compiler import Blame, Compiler, blame, shared_elements
+from pellucid.native.compiler import Blame, Compiler, blame, shared_parts
 from pellucid.native.session import SESSION
 from pellucid.native.store import KernelStore
 from tests.support import native_function
@@ -93,7 +93,7 @@ def product(name: str, element: str, columns: int) -> str:
 def test_what_kernels_share_is_compiled_once_for_each_type(store, monkeypatch, element):
     addresses, _ = build({f"first_{element}": product(f"first_{element}", element, 9)}, store=store)
     assert call(addresses[f"first_{element}"]) == 3
-    assert (store.directory / "files" / f"shared-{element}.o").exists()
+    assert (store.directory / "files" / f"shared-products_{element}.o").exists()
     monkeypatch.setattr(Compiler, "_compile_shared", lambda *_: pytest.fail("it is compiled already"))
     addresses, _ = build({f"then_{element}": product(f"then_{element}", element, 24)}, store=store)
     assert call(addresses[f"then_{element}"]) == 3
@@ -103,13 +103,11 @@ def test_kernels_that_share_nothing_need_nothing(tmp_path):
     store = KernelStore("key", tmp_path)
     build({"plain": constant("plain", 1)}, store=store)
     assert not list((store.directory / "files").glob("shared-*"))
-    assert [
-        shared_elements(text) for text in ("x", "pv::contract_tiles<1>", "pv::attend<1>(pv::Attention<pv::f16>")
-    ] == [
-        (),
-        ("float",),
-        ("float", "f16"),
-    ]
+    assert shared_parts("pv::store<float>") == ()
+    assert shared_parts("pv::contract<1>") == ("products_float", "dots_float")
+    narrow = shared_parts("pv::contract_spread<1>(pv::Window<pv::f16>")
+    assert narrow[2:] == ("dots_float", "dots_f16", "windows_float", "windows_f16", "spread_float")
+    assert {part.split("_")[0] for part in shared_parts("pv::attend_backward<1>")} == {"products", "dots", "attention"}
 
 
 def test_a_refused_kernel_is_named_with_its_line(store):
