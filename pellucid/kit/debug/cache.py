@@ -28,7 +28,7 @@ _TITLES = {
     PROGRAM: "graphs: what they were compiled to",
     KERNELS: "kernels: libraries that hold some each",
     TRIAL: "trials: which of several kernels is the fastest here",
-    FILE: "headers and runtimes",
+    FILE: "headers, runtimes and what kernels share",
     WORK: "being written, or left by a process that died",
     STRANGE: "not the store's",
 }
