@@ -212,7 +212,8 @@ def trim(
 
     Other processes may be at work: what they have loaded stays loaded, what they look for is missing and built again.
     Headers, runtimes and object files that were used within the hour stay, as a compiler may be reading them, and so
-    does what is no part of the store. What processes that died have left goes always, and so do libraries that no kernel names.
+    does what is no part of the store. What processes that died have left goes always, and so do libraries that no
+    kernel names.
     remove: what to do instead. Returns what went.
     """
     folders = key_folders(root)
