@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pellucid.errors import ToolchainError
 from pellucid.native.children import Children
-from pellucid.native.sources import SOURCES, include_dir, prelude_text
+from pellucid.native.sources import SOURCES, prelude_text
 from pellucid.native.store import KernelStore
 from pellucid.native.toolchain import INSTALL_HINT, Toolchain
 
@@ -25,6 +25,7 @@ _STUB = "libtorch_cpu.so"
 _PCH = "prelude.h.gch"
 _PARTS = {
     "products": re.compile(r"\bpv::\w*(?:contract|attend|pack)\w*<"),
+    "halves": re.compile(r"\bpv::(?:contract|attend)\w*<"),
     "dots": re.compile(r"\bpv::(?:contract|attend)\w*<"),
     "windows": re.compile(r"\bpv::(?:Window|contract_pixels)<"),
     "attention": re.compile(r"\bpv::attend\w*<"),
@@ -69,8 +70,7 @@ class Compiler:
     def compile(self, source: Path, output: Path) -> None:
         """Compile kernels to an object file. Raises CompilerFailed."""
         headers = self.prepare_headers()
-        includes = ("-I", str(headers), "-I", str(include_dir()))
-        self.run((*self.toolchain.flags, *includes, "-c", str(source)), output)
+        self.run((*self.toolchain.flags, "-I", str(headers), "-c", str(source)), output)
 
     def link(self, source: Path, output: Path, *others: str) -> None:
         """Make a shared library, from an object file or from source. others: object files and flags.
@@ -130,9 +130,8 @@ class Compiler:
                 return header.parent
             with self.store.workspace() as work:
                 (work / "prelude.h").write_text(prelude_text(SOURCES), encoding="utf-8")
-                command = (*self.toolchain.flags, "-I", str(include_dir()), "-x", "c++-header")
                 try:
-                    self.run((*command, str(work / "prelude.h")), work / _PCH)
+                    self.run((*self.toolchain.flags, "-x", "c++-header", str(work / "prelude.h")), work / _PCH)
                 except CompilerFailed as error:
                     if error.out_of_space or error.killed:  # it only saves time
                         return SOURCES

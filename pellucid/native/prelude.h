@@ -8,14 +8,12 @@
 //
 // Registers are the vector types of GCC and Clang, which have operators, conversions and shuffles for every lane type;
 // intrinsics stand where these have no word. The parts below are precompiled with this file as one text, and kept with
-// the kernels; each relies on those before it.
+// the kernels; each relies on those before it. Headers that take long to read (<cmath>, <array>, <sleef.h>) are not
+// included: the first kernel of a machine waits for this one.
 #pragma once
 
 #include <immintrin.h>
-#include <sleef.h>
 
-#include <array>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>

@@ -1,4 +1,4 @@
-"""Where C++ sources and headers are: the runtime's and the kernels' beside this file, PyTorch's in its package."""
+"""The header of all kernels, as one text."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-
 from pellucid.machine.kernels import sizes_text
 from pellucid.native.runtime_source import SOURCES
-
-
-def include_dir() -> Path:
-    """Directory of PyTorch's headers (Sleef's among them)."""
-    return Path(torch.__file__).parent / "include"
 
 
 def prelude_text(directory: Path) -> str:

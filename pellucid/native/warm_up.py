@@ -28,7 +28,7 @@ def _headers() -> None:
         compiler.prepare_stub()
         if not (compiler.store.directory / "files" / "prelude.h").exists():
             compiler.prepare_headers()
-        for part in ("products_float", "dots_float"):
+        for part in ("products_float", "dots_float", "halves_float"):
             compiler.prepare_shared(part)
     except Exception:
         return

@@ -74,7 +74,7 @@ def test_processes_that_start_together_on_an_empty_store_compile_each_kernel_onc
     compilers = tmp_path / "compilers"
     compilers.mkdir()
     fake = tmp_path / "g++"
-    fake.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) touch {compilers}/$$;; esac\nexec g++ "$@"\n')
+    fake.write_text(f'#!/bin/sh\ncase "$*" in *kernels.cpp*) touch {compilers}/$$;; esac\nexec g++ "$@"\n')
     fake.chmod(0o755)
     count = int(os.environ.get("TEST_PROCESSES", "4"))
     environment = {"PELLUCID_CACHE_DIR": str(tmp_path / "store"), "CXX": str(fake)}

@@ -123,6 +123,7 @@ def test_what_kernels_share_is_compiled_again_if_it_is_damaged(store, tmp_path, 
         #include <stdint.h>
         namespace pv { template <class T> int64_t contract(T a) { return a + 1; } }
         #define PV_SHARED_products_float(TEMPLATE) TEMPLATE int64_t contract<int>(int);
+        #define PV_SHARED_halves_float(TEMPLATE)
         #define PV_SHARED_dots_float(TEMPLATE)
         namespace pv { PV_SHARED_products_float(extern template) }
     """)

@@ -131,10 +131,7 @@ template <class T, int W> PV_FN void store(T* p, const Vec<Value<T>, W>& a, All<
   using V = Vec<Raw<T>, W>;
   using U = typename RegisterOf<Raw<T>, V::lanes>::unaligned;
   const V raw = shrink<T, W>(a);
-  build<std::array<int, V::count>, V::count>([&](auto K) PV_INLINE {
-    *(U*)((Raw<T>*)p + decltype(K)::value * V::lanes) = raw.r[K];
-    return 0;
-  });
+  repeat<V::count>([&](auto K) PV_INLINE { *(U*)((Raw<T>*)p + decltype(K)::value * V::lanes) = raw.r[K]; });
 }
 template <class T, int W> PV_FN void store(T* p, const Vec<Value<T>, W>& a, const Some<W>& n) {
   store_masked((Raw<T>*)p, shrink<T, W>(a), n.mask);
@@ -157,10 +154,7 @@ template <class R> PV_FN void stream_register(void* p, R a) {
 template <class T, int W> PV_FN void stream(T* p, const Vec<Value<T>, W>& a, All<W>) {
   using V = Vec<Raw<T>, W>;
   const V raw = shrink<T, W>(a);
-  build<std::array<int, V::count>, V::count>([&](auto K) PV_INLINE {
-    stream_register((Raw<T>*)p + decltype(K)::value * V::lanes, raw.r[K]);
-    return 0;
-  });
+  repeat<V::count>([&](auto K) PV_INLINE { stream_register((Raw<T>*)p + decltype(K)::value * V::lanes, raw.r[K]); });
 }
 template <class T, int W> PV_FN void stream(T* p, const Vec<Value<T>, W>& a, const Some<W>& n) { store<T>(p, a, n); }
 PV_FN void stream_end() { _mm_sfence(); }

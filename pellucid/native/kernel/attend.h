@@ -92,7 +92,7 @@ PV_SHARED float weigh(float* scores, int64_t n, float scale, Seen& row) {
     store<F>((F*)scores + j, weight, l);
     sum.add(weight, l);
   });
-  const float before = now == row.greatest ? 1.0f : std::exp(row.greatest - base);
+  const float before = now == row.greatest ? 1.0f : libm::exp(row.greatest - base);
   row.sum = row.sum * before + total<Sum>(sum.value());
   row.greatest = now;
   return before;
@@ -239,7 +239,7 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
     const bool empty = a.zero && all == 0;
     put_row<D>(sums + i * WIDTH, empty ? 1.0f : 1.0f / all, a.out.from(i, 0), false);
     if (!a.logsumexp.at) continue;
-    const float logarithm = std::log(all), greatest = seen[i].greatest;
+    const float logarithm = libm::log(all), greatest = seen[i].greatest;
     if (a.logarithm.at) *a.logarithm(i, 0) = logarithm;
     const float base = greatest == -inf<float> ? 0.0f : greatest;
     *a.logsumexp(i, 0) = a.logarithm.at ? base : empty ? 0.0f : greatest + logarithm;

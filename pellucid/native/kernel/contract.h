@@ -25,7 +25,7 @@ inline void pack_panels(int64_t area, const Matrix<E>& b, float* to) {
       for (int64_t j = first; j < first + COLUMNS; j++)
         for (int64_t t = unit * T; t < (unit + 1) * T; t++) {
           const E* at = t < k && j < n ? b(t % channels * area + t / channels, j) : nullptr;
-          finite &= !at || std::isfinite(load(at));
+          finite &= !at || __builtin_isfinite(load(at));
           if constexpr (T == 1) *next++ = at ? load(at) : 0.0f;
           else *next++ = at ? *at : F{};
         }

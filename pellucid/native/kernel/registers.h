@@ -5,18 +5,18 @@ namespace pv {
 constexpr int REGISTER = 64;
 #define PV_PS(name) _mm512_##name##_ps
 #define PV_PD(name) _mm512_##name##_pd
-#define PV_SLEEF_F(name) Sleef_##name##f16
-#define PV_SLEEF_D(name) Sleef_##name##d8
-#define PV_SLEEF_FU(name, ulp) Sleef_##name##f16_##ulp
-#define PV_SLEEF_DU(name, ulp) Sleef_##name##d8_##ulp
+#define PV_SLEEF_F(name, ulp) Sleef_##name##f16_##ulp
+#define PV_SLEEF_D(name, ulp) Sleef_##name##d8_##ulp
+using Floats = __m512;
+using Doubles = __m512d;
 #else
 constexpr int REGISTER = 32;
 #define PV_PS(name) _mm256_##name##_ps
 #define PV_PD(name) _mm256_##name##_pd
-#define PV_SLEEF_F(name) Sleef_##name##f8
-#define PV_SLEEF_D(name) Sleef_##name##d4
-#define PV_SLEEF_FU(name, ulp) Sleef_##name##f8_##ulp
-#define PV_SLEEF_DU(name, ulp) Sleef_##name##d4_##ulp
+#define PV_SLEEF_F(name, ulp) Sleef_##name##f8_##ulp
+#define PV_SLEEF_D(name, ulp) Sleef_##name##d4_##ulp
+using Floats = __m256;
+using Doubles = __m256d;
 #endif
 
 // L lanes of T in one register.
@@ -42,6 +42,13 @@ template <class V> using Lane = typename LaneOf<V>::type;
 template <class Out, int N, class F> PV_FN Out build(F f) {
   return [&]<size_t... K>(std::index_sequence<K...>) PV_INLINE {
     return Out{{f(std::integral_constant<int, int(K)>())...}};
+  }(std::make_index_sequence<N>());
+}
+
+// Calls f(K) for K = 0 .. N-1 with compile-time K.
+template <int N, class F> PV_FN void repeat(F f) {
+  [&]<size_t... K>(std::index_sequence<K...>) PV_INLINE {
+    (f(std::integral_constant<int, int(K)>()), ...);
   }(std::make_index_sequence<N>());
 }
 
@@ -225,7 +232,7 @@ template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool
 }
 template <class T, int W> PV_FN void store_masked(T* p, const Vec<T, W>& a, const Vec<bool, W>& m) {
   using V = Vec<T, W>;
-  build<std::array<int, V::count>, V::count>([&](auto K) PV_INLINE {
+  repeat<V::count>([&](auto K) PV_INLINE {
     constexpr int k = decltype(K)::value;
     const uint64_t bits = bits_of<k, V::lanes>(m);
     T* q = p + k * V::lanes;
@@ -233,7 +240,6 @@ template <class T, int W> PV_FN void store_masked(T* p, const Vec<T, W>& a, cons
     else if constexpr (sizeof(T) == 4) _mm512_mask_storeu_epi32(q, bits, full(a.r[k]));
     else if constexpr (sizeof(T) == 2) _mm512_mask_storeu_epi16(q, bits, full(a.r[k]));
     else _mm512_mask_storeu_epi8(q, bits, full(a.r[k]));
-    return 0;
   });
 }
 #else

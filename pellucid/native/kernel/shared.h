@@ -3,9 +3,8 @@
 // macro for an element type that has it: what PV_SHARED_dots_float(template) makes is linked to the kernels that use it.
 namespace pv {
 
-#define PV_TILES(TEMPLATE, F, Right)                                                                       \
-  TEMPLATE void tiles<1>(Beside&, int64_t, int64_t, const LeftRows<F>&, const Right&, const Sums&);        \
-  TEMPLATE void tiles<2>(Beside&, int64_t, int64_t, const LeftRows<F>&, const Right&, const Sums&);
+#define PV_TILES(TEMPLATE, F, C, Right)                                                                    \
+  TEMPLATE void tiles<C>(Beside&, int64_t, int64_t, const LeftRows<F>&, const Right&, const Sums&);
 #define PV_PACKING(TEMPLATE, E)                                                                            \
   TEMPLATE void pack_columns(const Matrix<E>&, int64_t, int64_t, float*, int64_t, const InOrder&);         \
   TEMPLATE void pack_rows(const Matrix<E>&, int64_t, int64_t, float*);                                     \
@@ -31,10 +30,17 @@ namespace pv {
 #define PV_PAIRS(PART, TEMPLATE, ...)
 #endif
 
-#define PV_SHARED_products_float(TEMPLATE) PV_TILES(TEMPLATE, float, Rows) PV_PACKING(TEMPLATE, float)
+#define PV_SHARED_products_float(TEMPLATE) PV_TILES(TEMPLATE, float, 2, Rows) PV_PACKING(TEMPLATE, float)
 #define PV_SHARED_products_bf16(TEMPLATE)                                                                  \
-  PV_PAIRS(PV_TILES, TEMPLATE, Rows) PV_TILES(TEMPLATE, Factor<bf16>, LyingRows<bf16>) PV_PACKING(TEMPLATE, bf16)
-#define PV_SHARED_products_f16(TEMPLATE) PV_TILES(TEMPLATE, float, LyingRows<f16>) PV_PACKING(TEMPLATE, f16)
+  PV_PAIRS(PV_TILES, TEMPLATE, 2, Rows)                                                                    \
+  PV_TILES(TEMPLATE, Factor<bf16>, 2, LyingRows<bf16>) PV_PACKING(TEMPLATE, bf16)
+#define PV_SHARED_products_f16(TEMPLATE) PV_TILES(TEMPLATE, float, 2, LyingRows<f16>) PV_PACKING(TEMPLATE, f16)
+
+// Panels of which one register of columns is computed.
+#define PV_SHARED_halves_float(TEMPLATE) PV_TILES(TEMPLATE, float, 1, Rows)
+#define PV_SHARED_halves_bf16(TEMPLATE)                                                                    \
+  PV_PAIRS(PV_TILES, TEMPLATE, 1, Rows) PV_TILES(TEMPLATE, Factor<bf16>, 1, LyingRows<bf16>)
+#define PV_SHARED_halves_f16(TEMPLATE) PV_TILES(TEMPLATE, float, 1, LyingRows<f16>)
 
 #define PV_SHARED_dots_float(TEMPLATE) PV_DOTS(TEMPLATE, float)
 #define PV_SHARED_dots_bf16(TEMPLATE) PV_DOTS(TEMPLATE, bf16)
@@ -58,6 +64,9 @@ namespace pv {
 PV_SHARED_products_float(extern template)
 PV_SHARED_products_bf16(extern template)
 PV_SHARED_products_f16(extern template)
+PV_SHARED_halves_float(extern template)
+PV_SHARED_halves_bf16(extern template)
+PV_SHARED_halves_f16(extern template)
 PV_SHARED_dots_float(extern template)
 PV_SHARED_dots_bf16(extern template)
 PV_SHARED_dots_f16(extern template)

@@ -107,7 +107,11 @@ PV_INTRINSIC(round, _mm512_roundscale_ps(x, 8), _mm512_roundscale_pd(x, 8))
 PV_INTRINSIC(trunc, _mm256_round_ps(x, 11), _mm256_round_pd(x, 11))
 PV_INTRINSIC(round, _mm256_round_ps(x, 8), _mm256_round_pd(x, 8))
 #endif
-#define PV_SLEEF(name, symbol, ulp) PV_INTRINSIC(name, PV_SLEEF_FU(symbol, ulp)(x), PV_SLEEF_DU(symbol, ulp)(x))
+// Sleef's functions come with PyTorch; `ulp` is a bound of their error in tenths.
+#define PV_SLEEF(name, symbol, ulp)                                                                      \
+  extern "C" [[gnu::const]] Floats PV_SLEEF_F(symbol, ulp)(Floats);                                      \
+  extern "C" [[gnu::const]] Doubles PV_SLEEF_D(symbol, ulp)(Doubles);                                    \
+  PV_INTRINSIC(name, PV_SLEEF_F(symbol, ulp)(x), PV_SLEEF_D(symbol, ulp)(x))
 PV_SLEEF(exp2, exp2, u10) PV_SLEEF(expm1, expm1, u10)
 PV_SLEEF(log, log, u10) PV_SLEEF(log2, log2, u10) PV_SLEEF(log10, log10, u10) PV_SLEEF(log1p, log1p, u10)
 PV_SLEEF(sin, sin, u10) PV_SLEEF(cos, cos, u10) PV_SLEEF(tan, tan, u10)
@@ -119,17 +123,17 @@ PV_SLEEF(exp_sleef, exp, u10) PV_SLEEF(tanh_sleef, tanh, u10) PV_SLEEF(erf_sleef
 #undef PV_SLEEF
 #undef PV_INTRINSIC
 
-#define PV_BINARY(name, F, D)                                                                            \
+#define PV_BINARY(name, ulp)                                                                             \
+  extern "C" [[gnu::const]] Floats PV_SLEEF_F(name, ulp)(Floats, Floats);                                \
+  extern "C" [[gnu::const]] Doubles PV_SLEEF_D(name, ulp)(Doubles, Doubles);                             \
   template <class T, int W> PV_FN Vec<T, W> name(const Vec<T, W>& a, const Vec<T, W>& b) {               \
     if constexpr (std::is_same_v<T, float>)                                                              \
-      return map<T>([](auto x, auto y) PV_INLINE { return (decltype(x))F(x, y); }, a, b);                \
+      return map<T>([](auto x, auto y) PV_INLINE { return (decltype(x))PV_SLEEF_F(name, ulp)(x, y); }, a, b); \
     else if constexpr (std::is_same_v<T, double>)                                                        \
-      return map<T>([](auto x, auto y) PV_INLINE { return (decltype(x))D(x, y); }, a, b);                \
+      return map<T>([](auto x, auto y) PV_INLINE { return (decltype(x))PV_SLEEF_D(name, ulp)(x, y); }, a, b); \
     else return lanewise([](T x, T y) PV_INLINE { return name(x, y); }, a, b);                           \
   }
-PV_BINARY(pow, PV_SLEEF_FU(pow, u10), PV_SLEEF_DU(pow, u10))
-PV_BINARY(atan2, PV_SLEEF_FU(atan2, u10), PV_SLEEF_DU(atan2, u10))
-PV_BINARY(hypot, PV_SLEEF_FU(hypot, u05), PV_SLEEF_DU(hypot, u05))
+PV_BINARY(pow, u10) PV_BINARY(atan2, u10) PV_BINARY(hypot, u05)
 #undef PV_BINARY
 
 // Sleef's fmod gives NaN where the quotient is huge.

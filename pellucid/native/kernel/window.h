@@ -229,7 +229,7 @@ PV_FN bool all_finite(const float* p, int64_t n) {
   for (; i + 4 * COLUMN <= n; i += 4 * COLUMN)
     for (int k = 0; k < 4; k++) sums[k] = multiply_add(read_column(p + i + k * COLUMN), ColumnReg{}, sums[k]);
   bool all = total<Sum>(Column{{(sums[0] + sums[1]) + (sums[2] + sums[3])}}) == 0;
-  for (; i < n; i++) all &= std::isfinite(p[i]);
+  for (; i < n; i++) all &= __builtin_isfinite(p[i]);
   return all;
 }
 

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pellucid.native import loader, runtime_source
 from pellucid.native.build import default_toolchain
 from pellucid.native.runtime_source import FILES, SOURCES, library_name
-from pellucid.native.sources import include_dir
 
 ROOT = Path(__file__).parents[3]
 HEADERS = (
@@ -34,7 +34,7 @@ def test_pytorchs_own_headers_declare_the_same(tmp_path: Path) -> None:
         "-fsyntax-only",
         "-DTORCH_TARGET_VERSION=0x020d000000000000",
     )
-    subprocess.run([*command, "-I", include_dir(), "-I", SOURCES, source], check=True)
+    subprocess.run([*command, "-I", Path(torch.__file__).parent / "include", "-I", SOURCES, source], check=True)
 
 
 def test_the_name_tells_what_it_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
