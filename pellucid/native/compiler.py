@@ -23,15 +23,23 @@ _OTHER = "try another compiler: set CXX; GCC 12 and 13 are the best tested"
 _KILLED = "the compiler was ended by signal"
 _STUB = "libtorch_cpu.so"
 _PCH = "prelude.h.gch"
+_WIDTH = re.compile(r"\bpv::(?:attend\w*<|contract\w*<\d+, \d+, )(\d+)")
+
+
+def _has_halves(text: str) -> bool:
+    """Whether a kernel may compute one register of a panel's columns: what is left of so many, of 8 or 16 lanes."""
+    return any((width - 1) % 32 < 16 or (width - 1) % 16 < 8 for width in map(int, _WIDTH.findall(text)))
+
+
 _PARTS = {
-    "products": re.compile(r"\bpv::\w*(?:contract|attend|pack)\w*<"),
-    "halves": re.compile(r"\bpv::(?:contract|attend)\w*<"),
-    "dots": re.compile(r"\bpv::(?:contract|attend)\w*<"),
-    "windows": re.compile(r"\bpv::(?:Window|contract_pixels)<"),
-    "attention": re.compile(r"\bpv::attend\w*<"),
-    "spread": re.compile(r"\bpv::contract_spread<"),
+    "products": re.compile(r"\bpv::\w*(?:contract|attend|pack)\w*<").search,
+    "dots": re.compile(r"\bpv::(?:contract|attend)\w*<").search,
+    "halves": _has_halves,
+    "windows": re.compile(r"\bpv::(?:Window|contract_pixels)<").search,
+    "attention": re.compile(r"\bpv::attend\w*<").search,
+    "spread": re.compile(r"\bpv::contract_spread<").search,
 }
-"""What kernel/shared.h has in parts, each needed by texts that match."""
+"""What kernel/shared.h has in parts, and which kernels use each, by their text."""
 
 _ELEMENTS = ("float", "bf16", "f16")
 
@@ -207,7 +215,7 @@ def explain(failed: CompilerFailed, what: str, hint: str) -> ToolchainError:
 
 def shared_parts(text: str) -> tuple[str, ...]:
     """The parts of kernel/shared.h that the kernels in `text` use."""
-    parts = [part for part, use in _PARTS.items() if use.search(text)]
+    parts = [part for part, use in _PARTS.items() if use(text)]
     elements = [element for element in _ELEMENTS if element == "float" or f"pv::{element}" in text]
     return tuple(f"{part}_{each}" for part in parts for each in elements if part != "spread" or each == "float")
 

@@ -9,7 +9,7 @@ from pellucid.native.threads import in_thread
 
 
 def warm_up() -> None:
-    """Start making what kernels share, and the runtime, in a thread; returns at once.
+    """Start making what most kernels share, in an empty store, and the runtime, in a thread; returns at once.
 
     Errors are left to the first `build`, which meets them again.
     """
@@ -28,8 +28,8 @@ def _headers() -> None:
         compiler.prepare_stub()
         if not (compiler.store.directory / "files" / "prelude.h").exists():
             compiler.prepare_headers()
-        for part in ("products_float", "dots_float", "halves_float"):
-            compiler.prepare_shared(part)
+            for part in ("products_float", "dots_float"):
+                compiler.prepare_shared(part)
     except Exception:
         return
 

@@ -105,15 +105,25 @@ def test_kernels_that_share_nothing_need_nothing(tmp_path):
     build({"plain": constant("plain", 1)}, store=store)
     assert not list((store.directory / "files").glob("shared-*"))
     assert shared_parts("pv::store<float>") == ()
-    assert shared_parts("pv::contract<1>") == ("products_float", "halves_float", "dots_float")
-    narrow = shared_parts("pv::contract_spread<1>(pv::Window<pv::f16>")
-    assert narrow[4:] == ("dots_float", "dots_f16", "windows_float", "windows_f16", "spread_float")
-    assert {part.split("_")[0] for part in shared_parts("pv::attend_backward<1>")} == {
-        "products",
-        "halves",
-        "dots",
-        "attention",
-    }
+    assert shared_parts("pv::contract<9, 32, 64>") == ("products_float", "dots_float")
+    narrow = shared_parts("pv::contract_spread<32>(pv::Window<pv::f16>")
+    assert narrow[2:] == ("dots_float", "dots_f16", "windows_float", "windows_f16", "spread_float")
+    assert [part.split("_")[0] for part in shared_parts("pv::attend_backward<64>")] == ["products", "dots", "attention"]
+
+
+@pytest.mark.parametrize("columns", [0, 32, 64, 768, 31, 60])
+def test_whole_panels_need_no_halves(columns):
+    assert "halves_float" not in shared_parts(f"pv::contract<9, 32, {columns}>(")
+
+
+@pytest.mark.parametrize("columns", [1, 8, 16, 48, 144, 24])  # of 8 or of 16 lanes
+def test_a_panel_of_which_a_half_is_computed_needs_halves(columns):
+    for text in (
+        f"pv::contract<9, 32, {columns}>(",
+        f"pv::contract_tiles<2, 32, {columns}, 7>(",
+        f"pv::attend<{columns}, 1>(",
+    ):
+        assert "halves_float" in shared_parts(text)
 
 
 def test_a_refused_kernel_is_named_with_its_line(store):
