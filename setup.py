@@ -29,10 +29,9 @@ class BuildRuntime(build_ext):
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as work:
-            # An empty library stands for PyTorch's, whose functions are found when the runtime is loaded.
-            stub = os.path.join(work, "libtorch_cpu.so")
-            run("-shared", "-nostdlib", f"-Wl,-soname,{os.path.basename(stub)}", "-x", "c++", os.devnull, "-o", stub)
-            run("-shared", *SOURCE["FLAGS"], *ext.sources, "-Wl,--no-as-needed", stub, "-o", str(library))
+            stub = os.path.join(work, SOURCE["STUB"])
+            run(*SOURCE["STUB_FLAGS"], "-o", stub)
+            run("-shared", *SOURCE["FLAGS"], *ext.sources, *SOURCE["linked_to"](stub), "-o", str(library))
 
 
 def run(*arguments: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -10,10 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pellucid.errors import ToolchainError
 from pellucid.native.children import Children
+from pellucid.native.runtime_source import STUB, STUB_FLAGS, linked_to
 from pellucid.native.sources import SOURCES, prelude_text
 from pellucid.native.store import KernelStore
 from pellucid.native.toolchain import INSTALL_HINT, Toolchain
@@ -21,7 +22,6 @@ from pellucid.native.toolchain import INSTALL_HINT, Toolchain
 _TIMEOUT_S = 600
 _OTHER = "try another compiler: set CXX; GCC 12 and 13 are the best tested"
 _KILLED = "the compiler was ended by signal"
-_STUB = "libtorch_cpu.so"
 _PCH = "prelude.h.gch"
 _WIDTH = re.compile(r"\bpv::(?:attend\w*<|contract\w*<\d+, \d+, )(\d+)")
 
@@ -90,7 +90,7 @@ class Compiler:
         one would cost a third of a second of the linker's time.
         """
         stub = self.prepare_stub()
-        self.run(("-shared", *others, str(source), "-Wl,--no-as-needed", str(stub)), output)
+        self.run(("-shared", *others, str(source), *linked_to(str(stub))), output)
 
     def twice(self, make: Callable[[], Path]) -> Path:
         """`make()`; once more, elsewhere, if the disk was full; once more, by itself, if the compiler was killed.
@@ -111,17 +111,28 @@ class Compiler:
         with alone:
             return make()
 
+    def provide(self, name: str, make: Callable[[Path], None], what: str, hint: str = _OTHER) -> Path:
+        """The auxiliary file of that name in the store, which `make` writes where it is not there.
+
+        what, hint: of the error if the compiler fails. Raises ToolchainError.
+        """
+
+        def add() -> Path:
+            with self.store.workspace() as work:
+                make(work / name)
+                return self.store.add_file(name, work / name)
+
+        if found := self.store.file(name):
+            return found
+        try:
+            with self.store.lock(name):  # another process may be making it too
+                return self.store.file(name) or self.twice(add)
+        except CompilerFailed as failed:
+            raise explain(failed, what, hint) from failed
+
     def prepare_stub(self) -> Path:
         """The empty library that stands for libtorch_cpu. Raises ToolchainError."""
-        try:
-            return self.store.file(_STUB) or self.twice(self._link_stub)
-        except CompilerFailed as failed:
-            raise explain(failed, "an empty library cannot be linked", _OTHER) from failed
-
-    def _link_stub(self) -> Path:
-        with self.store.workspace() as work:
-            self.run(("-shared", "-nostdlib", f"-Wl,-soname,{_STUB}", "-x", "c++", os.devnull), work / _STUB)
-            return self.store.add_file(_STUB, work / _STUB)
+        return self.provide(STUB, lambda made: self.run(STUB_FLAGS, made), "an empty library cannot be linked")
 
     def prepare_headers(self) -> Path:
         """The directory to include `prelude.h` from; with GCC a precompiled header lies there."""
@@ -158,21 +169,13 @@ class Compiler:
 
     def prepare_shared(self, part: str) -> Path:
         """The object file of a part of kernel/shared.h, such as `dots_float`. Raises ToolchainError."""
-        name = f"shared-{part}.o"
-        if found := self.store.file(name):
-            return found
-        with self.store.lock(name):
-            try:
-                return self.store.file(name) or self.twice(lambda: self._compile_shared(part, name))
-            except CompilerFailed as failed:
-                raise explain(failed, f"what kernels share, {part}, does not compile", _OTHER) from failed
+        make = partial(self._compile_shared, part)
+        return self.provide(f"shared-{part}.o", make, f"what kernels share, {part}, does not compile")
 
-    def _compile_shared(self, part: str, name: str) -> Path:
-        with self.store.workspace() as work:
-            source, made = work / "shared.cpp", work / name
-            source.write_text(f'#include "prelude.h"\nnamespace pv {{\nPV_SHARED_{part}(template)\n}}\n')
-            self.compile(source, made)
-            return self.store.add_file(name, made)
+    def _compile_shared(self, part: str, made: Path) -> None:
+        source = made.with_name("shared.cpp")
+        source.write_text(f'#include "prelude.h"\nnamespace pv {{\nPV_SHARED_{part}(template)\n}}\n')
+        self.compile(source, made)
 
     def run(self, arguments: tuple[str, ...], output: Path) -> None:
         """Run the compiler to make `output`. Raises CompilerFailed, or ToolchainError when it cannot be run at all."""

@@ -18,7 +18,7 @@ import torch.autograd.profiler
 
 from pellucid.errors import InternalError, ToolchainError, UnsupportedError
 from pellucid.native.build import default_store, default_toolchain
-from pellucid.native.compiler import Compiler, CompilerFailed, explain
+from pellucid.native.compiler import Compiler
 from pellucid.native.cpu import cpu
 from pellucid.native.library import open_library
 from pellucid.native.runtime_source import FILES, FLAGS, SOURCES, library_name
@@ -114,22 +114,12 @@ def built(stem: str, files: tuple[str, ...], flags: Callable[[Toolchain], Sequen
 
     what: to say when it does not compile. Raises ToolchainError.
     """
-    name = library_name(stem, files)
     compiler = Compiler(default_toolchain(), default_store())
 
-    def make() -> Path:
-        with compiler.store.workspace() as work:
-            compiler.link(SOURCES / files[0], work / name, *flags(compiler.toolchain))
-            return compiler.store.add_file(name, work / name)
+    def make(made: Path) -> None:
+        compiler.link(SOURCES / files[0], made, *flags(compiler.toolchain))
 
-    found = compiler.store.file(name)
-    if found:
-        return found
-    try:
-        with compiler.store.lock(name):  # another process may be building it too
-            return compiler.store.file(name) or compiler.twice(make)
-    except CompilerFailed as failed:
-        raise explain(failed, what, hint) from failed
+    return compiler.provide(library_name(stem, files), make, what, hint)
 
 
 def _load(path: Path) -> ctypes.PyDLL:

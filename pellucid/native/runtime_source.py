@@ -6,6 +6,7 @@ This file imports nothing of Pellucid, because the package is built where PyTorc
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
@@ -32,6 +33,15 @@ FILES = (
 """The first one is compiled; it includes the others."""
 
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-w")
+
+STUB = "libtorch_cpu.so"
+STUB_FLAGS = ("-shared", "-nostdlib", f"-Wl,-soname,{STUB}", "-x", "c++", os.devnull)
+"""What makes an empty library of that name: it stands for PyTorch's, see `Compiler.link`."""
+
+
+def linked_to(stub: str) -> tuple[str, ...]:
+    """Flags of a library that needs PyTorch's. stub: the path of the empty one."""
+    return ("-Wl,--no-as-needed", stub)
 
 
 def library_name(stem: str, files: tuple[str, ...]) -> str:
