@@ -1,6 +1,7 @@
-"""Builds the native runtime into the package, so that no program waits for that; the rest stands in pyproject.toml.
+"""Builds native code into the package, so that no program waits for that; the rest stands in pyproject.toml.
 
-Where there is no compiler the package is installed without it, and the first program that is compiled builds it.
+It is the runtime, and what kernels share for each instruction set. Where there is no compiler the package is installed
+without them, and the programs that need them build them.
 """
 
 import os
@@ -14,24 +15,47 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-SOURCE = runpy.run_path(str(Path(__file__).parent / "pellucid/native/runtime_source.py"))
+NATIVE = Path("pellucid/native")
+SOURCE = runpy.run_path(str(Path(__file__).parent / NATIVE / "sources.py"))
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 
 
-class BuildRuntime(build_ext):
-    """Compiles the runtime to a library whose name tells what it was made of."""
+class BuildNative(build_ext):
+    """Makes files whose names tell what they were made of."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or True
 
     def get_ext_filename(self, fullname: str) -> str:
-        name = SOURCE["library_name"]("runtime", SOURCE["FILES"])
-        return os.path.join(*fullname.split(".")[:-1], name)
+        *package, name = fullname.split(".")
+        made = SOURCE["library_name"](name, SOURCE["FILES"]) if name == "runtime" else SOURCE["shared_name"](name)
+        return os.path.join(*package, made)
 
     def build_extension(self, ext: Extension) -> None:
-        library = Path(self.get_ext_fullpath(ext.name))
-        library.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(self.get_ext_fullpath(ext.name))
+        made.parent.mkdir(parents=True, exist_ok=True)
+        name = ext.name.rpartition(".")[2]
         with tempfile.TemporaryDirectory() as work:
-            stub = os.path.join(work, SOURCE["STUB"])
-            run(*SOURCE["STUB_FLAGS"], "-o", stub)
-            run("-shared", *SOURCE["FLAGS"], *ext.sources, *SOURCE["linked_to"](stub), "-o", str(library))
+            if name == "runtime":
+                build_runtime(Path(work), made)
+            else:
+                build_shared(name, Path(work), made)
+
+
+def build_runtime(work: Path, made: Path) -> None:
+    """Make the library; `work` is a directory for what it takes."""
+    stub = str(work / SOURCE["STUB"])
+    run(*SOURCE["STUB_FLAGS"], "-o", stub)
+    run("-shared", *SOURCE["FLAGS"], str(NATIVE / SOURCE["FILES"][0]), *SOURCE["linked_to"](stub), "-o", str(made))
+
+
+def build_shared(level: str, work: Path, made: Path) -> None:
+    """Make the object file of what kernels share for one of `LEVELS`."""
+    source = work / "shared.cpp"
+    source.write_text(SOURCE["shared_source"]("all"), encoding="utf-8")
+    flags = (*SOURCE["KERNEL_FLAGS"], *SOURCE["LEVELS"][level])
+    run(*flags, "-I", str(NATIVE), "-c", str(source), "-o", str(made))
 
 
 def run(*arguments: str) -> None:
@@ -39,10 +63,13 @@ def run(*arguments: str) -> None:
     try:
         subprocess.run([*COMPILER, *arguments], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise CompileError(f"the native runtime is not built: {error}") from error
+        raise CompileError(f"native code is not built: {error}") from error
 
 
 setup(
-    ext_modules=[Extension("pellucid.native.runtime", ["pellucid/native/runtime.cpp"], optional=True)],
-    cmdclass={"build_ext": BuildRuntime},
+    ext_modules=[
+        Extension(f"pellucid.native.{name}", [str(NATIVE / source)], optional=True)
+        for name, source in {"runtime": "runtime.cpp", **dict.fromkeys(SOURCE["LEVELS"], "prelude.h")}.items()
+    ],
+    cmdclass={"build_ext": BuildNative},
 )

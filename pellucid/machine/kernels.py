@@ -1,6 +1,6 @@
 """Sizes that are written into kernels and that plans and prices count with.
 
-They stand here alone: `prelude.h`, as kernels are compiled with it, holds the text that `sizes_text` makes of them.
+They stand here alone: the header `native/sizes.h` is made of them, by `pytest tests/golden --bless`.
 """
 
 from __future__ import annotations

@@ -183,10 +183,10 @@ def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times
         return {}
     compiler.prepare_headers()
     compiler.prepare_stub()
-    shards, shared = _shards(kernels), shared_parts(source_text(kernels))
-    tasks = [partial(compiler.prepare_shared, part) for part in shared]
+    shards, parts = _shards(kernels), compiler.parts_to_make(source_text(kernels))
+    tasks = [partial(compiler.prepare_shared, part) for part in parts]
     tasks += [partial(_build_shard, shard, compiler, times) for shard in shards]
-    paths = compiler.children.each(lambda task: task(), tasks)[len(shared) :]
+    paths = compiler.children.each(lambda task: task(), tasks)[len(parts) :]
     addresses: dict[str, int] = {}
     for path, shard in zip(paths, shards, strict=True):
         if not path.exists():  # somebody has trimmed the store meanwhile

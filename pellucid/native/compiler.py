@@ -14,10 +14,9 @@ from pathlib import Path
 
 from pellucid.errors import ToolchainError
 from pellucid.native.children import Children
-from pellucid.native.runtime_source import STUB, STUB_FLAGS, linked_to
-from pellucid.native.sources import SOURCES, prelude_text
+from pellucid.native.sources import SOURCES, STUB, STUB_FLAGS, linked_to, prelude_text, shared_source
 from pellucid.native.store import KernelStore
-from pellucid.native.toolchain import INSTALL_HINT, Toolchain
+from pellucid.native.toolchain import INSTALL_HINT, Toolchain, shipped
 
 _TIMEOUT_S = 600
 _OTHER = "try another compiler: set CXX; GCC 12 and 13 are the best tested"
@@ -164,8 +163,13 @@ class Compiler:
 
         Raises CompilerFailed; ToolchainError when what they share cannot be compiled.
         """
-        shared = [str(self.prepare_shared(part)) for part in shared_parts(text)]
-        self.link(source, output, "-Wl,--gc-sections", *shared)
+        came = shipped(self.toolchain)
+        shared = [came] if came else [self.prepare_shared(part) for part in shared_parts(text)]
+        self.link(source, output, "-Wl,--gc-sections", *map(str, shared))
+
+    def parts_to_make(self, text: str) -> tuple[str, ...]:
+        """The parts of kernel/shared.h that the kernels in `text` use and that did not come with the package."""
+        return () if shipped(self.toolchain) else shared_parts(text)
 
     def prepare_shared(self, part: str) -> Path:
         """The object file of a part of kernel/shared.h, such as `dots_float`. Raises ToolchainError."""
@@ -174,7 +178,7 @@ class Compiler:
 
     def _compile_shared(self, part: str, made: Path) -> None:
         source = made.with_name("shared.cpp")
-        source.write_text(f'#include "prelude.h"\nnamespace pv {{\nPV_SHARED_{part}(template)\n}}\n')
+        source.write_text(shared_source(part))
         self.compile(source, made)
 
     def run(self, arguments: tuple[str, ...], output: Path) -> None:

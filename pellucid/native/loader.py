@@ -17,11 +17,12 @@ import torch
 import torch.autograd.profiler
 
 from pellucid.errors import InternalError, ToolchainError, UnsupportedError
+from pellucid.machine.kernels import sizes_text
 from pellucid.native.build import default_store, default_toolchain
 from pellucid.native.compiler import Compiler
 from pellucid.native.cpu import cpu
 from pellucid.native.library import open_library
-from pellucid.native.runtime_source import FILES, FLAGS, SOURCES, library_name
+from pellucid.native.sources import FILES, FLAGS, SOURCES, library_name
 from pellucid.native.session import SESSION
 from pellucid.native.toolchain import Toolchain
 from pellucid.native.words import words_header
@@ -100,8 +101,9 @@ def default_pool_limit() -> int:
 
 def _open() -> ctypes.PyDLL:
     """The one that came with the package, unless its sources have changed or it was made for other systems."""
-    if (SOURCES / "words.h").read_text(encoding="utf-8") != words_header():
-        raise InternalError("native/words.h is not what native/words.py says: run `pytest tests/golden --bless`")
+    for name, text in (("words.h", words_header()), ("sizes.h", sizes_text())):
+        if (SOURCES / name).read_text(encoding="utf-8") != text:
+            raise InternalError(f"native/{name} is not what it is made of: run `pytest tests/golden --bless`")
     shipped = SOURCES / library_name("runtime", FILES)
     if shipped.exists():
         with suppress(ToolchainError):

@@ -42,7 +42,7 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 
 }  // namespace pv
 
-#include "sizes.h"  // made of machine/kernels.py
+#include "sizes.h"
 #include "kernel/registers.h"
 #include "kernel/lanes.h"
 #include "kernel/access.h"

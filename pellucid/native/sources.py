@@ -1,27 +1,84 @@
-"""The header of all kernels, as one text."""
+"""What native code is made of: with the package, and in a store what did not come with it.
+
+This file imports nothing of Pellucid, because the package is built where PyTorch may not be.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from pellucid.machine.kernels import sizes_text
-from pellucid.native.runtime_source import SOURCES
+SOURCES = Path(__file__).parent
+
+# ------------------------------------------------------------------------------------------------ the runtime
+
+FILES = (
+    "runtime.cpp",
+    "run.h",
+    "kernel_call.h",
+    "strips.h",
+    "host.h",
+    "contention.h",
+    "denormals.h",
+    "fingerprint.h",
+    "instance.h",
+    "memory.h",
+    "trial.h",
+    "timeline.h",
+    "counters.h",
+    "openmp_abi.h",
+    "torch_abi.h",
+    "python_abi.h",
+    "words.h",
+)
+"""The first one is compiled; it includes the others."""
+
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-w")
+
+STUB = "libtorch_cpu.so"
+STUB_FLAGS = ("-shared", "-nostdlib", f"-Wl,-soname,{STUB}", "-x", "c++", os.devnull)
+"""What makes an empty library of that name: it stands for PyTorch's, see `Compiler.link`."""
+
+
+def linked_to(stub: str) -> tuple[str, ...]:
+    """Flags of a library that needs PyTorch's. stub: the path of the empty one."""
+    return ("-Wl,--no-as-needed", stub)
+
+
+def library_name(stem: str, files: tuple[str, ...]) -> str:
+    """The file name of the library `stem`, which tells of what `files` in this directory it was made."""
+    return f"{stem}-{_digest(*((SOURCES / name).read_bytes() for name in files))}.so"
+
+
+# --------------------------------------------------------------------------------------------------- kernels
+
+# Rounding is eager's: no -ffast-math, no contraction of a * b + c. Eager has neither errno nor floating-point traps.
+KERNEL_FLAGS = (
+    *("-std=c++20", "-fPIC", "-fvisibility-inlines-hidden", "-fno-semantic-interposition", "-w"),
+    *("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+)
+
+LEVELS: Mapping[str, tuple[str, ...]] = {
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4",),
+    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+}
+"""The instruction sets that what kernels share (kernel/shared.h) is written for, and the flags of each."""
 
 
 def prelude_text(directory: Path) -> str:
-    """The header of all kernels, `prelude.h`, with the headers that it includes in their places, `sizes.h` made anew.
+    """The header of all kernels, `prelude.h`, with the headers that it includes in their places.
 
     It is one text because a single header is precompiled and kept with the kernels.
     """
-    text = (directory / "prelude.h").read_text(encoding="utf-8")
-    text = text.replace('#include "sizes.h"', sizes_text())
     return re.sub(
         r'^#include "([\w/]+\.h)"$',
         lambda found: (directory / found[1]).read_text(encoding="utf-8"),
-        text,
+        (directory / "prelude.h").read_text(encoding="utf-8"),
         flags=re.MULTILINE,
     )
 
@@ -30,3 +87,22 @@ def prelude_text(directory: Path) -> str:
 def prelude_hash() -> str:
     """Identity of the header that every kernel includes."""
     return hashlib.sha256(prelude_text(SOURCES).encode()).hexdigest()[:12]
+
+
+def shared_source(part: str) -> str:
+    """The C++ file of a part of kernel/shared.h; `all` is one."""
+    return f'#include "prelude.h"\nnamespace pv {{\nPV_SHARED_{part}(template)\n}}\n'
+
+
+@lru_cache(maxsize=len(LEVELS))
+def shared_name(level: str) -> str:
+    """The file name of the object file of all parts for an instruction set, which tells of what it was made."""
+    flags = " ".join((*KERNEL_FLAGS, *LEVELS[level]))
+    return f"shared-{level}-{_digest(prelude_text(SOURCES).encode(), flags.encode())}.o"
+
+
+def _digest(*contents: bytes) -> str:
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(content)
+    return digest.hexdigest()[:16]

@@ -23,7 +23,7 @@ import torch
 
 from pellucid.errors import ToolchainError, UnsupportedError
 from pellucid.native.cpu import Cpu, cpu
-from pellucid.native.sources import prelude_hash
+from pellucid.native.sources import KERNEL_FLAGS, SOURCES, prelude_hash, shared_name
 
 INSTALL_HINT = (
     "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL), zypper install gcc-c++ (SUSE), "
@@ -31,10 +31,6 @@ INSTALL_HINT = (
 )
 MINIMUM_GCC = 12
 MINIMUM_CLANG = 14
-
-# Rounding is eager's: no -ffast-math, no contraction of a * b + c. Eager has neither errno nor floating-point traps.
-_OPTIMIZE = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
-_SHARED = ("-std=c++20", "-fPIC", "-fvisibility-inlines-hidden", "-fno-semantic-interposition", "-w")
 
 _NOTE = "toolchain.json"
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
@@ -141,8 +137,19 @@ def note_of(folder: Path) -> dict[str, object]:
     return _read_json(folder / _NOTE)
 
 
+def shipped(toolchain: Toolchain) -> Path | None:
+    """The object file of what kernels share that came with the package; None if there is none for this toolchain."""
+    level = "avx512_bf16" if _has_pairs(toolchain.isa) else toolchain.isa.lower()
+    path = SOURCES / shared_name(level)
+    return path if toolchain.flags == _own_flags(toolchain.isa) and path.exists() else None
+
+
 def _flags(isa: str) -> tuple[str, ...]:
-    return (*_SHARED, *_OPTIMIZE, *_isa_flags(isa), *_words(os.environ, "PELLUCID_CXXFLAGS"))
+    return (*_own_flags(isa), *_words(os.environ, "PELLUCID_CXXFLAGS"))
+
+
+def _own_flags(isa: str) -> tuple[str, ...]:
+    return (*KERNEL_FLAGS, *_isa_flags(isa))
 
 
 _FACTS = {
@@ -228,13 +235,18 @@ def choose_isa(machine: Cpu, capability: str) -> str:
 
 def has_tiles(isa: str) -> bool:
     """True if kernels use units that multiply whole tiles of bf16 (AMX)."""
-    return isa == "AVX512" and cpu().flags >= {"amx_tile", "amx_bf16", "avx512_bf16"}
+    return _has_pairs(isa) and cpu().flags >= {"amx_tile", "amx_bf16"}
+
+
+def _has_pairs(isa: str) -> bool:
+    """True if kernels use instructions that multiply pairs of bf16."""
+    return isa == "AVX512" and "avx512_bf16" in cpu().flags
 
 
 def _isa_flags(isa: str) -> tuple[str, ...]:
     # The key records the CPU model and its features, so what "native" means is part of it.
-    without = [name for name, there in (("avx512f", isa == "AVX512"), ("amx-bf16", has_tiles(isa))) if not there]
-    return ("-march=native", *(f"-mno-{name}" for name in without))
+    used = {"avx512f": isa == "AVX512", "avx512bf16": _has_pairs(isa), "amx-bf16": has_tiles(isa)}
+    return ("-march=native", *(f"-mno-{name}" for name, there in used.items() if not there))
 
 
 def _words(environ: Mapping[str, str], variable: str) -> list[str]:

@@ -8,6 +8,10 @@ from pellucid.native.loader import library
 from pellucid.native.threads import in_thread
 
 
+_USUAL = "pv::contract<9, 32, 64>"
+"""What most programs have among their kernels: a product."""
+
+
 def warm_up() -> None:
     """Start making what most kernels share, in an empty store, and the runtime, in a thread; returns at once.
 
@@ -28,7 +32,7 @@ def _headers() -> None:
         compiler.prepare_stub()
         if not (compiler.store.directory / "files" / "prelude.h").exists():
             compiler.prepare_headers()
-            for part in ("products_float", "dots_float"):
+            for part in compiler.parts_to_make(_USUAL):
                 compiler.prepare_shared(part)
     except Exception:
         return

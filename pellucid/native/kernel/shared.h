@@ -61,21 +61,14 @@ namespace pv {
   TEMPLATE void spread_pixels<ROWS>(                                                                       \
       int64_t, int64_t, const Terms&, const float*, int64_t, const Panels&, const Sums&);
 
-PV_SHARED_products_float(extern template)
-PV_SHARED_products_bf16(extern template)
-PV_SHARED_products_f16(extern template)
-PV_SHARED_halves_float(extern template)
-PV_SHARED_halves_bf16(extern template)
-PV_SHARED_halves_f16(extern template)
-PV_SHARED_dots_float(extern template)
-PV_SHARED_dots_bf16(extern template)
-PV_SHARED_dots_f16(extern template)
-PV_SHARED_windows_float(extern template)
-PV_SHARED_windows_bf16(extern template)
-PV_SHARED_windows_f16(extern template)
-PV_SHARED_attention_float(extern template)
-PV_SHARED_attention_bf16(extern template)
-PV_SHARED_attention_f16(extern template)
-PV_SHARED_spread_float(extern template)
+#define PV_SHARED_all(TEMPLATE)                                                                            \
+  PV_SHARED_products_float(TEMPLATE) PV_SHARED_products_bf16(TEMPLATE) PV_SHARED_products_f16(TEMPLATE)    \
+  PV_SHARED_halves_float(TEMPLATE) PV_SHARED_halves_bf16(TEMPLATE) PV_SHARED_halves_f16(TEMPLATE)          \
+  PV_SHARED_dots_float(TEMPLATE) PV_SHARED_dots_bf16(TEMPLATE) PV_SHARED_dots_f16(TEMPLATE)                \
+  PV_SHARED_windows_float(TEMPLATE) PV_SHARED_windows_bf16(TEMPLATE) PV_SHARED_windows_f16(TEMPLATE)       \
+  PV_SHARED_attention_float(TEMPLATE) PV_SHARED_attention_bf16(TEMPLATE) PV_SHARED_attention_f16(TEMPLATE) \
+  PV_SHARED_spread_float(TEMPLATE)
+
+PV_SHARED_all(extern template)
 
 }  // namespace pv

@@ -44,3 +44,20 @@ def view(slot: int, *shape: int, dtype: torch.dtype = torch.float32, offset: int
         strides.append(size)
         size *= max(1, extent)
     return TensorView(slot, shape, tuple(reversed(strides)), offset, dtype)
+
+
+def product(name: str, element: str, columns: int) -> str:
+    """A product of 2 x 3 ones and 3 x `columns` ones, in panels; it returns the last sum."""
+    one = {"float": "1.0f", "bf16": "{0x3f80}", "f16": "{0x3c00}"}[element]
+    kind = element if element == "float" else f"pv::{element}"
+    return kernel_text(
+        name,
+        f"""
+  {kind} a[6], b[{3 * columns}];
+  for ({kind}& x : a) x = {one};
+  for ({kind}& x : b) x = {one};
+  alignas(64) float sums[2 * 32];
+  pv::contract<2, 32, {columns}>(2, {columns}, 3, pv::Matrix<{kind}>{{a, 3, 1}},
+                                 pv::Matrix<{kind}>{{b, {columns}, 1}}, pv::Sums{{sums, 32, false}});
+  return sums[{columns - 1}];""",
+    )

@@ -12,7 +12,7 @@ from pellucid.native.compiler import Blame, Compiler, blame, shared_parts
 from pellucid.native.session import SESSION
 from pellucid.native.store import KernelStore
 from tests.support import native_function
-from tests.unit.native.support import DOUBLE, kernel_text
+from tests.unit.native.support import DOUBLE, kernel_text, product
 
 
 @pytest.fixture(scope="module")
@@ -73,25 +73,9 @@ def test_products_take_longer_than_their_text(monkeypatch):
     assert len(build_module._shards(sources)) == 4
 
 
-def product(name: str, element: str, columns: int) -> str:
-    """A product of 2 x 3 ones and 3 x `columns` ones, in panels; it returns the first sum."""
-    one = {"float": "1.0f", "bf16": "{0x3f80}", "f16": "{0x3c00}"}[element]
-    kind = element if element == "float" else f"pv::{element}"
-    return kernel_text(
-        name,
-        f"""
-  {kind} a[6], b[{3 * columns}];
-  for ({kind}& x : a) x = {one};
-  for ({kind}& x : b) x = {one};
-  alignas(64) float sums[2 * 32];
-  pv::contract<2, 32, {columns}>(2, {columns}, 3, pv::Matrix<{kind}>{{a, 3, 1}},
-                                 pv::Matrix<{kind}>{{b, {columns}, 1}}, pv::Sums{{sums, 32, false}});
-  return sums[{columns - 1}];""",
-    )
-
-
 @pytest.mark.parametrize("element", ["float", "bf16", "f16"])
 def test_what_kernels_share_is_compiled_once_for_each_type(store, monkeypatch, element):
+    monkeypatch.setattr("pellucid.native.compiler.shipped", lambda _: None)
     addresses, _ = build({f"first_{element}": product(f"first_{element}", element, 9)}, store=store)
     assert call(addresses[f"first_{element}"]) == 3
     assert (store.directory / "files" / f"shared-products_{element}.o").exists()
@@ -100,7 +84,8 @@ def test_what_kernels_share_is_compiled_once_for_each_type(store, monkeypatch, e
     assert call(addresses[f"then_{element}"]) == 3
 
 
-def test_kernels_that_share_nothing_need_nothing(tmp_path):
+def test_kernels_that_share_nothing_need_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("pellucid.native.compiler.shipped", lambda _: None)
     store = KernelStore("key", tmp_path)
     build({"plain": constant("plain", 1)}, store=store)
     assert not list((store.directory / "files").glob("shared-*"))
