@@ -22,8 +22,8 @@ from pellucid.native.build import default_store, default_toolchain
 from pellucid.native.compiler import Compiler
 from pellucid.native.cpu import cpu
 from pellucid.native.library import open_library
-from pellucid.native.sources import FILES, FLAGS, SOURCES, library_name
 from pellucid.native.session import SESSION
+from pellucid.native.sources import FILES, FLAGS, SOURCES, library_name
 from pellucid.native.toolchain import Toolchain
 from pellucid.native.words import words_header
 

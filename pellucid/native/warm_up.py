@@ -7,7 +7,6 @@ from pellucid.native.compiler import Compiler
 from pellucid.native.loader import library
 from pellucid.native.threads import in_thread
 
-
 _USUAL = "pv::contract<9, 32, 64>"
 """What most programs have among their kernels: a product."""
 

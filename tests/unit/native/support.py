@@ -47,7 +47,7 @@ def view(slot: int, *shape: int, dtype: torch.dtype = torch.float32, offset: int
 
 
 def product(name: str, element: str, columns: int) -> str:
-    """A product of 2 x 3 ones and 3 x `columns` ones, in panels; it returns the last sum."""
+    """A product of 2 x 3 ones and 3 x `columns` ones (at most 32), in panels; it returns the last sum."""
     one = {"float": "1.0f", "bf16": "{0x3f80}", "f16": "{0x3c00}"}[element]
     kind = element if element == "float" else f"pv::{element}"
     return kernel_text(

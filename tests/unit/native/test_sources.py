@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pellucid.native import loader, sources, toolchain
 from pellucid.machine.kernels import sizes_text
+from pellucid.native import loader, sources, toolchain
 from pellucid.native.build import build, default_toolchain
 from pellucid.native.compiler import Compiler
 from pellucid.native.sources import FILES, LEVELS, SOURCES, library_name, shared_name
@@ -91,7 +91,7 @@ def test_the_package_brings_native_code_along(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(toolchain, "SOURCES", native)
     monkeypatch.setattr(Compiler, "prepare_shared", lambda *_: pytest.fail("it came with the package"))
     store = KernelStore("key", tmp_path / "store")
-    kernels = {f"came_{element}": product(f"came_{element}", element, 40) for element in ("float", "bf16", "f16")}
+    kernels = {f"came_{element}": product(f"came_{element}", element, 20) for element in ("float", "bf16", "f16")}
     addresses, _ = build(kernels, store=store)
     assert [native_function(address)(None, None, 0, 0) for address in addresses.values()] == [3, 3, 3]
     (library,) = set(store.find(kernels).values())

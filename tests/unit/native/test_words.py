@@ -13,7 +13,10 @@ def test_enumerators_are_named_as_in_cpp() -> None:
     assert "enum class Returned : int64_t { kTensor = 0, kTensorList = 1, kOther = 2 };" in words_header()
 
 
-def test_another_numbering_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "words_header", lambda: words_header() + "// changed\n")
-    with pytest.raises(InternalError, match=r"words\.h is not what native/words\.py says"):
+@pytest.mark.parametrize("header", ["words", "sizes"])
+def test_other_numbers_than_those_of_the_header_are_refused(monkeypatch: pytest.MonkeyPatch, header: str) -> None:
+    function = f"{header}_{'header' if header == 'words' else 'text'}"
+    made = getattr(loader, function)()
+    monkeypatch.setattr(loader, function, lambda: made + "// changed\n")
+    with pytest.raises(InternalError, match=rf"{header}\.h is not what it is made of"):
         loader._open()
