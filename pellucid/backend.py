@@ -13,7 +13,13 @@ import torch
 
 from pellucid.background import wait_for_builds
 from pellucid.capture.decompositions import decompositions
-from pellucid.capture.torch_compat import capture_with_aot, debug_folder, dynamo_seconds, repro_after
+from pellucid.capture.torch_compat import (
+    capture_with_aot,
+    debug_folder,
+    dynamo_seconds,
+    guard_by_dict_tags,
+    repro_after,
+)
 from pellucid.errors import UserError, warn
 from pellucid.ir.nodes import Extern, Kernel
 from pellucid.native.instance import event_name
@@ -95,6 +101,8 @@ def compile_fx(
     if mode not in (None, "default"):
         raise UserError(f"mode {mode!r} is not supported", hint="leave mode out, and set options={...} instead")
     settings = _settings(options)
+    if settings.freeze:
+        guard_by_dict_tags()
     warm_up()
     with uncollected():
         start, found = look_up(graph, example_inputs, settings)
