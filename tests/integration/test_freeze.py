@@ -281,7 +281,8 @@ def test_guards_of_frozen_models_go_by_dictionaries_and_others_as_they_did(
     assert _guards_by_tags(whole, model, *inputs, freeze=True) > 0
     assert not torch._dynamo.config.use_recursive_dict_tags_for_guards
     assert _guards_by_tags(whole, model, *inputs) == 0
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="division"):
+    failed = torch._dynamo.exc.BackendCompilerFailed
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(failed, match="division"):
         patch.setattr("pellucid.backend.compile_graph", lambda *_: 1 / 0)
         _guards_by_tags(whole, model, *inputs, freeze=True)
     assert not torch._dynamo.config.use_recursive_dict_tags_for_guards
