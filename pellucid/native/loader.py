@@ -104,11 +104,19 @@ def _open() -> ctypes.PyDLL:
     for name, text in (("words.h", words_header()), ("sizes.h", sizes_text())):
         if (SOURCES / name).read_text(encoding="utf-8") != text:
             raise InternalError(f"native/{name} is not what it is made of: run `pytest tests/golden --bless`")
-    shipped = SOURCES / library_name("runtime", FILES)
-    if shipped.exists():
+    if came_with_package():
         with suppress(ToolchainError):
-            return _load(shipped)
+            return _load(_packaged())
     return _load(built("runtime", FILES, lambda _: FLAGS, "the native runtime does not compile", _HINT))
+
+
+def came_with_package() -> bool:
+    """Whether the package has a runtime that was made of the sources of now."""
+    return _packaged().exists()
+
+
+def _packaged() -> Path:
+    return SOURCES / library_name("runtime", FILES)
 
 
 def built(stem: str, files: tuple[str, ...], flags: Callable[[Toolchain], Sequence[str]], what: str, hint: str) -> Path:

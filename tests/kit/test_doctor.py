@@ -100,6 +100,26 @@ def test_no_compiler_is_bad_and_the_rest_is_still_told(monkeypatch: pytest.Monke
     assert found.machine is None and check(found, "threads")
 
 
+@pytest.mark.parametrize(
+    ("runtime", "micro_kernels", "flags", "told", "remedy"),
+    [
+        (True, True, "", "the runtime and micro-kernels came with it", ""),
+        (True, False, "", "micro-kernels did not come with it", "install Pellucid again"),
+        (False, False, "", "the runtime and micro-kernels did not come with it", "install Pellucid again"),
+        (True, False, "-O1", "built without PELLUCID_CXXFLAGS", "unset PELLUCID_CXXFLAGS"),
+    ],
+)
+def test_native_code_that_did_not_come_with_the_package(
+    monkeypatch: pytest.MonkeyPatch, runtime: bool, micro_kernels: bool, flags: str, told: str, remedy: str
+) -> None:
+    monkeypatch.setattr(module, "came_with_package", lambda: runtime)
+    monkeypatch.setattr(module, "shipped", lambda _: Path("shared.o") if micro_kernels else None)
+    monkeypatch.setenv("PELLUCID_CXXFLAGS", flags)
+    found = check(doctor(), "package")
+    assert found.verdict == (GOOD if runtime and micro_kernels else WARNING)
+    assert told in found.found and remedy in found.remedy
+
+
 def test_two_openmp_runtimes_in_one_process(tmp_path: Path) -> None:
     """An empty library with the name of one that other packages bring."""
     assert len(openmp_runtimes()) == 1

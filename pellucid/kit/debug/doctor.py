@@ -20,9 +20,10 @@ from pellucid.machine.model import to_text
 from pellucid.native.build import default_store, default_toolchain
 from pellucid.native.counters import refused
 from pellucid.native.cpu import available_memory, cpu, cpu_quota, usable_cores
+from pellucid.native.loader import came_with_package
 from pellucid.native.machine import keep, machine_file, machine_for, measured
 from pellucid.native.measure import measure
-from pellucid.native.toolchain import INSTALL_HINT, choose_isa
+from pellucid.native.toolchain import INSTALL_HINT, choose_isa, shipped
 
 GOOD, WARNING, BAD = "good", "warning", "bad"
 
@@ -69,7 +70,8 @@ def doctor(remeasure: bool = False) -> Doctored:
     """
     toolchain = _toolchain()
     machine, check = _machine(remeasure or measured() is None)
-    return Doctored(_sorted([toolchain, check, *process_checks()]), machine)
+    package = [_package()] if toolchain.verdict == GOOD else []
+    return Doctored(_sorted([toolchain, *package, check, *process_checks()]), machine)
 
 
 def process_checks() -> tuple[Check, ...]:
@@ -136,6 +138,20 @@ def _toolchain() -> Check:
     if toolchain.absent:
         return Check("toolchain", WARNING, f"{toolchain.absent}; only kernels of the store can be used", INSTALL_HINT)
     return Check("toolchain", GOOD, found)
+
+
+def _package() -> Check:
+    """Whether the first program finds native code that was built with the package."""
+    came = {"the runtime": came_with_package(), "micro-kernels": bool(shipped(default_toolchain()))}
+    lacking = " and ".join(name for name, there in came.items() if not there)
+    if not lacking:
+        return Check("package", GOOD, "the runtime and micro-kernels came with it")
+    wait = "the first program in each store waits until they are built"
+    if came["the runtime"] and os.environ.get("PELLUCID_CXXFLAGS"):
+        found, remedy = f"its micro-kernels were built without PELLUCID_CXXFLAGS: {wait}", "unset PELLUCID_CXXFLAGS"
+        return Check("package", WARNING, found, remedy)
+    found = f"{lacking} did not come with it: {wait}"
+    return Check("package", WARNING, found, "install Pellucid again, where there is a C++ compiler")
 
 
 def _instructions() -> Check:
