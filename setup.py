@@ -7,6 +7,7 @@ without them, and the programs that need them build them.
 import os
 import runpy
 import shlex
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -37,10 +38,12 @@ class BuildNative(build_ext):
         made.parent.mkdir(parents=True, exist_ok=True)
         name = ext.name.rpartition(".")[2]
         with tempfile.TemporaryDirectory() as work:
+            whole = Path(work) / made.name
             if name == "runtime":
-                build_runtime(Path(work), made)
+                build_runtime(Path(work), whole)
             else:
-                build_shared(name, Path(work), made)
+                build_shared(name, Path(work), whole)
+            shutil.copy(whole, made)
 
 
 def build_runtime(work: Path, made: Path) -> None:

@@ -18,7 +18,6 @@ from pellucid.capture.torch_compat import (
     debug_folder,
     dynamo_seconds,
     errors_are_suppressed,
-    guard_by_dict_tags,
     repro_after,
 )
 from pellucid.errors import UserError, warn
@@ -103,8 +102,6 @@ def compile_fx(
     if mode not in (None, "default"):
         raise UserError(f"mode {mode!r} is not supported", hint="leave mode out, and set options={...} instead")
     settings = _settings(options)
-    if settings.freeze:
-        guard_by_dict_tags()
     warm_up()
     with uncollected():
         start, found = look_up(graph, example_inputs, settings)

@@ -19,7 +19,6 @@ import torch
 from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.callback import callback_handler
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters, flatten_graph_inputs, get_debug_dir, get_metrics_context
 from torch._functorch._aot_autograd.descriptors import (
@@ -80,7 +79,6 @@ __all__ = [
     "fake_result",
     "fake_symbols",
     "graph_module_of",
-    "guard_by_dict_tags",
     "is_fake",
     "is_symbolic",
     "is_unshared",
@@ -590,31 +588,6 @@ def dynamo_seconds() -> float | None:
 def errors_are_suppressed() -> bool:
     """Whether Dynamo runs a frame eagerly when compiling it fails."""
     return bool(dynamo_config.suppress_errors)
-
-
-def guard_by_dict_tags() -> None:
-    """Let the guards of the frame that Dynamo is compiling ask first whether the dictionaries of modules have changed.
-
-    Python counts the changes of each. Where there was none, nothing below it is looked at, so most guards of a model
-    cost nothing. What they do not notice then is a function that was given another `__code__` or `__defaults__`. Does
-    nothing outside of Dynamo.
-    """
-    if CompileContext.try_get() is None or _until_compiled:
-        return
-    if _restore not in callback_handler.end_callbacks:
-        callback_handler.register_end_callback(_restore)
-    setting = dynamo_config.patch(use_recursive_dict_tags_for_guards=True)
-    setting.__enter__()
-    _until_compiled.append(setting)
-
-
-_until_compiled: list[Any] = []
-"""Settings that end with the compilation which is going on; there is one at a time."""
-
-
-def _restore(_: object) -> None:
-    while _until_compiled:
-        _until_compiled.pop().__exit__(None, None, None)
 
 
 def current_graph_name() -> str:

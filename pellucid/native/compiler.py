@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pellucid.errors import ToolchainError
+from pellucid.errors import ToolchainError, warn
 from pellucid.native.children import Children
 from pellucid.native.sources import SOURCES, STUB, STUB_FLAGS, linked_to, prelude_text, shared_source
 from pellucid.native.store import KernelStore
@@ -161,11 +161,18 @@ class Compiler:
     def link_kernels(self, text: str, source: Path, output: Path) -> None:
         """Make a shared library of the kernels in `text`, compiled to `source`, and of what they share with others.
 
-        Raises CompilerFailed; ToolchainError when what they share cannot be compiled.
+        What came with the package is taken if it links: it may be damaged. Raises CompilerFailed; ToolchainError when
+        what they share cannot be compiled.
         """
-        came = shipped(self.toolchain)
-        shared = [came] if came else [self.prepare_shared(part) for part in shared_parts(text)]
-        self.link(source, output, "-Wl,--gc-sections", *map(str, shared))
+        if came := shipped(self.toolchain):
+            try:
+                return self.link(source, output, "-Wl,--gc-sections", str(came))
+            except CompilerFailed as failed:
+                if failed.out_of_space or failed.killed:
+                    raise
+                warn(f"{came} cannot be linked, so the store makes its own: install Pellucid again")
+        shared = [str(self.prepare_shared(part)) for part in shared_parts(text)]
+        self.link(source, output, "-Wl,--gc-sections", *shared)
 
     def parts_to_make(self, text: str) -> tuple[str, ...]:
         """The parts of kernel/shared.h that the kernels in `text` use and that did not come with the package."""

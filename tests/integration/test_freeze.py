@@ -239,7 +239,6 @@ def _other_global(model: Model) -> None:
     "change", [_other_module, _other_number, _other_mode, _other_inside, _other_method, _other_global, _another]
 )
 def test_another_module_is_noticed(model: Model, inputs: tuple[Any, ...], change: Callable[[Model], None]) -> None:
-    """Guards go by the dictionaries of modules, which Dynamo trusts after some calls."""
     model.pair = nn.Sequential(nn.Identity(), nn.ReLU())
     model.scale = {"by": 2.0}
 
@@ -256,36 +255,6 @@ def test_another_module_is_noticed(model: Model, inputs: tuple[Any, ...], change
         for _ in range(2):
             torch.testing.assert_close(compiled(*inputs), whole(*inputs), rtol=1e-4, atol=1e-4)
         assert any(not torch.equal(old, new) for old, new in zip(before, compiled(*inputs), strict=True))
-
-
-def _guards_by_tags(function: Callable[..., Any], model: nn.Module, *args: Any, **options: Any) -> int:
-    """How many trees of guards may be skipped by the tags of dictionaries, after calls of the compiled function."""
-    torch._dynamo.reset()
-    compiled = torch.compile(function, backend="pellucid", options=options)
-    with torch.no_grad():
-        compiled(*args)
-
-    def roots(manager: Any) -> int:
-        return manager.is_tag_safe_root() + sum(map(roots, manager.get_child_managers()))
-
-    (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)  # type: ignore[attr-defined]
-    return roots(entry.guard_manager.root)
-
-
-def test_guards_of_frozen_models_go_by_dictionaries_and_others_as_they_did(
-    model: Model, inputs: tuple[Any, ...]
-) -> None:
-    def whole(x: torch.Tensor, image: torch.Tensor) -> Any:
-        return model(x, image)
-
-    assert _guards_by_tags(whole, model, *inputs, freeze=True) > 0
-    assert not torch._dynamo.config.use_recursive_dict_tags_for_guards
-    assert _guards_by_tags(whole, model, *inputs) == 0
-    failed = torch._dynamo.exc.BackendCompilerFailed
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(failed, match="division"):
-        patch.setattr("pellucid.backend.compile_graph", lambda *_: 1 / 0)
-        _guards_by_tags(whole, model, *inputs, freeze=True)
-    assert not torch._dynamo.config.use_recursive_dict_tags_for_guards
 
 
 def test_inference_tensors_are_watched_by_their_bytes(inputs: tuple[Any, ...]) -> None:

@@ -100,7 +100,7 @@ template <int HEIGHT, int WIDTH, int W, class E, class N>
 template <int HEIGHT, int WIDTH, class E>
 inline void contract_tap_gradients(
     int64_t n, const E* image, const E* gradient, const Pixels& pixels, int64_t down, int64_t right, const Sums& c) {
-  const auto& [images, lines, line] = pixels.axes;
+  const auto &images = pixels.axes[0], &lines = pixels.axes[1], &line = pixels.axes[2];
   const auto channels = [&](int64_t i, int64_t j, int64_t first, const auto& lanes) PV_INLINE {
     constexpr int W = TAPS_AT_ONCE<WIDTH>, REST = WIDTH % W;
     const TapLine<E> at{image + i * images.left + j * lines.left + first,

@@ -17,12 +17,13 @@ constexpr int64_t panels_of(int64_t columns) { return (columns + COLUMNS - 1) / 
 using Column = Vec<float, COLUMN>;
 using ColumnReg = Column::reg;
 
-// What an element of type E is multiplied as, and how many of these make a unit.
+// What an element of type E is multiplied as, and how many of these make a unit. It is a struct's because GCC and Clang
+// give different names to functions whose arguments' types have conditions; one may link what the other compiled.
+template <class E> struct FactorOf { using type = float; };
 #ifdef __AVX512BF16__
-template <class E> using Factor = std::conditional_t<std::is_same_v<E, bf16>, bf16, float>;
-#else
-template <class E> using Factor = float;
+template <> struct FactorOf<bf16> { using type = bf16; };
 #endif
+template <class E> using Factor = typename FactorOf<E>::type;
 template <class E> constexpr int TERMS = int(sizeof(float) / sizeof(Factor<E>));
 // How many units hold so many terms; the last one may hold one term and zero.
 template <class E> constexpr int64_t units_of(int64_t terms) { return (terms + TERMS<E> - 1) / TERMS<E>; }

@@ -15,7 +15,7 @@ import torch
 
 from pellucid.machine.kernels import sizes_text
 from pellucid.native import loader, sources, toolchain
-from pellucid.native.build import build, default_toolchain
+from pellucid.native.build import build, default_store, default_toolchain
 from pellucid.native.compiler import Compiler
 from pellucid.native.sources import FILES, LEVELS, SOURCES, library_name, shared_name
 from pellucid.native.store import KernelStore
@@ -97,6 +97,28 @@ def test_the_package_brings_native_code_along(tmp_path: Path, monkeypatch: pytes
     (library,) = set(store.find(kernels).values())
     came = toolchain.shipped(default_toolchain())
     assert came and library.stat().st_size < came.stat().st_size / 2  # without what is not called
+
+
+def test_compilers_agree_on_the_names_of_shared_functions() -> None:
+    """GCC and Clang mangle conditions of types differently, and either may link what the other compiled."""
+    compiler = Compiler(default_toolchain(), default_store())
+    for part in ("products_bf16", "windows_bf16", "windows_float"):
+        names = subprocess.run(["nm", compiler.prepare_shared(part)], capture_output=True, text=True, check=True).stdout
+        assert "_ZN2pv" in names and "conditional" not in names and "is_same" not in names
+
+
+@pytest.mark.parametrize("content", [b"", b"no object file"])
+def test_a_damaged_object_file_of_the_package_is_told_and_left_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    damaged, name = tmp_path / "shared-here.o", f"aside_{len(content)}"
+    damaged.write_bytes(content)
+    monkeypatch.setattr("pellucid.native.compiler.shipped", lambda _: damaged)
+    store = KernelStore("key", tmp_path / "store")
+    with pytest.warns(UserWarning, match=r"shared-here\.o cannot be linked.*install Pellucid again"):
+        addresses, _ = build({name: product(name, "float", 20)}, store=store)
+    assert native_function(addresses[name])(None, None, 0, 0) == 3
+    assert store.file("shared-products_float.o")
 
 
 def test_flags_of_the_users_own_leave_aside_what_came_with_the_package() -> None:
