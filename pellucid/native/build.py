@@ -128,7 +128,7 @@ class Building(Mapping[str, int]):
         self._done = threading.Event()
         self._owner = os.getpid()
         self.record: object = None
-        """What errors are told of, see `PellucidError`."""
+        """What an error is to have, see `PellucidError`; let go where there is none."""
         in_thread(self._work, "pellucid-build")
 
     def _work(self) -> None:
@@ -144,6 +144,7 @@ class Building(Mapping[str, int]):
         elif not self._done.is_set():
             self._work()
         if self._made is not None:
+            self.record = None
             return self._made
         assert self._error is not None
         if isinstance(self._error, PellucidError):

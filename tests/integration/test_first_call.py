@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +107,25 @@ def test_each_call_raises_what_the_compiler_did(gate: Gate) -> None:
         with pytest.raises(ToolchainError, match="planted") as caught:
             run(x)
         assert caught.value.record.kind == "inference" and caught.value.record.kernels
+
+
+def test_nothing_of_a_compilation_is_kept_for_errors_that_did_not_come(gate: Gate) -> None:
+    records: list[weakref.ref[Any]] = []
+    whole = pipeline.compile_graph
+
+    def compile_graph(*args: Any) -> Any:
+        run, record = whole(*args)
+        records.append(weakref.ref(record.captured))
+        return run, record
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pellucid.backend.compile_graph", compile_graph)
+        gate.opened.set()
+        run = torch.compile(function, backend="pellucid", options={"reuse": False})
+        run(randn(4, 6))
+    gc.collect()
+    assert len(records) == 1 and records[0]() is None
+    run(randn(4, 6))
 
 
 def test_where_dynamo_suppresses_errors_compiling_waits(gate: Gate) -> None:
