@@ -13,13 +13,7 @@ import torch
 
 from pellucid.background import wait_for_builds
 from pellucid.capture.decompositions import decompositions
-from pellucid.capture.torch_compat import (
-    capture_with_aot,
-    debug_folder,
-    dynamo_seconds,
-    errors_are_suppressed,
-    repro_after,
-)
+from pellucid.capture.torch_compat import capture_with_aot, debug_folder, dynamo_seconds, repro_after
 from pellucid.errors import UserError, warn
 from pellucid.ir.nodes import Extern, Kernel
 from pellucid.native.instance import event_name
@@ -61,8 +55,7 @@ class Compilation:
 
     nodes: calls in the FX graph. kernels: generated kernels that one call of the graph runs; distinct: how many of
     them differ. calls: those of ATen, and those that Python makes between the parts of a graph that was split.
-    seconds: time in Pellucid's own stages, by stage; of the C++ compiler, as far as compiling waited for it.
-    reused: an earlier process has compiled it, and it has no stages.
+    seconds: time in Pellucid's own stages, by stage. reused: an earlier process has compiled it, and it has no stages.
     """
 
     name: str
@@ -171,8 +164,7 @@ class _Clock:
 
 
 def _compile(graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, job: _Job) -> Callable[..., Any]:
-    later = not errors_are_suppressed()  # Dynamo hears of those of the compilation only
-    executable, record = compile_graph(graph, kind, job.options, None, job.clock.lap(), (job.start.decision,), later)
+    executable, record = compile_graph(graph, kind, job.options, None, job.clock.lap(), (job.start.decision,))
     job.clock.resume()
     nodes = [(program.name, node) for program in record.programs for node in program.scheduled.nodes]
     made = Compilation(

@@ -20,7 +20,7 @@ from pellucid.ir.derived import Float, Numbers, by_name
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Arg, Enum, Extern, Node, Program, View
 from pellucid.ir.types import ALIGNMENT, TORCH_DTYPES
-from pellucid.native.build import Building, build
+from pellucid.native.build import build
 from pellucid.native.instance import (
     ArenaSlot,
     Call,
@@ -128,7 +128,7 @@ class Executable:
         checked: tuple[View, ...] = (),
         parameters: Sequence[str] = (),
     ) -> None:
-        """whole: what was planned. addresses: of its functions, by symbol; the first call waits for those being built.
+        """whole: what was planned. addresses: of its functions, by symbol.
         probes: by the name of the node.
 
         checked: arguments that no guard has looked at: those that lie in memory otherwise than these say are copied.
@@ -149,9 +149,8 @@ class Executable:
         self._positions = [self._plan.inputs.index(symbol) for symbol in self._plan.symbols]
         self._instances: OrderedDict[_Key, _Ready] = OrderedDict()
         self._sized: dict[_Key, Sized] = {}
-        self._static: _Ready | None = None
-        if not self._plan.symbols and not isinstance(addresses, Building):
-            self._make_instance((), donated=True, observed=self._observed)
+        made = None if self._plan.symbols else self._make_instance((), donated=True, observed=self._observed)
+        self._static = None if self._probes else made
 
     def __getstate__(self) -> dict[str, Any]:
         """What a later process needs, which finds the kernels in the store."""
@@ -204,8 +203,6 @@ class Executable:
         ready = instance.run, [*self._constants, *floats], expected, taken
         key = sizes, donated, observed
         self._instances[key] = ready
-        if donated and not self._plan.symbols and not self._probes:
-            self._static = ready
         nodes = tuple(None if isinstance(call, PythonCall) else call.name for call in calls)
         sized = Sized(self._plan, self._whole, nodes, size, self._parameters)
         self._sized[key] = INSTANCES[instance.number] = sized

@@ -35,7 +35,7 @@ from pellucid.ir.printer import print_program
 from pellucid.ir.verify import verify_program
 from pellucid.lower import NotHeld, has_loops, lower, tensors_of
 from pellucid.machine import AVX2, Machine
-from pellucid.native.build import Building, BuildReport, build, is_built
+from pellucid.native.build import BuildReport, build, is_built
 from pellucid.native.machine import machine_for
 from pellucid.options import Options
 from pellucid.schedule import schedule
@@ -62,7 +62,6 @@ class Unit:
     kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`.
     chains: calls that run strip by strip. plan: what a call does.
     program: what runs, and `executable`: with what prepares its parameters before.
-    later: the first call waits for the C++ compiler, and until then others may work.
     """
 
     name: str
@@ -83,7 +82,6 @@ class Unit:
     machine: Machine = AVX2
     frozen: Preparation | None = None
     watch: Watch | None = None
-    later: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +216,7 @@ def _sources(unit: Unit) -> dict[str, str]:
 
 
 def _build(unit: Unit, options: Options) -> Step:
-    sources = _sources(unit)
-    if unit.later and not is_built(sources):
-        return replace(unit, addresses=Building(lambda: build(sources)[0])), ()
-    addresses, report = build(sources, yielding=options.background)
+    addresses, report = build(_sources(unit), yielding=options.background)
     return replace(unit, addresses=addresses, built=report), ()
 
 
@@ -287,12 +282,10 @@ def compile_graph(
     watch: Watch | None = None,
     earlier: Sequence[tuple[str, float]] = (),
     decided: tuple[Decision, ...] = (),
-    later: bool = False,
 ) -> tuple[Run, GraphRecord]:
     """Compile `graph`: as one program, or in segments around what no program holds, see `capture.split`.
 
     watch: makes the probes of each program. earlier: what was done before, in seconds, and decided; for the record.
-    later: the first call may wait for the C++ compiler, and raise its errors, in place of this function.
     With `options.trace` a run folder is written for each program, and for each graph that was split.
     """
     refused: dict[str, str] = {}
@@ -302,9 +295,9 @@ def compile_graph(
         outline = split(graph, refused)
         try:
             if outline is None:
-                return _compile_program(graph, kind, options, watch, before, decided, later)
+                return _compile_program(graph, kind, options, watch, before, decided)
             times = (*before, StageTime("split", perf_counter() - start))
-            return _compile_segments(graph, outline, kind, options, watch, times, decided, later)
+            return _compile_segments(graph, outline, kind, options, watch, times, decided)
         except NotHeld as refusal:
             if refusal.node in refused:
                 raise
@@ -319,7 +312,6 @@ def _compile_segments(
     watch: Watch | None,
     times: tuple[StageTime, ...],
     decided: tuple[Decision, ...],
-    later: bool,
 ) -> tuple[Run, GraphRecord]:
     """Compile the segments, and the graphs that higher-order operators call."""
     name = new_name(kind)
@@ -330,7 +322,7 @@ def _compile_segments(
         decided = (*decided, Decision("build.background", (name,), False, why))
 
     def compiled(part: torch.fx.GraphModule) -> Any:
-        executable, record = compile_graph(part, kind, options, watch, later=later)
+        executable, record = compile_graph(part, kind, options, watch)
         parts.append(record)
         return executable
 
@@ -339,7 +331,7 @@ def _compile_segments(
     executables: dict[str, Run] = {}
     for segment in segments:
         assert segment.graph is not None
-        executables[segment.name], record = _compile_program(segment.graph, kind, options, watch, later=later)
+        executables[segment.name], record = _compile_program(segment.graph, kind, options, watch)
         parts.append(record)
     unit = Unit(name, kind, captured=graph, graph=graph)
     record = _record(
@@ -355,12 +347,10 @@ def _compile_program(
     watch: Watch | None,
     earlier: tuple[StageTime, ...] = (),
     decided: tuple[Decision, ...] = (),
-    later: bool = False,
 ) -> tuple[Run, GraphRecord]:
     """Run every stage on `graph`. With `options.trace` the run folder is written even when a stage fails."""
     unit = Unit(new_name(kind), kind, captured=graph, graph=graph, watch=watch)
-    later = later and not (options.trace or watch or options.background or options.variants != "off")
-    unit = replace(unit, machine=machine_for(options.machine), later=later)
+    unit = replace(unit, machine=machine_for(options.machine))
     decisions = list(decided)
     times: list[StageTime] = []
 
@@ -392,8 +382,6 @@ def _compile_program(
     if not waits:
         return InBackground(graph, partial(_make, unit, options, record), unit.name), record
     assert unit.executable is not None
-    if isinstance(unit.addresses, Building):
-        unit.addresses.record = record
     if record.folder is not None:
         for each in (unit, *([unit.frozen.before] if unit.frozen else [])):
             assert each.program is not None

@@ -72,7 +72,6 @@ __all__ = [
     "donated_of",
     "dynamo_seconds",
     "elementwise_strides",
-    "errors_are_suppressed",
     "expr_of",
     "fake_graph",
     "fake_mode_of",
@@ -583,11 +582,6 @@ def dynamo_seconds() -> float | None:
     """How long Dynamo has been at work on the frame that is being compiled; None where there is none."""
     context = get_metrics_context()
     return (time.time_ns() - context._start_time_ns) * 1e-9 if context.in_progress() else None
-
-
-def errors_are_suppressed() -> bool:
-    """Whether Dynamo runs a frame eagerly when compiling it fails."""
-    return bool(dynamo_config.suppress_errors)
 
 
 def current_graph_name() -> str:

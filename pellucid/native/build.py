@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import shlex
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
-from pellucid.errors import InternalError, PellucidError, ToolchainError
+from pellucid.errors import InternalError, ToolchainError
 from pellucid.native.children import Children
 from pellucid.native.compiler import Blame, Compiler, CompilerFailed, blame, explain, shared_parts, source_text
 from pellucid.native.cpu import usable_cores
@@ -22,7 +20,6 @@ from pellucid.native.locks import Lock
 from pellucid.native.session import SESSION
 from pellucid.native.sources import prelude_hash
 from pellucid.native.store import KernelStore, batch_id, default_root, text_hash
-from pellucid.native.threads import in_thread
 from pellucid.native.toolchain import Toolchain, detect, remember
 
 _SHARD_CHARS = 8_000
@@ -112,53 +109,6 @@ def build(
         total_s=time.perf_counter() - started,
     )
     return addresses, report
-
-
-class Building(Mapping[str, int]):
-    """Addresses of kernels that a thread builds: looking one up waits, and raises what building them raised.
-
-    Any number of threads may look. In a forked child, which the thread is not in, looking builds them.
-    """
-
-    def __init__(self, make: Callable[[], Mapping[str, int]]) -> None:
-        """make: builds them. It starts at once, and may run again in a child."""
-        self._make = make
-        self._made: Mapping[str, int] | None = None
-        self._error: Exception | None = None
-        self._done = threading.Event()
-        self._owner = os.getpid()
-        self.record: object = None
-        """What an error is to have, see `PellucidError`; let go where there is none."""
-        in_thread(self._work, "pellucid-build")
-
-    def _work(self) -> None:
-        try:
-            self._made = self._make()
-        except Exception as error:
-            self._error = error
-        self._done.set()
-
-    def _wait(self) -> Mapping[str, int]:
-        if os.getpid() == self._owner:
-            self._done.wait()
-        elif not self._done.is_set():
-            self._work()
-        if self._made is not None:
-            self.record = None
-            return self._made
-        assert self._error is not None
-        if isinstance(self._error, PellucidError):
-            self._error.record = self.record
-        raise self._error
-
-    def __getitem__(self, name: str) -> int:
-        return self._wait()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._wait())
-
-    def __len__(self) -> int:
-        return len(self._wait())
 
 
 def is_built(sources: Mapping[str, str]) -> bool:
