@@ -161,18 +161,20 @@ class Compiler:
     def link_kernels(self, text: str, source: Path, output: Path) -> None:
         """Make a shared library of the kernels in `text`, compiled to `source`, and of what they share with others.
 
-        What came with the package is taken if it links: it may be damaged. Raises CompilerFailed; ToolchainError when
-        what they share cannot be compiled.
+        What came with the package is taken, unless it is damaged and does not link. Raises CompilerFailed;
+        ToolchainError when what they share cannot be compiled.
         """
-        if came := shipped(self.toolchain):
+        came = shipped(self.toolchain)
+        if came:
             try:
                 return self.link(source, output, "-Wl,--gc-sections", str(came))
             except CompilerFailed as failed:
                 if failed.out_of_space or failed.killed:
                     raise
-                warn(f"{came} cannot be linked, so the store makes its own: install Pellucid again")
         shared = [str(self.prepare_shared(part)) for part in shared_parts(text)]
         self.link(source, output, "-Wl,--gc-sections", *shared)
+        if came:  # and not the kernels are at fault
+            warn(f"{came} cannot be linked, so the store makes its own: install Pellucid again")
 
     def parts_to_make(self, text: str) -> tuple[str, ...]:
         """The parts of kernel/shared.h that the kernels in `text` use and that did not come with the package."""

@@ -86,7 +86,7 @@ def prelude_text(directory: Path) -> str:
 @lru_cache(maxsize=1)
 def prelude_hash() -> str:
     """Identity of the header that every kernel includes."""
-    return hashlib.sha256(prelude_text(SOURCES).encode()).hexdigest()[:12]
+    return _digest(prelude_text(SOURCES).encode())[:12]
 
 
 def shared_source(part: str) -> str:

@@ -207,7 +207,7 @@ def _guards(profile: Profile, machine: Machine) -> Iterator[Found]:
             "set torch._dynamo.config.use_recursive_dict_tags_for_guards = True before the program is compiled",
             (),
             f"before each call Dynamo checks for {guards:.0f} of {profile.microseconds:.0f} µs whether what it has "
-            "compiled still fits; then it no longer sees that variables of a hook's closure, or classes, change",
+            "compiled still fits; with this setting changes of a hook's closure or a module's class go unseen",
             guards * _SPARED_GUARDS,
         )
 
