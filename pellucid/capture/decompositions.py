@@ -34,7 +34,8 @@ _LOSSES = """
 _REDUCTIONS = "aminmax all count_nonzero logsumexp norm std std_mean nansum linalg_vector_norm trace"
 
 _NORMS = """
-    native_layer_norm_backward native_group_norm_backward native_batch_norm_backward native_group_norm
+    _weight_norm_interface
+    native_layer_norm_backward native_group_norm_backward native_batch_norm_backward
     native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
 """
 
@@ -52,6 +53,7 @@ NAMES: tuple[str, ...] = tuple(
 
 
 _MEAN = 1  # of the reductions of a loss, as ATen counts them
+_LINES = 3  # dimensions of what a convolution over one dimension gets
 
 
 @lru_cache(maxsize=1)
@@ -64,6 +66,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.nll_loss_backward.default: _nll_loss_backward,
         aten.nll_loss2d_backward.default: _nll_loss_backward,
         aten._native_batch_norm_legit_no_training.default: _batch_norm_without_training,
+        aten.native_group_norm.default: _group_norm,
+        aten.convolution.default: _convolution,
+        aten.convolution_backward.default: _convolution_backward,
     }
     return {**table, **with_eagers_strides(), **own}
 
@@ -78,7 +83,7 @@ def _batch_norm_without_training(
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
     """What PyTorch's computes, in ten calls where that has eighteen: a model of convolutions is made of them."""
-    wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    wide = _wide(x.dtype)
 
     def along_channels(values: torch.Tensor) -> torch.Tensor:
         return values.view(-1, *[1] * (x.dim() - 2))
@@ -90,6 +95,97 @@ def _batch_norm_without_training(
         result = result + along_channels(bias)
     empty = x.new_zeros(0)
     return result.to(x.dtype).contiguous(memory_format=suggested_format(x)), empty, empty
+
+
+def _convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    more: list[int],
+    groups: int,
+) -> torch.Tensor:
+    """Over one dimension as over two, of images of one line, as ATen does: what is known of images serves both.
+
+    The result is contiguous, as eager's is.
+    """
+    if x.dim() != _LINES:
+        return NotImplemented
+    steps = [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], groups
+    return torch.ops.aten.convolution(x.unsqueeze(2), weight.unsqueeze(2), bias, *steps).squeeze(2).contiguous()
+
+
+def _convolution_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    more: list[int],
+    groups: int,
+    mask: list[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the same."""
+    if x.dim() != _LINES:
+        return NotImplemented
+    images = (each.unsqueeze(2) for each in (grad, x, weight))
+    steps = [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], groups
+    made = torch.ops.aten.convolution_backward(*images, bias_sizes, *steps, mask)
+    return tuple(each if each is None or each.dim() == 1 else each.squeeze(2).contiguous() for each in made)
+
+
+def _group_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    batch: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """Statistics by channel, then of the channels of a group (Chan, Golub and LeVeque 1979): in either layout of images
+
+    they are sums over what lies side by side. PyTorch's goes by strides in between (`as_strided`), so that images could
+    not lie otherwise than captured.
+    """
+    values = x.to(_wide(x.dtype))
+    variances, means = torch.var_mean(values.reshape(batch, channels, pixels), dim=2, correction=0)
+    grouped = batch, groups, channels // groups
+    variance, mean = _of_groups(variances.view(grouped), means.view(grouped))
+    reciprocal = (variance + eps).rsqrt()
+
+    def by_group(parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.view(1, groups, channels // groups)
+
+    def along_channels(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.expand(grouped).reshape(batch, channels, *[1] * (x.dim() - 2))
+
+    scale = reciprocal if weight is None else reciprocal * by_group(weight)
+    result = (values - along_channels(mean)) * along_channels(scale)
+    if bias is not None:
+        result = result + along_channels(by_group(bias))
+    statistics = (each.to(x.dtype).squeeze(2) for each in (mean, reciprocal))
+    return result.to(x.dtype).contiguous(memory_format=suggested_format(x)), *statistics
+
+
+def _of_groups(variances: torch.Tensor, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variance and mean, [N, groups, 1], of as many values for each channel of [N, groups, channels of a group]."""
+    if means.shape[2] == 1:
+        return variances, means
+    mean = means.mean(2, keepdim=True)
+    return (variances + (means - mean).square()).mean(2, keepdim=True), mean
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that a normalisation is computed in."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _nll_loss_backward(

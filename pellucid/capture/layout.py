@@ -19,7 +19,7 @@ from pellucid.capture.torch_compat import (
     quiet_fake_tensors,
 )
 from pellucid.capture.transform import aliases
-from pellucid.ir.contraction import MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS
+from pellucid.ir.contraction import MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS, MOST_TAPS
 from pellucid.ir.decision import Decision
 
 aten = torch.ops.aten
@@ -169,10 +169,16 @@ def _spared(node: torch.fx.Node) -> int:
 
 
 def _caused(node: torch.fx.Node) -> int:
-    """Elements of weights and their gradients that are copied instead: those of one tap lie the same either way."""
-    shape = _argument(node, "weight").meta["val"].shape
-    size, taps = math.prod(shape), math.prod(shape[2:])
-    return 0 if taps == 1 else 2 * size if node.target is _BACKWARD else size
+    """Elements of weights and their gradients that are copied instead.
+
+    Those of one tap lie the same either way, and kernels read those of some taps as they lie.
+    """
+    weight = _argument(node, "weight").meta["val"]
+    size, taps = math.prod(weight.shape), math.prod(weight.shape[2:])
+    if taps == 1:
+        return 0
+    read = 0 if weight.dtype is torch.float32 and taps <= MOST_TAPS else size
+    return read + size if node.target is _BACKWARD else read
 
 
 def _check_graph(graph: torch.fx.Graph) -> None:
@@ -214,7 +220,9 @@ class _Relayout:
 
     def run(self) -> torch.fx.GraphModule:
         for node in self._module.graph.nodes:
-            if node.op == "call_function":
+            if _only_lays_out(node):
+                self._new[node] = self._new[node.args[0]]  # whoever needs these strides gets a copy, see `_as_captured`
+            elif node.op == "call_function":
                 self._new[node] = self._call(node)
             elif node.op == "output":
                 restored = pytree.tree_map_only(torch.fx.Node, self._as_captured, node.args[0])
@@ -334,6 +342,11 @@ def _whole_operands(node: torch.fx.Node) -> list[torch.Tensor]:
         return []
     tensors = (each.meta["val"] for each in node.all_input_nodes)
     return [each for each in tensors if isinstance(each, torch.Tensor) and each.shape == result.shape]
+
+
+def _only_lays_out(node: torch.fx.Node) -> bool:
+    """True for a copy that lies otherwise than its argument."""
+    return node.target is aten.clone.default and _strides(node) != _strides(node.args[0])  # type: ignore[arg-type]
 
 
 def _strides(node: torch.fx.Node) -> list[tuple[int, ...]]:

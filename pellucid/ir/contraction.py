@@ -40,6 +40,9 @@ DTYPES = frozenset({DType.F32, DType.BF16, DType.F16})
 MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS = 4, 192
 """An image in f32 with so few channels is read where it lies, for sums of so many terms (`codegen/find_blocks.py`)."""
 
+MOST_TAPS = 128
+"""Taps of a weight in f32 that may lie side by side: a kernel packs those of some channels together."""
+
 GROUP_WEIGHTS = 192 << 10
 """Floats of the weights of several groups that a block packs on the stack; of a convolution that needs more there is no
 kernel."""

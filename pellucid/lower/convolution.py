@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pellucid.capture.fx import shape_of
-from pellucid.ir.contraction import DTYPES, GROUP_WEIGHTS, MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS
+from pellucid.ir.contraction import DTYPES, GROUP_WEIGHTS, MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS, MOST_TAPS
 from pellucid.ir.index import ONE, ZERO, const, floordiv, mod, nonnegative, product
 from pellucid.ir.types import DType
 from pellucid.lower.contraction import check_rate
@@ -33,8 +33,6 @@ FEW_TERMS = 32
 _FEW_UNPADDED = 16
 # The same where nothing is gathered, as channels are few.
 _FEW_SPREAD = 16
-# Taps of a weight that lie side by side: a kernel packs those of some channels together.
-_MOST_TAPS = 128
 # Columns whose weights a kernel packs together where groups fill registers of so many lanes; else it packs a group's.
 _WIDTH, _LANES = 32, 16
 
@@ -89,7 +87,7 @@ def _uncopied(graph: ProgramBuilder, node: torch.fx.Node, weight: TensorRef) -> 
 
 
 def _lies_by_plane(weight: TensorRef) -> bool:
-    few = nonnegative(const(_MOST_TAPS) - product(weight.shape[2:]))
+    few = nonnegative(const(MOST_TAPS) - product(weight.shape[2:]))
     return len(weight.shape) == 4 and lies(weight, (0, 1, 2, 3)) and few
 
 

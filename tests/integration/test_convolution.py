@@ -112,6 +112,64 @@ def test_windows_are_kernels_with_what_follows(
         assert len(said(rows, "codegen.contract")) == (1 if x.numel() else 0)
 
 
+LINES = [
+    ((2, 50, 16), (24, 16, 3), {"padding": 1}),
+    ((1, 31, 12), (6, 12, 5), {"stride": 2, "dilation": 2, "padding": 3}),
+    ((2, 20, 16), (16, 1, 4), {"groups": 16, "padding": 3}),
+    ((1, 17, 32), (32, 8, 3), {"groups": 4, "padding": "same"}),
+    ((3, 9, 8), (5, 8, 1), {}),
+    ((40, 8), (24, 8, 4), {}),
+    ((1, 3, 8), (24, 8, 4), {"padding": 2}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("line", "kernel", "options"), LINES)
+def test_lines_are_convolved_like_images(
+    tmp_path: Path, line: tuple[int, ...], kernel: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """line: [N, length, channels], or one without N."""
+    x, w, b = (torch.randn(shape).to(dtype) for shape in (line, kernel, kernel[:1]))
+
+    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(x.transpose(-1, -2), w, b, **options).relu()
+
+    result, rows = traced(function, tmp_path, x, w, b)
+    check(function, result, x, w, b)
+    if dtype is torch.float32:
+        assert not said(rows, "lower.fallback")
+        assert len(said(rows, "codegen.contract")) == 1
+
+
+class Lines(nn.Module):
+    """What models of sound begin with: windows that move on, normalised, each number of samples half of the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Conv1d(32, 32, 4, stride=2, bias=False) for _ in range(3))
+        self.norm = nn.GroupNorm(32, 32)
+        self.near = torch.nn.utils.parametrizations.weight_norm(nn.Conv1d(32, 32, 3, padding=1, groups=32), dim=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            x = F.gelu(self.norm(step(x)))
+        return (x + self.near(x)).transpose(1, 2)
+
+
+def test_lines_are_laid_out_and_return_eagers_strides(tmp_path: Path) -> None:
+    model, x = Lines().eval(), torch.randn(2, 32, 200)
+    result, rows = traced(model, tmp_path, x)
+    with torch.no_grad():
+        assert result.stride() == model(x).stride()
+        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
+    assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == ["1"]
+    assert not said(rows, "lower.fallback")
+
+
+def test_lines_train_like_eagers(tmp_path: Path) -> None:
+    trains_like_eager(Lines(), tmp_path, torch.randn(2, 32, 200).requires_grad_())
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["image", "weight"])
 def test_padding_adds_nothing_to_what_is_not_finite(tmp_path: Path, bad: float, where: str) -> None:
@@ -210,10 +268,16 @@ def test_depthwise_networks_run_channels_last_and_return_eagers_strides(
     assert said(rows, "codegen.contract")
 
 
+def in_double(x: torch.Tensor) -> torch.Tensor:
+    """Kernels read weights in f32 as they lie, others are copied: here many for few pixels."""
+    x = F.conv2d(x.double(), torch.ones(512, 8, 3, 3, dtype=torch.float64), padding=1)
+    return F.conv2d(x, torch.ones(8, 512, 3, 3, dtype=torch.float64), stride=2)
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (Separable(groups=1).eval(), "costs 1,544 of weights and at the ends"),
+        (in_double, "of weights and at the ends"),
         (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), groups=8).as_strided((2, 2), (3, 1)), "how its argument lies"),
         (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), groups=8).transpose(1, 3) * 2, "must have the strides"),
     ],
@@ -427,6 +491,36 @@ def test_a_view_between_convolutions_that_channels_last_has_not_gets_a_copy(tmp_
 
     (row,) = trains_like_eager(Net(), tmp_path, torch.randn(2, 3, 30, 26))
     assert row["ok"] == "1", row
+
+
+@pytest.mark.parametrize("groups", [1, 4, 16])
+@pytest.mark.parametrize("affine", [False, True])
+def test_group_norms_between_convolutions_keep_channels_last(tmp_path: Path, groups: int, affine: bool) -> None:
+    norms = [nn.GroupNorm(groups, 16, affine=affine) for _ in range(2)]
+    for norm in norms if affine else []:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    parts = [nn.Conv2d(8, 16, 3, padding=1), norms[0], nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1), norms[1], nn.SiLU()]
+    model, x = nn.Sequential(*parts), torch.randn(2, 8, 21, 20)
+    (row,) = trains_like_eager(copy.deepcopy(model), tmp_path / "training", x)
+    assert row["ok"] == "1", row
+    result, rows = traced(model.eval(), tmp_path / "inference", x)
+    with torch.no_grad():
+        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
+    assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == ["1"]
+    assert not said(rows, "lower.fallback")
+
+
+def test_small_images_with_large_weights_run_channels_last_in_f32(tmp_path: Path) -> None:
+    """Kernels read weights as they lie: they need not be outweighed."""
+    model, x = (
+        nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3)).eval(),
+        torch.randn(1, 64, 8, 8),
+    )
+    result, rows = traced(model, tmp_path, x)
+    with torch.no_grad():
+        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
+    assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == ["1"]
 
 
 class After(nn.Module):

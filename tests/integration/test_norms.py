@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.support import assert_matches
+
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -183,3 +185,24 @@ def test_means_of_large_integers_are_as_accurate_as_eagers(dtype: torch.dtype) -
     exact = x.double().mean(1)
     ours = torch.compile(lambda x: x.mean(1, dtype=torch.float32), backend="pellucid")(x)
     assert distance(ours, exact) <= 2 * distance(x.mean(1, dtype=torch.float32), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((2, 6), 3), ((2, 6, 5), 6), ((3, 8, 4, 5), 1), ((0, 4, 3), 2), ((2, 8, 3, 4, 5), 4), ((1, 6, 1), 3)],
+)
+@pytest.mark.parametrize("affine", ["", "weight", "bias", "weight and bias"])
+def test_group_norm_and_its_statistics(shape: tuple[int, ...], groups: int, affine: str, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    channels, pixels = shape[1], torch.Size(shape[2:]).numel()
+    x = torch.randn(shape).to(dtype)
+    weight, bias = (torch.randn(channels).to(dtype) if name in affine else None for name in ("weight", "bias"))
+
+    def function(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return torch.native_group_norm(x, weight, bias, shape[0], channels, pixels, groups, 1e-5)
+
+    args = [x, weight, bias]
+    exact = function(*(None if arg is None else arg.double() for arg in args))
+    assert_matches(torch.compile(function, backend="pellucid")(*args), function(*args), exact)
