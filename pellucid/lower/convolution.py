@@ -32,7 +32,7 @@ _LARGE = "convolution: the weights of a group are too large to be packed at once
 FEW_TERMS = 32
 _FEW_UNPADDED = 16
 # The same where nothing is gathered, as channels are few.
-_FEW_SPREAD = 16
+_FEW_SPREAD = 8
 # Columns whose weights a kernel packs together where groups fill registers of so many lanes; else it packs a group's.
 _WIDTH, _LANES = 32, 16
 
