@@ -214,9 +214,12 @@ class _Relayout:
 
     @property
     def copied(self) -> int:
-        """Elements of the copies that were put in, but of weights: `_caused` counts those."""
+        """Elements of the copies that were put in, less those left out. `_caused` counts those of weights."""
         weights = {self._new[_argument(node, "weight")] for node in self._new if _is_planar(node)}
-        return sum(clone.meta["val"].numel() for (value, _), clone in self._clones.items() if value not in weights)
+        added = [clone for (value, _), clone in self._clones.items() if value not in weights]
+        removed = filter(_only_lays_out, self._new)
+        more, fewer = (sum(node.meta["val"].numel() for node in nodes) for nodes in (added, removed))
+        return max(more - fewer, 0)
 
     def run(self) -> torch.fx.GraphModule:
         for node in self._module.graph.nodes:

@@ -141,6 +141,81 @@ def test_lines_are_convolved_like_images(
         assert len(said(rows, "codegen.contract")) == 1
 
 
+TRANSPOSED = [
+    ((1, 8, 20), (8, 6, 4), {"stride": 2, "padding": 1}),
+    ((2, 8, 9), (8, 5, 16), {"stride": 8, "padding": 4}),
+    ((2, 8, 9), (8, 6, 6), {"stride": 3, "padding": 4, "output_padding": 1}),
+    ((2, 8, 5, 6), (8, 6, 2, 2), {"stride": 2}),
+    ((1, 8, 5, 6), (8, 6, 4, 6), {"stride": (2, 3), "padding": (1, 2), "output_padding": (1, 0)}),
+    ((1, 8, 5, 6), (8, 6, 3, 3), {"padding": 1}),
+    ((1, 8, 5, 6), (8, 6, 3, 3), {"padding": 2}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("image", "kernel", "options"), TRANSPOSED)
+def test_transposed_convolutions_are_convolutions(
+    tmp_path: Path, image: tuple[int, ...], kernel: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    convolve = F.conv_transpose1d if len(image) == 3 else F.conv_transpose2d
+    x, w, b = (torch.randn(shape).to(dtype) for shape in (image, kernel, kernel[1:2]))
+    for number, layout in enumerate([torch.contiguous_format, LAST] if x.dim() == 4 else [torch.contiguous_format]):
+        args = x.contiguous(memory_format=layout), w, b
+        result, rows = traced(lambda *args: convolve(*args, **options).relu(), tmp_path / str(number), *args)
+        check(lambda *args: convolve(*args, **options).relu(), result, *args)
+        if layout is LAST and dtype is torch.float32:
+            assert not said(rows, "lower.fallback")
+
+
+@pytest.mark.parametrize(
+    "options", [{"stride": 2}, {"stride": 2, "padding": 1, "output_padding": 1}, {"groups": 2}, {"dilation": 2}]
+)
+def test_other_transposed_convolutions_are_onednns(tmp_path: Path, options: dict[str, int]) -> None:
+    x, w = torch.randn(1, 8, 5, 6), torch.randn(8, 6 // options.get("groups", 1), 3, 3)
+    result, rows = traced(lambda x, w: F.conv_transpose2d(x, w, **options), tmp_path, x, w)
+    check(lambda x, w: F.conv_transpose2d(x, w, **options), result, x, w)
+    assert said(rows, "lower.fallback") == ["convolution: oneDNN computes it"]
+
+
+class Upsampled(nn.Module):
+    """What a vocoder repeats: pixels spread, then convolved, each step twice as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(16, 64, 3, padding=1)
+        self.spread = nn.ModuleList(nn.ConvTranspose1d(64 >> i, 32 >> i, 4, stride=2, padding=1) for i in range(2))
+        self.near = nn.ModuleList(nn.Conv1d(32 >> i, 32 >> i, 3, padding=1) for i in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for spread, near in zip(self.spread, self.near, strict=True):
+            x = spread(F.leaky_relu(x, 0.1))
+            x = x + near(F.gelu(x))
+        return x
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_networks_with_transposed_convolutions_are_laid_out(tmp_path: Path, freeze: bool) -> None:
+    model, x = Upsampled().eval(), torch.randn(1, 16, 100)
+    result, rows = traced(model, tmp_path, x, freeze=freeze)
+    with torch.no_grad():
+        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
+    assert {row["ok"] for row in rows if row["rule"] == "transform.channels-last"} == {"1"}
+    assert not said(rows, "lower.fallback")
+
+
+def test_transposed_convolutions_train_like_eagers(tmp_path: Path) -> None:
+    trains_like_eager(Upsampled(), tmp_path, torch.randn(1, 16, 100).requires_grad_())
+
+
+def test_a_transposed_convolution_of_symbolic_sizes(tmp_path: Path) -> None:
+    w = torch.randn(8, 6, 4)
+    compiled = torch.compile(lambda x: F.conv_transpose1d(x, w, stride=2, padding=1), backend="pellucid", dynamic=True)
+    for length in (5, 9):
+        x = torch.randn(2, 8, length)
+        check(lambda x: F.conv_transpose1d(x, w.to(x.dtype), stride=2, padding=1), compiled(x), x)
+
+
 class Lines(nn.Module):
     """What models of sound begin with: windows that move on, normalised, each number of samples half of the last."""
 
