@@ -59,14 +59,15 @@ def _chain(convolution: torch.fx.Node, still: set[torch.fx.Node]) -> list[torch.
     """The calls that scale or shift the channels of a convolution, each the only use of the one before."""
     arguments: Any = convolution.args
     _, weight, bias, *_, transposed, _, _ = arguments
-    value = convolution.meta["val"]
+    result = _result(convolution)
+    value = result.meta["val"]
     if transposed or not value.is_floating_point():
         return []
     if not _is_narrow(convolution) and (weight not in still or (bias is not None and bias not in still)):
         return []
     found: list[torch.fx.Node] = []
     while True:
-        last = found[-1] if found else convolution
+        last = found[-1] if found else result
         step = next(iter(last.users)) if len(last.users) == 1 else None
         if step is None or step.target not in (*_SHIFTS, *_SCALES) or step.kwargs or len(step.args) != 2:
             return found
@@ -78,6 +79,12 @@ def _chain(convolution: torch.fx.Node, still: set[torch.fx.Node]) -> list[torch.
         if step.meta["val"].stride() != value.stride() or step.meta["val"].dtype is not _computed(value.dtype):
             return found
         found.append(step)
+
+
+def _result(convolution: torch.fx.Node) -> torch.fx.Node:
+    """What a convolution gives: of one over a dimension, which is one of images of a line, without that line."""
+    users = list(convolution.users)
+    return users[0] if len(users) == 1 and users[0].target is aten.squeeze.dim else convolution
 
 
 def _is_per_channel(operand: Any, value: torch.Tensor) -> bool:
@@ -118,25 +125,30 @@ class _Fold:
         x, weight, bias, *rest = arguments
         with self.graph.inserting_before(self.chain[-1]):
             scale, shift = self._combined([weight.meta["val"].shape[0], *[1] * (weight.meta["val"].dim() - 1)], bias)
-            made = self._call(aten.convolution.default, x, self._call(aten.mul.Tensor, weight, scale), shift, *rest)
-        return self._replaced(made, [self.convolution, *self.chain])
+            image = self._call(aten.convolution.default, x, self._call(aten.mul.Tensor, weight, scale), shift, *rest)
+            result = _result(self.convolution)
+            if result is self.convolution:
+                return self._replaced(image, image, [result, *self.chain])
+            line = self._call(result.target, image, *result.args[1:])
+            return self._replaced(line, image, [self.convolution, result, *self.chain])
 
     def beside(self) -> torch.fx.Node:
         """The convolution as it is, one scale and one shift."""
-        value = self.convolution.meta["val"]
+        result = _result(self.convolution)
+        value = result.meta["val"]
         with self.graph.inserting_before(self.chain[-1]):
             scale, shift = self._combined([value.shape[1], *[1] * (value.dim() - 2)], None)
-            made = self._call(aten.mul.Tensor, self.convolution, scale)
+            made = self._call(aten.mul.Tensor, result, scale)
             if shift is not None:
                 shift = self._call(aten.view.default, shift, list(scale.meta["val"].shape))
                 made = self._call(aten.add.Tensor, made, shift)
-        return self._replaced(made, self.chain)
+        return self._replaced(made, made, self.chain)
 
     def _combined(self, shape: list[int], shift: torch.fx.Node | None) -> tuple[torch.fx.Node, torch.fx.Node | None]:
         """The product of all scales, in this shape, and the sum of all shifts as they are scaled, a vector."""
         scale: torch.fx.Node | None = None
         dtype = self.chain[-1].meta["val"].dtype
-        for before, step in pairwise([self.convolution, *self.chain]):
+        for before, step in pairwise([_result(self.convolution), *self.chain]):
             (operand,) = (each for each in step.all_input_nodes if each is not before)
             vector = self._call(aten.view.default, operand, [operand.meta["val"].numel()])
             if operand.meta["val"].dtype is not dtype:
@@ -153,12 +165,13 @@ class _Fold:
         assert scale is not None
         return self._call(aten.view.default, scale, shape), shift
 
-    def _replaced(self, made: torch.fx.Node, old: list[torch.fx.Node]) -> torch.fx.Node:
+    def _replaced(self, made: torch.fx.Node, heir: torch.fx.Node, old: list[torch.fx.Node]) -> torch.fx.Node:
+        """`made` in the place of the last of `old`. heir: what now computes them."""
         last = old[-1]
         last.replace_all_uses_with(made)
         for each in reversed(old):
             if each is not last:
-                merge_origin(made, each)
+                merge_origin(heir, each)
             self.graph.erase_node(each)
         made.name = last.name
         return made

@@ -1,0 +1,97 @@
+"""Convolutions over one dimension, and transposed ones, as convolutions of images: for those there are kernels.
+
+Each returns NotImplemented for what stays as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pellucid.capture.torch_compat import suggested_format
+
+_LINES, _IMAGES = 3, 4  # dimensions of what a convolution over one dimension gets, and over two
+_KERNELS = (torch.float32, torch.bfloat16, torch.float16)  # of these convolutions are kernels
+
+
+def convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    more: list[int],
+    groups: int,
+) -> torch.Tensor:
+    """Over one dimension as over two, of images of one line, as ATen does: what is known of images serves both.
+
+    The result is contiguous, as eager's is.
+    """
+    if x.dim() == _IMAGES and transposed and groups == 1 and set(dilation) == {1}:
+        return _transposed(x, weight, bias, stride, padding, more)
+    if x.dim() != _LINES:
+        return NotImplemented
+    steps = [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], groups
+    return torch.ops.aten.convolution(x.unsqueeze(2), weight.unsqueeze(2), bias, *steps).squeeze(2).contiguous()
+
+
+def convolution_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    more: list[int],
+    groups: int,
+    mask: list[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the same, where there are kernels for them: neither transposed nor of several large groups."""
+    if x.dim() != _LINES or transposed or (groups > 1 and weight.shape[1] != 1):
+        return NotImplemented
+    images = (each.unsqueeze(2) for each in (grad, x, weight))
+    steps = [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], groups
+    made = torch.ops.aten.convolution_backward(*images, bias_sizes, *steps, mask)
+    return tuple(each if each is None or each.dim() == 1 else each.squeeze(2).contiguous() for each in made)
+
+
+def _transposed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    more: list[int],
+) -> torch.Tensor:
+    """A transposed convolution as one whose channels are the pixels that each pixel of the image spreads to.
+
+    Pixel `s * q + r` of the whole result is the sum over `j` of pixel `q - j` times tap `s * j + r`: so each `r` has a
+    window of `taps / s` pixels. Channels are in the order of `r`, so that pixels lie side by side where channels do.
+
+    x: [N, inputs, H, W]. weight: [inputs, outputs, taps, taps]; as many taps as fill such windows, others are ATen's.
+    """
+    sizes = [*zip(weight.shape[2:], stride, padding, more, strict=True)]
+    if not all(isinstance(size, int) for size in weight.shape):
+        return NotImplemented
+    if x.dtype not in _KERNELS or any(pad < after or taps % step for taps, step, pad, after in sizes):
+        return NotImplemented
+    windows = [taps // step for taps, step, _, _ in sizes]
+    # Windows before the result, and as many after it, that need not be computed.
+    skipped = [
+        min((pad - after) // step, window - 1) for (_, step, pad, after), window in zip(sizes, windows, strict=True)
+    ]
+    (inputs, outputs, *_), (down, right) = weight.shape, stride
+    taps = weight.reshape(inputs, outputs, windows[0], down, windows[1], right).flip(2, 4).permute(3, 5, 1, 0, 2, 4)
+    spread = taps.reshape(down * right * outputs, inputs, *windows)
+    around = [window - 1 - skip for window, skip in zip(windows, skipped, strict=True)]
+    added = None if bias is None else bias.repeat(down * right)
+    made = torch.ops.aten.convolution(x, spread, added, [1, 1], around, [1, 1], False, [0, 0], 1)
+    batch, _, height, width = made.shape
+    placed = made.reshape(batch, down, right, outputs, height, width).permute(0, 3, 4, 1, 5, 2)
+    result = placed.reshape(batch, outputs, height * down, width * right)
+    for dim, (size, skip, (count, step, pad, after)) in enumerate(zip(x.shape[2:], skipped, sizes, strict=True), 2):
+        result = result.narrow(dim, pad - skip * step, (size - 1) * step - 2 * pad + count + after)
+    return result.contiguous(memory_format=suggested_format(x))
