@@ -33,7 +33,7 @@ def convolution(
     if x.dim() != _LINES:
         return NotImplemented
     steps = [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], groups
-    return torch.ops.aten.convolution(x.unsqueeze(2), weight.unsqueeze(2), bias, *steps).squeeze(2).contiguous()
+    return _line(torch.ops.aten.convolution(x.unsqueeze(2), weight.unsqueeze(2), bias, *steps))
 
 
 def convolution_backward(
@@ -55,7 +55,14 @@ def convolution_backward(
     images = (each.unsqueeze(2) for each in (grad, x, weight))
     steps = [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], groups
     made = torch.ops.aten.convolution_backward(*images, bias_sizes, *steps, mask)
-    return tuple(each if each is None or each.dim() == 1 else each.squeeze(2).contiguous() for each in made)
+    return tuple(each if each is None or each.dim() == 1 else _line(each) for each in made)
+
+
+def _line(image: torch.Tensor) -> torch.Tensor:
+    """[N, C, L], contiguous, of an image of one line: also where C or L is 1, and any stride would do."""
+    line = image.squeeze(2).contiguous()
+    one = any(type(size) is int and size == 1 for size in line.shape)
+    return line.flatten().view(line.shape) if one else line
 
 
 def _transposed(
@@ -74,7 +81,9 @@ def _transposed(
     x: [N, inputs, H, W]. weight: [inputs, outputs, taps, taps]; as many taps as fill such windows, others are ATen's.
     """
     sizes = [*zip(weight.shape[2:], stride, padding, more, strict=True)]
-    if not all(isinstance(size, int) for size in weight.shape):
+    if not all(isinstance(size, int) for size in weight.shape) or any(
+        type(size) is int and not size for size in x.shape
+    ):
         return NotImplemented
     if x.dtype not in _KERNELS or any(pad < after or taps % step for taps, step, pad, after in sizes):
         return NotImplemented
@@ -94,4 +103,5 @@ def _transposed(
     result = placed.reshape(batch, outputs, height * down, width * right)
     for dim, (size, skip, (count, step, pad, after)) in enumerate(zip(x.shape[2:], skipped, sizes, strict=True), 2):
         result = result.narrow(dim, pad - skip * step, (size - 1) * step - 2 * pad + count + after)
-    return result.contiguous(memory_format=suggested_format(x))
+    last = torch.channels_last in (suggested_format(x), suggested_format(weight))
+    return result.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)

@@ -127,7 +127,8 @@ def _group_norm(
     result = (values - along_channels(mean)) * along_channels(scale)
     if bias is not None:
         result = result + along_channels(by_group(bias))
-    statistics = (each.to(x.dtype).squeeze(2) for each in (mean, reciprocal))
+    kept = next((given.dtype for given in (weight, bias) if given is not None), x.dtype)
+    statistics = (each.to(kept).squeeze(2) for each in (mean, reciprocal))
     return result.to(x.dtype).contiguous(memory_format=suggested_format(x)), *statistics
 
 

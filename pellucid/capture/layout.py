@@ -12,13 +12,14 @@ from torch.utils import _pytree as pytree
 from pellucid.capture.convolution_trial import convolution_seconds
 from pellucid.capture.fx import decide
 from pellucid.capture.torch_compat import (
+    check_view,
     elementwise_strides,
     fake_mode_of,
     graph_module_of,
     is_symbolic,
     quiet_fake_tensors,
 )
-from pellucid.capture.transform import aliases
+from pellucid.capture.transform import aliases, may_write, returned
 from pellucid.ir.contraction import MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS, MOST_TAPS
 from pellucid.ir.decision import Decision
 
@@ -42,6 +43,7 @@ _ANY_LAYOUT = frozenset(
     "convolution convolution_backward mm addmm bmm baddbmm upsample_nearest2d upsample_nearest2d_backward"
     " upsample_bilinear2d upsample_bilinear2d_backward".split()
 )
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 # Calls whose meaning depends on how their argument lies in memory.
 _BY_STRIDES = (aten.as_strided.default, aten.as_strided_.default, aten.set_.source_Tensor, aten.resize_.default)
 
@@ -211,19 +213,19 @@ class _Relayout:
         self._new: dict[torch.fx.Node, torch.fx.Node] = {}
         self._clones: dict[tuple[torch.fx.Node, torch.memory_format], torch.fx.Node] = {}
         self._fake_mode = fake_mode_of(graph_module.graph)
+        self._needless = _needless_clones(graph_module.graph) if use == "inference" else set()
 
     @property
     def copied(self) -> int:
         """Elements of the copies that were put in, less those left out. `_caused` counts those of weights."""
         weights = {self._new[_argument(node, "weight")] for node in self._new if _is_planar(node)}
         added = [clone for (value, _), clone in self._clones.items() if value not in weights]
-        removed = filter(_only_lays_out, self._new)
-        more, fewer = (sum(node.meta["val"].numel() for node in nodes) for nodes in (added, removed))
+        more, fewer = (sum(node.meta["val"].numel() for node in nodes) for nodes in (added, self._needless))
         return max(more - fewer, 0)
 
     def run(self) -> torch.fx.GraphModule:
         for node in self._module.graph.nodes:
-            if _only_lays_out(node):
+            if node in self._needless:
                 self._new[node] = self._new[node.args[0]]  # whoever needs these strides gets a copy, see `_as_captured`
             elif node.op == "call_function":
                 self._new[node] = self._call(node)
@@ -316,6 +318,8 @@ class _Relayout:
             with self._fake_mode:
                 return whole[0].new_empty_strided(shape, elementwise_strides(*whole), dtype=dtype)
         args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
+        if node.target in _VIEWS:
+            check_view(*args)
         with self._fake_mode, torch.no_grad():
             result = node.target(*args, **kwargs)  # type: ignore[operator]
             return tuple(map(_plainest, result)) if node.target is _BACKWARD else result
@@ -347,9 +351,16 @@ def _whole_operands(node: torch.fx.Node) -> list[torch.Tensor]:
     return [each for each in tensors if isinstance(each, torch.Tensor) and each.shape == result.shape]
 
 
-def _only_lays_out(node: torch.fx.Node) -> bool:
-    """True for a copy that lies otherwise than its argument."""
-    return node.target is aten.clone.default and _strides(node) != _strides(node.args[0])  # type: ignore[arg-type]
+def _needless_clones(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Copies that only lie otherwise than their arguments: who needs their strides gets a copy, see `_as_captured`.
+
+    Not those that the caller may receive, which would share memory with other tensors, and none where a call changes
+    tensors.
+    """
+    if any(map(may_write, graph.nodes)):
+        return set()
+    clones = graph.find_nodes(op="call_function", target=aten.clone.default)
+    return {clone for clone in clones if _strides(clone) != _strides(clone.args[0])} - returned(graph)
 
 
 def _strides(node: torch.fx.Node) -> list[tuple[int, ...]]:

@@ -304,6 +304,12 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def check_view(value: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raises RuntimeError if a tensor has no such view. Fake ones have some across dimensions of one element."""
+    with real_tensors(), torch._C._DisablePythonDispatcher():  # which has the rule of fake tensors
+        torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)
+
+
 def decomposed_call(node: torch.fx.Node, table: Mapping[Any, Callable[..., Any]]) -> torch.fx.GraphModule:
     """What a call becomes under a table of decompositions: a graph of its `all_input_nodes`, with fake results."""
     operands = node.all_input_nodes

@@ -22,17 +22,17 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
     mapping: dict[torch.fx.Node, torch.fx.Node] = {}
     seen: dict[Any, torch.fx.Node] = {}
     decisions: list[Decision] = []
-    returned = _returned(graph_module.graph)
-    changes = any(_may_write(node) for node in graph_module.graph.nodes)
+    handed_out = returned(graph_module.graph)
+    changes = any(may_write(node) for node in graph_module.graph.nodes)
     for node in graph_module.graph.nodes:
-        if _may_write(node):
+        if may_write(node):
             seen.clear()  # what it writes to may be read again
         key = _key(node, mapping) if is_pure(node) else None
         same, rule, why = seen.get(key), "transform.common-subexpression", "the calls are equal"
         if not changes and _is_exact_copy(node):
             same, rule = mapping[node.args[0]], "transform.copy"
             why = "nothing changes the original or the copy, and the caller gets neither through it"
-        if same is not None and node not in returned:
+        if same is not None and node not in handed_out:
             mapping[node] = same
             merge_origin(same, node)
             decisions.append(Decision(rule, (node.name, same.name), True, why))
@@ -54,7 +54,7 @@ def _is_exact_copy(node: torch.fx.Node) -> bool:
     return strides_of(copy) == strides_of(original) and node.args[0].op == "call_function"
 
 
-def _returned(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+def returned(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Nodes whose memory the caller may receive: two results must not become one tensor."""
     found: set[torch.fx.Node] = set()
     pending = list(graph.output_node().all_input_nodes)
@@ -93,7 +93,7 @@ def is_pure(node: torch.fx.Node) -> bool:
     return not target._schema.is_mutable and not may_draw(target)
 
 
-def _may_write(node: torch.fx.Node) -> bool:
+def may_write(node: torch.fx.Node) -> bool:
     """True if the call may change a tensor that is there already. One that only draws random numbers does not."""
     if node.op != "call_function" or is_pure(node):
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 from collections.abc import Callable
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,8 @@ LINES = [
     ((3, 9, 8), (5, 8, 1), {}),
     ((40, 8), (24, 8, 4), {}),
     ((1, 3, 8), (24, 8, 4), {"padding": 2}),
+    ((2, 40, 8), (1, 8, 5), {"padding": 2}),
+    ((2, 5, 8), (6, 8, 5), {}),
 ]
 
 
@@ -136,7 +139,7 @@ def test_lines_are_convolved_like_images(
 
     result, rows = traced(function, tmp_path, x, w, b)
     check(function, result, x, w, b)
-    if dtype is torch.float32:
+    if dtype is torch.float32 and kernel[0] > 1:
         assert not said(rows, "lower.fallback")
         assert len(said(rows, "codegen.contract")) == 1
 
@@ -149,6 +152,8 @@ TRANSPOSED = [
     ((1, 8, 5, 6), (8, 6, 4, 6), {"stride": (2, 3), "padding": (1, 2), "output_padding": (1, 0)}),
     ((1, 8, 5, 6), (8, 6, 3, 3), {"padding": 1}),
     ((1, 8, 5, 6), (8, 6, 3, 3), {"padding": 2}),
+    ((1, 8, 5, 6), (8, 6, 4, 2), {"stride": (2, 1)}),
+    ((0, 8, 5, 6), (8, 6, 2, 2), {"stride": 2, "padding": 1}),
 ]
 
 
@@ -159,11 +164,12 @@ def test_transposed_convolutions_are_convolutions(
 ) -> None:
     convolve = F.conv_transpose1d if len(image) == 3 else F.conv_transpose2d
     x, w, b = (torch.randn(shape).to(dtype) for shape in (image, kernel, kernel[1:2]))
-    for number, layout in enumerate([torch.contiguous_format, LAST] if x.dim() == 4 else [torch.contiguous_format]):
-        args = x.contiguous(memory_format=layout), w, b
+    layouts = [torch.contiguous_format, LAST] if x.dim() == 4 else [torch.contiguous_format]
+    for number, (layout, weights) in enumerate(product(layouts, layouts)):
+        args = x.contiguous(memory_format=layout), w.contiguous(memory_format=weights), b
         result, rows = traced(lambda *args: convolve(*args, **options).relu(), tmp_path / str(number), *args)
         check(lambda *args: convolve(*args, **options).relu(), result, *args)
-        if layout is LAST and dtype is torch.float32:
+        if layout is LAST and dtype is torch.float32 and x.numel():
             assert not said(rows, "lower.fallback")
 
 
@@ -596,6 +602,64 @@ def test_small_images_with_large_weights_run_channels_last_in_f32(tmp_path: Path
     with torch.no_grad():
         assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
     assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == ["1"]
+
+
+def copied_twice(x: torch.Tensor, net: nn.Module) -> tuple[torch.Tensor, ...]:
+    copy = x.contiguous().contiguous(memory_format=LAST)
+    y = net(x)
+    x.add_(1)
+    return y, copy
+
+
+def copied_before_it_changes(x: torch.Tensor, net: nn.Module) -> tuple[torch.Tensor, ...]:
+    copy = x.contiguous()
+    y = net(x)
+    x.zero_()
+    return y, copy
+
+
+def two_copies(x: torch.Tensor, net: nn.Module) -> tuple[torch.Tensor, ...]:
+    y = net(x)
+    return y.clone(memory_format=LAST), y.clone(memory_format=LAST)[:, 1:], x.contiguous()
+
+
+def copies_in_between(x: torch.Tensor, net: nn.Module) -> tuple[torch.Tensor, ...]:
+    y = net(x.contiguous())
+    return net(y.permute(0, 2, 3, 1).contiguous().tanh().permute(0, 3, 1, 2)), y.flatten(2).transpose(
+        1, 2
+    ).contiguous() * 2
+
+
+@pytest.mark.parametrize("function", [copied_twice, copied_before_it_changes, two_copies, copies_in_between])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+def test_copies_are_left_out_only_where_nobody_can_tell(
+    tmp_path: Path, function: Callable[..., tuple[torch.Tensor, ...]], layout: torch.memory_format
+) -> None:
+    net = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)).eval()
+    given = torch.randn(2, 32, 12, 12).contiguous(memory_format=layout)
+    ours, theirs = given.clone(), given.clone()
+    result, rows = traced(lambda x: function(x, net), tmp_path, ours)
+    with torch.no_grad():
+        eager = function(theirs, net)
+        assert_matches(result, eager, function(given.double(), copy.deepcopy(net).double()))
+    assert torch.equal(ours, theirs)
+    assert {row["ok"] for row in rows if row["rule"] == "transform.channels-last"} == {"1"}
+    assert shared(*result, ours) == shared(*eager, theirs)
+
+
+def shared(*tensors: torch.Tensor) -> list[bool]:
+    """For each pair whether the two lie in one memory."""
+    return [one.untyped_storage()._cdata == other.untyped_storage()._cdata for one, other in combinations(tensors, 2)]
+
+
+def test_a_view_across_a_dimension_of_one_element_gets_a_copy(tmp_path: Path) -> None:
+    x, w = torch.randn(2, 3, 6, 7), torch.randn(3, 4, 2, 2)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, w.reshape(3, 4, 1, 2, 2, 1).permute(3, 5, 1, 0, 2, 4).reshape(8, 3, 1, 2))
+
+    result, _ = traced(function, tmp_path, x, w)
+    check(function, result, x, w)
 
 
 class After(nn.Module):

@@ -206,3 +206,14 @@ def test_group_norm_and_its_statistics(shape: tuple[int, ...], groups: int, affi
     args = [x, weight, bias]
     exact = function(*(None if arg is None else arg.double() for arg in args))
     assert_matches(torch.compile(function, backend="pellucid")(*args), function(*args), exact)
+
+
+def test_statistics_of_a_group_norm_have_the_type_of_its_parameters() -> None:
+    torch._dynamo.reset()
+    x, weight = torch.randn(2, 6, 5).bfloat16(), torch.randn(6)
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.native_group_norm(x, weight, None, 2, 6, 5, 3, 1e-5)
+
+    exact = function(x.double(), weight.double())
+    assert_matches(torch.compile(function, backend="pellucid")(x, weight), function(x, weight), exact)
