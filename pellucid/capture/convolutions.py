@@ -61,7 +61,7 @@ def convolution_backward(
 def _line(image: torch.Tensor) -> torch.Tensor:
     """[N, C, L], contiguous, of an image of one line: also where C or L is 1, and any stride would do."""
     line = image.squeeze(2).contiguous()
-    one = any(type(size) is int and size == 1 for size in line.shape)
+    one = any(type(size) is int and size == 1 for size in line.shape[1:])
     return line.flatten().view(line.shape) if one else line
 
 

@@ -156,21 +156,11 @@ std::vector<CounterEvent> events_of(const int64_t* words, int64_t count) {
 
 // ------------------------------------------------------------------------------------------------ frozen tensors
 
-// Asks for what the first line of a tensor's TensorImpl points to: its storage and the count of its changes are objects of
-// their own, scattered over memory. What is no address does no harm.
-void ask_for(PyObject* tensor) {
-  if (!is_tensor(tensor)) return;
-  const char* const* words = field<const char* const*>(tensor, host.impl_offset);
-  for (size_t i = 0; i < kLine / sizeof(*words); i++) __builtin_prefetch(words[i]);
-}
-
 // Whether the data of each tensor of a list begins where it did, and its changes are as many as they were; -1: they
 // are not counted. False, too, where one of inference mode has taken the place of one whose changes are.
 bool in_place(PyObject* tensors, const int64_t* addresses, const int64_t* versions) {
-  constexpr ptrdiff_t AHEAD = 8;
   const ptrdiff_t count = PyList_Size(tensors);
   for (ptrdiff_t k = 0; k < count; k++) {
-    if (k + AHEAD < count) ask_for(PyList_GetItem(tensors, k + AHEAD));
     PyObject* tensor = PyList_GetItem(tensors, k);
     if (!is_tensor(tensor)) return false;
     void* impl = field<void*>(tensor, host.impl_offset);

@@ -237,14 +237,17 @@ class Lines(nn.Module):
         return (x + self.near(x)).transpose(1, 2)
 
 
-def test_lines_are_laid_out_and_return_eagers_strides(tmp_path: Path) -> None:
-    model, x = Lines().eval(), torch.randn(2, 32, 200)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_lines_are_laid_out_and_return_eagers_strides(tmp_path: Path, batch: int) -> None:
+    model, x = Lines().eval(), torch.randn(batch, 32, 200)
     result, rows = traced(model, tmp_path, x)
     with torch.no_grad():
         assert result.stride() == model(x).stride()
         assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
     assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == ["1"]
     assert not said(rows, "lower.fallback")
+    transformed = next(tmp_path.rglob("fx_graph_transformed.py")).read_text()
+    assert transformed.count("torch.contiguous_format") == 1, "lines lie channels-last in between"
 
 
 def test_lines_train_like_eagers(tmp_path: Path) -> None:
