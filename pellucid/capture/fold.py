@@ -18,6 +18,7 @@ from pellucid.ir.types import TORCH_DTYPES
 aten = torch.ops.aten
 
 _RULE = "freeze.fold"
+_LINE = 2  # the dimension that images of a line have more
 _SHIFTS, _SCALES = (aten.add.Tensor, aten.sub.Tensor), (aten.mul.Tensor, aten.div.Tensor)
 
 
@@ -83,8 +84,9 @@ def _chain(convolution: torch.fx.Node, still: set[torch.fx.Node]) -> list[torch.
 
 def _result(convolution: torch.fx.Node) -> torch.fx.Node:
     """What a convolution gives: of one over a dimension, which is one of images of a line, without that line."""
-    users = list(convolution.users)
-    return users[0] if len(users) == 1 and users[0].target is aten.squeeze.dim else convolution
+    user = next(iter(convolution.users), convolution)
+    alone = len(convolution.users) == 1 and user.target is aten.squeeze.dim and user.args[1] == _LINE
+    return user if alone else convolution
 
 
 def _is_per_channel(operand: Any, value: torch.Tensor) -> bool:

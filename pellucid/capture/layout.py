@@ -352,7 +352,7 @@ def _whole_operands(node: torch.fx.Node) -> list[torch.Tensor]:
 
 
 def _needless_clones(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Copies that only lie otherwise than their arguments: who needs their strides gets a copy, see `_as_captured`.
+    """Contiguous copies of what lies otherwise: who needs their strides gets a copy, see `_as_captured`.
 
     Not those that the caller may receive, which would share memory with other tensors, and none where a call changes
     tensors.
@@ -360,7 +360,8 @@ def _needless_clones(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     if any(map(may_write, graph.nodes)):
         return set()
     clones = graph.find_nodes(op="call_function", target=aten.clone.default)
-    return {clone for clone in clones if _strides(clone) != _strides(clone.args[0])} - returned(graph)
+    contiguous = {clone for clone in clones if clone.meta["val"].is_contiguous()}
+    return {clone for clone in contiguous if _strides(clone) != _strides(clone.args[0])} - returned(graph)
 
 
 def _strides(node: torch.fx.Node) -> list[tuple[int, ...]]:

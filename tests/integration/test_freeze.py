@@ -131,6 +131,23 @@ def test_what_scales_and_shifts_a_convolution_goes_into_its_weight(dims: int, bi
     agrees(compiled, model, x)
 
 
+def test_what_scales_the_lines_of_a_single_channel_does_not() -> None:
+    """Without its channel, an image has its lines where others have channels."""
+
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(20, 1, 3, padding=1)
+            self.scale = nn.Parameter(torch.rand(1, 7, 1) + 0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x).squeeze(1) * self.scale
+
+    torch.manual_seed(0)
+    model = Single().eval()
+    agrees(frozen(model), model, torch.randn(2, 20, 7, 7))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_scales_and_shifts_a_narrow_convolution_is_one_scale_and_one_shift(dtype: torch.dtype) -> None:
     """Weights keep all their digits."""
