@@ -5,63 +5,59 @@ Each returns NotImplemented for what stays as it is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from pellucid.capture.torch_compat import suggested_format
+from pellucid.capture.torch_compat import is_symbolic, suggested_format
+from pellucid.ir.contraction import DTYPES
+from pellucid.ir.types import TORCH_DTYPES
 
 _LINES, _IMAGES = 3, 4  # dimensions of what a convolution over one dimension gets, and over two
-_KERNELS = (torch.float32, torch.bfloat16, torch.float16)  # of these convolutions are kernels
+_KERNELS = frozenset(TORCH_DTYPES[each] for each in DTYPES)
 
 
-def convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    more: list[int],
-    groups: int,
-) -> torch.Tensor:
+def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *steps: Any) -> torch.Tensor:
     """Over one dimension as over two, of images of one line, as ATen does: what is known of images serves both.
 
-    The result is contiguous, as eager's is.
+    steps: stride, padding, dilation, whether transposed, output padding and groups, as ATen takes them. The result is
+    contiguous, as eager's is.
     """
+    stride, padding, dilation, transposed, more, groups = steps
     if x.dim() == _IMAGES and transposed and groups == 1 and set(dilation) == {1}:
         return _transposed(x, weight, bias, stride, padding, more)
     if x.dim() != _LINES:
         return NotImplemented
-    steps = [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], groups
-    return _line(torch.ops.aten.convolution(x.unsqueeze(2), weight.unsqueeze(2), bias, *steps))
+    return _line(torch.ops.aten.convolution(x.unsqueeze(2), weight.unsqueeze(2), bias, *_of_images(*steps)))
 
 
 def convolution_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias_sizes: list[int] | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    more: list[int],
-    groups: int,
-    mask: list[bool],
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: list[int] | None, *more: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of the same, where there are kernels for them: neither transposed nor of several large groups."""
+    """The gradients of the same, where there are kernels for them: neither transposed nor of several large groups.
+
+    more: the steps, then which gradients are wanted.
+    """
+    *steps, mask = more
+    *_, transposed, _, groups = steps
     if x.dim() != _LINES or transposed or (groups > 1 and weight.shape[1] != 1):
         return NotImplemented
     images = (each.unsqueeze(2) for each in (grad, x, weight))
-    steps = [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], groups
-    made = torch.ops.aten.convolution_backward(*images, bias_sizes, *steps, mask)
+    made = torch.ops.aten.convolution_backward(*images, bias_sizes, *_of_images(*steps), mask)
     return tuple(each if each is None or each.dim() == 1 else _line(each) for each in made)
+
+
+def _of_images(
+    stride: list[int], padding: list[int], dilation: list[int], transposed: bool, more: list[int], groups: int
+) -> tuple[Any, ...]:
+    """The steps of a convolution over one dimension, for images of one line."""
+    return [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], groups
 
 
 def _line(image: torch.Tensor) -> torch.Tensor:
     """[N, C, L], contiguous, of an image of one line: also where C or L is 1, and any stride would do."""
     line = image.squeeze(2).contiguous()
-    one = any(type(size) is int and size == 1 for size in line.shape[1:])
+    one = any(isinstance(size, int) and size == 1 for size in line.shape[1:])
     return line.flatten().view(line.shape) if one else line
 
 
@@ -81,11 +77,10 @@ def _transposed(
     x: [N, inputs, H, W]. weight: [inputs, outputs, taps, taps]; as many taps as fill such windows, others are ATen's.
     """
     sizes = [*zip(weight.shape[2:], stride, padding, more, strict=True)]
-    if not all(isinstance(size, int) for size in weight.shape) or any(
-        type(size) is int and not size for size in x.shape
-    ):
+    empty = any(isinstance(size, int) and size == 0 for size in x.shape)
+    if empty or x.dtype not in _KERNELS or any(map(is_symbolic, weight.shape)):
         return NotImplemented
-    if x.dtype not in _KERNELS or any(pad < after or taps % step for taps, step, pad, after in sizes):
+    if any(pad < after or taps % step for taps, step, pad, after in sizes):
         return NotImplemented
     windows = [taps // step for taps, step, _, _ in sizes]
     # Windows before the result, and as many after it, that need not be computed.

@@ -14,6 +14,7 @@ import torch
 
 from pellucid.capture.convolutions import convolution, convolution_backward
 from pellucid.capture.eager_strides import with_eagers_strides
+from pellucid.capture.fx import computed
 from pellucid.capture.torch_compat import decomposition_table, suggested_format
 from pellucid.ir.unsigned import is_unsigned
 
@@ -35,9 +36,8 @@ _LOSSES = """
 _REDUCTIONS = "aminmax all count_nonzero logsumexp norm std std_mean nansum linalg_vector_norm trace"
 
 _NORMS = """
-    _weight_norm_interface
-    native_layer_norm_backward native_group_norm_backward native_batch_norm_backward
-    native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
+    native_layer_norm_backward native_group_norm_backward native_batch_norm_backward native_batch_norm
+    _weight_norm_interface _native_batch_norm_legit _native_batch_norm_legit_functional
 """
 
 _SHAPES = """
@@ -83,7 +83,7 @@ def _batch_norm_without_training(
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
     """What PyTorch's computes, in ten calls where that has eighteen: a model of convolutions is made of them."""
-    wide = _wide(x.dtype)
+    wide = computed(x.dtype)
 
     def along_channels(values: torch.Tensor) -> torch.Tensor:
         return values.view(-1, *[1] * (x.dim() - 2))
@@ -111,7 +111,7 @@ def _group_norm(
 
     PyTorch's decomposition asks for strides (`as_strided`), so that images could not lie otherwise than captured.
     """
-    values = x.to(_wide(x.dtype))
+    values = x.to(computed(x.dtype))
     variances, means = torch.var_mean(values.reshape(batch, channels, pixels), dim=2, correction=0)
     grouped = batch, groups, channels // groups
     variance, mean = _of_groups(variances.view(grouped), means.view(grouped))
@@ -138,11 +138,6 @@ def _of_groups(variances: torch.Tensor, means: torch.Tensor) -> tuple[torch.Tens
         return variances, means
     mean = means.mean(2, keepdim=True)
     return (variances + (means - mean).square()).mean(2, keepdim=True), mean
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that a normalisation is computed in."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _nll_loss_backward(

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.fx import DTYPES, merge_origin
+from pellucid.capture.fx import computed, merge_origin
 from pellucid.capture.torch_compat import fake_mode_of, parameters_of, quiet_fake_tensors
 from pellucid.capture.transform import is_pure
 from pellucid.ir.decision import Decision
-from pellucid.ir.types import TORCH_DTYPES
 
 aten = torch.ops.aten
 
@@ -77,7 +76,7 @@ def _chain(convolution: torch.fx.Node, still: set[torch.fx.Node]) -> list[torch.
             first, second = second, first
         if first is not last or second not in still or not _is_per_channel(second, value):
             return found
-        if step.meta["val"].stride() != value.stride() or step.meta["val"].dtype is not _computed(value.dtype):
+        if step.meta["val"].stride() != value.stride() or step.meta["val"].dtype is not computed(value.dtype):
             return found
         found.append(step)
 
@@ -95,7 +94,7 @@ def _is_per_channel(operand: Any, value: torch.Tensor) -> bool:
         return False
     tensor = operand.meta["val"]
     shape = (1,) * (value.dim() - tensor.dim()) + tuple(tensor.shape)
-    return tensor.dtype in (value.dtype, _computed(value.dtype)) and shape == (
+    return tensor.dtype in (value.dtype, computed(value.dtype)) and shape == (
         1,
         value.shape[1],
         *(1,) * (value.dim() - 2),
@@ -105,11 +104,7 @@ def _is_per_channel(operand: Any, value: torch.Tensor) -> bool:
 def _is_narrow(convolution: torch.fx.Node) -> bool:
     """Whether what follows the convolution is computed in a wider type than it is."""
     dtype = convolution.meta["val"].dtype
-    return dtype is not _computed(dtype)
-
-
-def _computed(dtype: torch.dtype) -> torch.dtype:
-    return TORCH_DTYPES[DTYPES[dtype].compute]
+    return dtype is not computed(dtype)
 
 
 @dataclass(frozen=True)
@@ -129,10 +124,8 @@ class _Fold:
             scale, shift = self._combined([weight.meta["val"].shape[0], *[1] * (weight.meta["val"].dim() - 1)], bias)
             image = self._call(aten.convolution.default, x, self._call(aten.mul.Tensor, weight, scale), shift, *rest)
             result = _result(self.convolution)
-            if result is self.convolution:
-                return self._replaced(image, image, [result, *self.chain])
-            line = self._call(result.target, image, *result.args[1:])
-            return self._replaced(line, image, [self.convolution, result, *self.chain])
+            made = image if result is self.convolution else self._call(result.target, image, *result.args[1:])
+        return self._replaced(made, image, list(dict.fromkeys([self.convolution, result, *self.chain])))
 
     def beside(self) -> torch.fx.Node:
         """The convolution as it is, one scale and one shift."""

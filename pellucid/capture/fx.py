@@ -46,6 +46,11 @@ def dtype_of(tensor: torch.Tensor) -> DType:
     return DTYPES[tensor.dtype]
 
 
+def computed(dtype: torch.dtype) -> torch.dtype:
+    """The type that elements of a type are computed in."""
+    return TORCH_DTYPES[DTYPES[dtype].compute]
+
+
 def shape_of(tensor: torch.Tensor) -> tuple[Expr, ...]:
     """The sizes of a (fake) tensor as index expressions."""
     return tuple(expr_of(size) for size in tensor.shape)

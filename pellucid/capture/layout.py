@@ -30,8 +30,8 @@ ReadsElements: TypeAlias = "Callable[[torch.fx.Node], bool]"
 _RULE = "transform.channels-last"
 _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.default
 # How much more must be spared than caused, for inference and for training, each for types of four bytes and more and
-# for shorter ones: where ResNet-18, ResNet-50 and VGG-11 at several sizes of image and batch neither gain nor lose.
-# In training f32, kernels gain 1.3 there, since gradients are computed where they lie.
+# for shorter ones. ResNet-18, ResNet-50 and VGG-11 at several sizes of image and batch neither gain nor lose there, if
+# their weights are copied. In f32 training, kernels gain 1.3, since gradients are computed where they lie.
 _WORTH = {"inference": (1.0, 0.15), "training": (1.0, 0.6)}
 # How much longer grouped convolutions may take channels-last, and the multiplications from which they are tried: fewer
 # take microseconds, which neither matter nor can be told from noise.

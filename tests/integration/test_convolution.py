@@ -47,6 +47,17 @@ def said(rows: list[dict[str, str]], rule: str) -> list[str]:
     return [row["why"] for row in rows if row["rule"] == rule]
 
 
+def runs_channels_last(model: nn.Module, folder: Path, x: torch.Tensor, **options: Any) -> list[dict[str, str]]:
+    """Compare a model with eager's, whose convolutions must lie channels-last; returns the compiler's decisions."""
+    result, rows = traced(model, folder, x, **options)
+    with torch.no_grad():
+        eager = model(x)
+        assert result.stride() == eager.stride()
+        assert_matches([result], [eager], [copy.deepcopy(model).double()(x.double())])
+    assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == ["1"]
+    return rows
+
+
 def check(function: Callable[..., Any], result: Any, *args: Any) -> None:
     with torch.no_grad():
         assert_matches(result, function(*args), function(*widened(args)))
@@ -203,10 +214,7 @@ class Upsampled(nn.Module):
 @pytest.mark.parametrize("freeze", [False, True])
 def test_networks_with_transposed_convolutions_are_laid_out(tmp_path: Path, freeze: bool) -> None:
     model, x = Upsampled().eval(), torch.randn(1, 16, 100)
-    result, rows = traced(model, tmp_path, x, freeze=freeze)
-    with torch.no_grad():
-        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
-    assert {row["ok"] for row in rows if row["rule"] == "transform.channels-last"} == {"1"}
+    rows = runs_channels_last(model, tmp_path, x, freeze=freeze)
     assert not said(rows, "lower.fallback")
 
 
@@ -240,11 +248,7 @@ class Lines(nn.Module):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_lines_are_laid_out_and_return_eagers_strides(tmp_path: Path, batch: int) -> None:
     model, x = Lines().eval(), torch.randn(batch, 32, 200)
-    result, rows = traced(model, tmp_path, x)
-    with torch.no_grad():
-        assert result.stride() == model(x).stride()
-        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
-    assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == ["1"]
+    rows = runs_channels_last(model, tmp_path, x)
     assert not said(rows, "lower.fallback")
     transformed = next(tmp_path.rglob("fx_graph_transformed.py")).read_text()
     assert transformed.count("torch.contiguous_format") == 1, "lines lie channels-last in between"
@@ -361,7 +365,7 @@ def in_double(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (in_double, "of weights and at the ends"),
+        (in_double, "costs 74,368 of weights and at the ends"),
         (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), groups=8).as_strided((2, 2), (3, 1)), "how its argument lies"),
         (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), groups=8).transpose(1, 3) * 2, "must have the strides"),
     ],
@@ -588,23 +592,14 @@ def test_group_norms_between_convolutions_keep_channels_last(tmp_path: Path, gro
     model, x = nn.Sequential(*parts), torch.randn(2, 8, 21, 20)
     (row,) = trains_like_eager(copy.deepcopy(model), tmp_path / "training", x)
     assert row["ok"] == "1", row
-    result, rows = traced(model.eval(), tmp_path / "inference", x)
-    with torch.no_grad():
-        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
-    assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == ["1"]
+    rows = runs_channels_last(model.eval(), tmp_path / "inference", x)
     assert not said(rows, "lower.fallback")
 
 
 def test_small_images_with_large_weights_run_channels_last_in_f32(tmp_path: Path) -> None:
     """Kernels read weights as they lie: they need not be outweighed."""
-    model, x = (
-        nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3)).eval(),
-        torch.randn(1, 64, 8, 8),
-    )
-    result, rows = traced(model, tmp_path, x)
-    with torch.no_grad():
-        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
-    assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == ["1"]
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3)).eval()
+    runs_channels_last(model, tmp_path, torch.randn(1, 64, 8, 8))
 
 
 def copied_twice(x: torch.Tensor, net: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -628,9 +623,8 @@ def two_copies(x: torch.Tensor, net: nn.Module) -> tuple[torch.Tensor, ...]:
 
 def copies_in_between(x: torch.Tensor, net: nn.Module) -> tuple[torch.Tensor, ...]:
     y = net(x.contiguous())
-    return net(y.permute(0, 2, 3, 1).contiguous().tanh().permute(0, 3, 1, 2)), y.flatten(2).transpose(
-        1, 2
-    ).contiguous() * 2
+    rows = y.flatten(2).transpose(1, 2).contiguous() * 2
+    return net(y.permute(0, 2, 3, 1).contiguous().tanh().permute(0, 3, 1, 2)), rows
 
 
 @pytest.mark.parametrize("function", [copied_twice, copied_before_it_changes, two_copies, copies_in_between])
