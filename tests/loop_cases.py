@@ -86,6 +86,7 @@ def scatter_cases() -> Iterator[Case]:
     yield "setitem", _set_items, (_floats(6, 8), rows)
     yield "slice_scatter-step", lambda a, b: torch.slice_scatter(a, b, 1, 1, 6, 2), (x, _floats(7, 3))
     yield "slice_scatter-all-steps", lambda a, b: torch.slice_scatter(a, b, 0, None, None, 3), (x, _floats(3, 6))
+    yield "slices-without-elements", _add_to_nothing, (x,)
     yield "select_scatter", lambda a, b: torch.select_scatter(a, b, 0, -2), (x, _floats(6))
     for offset in (0, 2, -3):
         yield (
@@ -111,6 +112,13 @@ def scatter_cases() -> Iterator[Case]:
         (grad, ids),
     )
     yield "zero-dim-index", lambda a, i, b: torch.index_add(a, 0, i, b), (x, torch.tensor(2), _floats(1, 6))
+
+
+def _add_to_nothing(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros_like(x)
+    mask[0:0, 1:3] += 1
+    mask[0:2, 2:2] = 7
+    return x + mask
 
 
 def _set_items(a: Tensor, rows: Tensor) -> Tensor:

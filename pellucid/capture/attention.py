@@ -293,16 +293,28 @@ class _Fusion:
         return node
 
     def _aligned(self, node: Node, mask: Mask) -> Node:
-        """What is broadcast to scores of some shape, such that it is broadcast to scores with four dimensions."""
-        shape, rank = shape_of(node.meta["val"]), len(mask.shape)
-        if rank == 4 or len(shape) < 3 or shape[0] == ONE:
+        """What is broadcast to scores of some shape, such that it is broadcast to scores with four dimensions.
+
+        Rows and keys that are split (by an image's lines, as where positions are relative in both directions) are joined.
+        """
+        batch, heads, rows, keys = map(expr_of, self.written.sizes)
+        if mask.shape == (rows, keys):
             return node
-        batch, heads = map(expr_of, self.written.sizes[:2])
-        if rank != 3:
+        if mask.shape[:2] == (batch, heads):
+            before = 2
+        elif mask.shape[0] == batch * heads:
+            before = 1
+        else:
             raise NotWritten("a mask is added to scores of another shape")
-        if heads == ONE:
-            return self._call(aten.unsqueeze.default, node, 1)
-        return self._reshape(node, (batch, heads, *shape[1:]))
+        own = shape_of(node.meta["val"])
+        shape, within = (ONE,) * (len(mask.shape) - len(own)) + own, mask.shape[before:]
+        apart = shape[:2] if before == 2 else (ONE, ONE) if shape[0] == ONE else (batch, heads)
+        if within != (rows, keys):
+            whole = self._call(aten.expand.default, node, [self._size(size) for size in (*shape[:before], *within)])
+            return self._reshape(whole, (*apart, rows, keys))
+        if before == 2 or shape[0] == ONE:
+            return node
+        return self._call(aten.unsqueeze.default, node, 1) if heads == ONE else self._reshape(node, (*apart, *shape[1:]))
 
     # ------------------------------------------------------------------------------------------------ results
 

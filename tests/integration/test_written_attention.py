@@ -144,6 +144,29 @@ def merged_heads_with_a_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(weights, v)
 
 
+def positions_in_two_directions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As MViT has it: positions are those of an image of 4 x 5, and their distances are added on six dimensions."""
+    lines, columns = ADDED.view(1, 1, 4, 5, 20)[..., :4].to(q.dtype), ADDED[:5, :5].to(q.dtype)
+    scores = (q @ k.mT * 0.25).view(2, 4, 4, 5, 4, 5)
+    scores = scores + lines[..., None] + columns[None, None, None, :, None, :]
+    return softmax(scores.view(2, 4, 20, 20)) @ v
+
+
+def positions_of_merged_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As SAM has it: the same on five dimensions, where a position is hidden from a line."""
+    q, k, v = (each.reshape(8, 20, 16) for each in (q, k, v))
+    scores = (q @ k.mT * 0.25).view(8, 4, 5, 4, 5) + ADDED[:4, :4].to(q.dtype)[None, :, None, :, None]
+    scores = scores.masked_fill(torch.arange(20).view(4, 5)[1:2].eq(7), -INF)
+    return softmax(scores.view(8, 20, 20)) @ v
+
+
+def a_bias_of_split_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The bias has as few dimensions as a matrix, and is none of rows and keys."""
+    scores = (q @ k.mT * 0.25).view(2, 4, 20, 4, 5) + ADDED[:4, :5].to(q.dtype)
+    scores = scores + ADDED[:4].view(1, 4, 1, 4, 5).to(q.dtype)
+    return softmax(scores.view(2, 4, 20, 20)) @ v
+
+
 def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softmax(q[:, 0] @ k[:, 0].mT * 0.25) @ v[:, 0]
 
@@ -174,8 +197,9 @@ def values_read_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 FORMS = (
     scaled, divided_before_the_product, scaled_on_both_sides, divided_by_a_tensor, no_scale_but_a_bias, added_in_order,
     in_f32, filled, filled_with_the_lowest, filled_with_a_tensor, filled_before_the_scale, filled_twice,
-    filled_and_added, causal_by_positions, causal_by_triu, alibi, merged_heads, merged_heads_with_a_bias, one_head,
-    heads_beside_positions, shared_keys, one_head_of_keys, values_read_twice,
+    filled_and_added, causal_by_positions, causal_by_triu, alibi, merged_heads, merged_heads_with_a_bias,
+    positions_in_two_directions, positions_of_merged_heads, a_bias_of_split_keys, one_head, heads_beside_positions,
+    shared_keys, one_head_of_keys, values_read_twice,
 )  # fmt: skip
 
 Form = Callable[..., Tensor]
