@@ -295,7 +295,7 @@ class _Fusion:
     def _aligned(self, node: Node, mask: Mask) -> Node:
         """What is broadcast to scores of some shape, such that it is broadcast to scores with four dimensions.
 
-        Rows and keys that are split (by an image's lines, as where positions are relative in both directions) are joined.
+        Rows and keys that are split, as by the lines of an image, are joined.
         """
         batch, heads, rows, keys = map(expr_of, self.written.sizes)
         if mask.shape == (rows, keys):
@@ -314,7 +314,9 @@ class _Fusion:
             return self._reshape(whole, (*apart, rows, keys))
         if before == 2 or shape[0] == ONE:
             return node
-        return self._call(aten.unsqueeze.default, node, 1) if heads == ONE else self._reshape(node, (*apart, *shape[1:]))
+        return (
+            self._call(aten.unsqueeze.default, node, 1) if heads == ONE else self._reshape(node, (*apart, *shape[1:]))
+        )
 
     # ------------------------------------------------------------------------------------------------ results
 

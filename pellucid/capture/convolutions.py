@@ -1,4 +1,5 @@
-"""Convolutions over one dimension, and transposed ones, as convolutions of images: for those there are kernels.
+"""Convolutions over one dimension and over three, and transposed ones, as convolutions of images; those whose taps
+cover the image as products of matrices: for both there are kernels.
 
 Each returns NotImplemented for what stays as it is.
 """
@@ -9,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.torch_compat import is_symbolic, suggested_format
+from pellucid.capture import volumes
+from pellucid.capture.torch_compat import contiguous_strides, is_symbolic, suggested_format
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.types import TORCH_DTYPES
 
@@ -26,6 +28,11 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     stride, padding, dilation, transposed, more, groups = steps
     if x.dim() == _IMAGES and transposed and groups == 1 and set(dilation) == {1}:
         return _transposed(x, weight, bias, stride, padding, more)
+    if x.dim() == volumes.DIMENSIONS and not transposed and x.dtype in _KERNELS:
+        return volumes.convolution(x, weight, bias, *steps)
+    if x.dim() == _IMAGES and _is_covered(x, weight, *steps):
+        made = _rows(x) @ _rows(weight).t() if bias is None else torch.addmm(bias, _rows(x), _rows(weight).t())
+        return made.view(*made.shape, 1, 1)
     if x.dim() != _LINES:
         return NotImplemented
     return _line(torch.ops.aten.convolution(x.unsqueeze(2), weight.unsqueeze(2), bias, *_of_images(*steps)))
@@ -40,11 +47,34 @@ def convolution_backward(
     """
     *steps, mask = more
     *_, transposed, _, groups = steps
+    if x.dim() == volumes.DIMENSIONS and not transposed and x.dtype in _KERNELS:
+        return volumes.convolution_backward(grad, x, weight, bias_sizes, *more)
+    if x.dim() == _IMAGES and _is_covered(x, weight, *steps):
+        rows = _rows(grad)
+        return (
+            (rows @ _rows(weight)).view(x.shape) if mask[0] else None,
+            (rows.t() @ _rows(x)).view(weight.shape) if mask[1] else None,
+            rows.sum(0) if mask[2] else None,
+        )
     if x.dim() != _LINES or transposed or (groups > 1 and weight.shape[1] != 1):
         return NotImplemented
     images = (each.unsqueeze(2) for each in (grad, x, weight))
     made = torch.ops.aten.convolution_backward(*images, bias_sizes, *_of_images(*steps), mask)
     return tuple(each if each is None or each.dim() == 1 else _line(each) for each in made)
+
+
+def _is_covered(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:
+    """Whether the taps meet each pixel of the image once, both planar: each channel of the result is then one sum."""
+    _, padding, _, transposed, _, groups = steps
+    if transposed or groups != 1 or any(padding) or x.dtype not in _KERNELS or any(map(is_symbolic, x.shape[1:])):
+        return False
+    planar = all(each.stride() == contiguous_strides(each.shape) for each in (x, weight))
+    return planar and x.shape[2:] == weight.shape[2:] != (1, 1) and 0 not in x.shape
+
+
+def _rows(images: torch.Tensor) -> torch.Tensor:
+    """A row for each image, or for each channel of the result."""
+    return images.flatten(1)
 
 
 def _of_images(

@@ -213,7 +213,8 @@ class _Relayout:
         self._new: dict[torch.fx.Node, torch.fx.Node] = {}
         self._clones: dict[tuple[torch.fx.Node, torch.memory_format], torch.fx.Node] = {}
         self._fake_mode = fake_mode_of(graph_module.graph)
-        self._needless = _needless_clones(graph_module.graph) if use == "inference" else set()
+        self._own_clones = _clones(graph_module.graph)
+        self._needless = set(filter(_lies_anew, self._own_clones))
 
     @property
     def copied(self) -> int:
@@ -225,8 +226,10 @@ class _Relayout:
 
     def run(self) -> torch.fx.GraphModule:
         for node in self._module.graph.nodes:
-            if node in self._needless:
-                self._new[node] = self._new[node.args[0]]  # whoever needs these strides gets a copy, see `_as_captured`
+            if node in self._needless or self._lies_so_already(node):
+                self._new[node] = self._new[
+                    _source(node)
+                ]  # whoever needs these strides gets a copy, see `_as_captured`
             elif node.op == "call_function":
                 self._new[node] = self._call(node)
             elif node.op == "output":
@@ -235,6 +238,10 @@ class _Relayout:
             else:
                 self._new[node] = self._graph.node_copy(node)
         return graph_module_of(self._module, self._graph)
+
+    def _lies_so_already(self, node: torch.fx.Node) -> bool:
+        """True for a copy of what lies by now as the copy would."""
+        return node in self._own_clones and _strides(self._new[_source(node)]) == _strides(node)
 
     def _call(self, node: torch.fx.Node) -> torch.fx.Node:
         if self._takes_any_layout(node):
@@ -351,17 +358,25 @@ def _whole_operands(node: torch.fx.Node) -> list[torch.Tensor]:
     return [each for each in tensors if isinstance(each, torch.Tensor) and each.shape == result.shape]
 
 
-def _needless_clones(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Contiguous copies of what lies otherwise: who needs their strides gets a copy, see `_as_captured`.
+def _clones(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Copies in whose place their source could stand.
 
     Not those that the caller may receive, which would share memory with other tensors, and none where a call changes
     tensors.
     """
     if any(map(may_write, graph.nodes)):
         return set()
-    clones = graph.find_nodes(op="call_function", target=aten.clone.default)
-    contiguous = {clone for clone in clones if clone.meta["val"].is_contiguous()}
-    return {clone for clone in contiguous if _strides(clone) != _strides(clone.args[0])} - returned(graph)
+    return {*graph.find_nodes(op="call_function", target=aten.clone.default)} - returned(graph)
+
+
+def _lies_anew(clone: torch.fx.Node) -> bool:
+    """True for a contiguous copy of what lies otherwise: who needs its strides gets a copy, see `_as_captured`."""
+    return clone.meta["val"].is_contiguous() and _strides(clone) != _strides(_source(clone))
+
+
+def _source(clone: torch.fx.Node) -> torch.fx.Node:
+    (source,) = clone.all_input_nodes
+    return source
 
 
 def _strides(node: torch.fx.Node) -> list[tuple[int, ...]]:

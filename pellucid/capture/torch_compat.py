@@ -287,6 +287,14 @@ def suggested_format(x: torch.Tensor) -> torch.memory_format:
     return suggest_memory_format(x)
 
 
+def convolution_format(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *steps: Any
+) -> torch.memory_format:
+    """In which ATen makes the result of a convolution, and the gradients of these two. steps: as ATen takes them."""
+    backend = torch._C._select_conv_backend(x, weight, bias, *steps)
+    return torch._C._conv_determine_backend_memory_format(x, weight, backend)
+
+
 def elementwise_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     """The strides of what ATen makes of tensors element by element; each has the shape of the result, or none."""
     return compute_elementwise_output_strides(*tensors)

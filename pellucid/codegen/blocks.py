@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pellucid.codegen.block_sizes import Pricing
-from pellucid.ir.contraction import Contraction
+from pellucid.ir.contraction import Contraction, stride_along
 from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product, var
 from pellucid.ir.nodes import Load, Store
 from pellucid.ir.types import DType
@@ -300,23 +300,6 @@ def taps_of(found: Contraction, inner: tuple[str, ...]) -> tuple[tuple[str, ...]
     last = inner[-1]
     together = all(last not in bound.position.vars() for bound in found.bounds)
     return (inner[:-1], inner[-1:]) if together and stride_along(found.loads[0].index, last) == ONE else (inner, ())
-
-
-def stride_along(index: Expr, name: str) -> Expr:
-    """How far one step along an axis goes through memory; the index is affine."""
-    stride = index.coefficient(name)
-    assert stride is not None
-    return stride
-
-
-def lies_evenly(index: Expr, axes: tuple[str, ...], ranges: dict[str, Expr]) -> bool:
-    """True if the axes, the last one innermost, are steps of equal size through memory."""
-    step = stride_along(index, axes[-1])
-    for name in reversed(axes):
-        if stride_along(index, name) != step or ranges[name].value is None:
-            return False
-        step = step * ranges[name]
-    return True
 
 
 def area_of(taps: tuple[str, ...], ranges: dict[str, Expr]) -> int:

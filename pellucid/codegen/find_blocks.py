@@ -24,7 +24,7 @@ from pellucid.codegen.block_sizes import (
     right_fits,
     speed_up,
 )
-from pellucid.codegen.blocks import Blocks, Groups, area_of, lies_evenly, stride_along, taps_of
+from pellucid.codegen.blocks import Blocks, Groups, area_of, taps_of
 from pellucid.ir.contraction import (
     GROUP_WEIGHTS,
     MOST_SPREAD_CHANNELS,
@@ -32,7 +32,9 @@ from pellucid.ir.contraction import (
     Contraction,
     find_contraction,
     is_affine,
+    lies_evenly,
     stored_along,
+    stride_along,
 )
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, Expr, product

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from pellucid.codegen.blocks import Blocks, Edge, Groups, Operand, Packing, Window, stride_along
+from pellucid.codegen.blocks import Blocks, Edge, Groups, Operand, Packing, Window
 from pellucid.codegen.contraction import BLOCK
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
 from pellucid.ir.attention import Attention, AttentionBackward
+from pellucid.ir.contraction import stride_along
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Load, Store
 from pellucid.ir.types import DType

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pellucid.codegen.blocks import Operand, stride_along
+from pellucid.codegen.blocks import Operand
 from pellucid.ir.attention import Attention, AttentionBackward
+from pellucid.ir.contraction import stride_along
 from pellucid.ir.index import ZERO, Atom, Expr, Var, var
 from pellucid.ir.nodes import Load, Store
 

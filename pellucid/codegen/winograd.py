@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pellucid.codegen.block_sizes import COLUMN_STEP, waiting
-from pellucid.codegen.blocks import Blocks, stride_along, taps_of
+from pellucid.codegen.blocks import Blocks, taps_of
+from pellucid.ir.contraction import stride_along
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, product
 from pellucid.ir.nodes import Kernel

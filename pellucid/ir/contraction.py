@@ -147,7 +147,20 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
         windows = [side for side, masked in sides if masked and all(b.position.vars() <= side for b in bounds)]
         return None if not windows else found if windows[0] is one else found.swapped()
     turned = stored_along(kernel, rows) and not stored_along(kernel, columns)
-    return found.swapped() if turned else found
+    return found.swapped() if turned and not _reads_windows(found, kernel.ranges) else found
+
+
+def _reads_windows(found: Contraction, ranges: dict[str, Expr]) -> bool:
+    """True if the right operand's terms lie side by side, as in a weight, and the left one's do not, as in an image."""
+    left, right = (
+        lies_evenly(load.index, tuple(sorted(found.inner, key=lambda name: -_step(load.index, name))), ranges)
+        for load in found.loads
+    )
+    return len(found.inner) > 1 and right and not left
+
+
+def _step(index: Expr, name: str) -> int:
+    return stride_along(index, name).value or 0
 
 
 def groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | None:
@@ -221,3 +234,20 @@ def _bounds(mask: str | None, lines: Mapping[str, Line]) -> tuple[Bound, ...] | 
         else:
             return None
     return tuple(Bound(position, extent) for position, extent in sorted(found.items(), key=repr))
+
+
+def stride_along(index: Expr, name: str) -> Expr:
+    """How far one step along an axis goes through memory; the index is affine."""
+    stride = index.coefficient(name)
+    assert stride is not None
+    return stride
+
+
+def lies_evenly(index: Expr, axes: tuple[str, ...], ranges: dict[str, Expr]) -> bool:
+    """True if the axes, the last one innermost, are steps of equal size through memory."""
+    step = stride_along(index, axes[-1])
+    for name in reversed(axes):
+        if stride_along(index, name) != step or ranges[name].value is None:
+            return False
+        step = step * ranges[name]
+    return True

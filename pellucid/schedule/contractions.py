@@ -10,6 +10,7 @@ from pellucid.ir.attention import reduces_in_turn
 from pellucid.ir.contraction import Contraction, find_contraction, groups_of
 from pellucid.ir.index import product
 from pellucid.ir.nodes import Kernel
+from pellucid.machine.kernels import FEW_ROWS, SAME_SET
 from pellucid.machine.work import estimate
 from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.match_axes import Mismatch
@@ -58,6 +59,22 @@ def _check_blocks(first: Kernel, before: Contraction, kernel: Kernel) -> Mismatc
         joined = axes == after.rows and known
         if not joined and longest < min(estimate(product(extents)), _LEAST):
             return Mismatch("contraction", f"blocks of {longest} rows or columns would be too small")
+    return _check_sets(first, kernel, after)
+
+
+def _check_sets(first: Kernel, kernel: Kernel, found: Contraction) -> Mismatch | None:
+    """Refuse buffers whose columns meet in one set of the first cache: a kernel of its own walks over them in tiles."""
+    known = {param.name for param in first.params}
+    ranges = kernel.ranges
+    dtypes = {param.name: param.dtype for param in kernel.params}
+    for access in (rhs for _, rhs in (*kernel.loads(), *kernel.stores()) if rhs.buffer not in known):
+        steps = {name: access.index.coefficient(name) for name in found.columns}
+        values = {name: step.value for name, step in steps.items() if step is not None and step.value}
+        name = min(values, key=values.__getitem__, default=None)
+        if name is None or values[name] * dtypes[access.buffer].itemsize % SAME_SET:
+            continue
+        if estimate(ranges[name]) > FEW_ROWS:
+            return Mismatch("contraction", f"columns of {access.buffer} lie in one set of the first cache")
     return None
 
 

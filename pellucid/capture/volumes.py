@@ -1,0 +1,236 @@
+"""Convolutions over three dimensions, depth first, as convolutions of images, in one of three ways:
+
+- Where nothing but depth has taps, the frames of a volume are the lines of an image.
+- Where volumes are small next to results, having few channels, all frames that the taps along depth meet are channels
+  of one image.
+- Else a result is the sum, over the taps along depth, of frames convolved with a slice of the weight.
+
+Each function returns NotImplemented for what stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, TypeAlias
+
+import torch
+
+from pellucid.capture.torch_compat import contiguous_strides, convolution_format, is_symbolic
+
+aten = torch.ops.aten
+Gradients: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
+"""Of a volume and of a weight, where they are wanted."""
+
+DIMENSIONS = 5
+"""Of what such a convolution gets: batch, channels, depth, height and width."""
+
+_LAST = torch.channels_last_3d
+
+
+def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *steps: Any) -> torch.Tensor:
+    """x: [N, C, D, H, W]. weight: [O, C / groups, taps, taps, taps]. steps: as ATen takes them, not transposed."""
+    way = _way(x, weight, *steps)
+    if way is None:
+        return NotImplemented
+    return _with_format(way.convolved(x, weight, bias), convolution_format(x, weight, bias, *steps))
+
+
+def convolution_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, _sizes: list[int] | None, *more: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the same. more: the steps, then which gradients are wanted."""
+    *steps, (*wanted, of_bias) = more
+    way = _way(x, weight, *steps)
+    if way is None:
+        return NotImplemented
+    layout = convolution_format(x, weight, None, *steps)
+    volume, taps = way.gradients(grad, x, weight, wanted)
+    given = (None if each is None else _with_format(each, layout) for each in (volume, taps))
+    return (*given, grad.sum((0, 2, 3, 4)) if of_bias else None)
+
+
+def _with_format(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
+    """The same elements in that layout, with the strides that ATen gives to dimensions of one element."""
+    if layout is torch.contiguous_format and x.stride() == contiguous_strides(x.shape):
+        return x
+    return x.clone(memory_format=layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """A tap along depth, the frames of the volume that it meets, and those of the result that get their sums.
+
+    last: the first frame of the result that gets none.
+    """
+
+    position: int
+    meets: slice
+    first: int
+    last: int
+
+    @property
+    def frames(self) -> int:
+        return self.last - self.first
+
+    @classmethod
+    def of(cls, position: int, begin: int, step: int, frames: int, depth: int) -> Tap | None:
+        """begin: the frame of the volume, counted from its first, that it meets for the first one of the result.
+
+        frames, depth: of the volume and of the result. None for a tap that meets no frame.
+        """
+        first, last = max(-(begin // step), 0), min((frames - 1 - begin) // step + 1, depth)
+        start = begin + first * step
+        return (
+            cls(position, slice(start, start + (last - first - 1) * step + 1, step), first, last)
+            if first < last
+            else None
+        )
+
+
+def _way(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> _Lines | _Gathered | _Summed | None:
+    stride, padding, dilation, _, _, groups = steps
+    if any(map(is_symbolic, (*x.shape, *weight.shape))) or 0 in (*x.shape, *weight.shape):
+        return None
+    if {*weight.shape[3:], *stride[1:]} == {1} and not any(padding[1:]):
+        return _Lines(([stride[0], 1], [padding[0], 0], [dilation[0], 1], False, [0, 0], groups))
+    sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    depth, *size = ((extent + 2 * pad - apart * (taps - 1) - 1) // step + 1 for extent, taps, step, pad, apart in sizes)
+    moved = [tap * dilation[0] - padding[0] for tap in range(weight.shape[2])]
+    taps = [Tap.of(position, begin, stride[0], x.shape[2], depth) for position, begin in enumerate(moved)]
+    met = [tap for tap in taps if tap is not None]
+    if not met:
+        return None
+    images = (*([*each[1:]] for each in (stride, padding, dilation)), False, [0, 0], groups)
+    if x.shape[1] * math.prod(x.shape[3:]) * len(moved) < weight.shape[0] * math.prod(size) * (len(moved) - 1):
+        return _Gathered(images, met, depth)
+    if len(moved) > 1 and x.dtype.itemsize < 4:
+        return None  # each sum would be rounded
+    return _Summed(images, met, depth)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """steps: of a convolution of images whose lines are the frames."""
+
+    steps: tuple[Any, ...]
+
+    def convolved(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return aten.convolution(_lines(x), _lines(weight), bias, *self.steps).unflatten(3, x.shape[3:])
+
+    def gradients(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: list[bool]) -> Gradients:
+        given = (_lines(each) for each in (grad, x, weight))
+        image, taps, _ = aten.convolution_backward(*given, None, *self.steps, [*wanted, False])
+        return None if image is None else image.view(x.shape), None if taps is None else taps.view(weight.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """steps: of a convolution of images. taps: along depth, those that meet a frame. depth: frames of the result."""
+
+    steps: tuple[Any, ...]
+    taps: Sequence[Tap]
+    depth: int
+
+    def convolved(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return _volume(aten.convolution(self._images(x, weight), weight.flatten(1, 2), bias, *self.steps), self.depth)
+
+    def gradients(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: list[bool]) -> Gradients:
+        given = _images(_frames(grad)), self._images(x, weight), weight.flatten(1, 2)
+        images, taps, _ = aten.convolution_backward(*given, None, *self.steps, [*wanted, False])
+        placed = None
+        if images is not None:
+            met = images.view(-1, self.depth, x.shape[1], weight.shape[2], *x.shape[3:])
+            parts = ((tap, _frames(met[:, tap.first : tap.last, :, tap.position])) for tap in self.taps)
+            placed = reduce(torch.add, [_placed(x, tap, part) for tap, part in parts])
+        return placed, None if taps is None else taps.view(weight.shape)
+
+    def _images(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[N * depth, C * taps, H, W]: as channels and taps lie in the weight."""
+        met = {tap.position: _padded(x[:, :, tap.meets], tap, self.depth) for tap in self.taps}
+        unmet = torch.zeros_like(next(iter(met.values())))
+        channels = torch.stack([met.get(position, unmet) for position in range(weight.shape[2])], 2)
+        return _images(_frames(channels.flatten(1, 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """As `_Gathered`."""
+
+    steps: tuple[Any, ...]
+    taps: Sequence[Tap]
+    depth: int
+
+    def convolved(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        # Last a tap that meets a frame for each of the result: what others make is added where it is computed.
+        taps, x = sorted(self.taps, key=lambda tap: tap.frames), _laid_out(x)
+        whole = taps[-1].frames == self.depth
+        parts = []
+        for tap in taps:
+            added = bias if whole and tap is taps[-1] else None
+            made = aten.convolution(_met(x, tap), weight[:, :, tap.position], added, *self.steps)
+            parts.append(_padded(_volume(made, tap.frames), tap, self.depth))
+        total = reduce(torch.add, parts)
+        return total if whole or bias is None else total + bias.view(-1, 1, 1, 1)
+
+    def gradients(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: list[bool]) -> Gradients:
+        outs, volume, made = _laid_out(grad), _laid_out(x), {}
+        for tap in self.taps:
+            given = _stacked(outs[:, :, tap.first : tap.last]), _met(volume, tap), weight[:, :, tap.position]
+            made[tap.position] = aten.convolution_backward(*given, None, *self.steps, [*wanted, False])
+        placed = slices = None
+        if wanted[0]:
+            images = [(tap, _volume(made[tap.position][0], tap.frames)) for tap in self.taps]
+            placed = reduce(torch.add, [_placed(x, tap, each) for tap, each in images])
+        if wanted[1]:
+            unmet = torch.zeros_like(weight[:, :, 0])
+            slices = torch.stack([made.get(at, (None, unmet))[1] for at in range(weight.shape[2])], 2)
+        return placed, slices
+
+
+def _laid_out(volume: torch.Tensor) -> torch.Tensor:
+    """Channels-last: once, not by each tap what it meets."""
+    return volume.contiguous(memory_format=_LAST)
+
+
+def _met(volume: torch.Tensor, tap: Tap) -> torch.Tensor:
+    """The frames of a volume that a tap meets, as images."""
+    return _stacked(volume[:, :, tap.meets])
+
+
+def _stacked(volume: torch.Tensor) -> torch.Tensor:
+    """The frames of a volume as images that lie channels-last: a copy, where they are some of several volumes."""
+    return _images(_frames(_laid_out(volume)))
+
+
+def _padded(volume: torch.Tensor, tap: Tap, depth: int) -> torch.Tensor:
+    """Zeros for the frames of the result for which a tap meets none."""
+    before, after = tap.first, depth - tap.last
+    return torch.constant_pad_nd(volume, [0, 0, 0, 0, before, after]) if before or after else volume
+
+
+def _placed(x: torch.Tensor, tap: Tap, volume: torch.Tensor) -> torch.Tensor:
+    """The gradient of `x` by one tap, of that of the frames that it meets."""
+    return torch.slice_scatter(torch.zeros_like(x), volume, 2, tap.meets.start, tap.meets.stop, tap.meets.step)
+
+
+def _volume(images: torch.Tensor, frames: int) -> torch.Tensor:
+    """[N, C, frames, H, W] of [N * frames, C, H, W]."""
+    return _frames(images.view(-1, frames, *images.shape[1:]))
+
+
+def _frames(volume: torch.Tensor) -> torch.Tensor:
+    """[N, D, C, H, W] of [N, C, D, H, W], and back."""
+    return volume.transpose(1, 2)
+
+
+def _lines(volume: torch.Tensor) -> torch.Tensor:
+    """Images whose lines are the frames of a volume, or of a weight: [N, C, D, H * W]."""
+    return volume.flatten(3)
+
+
+def _images(frames: torch.Tensor) -> torch.Tensor:
+    """[N * D, C, H, W] of [N, D, C, H, W]."""
+    return frames.flatten(0, 1)
