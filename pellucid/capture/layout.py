@@ -361,12 +361,23 @@ def _whole_operands(node: torch.fx.Node) -> list[torch.Tensor]:
 def _clones(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Copies in whose place their source could stand.
 
-    Not those that the caller may receive, which would share memory with other tensors, and none where a call changes
-    tensors.
+    Not those that the caller may receive, which would share memory with other tensors, nor those that a call may change,
+    or whose source it may. Arguments of a graph may share memory.
     """
-    if any(map(may_write, graph.nodes)):
-        return set()
-    return {*graph.find_nodes(op="call_function", target=aten.clone.default)} - returned(graph)
+    clones = {*graph.find_nodes(op="call_function", target=aten.clone.default)} - returned(graph)
+    changed = {_base(each) for node in graph.nodes if may_write(node) for each in node.all_input_nodes}
+    if not changed:
+        return clones
+    sources = {clone: _base(_source(clone)) for clone in clones}
+    return {
+        clone for clone, base in sources.items() if base.op == "call_function" and changed.isdisjoint((clone, base))
+    }
+
+
+def _base(node: torch.fx.Node) -> torch.fx.Node:
+    """What a view, or a view of one, is part of."""
+    source = node.args[0] if aliases(node) else None
+    return _base(source) if isinstance(source, torch.fx.Node) else node
 
 
 def _lies_anew(clone: torch.fx.Node) -> bool:
