@@ -361,8 +361,8 @@ def _whole_operands(node: torch.fx.Node) -> list[torch.Tensor]:
 def _clones(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Copies in whose place their source could stand.
 
-    Not those that the caller may receive, which would share memory with other tensors, nor those that a call may change,
-    or whose source it may. Arguments of a graph may share memory.
+    Not those that the caller may receive, which would share memory with other tensors, nor those that a call may
+    change, or whose source it may. Arguments may share memory.
     """
     clones = {*graph.find_nodes(op="call_function", target=aten.clone.default)} - returned(graph)
     changed = {_base(each) for node in graph.nodes if may_write(node) for each in node.all_input_nodes}
