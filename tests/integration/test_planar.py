@@ -1,0 +1,93 @@
+"""Convolutions whose image is one sum, and those of a laid out network whose result is stored planar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integration.test_convolution import check, said, traced
+from tests.integration.test_written_attention import with_gradients
+from tests.support import assert_matches, widened
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+F = torch.nn.functional
+
+COVERED = {
+    "square": ((2, 8, 7, 7), (6, 8, 7, 7), {}),
+    "one-image": ((1, 8, 7, 5), (6, 8, 7, 5), {"stride": 3}),
+    "line": ((2, 3, 1, 7), (4, 3, 1, 7), {}),
+    "one-channel": ((2, 1, 7, 7), (1, 1, 7, 7), {}),
+    "unbatched": ((3, 4, 7), (4, 3, 4, 7), {}),
+    "expanded": ((1, 3, 4, 7), (4, 3, 4, 7), {}),
+    "one-dimension": ((2, 8, 9), (6, 8, 9), {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", COVERED)
+def test_taps_that_cover_the_image_are_a_product(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    shape, kernel, options = COVERED[name]
+    x, w, b = (torch.randn(each).to(dtype) for each in (shape, kernel, kernel[:1]))
+    x = x.expand(5, *shape[1:]) if name == "expanded" else x
+    convolve = F.conv1d if len(kernel) == 3 else F.conv2d
+
+    def function(*args: torch.Tensor) -> torch.Tensor:
+        return convolve(*args, **options)
+
+    result, rows = traced(function, tmp_path, x, w, b)
+    check(function, result, x, w, b)
+    if dtype is torch.float32 and name in ("square", "line"):
+        assert len(said(rows, "codegen.contract")) == 1
+    compiled = torch.compile(function, backend="pellucid")
+    ours, eagers = with_gradients(compiled, x, w, b), with_gradients(function, x, w, b)
+    assert_matches(ours, eagers, with_gradients(function, *widened((x, w, b))))
+    if name != "expanded":  # in narrow types PyTorch's fake result lies otherwise than its real one
+        assert [each.stride() for each in ours] == [each.stride() for each in eagers]
+
+
+@pytest.mark.parametrize(
+    "options", [{"padding": 1}, {"groups": 2}, {"layout": torch.channels_last}, {"dtype": torch.float64}]
+)
+def test_what_covers_an_image_otherwise(tmp_path: Path, options: dict[str, Any]) -> None:
+    settings = {name: options[name] for name in options if name in ("padding", "groups")}
+    x, w = torch.randn(2, 8, 7, 7), torch.randn(6, 8 // settings.get("groups", 1), 7, 7)
+    x = x.contiguous(memory_format=options.get("layout", torch.contiguous_format))
+    x, w = (each.to(options.get("dtype", torch.float32)) for each in (x, w))
+    result, _ = traced(lambda x, w: F.conv2d(x, w, **settings), tmp_path, x, w)
+    check(lambda x, w: F.conv2d(x, w, **settings), result, x, w)
+
+
+class Tail(nn.Module):
+    """Two convolutions, the second of which is stored as the caller wants it."""
+
+    def __init__(self, taps: int, step: int, padding: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(16, 64, 3, padding=1)
+        self.last = nn.Conv2d(64, 64, taps, stride=step, padding=padding)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).relu())
+
+
+@pytest.mark.parametrize(("taps", "step", "padding"), [(3, 1, 1), (3, 1, 0), (4, 4, 0), (2, 2, 0)])
+def test_a_result_that_is_stored_planar_is_still_a_product(tmp_path: Path, taps: int, step: int, padding: int) -> None:
+    model, x = Tail(taps, step, padding).eval(), torch.randn(1, 16, 36, 44)
+    result, rows = traced(model, tmp_path, x)
+    with torch.no_grad():
+        assert_matches([result], [model(x)], [Tail.forward(model.double(), x.double())])
+    assert len(said(rows, "codegen.contract")) == 2
+
+
+@pytest.mark.parametrize(("size", "apart"), [(32, True), (30, False)])
+def test_columns_that_meet_in_one_set_are_stored_by_themselves(tmp_path: Path, size: int, apart: bool) -> None:
+    """Channels of a planar result of 32 x 32 pixels lie 4096 bytes apart."""
+    model, x = Tail(3, 1, 1).eval(), torch.randn(1, 16, size, size)
+    result, rows = traced(model, tmp_path, x)
+    with torch.no_grad():
+        assert_matches([result], [model(x)], [Tail.forward(model.double(), x.double())])
+    assert any("lie in one set of the first cache" in row["why"] for row in rows) is apart
