@@ -213,7 +213,7 @@ class _Relayout:
         self._new: dict[torch.fx.Node, torch.fx.Node] = {}
         self._clones: dict[tuple[torch.fx.Node, torch.memory_format], torch.fx.Node] = {}
         self._fake_mode = fake_mode_of(graph_module.graph)
-        self._own_clones = _clones(graph_module.graph)
+        self._own_clones = _clones(graph_module.graph, use)
         self._needless = set(filter(_lies_anew, self._own_clones))
 
     @property
@@ -358,20 +358,21 @@ def _whole_operands(node: torch.fx.Node) -> list[torch.Tensor]:
     return [each for each in tensors if isinstance(each, torch.Tensor) and each.shape == result.shape]
 
 
-def _clones(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+def _clones(graph: torch.fx.Graph, use: str) -> set[torch.fx.Node]:
     """Copies in whose place their source could stand.
 
-    Not those that the caller may receive, which would share memory with other tensors, nor those that a call may
-    change, or whose source it may. Arguments may share memory.
+    Not those that the caller may receive, or in training whose source it may, which would share memory with other
+    tensors; nor those that a call may change, or whose source it may. Arguments may share memory, and be changed before
+    backward.
     """
-    clones = {*graph.find_nodes(op="call_function", target=aten.clone.default)} - returned(graph)
+    kept = returned(graph)
+    clones = {*graph.find_nodes(op="call_function", target=aten.clone.default)} - kept
     changed = {_base(each) for node in graph.nodes if may_write(node) for each in node.all_input_nodes}
-    if not changed:
+    if not changed and use == "inference":
         return clones
     sources = {clone: _base(_source(clone)) for clone in clones}
-    return {
-        clone for clone, base in sources.items() if base.op == "call_function" and changed.isdisjoint((clone, base))
-    }
+    shared = changed | kept if use == "training" else changed
+    return {clone for clone, base in sources.items() if base.op == "call_function" and shared.isdisjoint((clone, base))}
 
 
 def _base(node: torch.fx.Node) -> torch.fx.Node:
@@ -382,7 +383,7 @@ def _base(node: torch.fx.Node) -> torch.fx.Node:
 
 def _lies_anew(clone: torch.fx.Node) -> bool:
     """True for a contiguous copy of what lies otherwise: who needs its strides gets a copy, see `_as_captured`."""
-    return clone.meta["val"].is_contiguous() and _strides(clone) != _strides(_source(clone))
+    return clone.meta["val"].is_contiguous() and not _source(clone).meta["val"].is_contiguous()
 
 
 def _source(clone: torch.fx.Node) -> torch.fx.Node:

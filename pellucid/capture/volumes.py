@@ -54,6 +54,8 @@ def convolution_backward(
 
 def _with_format(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
     """The same elements in that layout, with the strides that ATen gives to dimensions of one element."""
+    if x.shape[1] == 1 or {*x.shape[2:]} == {1}:
+        layout = torch.contiguous_format  # which is channels-last as well
     if layout is torch.contiguous_format and x.stride() == contiguous_strides(x.shape):
         return x
     return x.clone(memory_format=layout)

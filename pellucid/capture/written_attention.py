@@ -140,11 +140,11 @@ def written_attention(module: torch.fx.GraphModule, softmax: Node) -> Written | 
     if len(products) > 1 or softmax.args[1] not in (-1, rank - 1):
         raise NotWritten(_SUMS)
     (product,) = products
-    sizes = _sizes((*scores.calls, *weights))
     used = shape_of(product.args[0].meta["val"])  # type: ignore[union-attr]
     last = shape_of(softmax.meta["val"])[-2:]
     if used[-2:] != last or shape_of(scores.product.meta["val"])[-2:] != last:
         raise NotWritten(_SUMS)
+    sizes = _sizes((*scores.calls, *weights), last)
     return Written(scores, softmax, frozenset(weights), product, sizes)
 
 
@@ -164,10 +164,13 @@ def _is_unused(node: Node) -> bool:
     return node.op == "call_function" and not node.users
 
 
-def _sizes(nodes: tuple[Node, ...]) -> tuple[Any, Any, Any, Any]:
-    """Batch, heads, rows and keys: where scores never have four dimensions each of a batch has one head."""
+def _sizes(nodes: tuple[Node, ...], last: tuple[Expr, ...]) -> tuple[Any, Any, Any, Any]:
+    """Batch, heads, rows and keys: where scores never have four dimensions each of a batch has one head.
+
+    last: rows and keys; masks may be added to scores of other shapes.
+    """
     shapes = {shape_of(node.meta["val"]): tuple(node.meta["val"].shape) for node in nodes}
-    shapes = {shape: sizes for shape, sizes in shapes.items() if len(shape) <= 4}
+    shapes = {shape: sizes for shape, sizes in shapes.items() if len(shape) <= 4 and shape[-2:] == last}
     most = max(map(len, shapes), default=0)
     found = [sizes for shape, sizes in shapes.items() if len(shape) == most]
     if len(found) != 1:
