@@ -28,6 +28,8 @@ DIMENSIONS = 5
 """Of what such a convolution gets: batch, channels, depth, height and width."""
 
 _LAST = torch.channels_last_3d
+_MOST_TAPS = 16
+"""Along depth: each is a call of its own, or a copy."""
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *steps: Any) -> torch.Tensor:
@@ -93,11 +95,14 @@ class Tap:
 
 
 def _way(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> _Lines | _Gathered | _Summed | None:
-    stride, padding, dilation, _, _, groups = steps
+    stride, padding, dilation = (list(each) * (3 // len(each)) for each in steps[:3])  # one may stand for all
+    groups = steps[-1]
     if any(map(is_symbolic, (*x.shape, *weight.shape))) or 0 in (*x.shape, *weight.shape):
         return None
     if {*weight.shape[3:], *stride[1:]} == {1} and not any(padding[1:]):
         return _Lines(([stride[0], 1], [padding[0], 0], [dilation[0], 1], False, [0, 0], groups))
+    if weight.shape[2] > _MOST_TAPS:
+        return None
     sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
     depth, *size = ((extent + 2 * pad - apart * (taps - 1) - 1) // step + 1 for extent, taps, step, pad, apart in sizes)
     moved = [tap * dilation[0] - padding[0] for tap in range(weight.shape[2])]

@@ -91,3 +91,23 @@ def test_columns_that_meet_in_one_set_are_stored_by_themselves(tmp_path: Path, s
     with torch.no_grad():
         assert_matches([result], [model(x)], [Tail.forward(model.double(), x.double())])
     assert any("lie in one set of the first cache" in row["why"] for row in rows) is apart
+
+
+@pytest.mark.parametrize("clone", [torch.Tensor.contiguous, torch.Tensor.clone])
+def test_what_backward_needs_is_not_what_the_caller_may_change(clone: Any) -> None:
+    """A copy keeps them apart, though it only lays out anew what it copies."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, again: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = F.conv2d(x, w, padding=1).permute(0, 2, 3, 1).contiguous()
+        return first, F.conv2d(clone(first.permute(0, 3, 1, 2)), again).sum()
+
+    def gradient(run: Any) -> torch.Tensor:
+        given = [each.clone().requires_grad_() for each in (w, again)]
+        first, total = run(x, *given)
+        first.detach().zero_()
+        total.backward()
+        assert given[1].grad is not None
+        return given[1].grad
+
+    x, w, again = torch.randn(2, 3, 16, 16), torch.randn(8, 3, 3, 3), torch.randn(8, 8, 3, 3)
+    torch.testing.assert_close(gradient(torch.compile(function, backend="pellucid")), gradient(function))

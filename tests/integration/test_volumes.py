@@ -35,6 +35,8 @@ CASES = {
     "taps-that-meet-nothing": ((1, 16, 1, 6, 7), (6, 16, 3, 3, 3), {"padding": 1}),
     "gathered-that-meet-nothing": ((1, 2, 1, 6, 7), (24, 2, 3, 3, 3), {"padding": 1}),
     "same": (WIDE, (6, 16, 2, 3, 4), {"padding": "same"}),
+    "many-taps": ((2, 3, 40, 3, 4), (5, 3, 33, 2, 3), {"padding": 1}),
+    "valid": (WIDE, (6, 16, 2, 3, 4), {"padding": "valid"}),
     "groups": (WIDE, (6, 8, 3, 3, 3), {"padding": 1, "groups": 2}),
     "gathered-groups": (NARROW, (24, 1, 3, 3, 3), {"padding": 1, "groups": 2}),
     "depthwise": (WIDE, (16, 1, 3, 3, 3), {"padding": 1, "groups": 16}),

@@ -167,6 +167,12 @@ def a_bias_of_split_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softmax(scores.view(2, 4, 20, 20)) @ v
 
 
+def one_head_of_split_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores of three dimensions, to which a mask of four is added."""
+    scores = (q[:, 0] @ k[:, 0].mT * 0.25).reshape(2, 4, 5, 20) + ADDED.to(q.dtype).view(4, 5, 20)
+    return softmax(scores.reshape(2, 20, 20)) @ v[:, 0]
+
+
 def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softmax(q[:, 0] @ k[:, 0].mT * 0.25) @ v[:, 0]
 
@@ -198,7 +204,8 @@ FORMS = (
     scaled, divided_before_the_product, scaled_on_both_sides, divided_by_a_tensor, no_scale_but_a_bias, added_in_order,
     in_f32, filled, filled_with_the_lowest, filled_with_a_tensor, filled_before_the_scale, filled_twice,
     filled_and_added, causal_by_positions, causal_by_triu, alibi, merged_heads, merged_heads_with_a_bias,
-    positions_in_two_directions, positions_of_merged_heads, a_bias_of_split_keys, one_head, heads_beside_positions,
+    positions_in_two_directions, positions_of_merged_heads, a_bias_of_split_keys, one_head, one_head_of_split_rows,
+    heads_beside_positions,
     shared_keys, one_head_of_keys, values_read_twice,
 )  # fmt: skip
 
