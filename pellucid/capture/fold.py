@@ -18,6 +18,8 @@ aten = torch.ops.aten
 
 _RULE = "freeze.fold"
 _LINE = 2  # the dimension that images of a line have more
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_PAD = aten.constant_pad_nd.default
 _SHIFTS, _SCALES = (aten.add.Tensor, aten.sub.Tensor), (aten.mul.Tensor, aten.div.Tensor)
 
 
@@ -31,11 +33,14 @@ def fold_scales(graph_module: torch.fx.GraphModule) -> tuple[Decision, ...]:
     still = _still(graph_module)
     fake_mode = fake_mode_of(graph_module.graph)
     decisions: list[Decision] = []
+    done: set[torch.fx.Node] = set()
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.convolution.default):
-        chain = _chain(node, still)
+        made = _made(node)
+        chain = [] if node in done else _chain(made, still)
+        done.update(made.parts)
         if not any(step.target in _SCALES for step in chain):
             continue
-        fold = _Fold(graph_module.graph, fake_mode, node, chain)
+        fold = _Fold(graph_module.graph, fake_mode, made, chain)
         folded = fold.beside() if _is_narrow(node) else fold.inside()
         where = "one scale and one shift" if _is_narrow(node) else "weight and bias"
         why = f"scales and shifts of {', '.join(step.name for step in chain)} go into {where}"
@@ -55,15 +60,30 @@ def _still(graph_module: torch.fx.GraphModule) -> set[torch.fx.Node]:
     return found
 
 
-def _chain(convolution: torch.fx.Node, still: set[torch.fx.Node]) -> list[torch.fx.Node]:
+@dataclass(frozen=True)
+class _Made:
+    """What a convolution gives, or several whose sum is one over three dimensions, see `capture/volumes.py`.
+
+    parts: the convolutions; the last one has the bias. calls: these, and what makes the result of them, in order.
+    """
+
+    parts: tuple[torch.fx.Node, ...]
+    calls: tuple[torch.fx.Node, ...]
+
+    @property
+    def result(self) -> torch.fx.Node:
+        return self.calls[-1]
+
+
+def _chain(made: _Made, still: set[torch.fx.Node]) -> list[torch.fx.Node]:
     """The calls that scale or shift the channels of a convolution, each the only use of the one before."""
-    arguments: Any = convolution.args
-    _, weight, bias, *_, transposed, _, _ = arguments
-    result = _result(convolution)
+    arguments: list[Any] = [part.args for part in made.parts]
+    transposed, result = arguments[-1][6], made.result
     value = result.meta["val"]
     if transposed or not value.is_floating_point():
         return []
-    if not _is_narrow(convolution) and (weight not in still or (bias is not None and bias not in still)):
+    given = {each for _, weight, bias, *_ in arguments for each in (weight, bias) if each is not None}
+    if not _is_narrow(made.parts[-1]) and not given <= still:
         return []
     found: list[torch.fx.Node] = []
     while True:
@@ -81,11 +101,70 @@ def _chain(convolution: torch.fx.Node, still: set[torch.fx.Node]) -> list[torch.
         found.append(step)
 
 
-def _result(convolution: torch.fx.Node) -> torch.fx.Node:
+def _made(convolution: torch.fx.Node) -> _Made:
     """What a convolution gives: of one over a dimension, which is one of images of a line, without that line."""
-    user = next(iter(convolution.users), convolution)
-    alone = len(convolution.users) == 1 and user.target is aten.squeeze.dim and user.args[1] == _LINE
-    return user if alone else convolution
+    user = _only_user(convolution)
+    if user is not None and user.target is aten.squeeze.dim and user.args[1] == _LINE:
+        return _Made((convolution,), (convolution, user))
+    return _volume(convolution) or _Made((convolution,), (convolution,))
+
+
+def _volume(convolution: torch.fx.Node) -> _Made | None:
+    """The volume to which a convolution of frames adds; None for any other."""
+    calls = _frames(_last_call(convolution))
+    if not calls:
+        return None
+    while (user := _only_user(calls[-1])) is not None and (more := _frames(user)):
+        calls = more
+    parts = [call for call in calls if call.target is aten.convolution.default]
+    whole = [part for part in parts if _last_call(part).target is not _PAD]
+    biased = [part for part in parts if part.args[2] is not None]
+    last = (biased or whole or parts)[-1]
+    if len(biased) > 1 or last not in whole:
+        return None
+    if user is not None and user.target is aten.clone.default:
+        calls = [*calls, user]
+    return _Made((*(part for part in parts if part is not last), last), tuple(calls))
+
+
+def _frames(node: Any) -> list[torch.fx.Node]:
+    """The calls that make a volume, [N, channels, frames, H, W], of convolutions of frames; none for anything else."""
+    if isinstance(node, torch.fx.Node) and node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
+        first, second = map(_frames, node.args)
+        return [*first, *second, node] if first and second else []
+    calls: list[torch.fx.Node] = []
+    while isinstance(node, torch.fx.Node) and node.target in (_PAD, aten.transpose.int, *_VIEWS):
+        calls.insert(0, node)
+        node = node.args[0]
+    if not calls or node.target is not aten.convolution.default or any(_only_user(each) is None for each in calls[:-1]):
+        return []
+    return [node, *calls] if _only_user(node) is calls[0] and _are_frames(node, calls) else []
+
+
+def _last_call(convolution: torch.fx.Node) -> torch.fx.Node:
+    """The last of the calls that make a volume of one convolution's frames."""
+    last = convolution
+    while (user := _only_user(last)) is not None and user.target in (_PAD, aten.transpose.int, *_VIEWS):
+        last = user
+    return last
+
+
+def _are_frames(convolution: torch.fx.Node, calls: list[torch.fx.Node]) -> bool:
+    """Whether images become a volume: by a view, its frames after its channels, and zeros for others."""
+    view, *others = calls
+    made, shape = convolution.meta["val"].shape, view.meta["val"].shape
+    if view.target not in _VIEWS or len(shape) != 5:
+        return False
+    if not others:
+        return shape[:3] == made[:3]  # lines along depth
+    turned, *padded = others
+    if turned.target is not aten.transpose.int or turned.args[1:] != (1, 2) or shape[2:] != made[1:]:
+        return False
+    return not padded or (len(padded) == 1 and len(padded[0].args) == 2 and not any(padded[0].args[1][:4]))  # type: ignore[index]
+
+
+def _only_user(node: torch.fx.Node) -> torch.fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _is_per_channel(operand: Any, value: torch.Tensor) -> bool:
@@ -113,23 +192,27 @@ class _Fold:
 
     graph: torch.fx.Graph
     fake_mode: Any
-    convolution: torch.fx.Node
+    made: _Made
     chain: list[torch.fx.Node]
 
     def inside(self) -> torch.fx.Node:
-        """One convolution."""
-        arguments: Any = self.convolution.args
-        x, weight, bias, *rest = arguments
+        """The same convolutions with other weights, the last one with another bias."""
+        arguments: Any = self.made.parts[-1].args
+        _, weight, bias, *_ = arguments
+        again: dict[torch.fx.Node, torch.fx.Node] = {}
         with self.graph.inserting_before(self.chain[-1]):
             scale, shift = self._combined([weight.meta["val"].shape[0], *[1] * (weight.meta["val"].dim() - 1)], bias)
-            image = self._call(aten.convolution.default, x, self._call(aten.mul.Tensor, weight, scale), shift, *rest)
-            result = _result(self.convolution)
-            made = image if result is self.convolution else self._call(result.target, image, *result.args[1:])
-        return self._replaced(made, image, list(dict.fromkeys([self.convolution, result, *self.chain])))
+            for call in self.made.calls:
+                args = pytree.tree_map_only(torch.fx.Node, lambda each: again.get(each, each), call.args)
+                if call in self.made.parts:
+                    added = shift if call is self.made.parts[-1] else None
+                    args = (args[0], self._call(aten.mul.Tensor, args[1], scale), added, *args[3:])
+                again[call] = self._call(call.target, *args, **call.kwargs)
+        return self._replaced(again[self.made.result], again[self.made.parts[-1]], [*self.made.calls, *self.chain])
 
     def beside(self) -> torch.fx.Node:
         """The convolution as it is, one scale and one shift."""
-        result = _result(self.convolution)
+        result = self.made.result
         value = result.meta["val"]
         with self.graph.inserting_before(self.chain[-1]):
             scale, shift = self._combined([value.shape[1], *[1] * (value.dim() - 2)], None)
@@ -143,7 +226,7 @@ class _Fold:
         """The product of all scales, in this shape, and the sum of all shifts as they are scaled, a vector."""
         scale: torch.fx.Node | None = None
         dtype = self.chain[-1].meta["val"].dtype
-        for before, step in pairwise([_result(self.convolution), *self.chain]):
+        for before, step in pairwise([self.made.result, *self.chain]):
             (operand,) = (each for each in step.all_input_nodes if each is not before)
             vector = self._call(aten.view.default, operand, [operand.meta["val"].numel()])
             if operand.meta["val"].dtype is not dtype:

@@ -227,9 +227,7 @@ class _Relayout:
     def run(self) -> torch.fx.GraphModule:
         for node in self._module.graph.nodes:
             if node in self._needless or self._lies_so_already(node):
-                self._new[node] = self._new[
-                    _source(node)
-                ]  # whoever needs these strides gets a copy, see `_as_captured`
+                self._new[node] = self._new[_source(node)]  # `_as_captured` copies it for who needs these strides
             elif node.op == "call_function":
                 self._new[node] = self._call(node)
             elif node.op == "output":

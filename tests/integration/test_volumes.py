@@ -139,6 +139,7 @@ class Volumes(nn.Module):
 def test_networks_of_volumes_are_laid_out(tmp_path: Path, batch: int, freeze: bool) -> None:
     rows = runs_channels_last(Volumes().eval(), tmp_path, torch.randn(batch, 3, 6, 16, 20), freeze=freeze)
     assert not [why for why in said(rows, "lower.fallback") if "oneDNN" in why]
+    assert len(said(rows, "freeze.fold")) == (2 if freeze else 0)
     transformed = next(tmp_path.rglob("fx_graph_transformed.py")).read_text()
     assert transformed.count("torch.contiguous_format") <= 2, "volumes lie channels-last in between"
 
