@@ -249,7 +249,7 @@ class _Relayout:
             elif node.target is aten.constant_pad_nd.default and node.users and all(map(_is_planar, node.users)):
                 if not all(map(self._reads_planes, node.users)):
                     self._lay_out(copy, (0,))  # the smaller image is copied, and convolutions may read it as it is
-            elif all(_strides(self._new[each]) == _strides(each) for each in node.all_input_nodes):
+            elif all(_place(self._new[each]) == _place(each) for each in node.all_input_nodes):
                 return copy  # its fake result is what it was
             if self._evaluated(copy):
                 return copy
@@ -392,3 +392,9 @@ def _source(clone: torch.fx.Node) -> torch.fx.Node:
 def _strides(node: torch.fx.Node) -> list[tuple[int, ...]]:
     """Those of the tensor, or of each of the tensors, that a call returns."""
     return [leaf.stride() for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+
+
+def _place(node: torch.fx.Node) -> list[tuple[tuple[int, ...], int]]:
+    """Strides, and at which element of its memory it begins: that of a copy's source is another than the copy's."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return [(leaf.stride(), leaf.storage_offset()) for leaf in leaves if isinstance(leaf, torch.Tensor)]
