@@ -394,7 +394,7 @@ def _strides(node: torch.fx.Node) -> list[tuple[int, ...]]:
     return [leaf.stride() for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
-def _place(node: torch.fx.Node) -> list[tuple[tuple[int, ...], int]]:
+def _place(node: torch.fx.Node) -> list[tuple[tuple[int, ...], int | torch.SymInt]]:
     """Strides, and at which element of its memory it begins: that of a copy's source is another than the copy's."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return [(leaf.stride(), leaf.storage_offset()) for leaf in leaves if isinstance(leaf, torch.Tensor)]
