@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from pellucid.capture.fx import DTYPES, decide, merge_origin, shape_of, strides_of
+from pellucid.capture.fx import DTYPES, RESHAPES, decide, merge_origin, shape_of, strides_of
 from pellucid.capture.operators import ATTENTION, ATTENTION_BACKWARD
 from pellucid.capture.torch_compat import expr_of, fake_result, is_symbolic, quiet_fake_tensors, size_hint
 from pellucid.capture.transform import is_pure
@@ -46,7 +46,6 @@ _LOWEST = -1e30
 # Calls that read their argument in any layout, and whose results do not lie as it does.
 _ANY_LAYOUT = (aten.bmm.default, aten.mm.default, aten.addmm.default, aten.baddbmm.default)
 _VIEWS = (aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim)
-_RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
 def fuse_attention(module: torch.fx.GraphModule, machine: Machine) -> tuple[Decision, ...]:
@@ -347,7 +346,7 @@ class _Fusion:
             copies = user.target is aten.clone.default and user.kwargs.get("memory_format") is torch.contiguous_format
             if copies or user.target in _ANY_LAYOUT:
                 user.replace_input_with(old, new)
-            elif user.target in (*_VIEWS, *_RESHAPES) and user.users:
+            elif user.target in (*_VIEWS, *RESHAPES) and user.users:
                 view = self._view(user, old, new)
                 if view is not None:
                     self._follow(user, view)

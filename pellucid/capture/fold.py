@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.fx import computed, merge_origin
+from pellucid.capture.fx import RESHAPES, computed, merge_origin
 from pellucid.capture.torch_compat import fake_mode_of, parameters_of, quiet_fake_tensors
 from pellucid.capture.transform import is_pure
 from pellucid.ir.decision import Decision
@@ -18,7 +18,6 @@ aten = torch.ops.aten
 
 _RULE = "freeze.fold"
 _LINE = 2  # the dimension that images of a line have more
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _PAD = aten.constant_pad_nd.default
 _SHIFTS, _SCALES = (aten.add.Tensor, aten.sub.Tensor), (aten.mul.Tensor, aten.div.Tensor)
 
@@ -35,9 +34,11 @@ def fold_scales(graph_module: torch.fx.GraphModule) -> tuple[Decision, ...]:
     decisions: list[Decision] = []
     done: set[torch.fx.Node] = set()
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.convolution.default):
+        if node in done:
+            continue
         made = _made(node)
-        chain = [] if node in done else _chain(made, still)
         done.update(made.parts)
+        chain = _chain(made, still)
         if not any(step.target in _SCALES for step in chain):
             continue
         fold = _Fold(graph_module.graph, fake_mode, made, chain)
@@ -88,7 +89,7 @@ def _chain(made: _Made, still: set[torch.fx.Node]) -> list[torch.fx.Node]:
     found: list[torch.fx.Node] = []
     while True:
         last = found[-1] if found else result
-        step = next(iter(last.users)) if len(last.users) == 1 else None
+        step = _only_user(last)
         if step is None or step.target not in (*_SHIFTS, *_SCALES) or step.kwargs or len(step.args) != 2:
             return found
         first, second = step.args
@@ -112,9 +113,9 @@ def _made(convolution: torch.fx.Node) -> _Made:
 def _volume(convolution: torch.fx.Node) -> _Made | None:
     """The volume to which a convolution of frames adds; None for any other."""
     calls = _frames(_last_call(convolution))
-    if not calls:
+    if not calls or not _are_alone(calls):
         return None
-    while (user := _only_user(calls[-1])) is not None and (more := _frames(user)):
+    while (user := _only_user(calls[-1])) is not None and (more := _frames(user)) and _are_alone(more):
         calls = more
     parts = [call for call in calls if call.target is aten.convolution.default]
     whole = [part for part in parts if _last_call(part).target is not _PAD]
@@ -131,20 +132,27 @@ def _frames(node: Any) -> list[torch.fx.Node]:
     """The calls that make a volume, [N, channels, frames, H, W], of convolutions of frames; none for anything else."""
     if isinstance(node, torch.fx.Node) and node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         first, second = map(_frames, node.args)
-        return [*first, *second, node] if first and second else []
+        same = first and second and first[-1].meta["val"].shape == second[-1].meta["val"].shape
+        return [*first, *second, node] if same else []
     calls: list[torch.fx.Node] = []
-    while isinstance(node, torch.fx.Node) and node.target in (_PAD, aten.transpose.int, *_VIEWS):
+    while isinstance(node, torch.fx.Node) and node.target in (_PAD, aten.transpose.int, *RESHAPES):
         calls.insert(0, node)
         node = node.args[0]
-    if not calls or node.target is not aten.convolution.default or any(_only_user(each) is None for each in calls[:-1]):
+    if not calls or node.target is not aten.convolution.default:
         return []
-    return [node, *calls] if _only_user(node) is calls[0] and _are_frames(node, calls) else []
+    return [node, *calls] if _are_frames(node, calls) else []
+
+
+def _are_alone(calls: list[torch.fx.Node]) -> bool:
+    """Whether nobody else reads what these calls make, but for the last one, and each of it is read once."""
+    own = set(calls)
+    return len(own) == len(calls) and all(own.issuperset(call.users) for call in calls[:-1])
 
 
 def _last_call(convolution: torch.fx.Node) -> torch.fx.Node:
     """The last of the calls that make a volume of one convolution's frames."""
     last = convolution
-    while (user := _only_user(last)) is not None and user.target in (_PAD, aten.transpose.int, *_VIEWS):
+    while (user := _only_user(last)) is not None and user.target in (_PAD, aten.transpose.int, *RESHAPES):
         last = user
     return last
 
@@ -153,7 +161,7 @@ def _are_frames(convolution: torch.fx.Node, calls: list[torch.fx.Node]) -> bool:
     """Whether images become a volume: by a view, its frames after its channels, and zeros for others."""
     view, *others = calls
     made, shape = convolution.meta["val"].shape, view.meta["val"].shape
-    if view.target not in _VIEWS or len(shape) != 5:
+    if view.target not in RESHAPES or len(shape) != 5:
         return False
     if not others:
         return shape[:3] == made[:3]  # lines along depth

@@ -30,6 +30,8 @@ from pellucid.ir.types import TORCH_DTYPES, DType
 
 DTYPES: dict[torch.dtype, DType] = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
 # Key in a node's meta: origins of the nodes that it replaced.
 _MERGED = "pellucid_merged_origins"
 # What was decided about it while forward and backward were one graph.

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pellucid.capture.convolution_trial import convolution_seconds
-from pellucid.capture.fx import decide
+from pellucid.capture.fx import RESHAPES, decide
 from pellucid.capture.torch_compat import (
     check_view,
     elementwise_strides,
@@ -43,7 +43,6 @@ _ANY_LAYOUT = frozenset(
     "convolution convolution_backward mm addmm bmm baddbmm upsample_nearest2d upsample_nearest2d_backward"
     " upsample_bilinear2d upsample_bilinear2d_backward".split()
 )
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 # Calls whose meaning depends on how their argument lies in memory.
 _BY_STRIDES = (aten.as_strided.default, aten.as_strided_.default, aten.set_.source_Tensor, aten.resize_.default)
 
@@ -323,7 +322,7 @@ class _Relayout:
             with self._fake_mode:
                 return whole[0].new_empty_strided(shape, elementwise_strides(*whole), dtype=dtype)
         args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
-        if node.target in _VIEWS:
+        if node.target in RESHAPES:
             check_view(*args)
         with self._fake_mode, torch.no_grad():
             result = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -389,12 +388,15 @@ def _source(clone: torch.fx.Node) -> torch.fx.Node:
     return source
 
 
+def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
+    """The tensor, or each of the tensors, that a call returns."""
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+
+
 def _strides(node: torch.fx.Node) -> list[tuple[int, ...]]:
-    """Those of the tensor, or of each of the tensors, that a call returns."""
-    return [leaf.stride() for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+    return [tensor.stride() for tensor in _tensors(node)]
 
 
 def _place(node: torch.fx.Node) -> list[tuple[tuple[int, ...], int | torch.SymInt]]:
     """Strides, and at which element of its memory it begins: that of a copy's source is another than the copy's."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return [(leaf.stride(), leaf.storage_offset()) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [(tensor.stride(), tensor.storage_offset()) for tensor in _tensors(node)]

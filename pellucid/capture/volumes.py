@@ -11,7 +11,7 @@ Each function returns NotImplemented for what stays as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeAlias
@@ -134,12 +134,16 @@ class _Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class _Gathered:
+class _OfTaps:
     """steps: of a convolution of images. taps: along depth, those that meet a frame. depth: frames of the result."""
 
     steps: tuple[Any, ...]
     taps: Sequence[Tap]
     depth: int
+
+
+class _Gathered(_OfTaps):
+    __slots__ = ()
 
     def convolved(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return _volume(aten.convolution(self._images(x, weight), weight.flatten(1, 2), bias, *self.steps), self.depth)
@@ -157,18 +161,11 @@ class _Gathered:
     def _images(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[N * depth, C * taps, H, W]: as channels and taps lie in the weight."""
         met = {tap.position: _padded(x[:, :, tap.meets], tap, self.depth) for tap in self.taps}
-        unmet = torch.zeros_like(next(iter(met.values())))
-        channels = torch.stack([met.get(position, unmet) for position in range(weight.shape[2])], 2)
-        return _images(_frames(channels.flatten(1, 2)))
+        return _images(_frames(_by_tap(met, weight.shape[2]).flatten(1, 2)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Summed:
-    """As `_Gathered`."""
-
-    steps: tuple[Any, ...]
-    taps: Sequence[Tap]
-    depth: int
+class _Summed(_OfTaps):
+    __slots__ = ()
 
     def convolved(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         # Last a tap that meets a frame for each of the result: what others make is added where it is computed.
@@ -192,9 +189,14 @@ class _Summed:
             images = [(tap, _volume(made[tap.position][0], tap.frames)) for tap in self.taps]
             placed = reduce(torch.add, [_placed(x, tap, each) for tap, each in images])
         if wanted[1]:
-            unmet = torch.zeros_like(weight[:, :, 0])
-            slices = torch.stack([made.get(at, (None, unmet))[1] for at in range(weight.shape[2])], 2)
+            slices = _by_tap({position: each[1] for position, each in made.items()}, weight.shape[2])
         return placed, slices
+
+
+def _by_tap(made: Mapping[int, torch.Tensor], taps: int) -> torch.Tensor:
+    """What there is for each tap along depth, as dimension 2; zeros for taps that meet no frame."""
+    unmet = torch.zeros_like(next(iter(made.values())))
+    return torch.stack([made.get(position, unmet) for position in range(taps)], 2)
 
 
 def _laid_out(volume: torch.Tensor) -> torch.Tensor:

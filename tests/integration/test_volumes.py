@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,29 @@ def test_networks_of_volumes_are_laid_out(tmp_path: Path, batch: int, freeze: bo
 
 def test_networks_of_volumes_train_like_eagers(tmp_path: Path) -> None:
     trains_like_eager(Volumes(), tmp_path, torch.randn(2, 3, 6, 16, 20).requires_grad_())
+
+
+class Twins(nn.Module):
+    """A norm of the sum of two convolutions, or of one and itself."""
+
+    def __init__(self, twice: bool, read: bool) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv3d(16, 16, 3, padding=1, bias=False) for _ in range(2))
+        self.norm, self.twice, self.read = nn.BatchNorm3d(16), twice, read
+        nn.init.uniform_(self.norm.running_mean)  # type: ignore[arg-type]
+        nn.init.uniform_(self.norm.running_var, 0.5, 1.5)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = self.first(x)
+        result = self.norm(first + (first if self.twice else self.second(x)))
+        return (result, first.relu()) if self.read else (result,)
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_scales_go_into_weights_that_nobody_else_needs(tmp_path: Path, twice: bool, read: bool) -> None:
+    model, x = Twins(twice, read).eval(), torch.randn(1, 16, 5, 8, 8)
+    result, rows = traced(model, tmp_path, x, freeze=True)
+    with torch.no_grad():
+        assert_matches(result, model(x), copy.deepcopy(model).double()(x.double()))
+    assert len(said(rows, "freeze.fold")) == (0 if twice or read else 1)
