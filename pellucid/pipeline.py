@@ -24,6 +24,7 @@ from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger, donated_of, parameters_of, real_tensors
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel, compete, functions_of, generate, generate_all, packings_of
+from pellucid.codegen.verify_nest import verify_nest
 from pellucid.errors import PellucidError
 from pellucid.executable import Executable, Name, Probe, Whole
 from pellucid.execution_plan import ExecutionPlan, plan_execution
@@ -425,6 +426,10 @@ def _verify(stage: str, unit: Unit) -> None:
         verify_program(unit.lowered)
     if stage == "schedule":
         verify_program(unit.scheduled)
+    if stage == "codegen":
+        for kernel in unit.kernels.values():
+            for each in kernel.ways:
+                verify_nest(each.nest)
 
 
 def _record(

@@ -18,8 +18,10 @@ from pellucid.capture.decompositions import decompositions
 from pellucid.capture.torch_compat import capture_with_aot
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel
+from pellucid.codegen.run_nest import run_nest
 from pellucid.ir.interp import run_program
 from pellucid.ir.nodes import Extern, Program
+from pellucid.ir.types import TORCH_DTYPES
 from pellucid.ir.verify import verify_program
 from pellucid.lower import lower
 from pellucid.native.function import SIGNATURE
@@ -159,6 +161,17 @@ def _meaningful_strides(tensor: torch.Tensor) -> list[int]:
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())
+
+
+def run_loops(
+    kernel: CppKernel, buffers: Mapping[str, torch.Tensor], symbols: Mapping[str, int], *, backwards: bool = False
+) -> dict[str, torch.Tensor]:
+    """The buffers after the loop nest of a kernel ran on them, from its last iteration to its first if `backwards`."""
+    memory = {name: tensor.clone() for name, tensor in buffers.items()}
+    nest = kernel.nest_of("k")
+    typed = {param.name: memory[param.name].view(TORCH_DTYPES[param.dtype]) for param in nest.params}
+    run_nest(nest, typed, symbols, backwards=backwards)
+    return memory
 
 
 def pointers_of(kernel: CppKernel, buffers: Mapping[str, torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:

@@ -21,7 +21,8 @@ from pellucid.codegen.copies import raw_copies
 from pellucid.codegen.cpp import print_kernel
 from pellucid.codegen.linemap import annotate_source
 from pellucid.codegen.loops import nest
-from pellucid.codegen.names import Canonical, canonical_symbol, canonicalise
+from pellucid.codegen.names import Canonical, canonical_symbol, canonicalise, restore
+from pellucid.codegen.nest import Nest
 from pellucid.codegen.offsets import from_first_touched
 from pellucid.codegen.operands import print_packing
 from pellucid.codegen.plan import Plan
@@ -106,6 +107,17 @@ class CppKernel:
     def ways(self) -> tuple[CppKernel, ...]:
         """All kernels that do the same, this one first."""
         return (self, *self.others)
+
+    @property
+    def nest(self) -> Nest:
+        """The loops in which its lines run, over `p0`, `p1` and so on."""
+        return nest(self.plan)
+
+    def nest_of(self, name: str) -> Nest:
+        """The same under the names of the program, where the kernel is called `name`; packed is what lies unpacked."""
+        packed = {self.packing.panels: self.packing.buffer} if self.packing else {}
+        buffers = [packed.get(each, each) for each in self.params]
+        return restore(self.nest, name, buffers, self.offsets, self.symbols)
 
     @property
     def reaches(self) -> Reaches | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pellucid.codegen.plan import Plan, chunks, grain_of
+from pellucid.codegen.nest import chunks
+from pellucid.codegen.plan import Plan, grain_of
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.sweeps import Sweeps
 from pellucid.errors import InternalError
@@ -130,4 +131,5 @@ def _plan(
         decisions=(Decision("codegen.attention", (kernel.name,), True, why, facts), parallel),
         steps=steps,
         rows=rows,
+        called=kernel.body,
     )

@@ -14,20 +14,18 @@ from itertools import chain
 from pellucid.codegen.blocks import Blocks
 from pellucid.codegen.find_blocks import close_blocks, find_blocks, stored_at_once
 from pellucid.codegen.groups import join_groups
-from pellucid.codegen.plan import Plan, chunks, grain_of
+from pellucid.codegen.nest import BLOCK, Part, chunks
+from pellucid.codegen.plan import Plan, grain_of
 from pellucid.codegen.sweeps import plan_sweeps
 from pellucid.codegen.variants import CLOSE
 from pellucid.codegen.vector import base_lanes, gathered
 from pellucid.codegen.winograd import by_tiles
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import product, var
+from pellucid.ir.index import Expr, product, var
 from pellucid.ir.nodes import CheckIndex, Kernel, Line, Load, Store, axes_of, operands
 from pellucid.machine import Machine
 from pellucid.machine.work import estimate
 from pellucid.options import Options
-
-BLOCK = "block"
-"""The name of a block's memory in the body of a kernel."""
 
 
 def plan_contraction(
@@ -38,14 +36,14 @@ def plan_contraction(
     frozen: buffers that are the same at each call. results: those that no other kernel reads. After it come plans with
     other blocks that are close to it by price.
     """
-    kernel, groups = join_groups(kernel, machine)
-    found = find_blocks(kernel, options, machine, frozen, groups)
+    joined = join_groups(kernel, machine)
+    found = find_blocks(joined.of_first, options, machine, frozen, joined.groups)
     if found is None:
         return
     blocks, decisions = found
-    blocks, tiles = by_tiles(blocks, kernel, machine)
+    blocks, tiles = by_tiles(blocks, joined.of_first, machine)
     for each in chain((blocks,), close_blocks(blocks, CLOSE)):
-        yield _planned(kernel, each, (*decisions, *tiles), machine, options, results)
+        yield _planned(joined.kernel, each, (*decisions, *tiles), machine, options, results)
 
 
 def _planned(
@@ -91,6 +89,7 @@ def _planned(
         decisions=(*decisions, parallel, *streams),
         steps=steps,
         blocks=blocks,
+        called=_called(kernel, blocks),
     )
 
 
@@ -107,19 +106,37 @@ def _streamed(
 
 
 def epilogue(kernel: Kernel, blocks: Blocks) -> Kernel:
-    """`kernel` with a load from the block in place of the sum; `lo` and `from` are the block's first row and column."""
-    ranges, place = kernel.ranges, var(blocks.row) - var("lo")
-    for name in blocks.whole:
-        place = place * ranges[name] + var(name)
-    index = place * blocks.columns + (var(blocks.column) - var("from"))
+    """`kernel` with a load from the block in place of the sum."""
     total = blocks.contraction.total
     needed: set[str] = set()
     body: list[Line] = []
     for line in reversed(kernel.body):
         if line.out == total.out:
-            body.append(Line(line.out, Load(BLOCK, index), line.dtype, line.origin))
+            body.append(Line(line.out, Load(BLOCK, _in_block(kernel, blocks)), line.dtype, line.origin))
         elif isinstance(line.rhs, Store | CheckIndex) or line.out in needed:
             needed.update(operands(line.rhs))
             body.append(line)
     space = tuple(axis for axis in kernel.space if axis.name not in blocks.inner)
     return Kernel(kernel.name, kernel.params, space, tuple(body[::-1]))
+
+
+def _called(kernel: Kernel, blocks: Blocks) -> tuple[Line, ...]:
+    """The lines of the sums of a block, stored to its memory where they do not go to their place at once."""
+    if blocks.stored:
+        return kernel.body
+    total = blocks.contraction.total
+    needed = {total.out}
+    body = [Line("sums", Store(BLOCK, _in_block(kernel, blocks), total.out), total.dtype, total.origin)]
+    for line in reversed(kernel.body):
+        if line.out in needed:
+            needed.update(operands(line.rhs))
+            body.append(line)
+    return tuple(body[::-1])
+
+
+def _in_block(kernel: Kernel, blocks: Blocks) -> Expr:
+    """Where a sum is in the memory of a block, whose first row is `lo` and whose first column is `from`."""
+    place = var(blocks.row) - var(Part.CHUNK.first)
+    for name in blocks.whole:
+        place = place * kernel.ranges[name] + var(name)
+    return place * blocks.columns + (var(blocks.column) - var(Part.BLOCK.first))

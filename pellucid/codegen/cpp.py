@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from typing_extensions import assert_never
 
-from pellucid.codegen.contraction import BLOCK
 from pellucid.codegen.linemap import Writer
-from pellucid.codegen.loops import (
+from pellucid.codegen.nest import (
+    BLOCK,
     Accumulate,
-    Attend,
+    Call,
     CloseBlock,
+    Counter,
     Define,
-    FillBlock,
     FillTile,
     Finish,
     Item,
     Keep,
     Kind,
     Loop,
+    Nest,
+    Parallel,
+    Part,
     Put,
     Recall,
     Scratch,
@@ -27,6 +30,7 @@ from pellucid.codegen.loops import (
     StartBlocks,
     StartTile,
     WriteTile,
+    steps_of,
 )
 from pellucid.codegen.operands import Operands
 from pellucid.codegen.plan import Plan
@@ -41,9 +45,9 @@ FARTHEST = 1 << 48
 REDUCTION = {"sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "any": "Any", "all": "Every"}
 
 
-def print_kernel(plan: Plan, items: Iterable[Item], name: str) -> Writer:
-    """The function `name`, with the origin of each of its lines."""
-    return _Printer(plan).function(list(items), name)
+def print_kernel(plan: Plan, nest: Nest, name: str) -> Writer:
+    """The function `name`, with the origin of each of its lines. nest: that of the plan."""
+    return _Printer(plan).function(nest.body, name)
 
 
 class _Printer:
@@ -70,7 +74,7 @@ class _Printer:
 
     # ------------------------------------------------------------------------------------------ function
 
-    def function(self, items: list[Item], name: str) -> Writer:
+    def function(self, items: Iterable[Item], name: str) -> Writer:
         out = self.out
         out.line(f'extern "C" int64_t {name}(void* const* p, const int64_t* s, int64_t begin, int64_t end) {{')
         out.depth += 1
@@ -113,6 +117,8 @@ class _Printer:
 
     def item(self, item: Item) -> None:
         match item:
+            case Parallel():
+                self.parallel(item)
             case Loop():
                 self.loop(item)
             case Define(line):
@@ -121,20 +127,18 @@ class _Printer:
                 self.lanes(line)
             case Put(line, once):
                 self.put(line, once)
+            case Call():
+                self.call(item)
             case FillTile(line):
                 self.fill_tile(line)
-            case FillBlock(line):
-                self.fill_block(line)
-            case Attend(line):
-                self.attend(line)
             case StartTile(line):
                 self.out.line(f"{self.square(line)} y{line.out[1:]};", line.origin)
             case WriteTile(line):
                 self.write_tile(line)
             case Start(line):
                 self.start(line)
-            case StartBlocks(line):
-                levels, many = (f", {self.plan.levels}", f"[{self.plan.abreast}]") if self.plan.abreast else ("", "")
+            case StartBlocks(line, abreast):
+                levels, many = (f", {self.plan.levels}", f"[{abreast}]") if abreast else ("", "")
                 self.out.line(f"pv::Blocks<{self.reduce_type(line)}{levels}> b{line.out[1:]}{many};", line.origin)
             case Accumulate(line):
                 self.accumulate(line)
@@ -155,14 +159,15 @@ class _Printer:
 
     # ------------------------------------------------------------------------------------------ loops
 
+    def parallel(self, loop: Parallel) -> None:
+        self.open("for (int64_t t = begin; t < end; t++) {", merge(_origins(loop.body)))
+        self.decode(loop.counters)
+        self.items(loop.body)
+        self.close("}")
+
     def loop(self, loop: Loop) -> None:
         origin = merge(_origins(loop.body))
         match loop.kind:
-            case Kind.PARALLEL:
-                self.open("for (int64_t t = begin; t < end; t++) {", origin)
-                self.decode()
-                self.items(loop.body)
-                self.close("}")
             case Kind.SERIAL:
                 lo, hi = self.range(loop)
                 i = loop.axis
@@ -178,8 +183,8 @@ class _Printer:
                 self.close("});")
             case Kind.BLOCKS:
                 extent = self.text(self.plan.extent_of(loop.axis))
-                self.open(f"for (int64_t from = 0; from < {extent}; from += {loop.block}) {{", origin)
-                self.out.line(f"const int64_t to = pv::least(from + {loop.block}, {extent});", origin)
+                self.open(f"for (int64_t from = 0; from < {extent}; from += {loop.step}) {{", origin)
+                self.out.line(f"const int64_t to = pv::least(from + {loop.step}, {extent});", origin)
                 self.items(loop.body)
                 self.close("}")
             case _:
@@ -199,9 +204,9 @@ class _Printer:
         self.counters.discard(loop.axis)
 
     def range(self, loop: Loop) -> tuple[str, str]:
-        if not loop.blocked:
+        if loop.part is Part.WHOLE:
             return "0", self.text(self.plan.extent_of(loop.axis))
-        return ("lo", "hi") if loop.axis == self.plan.inner else ("from", "to")
+        return loop.part.first, loop.part.last
 
     def exact(self, loop: Loop) -> bool:
         """True if every step of a vector loop has all its lanes."""
@@ -209,26 +214,22 @@ class _Printer:
         even = loop.axis != self.plan.tile or self.plan.tile_step % width == 0
         return even and extent is not None and extent % width == 0
 
-    def decode(self) -> None:
+    def decode(self, counters: Sequence[Counter]) -> None:
         """The counters of the flattened axes from the parallel loop's: the last axis runs fastest."""
-        plan = self.plan
-        counters, begins = plan.counters, {plan.inner: "lo", plan.outer_tile: "from"}
         rest = "t"
         for position in range(len(counters) - 1, -1, -1):
             counter = counters[position]
-            name, count = begins.get(counter.axis, counter.axis), self.factor(counter.count)
+            count = self.factor(counter.count)
             mine = f"{rest} % {count}" if position else rest
-            scale = f" * {counter.step}" if counter.axis in begins else ""
-            self.out.line(f"const int64_t {name} = {mine}{scale};")
+            scale = "" if counter.part is Part.WHOLE else f" * {counter.step}"
+            self.out.line(f"const int64_t {counter.part.first or counter.axis} = {mine}{scale};")
             if position:
                 self.out.line(f"const int64_t t{position} = {rest} / {count};")
                 rest = f"t{position}"
-        if plan.chunk and plan.inner is not None:
-            extent = self.text(plan.extent_of(plan.inner))
-            self.out.line(f"const int64_t hi = pv::least(lo + {plan.chunk}, {extent});")
-        if plan.outer_tile is not None:
-            extent = self.text(plan.extent_of(plan.outer_tile))
-            self.out.line(f"const int64_t to = pv::least(from + {plan.tile_step}, {extent});")
+        for counter in counters:
+            if counter.part is not Part.WHOLE:
+                end = f"pv::least({counter.part.first} + {counter.step}, {self.text(counter.extent)})"
+                self.out.line(f"const int64_t {counter.part.last} = {end};")
 
     def factor(self, expr: Expr) -> str:
         """An expression as an operand of a product."""
@@ -304,16 +305,14 @@ class _Printer:
         below = f"pv::below<{self.plan.width}>({self.text(left.index)}, {args[1]})"
         return below if op == "lt" else f"pv::bitwise_not({below})"
 
-    def fill_block(self, line: Line) -> None:
-        blocks = self.plan.blocks
-        assert blocks is not None
-        if not blocks.stored:
-            self.out.line(f"alignas(64) float {BLOCK}[{blocks.height * blocks.columns}];", line.origin)
-        self.out.line(self.operands().contract(blocks), line.origin)
-
-    def attend(self, line: Line) -> None:
-        assert self.plan.rows is not None
-        self.out.line(self.operands().attend(self.plan.rows), line.origin)
+    def call(self, call: Call) -> None:
+        if call.size:
+            self.out.line(f"alignas(64) float {BLOCK}[{call.size}];", call.line.origin)
+        operands, plan = self.operands(), self.plan
+        if plan.rows is not None:
+            self.out.line(operands.attend(plan.rows), call.line.origin)
+        elif plan.blocks is not None:
+            self.out.line(operands.contract(plan.blocks), call.line.origin)
 
     def operands(self) -> Operands:
         return Operands(self.pointer, self.text, self.plan.kernel.ranges, self.plan.streamed)
@@ -499,7 +498,4 @@ def _touches(line: Line, buffer: str) -> bool:
 
 
 def _origins(items: Iterable[Item]) -> list[Origin]:
-    found: list[Origin] = []
-    for item in items:
-        found += _origins(item.body) if isinstance(item, Loop) else [item.line.origin]
-    return found
+    return [item.line.origin for item in steps_of(items)]

@@ -6,37 +6,54 @@ neighbours wherever they are stored: so both axes become one, and all else is as
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pellucid.codegen.blocks import Groups
 from pellucid.codegen.names import map_indices
 from pellucid.ir.contraction import find_contraction, groups_of
-from pellucid.ir.index import ZERO, Var, const
+from pellucid.ir.index import ZERO, Atom, Expr, Var, const, floordiv, var
 from pellucid.ir.nodes import Axis, Kernel, Line
 from pellucid.machine import Machine
 
 
-def join_groups(kernel: Kernel, machine: Machine) -> tuple[Kernel, Groups | None]:
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """kernel: with one axis of columns. of_first: the same, but that each group reads the image of the first one."""
+
+    kernel: Kernel
+    of_first: Kernel
+    groups: Groups | None
+
+
+def join_groups(kernel: Kernel, machine: Machine) -> Joined:
     """`kernel` with one axis of columns in place of groups and their outputs, or as it is where it has no such axes.
 
-    before: `for i0 < 9, i1 < 32, i2 < 4, i3 < 8: load x[256*i0 + 8*i1 + i3], load w[32*i1 + 8*i2 + i3]`
-    after:  `for i0 < 9, i2 < 128, i3 < 8: load x[256*i0 + i3], load w[8*i2 + i3]`, where x is that of the first group
+    before:   `for i0 < 9, i1 < 32, i2 < 4, i3 < 8: load x[256*i0 + 8*i1 + i3], load w[32*i1 + 8*i2 + i3]`
+    after:    `for i0 < 9, i2 < 128, i3 < 8: load x[256*i0 + 8*(i2 // 4) + i3], load w[8*i2 + i3]`
+    of_first: `for i0 < 9, i2 < 128, i3 < 8: load x[256*i0 + i3], load w[8*i2 + i3]`
     """
     found = find_contraction(kernel)
     sizes = found and groups_of(kernel, found)
     if not found or not sizes:
-        return kernel, None
+        return Joined(kernel, kernel, None)
     count, outputs, channels = sizes
     (group,) = found.batch
     (column,) = found.columns or found.batch
 
-    def joined(line: Line) -> Line:
-        if column == group and line.out != found.left.out:
+    def joined(line: Line, image: Expr) -> Line:
+        is_image = line.out == found.left.out
+        if column == group and not is_image:
             return line
-        rhs = map_indices(line.rhs, lambda index: index.substitute({Var(group): ZERO}))
+        place: dict[Atom, Expr] = {Var(group): image if is_image else ZERO}
+        rhs = map_indices(line.rhs, lambda index: index.substitute(place))
         return Line(line.out, rhs, line.dtype, line.origin)
 
     columns = Axis(column, const(count * outputs))
     rest = [axis for axis in kernel.space if axis.name == column or axis.name != group]
     space = tuple(columns if axis.name == column else axis for axis in rest)
     together = max(1, min(machine.lanes // outputs, machine.lanes // channels))
-    body = tuple(map(joined, kernel.body))
-    return Kernel(kernel.name, kernel.params, space, body), Groups(count, outputs, channels, together)
+    whole, of_first = (
+        Kernel(kernel.name, kernel.params, space, tuple(joined(line, image) for line in kernel.body))
+        for image in (floordiv(var(column), outputs), ZERO)
+    )
+    return Joined(whole, of_first, Groups(count, outputs, channels, together))

@@ -3,156 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import TypeAlias
+from dataclasses import replace
 
+from pellucid.codegen.nest import (
+    Accumulate,
+    Call,
+    CloseBlock,
+    Define,
+    FillTile,
+    Finish,
+    Item,
+    Keep,
+    Kind,
+    Loop,
+    Nest,
+    Parallel,
+    Part,
+    Put,
+    Recall,
+    Scratch,
+    Start,
+    StartBlocks,
+    StartTile,
+    WriteTile,
+)
 from pellucid.codegen.plan import PAIRWISE_BLOCK, ROWS_ABREAST, SHORT_SUM, Plan
 from pellucid.codegen.sweeps import Sweep
-from pellucid.ir.nodes import Line, Reduce, Store, axes_of, operands
+from pellucid.ir.nodes import Axis, Line, Reduce, Store, axes_of, operands
 
 
-@dataclass(frozen=True, slots=True)
-class Define:
-    """Compute a value."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """Store a value, at the first point only of each axis in `once`: loops around it that it does not depend on."""
-
-    line: Line
-    once: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FillTile:
-    """Read a square of the buffer of a load and transpose it, see `Plan.tile`."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class StartTile:
-    """Declare the square in which the vectors of a store are collected, see `Plan.tile`."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class WriteTile:
-    """Transpose what a store has collected and write it."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class FillBlock:
-    """Compute a block of the sums of a contraction, see `Plan.blocks`."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class Attend:
-    """Compute some rows of an attention, or gradients of it, see `Plan.rows`."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Declare the accumulator of a reduction."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class StartBlocks:
-    """Declare what collects the closed blocks of a pairwise sum: one, or one for each vector of `Plan.abreast`."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulate:
-    """Add one point (or one vector of points) to the accumulator."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class CloseBlock:
-    """End a block of a pairwise sum."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Take the value of a reduction out of its accumulator."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Declare the scratch row of a value that a later sweep needs again."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Write a value to its scratch row."""
-
-    line: Line
-
-
-@dataclass(frozen=True, slots=True)
-class Recall:
-    """Read a value back from its scratch row."""
-
-    line: Line
-
-
-class Kind(Enum):
-    """What a loop iterates over."""
-
-    PARALLEL = "the flattened outer axes and chunks of the inner axis: the iterations that threads share"
-    SERIAL = "one axis, point by point"
-    VECTOR = "one axis, by steps of a vector"
-    BLOCKS = "one axis, by blocks; the loop inside walks over one block"
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """A loop. `axis` is empty for the parallel one; `block` is the number of points of a block."""
-
-    kind: Kind
-    axis: str
-    body: tuple[Item, ...]
-    block: int = 0
-    blocked: bool = field(default=False)
-
-
-Tiled: TypeAlias = "FillTile | StartTile | WriteTile | FillBlock | Attend"
-Sum: TypeAlias = "Start | StartBlocks | Accumulate | CloseBlock | Finish"
-Item: TypeAlias = "Define | Put | Tiled | Sum | Scratch | Keep | Recall | Loop"
-
-
-def nest(plan: Plan) -> tuple[Item, ...]:
-    """The function's body: what is the same for every point, then the parallel loop.
+def nest(plan: Plan) -> Nest:
+    """What is the same for every point, then the parallel loop.
 
     Kept lines stand at the outermost loop where all they depend on is known; lines that depend on a reduction stand
     after its sweep. Stores come last in their loop, so that no load of the same point follows them.
     """
-    if plan.rows is not None:
-        widest = max(plan.kernel.stores(), key=lambda each: len(axes_of(plan.kernel)[each[0].out]))
-        return (Loop(Kind.PARALLEL, "", (Attend(widest[0]),)),)
-    return _Builder(plan).function()
+    kernel, space = plan.kernel, plan.kernel.space
+    if plan.blocks is not None:
+        space = (*space, *(Axis(name, plan.blocks.ranges[name]) for name in plan.blocks.inner))
+    body = (Parallel(plan.counters, (_attend(plan),)),) if plan.rows is not None else _Builder(plan).function()
+    vector = None if plan.rows is not None else plan.vector
+    return Nest(kernel.name, kernel.params, space, vector, plan.width if vector else 1, body)
+
+
+def _attend(plan: Plan) -> Call:
+    scopes = axes_of(plan.kernel)
+    widest = max((line for line, _ in plan.kernel.stores()), key=lambda line: len(scopes[line.out]))
+    return Call("attend", widest, plan.called, 0)
 
 
 class _Builder:
@@ -185,10 +82,14 @@ class _Builder:
         return level
 
     def function(self) -> tuple[Item, ...]:
-        blocks = self.plan.blocks
-        block = [FillBlock(self.lines[blocks.contraction.total.out])] if blocks else []
-        rest = () if blocks and blocks.stored else self._level_body(1)
-        return (*self._defines(0, 0), Loop(Kind.PARALLEL, "", (*block, *rest)))
+        blocks, counters = self.plan.blocks, self.plan.counters
+        if blocks is None:
+            return (*self._defines(0, 0), Parallel(counters, self._level_body(1)))
+        total = blocks.contraction.total
+        if blocks.stored:
+            return (Parallel(counters, (Call("contract", total, self.plan.called, 0),)),)
+        block = Call("contract", total, self.plan.called, blocks.height * blocks.columns)
+        return (*self._defines(0, 0), Parallel(counters, (block, *self._level_body(1))))
 
     def _level_body(self, level: int) -> tuple[Item, ...]:
         """The body of one of the loops over kept axes."""
@@ -200,15 +101,20 @@ class _Builder:
         tiled = level + 1 == self.innermost and axis == self.plan.tile
         opened, closed = self._squares(self.lines if tiled else ())
         kind = Kind.VECTOR if axis == self.plan.vector else Kind.SERIAL
-        blocked = tiled or (axis == self.plan.inner and self.plan.chunk > 0)
-        loop = Loop(kind, axis, self._level_body(level + 1), blocked=blocked)
+        chunked = axis == self.plan.inner and self.plan.chunk > 0
+        part = Part.CHUNK if chunked else Part.BLOCK if tiled else Part.WHOLE
+        loop = Loop(kind, axis, self._level_body(level + 1), self._step(kind), part)
         return (*self._defines(level, 0), *opened, loop, *closed, *self._puts(level))
 
     def _squares(self, names: Iterable[str]) -> tuple[list[Item], list[Item]]:
         """What happens to the squares of the lines `names` before a block of the tile, and after it."""
         squares = [line for line in self.plan.kernel.body if line.out in self.plan.tiled.intersection(names)]
-        opened: list[Item] = [StartTile(line) if isinstance(line.rhs, Store) else FillTile(line) for line in squares]
-        return opened, [WriteTile(line) for line in squares if isinstance(line.rhs, Store)]
+        axis = str(self.plan.tile)
+        opened = [StartTile(line, axis) if isinstance(line.rhs, Store) else FillTile(line, axis) for line in squares]
+        return [*opened], [WriteTile(line, axis) for line in squares if isinstance(line.rhs, Store)]
+
+    def _step(self, kind: Kind) -> int:
+        return self.plan.width if kind is Kind.VECTOR else 1
 
     def _kept_point(self, level: int) -> tuple[Item, ...]:
         """What happens at one point (or vector) of all kept axes: the sweeps, and the kept lines between them."""
@@ -228,7 +134,7 @@ class _Builder:
     def _starts(self, reductions: Iterable[Line]) -> list[Item]:
         items: list[Item] = []
         for line in reductions:
-            items += [Start(line), StartBlocks(line)] if line.out in self.plan.pairwise else [Start(line)]
+            items += [Start(line), StartBlocks(line, 0)] if line.out in self.plan.pairwise else [Start(line)]
         return items
 
     def _abreast(self, level: int) -> tuple[Item, ...]:
@@ -238,13 +144,14 @@ class _Builder:
         before, known = self._defines(level, 0), self._defines(level + 1, 0)
         (blocks,) = self._sweep(sweep, 0)
         assert isinstance(blocks, Loop) and blocks.kind is Kind.BLOCKS
-        some = Loop(Kind.VECTOR, axis, (*known, *map(Start, sums), *blocks.body), blocked=True)
+        some = (*known, *map(Start, sums), *blocks.body)
         rest = (*known, *map(Finish, sums), *self._defines(level + 1, 1), *self._puts(level + 1))
+        abreast, vectors = [Loop(Kind.VECTOR, axis, body, self.plan.width, Part.CHUNK) for body in (some, rest)]
         return (
             *before,
-            *map(StartBlocks, sums),
-            replace(blocks, body=(some,), block=ROWS_ABREAST),
-            Loop(Kind.VECTOR, axis, rest, blocked=True),
+            *(StartBlocks(line, self.plan.abreast) for line in sums),
+            replace(blocks, body=(abreast,), step=ROWS_ABREAST),
+            vectors,
             *self._puts(level),
         )
 
@@ -303,17 +210,16 @@ class _Builder:
     def _loop(self, sweep: Sweep, depth: int, body: list[Item]) -> list[Item]:
         """The loop over one reduced axis, in blocks where these are squares of tiles, or end those of pairwise sums."""
         axis = self.plan.reduced[depth]
-        vector = axis == self.plan.vector
-        kind = Kind.VECTOR if vector else Kind.SERIAL
+        kind = Kind.VECTOR if axis == self.plan.vector else Kind.SERIAL
         sums = [self.lines[name] for name in sweep.lines if name in self.plan.pairwise]
         closing: list[Item] = [CloseBlock(line) for line in sums]
         opened, closed = self._squares(sweep.lines if axis == self.plan.tile else ())
         ends = bool(sums) and depth == self._block_depth()
         if not ends and not opened:
-            return [Loop(kind, axis, tuple(body))]
-        block = self.plan.tile_step if opened else self._block(depth) * (self.plan.width if vector else 1)
-        inside = (*opened, Loop(kind, axis, tuple(body), blocked=True), *closed, *(closing if ends else ()))
-        return [Loop(Kind.BLOCKS, axis, inside, block=block)]
+            return [Loop(kind, axis, tuple(body), self._step(kind))]
+        block = self.plan.tile_step if opened else self._block(depth) * self._step(kind)
+        inside = Loop(kind, axis, tuple(body), self._step(kind), Part.BLOCK)
+        return [Loop(Kind.BLOCKS, axis, (*opened, inside, *closed, *(closing if ends else ())), block)]
 
     def _block_depth(self) -> int:
         """The innermost loop that, with those inside it, makes too many steps for one accumulator."""

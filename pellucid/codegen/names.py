@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from pellucid.ir.index import Atom, Expr, Sym, Val, Var, least, sym, val, var
+from pellucid.codegen.nest import Nest, Parallel, map_lines
+from pellucid.ir.index import Atom, Expr, Sym, Val, Var, const, least, sym, val, var
 from pellucid.ir.nodes import (
     Axis,
     CheckIndex,
@@ -15,6 +16,7 @@ from pellucid.ir.nodes import (
     Kernel,
     Line,
     Load,
+    Param,
     Reduce,
     Rhs,
     Store,
@@ -118,6 +120,36 @@ def canonicalise(kernel: Kernel) -> Canonical:
         replace(by_name[old], name=new, numel=by_name[old].numel.substitute(mapping)) for old, new in buffers.items()
     )
     return Canonical(Kernel(kernel.name, params, space, body), tuple(buffers), tuple(symbols), tuple(values))
+
+
+def restore(nest: Nest, name: str, buffers: Sequence[str], offsets: Sequence[int], symbols: Sequence[str]) -> Nest:
+    """The nest of a canonical kernel under the names that a program knows, with indices from where buffers begin.
+
+    buffers, offsets: the name of each parameter, and the element at which it begins. symbols: the name of each size.
+    """
+    known = {f"p{k}": (buffer, const(offset)) for k, (buffer, offset) in enumerate(zip(buffers, offsets, strict=True))}
+    sizes: dict[Atom, Expr] = {Sym(canonical_symbol(old, k)): sym(old) for k, old in enumerate(symbols)}
+
+    def change(line: Line) -> Line:
+        rhs = map_indices(line.rhs, lambda index: index.substitute(sizes))
+        if isinstance(rhs, Load | Store) and rhs.buffer in known:
+            buffer, offset = known[rhs.buffer]
+            rhs = replace(rhs, buffer=buffer, index=rhs.index + offset)
+        return replace(line, rhs=rhs)
+
+    params = tuple(
+        Param(known[param.name][0], param.dtype, param.numel.substitute(sizes) + known[param.name][1])
+        for param in nest.params
+    )
+    space = tuple(Axis(axis.name, axis.extent.substitute(sizes)) for axis in nest.space)
+    extents = {axis.name: axis.extent for axis in space}
+    body = tuple(
+        replace(item, counters=tuple(replace(each, extent=extents[each.axis]) for each in item.counters))
+        if isinstance(item, Parallel)
+        else item
+        for item in map_lines(nest.body, change)
+    )
+    return replace(nest, name=name, params=params, space=space, body=body)
 
 
 def canonical_symbol(name: str, position: int) -> str:

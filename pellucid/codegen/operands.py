@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from pellucid.codegen.blocks import Blocks, Edge, Groups, Operand, Packing, Window
-from pellucid.codegen.contraction import BLOCK
+from pellucid.codegen.nest import BLOCK
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
 from pellucid.ir.attention import Attention, AttentionBackward

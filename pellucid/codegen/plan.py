@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pellucid.codegen.ahead import fetched_ahead
 from pellucid.codegen.blocks import Blocks
 from pellucid.codegen.collisions import colliding
+from pellucid.codegen.nest import Counter, Part, chunks
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.sweeps import Sweeps, plan_sweeps
 from pellucid.codegen.vector import VectorChoice, base_lanes, choose, cost, gathered
 from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, floordiv, product
-from pellucid.ir.nodes import Kernel, Reduce, axes_of
+from pellucid.ir.nodes import Kernel, Line, Reduce, axes_of
 from pellucid.ir.types import DType
 from pellucid.machine import Machine, kernel_work, time
 from pellucid.machine.work import SYMBOL_GUESS, estimate
@@ -45,15 +46,6 @@ BARRIERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Counter:
-    """An axis, or blocks of an axis, of the flattened parallel loop: `count` iterations, of `step` points each."""
-
-    axis: str
-    count: Expr
-    step: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """How the loops of a kernel run. The nest, from the outside in:
 
@@ -80,6 +72,7 @@ class Plan:
     steps: vector instructions of a call, for the machine model; of a middling size where sizes are symbols.
     blocks: those of a contraction, see contraction.py; `kernel` is then what runs over each block.
     rows: those of an attention, or of its gradients, see attention.py; they are computed by one call.
+    called: what a call of `native/kernel/` computes in each iteration: the sums of a contraction, or all of `rows`.
     """
 
     kernel: Kernel
@@ -105,6 +98,7 @@ class Plan:
     blocks: Blocks | None = None
     whole: tuple[str, ...] = ()
     rows: Rows | None = None
+    called: tuple[Line, ...] = ()
     ahead: Mapping[str, Expr] = field(default_factory=dict)
 
     @property
@@ -122,8 +116,11 @@ class Plan:
         """What the parallel loop is flattened from; the last one runs fastest."""
         outer = [Counter(axis, self.extent_of(axis)) for axis in self.outer]
         cut = [
-            Counter(axis, chunks(self.extent_of(axis), step), step)
-            for axis, step in ((self.inner, self.chunk), (self.outer_tile, self.tile_step))
+            Counter(axis, self.extent_of(axis), step, part)
+            for axis, step, part in (
+                (self.inner, self.chunk, Part.CHUNK),
+                (self.outer_tile, self.tile_step, Part.BLOCK),
+            )
             if axis is not None and step
         ]
         cut = cut[::-1] if self.columns_outermost else cut
@@ -230,11 +227,6 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         ahead=ahead,
         decisions=(*choice.decisions, *sweeps.decisions, parallel, *sums, *decided, *streams, *fetched),
     )
-
-
-def chunks(extent: Expr, chunk: int) -> Expr:
-    """Number of chunks of an axis."""
-    return floordiv(extent + (chunk - 1), chunk)
 
 
 def _check_in_place(kernel: Kernel) -> None:

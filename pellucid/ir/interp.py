@@ -14,7 +14,7 @@ type, so results round as the IR says. Where the IR leaves something open, this 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, TypeAlias, cast
@@ -37,6 +37,7 @@ from pellucid.ir.nodes import (
     Kernel,
     Line,
     Load,
+    Param,
     Program,
     Reduce,
     Scalar,
@@ -55,15 +56,7 @@ def run_kernel(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[s
 
     Raises IndexError where a `CheckIndex` fails; then nothing has been stored.
     """
-    frame = _frame(kernel, buffers, symbols)
-    stores: list[tuple[Tensor, Tensor, Tensor, str]] = []
-    for line in kernel.body:
-        if isinstance(line.rhs, Store):
-            stores.append((*_stored(frame, line, line.rhs), line.rhs.join))
-        else:
-            frame.values[line.out] = _value(frame, line)
-    for memory, index, value, join in stores:
-        _write(memory, index, value, join)
+    run_lines(_frame(kernel, buffers, symbols), kernel.body)
 
 
 def line_values(
@@ -77,7 +70,7 @@ def line_values(
     computed: dict[str, Tensor] = {}
     for line in kernel.body:
         if not isinstance(line.rhs, Store):
-            computed[line.out] = _value(frame, line)
+            computed[line.out] = value_of(frame, line)
             frame.values[line.out] = (given or {}).get(line.out, computed[line.out])
     return computed
 
@@ -94,7 +87,7 @@ def run_program(program: Program, inputs: Sequence[Tensor | int | None]) -> list
     symbols = {name: int(numbers.of(name)) for name in names}
     memory: dict[str, Tensor] = {}
     for buffer in program.buffers:
-        numel = _size(buffer.numel, symbols)
+        numel = size_of(buffer.numel, symbols)
         if buffer.name in floats:
             memory[buffer.name] = torch.tensor([floats[buffer.name]], dtype=torch.float64)
         elif buffer.role == "input":
@@ -114,38 +107,79 @@ def run_program(program: Program, inputs: Sequence[Tensor | int | None]) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
-    """A kernel that is being run. `values` has one tensor per line so far, of as many dimensions as axes."""
+class Frame:
+    """Points of a kernel that are being evaluated together.
 
-    kernel: Kernel
+    points: by axis, in the order of dimensions, the positions along it, as a tensor that has all others of size 1.
+    values: one tensor for each line so far, of as many dimensions. symbols: also of other names in indices.
+    """
+
+    name: str
     buffers: Mapping[str, Tensor]
     symbols: Mapping[str, int]
-    extents: dict[str, int]
+    points: dict[str, Tensor]
     values: dict[str, Tensor]
 
+    @property
+    def extents(self) -> dict[str, int]:
+        """How many positions there are along each axis."""
+        return {axis: points.numel() for axis, points in self.points.items()}
 
-def _frame(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[str, int]) -> _Frame:
+
+def positions(axes: Sequence[str], axis: str, first: int, last: int) -> Tensor:
+    """What `Frame.points` has of an axis for positions from `first` up to but without `last`."""
+    return torch.arange(first, last).reshape([-1 if each == axis else 1 for each in axes])
+
+
+def memory_of(
+    name: str, params: Sequence[Param], buffers: Mapping[str, Tensor], symbols: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """The flat tensor of each parameter, as long as it says."""
     memory: dict[str, Tensor] = {}
-    for param in kernel.params:
-        buffer, numel = buffers[param.name], _size(param.numel, symbols)
+    for param in params:
+        buffer, numel = buffers[param.name], size_of(param.numel, symbols)
         wanted = TORCH_DTYPES[param.dtype]
         if buffer.dtype != wanted or buffer.dim() != 1 or buffer.numel() < numel:
             given = f"{buffer.dtype} of shape {tuple(buffer.shape)}"
-            raise InternalError(f"kernel {kernel.name}: {param.name} is {given}, not {numel} x {wanted}")
+            raise InternalError(f"kernel {name}: {param.name} is {given}, not {numel} x {wanted}")
         memory[param.name] = buffer[:numel]
-    extents = {axis.name: _size(axis.extent, symbols) for axis in kernel.space}
-    return _Frame(kernel, memory, symbols, extents, {})
+    return memory
 
 
-def _value(frame: _Frame, line: Line) -> Tensor:
-    values, dtype, rank = frame.values, TORCH_DTYPES[line.dtype], len(frame.extents)
+def _frame(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[str, int]) -> Frame:
+    axes = [axis.name for axis in kernel.space]
+    points = {axis.name: positions(axes, axis.name, 0, size_of(axis.extent, symbols)) for axis in kernel.space}
+    return Frame(kernel.name, memory_of(kernel.name, kernel.params, buffers, symbols), symbols, points, {})
+
+
+def run_lines(frame: Frame, lines: Iterable[Line]) -> None:
+    """Evaluate `lines` at all points of `frame`; what they store is written after all loads."""
+    stores: list[tuple[Tensor, Tensor, Tensor, str]] = []
+    for line in lines:
+        if isinstance(line.rhs, Store):
+            stores.append(_stored(frame, line, line.rhs, frame.values[line.rhs.arg]))
+        else:
+            frame.values[line.out] = value_of(frame, line)
+    for stored in stores:
+        _write(*stored)
+
+
+def store(frame: Frame, line: Line, value: Tensor) -> None:
+    """Write `value` where the store `line` says."""
+    assert isinstance(line.rhs, Store)
+    _write(*_stored(frame, line, line.rhs, value))
+
+
+def value_of(frame: Frame, line: Line) -> Tensor:
+    """The value of a line that is no store, at all points of `frame`."""
+    values, dtype, rank = frame.values, TORCH_DTYPES[line.dtype], len(frame.points)
     match line.rhs:
         case Const(value):
             return torch.full([1] * rank, value, dtype=dtype)
         case IndexValue(index):
-            return _index(frame, index)
+            return index_of(frame, index)
         case CheckIndex(arg, size, wrap, dim):
-            return _checked(values[arg], _size(size, frame.symbols), wrap, dim)
+            return _checked(values[arg], size_of(size, frame.symbols), wrap, dim)
         case Load():
             return _loaded(frame, line, line.rhs)
         case Compute("cast", (arg,)):
@@ -160,7 +194,7 @@ def _value(frame: _Frame, line: Line) -> Tensor:
             assert_never(line.rhs)
 
 
-def _index(frame: _Frame, index: Expr) -> Tensor:
+def index_of(frame: Frame, index: Expr) -> Tensor:
     """The value of an index expression at each point."""
 
     def atom(atom: Sym | Var | Val) -> Any:
@@ -170,11 +204,10 @@ def _index(frame: _Frame, index: Expr) -> Tensor:
             case Val(name):
                 return frame.values[name]
             case Var(name):
-                dims = [extent if axis == name else 1 for axis, extent in frame.extents.items()]
-                return torch.arange(frame.extents[name]).reshape(dims)
+                return frame.points[name] if name in frame.points else frame.symbols[name]
 
     value: Any = index.evaluate(atom)
-    return value if isinstance(value, Tensor) else torch.full([1] * len(frame.extents), value)
+    return value if isinstance(value, Tensor) else torch.full([1] * len(frame.points), value)
 
 
 def _checked(value: Tensor, size: int, wrap: bool, dim: int) -> Tensor:
@@ -184,9 +217,9 @@ def _checked(value: Tensor, size: int, wrap: bool, dim: int) -> Tensor:
     return torch.where(value < 0, value + size, value)
 
 
-def _loaded(frame: _Frame, line: Line, load: Load) -> Tensor:
+def _loaded(frame: Frame, line: Line, load: Load) -> Tensor:
     memory, dtype = frame.buffers[load.buffer], TORCH_DTYPES[line.dtype]
-    index = _index(frame, load.index)
+    index = index_of(frame, load.index)
     if load.mask is None:
         _check_inside(frame, line, index, memory)
         # Flattened, because indexing with a tensor of no dimensions gives a view, which a store would change.
@@ -216,36 +249,38 @@ def _computed(op: str, args: list[Tensor]) -> Tensor:
     return torch.where(minus_one, -num, result) if op in ("floordiv", "truncdiv") else result
 
 
-def _reduced(frame: _Frame, op: str, value: Tensor, axes: tuple[str, ...]) -> Tensor:
-    names = list(frame.extents)
+def _reduced(frame: Frame, op: str, value: Tensor, axes: tuple[str, ...]) -> Tensor:
+    extents = frame.extents
+    names = list(extents)
     dims = sorted(names.index(axis) for axis in axes)
     # A value that is the same all along a reduced axis counts once per point of the axis all the same.
-    shape = [frame.extents[names[dim]] if dim in dims else size for dim, size in enumerate(value.shape)]
+    shape = [extents[names[dim]] if dim in dims else size for dim, size in enumerate(value.shape)]
+    return reduce_dims(op, value.expand(shape), dims)
+
+
+def reduce_dims(op: str, value: Tensor, dims: Sequence[int]) -> Tensor:
+    """`value` reduced along `dims`, ascending, which are of size 1 then."""
     evaluate = partial(unsigned.reduce, op) if unsigned.is_unsigned(value.dtype) else REDUCTIONS[op].evaluate
-    result = evaluate(value.expand(shape), tuple(dims))
-    return reduce(lambda folded, dim: folded.unsqueeze(dim), dims, result)
+    return reduce(lambda folded, dim: folded.unsqueeze(dim), dims, evaluate(value, tuple(dims)))
 
 
-def _stored(frame: _Frame, line: Line, store: Store) -> tuple[Tensor, Tensor, Tensor]:
-    """(memory, flat indices, values): what the store is going to write."""
+def _stored(frame: Frame, line: Line, store: Store, value: Tensor) -> tuple[Tensor, Tensor, Tensor, str]:
+    """(memory, flat indices, values, join): what the store is going to write."""
     memory = frame.buffers[store.buffer]
-    index, value = _broadcast(_index(frame, store.index), frame.values[store.arg])
+    index, value = _broadcast(index_of(frame, store.index), value)
     if store.join and store.index.vals():  # each point of the space counts
         index, value = (each.expand(tuple(frame.extents.values())) for each in (index, value))
     index = index.flatten()
     _check_inside(frame, line, index, memory)
-    written = torch.zeros(memory.numel(), dtype=torch.bool)
-    written[index] = True
-    if not store.index.vals() and int(written.sum()) != index.numel():
-        raise _fault(frame, line, "two points store the same element")
+    if not store.index.vals() and _repeats(index):
+        raise fault(frame, line, "two points store the same element")
     value = value.flatten()
-    return memory, index, value if store.join else value.to(memory.dtype)
+    return memory, index, value if store.join else value.to(memory.dtype), store.join
 
 
 def _write(memory: Tensor, index: Tensor, value: Tensor, join: str) -> None:
     """Write or join flat `value` into `memory`, one after the other where elements repeat."""
-    places = index.sort().values
-    if not bool((places[1:] == places[:-1]).any()):
+    if not _repeats(index):
         new = _computed(join, [memory[index].to(value.dtype), value]).to(memory.dtype) if join else value
         unsigned.as_signed(memory)[index] = unsigned.as_signed(new)
         return
@@ -254,18 +289,27 @@ def _write(memory: Tensor, index: Tensor, value: Tensor, join: str) -> None:
         memory[at] = _computed(join, [old, element]) if join else element
 
 
-def _check_inside(frame: _Frame, line: Line, index: Tensor, memory: Tensor) -> None:
+def _repeats(index: Tensor) -> bool:
+    """Whether some element is named twice."""
+    places = index.sort().values
+    return bool((places[1:] == places[:-1]).any())
+
+
+def _check_inside(frame: Frame, line: Line, index: Tensor, memory: Tensor) -> None:
     outside = (index < 0) | (index >= memory.numel())
     if outside.any():
-        raise _fault(frame, line, f"index {int(index[outside][0])} is outside of {memory.numel()} elements")
+        raise fault(frame, line, f"index {int(index[outside][0])} is outside of {memory.numel()} elements")
 
 
-def _fault(frame: _Frame, line: Line, problem: str) -> InternalError:
+def fault(frame: Frame, line: Line, problem: str) -> InternalError:
+    """What is raised where a line does what no kernel may do."""
     context: dict[str, object] = {"line": print_line(line), "symbols": dict(frame.symbols)}
-    return InternalError(f"kernel {frame.kernel.name}, line {line.out}: {problem}", context=context)
+    return InternalError(f"kernel {frame.name}, line {line.out}: {problem}", context=context)
 
 
-def _size(size: Expr, symbols: Mapping[str, int]) -> int:
+def size_of(size: Expr, symbols: Mapping[str, int]) -> int:
+    """The value of a size."""
+
     def atom(atom: Sym | Var | Val) -> int:
         if isinstance(atom, Sym):
             return symbols[atom.name]
@@ -333,10 +377,10 @@ def _argument(arg: Arg, memory: Mapping[str, Tensor], symbols: Mapping[str, int]
     match arg:
         case View(buffer, shape, strides, offset):
             flat = memory[buffer]
-            sizes, steps = ([_size(size, symbols) for size in sizes] for sizes in (shape, strides))
-            return torch.as_strided(flat, sizes, steps, flat.storage_offset() + _size(offset, symbols))
+            sizes, steps = ([size_of(size, symbols) for size in sizes] for sizes in (shape, strides))
+            return torch.as_strided(flat, sizes, steps, flat.storage_offset() + size_of(offset, symbols))
         case Expr():
-            return _size(arg, symbols)
+            return size_of(arg, symbols)
         case Float(name):
             return floats[name]
         case Enum("device", name):

@@ -37,6 +37,8 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, TypeVar
 
+from typing_extensions import Self
+
 from pellucid.errors import UserError
 from pellucid.ir.derived import FUNCTIONS, Apply, Derived, Float, Term
 from pellucid.ir.index import Expr, const, floordiv, mod, sym, val, var
@@ -82,12 +84,12 @@ class IRSyntaxError(UserError):
 
 def parse_kernel(text: str) -> Kernel:
     """The kernel that `print_kernel` wrote."""
-    return _whole(text, _Parser.kernel)
+    return Parser(text).whole(Parser.kernel)
 
 
 def parse_program(text: str) -> Program:
     """The program that `print_program` wrote."""
-    return _whole(text, _Parser.program)
+    return Parser(text).whole(Parser.program)
 
 
 def parse_expr(text: str, axes: Collection[str] = (), symbols: Collection[str] = ()) -> Expr:
@@ -97,11 +99,11 @@ def parse_expr(text: str, axes: Collection[str] = (), symbols: Collection[str] =
     s0*[v3] + 8*(i0 // 4) - 1
     """
 
-    def rule(parser: _Parser) -> Expr:
+    def rule(parser: Parser) -> Expr:
         parser.axes, parser.symbols = frozenset(axes), frozenset(symbols)
         return parser.expr()
 
-    return _whole(text, rule)
+    return Parser(text).whole(rule)
 
 
 class _Token(NamedTuple):
@@ -143,22 +145,23 @@ def _tokens(source: str) -> list[_Token]:
     return tokens
 
 
-def _whole(source: str, rule: Callable[[_Parser], T]) -> T:
-    parser = _Parser(source)
-    parser.newlines()
-    result = parser.located(rule)
-    parser.newlines()
-    parser.expect_kind("end", "the end of the text")
-    return result
+class Parser:
+    """A method per rule of the grammar; `whole` runs one of them on a text."""
 
-
-class _Parser:
     def __init__(self, source: str) -> None:
         self.source = source
         self.tokens = _tokens(source)
         self.position = 0
         self.axes: frozenset[str] = frozenset()
         self.symbols: frozenset[str] = frozenset()
+
+    def whole(self, rule: Callable[[Self], T]) -> T:
+        """What `rule` makes of the whole text."""
+        self.newlines()
+        result = self.located(rule)
+        self.newlines()
+        self.expect_kind("end", "the end of the text")
+        return result
 
     # ---------------------------------------------------------------------------------------- tokens
 
@@ -175,7 +178,7 @@ class _Parser:
         token = token or self.token
         return IRSyntaxError(message, self.source, token.line, token.column, hint=hint)
 
-    def located(self, rule: Callable[[_Parser], T]) -> T:
+    def located(self, rule: Callable[[Self], T]) -> T:
         """Deep nesting is the only way to break recursive descent; make that an error of the text as well."""
         try:
             return rule(self)
@@ -250,7 +253,17 @@ class _Parser:
 
     def kernel(self) -> Kernel:
         outer = self.symbols, self.axes
-        self.expect("kernel")
+        name, params, space = self.head("kernel")
+        body: list[Line] = []
+        while not self.accept("}"):
+            body.append(self.line())
+            self.end_statement()
+        self.symbols, self.axes = outer
+        return Kernel(name, params, space, tuple(body))
+
+    def head(self, word: str) -> tuple[str, tuple[Param, ...], tuple[Axis, ...]]:
+        """Name, parameters and axes; from here on, these are the axes and symbols of expressions."""
+        self.expect(word)
         name = self.name("a kernel name")
         symbols: tuple[str, ...] = ()
         if self.accept("<"):
@@ -262,12 +275,7 @@ class _Parser:
         self.end_statement()
         space = self.space()
         self.axes = frozenset(axis.name for axis in space)
-        body: list[Line] = []
-        while not self.accept("}"):
-            body.append(self.line())
-            self.end_statement()
-        self.symbols, self.axes = outer
-        return Kernel(name, params, space, tuple(body))
+        return name, params, space
 
     def param(self) -> Param:
         name = self.name("a buffer name")

@@ -26,6 +26,7 @@ from pellucid.ir.derived import Float, term_text
 from pellucid.ir.index import Expr, text
 from pellucid.ir.nodes import (
     Arg,
+    Axis,
     Buffer,
     CheckIndex,
     Compute,
@@ -36,6 +37,7 @@ from pellucid.ir.nodes import (
     Kernel,
     Line,
     Load,
+    Param,
     Program,
     Reduce,
     Rhs,
@@ -88,10 +90,15 @@ def print_origin(origin: Origin) -> str:
 
 def kernel_symbols(kernel: Kernel) -> tuple[str, ...]:
     """Names of the size symbols that a kernel mentions, sorted."""
+    return symbols_of(kernel.params, kernel.space, kernel.body)
+
+
+def symbols_of(params: Iterable[Param], space: Iterable[Axis], lines: Iterable[Line]) -> tuple[str, ...]:
+    """Names of the size symbols that these mention, sorted."""
     names: set[str] = set()
-    for size in [axis.extent for axis in kernel.space] + [param.numel for param in kernel.params]:
+    for size in [axis.extent for axis in space] + [param.numel for param in params]:
         names |= size.syms()
-    for line in kernel.body:
+    for line in lines:
         match line.rhs:
             case IndexValue(index) | Load(_, index) | Store(_, index):
                 names |= index.syms()
@@ -132,22 +139,22 @@ def _same_scalar(left: Scalar, right: Scalar) -> bool:
 
 
 def _kernel_lines(kernel: Kernel, origins: bool) -> list[str]:
-    lines = _header_lines(kernel)
-    if kernel.space:
-        lines.append("  axes " + ", ".join(f"{axis.name}: {text(axis.extent)}" for axis in kernel.space))
+    head = print_head("kernel", kernel.name, kernel_symbols(kernel), kernel.params, kernel.space)
     body = [f"  {print_line(line)}" for line in kernel.body]
     comments = [print_origin(line.origin) if origins else "" for line in kernel.body]
-    return [*lines, *with_comments(body, comments), "}"]
+    return [*head, *with_comments(body, comments), "}"]
 
 
-def _header_lines(kernel: Kernel) -> list[str]:
-    symbols = kernel_symbols(kernel)
-    head = f"kernel {kernel.name}" + (f"<{', '.join(symbols)}>" if symbols else "")
-    params = [f"{param.name}: {param.dtype!r}[{text(param.numel)}]" for param in kernel.params]
-    line = f"{head}({', '.join(params)}) {{"
-    if len(line) <= _WIDTH:
-        return [line]
-    return [f"{head}(", *(f"    {param}," for param in params), ") {"]
+def print_head(
+    word: str, name: str, symbols: Sequence[str], params: Sequence[Param], space: Sequence[Axis]
+) -> list[str]:
+    """The lines of a kernel above its body."""
+    head = f"{word} {name}" + (f"<{', '.join(symbols)}>" if symbols else "")
+    told = [f"{param.name}: {param.dtype!r}[{text(param.numel)}]" for param in params]
+    line = f"{head}({', '.join(told)}) {{"
+    lines = [line] if len(line) <= _WIDTH else [f"{head}(", *(f"    {param}," for param in told), ") {"]
+    axes = [f"  axes {', '.join(f'{axis.name}: {text(axis.extent)}' for axis in space)}"] if space else []
+    return [*lines, *axes]
 
 
 def with_comments(lines: Sequence[str], comments: Sequence[str]) -> Iterator[str]:

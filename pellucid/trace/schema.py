@@ -36,6 +36,7 @@ GRAPH_FILES: dict[str, str] = {
     "fx_graph_transformed.py": "the FX graph after the backend's own FX passes, as a program",
     "ir_pre_fusion.txt": "the backend's loops, one for each operator",
     "ir_post_fusion.txt": "its loops after fusion: what is compiled",
+    "loops.txt": "the loop nest of each kernel: order, blocks, vectors, what threads share; its C++ follows it",
     "ir_frozen.txt": "with the option `freeze`: the loops of what parameters determine, run before the first call",
     "execution_plan.txt": "what a call does: where each buffer lies, and the calls of kernels and operators in order",
     "output_code.py": "the calls that a compiled graph makes, with its C++ kernels, as a program to edit and run",

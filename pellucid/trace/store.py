@@ -18,6 +18,7 @@ from typing_extensions import TypeIs
 
 from pellucid.capture.torch_compat import structured_artifact
 from pellucid.codegen import CppKernel, annotate, packings_of
+from pellucid.codegen.nest_text import print_nest
 from pellucid.errors import UserError
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, text
@@ -93,6 +94,8 @@ def texts_of(record: GraphRecord, constants: Constants) -> dict[str, Callable[[]
     if record.before is not None:
         before = record.before.scheduled
         texts["ir_frozen.txt"] = lambda: print_program(before)
+    if record.kernels:
+        texts["loops.txt"] = lambda: "\n\n".join(_nests(record)) + "\n"
     if record.outline:
         texts["segments.txt"] = lambda: record.outline + "\n"
     elif record.plan is not None:
@@ -241,6 +244,14 @@ def sources_of(record: GraphRecord) -> dict[str, str]:
         **packings,
         **{each.name: annotate(each) for kernel in record.kernels.values() for each in kernel.ways},
     }
+
+
+def _nests(record: GraphRecord) -> Iterator[str]:
+    """The loop nest of each kernel, in the order of calls."""
+    for each in filter(None, (record.before, record)):
+        for node in each.scheduled.nodes:
+            if node.name in each.kernels:
+                yield print_nest(each.kernels[node.name].nest_of(node.name))
 
 
 def origin_of(node: Node) -> Origin:

@@ -1,4 +1,4 @@
-"""The C++ of a handful of kernels, with the decisions behind it."""
+"""The loop nests and the C++ of a handful of kernels, with the decisions behind them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pellucid.codegen import annotate, generate
+from pellucid.codegen.nest_text import print_nest
 from pellucid.ir.nodes import Kernel, Line
 from pellucid.ir.origin import Origin, UserLine
 from pellucid.ir.parser import parse_kernel
@@ -33,3 +34,4 @@ def test_codegen(name: str, golden: Callable[[str, str], None]) -> None:
         for decision in kernel.decisions
     )
     golden(f"codegen/{name}.cpp", told + annotate(kernel))
+    golden(f"codegen/{name}.nest", print_nest(kernel.nest) + "\n")

@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pellucid.codegen.nest_text import parse_nest, print_nest
 from pellucid.errors import UserError
+from pellucid.ir.nodes import Kernel
 from pellucid.ir.parser import parse_program
 from pellucid.ir.printer import print_program
 from pellucid.trace import schema
@@ -87,6 +89,19 @@ def test_ir_parses_back(run: Path, name: str) -> None:
     text = (graph_of(run) / name).read_text()
     assert parse_program(text).nodes
     assert parse_program(print_program(parse_program(text))) == parse_program(text)
+
+
+def test_loops_parse_back(run: Path) -> None:
+    blocks = (graph_of(run) / "loops.txt").read_text().split("\n\n")
+    nests = [parse_nest(block) for block in blocks]
+    assert [nest.name for nest in nests] == [
+        node.name
+        for node in parse_program((graph_of(run) / "ir_post_fusion.txt").read_text()).nodes
+        if isinstance(node, Kernel)
+    ]
+    assert [print_nest(nest, origins=False) for nest in nests] == [
+        "\n".join(line.partition("  # ")[0].rstrip() for line in block.strip().splitlines()) for block in blocks
+    ]
 
 
 def test_every_line_of_cpp_reaches_a_user_line_or_is_glue(run: Path) -> None:

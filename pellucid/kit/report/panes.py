@@ -17,8 +17,7 @@ MOST_BYTES = 6 << 20
 
 _NODE = re.compile(r"^\s*(?P<name>\w+)(?:: \"[^\"]*\")? = ")
 _FRAME = re.compile(r"^\s*# File: (?P<file>.+):(?P<line>\d+) in ")
-_BLOCK = re.compile(r"^  (?:kernel|extern) (?P<name>\w+)[ (]")
-_BLOCK_END = "  }"
+_BLOCK = re.compile(r"^(?P<indent> *)(?:kernel|extern|nest) (?P<name>\w+)[ (<]")
 
 
 def panes_of(found: Material, kernels: Sequence[KernelTime]) -> Json:
@@ -87,22 +86,23 @@ class _Texts:
         return found
 
     def ir(self, graph: str, step: str) -> str:
-        """The loops of a kernel after fusion; empty where the backend does not print them."""
+        """The loop nest of a kernel, else its lines after fusion; empty where the backend prints neither."""
         if graph not in self._ir:
-            self._ir[graph] = dict(_blocks(texts_of(self._run, graph, "ir_post_fusion.txt").splitlines()))
+            texts = [texts_of(self._run, graph, file) for file in ("ir_post_fusion.txt", "loops.txt")]
+            self._ir[graph] = {name: block for text in texts for name, block in _blocks(text.splitlines())}
         return self._ir[graph].get(step, "")
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The nodes of a printed program, by name."""
-    name, held = "", list[str]()
+    """The nodes of a printed program, or its nests, by name."""
+    name, indent, held = "", "", list[str]()
     for line in lines:
         begins = _BLOCK.match(line)
         if begins is not None:
-            name, held = begins["name"], []
+            name, indent, held = begins["name"], begins["indent"], []
         if name:
-            held.append(line[2:])
-        if name and line == _BLOCK_END:
+            held.append(line.removeprefix(indent))
+        if name and line == f"{indent}}}":
             yield name, "\n".join(held)
             name = ""
 

@@ -1,0 +1,264 @@
+"""The invariants of a loop nest: one `check_*` function each, as in `ir/verify.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pellucid.codegen.nest import (
+    Accumulate,
+    Call,
+    CloseBlock,
+    Define,
+    FillTile,
+    Finish,
+    Item,
+    Keep,
+    Kind,
+    Loop,
+    Nest,
+    Parallel,
+    Part,
+    Put,
+    Recall,
+    Scratch,
+    Start,
+    StartBlocks,
+    StartTile,
+    Step,
+    WriteTile,
+)
+from pellucid.errors import InternalError
+from pellucid.ir.index import ONE
+from pellucid.ir.nodes import IndexValue, Load, Reduce, Store, operands
+
+_S = TypeVar("_S", bound=Step, covariant=True)
+
+
+def verify_nest(nest: Nest) -> None:
+    """Raise InternalError unless `nest` keeps every invariant."""
+    places = list(_places(nest.body, (), ()))
+    for check in NEST_CHECKS:
+        check(nest, places)
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Generic[_S]):
+    """A step, the loops around it, and its position in each of their bodies."""
+
+    step: _S
+    loops: tuple[Loop | Parallel, ...]
+    at: tuple[int, ...]
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """The axes along which the loops have chosen a point, or a vector of points."""
+        return frozenset(
+            axis
+            for loop in self.loops
+            for axis in (
+                [counter.axis for counter in loop.counters if counter.part is Part.WHOLE]
+                if isinstance(loop, Parallel)
+                else [loop.axis] * (loop.kind is not Kind.BLOCKS)
+            )
+        )
+
+    @property
+    def pieces(self) -> dict[Part, str]:
+        """The axes along which they have chosen a piece."""
+        return {
+            part: axis
+            for loop in self.loops
+            for part, axis in (
+                [(counter.part, counter.axis) for counter in loop.counters if counter.part is not Part.WHOLE]
+                if isinstance(loop, Parallel)
+                else [(Part.BLOCK, loop.axis)] * (loop.kind is Kind.BLOCKS)
+            )
+        }
+
+    def sees(self, other: Place[Any]) -> bool:
+        """Whether `other` has always run before: it comes first, in loops that are around this one too."""
+        return other.at < self.at and other.at[:-1] == self.at[: len(other.at) - 1]
+
+
+def _places(items: Sequence[Item], loops: tuple[Loop | Parallel, ...], at: tuple[int, ...]) -> Iterator[Place[Step]]:
+    for position, item in enumerate(items):
+        if isinstance(item, Loop | Parallel):
+            yield from _places(item.body, (*loops, item), (*at, position))
+        else:
+            yield Place(item, loops, (*at, position))
+
+
+def check_loops(nest: Nest, places: Sequence[Place[Step]]) -> None:
+    """One parallel loop, outermost; no axis is walked over twice; pieces of an axis are walked over where chosen."""
+    if [isinstance(item, Parallel) for item in nest.body].count(True) != 1:
+        raise _error(nest, "has not one parallel loop")
+    for place in places:
+        for depth, loop in enumerate(place.loops):
+            around = Place(place.step, place.loops[:depth], place.at)
+            if isinstance(loop, Parallel):
+                if depth:
+                    raise _error(nest, "has a parallel loop inside another loop")
+                continue
+            if loop.axis not in nest.ranges:
+                raise _error(nest, f"walks over {loop.axis}, which is not an axis")
+            if loop.axis in around.fixed:
+                raise _error(nest, f"walks over {loop.axis} inside a loop over it")
+            if loop.part is not Part.WHOLE and around.pieces.get(loop.part) != loop.axis:
+                raise _error(nest, f"walks over {loop.part.value} of {loop.axis}, of which no loop chose a piece")
+            if loop.part is Part.WHOLE and loop.axis in around.pieces.values():
+                raise _error(nest, f"walks over all of {loop.axis} inside a loop over its pieces")
+            if (loop.kind is Kind.VECTOR) != (loop.axis == nest.vector) and loop.kind is not Kind.BLOCKS:
+                raise _error(
+                    nest, f"walks over {loop.axis} by {loop.kind.value}, and its vectors are along {nest.vector}"
+                )
+
+
+def check_axes(nest: Nest, places: Sequence[Place[Step]]) -> None:
+    """A line stands in loops over all axes that its index names; a call may range over the others itself."""
+    for place in places:
+        call = place.step if isinstance(place.step, Call) else None
+        lines = call.lines if call else [place.step.line] if isinstance(place.step, Define | Put) else []
+        known = {*(nest.ranges if call else place.fixed), *(part.first for part in place.pieces)}
+        for line in lines:
+            match line.rhs:
+                case IndexValue(index) | Load(_, index) | Store(_, index) if index.vars() - known:
+                    raise _error(nest, f"{', '.join(sorted(index.vars() - known))} is not known", place)
+                case _:
+                    pass
+
+
+def check_values(nest: Nest, places: Sequence[Place[Step]]) -> None:
+    """A line reads only what has been computed before it, at the same point."""
+    defined = [place for place in places if isinstance(place.step, Define | Finish | Recall)]
+    for place in places:
+        if isinstance(place.step, Define | Put | Accumulate):
+            known = {each.step.line.out for each in defined if place.sees(each)}
+            if missing := set(operands(place.step.line.rhs)) - known:
+                raise _error(nest, f"reads {', '.join(sorted(missing))}, which is not known", place)
+
+
+def check_reductions(nest: Nest, places: Sequence[Place[Step]]) -> None:
+    """Between the start of a reduction and what it adds are loops over its axes, and no others; then it is finished."""
+    for place in _of(places, Accumulate):
+        assert isinstance(place.step.line.rhs, Reduce)
+        out, axes = place.step.line.out, frozenset(place.step.line.rhs.axes)
+        starts = [each for each in _of(places, Start, out) if place.sees(each)]
+        blocks = [each for each in _of(places, StartBlocks, out) if place.sees(each)]
+        if not starts:
+            raise _error(nest, "adds to an accumulator that was not started", place)
+        first = blocks[-1] if blocks else starts[-1]
+        abreast = isinstance(first.step, StartBlocks) and bool(first.step.abreast)
+        at_once = frozenset({nest.vector} if abreast and nest.vector else ())
+        if place.fixed - first.fixed - at_once != axes:
+            raise _error(nest, f"adds in loops over {', '.join(sorted(place.fixed - first.fixed)) or 'nothing'}", place)
+        if blocks and not any(_closes(each, place) for each in _of(places, CloseBlock, out)):
+            raise _error(nest, "adds to a block that is not closed", place)
+        finishes = [each for each in _of(places, Finish, out) if each.sees(first) and each.at > place.at]
+        if [each.fixed for each in finishes] != [first.fixed | at_once]:
+            raise _error(nest, "adds to a reduction that is not finished once, where it was started", place)
+
+
+def _closes(end: Place[Any], place: Place[Any]) -> bool:
+    """Whether the block that `place` adds to ends with `end`: after it, in a turn of the loop over blocks."""
+    around = [loop.kind for loop in end.loops if isinstance(loop, Loop)]
+    return Kind.BLOCKS in around and end.at > place.at and end.at[:-1] == place.at[: len(end.at) - 1]
+
+
+def check_scratch(nest: Nest, places: Sequence[Place[Step]]) -> None:
+    """What is recalled has been kept, in a scratch row that was declared before, at the same point of kept axes."""
+    for place in (*_of(places, Keep), *_of(places, Recall)):
+        rows = [each for each in _of(places, Scratch, place.step.line.out) if place.sees(each)]
+        if not rows:
+            raise _error(nest, "has no scratch row", place)
+        kept = [each for each in _of(places, Keep, place.step.line.out) if each.sees(rows[-1]) and each.at < place.at]
+        if isinstance(place.step, Recall) and not any(each.fixed == place.fixed for each in kept):
+            raise _error(nest, "recalls what was not kept", place)
+
+
+def check_squares(nest: Nest, places: Sequence[Place[Step]]) -> None:
+    """Squares are read or opened before, and written after the loop over their rows, which are a block of an axis."""
+    squares = (*_of(places, FillTile), *_of(places, StartTile))
+    axes = {place.step.line.out: place.step.axis for place in squares}
+    for place in (*squares, *_of(places, WriteTile)):
+        if place.pieces.get(Part.BLOCK) != place.step.axis or place.step.axis in place.fixed:
+            raise _error(nest, f"is not in a loop over blocks of {place.step.axis}", place)
+    for place in (*_of(places, Define), *_of(places, Put)):
+        out = place.step.line.out
+        around = [each for each in squares if each.step.line.out == out and place.sees(each)]
+        if out in axes and not (around and axes[out] in place.fixed - around[-1].fixed):
+            raise _error(nest, f"is not in a loop over the rows of its square, along {axes[out]}", place)
+    for place in _of(places, WriteTile):
+        rows = [each for each in _of(places, Put, place.step.line.out) if each.at < place.at]
+        if not any(place.sees(each) for each in _of(places, StartTile, place.step.line.out)) or not rows:
+            raise _error(nest, "writes a square that was not opened and filled", place)
+    for place in _of(places, StartTile):
+        if not any(each.sees(place) for each in _of(places, WriteTile, place.step.line.out)):
+            raise _error(nest, "opens a square that is not written", place)
+
+
+def check_stores(nest: Nest, places: Sequence[Place[Step]]) -> None:
+    """Each store happens once for each point that it names: not again in loops that it does not depend on."""
+    scopes = _scopes(nest, places)
+    puts = _of(places, Put)
+    called = [line.out for place in _of(places, Call) for line in place.step.lines if isinstance(line.rhs, Store)]
+    names = [*(place.step.line.out for place in puts), *called]
+    if len(set(names)) != len(names):
+        raise _error(nest, "has a store twice")
+    for place in puts:
+        assert isinstance(place.step.line.rhs, Store)
+        store = place.step.line.rhs
+        lost = [axis for axis in scopes[store.arg] - store.index.vars() if nest.ranges[axis] != ONE]
+        if lost and not store.index.vals():
+            raise _error(nest, f"stores what varies along {', '.join(sorted(lost))}, where its index does not", place)
+        around = place.fixed | frozenset(place.pieces.values())
+        needed = scopes[place.step.line.out] | (around if store.join and store.index.vals() else frozenset())
+        if around - needed != frozenset(place.step.once):
+            again = ", ".join(sorted(around - needed)) or "nothing"
+            raise _error(nest, f"does not depend on {again}, and is stored once along {place.step.once}", place)
+
+
+def _scopes(nest: Nest, places: Sequence[Place[Step]]) -> dict[str, frozenset[str]]:
+    """The axes that each line depends on."""
+    scopes: dict[str, frozenset[str]] = {}
+    for place in places:
+        line = place.step.line
+        if isinstance(place.step, Define | Put | Accumulate):
+            scope = frozenset[str]().union(*(scopes[name] for name in operands(line.rhs)))
+            match line.rhs:
+                case IndexValue(index) | Load(_, index) | Store(_, index):
+                    scope |= index.vars() & nest.ranges.keys()
+                case Reduce(_, _, axes):
+                    scope -= frozenset(axes)
+                case _:
+                    pass
+            scopes[line.out] = scope
+    return scopes
+
+
+NEST_CHECKS = (
+    check_loops,
+    check_axes,
+    check_values,
+    check_reductions,
+    check_scratch,
+    check_squares,
+    check_stores,
+)
+
+
+def _of(places: Sequence[Place[Step]], kind: type[_S], out: str | None = None) -> list[Place[_S]]:
+    """The steps of a kind, of one line if it is given."""
+    return [
+        Place(each.step, each.loops, each.at)
+        for each in places
+        if isinstance(each.step, kind) and out in (None, each.step.line.out)
+    ]
+
+
+def _error(nest: Nest, problem: str, place: Place[Any] | None = None) -> InternalError:
+    if place is None:
+        return InternalError(f"nest {nest.name} {problem}", hint="this is a bug of the compiler")
+    what = f"{type(place.step).__name__} of {place.step.line.out}"
+    return InternalError(f"nest {nest.name}, {what}: {problem}", hint="this is a bug of the compiler")
