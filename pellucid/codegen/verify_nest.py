@@ -54,32 +54,24 @@ class Place(Generic[_S]):
     @property
     def fixed(self) -> frozenset[str]:
         """The axes along which the loops have chosen a point, or a vector of points."""
-        return frozenset(
-            axis
-            for loop in self.loops
-            for axis in (
-                [counter.axis for counter in loop.counters if counter.part is Part.WHOLE]
-                if isinstance(loop, Parallel)
-                else [loop.axis] * (loop.kind is not Kind.BLOCKS)
-            )
-        )
+        return frozenset(axis for loop in self.loops for axis, part in _chosen(loop) if part is Part.WHOLE)
 
     @property
     def pieces(self) -> dict[Part, str]:
         """The axes along which they have chosen a piece."""
-        return {
-            part: axis
-            for loop in self.loops
-            for part, axis in (
-                [(counter.part, counter.axis) for counter in loop.counters if counter.part is not Part.WHOLE]
-                if isinstance(loop, Parallel)
-                else [(Part.BLOCK, loop.axis)] * (loop.kind is Kind.BLOCKS)
-            )
-        }
+        return {part: axis for loop in self.loops for axis, part in _chosen(loop) if part is not Part.WHOLE}
 
     def sees(self, other: Place[Any]) -> bool:
         """Whether `other` has always run before: it comes first, in loops that are around this one too."""
         return other.at < self.at and other.at[:-1] == self.at[: len(other.at) - 1]
+
+
+def _chosen(loop: Loop | Parallel) -> Iterator[tuple[str, Part]]:
+    """The axes of which a loop chooses a piece, or a point: `Part.WHOLE`."""
+    if isinstance(loop, Parallel):
+        yield from ((counter.axis, counter.part) for counter in loop.counters)
+    else:
+        yield loop.axis, Part.BLOCK if loop.kind is Kind.BLOCKS else Part.WHOLE
 
 
 def _places(items: Sequence[Item], loops: tuple[Loop | Parallel, ...], at: tuple[int, ...]) -> Iterator[Place[Step]]:
@@ -96,23 +88,26 @@ def check_loops(nest: Nest, places: Sequence[Place[Step]]) -> None:
         raise _error(nest, "has not one parallel loop")
     for place in places:
         for depth, loop in enumerate(place.loops):
-            around = Place(place.step, place.loops[:depth], place.at)
-            if isinstance(loop, Parallel):
-                if depth:
-                    raise _error(nest, "has a parallel loop inside another loop")
-                continue
-            if loop.axis not in nest.ranges:
-                raise _error(nest, f"walks over {loop.axis}, which is not an axis")
-            if loop.axis in around.fixed:
-                raise _error(nest, f"walks over {loop.axis} inside a loop over it")
-            if loop.part is not Part.WHOLE and around.pieces.get(loop.part) != loop.axis:
-                raise _error(nest, f"walks over {loop.part.value} of {loop.axis}, of which no loop chose a piece")
-            if loop.part is Part.WHOLE and loop.axis in around.pieces.values():
-                raise _error(nest, f"walks over all of {loop.axis} inside a loop over its pieces")
-            if (loop.kind is Kind.VECTOR) != (loop.axis == nest.vector) and loop.kind is not Kind.BLOCKS:
-                raise _error(
-                    nest, f"walks over {loop.axis} by {loop.kind.value}, and its vectors are along {nest.vector}"
-                )
+            problem = _loop_problem(nest, loop, Place(place.step, place.loops[:depth], place.at))
+            if problem:
+                raise _error(nest, problem)
+
+
+def _loop_problem(nest: Nest, loop: Loop | Parallel, around: Place[Step]) -> str:
+    """What is wrong with a loop inside of those around; empty for nothing."""
+    if isinstance(loop, Parallel):
+        return "has a parallel loop inside another loop" if around.loops else ""
+    if loop.axis not in nest.ranges:
+        return f"walks over {loop.axis}, which is not an axis"
+    if loop.axis in around.fixed:
+        return f"walks over {loop.axis} inside a loop over it"
+    if loop.part is not Part.WHOLE and around.pieces.get(loop.part) != loop.axis:
+        return f"walks over {loop.part.value} of {loop.axis}, of which no loop chose a piece"
+    if loop.part is Part.WHOLE and loop.axis in around.pieces.values():
+        return f"walks over all of {loop.axis} inside a loop over its pieces"
+    if loop.kind is not Kind.BLOCKS and (loop.kind is Kind.VECTOR) != (loop.axis == nest.vector):
+        return f"walks over {loop.axis} by {loop.kind.value}, and its vectors are along {nest.vector}"
+    return ""
 
 
 def check_axes(nest: Nest, places: Sequence[Place[Step]]) -> None:
