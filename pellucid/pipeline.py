@@ -20,6 +20,7 @@ from pellucid.capture.fx import decide, decided_jointly
 from pellucid.capture.keep import computed_again, keep_less, kept
 from pellucid.capture.layout import channels_last, lay_out_joint
 from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
+from pellucid.capture.row_layout import joint_rows_first, rows_first
 from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger, donated_of, parameters_of, real_tensors
 from pellucid.capture.transform import transform
@@ -110,7 +111,7 @@ def joint_passes(joint: torch.fx.GraphModule, options: Options) -> torch.fx.Grap
     """Forward and backward as one graph, after our own passes on it."""
     machine = machine_for(options.machine)
     joint = fuse_joint_attention(joint, machine) if options.contract else joint
-    joint = lay_out_joint(joint, has_loops)
+    joint = joint_rows_first(lay_out_joint(joint, has_loops), has_loops)
     for node, decision in in_chunks(joint) if options.chunk else ():
         decide(node, decision)
     return keep_less(joint, machine) if options.recompute else joint
@@ -130,7 +131,8 @@ def graph_passes(
     if any(decision.ok for decision in fused):
         graph, _ = transform(graph)  # copies that nobody needs any more
     graph, laid_out = channels_last(graph, has_loops)
-    return graph, decisions + divided + fused + laid_out
+    graph, turned = rows_first(graph, has_loops)
+    return graph, decisions + divided + fused + laid_out + turned
 
 
 def _transform(unit: Unit, options: Options) -> Step:

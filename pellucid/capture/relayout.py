@@ -1,0 +1,229 @@
+"""A graph whose tensors lie otherwise in memory: copied call by call, with all fake tensors computed anew.
+
+Strides are not written into FX graphs, they follow from the inputs': so one copy of a tensor lays out all that is
+computed from it. Calls whose meaning or worth depends on strides are given those of the captured graph, and so are
+results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pellucid.capture.fx import RESHAPES
+from pellucid.capture.torch_compat import (
+    check_view,
+    elementwise_strides,
+    fake_mode_of,
+    graph_module_of,
+    is_symbolic,
+    quiet_fake_tensors,
+)
+from pellucid.capture.transform import aliases
+
+aten = torch.ops.aten
+ReadsElements: TypeAlias = "Callable[[torch.fx.Node], bool]"
+"""Whether a call goes by the elements of its arguments alone, in loops that follow their strides."""
+
+# Calls of ATen with a kernel for every layout, and worth it: others are given their arguments as they were captured,
+# since those that only PyTorch itself calls trust their callers to have made them contiguous.
+_ANY_LAYOUT = frozenset(
+    "convolution convolution_backward mm addmm bmm baddbmm upsample_nearest2d upsample_nearest2d_backward"
+    " upsample_bilinear2d upsample_bilinear2d_backward".split()
+)
+# Calls whose meaning depends on how their argument lies in memory.
+_BY_STRIDES = (aten.as_strided.default, aten.as_strided_.default, aten.set_.source_Tensor, aten.resize_.default)
+
+
+class Refused(Exception):
+    """The graph cannot be laid out anew; the text says why."""
+
+
+def check_graph(graph: torch.fx.Graph) -> None:
+    """Raises `Refused` for a graph of which nothing may lie otherwise."""
+    for node in graph.nodes:
+        if node.target in _BY_STRIDES:
+            raise Refused(f"{node.name} depends on how its argument lies in memory")
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise Refused(f"{node.name} calls a graph of its own")
+        if any(map(_is_dynamic, pytree.tree_leaves(node.meta.get("val")))):
+            raise Refused("the sizes are symbolic")
+
+
+def _is_dynamic(value: Any) -> bool:
+    return any(map(is_symbolic, value.shape if isinstance(value, torch.Tensor) else [value]))
+
+
+def _plainest(value: Any) -> Any:
+    """A gradient without odd strides where a dimension has one element: fake tensors of one-tap weights come so."""
+    return value.flatten().view(value.shape) if isinstance(value, torch.Tensor) and value.is_contiguous() else value
+
+
+class Relayout:
+    """Copies a graph. What lies otherwise is said by `lay_out`, of a subclass."""
+
+    def __init__(
+        self, graph_module: torch.fx.GraphModule, reads_elements: ReadsElements, clones: Iterable[torch.fx.Node] = ()
+    ) -> None:
+        """reads_elements: for the calls whose arguments may lie otherwise than captured. clones: copies in whose place
+        their source may stand.
+        """
+        self._module = graph_module
+        self._reads_elements = reads_elements
+        self.graph = torch.fx.Graph()
+        self.new: dict[torch.fx.Node, torch.fx.Node] = {}
+        self.copies: dict[tuple[torch.fx.Node, torch.memory_format], torch.fx.Node] = {}
+        self._fake_mode = fake_mode_of(graph_module.graph)
+        self._own_clones = frozenset(clones)
+        self.needless = frozenset(filter(_lies_anew, self._own_clones))
+
+    def lay_out(self, copy: torch.fx.Node, node: torch.fx.Node) -> bool:
+        """Have arguments of a call lie otherwise, by `move`; whether its fake result has to be computed anew.
+
+        copy: of the call `node`, in the new graph.
+        """
+        raise NotImplementedError
+
+    def run(self) -> torch.fx.GraphModule:
+        for node in self._module.graph.nodes:
+            if node in self.needless or self._lies_so_already(node):
+                self.new[node] = self.new[source_of(node)]  # `_as_captured` copies it for who needs these strides
+            elif node.op == "call_function":
+                self.new[node] = self._call(node)
+            elif node.op == "output":
+                restored = pytree.tree_map_only(torch.fx.Node, self._as_captured, node.args[0])
+                self.graph.output(restored).meta.update(node.meta)
+            else:
+                self.new[node] = self.graph.node_copy(node)
+        return graph_module_of(self._module, self.graph)
+
+    def _lies_so_already(self, node: torch.fx.Node) -> bool:
+        """True for a copy of what lies by now as the copy would."""
+        return node in self._own_clones and _strides(self.new[source_of(node)]) == _strides(node)
+
+    def _call(self, node: torch.fx.Node) -> torch.fx.Node:
+        if self._takes_any_layout(node):
+            copy = self.graph.node_copy(node, self.new.__getitem__)
+            as_it_was = all(_place(self.new[each]) == _place(each) for each in node.all_input_nodes)
+            if not self.lay_out(copy, node) and as_it_was:
+                return copy  # its fake result is what it was
+            if self._evaluated(copy):
+                return copy
+            self.graph.erase_node(copy)
+        copy = self.graph.node_copy(node, self._as_captured)
+        if not self._evaluated(copy):
+            raise Refused(f"{node.name} does not take its arguments again")
+        return copy
+
+    def _evaluated(self, node: torch.fx.Node) -> bool:
+        """Compute the fake result of a call; False if it does not take such arguments: a view has not all strides."""
+        try:
+            with quiet_fake_tensors():
+                node.meta["val"] = self.evaluate(node)
+        except (RuntimeError, ValueError):  # of a fake tensor, ValueError of a view's decomposition
+            return False
+        return True
+
+    def _takes_any_layout(self, node: torch.fx.Node) -> bool:
+        """True if a call does the same with the same values in another order in memory, see `_ANY_LAYOUT`.
+
+        Random numbers are drawn in that order.
+        """
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            return True  # it picks a result, or computes a size
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            return False
+        known = target.namespace == "aten" and target._opname in _ANY_LAYOUT
+        return known or torch.Tag.pointwise in target.tags or self._reads_elements(node)
+
+    def move(self, call: torch.fx.Node, positions: Iterable[int], layout: torch.memory_format) -> None:
+        """Have these arguments of a call lie as `layout` says."""
+        with self.graph.inserting_before(call):
+            args = list(call.args)
+            for position in positions:
+                args[position] = self.laid_out(args[position], call, layout)
+            call.args = tuple(args)
+
+    def laid_out(self, value: Any, user: torch.fx.Node, layout: torch.memory_format) -> torch.fx.Node:
+        """`value` in memory as `layout` says, made by a copy on behalf of `user` unless it lies so already."""
+        if value.meta["val"].is_contiguous(memory_format=layout):
+            return value
+        if (value, layout) not in self.copies:
+            clone = self.graph.call_function(aten.clone.default, (value,), {"memory_format": layout})
+            clone.meta.update(user.meta)
+            clone.meta["val"] = self.evaluate(clone)
+            self.copies[value, layout] = clone
+        return self.copies[value, layout]
+
+    def evaluate(self, node: torch.fx.Node) -> Any:
+        whole = [each.meta["val"] for each in whole_operands(node)]
+        if whole:  # asking the operator takes five times as long
+            shape, dtype = whole[0].shape, node.meta["val"].dtype
+            with self._fake_mode:
+                return whole[0].new_empty_strided(shape, elementwise_strides(*whole), dtype=dtype)
+        args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
+        if node.target in RESHAPES:
+            check_view(*args)
+        with self._fake_mode, torch.no_grad():
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+            backward = node.target is aten.convolution_backward.default
+            return tuple(map(_plainest, result)) if backward else result
+
+    def _as_captured(self, node: torch.fx.Node) -> torch.fx.Node:
+        """The new counterpart of a result, with the strides that eager gives it; of a view, the base is copied."""
+        new, expected = self.new[node], node.meta.get("val")
+        if _strides(new) == _strides(node):
+            return new
+        if isinstance(expected, torch.Tensor) and expected.is_contiguous():
+            return self.laid_out(new, node, torch.contiguous_format)
+        if aliases(node) and isinstance(node.args[0], torch.fx.Node):
+            base = self._as_captured(node.args[0])
+            view = self.graph.node_copy(node, lambda each: base if each is node.args[0] else self.new[each])
+            view.meta["val"] = self.evaluate(view)
+            if _strides(view) == _strides(node):
+                return view
+        return self.restored(new, node)
+
+    def restored(self, value: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:
+        """A copy of `value` that lies as the captured `node` does, which is neither contiguous nor a view."""
+        raise Refused(f"the result {node.name} must have the strides {_strides(node)}")
+
+
+def whole_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The arguments that have the shape of the result, of a call that goes element by element; else none."""
+    result, target = node.meta.get("val"), node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags or node.kwargs:
+        return []
+    if not isinstance(result, torch.Tensor) or target._schema.is_mutable or aliases(node):
+        return []
+    values = ((each, each.meta["val"]) for each in node.all_input_nodes)
+    return [each for each, value in values if isinstance(value, torch.Tensor) and value.shape == result.shape]
+
+
+def _lies_anew(clone: torch.fx.Node) -> bool:
+    """True for a contiguous copy of what lies otherwise: who needs its strides gets a copy, see `_as_captured`."""
+    return clone.meta["val"].is_contiguous() and not source_of(clone).meta["val"].is_contiguous()
+
+
+def source_of(clone: torch.fx.Node) -> torch.fx.Node:
+    """What is copied."""
+    (source,) = clone.all_input_nodes
+    return source
+
+
+def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
+    """The tensor, or each of the tensors, that a call returns."""
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+
+
+def _strides(node: torch.fx.Node) -> list[tuple[int, ...]]:
+    return [tensor.stride() for tensor in _tensors(node)]
+
+
+def _place(node: torch.fx.Node) -> list[tuple[tuple[int, ...], int | torch.SymInt]]:
+    """Strides, and at which element of its memory it begins: that of a copy's source is another than the copy's."""
+    return [(tensor.stride(), tensor.storage_offset()) for tensor in _tensors(node)]
