@@ -10,8 +10,8 @@ import torch
 
 from pellucid.capture.convolution_trial import convolution_seconds
 from pellucid.capture.fx import decide
-from pellucid.capture.relayout import ReadsElements, Refused, Relayout, check_graph, source_of
-from pellucid.capture.transform import aliases, may_write, returned
+from pellucid.capture.relayout import ReadsElements, Refused, Relayout, base_of, check_graph, source_of
+from pellucid.capture.transform import may_write, returned
 from pellucid.ir.contraction import MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS, MOST_TAPS
 from pellucid.ir.decision import Decision
 
@@ -210,15 +210,9 @@ def _clones(graph: torch.fx.Graph, use: str) -> set[torch.fx.Node]:
     """
     kept = returned(graph)
     clones = {*graph.find_nodes(op="call_function", target=aten.clone.default)} - kept
-    changed = {_base(each) for node in graph.nodes if may_write(node) for each in node.all_input_nodes}
+    changed = {base_of(each) for node in graph.nodes if may_write(node) for each in node.all_input_nodes}
     if not changed and use == "inference":
         return clones
-    sources = {clone: _base(source_of(clone)) for clone in clones}
+    sources = {clone: base_of(source_of(clone)) for clone in clones}
     shared = changed | kept if use == "training" else changed
     return {clone for clone, base in sources.items() if base.op == "call_function" and shared.isdisjoint((clone, base))}
-
-
-def _base(node: torch.fx.Node) -> torch.fx.Node:
-    """What a view, or a view of one, is part of."""
-    source = node.args[0] if aliases(node) else None
-    return _base(source) if isinstance(source, torch.fx.Node) else node

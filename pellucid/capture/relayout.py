@@ -7,6 +7,8 @@ results.
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -49,8 +51,13 @@ def check_graph(graph: torch.fx.Graph) -> None:
             raise Refused(f"{node.name} depends on how its argument lies in memory")
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise Refused(f"{node.name} calls a graph of its own")
-        if any(map(_is_dynamic, pytree.tree_leaves(node.meta.get("val")))):
-            raise Refused("the sizes are symbolic")
+    if has_symbols(graph):
+        raise Refused("the sizes are symbolic")
+
+
+def has_symbols(graph: torch.fx.Graph) -> bool:
+    """Whether sizes are symbolic: to compare those would add guards."""
+    return any(_is_dynamic(value) for node in graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
 
 
 def _is_dynamic(value: Any) -> bool:
@@ -76,6 +83,8 @@ class Relayout:
         self.graph = torch.fx.Graph()
         self.new: dict[torch.fx.Node, torch.fx.Node] = {}
         self.copies: dict[tuple[torch.fx.Node, torch.memory_format], torch.fx.Node] = {}
+        self._captured: dict[torch.fx.Node, torch.fx.Node] = {}
+        self._shared: set[torch.fx.Node] = set()
         self._fake_mode = fake_mode_of(graph_module.graph)
         self._own_clones = frozenset(clones)
         self.needless = frozenset(filter(_lies_anew, self._own_clones))
@@ -94,11 +103,19 @@ class Relayout:
             elif node.op == "call_function":
                 self.new[node] = self._call(node)
             elif node.op == "output":
+                self._share(node.all_input_nodes)
                 restored = pytree.tree_map_only(torch.fx.Node, self._as_captured, node.args[0])
                 self.graph.output(restored).meta.update(node.meta)
             else:
                 self.new[node] = self.graph.node_copy(node)
         return graph_module_of(self._module, self.graph)
+
+    def _share(self, results: Iterable[torch.fx.Node]) -> None:
+        """From here on, views of one memory are views of one copy of it."""
+        bases = Counter(map(base_of, {*results}))
+        self._shared = {base for base, count in bases.items() if count > 1}
+        apart = {each for each in self._captured if _is_view(each) and base_of(each) in self._shared}
+        self._captured = {each: copy for each, copy in self._captured.items() if each not in apart}
 
     def _lies_so_already(self, node: torch.fx.Node) -> bool:
         """True for a copy of what lies by now as the copy would."""
@@ -174,23 +191,53 @@ class Relayout:
             return tuple(map(_plainest, result)) if backward else result
 
     def _as_captured(self, node: torch.fx.Node) -> torch.fx.Node:
-        """The new counterpart of a result, with the strides that eager gives it; of a view, the base is copied."""
+        """The new counterpart of a result, with the strides that eager gives it: one for all who need these."""
+        if node not in self._captured:
+            self._captured[node] = self._with_strides(node)
+        return self._captured[node]
+
+    def _with_strides(self, node: torch.fx.Node) -> torch.fx.Node:
+        """Of a view, the base is copied; what shares memory in the results shares the copy."""
         new, expected = self.new[node], node.meta.get("val")
+        if _is_view(node) and base_of(node) in self._shared:
+            return self._view_as_captured(node)
         if _strides(new) == _strides(node):
             return new
         if isinstance(expected, torch.Tensor) and expected.is_contiguous():
             return self.laid_out(new, node, torch.contiguous_format)
-        if aliases(node) and isinstance(node.args[0], torch.fx.Node):
-            base = self._as_captured(node.args[0])
-            view = self.graph.node_copy(node, lambda each: base if each is node.args[0] else self.new[each])
-            view.meta["val"] = self.evaluate(view)
+        if _is_view(node):
+            view = self._view_as_captured(node)
             if _strides(view) == _strides(node):
                 return view
         return self.restored(new, node)
 
+    def _view_as_captured(self, node: torch.fx.Node) -> torch.fx.Node:
+        """The same view of what lies as captured."""
+        source = node.all_input_nodes[0]
+        base = self._as_captured(source)
+        if base is self.new[source]:
+            return self.new[node]
+        view = self.graph.node_copy(node, lambda each: base if each is source else self.new[each])
+        view.meta["val"] = self.evaluate(view)
+        return view
+
     def restored(self, value: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:
         """A copy of `value` that lies as the captured `node` does, which is neither contiguous nor a view."""
         raise Refused(f"the result {node.name} must have the strides {_strides(node)}")
+
+
+def base_of(node: torch.fx.Node) -> torch.fx.Node:
+    """What a view, or a view of one, is part of."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    """True for a view of its first argument, or one of several views."""
+    if not aliases(node) or not node.args or not isinstance(node.args[0], torch.fx.Node):
+        return False
+    return node.target is not operator.getitem or _is_view(node.args[0])
 
 
 def whole_operands(node: torch.fx.Node) -> list[torch.fx.Node]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pellucid.capture.fx import RESHAPES, decide, reachable
-from pellucid.capture.relayout import ReadsElements, Refused, Relayout, check_graph, whole_operands
+from pellucid.capture.relayout import ReadsElements, Refused, Relayout, check_graph, has_symbols, whole_operands
 from pellucid.capture.torch_compat import elementwise_strides
 from pellucid.capture.transform import aliases
 from pellucid.ir.decision import Decision
@@ -32,16 +32,17 @@ def rows_first(
 ) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
     """The graph with such sums lying row by row, or as it is; see the top of this file.
 
-    reads_elements: see `Relayout`. Results of the graph have eager's strides.
+    reads_elements: see `Relayout`. Results of the graph have eager's strides. A graph of symbolic sizes stays as it is.
 
     Before: `add(%columns, %rows)`, whose strides are those of `%columns`.
     After: `add(clone(%columns, memory_format=contiguous_format), %rows)`. The copy becomes a part of the addition.
     """
-    mixed = tuple(node.name for node in graph_module.graph.nodes if _mixed(node))
+    graph = graph_module.graph
+    mixed = () if has_symbols(graph) else tuple(node.name for node in graph.nodes if _mixed(node))
     if not mixed:
         return graph_module, ()
     try:
-        check_graph(graph_module.graph)
+        check_graph(graph)
         relayout = _RowsFirst(graph_module, reads_elements)
         result = relayout.run()
     except Refused as refusal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,41 @@ def test_a_graph_that_goes_by_strides_says_so(tmp_path: Path) -> None:
 
     check(run, (randn(30, 40), randn(40, 30)), folder=tmp_path)
     assert [(ok, "depends on how" in why) for ok, why in decisions(tmp_path)] == [("0", True)]
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        lambda y, n: (y, n, y.transpose(1, 2)),
+        lambda y, n: (y[:, 1:], n, y[:, 2:], y.unflatten(1, (4, 4))),
+        lambda y, n: (*y.chunk(2, 1), n, y),
+        lambda y, n: (y.detach(), y.transpose(1, 2), n.transpose(1, 2), n, torch.sort(y, 1).values),
+    ],
+)
+def test_results_share_memory_as_eagers_do(results: Callable[..., tuple[Tensor, ...]], tmp_path: Path) -> None:
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        total = x.transpose(1, 2) + y
+        return results(total, F.layer_norm(total, (32,)))
+
+    def shared(tensors: tuple[Tensor, ...]) -> list[list[bool]]:
+        places = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        return [[one == other for other in places] for one in places]
+
+    x, y = randn(2, 32, 16), randn(2, 16, 32)
+    with torch.no_grad():
+        check(run, (x, y), folder=tmp_path)
+        assert shared(torch.compile(run, backend="pellucid")(x, y)) == shared(run(x, y))
+    assert [ok for ok, _ in decisions(tmp_path)] == ["1"]
+
+
+def test_symbolic_sizes_get_no_guards(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Pixels(32), nn.LayerNorm(32))
+    compiled = torch.compile(model, backend="pellucid", dynamic=True, options={"trace": str(tmp_path)})
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for size in ((2, 32, 6, 7), (3, 32, 8, 5), (4, 32, 9, 9)):
+            torch.testing.assert_close(compiled(randn(*size)), model(randn(*size)), rtol=1e-4, atol=1e-4)
+    assert decisions(tmp_path) == []
 
 
 def test_operators_of_other_libraries_get_eagers_strides() -> None:
