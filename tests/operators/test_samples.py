@@ -110,10 +110,10 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine that puts convolutions before an operator fails where results keep the layout of those."""
-    from pellucid.capture import layout
+    from pellucid.capture.relayout import Relayout
     from tests.operators.engines import check
 
     samples = list(cases(Task("ops", "sort", "f32", "forward")))
     assert {*check(samples, "convolved").values()} == {"ok"}
-    monkeypatch.setattr(layout._Relayout, "_as_captured", lambda self, node: self._new[node])
+    monkeypatch.setattr(Relayout, "_as_captured", lambda self, node: self.new[node])
     assert any("strides" in why for why in check(samples, "convolved").values())
