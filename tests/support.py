@@ -123,7 +123,7 @@ def assert_matches(compiled: Any, eager: Any, reference: Any, errors: Sequence[f
             f"output {position}: {a.dtype} {a.shape}, eager {b.dtype} {b.shape}"
         )
         if a.numel() and b._is_view() == a._is_view():
-            ours_strides, eager_strides = (_meaningful_strides(tensor) for tensor in (a, b))
+            ours_strides, eager_strides = (meaningful_strides(tensor) for tensor in (a, b))
             assert ours_strides == eager_strides, f"output {position}: strides {a.stride()}, eager {b.stride()}"
         if not a.is_floating_point():
             assert torch.equal(a, b), f"output {position} differs from eager: {a} instead of {b}"
@@ -154,7 +154,7 @@ def check(function: Callable[..., Any], *calls: tuple[Any, ...], **how: Any) -> 
     return run
 
 
-def _meaningful_strides(tensor: torch.Tensor) -> list[int]:
+def meaningful_strides(tensor: torch.Tensor) -> list[int]:
     """Strides of the dimensions along which one can step."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 

@@ -139,7 +139,7 @@ class Relayout:
         """Compute the fake result of a call; False if it does not take such arguments: a view has not all strides."""
         try:
             with quiet_fake_tensors():
-                node.meta["val"] = self.evaluate(node)
+                node.meta["val"] = self._evaluate(node)
         except (RuntimeError, ValueError):  # of a fake tensor, ValueError of a view's decomposition
             return False
         return True
@@ -170,13 +170,19 @@ class Relayout:
         if value.meta["val"].is_contiguous(memory_format=layout):
             return value
         if (value, layout) not in self.copies:
-            clone = self.graph.call_function(aten.clone.default, (value,), {"memory_format": layout})
-            clone.meta.update(user.meta)
-            clone.meta["val"] = self.evaluate(clone)
-            self.copies[value, layout] = clone
+            self.copies[value, layout] = self.called(aten.clone.default, value, user, memory_format=layout)
         return self.copies[value, layout]
 
-    def evaluate(self, node: torch.fx.Node) -> Any:
+    def called(
+        self, target: Any, value: torch.fx.Node, user: torch.fx.Node, *args: Any, **kwargs: Any
+    ) -> torch.fx.Node:
+        """A call on `value` on behalf of `user`."""
+        call = self.graph.call_function(target, (value, *args), kwargs)
+        call.meta.update(user.meta)
+        call.meta["val"] = self._evaluate(call)
+        return call
+
+    def _evaluate(self, node: torch.fx.Node) -> Any:
         whole = [each.meta["val"] for each in whole_operands(node)]
         if whole:  # asking the operator takes five times as long
             shape, dtype = whole[0].shape, node.meta["val"].dtype
@@ -218,7 +224,7 @@ class Relayout:
         if base is self.new[source]:
             return self.new[node]
         view = self.graph.node_copy(node, lambda each: base if each is source else self.new[each])
-        view.meta["val"] = self.evaluate(view)
+        view.meta["val"] = self._evaluate(view)
         return view
 
     def restored(self, value: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:

@@ -6,11 +6,9 @@ transposed view, as of an image's pixels, carries that order through all of its 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from pellucid.capture.fx import RESHAPES, decide, reachable
+from pellucid.capture.fx import decide, reachable
 from pellucid.capture.relayout import ReadsElements, Refused, Relayout, check_graph, has_symbols, whole_operands
 from pellucid.capture.torch_compat import elementwise_strides
 from pellucid.capture.transform import aliases
@@ -83,19 +81,10 @@ class _RowsFirst(Relayout):
         stride = node.meta["val"].stride()
         order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
         back = [order.index(dim) for dim in range(len(stride))]
-        copy = self._called(aten.permute.default, value, node, order)
-        copy = self._called(aten.clone.default, copy, node, memory_format=torch.contiguous_format)
-        copy = self._called(aten.permute.default, copy, node, back)
+        copy = self.called(aten.permute.default, value, node, order)
+        copy = self.called(aten.clone.default, copy, node, memory_format=torch.contiguous_format)
+        copy = self.called(aten.permute.default, copy, node, back)
         return copy if copy.meta["val"].stride() == stride else super().restored(value, node)
-
-    def _called(
-        self, target: Any, value: torch.fx.Node, node: torch.fx.Node, *args: Any, **kwargs: Any
-    ) -> torch.fx.Node:
-        """A call on `value` on behalf of `node`."""
-        call = self.graph.call_function(target, (value, *args), kwargs)
-        call.meta.update(node.meta)
-        call.meta["val"] = self.evaluate(call)
-        return call
 
 
 def _mixed(node: torch.fx.Node) -> bool:
@@ -119,4 +108,4 @@ def _rows_are_read(node: torch.fx.Node) -> bool:
 
 def _passes(node: torch.fx.Node) -> bool:
     """True for a call that goes element by element, or moves elements at most."""
-    return bool(whole_operands(node)) or aliases(node) or node.target in (aten.clone.default, *RESHAPES)
+    return bool(whole_operands(node)) or aliases(node) or node.target is aten.clone.default

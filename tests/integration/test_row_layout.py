@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.support import randn
+from tests.support import meaningful_strides, randn
 
 F = torch.nn.functional
 
@@ -28,11 +28,6 @@ def check(function: Any, *calls: tuple[Tensor, ...], folder: Path | None = None)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         pairs = zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True)
         assert all(ours.stride() == theirs.stride() for ours, theirs in pairs)
-
-
-def meaningful(tensor: Tensor) -> list[int]:
-    """Strides of the dimensions along which one can step."""
-    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def decisions(folder: Path) -> list[tuple[str, str]]:
@@ -115,7 +110,7 @@ def test_gradients(batch: int, tmp_path: Path) -> None:
 
     image = randn(batch, 16, 5, 6).requires_grad_()
     for ours, theirs in zip(step(compiled, image), step(model, image), strict=True):
-        assert meaningful(ours) == meaningful(theirs)
+        assert meaningful_strides(ours) == meaningful_strides(theirs)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert "1" in [ok for ok, _ in decisions(tmp_path)]
 
