@@ -7,7 +7,7 @@ sum. Sums that are only stored go to their place at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -108,16 +108,11 @@ def _streamed(
 def epilogue(kernel: Kernel, blocks: Blocks) -> Kernel:
     """`kernel` with a load from the block in place of the sum."""
     total = blocks.contraction.total
-    needed: set[str] = set()
-    body: list[Line] = []
-    for line in reversed(kernel.body):
-        if line.out == total.out:
-            body.append(Line(line.out, Load(BLOCK, _in_block(kernel, blocks)), line.dtype, line.origin))
-        elif isinstance(line.rhs, Store | CheckIndex) or line.out in needed:
-            needed.update(operands(line.rhs))
-            body.append(line)
+    load = Line(total.out, Load(BLOCK, _in_block(kernel, blocks)), total.dtype, total.origin)
+    body = [load if line.out == total.out else line for line in kernel.body]
+    ends = [line.out for line in body if isinstance(line.rhs, Store | CheckIndex)]
     space = tuple(axis for axis in kernel.space if axis.name not in blocks.inner)
-    return Kernel(kernel.name, kernel.params, space, tuple(body[::-1]))
+    return Kernel(kernel.name, kernel.params, space, _made_of(body, ends))
 
 
 def _called(kernel: Kernel, blocks: Blocks) -> tuple[Line, ...]:
@@ -125,9 +120,15 @@ def _called(kernel: Kernel, blocks: Blocks) -> tuple[Line, ...]:
     if blocks.stored:
         return kernel.body
     total = blocks.contraction.total
-    needed = {total.out}
-    body = [Line("sums", Store(BLOCK, _in_block(kernel, blocks), total.out), total.dtype, total.origin)]
-    for line in reversed(kernel.body):
+    store = Line("sums", Store(BLOCK, _in_block(kernel, blocks), total.out), total.dtype, total.origin)
+    return _made_of((*kernel.body, store), [store.out])
+
+
+def _made_of(lines: Sequence[Line], ends: Iterable[str]) -> tuple[Line, ...]:
+    """The lines of these names and all that they are made of, in order."""
+    needed = {*ends}
+    body: list[Line] = []
+    for line in reversed(lines):
         if line.out in needed:
             needed.update(operands(line.rhs))
             body.append(line)
