@@ -407,6 +407,79 @@ def test_threads_share_what_is_prepared(model: Model, inputs: tuple[Any, ...]) -
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.relu(self.first(x)))
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Frozen]:
+    """The program of each preparation that is made."""
+    found: list[Frozen] = []
+    prepare = Frozen._prepare
+
+    def counted(self: Frozen, *args: Any) -> Any:
+        found.append(self)
+        return prepare(self, *args)
+
+    monkeypatch.setattr(Frozen, "_prepare", counted)
+    return found
+
+
+@pytest.mark.filterwarnings("error")
+def test_modules_of_the_same_code_are_compiled_once_and_prepared_each_once(prepared: list[Frozen]) -> None:
+    """As where the layers of a model are compiled one by one."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(12))).eval(), torch.randn(20, 64)
+    plain = copy.deepcopy(model)
+    with recorded() as records:
+        for layer in model:
+            layer.compile(backend="pellucid", options={"freeze": True, "verify": True})
+        for _ in range(3):
+            agrees(model, plain, x)
+        assert len(records) == 1 and len(prepared) == 12 and len(set(prepared)) == 1
+        with torch.no_grad():
+            for each in (model, plain):
+                each[4].second.weight.mul_(2)
+        for _ in range(2):
+            agrees(model, plain, x)
+    assert len(records) == 1 and len(prepared) == 13
+
+
+def test_modules_that_share_some_parameters_are_told_apart(prepared: list[Frozen]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    models, x = [Block() for _ in range(3)], torch.randn(20, 64)
+    models[1].first = models[0].first
+    models[2].first.bias = models[1].first.bias
+    models[2].second = models[0].second
+    compiled = [torch.compile(model, backend="pellucid", options={"freeze": True}) for model in models]
+    for _ in range(2):
+        for run, model in zip(compiled, models, strict=True):
+            agrees(run, model, x)
+    with torch.no_grad():
+        models[0].second.weight.mul_(2)
+    for run, model in zip(compiled, models, strict=True):
+        agrees(run, model, x)
+
+
+def test_what_was_prepared_of_a_module_goes_after_it(prepared: list[Frozen]) -> None:
+    torch._dynamo.reset()
+    model, x = Block(), torch.randn(20, 64)
+    compiled = torch.compile(lambda module, x: module(x), backend="pellucid", options={"freeze": True})
+    for number in range(4):
+        module = copy.deepcopy(model)
+        agrees(lambda x, module=module: compiled(module, x), module, x)
+        (program,) = set(prepared)
+        assert len(prepared) == number + 1 and len(program._prepared) == 1
+        del module
+
+
 def test_weights_that_change_at_each_call_are_told() -> None:
     model, x = nn.Linear(64, 64), torch.randn(20, 64)
     compiled = frozen(model)
