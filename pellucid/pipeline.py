@@ -37,6 +37,7 @@ from pellucid.ir.printer import print_program
 from pellucid.ir.verify import verify_program
 from pellucid.lower import NotHeld, has_loops, lower, tensors_of
 from pellucid.machine import AVX2, Machine
+from pellucid.machine.library import Library
 from pellucid.native.build import BuildReport, build, is_built
 from pellucid.native.machine import machine_for
 from pellucid.options import Options
@@ -143,7 +144,7 @@ def _transform(unit: Unit, options: Options) -> Step:
 
 
 def _lower(unit: Unit, options: Options) -> Step:
-    lowered = lower(unit.graph, contract=options.contract, machine=unit.machine)
+    lowered = lower(unit.graph, contract=options.contract, library=Library(unit.machine))
     return replace(unit, lowered=lowered.program, constants=lowered.constants, values=lowered.values), lowered.decisions
 
 

@@ -32,7 +32,7 @@ from pellucid.lower.program_builder import ProgramBuilder, Result, overlaps_itse
 from pellucid.lower.registry import RULES, TAKES_FLOATS, NotLowered, overload_name
 from pellucid.lower.shapes import is_view, lower_view
 from pellucid.lower.unsigned import check_unsigned
-from pellucid.machine import AVX2, Machine
+from pellucid.machine.library import REFERENCE, Library
 
 __all__ = ["Lowered", "NotHeld", "has_loops", "lower", "tensors_of"]
 
@@ -67,14 +67,14 @@ def has_loops(node: torch.fx.Node) -> bool:
     return is_view(node) or (name in RULES and not any(word in name for word in ("pool3d", "attention")))
 
 
-def lower(graph_module: torch.fx.GraphModule, *, contract: bool = True, machine: Machine = AVX2) -> Lowered:
+def lower(graph_module: torch.fx.GraphModule, *, contract: bool = True, library: Library = REFERENCE) -> Lowered:
     """Lower every node in order; matrix products, convolutions and attention call ATen unless `contract`.
 
-    machine: on which attention is as fast as ATen's, or not.
+    library: ATen, which keeps what it computes faster than kernels of this machine do.
 
     Before: `%add = aten.add.Tensor(%x, %y)`. After: a kernel with `v2: f32 = add v0, v1` over add's shape.
     """
-    graph = ProgramBuilder(derived_sizes(graph_module), contract=contract, machine=machine)
+    graph = ProgramBuilder(derived_sizes(graph_module), contract=contract, library=library)
     _bind_inputs(graph, graph_module)
     outputs: tuple[Result, ...] = ()
     for node in graph_module.graph.nodes:

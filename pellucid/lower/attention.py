@@ -1,6 +1,6 @@
 """Attention and its gradients as kernels: formulas of `ir/attention.py`, which `codegen/attention.py` knows how to run.
 
-Of the fused operator ATen keeps what the kernel does not cover, and what it computes faster by the machine model. What
+Of the fused operator ATen keeps what the kernel does not cover, and what it computes faster. What
 `capture/attention.py` put in the place of an attention that was written out, is covered and worth it.
 """
 
@@ -15,12 +15,11 @@ import torch
 
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, ZERO, Expr, as_expr, exact_div, product
+from pellucid.ir.index import ONE, ZERO, Expr, as_expr, exact_div
 from pellucid.ir.types import DType
 from pellucid.lower.kernel_builder import KernelBuilder, Value, broadcast_index
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
-from pellucid.machine import Work, time
 from pellucid.machine.attention import MOST_COLUMNS, Heads
 from pellucid.machine.work import estimate
 
@@ -224,19 +223,14 @@ def _check(
 
 
 def _check_speed(graph: ProgramBuilder, node: torch.fx.Node, query: TensorRef, key: TensorRef, causal: bool) -> None:
-    """Leave to ATen what the machine model says it computes faster on one thread; symbols are guessed."""
-    batch, heads, rows, size = query.shape
+    """Leave to ATen what it computes faster on one thread; symbols are guessed."""
+    (batch, heads, rows, size), shared = query.shape, key.shape[1]
+    sharing = max(1, estimate(heads) // max(1, estimate(shared)))
     count, keys = estimate(batch * heads), estimate(key.shape[2])
-    work = Heads(count, estimate(rows), keys, estimate(size), causal, query.dtype)
-    read = estimate(product(query.shape) + 2 * product(key.shape)) * query.dtype.itemsize
-    written = estimate(product(query.shape)) * query.dtype.itemsize
-    ours = Work(read, written, read + written, work.flops, query.dtype, work.steps(graph.machine))
-    library = Work(read, written, read + written, work.library_flops, query.dtype, kind="attention")
-    mine, other = (time(each, graph.machine).nanoseconds for each in (ours, library))
+    called = Heads(count, estimate(rows), keys, estimate(size), causal, query.dtype, sharing)
+    mine, other = graph.library.attention_times(called)
     facts = (("kernel_ns", round(mine)), ("aten_ns", round(other)))
-    if mine > other:
-        why = f"attention: the kernel takes about {mine:.3g} ns on one thread, ATen's fused kernel {other:.3g} ns"
-        graph.decide(Decision("lower.attention", (node.name,), False, why, facts))
-        raise NotLowered(why)
     why = f"the kernel takes about {mine:.3g} ns on one thread, ATen's fused kernel {other:.3g} ns"
-    graph.decide(Decision("lower.attention", (node.name,), True, why, facts))
+    graph.decide(Decision("lower.attention", (node.name,), mine <= other, why, facts))
+    if mine > other:
+        raise NotLowered(f"attention: {why}")

@@ -1,6 +1,6 @@
 """Matrix products as kernels: a sum of products in f32, which `codegen/contraction.py` knows how to run.
 
-ATen keeps those that it computes faster. The bounds were measured on an AMD EPYC (Zen 4), two threads.
+ATen keeps those that it computes faster.
 """
 
 from __future__ import annotations
@@ -8,25 +8,15 @@ from __future__ import annotations
 import torch
 
 from pellucid.ir.contraction import DTYPES
-from pellucid.ir.index import ONE, as_expr, nonnegative
-from pellucid.ir.index import product as product_of
 from pellucid.ir.nodes import View
 from pellucid.ir.types import DType
 from pellucid.lower.kernel_builder import broadcast_index
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
-from pellucid.machine import AVX2, Machine
-from pellucid.machine.kernels import FEW_ROWS
 
-_OTHER = "matrix multiplication: kernels compute it in f32, bf16 and f16, ATen's BLAS in other types"
-_TRANSPOSED = "matrix multiplication: with AVX2, ATen's BLAS is faster where columns of the left operand lie in memory"
-_STRIDED = "matrix multiplication: neither rows nor columns of the right operand lie in memory, ATen copies it first"
-_LONG = "matrix multiplication: few rows and columns leave threads idle, ATen's BLAS shares out the terms"
-_OFF = "matrix multiplication: ATen's BLAS computes it, as the option `contract` asks"
-
-# Terms of a sum, and elements of a result, that are too much for one thread and too little for two.
-_MANY_TERMS = 4096
-_FEW_ELEMENTS = 1024
+_WHAT = "matrix multiplication"
+_OTHER = f"{_WHAT}: kernels compute it in f32, bf16 and f16, ATen's BLAS in other types"
+_OFF = f"{_WHAT}: ATen's BLAS computes it, as the option `contract` asks"
 
 
 @rule("mm.default", "bmm.default")
@@ -60,8 +50,8 @@ def _lower(
         raise NotLowered(_OFF)
     if left.dtype not in DTYPES or {right.dtype, (added or left).dtype} != {left.dtype}:
         raise NotLowered(_OTHER)
-    check_rate(graph.machine, left.dtype, "matrix multiplication")
-    _check_speed(left.view, right.view, graph.machine)
+    check_rate(graph, left.dtype, _WHAT)
+    _check_speed(graph, left.view, right.view)
     result = graph.new(node.meta["val"], "product")
     kernel = graph.kernel(node, (*result.shape, left.shape[-1]))
     *batch, row, column, term = kernel.index
@@ -80,24 +70,15 @@ def _lower(
     return result
 
 
-def check_rate(machine: Machine, dtype: DType, what: str) -> None:
-    """Leave to ATen a narrow type that it multiplies by units that kernels do not use: faster than their peak."""
-    library = machine.product.of(dtype).one
-    if dtype is not DType.F32 and library >= machine.flops.of(dtype).one:
-        raise NotLowered(
-            f"{what}: ATen reaches {library:.0f} operations per nanosecond in {dtype.value}, which kernels do not"
-        )
+def check_rate(graph: ProgramBuilder, dtype: DType, what: str) -> None:
+    """Leave to ATen a type that it multiplies faster."""
+    reason = graph.library.prefers_type(dtype)
+    if reason:
+        raise NotLowered(f"{what}: {reason}")
 
 
-def _check_speed(left: View, right: View, machine: Machine) -> None:
-    """Leave to ATen what it computes faster. Sizes that are symbols count as large where that is in doubt."""
-    (m, k), n = left.shape[-2:], right.shape[-1]
-    elements = product_of((*left.shape[:-1], n))
-    if ONE not in (m, n, k):
-        transposed = left.strides[-1] != ONE and left.strides[-2] == ONE
-        if machine.isa.name == AVX2.isa.name and transposed and not nonnegative(as_expr(FEW_ROWS) - m):
-            raise NotLowered(_TRANSPOSED)
-        if ONE not in right.strides[-2:]:
-            raise NotLowered(_STRIDED)
-    if nonnegative(k - _MANY_TERMS) and nonnegative(as_expr(_FEW_ELEMENTS) - elements):
-        raise NotLowered(_LONG)
+def _check_speed(graph: ProgramBuilder, left: View, right: View) -> None:
+    """Leave to ATen what it computes faster."""
+    reason = graph.library.prefers_product(left, right)
+    if reason:
+        raise NotLowered(f"{_WHAT}: {reason}")

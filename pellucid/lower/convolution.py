@@ -49,7 +49,7 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = by_dimension(arguments(node, graph))
     if not graph.contract:
         raise NotLowered(OFF)
-    check_rate(graph.machine, given["input"].dtype, "convolution")
+    check_rate(graph, given["input"].dtype, "convolution")
     given = {**given, "weight": _uncopied(graph, node, given["weight"])}
     unpadded = _unpadded(graph, node, given)
     if unpadded is None:

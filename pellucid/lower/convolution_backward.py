@@ -116,7 +116,7 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
         raise NotLowered(_KIND)
     if gradient.dtype not in DTYPES or len({each.dtype for each in tensors}) > 1:
         raise NotLowered(_OTHER)
-    check_rate(graph.machine, gradient.dtype, "gradients of convolutions")
+    check_rate(graph, gradient.dtype, "gradients of convolutions")
     if any(extent.value is None for each in tensors for extent in each.shape):
         raise NotLowered(_DYNAMIC)
     stride, padding, dilation = (given[name] for name in ("stride", "padding", "dilation"))

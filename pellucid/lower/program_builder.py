@@ -20,7 +20,7 @@ from pellucid.ir.nodes import Buffer, Extern, Kernel, Node, Program, View
 from pellucid.ir.types import DType
 from pellucid.ir.verify import program_sizes
 from pellucid.lower.kernel_builder import KernelBuilder
-from pellucid.machine import AVX2, Machine
+from pellucid.machine.library import REFERENCE, Library
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,15 @@ class ProgramBuilder:
     """Collects the program while the FX graph is walked in order."""
 
     def __init__(
-        self, derived: Mapping[str, Derived] | None = None, *, contract: bool = True, machine: Machine = AVX2
+        self, derived: Mapping[str, Derived] | None = None, *, contract: bool = True, library: Library = REFERENCE
     ) -> None:
         """derived: the derived integers that sizes may name, each after those that it is made of.
 
-        contract: whether matrix products, convolutions and attention become kernels. machine: they are compiled for.
+        contract: whether matrix products, convolutions and attention become kernels. library: ATen, next to these.
         counters: buffers of integers that count, each with its first element and the step.
         """
         self.contract = contract
-        self.machine = machine
+        self.library = library
         self.decisions = DecisionLog()
         self.counters: dict[str, tuple[Expr, Expr]] = {}
         self.constants: dict[str, torch.Tensor] = {}

@@ -56,6 +56,7 @@ _LIBRARY_PACK = 4.0
 class Heads:
     """An attention in numbers: `count` heads of `rows` queries and `keys` keys, each of `size` elements of `dtype`.
 
+    sharing: how many of these heads have the same keys and values.
     share: of the scores that count, 1 unless keys that follow a query are left out.
     """
 
@@ -65,6 +66,7 @@ class Heads:
     size: int
     causal: bool = False
     dtype: DType = DType.F32
+    sharing: int = 1
 
     @property
     def share(self) -> float:
@@ -110,9 +112,16 @@ class Heads:
 
     def kernel_time(self, machine: Machine) -> float:
         """Nanoseconds of the kernel on one thread."""
-        read, written = (2 * self.keys + self.rows) * self._row_bytes, self.rows * self._row_bytes
-        work = Work(read, written, read + written, self.flops, self.dtype, self.steps(machine))
-        return time(work, machine).nanoseconds
+        return time(self._work(self.flops, steps=self.steps(machine)), machine).nanoseconds
+
+    def library_time(self, machine: Machine) -> float:
+        """Nanoseconds of ATen's fused kernel on one thread."""
+        return time(self._work(self.library_flops, kind="attention"), machine).nanoseconds
+
+    def _work(self, flops: int, kind: str = "kernel", steps: float = 0.0) -> Work:
+        written = self.rows * self._row_bytes
+        read = written + 2 * self.keys * self._row_bytes // self.sharing
+        return Work(read, written, read + written, flops, self.dtype, steps, kind)
 
     def written_out_time(self, machine: Machine) -> float:
         """Nanoseconds on one thread of two products, with a softmax between them that passes through memory."""

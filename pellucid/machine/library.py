@@ -1,0 +1,58 @@
+"""What ATen computes faster than kernels do, by the machine model and by measurements: such calls are not lowered.
+
+The bounds of products were measured on an AMD EPYC (Zen 4), two threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pellucid.ir.index import ONE, as_expr, nonnegative, product
+from pellucid.ir.nodes import View
+from pellucid.ir.types import DType
+from pellucid.machine.attention import Heads
+from pellucid.machine.kernels import FEW_ROWS
+from pellucid.machine.model import Machine
+from pellucid.machine.reference import AVX2
+
+_TRANSPOSED = "with AVX2, ATen's BLAS is faster where columns of the left operand lie in memory"
+_STRIDED = "neither rows nor columns of the right operand lie in memory, ATen copies it first"
+_LONG = "few rows and columns leave threads idle, ATen's BLAS shares out the terms"
+
+# Terms of a sum, and elements of a result, that are too much for one thread and too little for two.
+_MANY_TERMS = 4096
+_FEW_ELEMENTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """ATen's contractions, next to the kernels of a machine. A reason to prefer ATen's is empty where there is none."""
+
+    machine: Machine
+
+    def prefers_type(self, dtype: DType) -> str:
+        """Why not to multiply in a narrow type: ATen uses units that kernels do not, faster than their peak."""
+        library = self.machine.product.of(dtype).one
+        if dtype is DType.F32 or library < self.machine.flops.of(dtype).one:
+            return ""
+        return f"ATen reaches {library:.0f} operations per nanosecond in {dtype.value}, which kernels do not"
+
+    def prefers_product(self, left: View, right: View) -> str:
+        """Why not to multiply these (..., m, k) and (..., k, n). Symbols count as large where that is in doubt."""
+        (m, k), n = left.shape[-2:], right.shape[-1]
+        if ONE not in (m, n, k):
+            transposed = left.strides[-1] != ONE and left.strides[-2] == ONE
+            if self.machine.isa.name == AVX2.isa.name and transposed and not nonnegative(as_expr(FEW_ROWS) - m):
+                return _TRANSPOSED
+            if ONE not in right.strides[-2:]:
+                return _STRIDED
+        few = nonnegative(as_expr(_FEW_ELEMENTS) - product((*left.shape[:-1], n)))
+        return _LONG if nonnegative(k - _MANY_TERMS) and few else ""
+
+    def attention_times(self, heads: Heads) -> tuple[float, float]:
+        """Nanoseconds of an attention on one thread: of the kernel and of ATen's fused one."""
+        return heads.kernel_time(self.machine), heads.library_time(self.machine)
+
+
+REFERENCE = Library(AVX2)
+"""ATen next to kernels for a machine that nobody has measured."""
