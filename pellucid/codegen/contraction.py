@@ -41,9 +41,9 @@ def plan_contraction(
     if found is None:
         return
     blocks, decisions = found
-    blocks, tiles = by_tiles(blocks, joined.of_first, machine)
+    whole, blocks, tiles = by_tiles(blocks, joined.kernel, machine)
     for each in chain((blocks,), close_blocks(blocks, CLOSE)):
-        yield _planned(joined.kernel, each, (*decisions, *tiles), machine, options, results)
+        yield _planned(whole, each, (*decisions, *tiles), machine, options, results)
 
 
 def _planned(

@@ -2,7 +2,8 @@
 
 `native/kernel/winograd.h` says how: 2 x 2 pixels of the result from 4 x 4 of the image, for 3 x 3 taps that move by one
 pixel. Blocks are then other ones: pixels are transformed again for each block of columns, and what is packed of the
-weights, or transformed, is read, or made, again for each block of lines.
+weights, or transformed, is read, or made, again for each block of lines. Taps that lie several pixels apart are
+neighbours in each phase of the image, see `codegen/phases.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from pellucid.codegen.block_sizes import COLUMN_STEP, waiting
+from pellucid.codegen.block_sizes import COLUMN_STEP, points_besides, waiting
 from pellucid.codegen.blocks import Blocks, taps_of
-from pellucid.ir.contraction import stride_along
+from pellucid.codegen.phases import in_phases
+from pellucid.ir.contraction import find_contraction, stride_along
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import Expr, product
+from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Kernel
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
@@ -66,11 +68,12 @@ class _Shape:
         return products + transformed + (_FETCH if self.packed else _TRANSFORM) * self.channels * columns
 
 
-def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Blocks, tuple[Decision, ...]]:
-    """`blocks` as those by tiles where that is faster, with the reason; as they are elsewhere."""
-    shape = _shape(blocks, machine) if blocks.window else None
-    if shape is None:
-        return blocks, ()
+def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Kernel, Blocks, tuple[Decision, ...]]:
+    """The kernel and its blocks as those by tiles where that is faster, with the reason; as they are elsewhere."""
+    found = _shape(kernel, blocks, machine) if blocks.window else None
+    if found is None:
+        return kernel, blocks, ()
+    phased, tiled, shape = found
     windows = _WINDOWS * TAPS * shape.images * shape.lines * shape.pixels * shape.channels * shape.columns
     windows /= machine.cores
     priced = [(_time(shape, *each, machine.cores), each) for each in _candidates(shape, machine)]
@@ -84,13 +87,17 @@ def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Blocks, 
     facts = (("lines", lines), ("columns", columns))
     decision = Decision("codegen.tiles", (kernel.name, blocks.contraction.total.out), ok, why, facts)
     if not ok:
-        return blocks, (decision,)
+        return kernel, blocks, (decision,)
     tiles = shape.tiles(lines)
-    return replace(blocks, row=shape.line, whole=(shape.pixel,), rows=lines, columns=columns, tiles=tiles), (decision,)
+    tiled = replace(tiled, row=shape.line, whole=(shape.pixel,), rows=lines, columns=columns, tiles=tiles)
+    return phased, tiled, (decision,)
 
 
-def _shape(blocks: Blocks, machine: Machine) -> _Shape | None:
-    """What `winograd.h` can compute; None for any other convolution. Packed weights are never flipped."""
+def _shape(kernel: Kernel, blocks: Blocks, machine: Machine) -> tuple[Kernel, Blocks, _Shape] | None:
+    """What `winograd.h` can compute, of phases where taps lie apart; None for any other convolution.
+
+    Packed weights are never flipped.
+    """
     found, ranges = blocks.contraction, blocks.ranges
     taps, channels = taps_of(found, blocks.inner)
     left, right = (load.index for load in found.loads)
@@ -105,22 +112,34 @@ def _shape(blocks: Blocks, machine: Machine) -> _Shape | None:
     if len(ordered) < 2:
         return None
     line, pixel = ordered[-2:]
-    signs = {_sign(index, line, pixel, taps) for index in (left, *(bound.position for bound in found.bounds))}
+    steps = {_step(index, (line, pixel), taps) for index in (left, *(bound.position for bound in found.bounds))}
+    step = steps.pop() if len(steps) == 1 else 0
     depth, columns = estimate(ranges[channels[0]]), estimate(ranges[blocks.column])
-    if signs not in ({1}, {-1}) or (signs == {-1} and blocks.packed):
+    if step == 0 or (step < 0 and blocks.packed) or min(depth, columns) < _FEWEST or depth % machine.lanes:
         return None
-    if min(depth, columns) < _FEWEST or depth % machine.lanes:
-        return None
-    images = estimate(product(ranges[name] for name in ordered[:-2]))
+    if abs(step) > 1:
+        split = _in_phases(kernel, blocks, (line, pixel), abs(step))
+        if split is None:
+            return None
+        kernel, blocks = split
+    ranges = kernel.ranges
     lines, pixels = estimate(ranges[line]), estimate(ranges[pixel])
-    return _Shape(line, pixel, images, lines, pixels, depth, columns, blocks.packed)
+    images = points_besides(ranges, (line, pixel, *blocks.inner, blocks.column))
+    return kernel, blocks, _Shape(line, pixel, images, lines, pixels, depth, columns, blocks.packed)
 
 
-def _sign(index: Expr, line: str, pixel: str, taps: tuple[str, ...]) -> int:
-    """1 if taps move as far as lines and pixels do, -1 if they move back as far, 0 for all else."""
-    moves = [stride_along(index, name) for name in (line, pixel)]
-    steps = [stride_along(index, name) for name in taps]
-    return 1 if moves == steps else -1 if moves == [-step for step in steps] else 0
+def _in_phases(kernel: Kernel, blocks: Blocks, axes: tuple[str, str], count: int) -> tuple[Kernel, Blocks] | None:
+    split = in_phases(kernel, axes, count)
+    found = split and find_contraction(split)
+    return (split, replace(blocks, contraction=found, ranges=split.ranges)) if split and found else None
+
+
+def _step(index: Expr, axes: tuple[str, str], taps: tuple[str, ...]) -> int:
+    """By how many points of `axes` the taps move, negative if they move back; 0 for all else."""
+    moves, steps = ([stride_along(index, name).value for name in names] for names in (axes, taps))
+    move, step = next(((move, step) for move, step in zip(moves, steps, strict=True) if move), (0, 0))
+    count = step // move if move and step is not None else 0
+    return count if None not in moves and steps == [count * (each or 0) for each in moves] else 0
 
 
 def _candidates(shape: _Shape, machine: Machine) -> Iterator[tuple[int, int]]:

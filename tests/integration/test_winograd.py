@@ -74,12 +74,39 @@ def test_results_are_those_of_windows(
         assert (result - exact).abs().max() < 5e-6 * exact.square().mean().sqrt()
 
 
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "dilation", "padding"),
+    [
+        ((1, 64, 28, 28), 2, 2),
+        ((2, 64, 24, 32), 4, 4),
+        ((1, 96, 30, 18), 3, 3),  # phases of odd sizes
+        ((1, 64, 20, 20), 2, 0),
+        ((1, 64, 26, 26), 2, 5),
+    ],
+)
+def test_taps_that_lie_apart_are_neighbours_in_a_phase(
+    tmp_path: Path, shape: tuple[int, ...], dilation: int, padding: int, freeze: bool
+) -> None:
+    module = nn.Sequential(nn.Conv2d(shape[1], 64, 3, padding=padding, dilation=dilation), nn.ReLU()).eval()
+    x = image(*shape)
+    with torch.no_grad():
+        result = compiled(module, tmp_path, freeze=freeze)(x)
+        assert decided(tmp_path) == [True]
+        exact = copy.deepcopy(module).double()(x.double())
+        assert_matches(result, module(x), exact)
+        assert (result - exact).abs().max() < 5e-6 * exact.square().mean().sqrt()
+
+
 @pytest.mark.parametrize("where", [(0, 0), (3, 4), (10, 13)])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
+@pytest.mark.parametrize("dilation", [1, 2])
 def test_numbers_that_are_not_finite_stay_in_their_windows(
-    tmp_path: Path, value: float, where: tuple[int, int]
+    tmp_path: Path, dilation: int, value: float, where: tuple[int, int]
 ) -> None:
-    module, x = convolution(64, 64), image(1, 64, 11, 14)
+    lines = 10 + dilation
+    module = nn.Conv2d(64, 64, 3, padding=dilation, dilation=dilation).eval()
+    x = image(1, 64, lines, 14)
     x[0, 5, where[0], where[1]] = value
     with torch.no_grad():
         expected = module(x)
@@ -102,10 +129,14 @@ def test_weights_that_are_not_finite_are_noticed(tmp_path: Path) -> None:
         torch.testing.assert_close(run(x), module(x), rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_of_images_are_computed_by_tiles_too(tmp_path: Path) -> None:
-    first, second = convolution(64, 96, layout=LAST), convolution(96, 64, layout=LAST)
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_gradients_of_images_are_computed_by_tiles_too(tmp_path: Path, dilation: int) -> None:
+    first, second = (
+        nn.Conv2d(*channels, 3, padding=dilation, dilation=dilation).to(memory_format=LAST)
+        for channels in ((64, 96), (96, 64))
+    )
     module = nn.Sequential(first, nn.Tanh(), second)
-    x = image(2, 64, 17, 20)
+    x = image(2, 64, 16 + dilation % 2, 20)
 
     def gradients(run: nn.Module, x: Tensor) -> list[Tensor]:
         x = x.detach().requires_grad_()
@@ -133,7 +164,8 @@ def test_bits_do_not_depend_on_threads(tmp_path: Path) -> None:
 def test_other_convolutions_are_computed_by_windows(tmp_path: Path) -> None:
     modules = [
         nn.Conv2d(64, 64, 3, stride=2, padding=1),
-        nn.Conv2d(64, 64, 3, dilation=2),
+        nn.Conv2d(64, 64, 3, dilation=3),  # phases of 14 lines differ
+        nn.Conv2d(64, 64, 3, dilation=(1, 2)),
         nn.Conv2d(64, 64, 5, padding=2),
         nn.Conv2d(64, 64, (3, 1)),
         nn.Conv2d(20, 64, 3),
