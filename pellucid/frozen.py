@@ -2,51 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeAlias
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
 from pellucid.errors import warn
-from pellucid.native.fingerprint import Fingerprint
-from pellucid.native.function import kernel_function
-from pellucid.native.huge_pages import empty_in_huge_pages
+from pellucid.native.fingerprint import Fingerprint, place_of
+from pellucid.native.panels import Packer, Panels, pack
 
 _Run: TypeAlias = "Callable[[list[Any]], list[Any]]"
 
 # As often as this may parameters change before somebody is told what that costs.
 _CHANGES = 8
 
-
-@dataclass(frozen=True, slots=True)
-class Packer:
-    """A function that packs a tensor: the one at `source` among the arguments and then the results of what runs before.
-
-    name, address, numel: see `CppPacking`.
-    """
-
-    name: str
-    address: int
-    numel: int
-    source: int
+# How much memory may be kept for several sets of parameters, next to their own. What one set needs is kept in any case.
+_MOST = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What was prepared, and of what: sources are the parameters, which it does not keep alive."""
+    """What was prepared of some parameters, whose memory it does not keep.
+
+    tensors: what was made of them, and then the panels. sources: the bytes of their memory, by its address.
+    watch: calls somebody when one of them goes.
+    """
 
     fingerprint: Fingerprint
-    sources: tuple[ReferenceType[torch.Tensor], ...]
     tensors: tuple[torch.Tensor, ...]
-
-    def is_stale(self) -> bool:
-        """Whether one of the parameters is gone, or lies elsewhere."""
-        found = (source() for source in self.sources)
-        pairs = zip(found, self.fingerprint.pointers, strict=True)
-        return any(tensor is None or tensor.data_ptr() != pointer for tensor, pointer in pairs)
+    panels: tuple[Panels, ...]
+    sources: dict[int, int]
+    watch: tuple[ReferenceType[torch.Tensor], ...]
 
 
 class Frozen:
@@ -78,55 +68,97 @@ class Frozen:
         self._unread = tuple(unread)
         self._name = name
         self._lock = Lock()
-        self._prepared: dict[tuple[int, ...], _Prepared] = {}
+        self._prepared: dict[int, _Prepared] = {}  # by the place of the parameters, the oldest first
         self._changes = 0
 
     def __call__(self, args: list[Any]) -> list[Any]:
         frozen = [args[position] for position in self._positions]
-        prepared = self._found(frozen) or self._prepare(args, frozen)
+        place = place_of(frozen)
+        prepared = self._prepared.get(place)
+        if prepared is not None and not prepared.fingerprint.holds(frozen):
+            prepared = self._drop(place, prepared)
+        if prepared is None:
+            prepared = self._prepare(args, frozen, place)
         args.extend(prepared.tensors)
         return self._main(args)
 
-    def _found(self, frozen: list[torch.Tensor]) -> _Prepared | None:
-        """What was prepared of these tensors, if they are as they were."""
-        prepared = self._prepared.get(_key(frozen))
-        return prepared if prepared is not None and prepared.fingerprint.holds(frozen) else None
-
-    def _prepare(self, args: list[Any], frozen: list[torch.Tensor]) -> _Prepared:
+    def _prepare(self, args: list[Any], frozen: list[torch.Tensor], place: int) -> _Prepared:
         with self._lock:
-            prepared = self._found(frozen)
-            if prepared is not None:
+            prepared = self._prepared.get(place)
+            if prepared is not None and prepared.fingerprint.holds(frozen):
                 return prepared  # another thread was here
-            self._forget(_key(frozen))  # its memory goes first
             fingerprint = Fingerprint.of(frozen)
             made = self._before(list(args))
-            panels = _packed(self._packers, [*args, *made])
+            panels = pack(self._packers, [*args, *made], len(args))
             for number in self._unread:
                 made[number] = torch.empty(0)  # what it was need not be kept
-            prepared = _Prepared(fingerprint, tuple(map(ref, frozen)), (*made, *panels))
-            self._prepared = {**self._prepared, _key(frozen): prepared}
+            gone = _Gone(self)
+            storages = [tensor.untyped_storage() for tensor in frozen]
+            sources = {storage._cdata: storage.nbytes() for storage in storages}
+            watch = tuple(ref(tensor, gone) for tensor in frozen)
+            tensors = (*made, *(each.tensor for each in panels))
+            prepared = _Prepared(fingerprint, tensors, tuple(panels), sources, watch)
+            self._keep(place, prepared)
             return prepared
 
-    def _forget(self, key: tuple[int, ...]) -> None:
-        """Drop what was prepared of these tensors, and of others that are gone."""
-        kept = {each: prepared for each, prepared in self._prepared.items() if each != key and not prepared.is_stale()}
-        changed, self._prepared = len(kept) < len(self._prepared), kept
-        self._changes += changed
-        if changed and self._changes == _CHANGES:
+    def _keep(self, place: int, prepared: _Prepared) -> None:
+        """Keep it, and of others the latest that there is room for."""
+        self.sweep()
+        kept = {**self._prepared, place: prepared}
+        while len(kept) > 1 and _bytes_kept(kept.values()) > _MOST * _bytes_of_sources(kept.values()):
+            del kept[next(iter(kept))]
+            self._count()
+        self._prepared = kept
+
+    def _drop(self, place: int, prepared: _Prepared) -> None:
+        """Forget what was prepared of parameters that have changed since; its memory goes first."""
+        with self._lock:
+            if self._prepared.get(place) is prepared:
+                self._prepared = {each: other for each, other in self._prepared.items() if each != place}
+                self._count()
+
+    def sweep(self) -> None:
+        """Forget what was prepared of parameters that are gone."""
+        self._prepared = {place: each for place, each in self._prepared.items() if not each.fingerprint.is_gone()}
+
+    def _count(self) -> None:
+        self._changes += 1
+        if self._changes == _CHANGES:
             warn(
                 f"the parameters of {self._name} have changed {_CHANGES} times, and were prepared again each time: "
                 "the option `freeze` is for models whose parameters stay as they are"
             )
 
 
-def _key(frozen: list[torch.Tensor]) -> tuple[int, ...]:
-    """Where the first and the last of some tensors lie: modules of which both do so too are told apart at each call."""
-    return tuple(tensor.data_ptr() for tensor in (*frozen[:1], *frozen[-1:]))
+class _Gone:
+    """Called when a parameter of a program goes: its memory is given back after that."""
+
+    def __init__(self, program: Frozen) -> None:
+        self._program = ref(program)
+
+    def __call__(self, _: ReferenceType[torch.Tensor]) -> None:
+        program = self._program()
+        if program is not None:
+            _to_sweep.add(program)
+            if _sweep_all not in gc.callbacks:
+                gc.callbacks.append(_sweep_all)
 
 
-def _packed(packers: Sequence[Packer], tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """The panels of matrices. Shapes: [packer.numel], f32."""
-    found = empty_in_huge_pages([packer.numel for packer in packers])
-    for packer, panels in zip(packers, found, strict=True):
-        kernel_function(packer.name, packer.address)([tensors[packer.source], panels], [], 1)
-    return found
+_to_sweep: WeakSet[Frozen] = WeakSet()
+
+
+def _sweep_all(phase: str, _: dict[str, int]) -> None:
+    """Sweep all programs of which parameters went, after Python has collected garbage."""
+    if phase == "stop" and _to_sweep:
+        programs = list(_to_sweep)
+        _to_sweep.clear()
+        for program in programs:
+            program.sweep()
+
+
+def _bytes_kept(prepared: Iterable[_Prepared]) -> int:
+    return sum({tensor.data_ptr(): tensor.nbytes for each in prepared for tensor in each.tensors}.values())
+
+
+def _bytes_of_sources(prepared: Iterable[_Prepared]) -> int:
+    return sum({place: size for each in prepared for place, size in each.sources.items()}.values())

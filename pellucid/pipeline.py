@@ -29,7 +29,7 @@ from pellucid.codegen.verify_nest import verify_nest
 from pellucid.errors import PellucidError
 from pellucid.executable import Executable, Name, Probe, Whole
 from pellucid.execution_plan import ExecutionPlan, plan_execution
-from pellucid.frozen import Frozen, Packer
+from pellucid.frozen import Frozen
 from pellucid.ir.analysis import reads
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Extern, Kernel, Program, View
@@ -40,6 +40,7 @@ from pellucid.machine import AVX2, Machine
 from pellucid.machine.library import Library
 from pellucid.native.build import BuildReport, build, is_built
 from pellucid.native.machine import machine_for
+from pellucid.native.panels import Packer
 from pellucid.options import Options
 from pellucid.schedule import schedule
 from pellucid.schedule.freeze import part, with_inputs

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pellucid.native.loader import library
 
@@ -22,23 +23,28 @@ _UNCOUNTED = -1
 class Fingerprint:
     """What is remembered of tensors to notice a change: see `holds`.
 
-    pointers: where their data begins. versions: how often each was changed, as PyTorch counts it. watched, uncounted:
-    samples of the bytes of those whose changes are counted, and of the others.
+    storages: the memory of each. pointers: where their data begins. versions: how often each was changed, as PyTorch
+    counts it. watched, uncounted: samples of the bytes of those whose changes are counted, and of the others.
+    memory: keeps no memory alive, but what is at `storages`, so that nothing else comes to lie there.
     """
 
+    storages: ctypes.Array[ctypes.c_int64]
     pointers: ctypes.Array[ctypes.c_int64]
     versions: ctypes.Array[ctypes.c_int64]
     watched: _Samples
     uncounted: _Samples
+    memory: tuple[StorageWeakRef, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Fingerprint:
         words = ctypes.c_int64 * len(tensors)
+        memory = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+        storages = words(*(tensor.untyped_storage()._cdata for tensor in tensors))
         pointers = words(*(tensor.data_ptr() for tensor in tensors))
         versions = words(*(_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors))
         watched = [tensor for tensor in tensors if not tensor.is_inference()]
         others = [tensor for tensor in tensors if tensor.is_inference()]
-        return cls(pointers, versions, _Samples.of(watched, _TURNS), _Samples.of(others, 1))
+        return cls(storages, pointers, versions, _Samples.of(watched, _TURNS), _Samples.of(others, 1), memory)
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
         """False if one of the tensors is another, was changed by PyTorch, or differs in the sample of this call.
@@ -47,8 +53,23 @@ class Fingerprint:
         noticed in samples only: at once where it changes a tensor as a whole, a part of a tensor after some calls, and
         one of a few elements perhaps not at all.
         """
-        in_place = library().pellucid_in_place(tensors, self.pointers, self.versions)
-        return in_place and self.watched.hold() and self.uncounted.hold()
+        return self._in_place(tensors) and self.watched.hold() and self.uncounted.hold()
+
+    def holds_entirely(self, tensors: list[torch.Tensor]) -> bool:
+        """The same by the samples of all calls."""
+        return self._in_place(tensors) and self.watched.all_hold() and self.uncounted.all_hold()
+
+    def _in_place(self, tensors: list[torch.Tensor]) -> bool:
+        return library().pellucid_in_place(tensors, self.storages, self.pointers, self.versions)
+
+    def is_gone(self) -> bool:
+        """Whether the memory of one of the tensors was given back."""
+        return any(each.expired() for each in self.memory)
+
+
+def place_of(tensors: list[torch.Tensor]) -> int:
+    """A number that tells lists of tensors apart by where they lie in memory."""
+    return library().pellucid_place(tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +90,13 @@ class _Samples:
     def hold(self) -> bool:
         """Whether the sample whose turn it is is as it was."""
         turn = next(self.turns) % len(self.hashes)
+        return self._holds(turn)
+
+    def all_hold(self) -> bool:
+        """Whether all samples are as they were."""
+        return all(map(self._holds, range(len(self.hashes))))
+
+    def _holds(self, turn: int) -> bool:
         return _sample(self.addresses, self.sizes, turn, len(self.hashes)) == self.hashes[turn]
 
 

@@ -14,6 +14,7 @@ namespace {
 // Facts about this Python and this PyTorch that `loader.py` finds out, and where to call back.
 struct Host {
   int64_t type_offset, impl_offset;  // in a tensor object, of its type and of its TensorImpl, in bytes
+  int64_t storage_offset;            // in a TensorImpl, of its StorageImpl
   PyObject *tensor_type, *parameter_type;
   PyObject* (*wrap)(AtenTensorHandle);  // to a Python object, without taking the handle; null: use `steal`
   PyObject* steal;                      // from a list of capsules with handles, which it takes, to a list of tensors

@@ -39,6 +39,7 @@ class _Host(ctypes.Structure):
     _fields_ = [
         ("type_offset", ctypes.c_int64),
         ("impl_offset", ctypes.c_int64),
+        ("storage_offset", ctypes.c_int64),
         ("tensor_type", ctypes.py_object),
         ("parameter_type", ctypes.py_object),
         ("wrap", ctypes.c_void_p),
@@ -79,8 +80,10 @@ def _library() -> ctypes.PyDLL:
     lib.pellucid_contended.restype = ctypes.c_bool
     lib.pellucid_fingerprint.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3]
     lib.pellucid_fingerprint.restype = ctypes.c_uint64
-    lib.pellucid_in_place.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p]
+    lib.pellucid_in_place.argtypes = [ctypes.py_object, *[ctypes.c_void_p] * 3]
     lib.pellucid_in_place.restype = ctypes.c_bool
+    lib.pellucid_place.argtypes = [ctypes.py_object]
+    lib.pellucid_place.restype = ctypes.c_uint64
     lib.pellucid_flush_denormals.argtypes = [ctypes.c_bool]
     lib.pellucid_flush_denormals.restype = None
     lib.pellucid_init.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -148,8 +151,9 @@ def _host(lib: ctypes.PyDLL) -> _Host:
     _check_handle()
     samples = [torch.ones(2), torch.nn.Parameter(torch.ones(1)), torch.zeros(0, dtype=torch.int64)]
     return _Host(
-        type_offset=_offset("type", samples, lambda tensor: id(type(tensor))),
-        impl_offset=_offset("TensorImpl", samples, lambda tensor: tensor._cdata),
+        type_offset=_offset("type", samples, id, lambda tensor: id(type(tensor))),
+        impl_offset=_offset("TensorImpl", samples, id, _implementation),
+        storage_offset=_offset("StorageImpl", samples, _implementation, lambda tensor: tensor.untyped_storage()._cdata),
         tensor_type=torch.Tensor,
         parameter_type=torch.nn.Parameter,
         wrap=_wrapper(),
@@ -161,13 +165,22 @@ def _host(lib: ctypes.PyDLL) -> _Host:
     )
 
 
-def _offset(what: str, samples: list[torch.Tensor], value: Callable[[torch.Tensor], int]) -> int:
-    """Where in a tensor object the pointer stands that `value` gives, in bytes."""
+def _implementation(tensor: torch.Tensor) -> int:
+    return tensor._cdata
+
+
+def _offset(
+    what: str,
+    samples: list[torch.Tensor],
+    start: Callable[[torch.Tensor], int],
+    value: Callable[[torch.Tensor], int],
+) -> int:
+    """How many bytes after `start` of a tensor the pointer stands that `value` gives."""
     word = ctypes.sizeof(ctypes.c_void_p)
     for offset in range(0, 8 * word, word):
-        if all(ctypes.c_uint64.from_address(id(tensor) + offset).value == value(tensor) for tensor in samples):
+        if all(ctypes.c_uint64.from_address(start(tensor) + offset).value == value(tensor) for tensor in samples):
             return offset
-    raise UnsupportedError(f"tensor objects of PyTorch {torch.__version__} have no {what} pointer", hint=_HINT)
+    raise UnsupportedError(f"tensors of PyTorch {torch.__version__} have no {what} pointer", hint=_HINT)
 
 
 def _check_handle() -> None:

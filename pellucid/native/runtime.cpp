@@ -156,16 +156,27 @@ std::vector<CounterEvent> events_of(const int64_t* words, int64_t count) {
 
 // ------------------------------------------------------------------------------------------------ frozen tensors
 
-// Whether the data of each tensor of a list begins where it did, and its changes are as many as they were; -1: they
-// are not counted. False, too, where one of inference mode has taken the place of one whose changes are.
-bool in_place(PyObject* tensors, const int64_t* addresses, const int64_t* versions) {
+// Where a tensor lies: in which memory, a StorageImpl, and where its data begins.
+struct Place {
+  int64_t storage, data;
+};
+Place place_of(PyObject* tensor) {
+  void* impl = field<void*>(tensor, host.impl_offset);
+  int64_t storage = *reinterpret_cast<int64_t*>(static_cast<char*>(impl) + host.storage_offset);
+  return {storage, reinterpret_cast<int64_t>(data_of(handle_at(&impl)))};
+}
+
+// Whether each tensor of a list lies where it did, and its changes are as many as they were; -1: they are not counted.
+// False, too, where one of inference mode has taken the place of one whose changes are.
+bool in_place(PyObject* tensors, const int64_t* storages, const int64_t* addresses, const int64_t* versions) {
   const ptrdiff_t count = PyList_Size(tensors);
   for (ptrdiff_t k = 0; k < count; k++) {
     PyObject* tensor = PyList_GetItem(tensors, k);
     if (!is_tensor(tensor)) return false;
-    void* impl = field<void*>(tensor, host.impl_offset);
     try {
-      if (reinterpret_cast<int64_t>(data_of(handle_at(&impl))) != addresses[k]) return false;
+      Place place = place_of(tensor);
+      if (place.storage != storages[k] || place.data != addresses[k]) return false;
+      void* impl = field<void*>(tensor, host.impl_offset);
       if (versions[k] >= 0 && host.version(handle_at(&impl)) != versions[k]) return false;
     } catch (const Failure&) {  // it has no memory
       return false;
@@ -174,6 +185,22 @@ bool in_place(PyObject* tensors, const int64_t* addresses, const int64_t* versio
     }
   }
   return true;
+}
+
+// A number that tells lists of tensors apart by where they lie.
+uint64_t place_of_all(PyObject* tensors) {
+  constexpr uint64_t ODD = 0x9E3779B97F4A7C15;  // 2^64 over the golden ratio: multiples of it are spread evenly
+  uint64_t hash = 0;
+  for (ptrdiff_t k = 0; k < PyList_Size(tensors); k++) {
+    PyObject* tensor = PyList_GetItem(tensors, k);
+    if (!is_tensor(tensor)) continue;
+    try {
+      Place place = place_of(tensor);
+      for (int64_t word : {place.storage, place.data}) hash = (hash ^ uint64_t(word) ^ (hash >> 32)) * ODD;
+    } catch (const Failure&) {  // it has no memory: `in_place` will say so
+    }
+  }
+  return hash;
 }
 
 // ------------------------------------------------------------------------------------------------ fork
@@ -275,9 +302,11 @@ uint64_t pellucid_fingerprint(
 }
 
 // Whether the tensors of a list lie where they did and PyTorch has counted no change of them since, see `in_place`.
-bool pellucid_in_place(PyObject* tensors, const int64_t* addresses, const int64_t* versions) {
-  return in_place(tensors, addresses, versions);
+bool pellucid_in_place(PyObject* tensors, const int64_t* storages, const int64_t* addresses, const int64_t* versions) {
+  return in_place(tensors, storages, addresses, versions);
 }
+
+uint64_t pellucid_place(PyObject* tensors) { return place_of_all(tensors); }
 
 bool pellucid_contended() { return contention.contended(); }
 
