@@ -29,11 +29,13 @@ from pellucid.machine.work import estimate
 _SHARE = 0.9
 _STACK = 1408 << 10
 # Multiplications that take as long as: to transform a tile in one channel, or its sums back; to fetch the weights of a
-# channel and column that are packed, or to transform them.
+# channel and column that are packed, or to transform them; or to pack them for windows. The latter two are between 112
+# and 300, and 200, of wider cores, where all but multiplications takes as long as elsewhere.
 _TILE = 64.0
 _SUMS = 60.0
 _FETCH = 32.0
-_TRANSFORM = 112.0
+_TRANSFORM = 200.0
+_PACK = 130.0
 # Products that gathering and packing cost beside each in windows; what tiles must gain, since they round more often.
 _WINDOWS = 1.05
 _WORTH = 1.15
@@ -74,8 +76,7 @@ def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Kernel, 
     if found is None:
         return kernel, blocks, ()
     phased, tiled, shape = found
-    windows = _WINDOWS * TAPS * shape.images * shape.lines * shape.pixels * shape.channels * shape.columns
-    windows /= machine.cores
+    windows = _by_windows(shape, blocks.height) / machine.cores
     priced = [(_time(shape, *each, machine.cores), each) for each in _candidates(shape, machine)]
     time, (lines, columns) = min(priced, default=(windows, (0, 0)))
     ok = time * _WORTH < windows
@@ -91,6 +92,12 @@ def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Kernel, 
     tiles = shape.tiles(lines)
     tiled = replace(tiled, row=shape.line, whole=(shape.pixel,), rows=lines, columns=columns, tiles=tiles)
     return phased, tiled, (decision,)
+
+
+def _by_windows(shape: _Shape, height: int) -> float:
+    """Multiplications that windows take as long as, in blocks of so many pixels."""
+    pixels, weights = shape.images * shape.lines * shape.pixels, shape.channels * shape.columns
+    return (_WINDOWS * TAPS * pixels + (0.0 if shape.packed else _PACK * -(-pixels // height))) * weights
 
 
 def _shape(kernel: Kernel, blocks: Blocks, machine: Machine) -> tuple[Kernel, Blocks, _Shape] | None:
