@@ -146,6 +146,7 @@ class Blocks:
     packed: the right operand is packed before the program runs. stored: where the sums go at once; None where other
     lines run over each block, which is then in memory of its own.
     tiles: how many of 2 x 2 pixels a block has, if its sums are computed by tiles (`codegen/winograd.py`), else 0.
+    kept: blocks by tiles that follow one another, of the same columns, transform the weights of these once.
     groups: of a convolution, where a column is made of the channels of its group; the contraction is that of the first.
     pricing, sizes: of other rows and columns that could have been chosen.
     """
@@ -165,6 +166,7 @@ class Blocks:
     packed: bool = False
     stored: Store | None = None
     tiles: int = 0
+    kept: bool = False
     groups: Groups | None = None
     pricing: Pricing | None = None
     sizes: tuple[tuple[int, int], ...] = ()

@@ -160,6 +160,8 @@ class _Printer:
     # ------------------------------------------------------------------------------------------ loops
 
     def parallel(self, loop: Parallel) -> None:
+        if self.plan.blocks is not None and self.plan.blocks.kept:
+            self.out.line(self.operands().kept(self.plan.blocks))
         self.open("for (int64_t t = begin; t < end; t++) {", merge(_origins(loop.body)))
         self.decode(loop.counters)
         self.items(loop.body)

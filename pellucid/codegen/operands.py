@@ -47,6 +47,10 @@ def _groups(groups: Groups) -> str:
     return f"pv::Groups<{groups.outputs}, {groups.channels}, {groups.together}>"
 
 
+KEPT = "kept"
+"""The name of what blocks share."""
+
+
 @dataclass(frozen=True)
 class Operands:
     """Calls on operands.
@@ -84,7 +88,12 @@ class Operands:
             function = "contract_tiles"
         if blocks.groups:
             function, known, sizes = "contract_groups", self.sizes_of_groups(blocks, blocks.groups), "to - from, from"
-        return f"pv::{function}<{known}>({sizes}, {first}, {second}, {self.sums(blocks)});"
+        kept = f", {KEPT if blocks.kept else 'pv::NoTiles{}'}" if blocks.tiles else ""
+        return f"pv::{function}<{known}>({sizes}, {first}, {second}, {self.sums(blocks)}{kept});"
+
+    def kept(self, blocks: Blocks) -> str:
+        """What blocks that follow one another share."""
+        return f"pv::KeptTiles<{blocks.channels}, {blocks.columns}> {KEPT};"
 
     def contract_pixels(self, blocks: Blocks) -> str:
         """The sums of one block, over pixels."""

@@ -51,7 +51,7 @@ class Plan:
 
     - one parallel loop over `outer`, chunks of `inner` if `chunk` is not 0, and blocks of `tile` if it is a kept axis,
       flattened, the last one fastest; with `outer` last if `outer_fastest`, blocks before chunks if
-      `columns_outermost`;
+      `columns_outermost`, and before `outer` too if they share what is `kept`;
     - one loop for each of the `colliding` axes of a scatter;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
     - loops over all of the `whole` axes of a block;
@@ -123,6 +123,8 @@ class Plan:
             )
             if axis is not None and step
         ]
+        if self.blocks is not None and self.blocks.kept:
+            return (cut[1], *outer, cut[0])
         cut = cut[::-1] if self.columns_outermost else cut
         return (*cut, *outer) if self.outer_fastest else (*outer, *cut)
 

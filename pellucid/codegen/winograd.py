@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 
 from pellucid.codegen.block_sizes import COLUMN_STEP, points_besides, waiting
 from pellucid.codegen.blocks import Blocks, taps_of
@@ -39,6 +40,8 @@ _PACK = 130.0
 # Products that gathering and packing cost beside each in windows; what tiles must gain, since they round more often.
 _WINDOWS = 1.05
 _WORTH = 1.15
+# The part of a core's share of the last cache that transformed weights may take which are kept.
+_KEPT = 2
 # Blocks for each core of which it does not matter which core has which.
 _MANY = 32
 # Fewer channels or columns are mostly transformed.
@@ -63,11 +66,22 @@ class _Shape:
         return -(-lines // 2) * -(-self.pixels // 2)
 
     def price(self, lines: int, columns: int) -> float:
-        """Multiplications that a block of so many lines and columns takes as long as."""
+        """Multiplications that a block of so many lines and columns takes as long as, but for its weights."""
         tiles, columns = self.tiles(lines), -(-columns // COLUMN_STEP) * COLUMN_STEP
         products = PLACES * tiles * self.channels * columns
-        transformed = tiles * (_TILE * self.channels + _SUMS * columns)
-        return products + transformed + (_FETCH if self.packed else _TRANSFORM) * self.channels * columns
+        return products + tiles * (_TILE * self.channels + _SUMS * columns)
+
+    def weights(self, columns: int) -> int:
+        return self.channels * -(-columns // COLUMN_STEP) * COLUMN_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Lines and columns of a block. kept: see `Blocks`."""
+
+    lines: int
+    columns: int
+    kept: bool
 
 
 def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Kernel, Blocks, tuple[Decision, ...]]:
@@ -77,21 +91,21 @@ def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Kernel, 
         return kernel, blocks, ()
     phased, tiled, shape = found
     windows = _by_windows(shape, blocks.height) / machine.cores
-    priced = [(_time(shape, *each, machine.cores), each) for each in _candidates(shape, machine)]
-    time, (lines, columns) = min(priced, default=(windows, (0, 0)))
+    priced = [(_time(shape, each, machine.cores), each) for each in _candidates(shape, machine)]
+    time, way = min(priced, key=itemgetter(0), default=(windows, _Way(0, 0, False)))
     ok = time * _WORTH < windows
     why = (
         f"tiles of 2 x 2 pixels take {time / windows:.2f} of the time of windows"
         if priced
         else "a line of tiles would not stay in the cache"
     )
-    facts = (("lines", lines), ("columns", columns))
+    facts = (("lines", way.lines), ("columns", way.columns), ("kept", int(way.kept)))
     decision = Decision("codegen.tiles", (kernel.name, blocks.contraction.total.out), ok, why, facts)
     if not ok:
         return kernel, blocks, (decision,)
-    tiles = shape.tiles(lines)
-    tiled = replace(tiled, row=shape.line, whole=(shape.pixel,), rows=lines, columns=columns, tiles=tiles)
-    return phased, tiled, (decision,)
+    axes = {"row": shape.line, "whole": (shape.pixel,)}
+    sizes = {"rows": way.lines, "columns": way.columns, "tiles": shape.tiles(way.lines), "kept": way.kept}
+    return phased, replace(tiled, **axes, **sizes), (decision,)
 
 
 def _by_windows(shape: _Shape, height: int) -> float:
@@ -149,34 +163,47 @@ def _step(index: Expr, axes: tuple[str, str], taps: tuple[str, ...]) -> int:
     return count if None not in moves and steps == [count * (each or 0) for each in moves] else 0
 
 
-def _candidates(shape: _Shape, machine: Machine) -> Iterator[tuple[int, int]]:
+def _candidates(shape: _Shape, machine: Machine) -> Iterator[_Way]:
     """Lines and columns of blocks that caches and stack hold. Lines come in pairs: so tiles are the same in each."""
     own = PLACES * (shape.channels + machine.lanes), PLACES * COLUMN_STEP
     weights = 0 if shape.packed else PLACES * COLUMN_STEP * min(shape.channels, TRANSFORMED)
     panels = -(-shape.columns // COLUMN_STEP)
     widths = sorted({-(-panels // pieces) * COLUMN_STEP for pieces in range(1, panels + 1)})
+    room = machine.last_cache // (_KEPT * machine.cores)
     for lines in range(2, shape.lines + 2, 2):
         tiles = shape.tiles(lines)
         if 4 * tiles * own[0] > _SHARE * machine.own_cache:
             return
         for columns in widths:
             if 4 * (tiles * sum(own) + weights + lines * shape.pixels * columns) <= _STACK:
-                yield lines, columns
+                yield _Way(lines, columns, kept=False)
+                if not shape.packed and 4 * PLACES * shape.weights(columns) <= room:
+                    yield _Way(lines, columns, kept=True)
 
 
-def _time(shape: _Shape, lines: int, columns: int, cores: int) -> float:
+def _time(shape: _Shape, way: _Way, cores: int) -> float:
     """Multiplications that the slowest of `cores` takes as long as: each has as many blocks, one after the other.
 
-    All lines of some columns follow one another.
+    All lines of some columns follow one another; of all images, where weights are kept.
     """
-    blocks = [
-        shape.price(min(lines, shape.lines - line), min(columns, shape.columns - column))
-        for column in range(0, shape.columns, columns)
-        for line in range(0, shape.lines, lines)
+    heights = [min(way.lines, shape.lines - line) for line in range(0, shape.lines, way.lines)]
+    widths = [min(way.columns, shape.columns - column) for column in range(0, shape.columns, way.columns)]
+    once = [(_TRANSFORM if way.kept else 0.0) * shape.weights(width) for width in widths]
+    each = _FETCH if shape.packed or way.kept else _TRANSFORM
+    priced = [
+        [(column, shape.price(height, width) + each * shape.weights(width)) for height in heights]
+        for column, width in enumerate(widths)
     ]
-    count = len(blocks) * shape.images
+    count = len(widths) * len(heights) * shape.images
     if count >= _MANY * cores:
-        return sum(blocks) * shape.images / cores * waiting(count, cores)
-    blocks *= shape.images
+        blocks = sum(price for of_column in priced for _, price in of_column)
+        return (blocks * shape.images + sum(once)) / cores * waiting(count, cores)
+    if way.kept:
+        blocks = [block for of_column in priced for block in of_column * shape.images]
+    else:
+        blocks = [block for of_column in priced for block in of_column] * shape.images
     ends = [core * count // cores for core in range(cores + 1)]
-    return max(sum(blocks[first:last]) for first, last in pairwise(ends))
+    shares = [blocks[first:last] for first, last in pairwise(ends)]
+    return max(
+        sum(price for _, price in share) + sum(once[each] for each in {at for at, _ in share}) for share in shares
+    )

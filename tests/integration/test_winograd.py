@@ -118,6 +118,24 @@ def test_numbers_that_are_not_finite_stay_in_their_windows(
             torch.testing.assert_close(result, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("shape", "outputs", "dilation"), [((3, 128, 32, 30), 160, 1), ((1, 64, 32, 32), 96, 2)])
+def test_blocks_of_the_same_columns_share_their_weights(
+    tmp_path: Path, shape: tuple[int, ...], outputs: int, dilation: int
+) -> None:
+    module = nn.Conv2d(shape[1], outputs, 3, padding=dilation, dilation=dilation).eval()
+    x = image(*shape)
+    x[0, 3, 9, 11] = math.nan
+    run = compiled(module, tmp_path)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(run(x), module(x), equal_nan=True, rtol=1e-4, atol=1e-4)
+            module.weight.mul_(-2)
+    (file,) = tmp_path.rglob("decisions.csv")
+    (facts,) = (row["facts"] for row in csv.DictReader(file.open()) if row["rule"] == "codegen.tiles")
+    assert "kept=1" in facts
+    assert any("pv::KeptTiles" in each.read_text() for each in tmp_path.rglob("*.cpp"))
+
+
 def test_weights_that_are_not_finite_are_noticed(tmp_path: Path) -> None:
     module, x = convolution(64, 64, padding=0), image(1, 64, 11, 14)
     with torch.no_grad():

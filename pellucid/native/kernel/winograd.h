@@ -100,6 +100,34 @@ template <int CHANNELS, int CHUNK>
   }
 }
 
+// The weights of some columns, transformed as `pack_tiles` has them, and kept while blocks of these columns follow one
+// another.
+template <int CHANNELS, int N> class KeptTiles {
+ public:
+  static constexpr bool KEEPS = true;
+  ~KeptTiles() { std::free(at_); }
+  // Of the weights b[9 CHANNELS, n]. Null if there is no memory.
+  const float* operator()(const Matrix<float>& b, int64_t n, bool planes, bool flipped) {
+    if (of_ == b.at) return at_;
+    if (!at_) at_ = static_cast<float*>(std::aligned_alloc(64, sizeof(float) * PLACES * CHANNELS * N));
+    for (int64_t j = 0; j < n && at_; j += COLUMNS) {
+      float* panel = at_ + j * PLACES * CHANNELS;
+      transform_panel<CHANNELS, CHANNELS>(b.from(0, j), least(n - j, COLUMNS), 0, CHANNELS, planes, flipped, panel);
+    }
+    if (at_) of_ = b.at;
+    return at_;
+  }
+
+ private:
+  float* at_ = nullptr;
+  const float* of_ = nullptr;
+};
+
+// The same where each block transforms them.
+struct NoTiles {
+  static constexpr bool KEEPS = false;
+};
+
 // A window whose taps follow one another backwards, as those of an image's gradient do, from its last tap on. Weights
 // that are flipped so exchange the first and the last place of each axis.
 PV_FN bool is_flipped(const Window<float>& w) { return w.taps[0].step < 0; }
@@ -177,28 +205,31 @@ template <int PAIR, int WIDTH, class Right>
 }
 
 // The same as `contract` of windows, of which a block has at most TILES tiles, with CHANNELS channels. Weights that are
-// not packed are transformed for each block, CHUNK channels at a time. PAIR: see `contract_lines`.
-template <int PAIR, int N, int WIDTH, int TILES, int CHANNELS, class Right>
-inline void contract_tiles(int64_t n, int64_t k, const Window<float>& a, const Right& b, const Sums& c) {
-  constexpr bool PACKED = std::is_same_v<Right, TilePanels>;
-  constexpr int CHUNK = PACKED || CHANNELS < TRANSFORMED ? CHANNELS : TRANSFORMED;
+// neither packed nor kept are transformed for each block, CHUNK channels at a time. PAIR: see `contract_lines`.
+template <int PAIR, int N, int WIDTH, int TILES, int CHANNELS, class Right, class Kept>
+inline void contract_tiles(int64_t n, int64_t k, const Window<float>& a, const Right& b, const Sums& c, Kept&& kept) {
+  constexpr bool PACKED = std::is_same_v<Right, TilePanels>, READY = PACKED || std::decay_t<Kept>::KEEPS;
+  constexpr int CHUNK = READY || CHANNELS < TRANSFORMED ? CHANNELS : TRANSFORMED;
   static_assert(N % COLUMNS == 0 && CHANNELS % COLUMN == 0);
   constexpr int STEP = CHANNELS + COLUMN, PLANE = TILES * STEP;  // so that tiles lie in different sets of the cache
   constexpr int SUMS = TILES * COLUMNS + COLUMN;
-  alignas(64) float pixels[PLACES * PLANE], sums[PLACES * SUMS], weights[PACKED ? 1 : PLACES * CHUNK * COLUMNS];
+  alignas(64) float pixels[PLACES * PLANE], sums[PLACES * SUMS], weights[READY ? 1 : PLACES * CHUNK * COLUMNS];
   const int64_t m = a.rows[0].extent * ((a.rows[1].extent + 1) / 2) * ((a.rows[2].extent + 1) / 2);
   const int64_t pieces = (m + ROWS - 1) / ROWS;  // of equal size: few rows would wait for one another
-  transform_tiles<CHANNELS, STEP, PLANE>(forwards(a), pixels);
-  bool finite = true;
+  const float* ready = nullptr;
+  if constexpr (PACKED) ready = b.at;
+  else if constexpr (READY) ready = kept(b, n, a.planes, is_flipped(a));
+  bool finite = ready || !READY;  // else windows need no memory
+  if (finite) transform_tiles<CHANNELS, STEP, PLANE>(forwards(a), pixels);
   for (int64_t j = 0; j < n && finite; j += COLUMNS) {
     for (int64_t first = 0; first < CHANNELS; first += CHUNK) {
       const int64_t depth = least(CHUNK, CHANNELS - first);
       Places places{weights, CHUNK};
-      if constexpr (PACKED) places.at = b.at + j * PLACES * CHANNELS;
+      if constexpr (READY) places.at = ready + j * PLACES * CHANNELS;
       else transform_panel<CHANNELS, CHUNK>(b.from(0, j), least(n - j, COLUMNS), first, depth, a.planes, is_flipped(a), weights);
       for (int p = 0; p < PLACES; p++) {
         Beside beside;
-        if constexpr (PACKED) beside.ahead = {places(p + 1).at, COLUMNS * int64_t(sizeof(float)) / pieces + 1};
+        if constexpr (READY) beside.ahead = {places(p + 1).at, COLUMNS * int64_t(sizeof(float)) / pieces + 1};
         const Matrix<float> left{pixels + p * PLANE + first, STEP, 1};
         for (int64_t piece = 0; piece < pieces; piece++) {
           const int64_t row = piece * m / pieces, last = (piece + 1) * m / pieces;

@@ -471,4 +471,4 @@ def test_a_process_may_end_while_the_runtime_is_being_checked(tmp_path):
 
 def test_tensor_objects_of_an_unknown_layout_are_refused():
     with pytest.raises(UnsupportedError, match="have no TensorImpl pointer"):
-        loader._offset("TensorImpl", [torch.ones(1)], lambda tensor: 12345)
+        loader._offset("TensorImpl", [torch.ones(1)], id, lambda tensor: 12345)
