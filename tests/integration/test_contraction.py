@@ -248,7 +248,7 @@ def test_gradients_are_products_too() -> None:
     ]
     weights = 2 if machine_for().isa.name == AVX2.isa.name else 0
     assert (kinds.count("ours"), kinds.count("aten")) == (6 - weights, weights), (
-        "with AVX2, ATen has the gradients of weights, see lower/contraction.py"
+        "with AVX2, ATen has the gradients of weights, see machine/library.py"
     )
 
 
