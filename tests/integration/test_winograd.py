@@ -48,6 +48,15 @@ def image(*shape: int) -> Tensor:
     return torch.randn(shape).to(memory_format=LAST)
 
 
+def agrees_by_tiles(module: nn.Module, x: Tensor, folder: Path, freeze: bool) -> None:
+    with torch.no_grad():
+        result = compiled(module, folder, freeze=freeze)(x)
+        assert decided(folder) == [True]
+        exact = copy.deepcopy(module).double()(x.double())
+        assert_matches(result, module(x), exact)
+        assert (result - exact).abs().max() < 5e-6 * exact.square().mean().sqrt()
+
+
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize(
     ("shape", "outputs", "padding", "layout"),
@@ -66,12 +75,7 @@ def test_results_are_those_of_windows(
 ) -> None:
     module = nn.Sequential(convolution(shape[1], outputs, padding, layout), nn.ReLU())
     x = image(*shape)
-    with torch.no_grad():
-        result = compiled(module, tmp_path, freeze=freeze)(x)
-        assert decided(tmp_path) == [True]
-        exact = copy.deepcopy(module).double()(x.double())
-        assert_matches(result, module(x), exact)
-        assert (result - exact).abs().max() < 5e-6 * exact.square().mean().sqrt()
+    agrees_by_tiles(module, x, tmp_path, freeze)
 
 
 @pytest.mark.parametrize("freeze", [False, True])
@@ -90,12 +94,7 @@ def test_taps_that_lie_apart_are_neighbours_in_a_phase(
 ) -> None:
     module = nn.Sequential(nn.Conv2d(shape[1], 64, 3, padding=padding, dilation=dilation), nn.ReLU()).eval()
     x = image(*shape)
-    with torch.no_grad():
-        result = compiled(module, tmp_path, freeze=freeze)(x)
-        assert decided(tmp_path) == [True]
-        exact = copy.deepcopy(module).double()(x.double())
-        assert_matches(result, module(x), exact)
-        assert (result - exact).abs().max() < 5e-6 * exact.square().mean().sqrt()
+    agrees_by_tiles(module, x, tmp_path, freeze)
 
 
 @pytest.mark.parametrize("where", [(0, 0), (3, 4), (10, 13)])
