@@ -28,7 +28,8 @@ _MOST = 4
 class _Prepared:
     """What was prepared of some parameters, whose memory it does not keep.
 
-    tensors: what was made of them, and then the panels. sources: the bytes of their memory, by its address.
+    tensors: what was made of them, and then the panels. panels: these alone, so that other programs find them.
+    sources: the bytes of the parameters' memory, by its address.
     watch: calls somebody when one of them goes.
     """
 
@@ -76,7 +77,8 @@ class Frozen:
         place = place_of(frozen)
         prepared = self._prepared.get(place)
         if prepared is not None and not prepared.fingerprint.holds(frozen):
-            prepared = self._drop(place, prepared)
+            self._drop(place, prepared)
+            prepared = None  # its memory goes first
         if prepared is None:
             prepared = self._prepare(args, frozen, place)
         args.extend(prepared.tensors)
@@ -111,7 +113,7 @@ class Frozen:
         self._prepared = kept
 
     def _drop(self, place: int, prepared: _Prepared) -> None:
-        """Forget what was prepared of parameters that have changed since; its memory goes first."""
+        """Forget what was prepared of parameters that have changed since."""
         with self._lock:
             if self._prepared.get(place) is prepared:
                 self._prepared = {each: other for each, other in self._prepared.items() if each != place}

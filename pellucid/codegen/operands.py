@@ -15,6 +15,9 @@ from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Load, Store
 from pellucid.ir.types import DType
 
+KEPT = "kept"
+"""The name of what blocks of a loop share."""
+
 
 def print_packing(packing: Packing, numel: int, name: str) -> str:
     """The function `name` that packs an operand, see `CppPacking`."""
@@ -45,10 +48,6 @@ def _factor(packing: Packing) -> str:
 def _groups(groups: Groups) -> str:
     """The type that says how groups fill registers."""
     return f"pv::Groups<{groups.outputs}, {groups.channels}, {groups.together}>"
-
-
-KEPT = "kept"
-"""The name of what blocks share."""
 
 
 @dataclass(frozen=True)

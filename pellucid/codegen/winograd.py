@@ -67,11 +67,11 @@ class _Shape:
 
     def price(self, lines: int, columns: int) -> float:
         """Multiplications that a block of so many lines and columns takes as long as, but for its weights."""
-        tiles, columns = self.tiles(lines), -(-columns // COLUMN_STEP) * COLUMN_STEP
-        products = PLACES * tiles * self.channels * columns
-        return products + tiles * (_TILE * self.channels + _SUMS * columns)
+        weights = self.weights(columns)
+        return self.tiles(lines) * (PLACES * weights + _TILE * self.channels + _SUMS * weights / self.channels)
 
     def weights(self, columns: int) -> int:
+        """Pairs of a channel and one of so many columns, in whole panels."""
         return self.channels * -(-columns // COLUMN_STEP) * COLUMN_STEP
 
 

@@ -9,19 +9,19 @@
 namespace pellucid {
 
 constexpr int64_t kPage = 4096, kLine = 64;
+constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;  // 2^64 over the golden ratio: multiples of it are spread evenly
 
 inline int64_t first_sampled(int64_t bytes, int64_t turn) { return turn * kPage < bytes ? turn * kPage : 0; }
 
 inline uint64_t fingerprint(const char* at, int64_t bytes, int64_t turn, int64_t turns, uint64_t hash) {
   const int64_t step = turns * kPage, ahead = 16 * step, first = first_sampled(bytes, turn);
-  constexpr uint64_t ODD = 0x9E3779B97F4A7C15;  // 2^64 over the golden ratio: multiples of it are spread evenly
   for (int64_t from = first; from < bytes; from += step) {
     if (from + ahead < bytes) __builtin_prefetch(at + from + ahead);  // pages are too far apart for the processor's own
     uint64_t words[kLine / sizeof(uint64_t)] = {};
     std::memcpy(words, at + from, size_t(bytes - from < kLine ? bytes - from : kLine));
     uint64_t mixed = 0;
-    for (uint64_t word : words) mixed = (mixed + word) * ODD;
-    hash = (hash ^ mixed ^ (mixed >> 32)) * ODD;
+    for (uint64_t word : words) mixed = (mixed + word) * kOdd;
+    hash = (hash ^ mixed ^ (mixed >> 32)) * kOdd;
   }
   return hash;
 }

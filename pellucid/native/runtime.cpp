@@ -160,8 +160,7 @@ std::vector<CounterEvent> events_of(const int64_t* words, int64_t count) {
 struct Place {
   int64_t storage, data;
 };
-Place place_of(PyObject* tensor) {
-  void* impl = field<void*>(tensor, host.impl_offset);
+Place place_of(void* impl) {
   int64_t storage = *reinterpret_cast<int64_t*>(static_cast<char*>(impl) + host.storage_offset);
   return {storage, reinterpret_cast<int64_t>(data_of(handle_at(&impl)))};
 }
@@ -173,10 +172,10 @@ bool in_place(PyObject* tensors, const int64_t* storages, const int64_t* address
   for (ptrdiff_t k = 0; k < count; k++) {
     PyObject* tensor = PyList_GetItem(tensors, k);
     if (!is_tensor(tensor)) return false;
+    void* impl = field<void*>(tensor, host.impl_offset);
     try {
-      Place place = place_of(tensor);
+      Place place = place_of(impl);
       if (place.storage != storages[k] || place.data != addresses[k]) return false;
-      void* impl = field<void*>(tensor, host.impl_offset);
       if (versions[k] >= 0 && host.version(handle_at(&impl)) != versions[k]) return false;
     } catch (const Failure&) {  // it has no memory
       return false;
@@ -189,14 +188,13 @@ bool in_place(PyObject* tensors, const int64_t* storages, const int64_t* address
 
 // A number that tells lists of tensors apart by where they lie.
 uint64_t place_of_all(PyObject* tensors) {
-  constexpr uint64_t ODD = 0x9E3779B97F4A7C15;  // 2^64 over the golden ratio: multiples of it are spread evenly
   uint64_t hash = 0;
   for (ptrdiff_t k = 0; k < PyList_Size(tensors); k++) {
     PyObject* tensor = PyList_GetItem(tensors, k);
     if (!is_tensor(tensor)) continue;
     try {
-      Place place = place_of(tensor);
-      for (int64_t word : {place.storage, place.data}) hash = (hash ^ uint64_t(word) ^ (hash >> 32)) * ODD;
+      Place place = place_of(field<void*>(tensor, host.impl_offset));
+      for (int64_t word : {place.storage, place.data}) hash = (hash ^ uint64_t(word) ^ (hash >> 32)) * kOdd;
     } catch (const Failure&) {  // it has no memory: `in_place` will say so
     }
   }
