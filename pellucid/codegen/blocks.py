@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from pellucid.codegen.block_sizes import Pricing
 from pellucid.ir.contraction import Contraction, stride_along
@@ -17,6 +18,18 @@ from pellucid.machine.work import estimate
 # `channels.h` has it.
 MOST_SHARING = 7
 MOST_STEPS = 2
+
+
+class Order(Enum):
+    """In which order blocks follow one another: what is named last changes from each to the next.
+
+    `outer` are all axes of a kernel that blocks do not cut: images, heads, batches.
+    """
+
+    ROWS_THEN_COLUMNS = ("outer", "rows", "columns")
+    COLUMNS_THEN_ROWS = ("outer", "columns", "rows")
+    COLUMNS_FIRST = ("columns", "outer", "rows")
+    OUTER_LAST = ("rows", "columns", "outer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +159,7 @@ class Blocks:
     packed: the right operand is packed before the program runs. stored: where the sums go at once; None where other
     lines run over each block, which is then in memory of its own.
     tiles: how many of 2 x 2 pixels a block has, if its sums are computed by tiles (`codegen/winograd.py`), else 0.
-    kept: blocks by tiles that follow one another, of the same columns, transform the weights of these once.
+    order: in which they follow one another.
     groups: of a convolution, where a column is made of the channels of its group; the contraction is that of the first.
     pricing, sizes: of other rows and columns that could have been chosen.
     """
@@ -166,7 +179,7 @@ class Blocks:
     packed: bool = False
     stored: Store | None = None
     tiles: int = 0
-    kept: bool = False
+    order: Order = Order.ROWS_THEN_COLUMNS
     groups: Groups | None = None
     pricing: Pricing | None = None
     sizes: tuple[tuple[int, int], ...] = ()
@@ -186,6 +199,11 @@ class Blocks:
     def share(self) -> float:
         """How many of the products are computed: all but by tiles."""
         return PLACES * self.tiles / (TAPS * self.height) if self.tiles else 1.0
+
+    @property
+    def kept(self) -> bool:
+        """Whether blocks by tiles, of the same columns, transform the weights of these once."""
+        return self.tiles > 0 and not self.packed and self.order is Order.COLUMNS_FIRST
 
     @property
     def by_channel(self) -> bool:

@@ -24,7 +24,7 @@ from pellucid.codegen.block_sizes import (
     right_fits,
     speed_up,
 )
-from pellucid.codegen.blocks import Blocks, Groups, area_of, taps_of
+from pellucid.codegen.blocks import Blocks, Groups, Order, area_of, taps_of
 from pellucid.ir.contraction import (
     GROUP_WEIGHTS,
     MOST_SPREAD_CHANNELS,
@@ -200,7 +200,7 @@ def _pixels(found: Contraction, ranges: dict[str, Expr], machine: Machine) -> Bl
             continue
         inner = tuple(sorted(each.inner, key=lambda name: -estimate(stride_along(left, name))))
         height, width = product_sizes(each, rows[0], columns[0], ranges, machine, PACK)
-        return Blocks(each, rows[0], (), columns[0], inner, height, width, ranges, pixels=True)
+        return Blocks(each, rows[0], (), columns[0], inner, height, width, ranges, pixels=True, order=Order.OUTER_LAST)
     return None
 
 
@@ -226,7 +226,9 @@ def _tap_gradients(found: Contraction, ranges: dict[str, Expr]) -> Blocks | None
     if not all(bound.position.vars() <= lines or bound.position.vars() <= pixels for bound in image.bounds):
         return None
     height = estimate(ranges[taps[0]])
-    return Blocks(image, taps[0], taps[1:], channel, inner, height, TAP_CHANNELS, ranges, pixels=True)
+    return Blocks(
+        image, taps[0], taps[1:], channel, inner, height, TAP_CHANNELS, ranges, pixels=True, order=Order.OUTER_LAST
+    )
 
 
 def by_channel(found: Contraction) -> bool:

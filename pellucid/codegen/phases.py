@@ -1,7 +1,7 @@
-"""Windows whose taps lie several pixels apart, as several windows whose taps are neighbours.
+"""Images that are computed as several smaller ones, which a kernel walks one after the other.
 
-Pixels of an image whose places differ by no multiple of that distance never meet in a sum: those of equal remainder are
-a smaller image, a phase, and its convolution has the same weights.
+Phases: pixels whose places differ by no multiple of the distance of taps never meet in a sum. Those of equal remainder
+are an image whose taps are neighbours. Pieces: parts of a line, of which each is short enough for a cache.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pellucid.codegen.names import map_indices
-from pellucid.ir.index import Atom, Expr, Var, const, var
+from pellucid.ir.index import ONE, Atom, Expr, Var, const, exact_div, var
 from pellucid.ir.nodes import Axis, Kernel, Line
 
 
@@ -19,21 +19,35 @@ def in_phases(kernel: Kernel, axes: Collection[str], count: int) -> Kernel | Non
     before: `for i0 < 28, i1 < 3: load x[128*i0 + 256*i1]`
     after:  `for i0_phase < 2, i0 < 14, i1 < 3: load x[128*i0_phase + 256*i0 + 256*i1]`
     """
-    extents = [kernel.ranges[name].value for name in axes]
-    if any(extent is None or extent % count for extent in extents):
+    if any(extent is None or extent % count for extent in (kernel.ranges[name].value for name in axes)):
         return None
-    points = {name: const(extent // count) for name, extent in zip(axes, extents, strict=True) if extent is not None}
+    return _split(kernel, axes, count, phases=True)
+
+
+def in_pieces(kernel: Kernel, axis: str, count: int) -> Kernel:
+    """`kernel` with an axis of `count` pieces around `axis`, whose extent `count` divides.
+
+    before: `for i0 < 28, i1 < 3: load x[128*i0 + 128*i1]`
+    after:  `for i0_piece < 2, i0 < 14, i1 < 3: load x[1792*i0_piece + 128*i0 + 128*i1]`
+    """
+    return _split(kernel, (axis,), count, phases=False)
+
+
+def _split(kernel: Kernel, axes: Collection[str], count: int, *, phases: bool) -> Kernel:
     space: list[Axis] = []
+    places: dict[Atom, Expr] = {}
     for axis in kernel.space:
-        split = axis.name in points
-        space += [Axis(_phase(axis.name), const(count)), Axis(axis.name, points[axis.name])] if split else [axis]
-    places: dict[Atom, Expr] = {Var(name): var(_phase(name)) + var(name) * count for name in axes}
+        if axis.name not in axes:
+            space.append(axis)
+            continue
+        points = exact_div(axis.extent, const(count))
+        assert points is not None
+        part = Axis(f"{axis.name}_{'phase' if phases else 'piece'}", const(count))
+        space += [part, Axis(axis.name, points)]
+        of_part, of_point = (ONE, part.extent) if phases else (points, ONE)
+        places[Var(axis.name)] = var(part.name) * of_part + var(axis.name) * of_point
 
     def moved(line: Line) -> Line:
         return Line(line.out, map_indices(line.rhs, lambda index: index.substitute(places)), line.dtype, line.origin)
 
     return Kernel(kernel.name, kernel.params, tuple(space), tuple(map(moved, kernel.body)))
-
-
-def _phase(axis: str) -> str:
-    return f"{axis}_phase"

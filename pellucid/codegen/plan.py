@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pellucid.codegen.ahead import fetched_ahead
-from pellucid.codegen.blocks import Blocks
+from pellucid.codegen.blocks import Blocks, Order
 from pellucid.codegen.collisions import colliding
 from pellucid.codegen.nest import Counter, Part, chunks
 from pellucid.codegen.rows import Rows
@@ -50,8 +50,7 @@ class Plan:
     """How the loops of a kernel run. The nest, from the outside in:
 
     - one parallel loop over `outer`, chunks of `inner` if `chunk` is not 0, and blocks of `tile` if it is a kept axis,
-      flattened, the last one fastest; with `outer` last if `outer_fastest`, blocks before chunks if
-      `columns_outermost`, and before `outer` too if they share what is `kept`;
+      flattened, the last one fastest; those of a contraction in the order of its `blocks`;
     - one loop for each of the `colliding` axes of a scatter;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
     - loops over all of the `whole` axes of a block;
@@ -102,31 +101,15 @@ class Plan:
     ahead: Mapping[str, Expr] = field(default_factory=dict)
 
     @property
-    def outer_fastest(self) -> bool:
-        """Whether `outer` runs within the blocks: taps of a weight's gradient may be neighbours in memory."""
-        return self.blocks is not None and self.blocks.pixels
-
-    @property
-    def columns_outermost(self) -> bool:
-        """Whether all lines of some columns follow one another, see `codegen/winograd.py`."""
-        return self.blocks is not None and self.blocks.tiles > 0
-
-    @property
     def counters(self) -> tuple[Counter, ...]:
         """What the parallel loop is flattened from; the last one runs fastest."""
-        outer = [Counter(axis, self.extent_of(axis)) for axis in self.outer]
-        cut = [
-            Counter(axis, self.extent_of(axis), step, part)
-            for axis, step, part in (
-                (self.inner, self.chunk, Part.CHUNK),
-                (self.outer_tile, self.tile_step, Part.BLOCK),
-            )
-            if axis is not None and step
-        ]
-        if self.blocks is not None and self.blocks.kept:
-            return (cut[1], *outer, cut[0])
-        cut = cut[::-1] if self.columns_outermost else cut
-        return (*cut, *outer) if self.outer_fastest else (*outer, *cut)
+        order = self.blocks.order if self.blocks is not None else Order.ROWS_THEN_COLUMNS
+        of = {"outer": [Counter(axis, self.extent_of(axis)) for axis in self.outer], "rows": [], "columns": []}
+        if self.inner is not None and self.chunk:
+            of["rows"] = [Counter(self.inner, self.extent_of(self.inner), self.chunk, Part.CHUNK)]
+        if self.outer_tile is not None:
+            of["columns"] = [Counter(self.outer_tile, self.extent_of(self.outer_tile), self.tile_step, Part.BLOCK)]
+        return tuple(counter for part in order.value for counter in of[part])
 
     @property
     def way(self) -> str:

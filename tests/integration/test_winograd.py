@@ -32,10 +32,21 @@ def compiled(module: nn.Module, folder: Path, **options: object) -> nn.Module:
     return torch.compile(module, backend="pellucid", options={"trace": str(folder), "verify": True, **options})  # type: ignore[return-value]
 
 
+def decisions_on_tiles(folder: Path) -> list[dict[str, str]]:
+    """One for each convolution that may be computed so."""
+    rows = (row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open()))
+    return [row for row in rows if row["rule"] == "codegen.tiles"]
+
+
 def decided(folder: Path) -> list[bool]:
     """For each convolution that may be computed so, whether it is."""
-    rows = [row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open())]
-    return [row["ok"] == "1" for row in rows if row["rule"] == "codegen.tiles"]
+    return [row["ok"] == "1" for row in decisions_on_tiles(folder)]
+
+
+def facts_of_tiles(folder: Path) -> list[dict[str, str]]:
+    """The facts of each of these decisions, by name."""
+    facts = (row["facts"].split("; ") for row in decisions_on_tiles(folder))
+    return [dict(each.split("=", 1) for each in row) for row in facts]
 
 
 def convolution(
@@ -54,7 +65,8 @@ def agrees_by_tiles(module: nn.Module, x: Tensor, folder: Path, freeze: bool) ->
         assert decided(folder) == [True]
         exact = copy.deepcopy(module).double()(x.double())
         assert_matches(result, module(x), exact)
-        assert (result - exact).abs().max() < 5e-6 * exact.square().mean().sqrt()
+        terms = max(1.0, x.shape[1] / 256)  # errors grow with the root of their number
+        assert (result - exact).abs().max() < 5e-6 * terms**0.5 * exact.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("freeze", [False, True])
@@ -97,6 +109,34 @@ def test_taps_that_lie_apart_are_neighbours_in_a_phase(
     agrees_by_tiles(module, x, tmp_path, freeze)
 
 
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "outputs", "dilation"),
+    [
+        ((1, 480, 5, 72), 64, 1),
+        ((2, 480, 8, 72), 40, 1),  # several images, columns that fill no panel
+        ((1, 512, 4, 128), 32, 2),  # pieces of phases
+    ],
+)
+def test_lines_that_the_cache_does_not_hold_lie_in_pieces(
+    tmp_path: Path, shape: tuple[int, ...], outputs: int, dilation: int, freeze: bool
+) -> None:
+    module = nn.Sequential(nn.Conv2d(shape[1], outputs, 3, padding=dilation, dilation=dilation), nn.ReLU()).eval()
+    x = image(*shape)
+    agrees_by_tiles(module, x, tmp_path, freeze)
+    (facts,) = facts_of_tiles(tmp_path)
+    assert int(facts["pieces"]) > 1
+    x[0, 7, 2, 5] = math.nan
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.compile(module, backend="pellucid", options={"freeze": freeze})(x),
+            module(x),
+            equal_nan=True,
+            rtol=1e-4,
+            atol=1e-4,
+        )
+
+
 @pytest.mark.parametrize("where", [(0, 0), (3, 4), (10, 13)])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
 @pytest.mark.parametrize(("dilation", "lines", "pixels"), [(1, 11, 14), (2, 24, 28)])
@@ -129,9 +169,8 @@ def test_blocks_of_the_same_columns_share_their_weights(
         for _ in range(2):
             torch.testing.assert_close(run(x), module(x), equal_nan=True, rtol=1e-4, atol=1e-4)
             module.weight.mul_(-2)
-    (file,) = tmp_path.rglob("decisions.csv")
-    (facts,) = (row["facts"] for row in csv.DictReader(file.open()) if row["rule"] == "codegen.tiles")
-    assert "kept=1" in facts
+    (facts,) = facts_of_tiles(tmp_path)
+    assert facts["kept"] == "1"
     assert any("pv::KeptTiles" in each.read_text() for each in tmp_path.rglob("*.cpp"))
 
 

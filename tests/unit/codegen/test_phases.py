@@ -1,12 +1,14 @@
-"""Kernels whose taps lie apart compute the same in phases."""
+"""Kernels of images compute the same in phases and in pieces of lines."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from pellucid.codegen.phases import in_phases
+from pellucid.codegen.phases import in_phases, in_pieces
+from pellucid.ir.index import ONE
 from pellucid.ir.interp import run_kernel
+from pellucid.ir.nodes import Kernel
 from pellucid.ir.parser import parse_kernel
 from pellucid.ir.verify_kernel import verify_kernel
 
@@ -34,23 +36,40 @@ kernel dilated(x: f32[480], w: f32[9], o: f32[480]) {
 """
 
 
+def assert_same_results(*kernels: Kernel) -> None:
+    results = []
+    for each in kernels:
+        verify_kernel(each)
+        buffers = {"x": torch.arange(480.0), "w": torch.arange(9.0), "o": torch.zeros(480)}
+        run_kernel(each, buffers, {})
+        results.append(buffers["o"])
+    assert results[0].count_nonzero() > 400
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
 def test_phases_compute_the_same() -> None:
     kernel = parse_kernel(DILATED)
     split = in_phases(kernel, ("i", "j"), 2)
     assert split is not None
-    verify_kernel(split)
     assert [(axis.name, axis.extent.value) for axis in split.space] == [
         ("i_phase", 2), ("i", 10), ("j_phase", 2), ("j", 12), ("s", 3), ("t", 3)
     ]  # fmt: skip
-    results = []
-    for each in (kernel, split):
-        buffers = {"x": torch.arange(480.0), "w": torch.arange(9.0), "o": torch.zeros(480)}
-        run_kernel(each, buffers, {})
-        results.append(buffers["o"])
-    assert results[0].count_nonzero() > 400 and torch.equal(*results)
+    assert_same_results(kernel, split)
     (load,) = (load for _, load in split.loads() if load.buffer == "x")
     assert load.index.coefficient("i") == load.index.coefficient("s")
     assert load.index.coefficient("j") == load.index.coefficient("t")
+
+
+@pytest.mark.parametrize("count", [2, 3, 24])
+def test_pieces_compute_the_same(count: int) -> None:
+    kernel = parse_kernel(DILATED)
+    split = in_pieces(kernel, "j", count)
+    assert [(axis.name, axis.extent.value) for axis in split.space] == [
+        ("i", 20), ("j_piece", count), ("j", 24 // count), ("s", 3), ("t", 3)
+    ]  # fmt: skip
+    assert_same_results(kernel, split)
+    (load,) = (load for _, load in split.loads() if load.buffer == "x")
+    assert load.index.coefficient("j") == ONE
 
 
 @pytest.mark.parametrize("count", [3, 5, 16, 48])

@@ -1,0 +1,186 @@
+"""How many lines and columns blocks by tiles have, and in which order they follow one another, by what they cost.
+
+A block transforms its pixels, again for each block of columns, and reads the transformed weights of its columns, or
+makes them, again for each block of lines. Prices are multiplications of the slowest core that take as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from operator import itemgetter
+
+from pellucid.codegen.block_sizes import COLUMN_STEP, waiting
+from pellucid.codegen.blocks import Order
+from pellucid.machine import Machine
+from pellucid.machine.kernels import PLACES, TAPS, TRANSFORMED
+
+# The part of a core's own cache that transformed pixels may take, and the bytes of all that a block needs: they lie on
+# the stack, of which a thread may have 2 MiB.
+_SHARE = 0.95
+_STACK = 1408 << 10
+# Multiplications that take as long as: to transform a tile in one channel, or its sums back; to begin with the weights
+# of a channel and column that are transformed, or to transform them; or to pack them for windows. The latter two are
+# between 112 and 300, and 200, of wider cores, where all but multiplications takes as long as elsewhere.
+_TILE = 52.0
+_SUMS = 60.0
+_FETCH = 32.0
+_TRANSFORM = 200.0
+_PACK = 130.0
+# Products that gathering and packing cost beside each in windows.
+_WINDOWS = 1.05
+# The part of a cache that holds what is read again; the rest is for all that is read meanwhile.
+_HELD = 2
+# The part of a level's bandwidth that products reach.
+_REACH = 0.66
+# Blocks for each core of which it does not matter which core has which.
+_MANY = 32
+# Bytes of the weights of all places, of one channel and column.
+_WEIGHTS = 4 * PLACES
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A convolution: `images` times, `lines` of `pixels`, and their axes. packed: its weights are.
+
+    pieces: how many a line was cut into; `images` and `pixels` are those of pieces.
+    """
+
+    line: str
+    pixel: str
+    images: int
+    lines: int
+    pixels: int
+    channels: int
+    columns: int
+    packed: bool
+    pieces: int = 1
+
+    def in_pieces(self, count: int) -> Shape:
+        """With each line cut into so many."""
+        return replace(self, images=self.images * count, pixels=self.pixels // count, pieces=count)
+
+    def tiles(self, lines: int) -> int:
+        """Of a block of so many lines."""
+        return -(-lines // 2) * -(-self.pixels // 2)
+
+    def weights(self, columns: int) -> int:
+        """Pairs of a channel and one of so many columns, in whole panels."""
+        return self.channels * -(-columns // COLUMN_STEP) * COLUMN_STEP
+
+    def transformed(self, lines: int, machine: Machine) -> int:
+        """Bytes of the transformed pixels of a block."""
+        return 4 * PLACES * self.tiles(lines) * (self.channels + machine.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Lines and columns of a block, and the order of blocks. kept: transformed weights are, for more than a block."""
+
+    lines: int
+    columns: int
+    order: Order
+    kept: bool
+
+
+def by_windows(shape: Shape, height: int, machine: Machine) -> float:
+    """The price of windows, in blocks of so many pixels."""
+    pixels, weights = shape.images * shape.lines * shape.pixels, shape.channels * shape.columns
+    packing = 0.0 if shape.packed else _PACK * -(-pixels // height)
+    return (_WINDOWS * TAPS * pixels + packing) * weights / machine.cores
+
+
+def cheapest(shape: Shape, machine: Machine) -> tuple[float, Shape, Way] | None:
+    """The price of tiles at the least, of lines that may be in pieces; None if caches and stack hold no block."""
+    priced = (
+        (_price(each, way, machine), each, way)
+        for each in _with_short_lines(shape, machine)
+        for way in _ways(each, machine)
+    )
+    return min(priced, key=itemgetter(0), default=None)
+
+
+def _with_short_lines(shape: Shape, machine: Machine) -> Iterator[Shape]:
+    """`shape`, if the cache holds two of its lines; else with lines cut into pieces of whole tiles of which it does."""
+    if shape.transformed(2, machine) <= _SHARE * machine.own_cache:
+        yield shape
+        return
+    for count in range(2, shape.pixels // 2 + 1):
+        if shape.pixels % (2 * count) == 0:
+            yield shape.in_pieces(count)
+
+
+def _ways(shape: Shape, machine: Machine) -> Iterator[Way]:
+    """Those that caches and stack hold. Lines come in pairs: so tiles are the same in each."""
+    weights = 0 if shape.packed else PLACES * COLUMN_STEP * min(shape.channels, TRANSFORMED)
+    panels = -(-shape.columns // COLUMN_STEP)
+    widths = sorted({-(-panels // pieces) * COLUMN_STEP for pieces in range(1, panels + 1)})
+    room = machine.last_cache // (_HELD * machine.cores)
+    for lines in range(2, shape.lines + 2, 2):
+        transformed, sums = shape.transformed(lines, machine), PLACES * COLUMN_STEP * shape.tiles(lines)
+        if transformed > _SHARE * machine.own_cache:
+            return
+        for columns in widths:
+            if transformed + 4 * (sums + weights + lines * shape.pixels * columns) > _STACK:
+                continue
+            yield Way(lines, columns, Order.COLUMNS_THEN_ROWS, kept=False)
+            if shape.packed and shape.images > 1:
+                yield Way(lines, columns, Order.COLUMNS_FIRST, kept=False)
+            if not shape.packed and _WEIGHTS * shape.weights(columns) <= room:
+                yield Way(lines, columns, Order.COLUMNS_FIRST, kept=True)
+
+
+def _price(shape: Shape, way: Way, machine: Machine) -> float:
+    """What the slowest core has to do, of which each has as many blocks, one after the other."""
+    heights = [min(way.lines, shape.lines - line) for line in range(0, shape.lines, way.lines)]
+    widths = [min(way.columns, shape.columns - column) for column in range(0, shape.columns, way.columns)]
+    once = [_once(shape, way, width, machine) for width in widths]
+    priced = [[_block(shape, way, height, width, machine) for height in heights] for width in widths]
+    images, cores = range(shape.images), machine.cores
+    count, turns = len(widths) * len(heights) * shape.images, 1 if way.order is Order.COLUMNS_FIRST else shape.images
+    if count >= _MANY * cores:
+        return (sum(map(sum, priced)) * shape.images + sum(once) * turns) / cores * waiting(count, cores)
+    # Those of one group, an image's blocks of some columns or all of them, have weights of their own.
+    if way.order is Order.COLUMNS_FIRST:
+        blocks = [(column, once[column], price) for column, of in enumerate(priced) for _ in images for price in of]
+    else:
+        blocks = [((image, k), once[k], price) for image in images for k, of in enumerate(priced) for price in of]
+    ends = [core * count // cores for core in range(cores + 1)]
+    shares = (blocks[first:last] for first, last in pairwise(ends))
+    return max(
+        sum(price for *_, price in share) + sum(next(of)[1] for _, of in groupby(share, itemgetter(0)))
+        for share in shares
+    )
+
+
+def _block(shape: Shape, way: Way, lines: int, columns: int, machine: Machine) -> float:
+    """The price of one block, but for what is done `_once`."""
+    tiles, weights = shape.tiles(lines), shape.weights(columns)
+    image = 4 * shape.lines * shape.pixels * shape.channels
+    reach = image * (shape.images if way.order is Order.COLUMNS_FIRST else 1)
+    read = _moving(4 * (lines + 2) * (shape.pixels + 2) * shape.channels, reach, machine)
+    around = read + tiles * (_TILE * shape.channels + _SUMS * weights / shape.channels)
+    if not (shape.packed or way.kept):
+        return around + weights * (PLACES * tiles + _TRANSFORM)
+    return around + weights * max(PLACES * tiles + _FETCH, _near(shape, columns, machine))
+
+
+def _once(shape: Shape, way: Way, columns: int, machine: Machine) -> float:
+    """What the first of a group of blocks does for all: it makes the weights, or gets them from where they lie."""
+    weights = shape.weights(columns)
+    if not shape.packed:
+        return _TRANSFORM * weights if way.kept else 0.0
+    far = _moving(_WEIGHTS, _WEIGHTS * shape.weights(shape.columns), machine)
+    return weights * max(0.0, far - _near(shape, columns, machine))
+
+
+def _near(shape: Shape, columns: int, machine: Machine) -> float:
+    """To read the weights of a channel and column again that the last block has read too."""
+    return _moving(_WEIGHTS, machine.cores * _WEIGHTS * shape.weights(columns), machine)
+
+
+def _moving(size: float, reach: int, machine: Machine) -> float:
+    """Multiplications of a core while all move so many bytes each, from the level of cache that holds `reach` bytes."""
+    level, cores = machine.level(_HELD * reach, machine.cores), machine.cores
+    return size / (_REACH * level.read.of(cores)) * machine.flops.f32.of(cores) / 2
