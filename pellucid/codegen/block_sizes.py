@@ -149,7 +149,9 @@ def product_sizes(
         heights = [even_pieces(m, -(-m // pieces), step) for pieces in (-(-m // rows), 1 - (-m // rows))]
         apart = outer * -(-n // width)
         return min(heights, key=lambda each: (1 + pack / each) * waiting(apart * -(-m // each), cores)), width
-    while few() and columns > COLUMN_STEP:
+    # Few rows take as long by few columns, which may still lie in a cache then: another kernel may have made them.
+    short = m <= FEWEST_ROWS and 4 * terms * columns * found.dtype.itemsize > machine.own_cache
+    while (short or few()) and columns > COLUMN_STEP:
         columns = even_pieces(columns, columns // 2, COLUMN_STEP)
     return rows, columns
 

@@ -103,7 +103,8 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
     """The contraction that `kernel` is, if it is one whose other lines do not depend on the summed axes.
 
     Its sums are in f32, its operands of one type: f32, or a narrower float in memory. A sum of
-    squares is none, nor are the dot products of a batch: each element goes into one sum only.
+    squares is none, nor are the dot products of a batch: each element goes into one sum only. Neither is a product with
+    one row, or one column, whose terms are read once: it is a reduction like any other, which computes its operands.
     """
     reductions = [line for line in kernel.body if isinstance(line.rhs, Reduce)]
     if len(reductions) != 1:
@@ -141,6 +142,9 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
         return tuple(axis.name for axis in kernel.space if axis.name in axes)
 
     batch, rows, columns = named(one & other - inner), named(one - other), named(other - one)
+    single = any(all(kernel.ranges[name] == ONE for name in axes) for axes in (rows, columns))
+    if not bounds and len(inner) == 1 and single:
+        return None
     found = Contraction(left, right, product, total, dtype, batch, rows, columns, named(inner), bounds, zeros)
     if bounds:
         sides = zip((one, other), masks, strict=True)

@@ -138,11 +138,13 @@ for _name in (
 ).split():
     _same(_name, f"{_name}.default")
 for _name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
-    _same(_name, f"{_name}.Tensor", f"{_name}.Scalar")
+    _same(_name, f"{_name}.Tensor", f"{_name}.Scalar", f"{_name}.Scalar_Tensor")
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     _same(_name, f"{_name}.Tensor", f"{_name}.Scalar", promote=Promote.ARGUMENTS)
-_same("shl", "bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar")
-_same("shr", "bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar")
+for _name, _word, _operator in (("shl", "left", "__lshift__"), ("shr", "right", "__rshift__")):
+    _shift = f"bitwise_{_word}_shift"
+    _same(_name, *(f"{_shift}.{each}" for each in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")))
+    _same(_name, f"{_operator}.Tensor", f"{_operator}.Scalar")
 
 
 def _where_it_changes(name: str, changes: Callable[[DType], bool]) -> None:

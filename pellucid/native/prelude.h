@@ -45,6 +45,7 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 
 #include "sizes.h"
 #include "kernel/registers.h"
+#include "kernel/masks.h"
 #include "kernel/lanes.h"
 #include "kernel/access.h"
 #include "kernel/convert.h"

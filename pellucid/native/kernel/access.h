@@ -30,28 +30,9 @@ template <class T> PV_FN Raw<T> shrink(Value<T> a) {
   else return a;
 }
 
-// Between 16 and 32 bits, written out because compilers take the long way round.
-template <int W> PV_FN Vec<uint32_t, W> widen_16(const Vec<uint16_t, W>& a) {
-#ifdef __AVX512F__
-  return convert<uint32_t>(a, [](auto x) PV_INLINE { return (Reg<uint32_t, 16>)_mm512_cvtepu16_epi32((__m256i)x); });
-#else
-  return convert<uint32_t>(a, [](auto x) PV_INLINE { return (Reg<uint32_t, 8>)_mm256_cvtepu16_epi32((__m128i)x); });
-#endif
-}
-template <int W> PV_FN Vec<uint16_t, W> narrow_16(const Vec<uint32_t, W>& a) {
-#ifdef __AVX512F__
-  return convert<uint16_t>(a, [](auto x) PV_INLINE { return (Reg<uint16_t, 16>)_mm512_cvtepi32_epi16((__m512i)x); });
-#else
-  return convert<uint16_t>(a, [](auto x) PV_INLINE {
-    const __m256i packed = _mm256_packus_epi32((__m256i)x, (__m256i)x);  // of each half, twice
-    return (Reg<uint16_t, 8>)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
-  });
-#endif
-}
-
 template <class T, int W> PV_FN Vec<Value<T>, W> widen(const Vec<Raw<T>, W>& a) {
   if constexpr (std::is_same_v<T, bf16>) {
-    return as<float>(map<uint32_t>([](auto x) PV_INLINE { return x << 16; }, widen_16(a)));
+    return as<float>(map<uint32_t>([](auto x) PV_INLINE { return x << 16; }, convert<uint32_t>(a)));
   } else if constexpr (std::is_same_v<T, f16>) {
 #ifdef __AVX512F__
     return convert<float>(a, [](auto x) PV_INLINE { return (Reg<float, 16>)_mm512_cvtph_ps((__m256i)x); });
@@ -68,7 +49,7 @@ template <class T, int W> PV_FN Vec<Value<T>, W> widen(const Vec<Raw<T>, W>& a) 
 template <int W> PV_FN Vec<uint16_t, W> shrink_bf16(const Vec<float, W>& a) {
   const auto rounded = map<uint32_t>([](auto x) PV_INLINE { return (x + 0x7fff + (x >> 16 & 1)) >> 16; },
                                      as<uint32_t>(a));
-  return narrow_16(where(compare<NE>(a, a), splat<W>(uint32_t(0x7fc0)), rounded));
+  return convert<uint16_t>(where(compare<NE>(a, a), splat<W>(uint32_t(0x7fc0)), rounded));
 }
 #ifdef __AVX512BF16__
 [[gnu::cold, gnu::noinline]] inline Reg<uint16_t, 16> shrink_special(Reg<float, 16> x) {

@@ -58,8 +58,8 @@ template <class E> PV_FN ColumnReg read_along(const E* p) {
 // COLUMN neighbouring units whose terms lie `step` apart.
 template <class E> PV_FN ColumnReg read_across(const E* p, int64_t step) {
   if constexpr (TERMS<E> == 2) {
-    const auto even = widen_16(load<uint16_t>((const uint16_t*)p, All<COLUMN>()));
-    const auto odd = widen_16(load<uint16_t>((const uint16_t*)(p + step), All<COLUMN>()));
+    const auto even = convert<uint32_t>(load<uint16_t>((const uint16_t*)p, All<COLUMN>()));
+    const auto odd = convert<uint32_t>(load<uint16_t>((const uint16_t*)(p + step), All<COLUMN>()));
     return (ColumnReg)(even.r[0] | odd.r[0] << 16);
   } else {
     return load<E>(p, All<COLUMN>()).r[0];

@@ -1,0 +1,229 @@
+// Masks: a choice for each lane, for AVX-512 and for AVX2; and what looks at them.
+namespace pv {
+
+#ifdef __AVX512F__
+
+// A mask is one bit per lane, in groups of 16 lanes so that 32-bit lanes need no shifting.
+template <int W> struct Vec<bool, W> {
+  static constexpr int count = W / 16;
+  using reg = uint16_t;
+  reg r[count];
+};
+
+// Masks are joined by instructions that look at the used bits alone, not by shifts: GCC 12 spills a mask of 8 bits as a
+// byte and reads it back as 16 where it believes the rest to be zero.
+PV_FN uint16_t join_masks(uint8_t low, uint8_t high) { return _mm512_kunpackb(high, low); }
+PV_FN uint32_t join_masks(uint16_t low, uint16_t high) { return _mm512_kunpackw(high, low); }
+PV_FN uint64_t join_masks(uint32_t low, uint32_t high) { return _mm512_kunpackd(high, low); }
+
+// The L bits for register K of a vector with L lanes per register, and back.
+template <int K, int L, int W> PV_FN uint64_t bits_of(const Vec<bool, W>& m) {
+  if constexpr (L == 64) {
+    return join_masks(join_masks(m.r[4 * K], m.r[4 * K + 1]), join_masks(m.r[4 * K + 2], m.r[4 * K + 3]));
+  } else if constexpr (L == 32) {
+    return join_masks(m.r[2 * K], m.r[2 * K + 1]);
+  } else {
+    return (m.r[K * L / 16] >> (K * L % 16)) & ((1u << L) - 1);
+  }
+}
+template <int L, int W, class F> PV_FN Vec<bool, W> from_bits(F bits) {
+  return build<Vec<bool, W>, Vec<bool, W>::count>([&](auto G) PV_INLINE {
+    constexpr int g = decltype(G)::value;
+    if constexpr (L >= 16) {
+      return uint16_t(bits(std::integral_constant<int, g * 16 / L>()) >> (g * 16 % L));
+    } else {
+      static_assert(L == 8);
+      return join_masks(uint8_t(bits(std::integral_constant<int, 2 * g>())),
+                        uint8_t(bits(std::integral_constant<int, 2 * g + 1>())));
+    }
+  });
+}
+
+enum Predicate { EQ = 0, LT = 1, LE = 2, NE = 4, NOT_LE = 6 };
+
+template <Predicate P, class T> PV_FN uint64_t compare_integers(__m512i a, __m512i b) {
+  if constexpr (std::is_signed_v<T>) {
+    if constexpr (sizeof(T) == 8) return _mm512_cmp_epi64_mask(a, b, P);
+    else if constexpr (sizeof(T) == 4) return _mm512_cmp_epi32_mask(a, b, P);
+    else if constexpr (sizeof(T) == 2) return _mm512_cmp_epi16_mask(a, b, P);
+    else return _mm512_cmp_epi8_mask(a, b, P);
+  } else {
+    if constexpr (sizeof(T) == 8) return _mm512_cmp_epu64_mask(a, b, P);
+    else if constexpr (sizeof(T) == 4) return _mm512_cmp_epu32_mask(a, b, P);
+    else if constexpr (sizeof(T) == 2) return _mm512_cmp_epu16_mask(a, b, P);
+    else return _mm512_cmp_epu8_mask(a, b, P);
+  }
+}
+
+template <Predicate P, class T, int W> PV_FN Vec<bool, W> compare(const Vec<T, W>& a, const Vec<T, W>& b) {
+  using V = Vec<T, W>;
+  return from_bits<V::lanes, W>([&](auto K) PV_INLINE -> uint64_t {
+    constexpr int k = decltype(K)::value;
+    constexpr int quiet = P == LT ? _CMP_LT_OQ : P == LE ? _CMP_LE_OQ : P == NE ? _CMP_NEQ_UQ
+                          : P == NOT_LE ? _CMP_NLE_UQ : _CMP_EQ_OQ;
+    constexpr uint64_t used = V::lanes == 64 ? ~0ull : (1ull << (V::lanes % 64)) - 1;
+    if constexpr (std::is_same_v<T, float>) return _mm512_cmp_ps_mask((__m512)a.r[k], (__m512)b.r[k], quiet);
+    else if constexpr (std::is_same_v<T, double>) return _mm512_cmp_pd_mask((__m512d)a.r[k], (__m512d)b.r[k], quiet);
+    else return compare_integers<P, T>(full(a.r[k]), full(b.r[k])) & used;
+  });
+}
+
+template <class T, int W>
+PV_FN Vec<T, W> where(const Vec<bool, W>& m, const Vec<T, W>& a, const Vec<T, W>& b) {
+  using V = Vec<T, W>;
+  if constexpr (std::is_same_v<T, bool>) {
+    return build<V, V::count>([&](auto K) PV_INLINE { return uint16_t((m.r[K] & a.r[K]) | (~m.r[K] & b.r[K])); });
+  } else {
+    return build<V, V::count>([&](auto K) PV_INLINE {
+      constexpr int k = decltype(K)::value;
+      const uint64_t bits = bits_of<k, V::lanes>(m);
+      using R = typename V::reg;
+      if constexpr (std::is_same_v<T, float>) return (R)_mm512_mask_blend_ps(bits, (__m512)b.r[k], (__m512)a.r[k]);
+      else if constexpr (std::is_same_v<T, double>) return (R)_mm512_mask_blend_pd(bits, (__m512d)b.r[k], (__m512d)a.r[k]);
+      else if constexpr (sizeof(T) == 8) return narrow<R>(_mm512_mask_blend_epi64(bits, full(b.r[k]), full(a.r[k])));
+      else if constexpr (sizeof(T) == 4) return narrow<R>(_mm512_mask_blend_epi32(bits, full(b.r[k]), full(a.r[k])));
+      else if constexpr (sizeof(T) == 2) return narrow<R>(_mm512_mask_blend_epi16(bits, full(b.r[k]), full(a.r[k])));
+      else return narrow<R>(_mm512_mask_blend_epi8(bits, full(b.r[k]), full(a.r[k])));
+    });
+  }
+}
+
+template <int W> PV_FN bool any(const Vec<bool, W>& m) {
+  uint16_t all = 0;
+  for (int g = 0; g < Vec<bool, W>::count; g++) all |= m.r[g];
+  return all != 0;
+}
+
+// Lanes [0, n) of W.
+template <int W> PV_FN Vec<bool, W> first_lanes(int64_t n) {
+  const uint64_t bits = _bzhi_u64(~0ull, uint32_t(n));
+  return from_bits<64, W>([&](auto) PV_INLINE { return bits; });
+}
+
+// A mask without any lane takes a branch: `cat`, `pad` and `roll` load nothing from one side nearly everywhere, and an
+// instruction whose lanes are all off takes hundreds of cycles where its address may not be read.
+template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool, W>& m) {
+  using V = Vec<T, W>;
+  return build<V, V::count>([&](auto K) PV_INLINE {
+    constexpr int k = decltype(K)::value;
+    const uint64_t bits = bits_of<k, V::lanes>(m);
+    const T* q = p + k * V::lanes;
+    using R = typename V::reg;
+    if (bits == 0) return R();
+    if constexpr (sizeof(T) == 8) return narrow<R>(_mm512_maskz_loadu_epi64(bits, q));
+    else if constexpr (sizeof(T) == 4) return narrow<R>(_mm512_maskz_loadu_epi32(bits, q));
+    else if constexpr (sizeof(T) == 2) return narrow<R>(_mm512_maskz_loadu_epi16(bits, q));
+    else return narrow<R>(_mm512_maskz_loadu_epi8(bits, q));
+  });
+}
+template <class T, int W> PV_FN void store_masked(T* p, const Vec<T, W>& a, const Vec<bool, W>& m) {
+  using V = Vec<T, W>;
+  repeat<V::count>([&](auto K) PV_INLINE {
+    constexpr int k = decltype(K)::value;
+    const uint64_t bits = bits_of<k, V::lanes>(m);
+    T* q = p + k * V::lanes;
+    if constexpr (sizeof(T) == 8) _mm512_mask_storeu_epi64(q, bits, full(a.r[k]));
+    else if constexpr (sizeof(T) == 4) _mm512_mask_storeu_epi32(q, bits, full(a.r[k]));
+    else if constexpr (sizeof(T) == 2) _mm512_mask_storeu_epi16(q, bits, full(a.r[k]));
+    else _mm512_mask_storeu_epi8(q, bits, full(a.r[k]));
+  });
+}
+#else
+
+// A mask is 0 or -1 per lane, as wide as a float.
+template <int W> struct Vec<bool, W> {
+  static constexpr int count = Vec<int32_t, W>::count;
+  using reg = typename Vec<int32_t, W>::reg;
+  reg r[count];
+};
+template <int W> PV_FN Vec<int32_t, W> int_lanes(const Vec<bool, W>& m) {
+  return build<Vec<int32_t, W>, Vec<int32_t, W>::count>([&](auto K) PV_INLINE { return m.r[K]; });
+}
+
+enum Predicate { EQ, LT, LE, NE, NOT_LE };
+template <size_t SIZE> using IntOfSize = std::conditional_t<
+    SIZE == 8, int64_t, std::conditional_t<SIZE == 4, int32_t, std::conditional_t<SIZE == 2, int16_t, int8_t>>>;
+
+template <Predicate P, class T, int W> PV_FN Vec<bool, W> compare(const Vec<T, W>& a, const Vec<T, W>& b) {
+  using I = IntOfSize<sizeof(T)>;
+  const auto wide = build<Vec<I, W>, Vec<I, W>::count>([&](auto K) PV_INLINE {
+    using R = typename Vec<I, W>::reg;
+    if constexpr (P == EQ) return (R)(a.r[K] == b.r[K]);
+    else if constexpr (P == LT) return (R)(a.r[K] < b.r[K]);
+    else if constexpr (P == LE) return (R)(a.r[K] <= b.r[K]);
+    else if constexpr (P == NOT_LE) return ~(R)(a.r[K] <= b.r[K]);
+    else return (R)(a.r[K] != b.r[K]);
+  });
+  const auto lanes = convert<int32_t>(wide);
+  return build<Vec<bool, W>, Vec<bool, W>::count>([&](auto K) PV_INLINE { return lanes.r[K]; });
+}
+
+template <class T, int W>
+PV_FN Vec<T, W> where(const Vec<bool, W>& m, const Vec<T, W>& a, const Vec<T, W>& b) {
+  using V = Vec<T, W>;
+  if constexpr (std::is_same_v<T, bool>) {
+    return build<V, V::count>([&](auto K) PV_INLINE { return (m.r[K] & a.r[K]) | (~m.r[K] & b.r[K]); });
+  } else {
+    const auto wide = convert<IntOfSize<sizeof(T)>>(int_lanes(m));
+    return build<V, V::count>([&](auto K) PV_INLINE { return wide.r[K] ? a.r[K] : b.r[K]; });
+  }
+}
+
+template <int W> PV_FN bool any(const Vec<bool, W>& m) {
+  auto all = m.r[0];
+  for (int k = 1; k < Vec<bool, W>::count; k++) all |= m.r[k];
+  return !_mm256_testz_si256((__m256i)all, (__m256i)all);
+}
+
+template <int W> PV_FN bool all(const Vec<bool, W>& m) {
+  auto both = m.r[0];
+  for (int k = 1; k < Vec<bool, W>::count; k++) both &= m.r[k];
+  return _mm256_testc_si256((__m256i)both, _mm256_set1_epi32(-1));
+}
+
+// Lanes [0, n) of W.
+template <int W> PV_FN Vec<bool, W> first_lanes(int64_t n) {
+  return build<Vec<bool, W>, Vec<bool, W>::count>([&](auto K) PV_INLINE {
+    constexpr int k = decltype(K)::value * 8;
+    const int first = int(n) - k;
+    return (typename Vec<bool, W>::reg){0, 1, 2, 3, 4, 5, 6, 7} < first;
+  });
+}
+
+// A mask of which every lane is on or off takes a branch: what `cat` and `pad` load is of one side nearly everywhere.
+// The lanes that a mixed mask leaves out may lie outside of the tensor, so they are not read.
+template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool, W>& m) {
+  using V = Vec<T, W>;
+  V result;
+  if (all(m)) {
+    std::memcpy(result.r, p, sizeof(T) * W);
+  } else if (!any(m)) {
+    result = build<V, V::count>([&](auto) PV_INLINE { return typename V::reg(); });
+  } else if constexpr (sizeof(T) >= 4) {
+    const auto wide = convert<IntOfSize<sizeof(T)>>(int_lanes(m));
+    result = build<V, V::count>([&](auto K) PV_INLINE {
+      const T* q = p + decltype(K)::value * V::lanes;
+      if constexpr (sizeof(T) == 8) return (typename V::reg)_mm256_maskload_epi64((const long long*)q, (__m256i)wide.r[K]);
+      else return (typename V::reg)_mm256_maskload_epi32((const int*)q, (__m256i)wide.r[K]);
+    });
+  } else {
+    alignas(32) int32_t on[W];
+    alignas(32) T lanes[W];
+    std::memcpy(on, m.r, sizeof on);
+    for (int k = 0; k < W; k++) lanes[k] = on[k] ? p[k] : T();
+    std::memcpy(result.r, lanes, sizeof lanes);
+  }
+  return result;
+}
+template <class T, int W> PV_FN void store_masked(T* p, const Vec<T, W>& a, const Vec<bool, W>& m) {
+  alignas(32) int32_t on[W];
+  alignas(32) T lanes[W];
+  std::memcpy(on, m.r, sizeof on);
+  std::memcpy(lanes, a.r, sizeof lanes);
+  for (int k = 0; k < W; k++)
+    if (on[k]) p[k] = lanes[k];
+}
+
+#endif
+
+}  // namespace pv

@@ -1,0 +1,146 @@
+"""Weights that are integers in memory: their conversions, and products that compute what they multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pellucid import pipeline
+from pellucid.ir.nodes import Kernel, Node
+from pellucid.ir.types import DType
+from tests.support import assert_matches, recorded_fallbacks, widened
+
+F = nn.functional
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+TYPES = (*INTEGERS, torch.float32, torch.float64)
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="pellucid", options={"verify": True})
+
+
+def nodes_of(function: Callable[..., Any], *args: Any) -> list[Node]:
+    """What the program of `function` consists of; its result is compared with eager's and float64's."""
+    found: list[Node] = []
+
+    def recording(*given: Any) -> Any:
+        executable, record = pipeline.compile_graph(*given)
+        found.extend(node for program in record.programs for node in program.scheduled.nodes)
+        return executable, record
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr("pellucid.backend.compile_graph", recording)
+        assert_matches(compiled(function)(*args), function(*args), function(*widened(args)))
+    return found
+
+
+def integers(dtype: torch.dtype, size: int) -> Tensor:
+    """All over the range of the type, its ends among them."""
+    info = torch.iinfo(dtype)
+    drawn = torch.randint(info.min, info.max, (size,), dtype=dtype)
+    drawn[:4] = torch.tensor([info.min, info.max, 0, info.max // 2 + 1], dtype=dtype)
+    return drawn
+
+
+@pytest.mark.parametrize("size", [1, 15, 64, 133])
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_conversions_follow_eager(dtype: torch.dtype, size: int) -> None:
+    """Of all lanes alike: in kernels of one step of four bytes, in narrower ones, and where reductions unroll them."""
+    x = integers(dtype, 4 * size).reshape(4, size)
+
+    def together(x: Tensor) -> list[Tensor]:
+        return [x.to(other) for other in TYPES if other is not dtype]
+
+    def narrow(x: Tensor) -> list[Tensor]:
+        return [x.to(other) for other in (torch.int8, torch.uint8, torch.int16) if other is not dtype]
+
+    def reduced(x: Tensor) -> list[Tensor]:
+        return [x.to(other).amax(-1) for other in TYPES]
+
+    for function in (together, narrow, reduced):
+        for result, expected in zip(compiled(function)(x), function(x), strict=True):
+            assert result.dtype is expected.dtype
+            assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+def test_numbers_that_are_stored_narrow_follow_eager(dtype: torch.dtype) -> None:
+    x, scale = torch.randn(7, 133) * 40, torch.rand(7, 1) + 0.5
+
+    def quantised(x: Tensor) -> Tensor:
+        return (x / scale + 60).round().clamp(0, 120).to(dtype)
+
+    assert torch.equal(compiled(quantised)(x), quantised(x))
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_shifts_are_kernels(dtype: torch.dtype) -> None:
+    x, by = integers(dtype, 133), torch.arange(133).remainder(7).to(dtype)
+
+    def shifted(x: Tensor, by: Tensor) -> list[Tensor]:
+        return [x >> 3, x << 2, x >> by, x << by, 100 >> by, 3 << by, torch.bitwise_and(77, x), torch.bitwise_xor(5, x)]
+
+    with recorded_fallbacks() as fallbacks:
+        results = compiled(shifted)(x, by)
+    assert not fallbacks
+    for result, expected in zip(results, shifted(x, by), strict=True):
+        assert result.dtype is expected.dtype
+        assert torch.equal(result, expected)
+
+
+class ByRow(nn.Module):
+    """int8, with a scale for each output that is applied to weights, or to results."""
+
+    def __init__(self, inputs: int, outputs: int, weights: bool) -> None:
+        super().__init__()
+        self.weights = weights
+        self.register_buffer("weight", torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8))
+        self.register_buffer("scale", torch.rand(outputs) / 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, scale = self.weight.to(x.dtype), self.scale.to(x.dtype)
+        return F.linear(x, weight * scale[:, None]) if self.weights else F.linear(x, weight) * scale
+
+
+class ByGroup(nn.Module):
+    """Two numbers of four bits in a byte, with a scale and a zero for each group of `size`."""
+
+    def __init__(self, inputs: int, outputs: int, size: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randint(0, 256, (outputs, inputs // size, size // 2), dtype=torch.uint8))
+        self.register_buffer("scale", torch.rand(outputs, inputs // size, 1) / 100)
+        self.register_buffer("zero", torch.randint(0, 16, (outputs, inputs // size, 1), dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = torch.cat((self.weight & 15, self.weight >> 4), -1)
+        weight = (numbers.to(x.dtype) - self.zero.to(x.dtype)) * self.scale.to(x.dtype)
+        return F.linear(x, weight.flatten(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [False, True])
+def test_one_row_times_integers_is_one_kernel(weights: bool, dtype: torch.dtype) -> None:
+    nodes = nodes_of(ByRow(200, 96, weights), torch.randn(1, 200, dtype=dtype))
+    assert len(nodes) == 1
+    assert isinstance(nodes[0], Kernel)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize(
+    "make", [lambda: ByRow(256, 64, True), lambda: ByRow(256, 64, False), lambda: ByGroup(256, 64, 32)]
+)
+def test_products_with_integers_are_those_of_eager(make: Callable[[], nn.Module], rows: int) -> None:
+    nodes = nodes_of(make(), torch.randn(rows, 256))
+    assert all(isinstance(node, Kernel) for node in nodes)
+
+
+def test_a_product_with_one_column_computes_its_operands() -> None:
+    weight = torch.randint(-128, 128, (70, 300), dtype=torch.int8)
+    nodes = nodes_of(lambda x: weight.to(x.dtype) @ x.sin(), torch.randn(300, 1))
+    assert all(isinstance(node, Kernel) for node in nodes)
+    assert all(param.numel.value != 70 * 300 or param.dtype is DType.I8 for node in nodes for param in node.params)
