@@ -5,7 +5,9 @@ Sizes, strides and the machine decide, never the number of threads that a call h
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from pellucid.ir.contraction import Contraction
 from pellucid.ir.index import ONE, Expr, product
@@ -41,6 +43,8 @@ FEW_SUMS = 2048
 FEW_SUMS_OF_LINE = 6144
 # Blocks from which on no thread waits long for another.
 ENOUGH_BLOCKS = 16
+# Choices that a decision keeps beside the one that was made.
+RUNNERS_UP = 3
 # How much longer than with equal shares cores may take before blocks become smaller.
 WAIT = 1.05
 # The part of its time that a core loses where the rows that it reads were written by another.
@@ -71,6 +75,11 @@ class Pricing:
         fetched = self.fetch if pieces % self.cores else 0.0
         each = uneven + self.gather / min(columns, self.n) + self.pack / (lines * self.size) + fetched
         return each * waiting(blocks, self.cores)
+
+
+def runners_up(price: float, others: Iterable[tuple[float, str]]) -> str:
+    """Of what was not chosen the first few, by their prices next to that of the choice."""
+    return ", ".join(f"{name}: {other / price:.2f}" for other, name in islice(others, RUNNERS_UP))
 
 
 def few_sums(pricing: Pricing) -> list[tuple[int, int]]:

@@ -22,6 +22,7 @@ from pellucid.codegen.block_sizes import (
     product_pricing,
     product_sizes,
     right_fits,
+    runners_up,
     speed_up,
 )
 from pellucid.codegen.blocks import Blocks, Groups, Order, area_of, taps_of
@@ -79,7 +80,7 @@ def find_blocks(
         blocks = of_taps or _pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, frozen)
     if blocks is None:
         return None
-    facts = (("rows", blocks.height), ("columns", blocks.columns))
+    facts = (("rows", blocks.height), ("columns", blocks.columns), *_priced(blocks))
     terms, lines = ", ".join(blocks.inner), ", ".join((blocks.row, *blocks.whole))
     why = f"a sum of products over {terms}: computed in blocks of {lines} and {blocks.column}"
     decision = Decision("codegen.contract", (kernel.name, found.total.out), True, why, facts)
@@ -91,6 +92,17 @@ def find_blocks(
     why = refusal or "the operand is frozen: it is packed before the program runs"
     freezing = Decision("codegen.freeze", (kernel.name, buffer), not refusal, why)
     return replace(blocks, packed=not refusal), (decision, freezing)
+
+
+def _priced(blocks: Blocks) -> tuple[tuple[str, str], ...]:
+    """The sizes that were not chosen, the cheapest first."""
+    price = blocks.pricing
+    if price is None:
+        return ()
+    chosen, whole = (blocks.rows, blocks.columns), blocks.height // blocks.rows
+    sizes = [each for each in dict.fromkeys(blocks.sizes) if each != chosen]
+    others = sorted((price(rows, columns), f"{rows * whole} x {columns}") for rows, columns in sizes)
+    return (("runners_up", runners_up(price(*chosen), others)),) if others else ()
 
 
 def _not_packed(kernel: Kernel, blocks: Blocks) -> str:

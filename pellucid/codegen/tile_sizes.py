@@ -83,6 +83,9 @@ class Way:
     order: Order
     kept: bool
 
+    def __str__(self) -> str:
+        return f"{self.lines} lines x {self.columns}{', kept' if self.kept else ''}"
+
 
 def by_windows(shape: Shape, height: int, machine: Machine) -> float:
     """The price of windows, in blocks of so many pixels."""
@@ -91,14 +94,14 @@ def by_windows(shape: Shape, height: int, machine: Machine) -> float:
     return (_WINDOWS * TAPS * pixels + packing) * weights / machine.cores
 
 
-def cheapest(shape: Shape, machine: Machine) -> tuple[float, Shape, Way] | None:
-    """The price of tiles at the least, of lines that may be in pieces; None if caches and stack hold no block."""
+def ranked(shape: Shape, machine: Machine) -> list[tuple[float, Shape, Way]]:
+    """The ways that caches and stack hold, of lines that may be in pieces, with their prices, the cheapest first."""
     priced = (
         (_price(each, way, machine), each, way)
         for each in _with_short_lines(shape, machine)
         for way in _ways(each, machine)
     )
-    return min(priced, key=itemgetter(0), default=None)
+    return sorted(priced, key=itemgetter(0))
 
 
 def _with_short_lines(shape: Shape, machine: Machine) -> Iterator[Shape]:

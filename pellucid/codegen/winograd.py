@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pellucid.codegen.block_sizes import points_besides
+from pellucid.codegen.block_sizes import points_besides, runners_up
 from pellucid.codegen.blocks import Blocks, taps_of
 from pellucid.codegen.phases import in_phases, in_pieces
-from pellucid.codegen.tile_sizes import Shape, by_windows, cheapest
+from pellucid.codegen.tile_sizes import Shape, by_windows, ranked
 from pellucid.ir.contraction import find_contraction, stride_along
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr
@@ -33,15 +33,18 @@ def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Kernel, 
     if found is None:
         return kernel, blocks, ()
     phased, tiled, shape = found
-    windows, tiles = by_windows(shape, blocks.height, machine), cheapest(shape, machine)
+    windows, tiles = by_windows(shape, blocks.height, machine), ranked(shape, machine)
     subject = (kernel.name, blocks.contraction.total.out)
-    if tiles is None:
+    if not tiles:
         why = "tiles of two lines would not stay in the cache"
         return kernel, blocks, (Decision("codegen.tiles", subject, False, why),)
-    price, shape, way = tiles
+    (price, shape, way), *others = tiles
     ok = price * _WORTH < windows
     why = f"tiles of 2 x 2 pixels take {price / windows:.2f} of the time of windows"
-    facts = (("lines", way.lines), ("columns", way.columns), ("kept", int(way.kept)), ("pieces", shape.pieces))
+    facts = (
+        *(("lines", way.lines), ("columns", way.columns), ("kept", int(way.kept)), ("pieces", shape.pieces)),
+        ("runners_up", runners_up(price, [(each, str(other)) for each, _, other in others])),
+    )
     decision = Decision("codegen.tiles", subject, ok, why, facts)
     if not ok:
         return kernel, blocks, (decision,)
