@@ -30,14 +30,14 @@ class _Prepared:
 
     tensors: what was made of them, and then the panels. panels: these alone, so that other programs find them.
     sources: the bytes of the parameters' memory, by its address.
-    watch: calls somebody when one of them goes.
+    watch: calls somebody when the memory of one of them goes.
     """
 
     fingerprint: Fingerprint
     tensors: tuple[torch.Tensor, ...]
     panels: tuple[Panels, ...]
     sources: dict[int, int]
-    watch: tuple[ReferenceType[torch.Tensor], ...]
+    watch: tuple[ReferenceType[torch.UntypedStorage], ...]
 
 
 class Frozen:
@@ -89,6 +89,7 @@ class Frozen:
             prepared = self._prepared.get(place)
             if prepared is not None and prepared.fingerprint.holds(frozen):
                 return prepared  # another thread was here
+            _check_memory(frozen, self._positions)
             fingerprint = Fingerprint.of(frozen)
             made = self._before(list(args))
             panels = pack(self._packers, [*args, *made], len(args))
@@ -97,7 +98,8 @@ class Frozen:
             gone = _Gone(self)
             storages = [tensor.untyped_storage() for tensor in frozen]
             sources = {storage._cdata: storage.nbytes() for storage in storages}
-            watch = tuple(ref(tensor, gone) for tensor in frozen)
+            # Of their memory, not of the tensors: PyTorch exchanges no tensors of which there are weak references.
+            watch = tuple(ref(storage, gone) for storage in storages)
             tensors = (*made, *(each.tensor for each in panels))
             prepared = _Prepared(fingerprint, tensors, tuple(panels), sources, watch)
             self._keep(place, prepared)
@@ -132,13 +134,23 @@ class Frozen:
             )
 
 
+def _check_memory(tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> None:
+    """Raise RuntimeError, as a call without `freeze` does, for a parameter whose memory was given back."""
+    for tensor, position in zip(tensors, positions, strict=True):
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"argument {position} is a tensor of {tensor.numel()} elements whose storage has 0 bytes: "
+                "it was resized, and has to be filled again before the call"
+            )
+
+
 class _Gone:
-    """Called when a parameter of a program goes: its memory is given back after that."""
+    """Called when the memory of a parameter goes: what was prepared of it may go too."""
 
     def __init__(self, program: Frozen) -> None:
         self._program = ref(program)
 
-    def __call__(self, _: ReferenceType[torch.Tensor]) -> None:
+    def __call__(self, _: ReferenceType[torch.UntypedStorage]) -> None:
         program = self._program()
         if program is not None:
             _to_sweep.add(program)

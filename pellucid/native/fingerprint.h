@@ -1,42 +1,81 @@
-// A sample of memory: one line of the cache in every `turns`-th page, from page `turn` on, so that what was replaced as a
-// whole is noticed at the cost of some nanoseconds for each of these pages. Fewer than `turns` pages are looked at from
-// the first one on.
+// Samples of memory: one line of the cache in every `turns`-th page, so that what was replaced as a whole is noticed at the
+// cost of some nanoseconds for each of these pages. Sample (turn, line) has the pages from `turn` on, and of each that line;
+// all samples together have every byte. Fewer than `turns` pages are looked at from the first one on.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 namespace pellucid {
 
-constexpr int64_t kPage = 4096, kLine = 64;
+constexpr int64_t kPage = 4096, kLine = 64, kLines = kPage / kLine;
 constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;  // 2^64 over the golden ratio: multiples of it are spread evenly
 
 inline int64_t first_sampled(int64_t bytes, int64_t turn) { return turn * kPage < bytes ? turn * kPage : 0; }
 
-inline uint64_t fingerprint(const char* at, int64_t bytes, int64_t turn, int64_t turns, uint64_t hash) {
-  const int64_t step = turns * kPage, ahead = 16 * step, first = first_sampled(bytes, turn);
-  for (int64_t from = first; from < bytes; from += step) {
-    if (from + ahead < bytes) __builtin_prefetch(at + from + ahead);  // pages are too far apart for the processor's own
-    uint64_t words[kLine / sizeof(uint64_t)] = {};
-    std::memcpy(words, at + from, size_t(bytes - from < kLine ? bytes - from : kLine));
-    uint64_t mixed = 0;
-    for (uint64_t word : words) mixed = (mixed + word) * kOdd;
-    hash = (hash ^ mixed ^ (mixed >> 32)) * kOdd;
+// The place of a line in the page at `from`; where the memory ends before, another line stands for it.
+inline int64_t line_of(int64_t bytes, int64_t from, int64_t line) {
+  const int64_t there = (std::min(kPage, bytes - from) + kLine - 1) / kLine;
+  return from + (line < there ? line : line % there) * kLine;
+}
+
+inline uint64_t with_line(uint64_t hash, const char* at, int64_t bytes) {
+  uint64_t words[kLine / sizeof(uint64_t)] = {}, mixed = 0;
+  std::memcpy(words, at, size_t(std::min(bytes, kLine)));
+  for (uint64_t word : words) mixed = (mixed + word) * kOdd;
+  return (hash ^ mixed ^ (mixed >> 32)) * kOdd;
+}
+
+inline uint64_t fingerprint(
+    const char* at, int64_t bytes, int64_t turn, int64_t turns, int64_t line, uint64_t hash) {
+  const int64_t step = turns * kPage, ahead = 16 * step;
+  for (int64_t from = first_sampled(bytes, turn); from < bytes; from += step) {
+    // Pages are too far apart for the processor's own prefetching.
+    if (from + ahead < bytes) __builtin_prefetch(at + line_of(bytes, from + ahead, line));
+    const int64_t place = line_of(bytes, from, line);
+    hash = with_line(hash, at + place, bytes - place);
   }
   return hash;
 }
 
 // The same of `count` pieces. Most are short: the first lines of those that come later are asked for ahead.
 inline uint64_t fingerprint_all(
-    const int64_t* addresses, const int64_t* sizes, int64_t count, int64_t turn, int64_t turns) {
+    const int64_t* addresses, const int64_t* sizes, int64_t count, int64_t turn, int64_t turns, int64_t line) {
   constexpr int64_t AHEAD = 16;
   const auto at = [&](int64_t k) { return reinterpret_cast<const char*>(addresses[k]); };
   uint64_t hash = 0;
   for (int64_t k = 0; k < count; k++) {
-    if (k + AHEAD < count) __builtin_prefetch(at(k + AHEAD) + first_sampled(sizes[k + AHEAD], turn));
-    hash = fingerprint(at(k), sizes[k], turn, turns, hash);
+    if (k + AHEAD < count && sizes[k + AHEAD] > 0) {
+      const int64_t bytes = sizes[k + AHEAD];
+      __builtin_prefetch(at(k + AHEAD) + line_of(bytes, first_sampled(bytes, turn), line));
+    }
+    hash = fingerprint(at(k), sizes[k], turn, turns, line, hash);
   }
   return hash;
+}
+
+// All samples, hashes[turn][line], in one pass over the memory.
+inline void every_fingerprint(
+    const int64_t* addresses, const int64_t* sizes, int64_t count, int64_t turns, uint64_t* hashes) {
+  std::fill_n(hashes, turns * kLines, 0);
+  for (int64_t k = 0; k < count; k++) {
+    const char* at = reinterpret_cast<const char*>(addresses[k]);
+    const int64_t bytes = sizes[k];
+    for (int64_t from = 0; from < bytes; from += kPage) {
+      const auto add = [&](int64_t turn) {
+        for (int64_t line = 0; line < kLines; line++) {
+          const int64_t place = line_of(bytes, from, line);
+          uint64_t& hash = hashes[turn * kLines + line];
+          hash = with_line(hash, at + place, bytes - place);
+        }
+      };
+      add(from / kPage % turns);
+      if (from == 0)
+        for (int64_t turn = 1; turn < turns; turn++)
+          if (first_sampled(bytes, turn) == 0) add(turn);
+    }
+  }
 }
 
 }  // namespace pellucid

@@ -15,6 +15,9 @@ from pellucid.native.loader import library
 _TURNS = 8
 """A sample of tensors whose changes are counted has a page in so many, others at the next call."""
 
+_LINES = 64
+"""Lines of the cache in a page, of which a sample has one: the next after all turns. `fingerprint.h` has the same."""
+
 _UNCOUNTED = -1
 """Stands for the count of changes of a tensor of inference mode, which PyTorch does not count."""
 
@@ -50,8 +53,8 @@ class Fingerprint:
         """False if one of the tensors is another, was changed by PyTorch, or differs in the sample of this call.
 
         tensors: as many as there were. A change that PyTorch does not count, through `.data`, NumPy or a pointer, is
-        noticed in samples only: at once where it changes a tensor as a whole, a part of a tensor after some calls, and
-        one of a few elements perhaps not at all.
+        noticed in samples only: at once where it changes a tensor as a whole, whole pages within `_TURNS` calls, and
+        any element within `_TURNS * _LINES`.
         """
         return self._in_place(tensors) and self.watched.hold() and self.uncounted.hold()
 
@@ -74,30 +77,37 @@ def place_of(tensors: list[torch.Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """What some tensors hold, in one line of the cache of each page: as many samples as there are turns."""
+    """What some tensors hold, in one line of the cache of each page, or of each of some: by turn and line."""
 
-    hashes: tuple[int, ...]
+    hashes: ctypes.Array[ctypes.c_uint64]
     addresses: ctypes.Array[ctypes.c_int64]
     sizes: ctypes.Array[ctypes.c_int64]
-    turns: Iterator[int] = field(default_factory=itertools.count)  # shared by all threads
+    turns: int
+    calls: Iterator[int] = field(default_factory=itertools.count)  # shared by all threads
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], turns: int) -> _Samples:
         words = ctypes.c_int64 * len(tensors)
         addresses, sizes = words(*(tensor.data_ptr() for tensor in tensors)), words(*map(_span, tensors))
-        return cls(tuple(_sample(addresses, sizes, turn, turns) for turn in range(turns)), addresses, sizes)
+        return cls(_every_sample(addresses, sizes, turns), addresses, sizes, turns)
 
     def hold(self) -> bool:
         """Whether the sample whose turn it is is as it was."""
-        turn = next(self.turns) % len(self.hashes)
-        return self._holds(turn)
+        line, turn = divmod(next(self.calls) % len(self.hashes), self.turns)
+        found = library().pellucid_fingerprint(self.addresses, self.sizes, len(self.sizes), turn, self.turns, line)
+        return found == self.hashes[turn * _LINES + line]
 
     def all_hold(self) -> bool:
-        """Whether all samples are as they were."""
-        return all(map(self._holds, range(len(self.hashes))))
+        """Whether every byte is as it was."""
+        return bytes(_every_sample(self.addresses, self.sizes, self.turns)) == bytes(self.hashes)
 
-    def _holds(self, turn: int) -> bool:
-        return _sample(self.addresses, self.sizes, turn, len(self.hashes)) == self.hashes[turn]
+
+def _every_sample(
+    addresses: ctypes.Array[ctypes.c_int64], sizes: ctypes.Array[ctypes.c_int64], turns: int
+) -> ctypes.Array[ctypes.c_uint64]:
+    hashes = (ctypes.c_uint64 * (turns * _LINES))()
+    library().pellucid_every_fingerprint(addresses, sizes, len(sizes), turns, hashes)
+    return hashes
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -106,7 +116,3 @@ def _span(tensor: torch.Tensor) -> int:
         return 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (steps + 1) * tensor.element_size()
-
-
-def _sample(addresses: ctypes.Array[ctypes.c_int64], sizes: ctypes.Array[ctypes.c_int64], turn: int, turns: int) -> int:
-    return library().pellucid_fingerprint(addresses, sizes, len(addresses), turn, turns)

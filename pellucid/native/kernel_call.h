@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "host.h"
+#include "stack.h"
 
 namespace pellucid {
 namespace {
@@ -25,11 +26,18 @@ struct Share {
   std::atomic<int64_t> status{0};
 };
 
+// Some iterations of a kernel, on a stack that is large enough.
+int64_t run_iterations(const Way& way, void* const* parameters, const int64_t* symbols, int64_t begin, int64_t end) {
+  int64_t status = 0;
+  with_room([&] { status = way.function(parameters, symbols, begin, end); });
+  return status;
+}
+
 void run_share(void* data) {
   Share& share = *static_cast<Share*>(data);
   int64_t n = omp_get_num_threads(), i = omp_get_thread_num(), extent = share.way.extent;
   int64_t status =
-      share.way.function(share.parameters, share.call.symbols.data(), extent * i / n, extent * (i + 1) / n);
+      run_iterations(share.way, share.parameters, share.call.symbols.data(), extent * i / n, extent * (i + 1) / n);
   if (status) share.status = status;
 }
 
@@ -53,7 +61,7 @@ int64_t run_way(const KernelCall& call, const Way& way, Frame& frame, RunTimes* 
   if (way.extent <= 0) return 0;
   int64_t threads = way.extent / way.grain;
   if (threads > 1) threads = std::min(threads, torch_threads());
-  if (threads <= 1) return way.function(frame.parameters.data(), call.symbols.data(), 0, way.extent);
+  if (threads <= 1) return run_iterations(way, frame.parameters.data(), call.symbols.data(), 0, way.extent);
   Share share{call, way, frame.parameters.data(), times ? times->shares(threads) : nullptr};
   GOMP_parallel(times ? run_timed_share : run_share, &share, static_cast<unsigned>(threads), 0);
   if (times) times->keep_shares();

@@ -78,8 +78,10 @@ def _library() -> ctypes.PyDLL:
     lib.pellucid_timeline_stop.restype = ctypes.c_void_p
     lib.pellucid_contended.argtypes = []
     lib.pellucid_contended.restype = ctypes.c_bool
-    lib.pellucid_fingerprint.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3]
+    lib.pellucid_fingerprint.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 4]
     lib.pellucid_fingerprint.restype = ctypes.c_uint64
+    lib.pellucid_every_fingerprint.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p]
+    lib.pellucid_every_fingerprint.restype = None
     lib.pellucid_in_place.argtypes = [ctypes.py_object, *[ctypes.c_void_p] * 3]
     lib.pellucid_in_place.restype = ctypes.c_bool
     lib.pellucid_place.argtypes = [ctypes.py_object]

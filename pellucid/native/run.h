@@ -26,6 +26,8 @@ class Record {
   AtenRecordFunctionHandle handle_ = nullptr;
 };
 
+constexpr uintptr_t kLowAddresses = uintptr_t(1) << 32;  // little but what a program was linked with lies below
+
 class Run {
  public:
   // profile: torch.profiler is on. times: where to note those of the calls, or null.
@@ -154,13 +156,29 @@ class Run {
   void place_slots() {
     for (size_t i = 0; i < plan_.slots.size(); i++) {
       const Slot& slot = plan_.slots[i];
-      if (slot.place == Place::kInput) frame_.pointer[i] = data_of(handle_at(&frame_.impl[slot.value]));
+      if (slot.place == Place::kInput) frame_.pointer[i] = argument_data(slot.value);
       if (slot.place != Place::kOutput) continue;
       frame_.pointer[i] = pool.alloc(slot.value);
       if (frame_.pointer[i]) [[likely]] continue;
       current_ = writer(static_cast<int64_t>(i));
       throw no_memory(slot.value);
     }
+  }
+
+  // Throws Failure for a tensor whose memory was given back, as those do who keep parameters elsewhere meanwhile. Then its
+  // data seem to begin where nothing ever lies: as far from address 0 as they do from the beginning of their storage.
+  void* argument_data(int64_t number) {
+    AtenTensorHandle tensor = handle_at(&frame_.impl[number]);
+    void* data = data_of(tensor);
+    if (reinterpret_cast<uintptr_t>(data) < kLowAddresses) [[unlikely]] {
+      int64_t numel = 0, storage = 0;
+      check(aoti_torch_get_numel(tensor, &numel));
+      check(aoti_torch_get_storage_size(tensor, &storage));
+      if (numel > 0 && storage == 0)
+        throw Failure{"argument " + std::to_string(number) + " is a tensor of " + std::to_string(numel) +
+                      " elements whose storage has 0 bytes: it was resized, and has to be filled again before the call"};
+    }
+    return data;
   }
 
   // The first kernel that has to do with a slot, or null.

@@ -295,8 +295,14 @@ void pellucid_flush_denormals(bool on) { flush_denormals(on); }
 
 // A sample of `count` pieces of memory, see fingerprint.h.
 uint64_t pellucid_fingerprint(
-    const int64_t* addresses, const int64_t* sizes, int64_t count, int64_t turn, int64_t turns) {
-  return fingerprint_all(addresses, sizes, count, turn, turns);
+    const int64_t* addresses, const int64_t* sizes, int64_t count, int64_t turn, int64_t turns, int64_t line) {
+  return fingerprint_all(addresses, sizes, count, turn, turns, line);
+}
+
+// All samples of them, by turn and line.
+void pellucid_every_fingerprint(
+    const int64_t* addresses, const int64_t* sizes, int64_t count, int64_t turns, uint64_t* hashes) {
+  every_fingerprint(addresses, sizes, count, turns, hashes);
 }
 
 // Whether the tensors of a list lie where they did and PyTorch has counted no change of them since, see `in_place`.

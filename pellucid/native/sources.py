@@ -22,6 +22,7 @@ FILES = (
     "kernel_call.h",
     "strips.h",
     "host.h",
+    "stack.h",
     "contention.h",
     "denormals.h",
     "fingerprint.h",

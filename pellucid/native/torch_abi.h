@@ -30,6 +30,8 @@ AOTITorchError aoti_torch_new_tensor_handle(AtenTensorHandle, AtenTensorHandle* 
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle);
 AOTITorchError aoti_torch_is_defined(AtenTensorHandle, bool*);
 AOTITorchError aoti_torch_get_data_ptr(AtenTensorHandle, void** borrowed);
+AOTITorchError aoti_torch_get_numel(AtenTensorHandle, int64_t*);
+AOTITorchError aoti_torch_get_storage_size(AtenTensorHandle, int64_t* bytes);
 AOTITorchError aoti_torch_get_device_type(AtenTensorHandle, int32_t*);
 AOTITorchError aoti_torch_get_dtype(AtenTensorHandle, int32_t*);
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle, int64_t*);

@@ -8,6 +8,7 @@ from pellucid.machine import AVX2, Machine
 from pellucid.options import Options
 from pellucid.schedule.cleanup import clean_up
 from pellucid.schedule.dead import remove_dead
+from pellucid.schedule.few_rows import sum_rows_together
 from pellucid.schedule.fuse import fuse
 from pellucid.schedule.hoist import hoist
 from pellucid.schedule.normalize import normalize
@@ -26,8 +27,9 @@ def schedule(program: Program, options: Options, machine: Machine = AVX2) -> tup
     program = remove_dead(program)
     program = normalize(program)
     if options.fusion:
+        program, few = sum_rows_together(program)
         program, fused = fuse(program, options, machine)
-        decisions += fused
+        decisions += [*few, *fused]
         program = remove_dead(program)
     program = remove_dead(clean_up(program))  # a load that repeats another may have been the last use of its buffer
     program, split = split_reductions(program, options)

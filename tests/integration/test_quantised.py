@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid import pipeline
+from pellucid.ir.contraction import find_contraction
 from pellucid.ir.nodes import Kernel, Node
 from pellucid.ir.types import DType
 from tests.support import assert_matches, recorded_fallbacks, widened
@@ -122,12 +123,23 @@ class ByGroup(nn.Module):
         return F.linear(x, weight.flatten(1))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weights", [False, True])
-def test_one_row_times_integers_is_one_kernel(weights: bool, dtype: torch.dtype) -> None:
-    nodes = nodes_of(ByRow(200, 96, weights), torch.randn(1, 200, dtype=dtype))
-    assert len(nodes) == 1
-    assert isinstance(nodes[0], Kernel)
+def test_weights_of_few_rows_are_not_written_as_floats(weights: bool, dtype: torch.dtype, rows: int) -> None:
+    nodes = nodes_of(ByRow(200, 96, weights), torch.randn(rows, 200, dtype=dtype))
+    assert all(isinstance(node, Kernel) for node in nodes)
+    assert not any(
+        param.numel.value == 200 * 96 and param.dtype is not DType.I8 for node in nodes for param in node.params
+    )
+    assert rows > 1 or len(nodes) == 1
+
+
+def test_weights_of_more_rows_or_of_floats_are_read_as_they_lie() -> None:
+    more = nodes_of(ByRow(200, 96, True), torch.randn(5, 200))
+    assert any(param.numel.value == 200 * 96 and param.dtype is DType.F32 for node in more for param in node.params)
+    scaled = nodes_of(lambda x, weight: F.linear(x, weight * 0.5), torch.randn(4, 200), torch.randn(96, 200))
+    assert [find_contraction(node) is not None for node in scaled] == [False, True]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
@@ -139,8 +151,9 @@ def test_products_with_integers_are_those_of_eager(make: Callable[[], nn.Module]
     assert all(isinstance(node, Kernel) for node in nodes)
 
 
-def test_a_product_with_one_column_computes_its_operands() -> None:
+@pytest.mark.parametrize("columns", [1, 3])
+def test_a_product_with_few_columns_computes_its_operands(columns: int) -> None:
     weight = torch.randint(-128, 128, (70, 300), dtype=torch.int8)
-    nodes = nodes_of(lambda x: weight.to(x.dtype) @ x.sin(), torch.randn(300, 1))
+    nodes = nodes_of(lambda x: weight.to(x.dtype) @ x.sin(), torch.randn(300, columns))
     assert all(isinstance(node, Kernel) for node in nodes)
     assert all(param.numel.value != 70 * 300 or param.dtype is DType.I8 for node in nodes for param in node.params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pellucid.native.fingerprint import Fingerprint
@@ -36,10 +37,26 @@ def test_what_pytorch_counts_and_tensors_of_inference_mode_are_noticed_at_once()
     seen = Fingerprint.of([counted, uncounted])
     assert seen.holds([counted, uncounted])
     with torch.inference_mode():
-        uncounted[7 * PAGE] = 1
-        assert not any(seen.holds([counted, uncounted]) for _ in range(8))
-        uncounted[7 * PAGE] = 0
+        uncounted[7 * PAGE : 8 * PAGE] = 1
+        assert not any(seen.holds([counted, uncounted]) for _ in range(80))
+        uncounted[7 * PAGE : 8 * PAGE] = 0
     assert seen.holds([counted, uncounted])
     counted[1] = 1
     assert not seen.holds([counted, uncounted])
     assert not seen.holds([uncounted, counted])
+
+
+@pytest.mark.parametrize("size", [1, 17, PAGE - 1, 5 * PAGE + 20, 40 * PAGE + 3])
+def test_a_change_of_any_element_is_noticed_after_all_lines(size: int) -> None:
+    tensors = [torch.randn(33), torch.randn(size), torch.randn(PAGE)]
+    seen = Fingerprint.of(tensors)
+    calls = 8 * 64
+    for element in {0, size // 3, size - 1, min(size - 1, 3 * PAGE + 517)}:
+        before = tensors[1][element].item()
+        tensors[1].data[element] = before + 1
+        assert not seen.holds_entirely(tensors)
+        assert any([not seen.holds(tensors) for _ in range(calls)])
+        tensors[1].data[element] = before
+        assert seen.holds_entirely(tensors)
+    tensors[2].data[77] = 5
+    assert any([not seen.holds(tensors) for _ in range(calls)])
