@@ -24,13 +24,13 @@ from pellucid.capture.row_layout import joint_rows_first, rows_first
 from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger, donated_of, parameters_of, real_tensors
 from pellucid.capture.transform import transform
-from pellucid.codegen import CppKernel, compete, functions_of, generate, generate_all, packings_of
+from pellucid.codegen import CppKernel, Roles, compete, functions_of, generate, generate_all, packings_of
 from pellucid.codegen.verify_nest import verify_nest
 from pellucid.errors import PellucidError
 from pellucid.executable import Executable, Name, Probe, Whole
 from pellucid.execution_plan import ExecutionPlan, plan_execution
 from pellucid.frozen import Frozen
-from pellucid.ir.analysis import reads
+from pellucid.ir.analysis import reads, writes
 from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Extern, Kernel, Program, View
 from pellucid.ir.printer import print_program
@@ -181,11 +181,12 @@ def _codegen(unit: Unit, options: Options) -> Step:
     nodes = [node for node in unit.scheduled.nodes if isinstance(node, Kernel)]
     still = frozenset((*unit.frozen.names, *unit.frozen.made)) if unit.frozen else frozenset[str]()
     read = {name for node in unit.scheduled.nodes for name in reads(node)}
-    results = frozenset(buffer.name for buffer in unit.scheduled.buffers if buffer.name not in read)
-    kernels = {node.name: generate(node, options, unit.machine, still, results) for node in nodes}
+    unread = frozenset(buffer.name for buffer in unit.scheduled.buffers if buffer.name not in read)
+    roles = Roles(still, unread, made=frozenset(name for node in nodes for name in writes(node)))
+    kernels = {node.name: generate(node, options, unit.machine, roles) for node in nodes}
 
     def all_of(node: Kernel) -> Iterator[CppKernel]:
-        return generate_all(node, options, unit.machine, still, results)
+        return generate_all(node, options, unit.machine, roles)
 
     kernels, competing = compete(kernels, nodes, all_of, options.variants, unit.machine)
     decisions = (*(decision for kernel in kernels.values() for decision in kernel.decisions), *competing)

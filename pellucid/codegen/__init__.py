@@ -27,6 +27,7 @@ from pellucid.codegen.offsets import from_first_touched
 from pellucid.codegen.operands import print_packing
 from pellucid.codegen.plan import Plan
 from pellucid.codegen.reach import Reaches, reaches
+from pellucid.codegen.roles import Roles
 from pellucid.codegen.space import simplify
 from pellucid.codegen.variants import plan_loops
 from pellucid.codegen.vector import base_lanes
@@ -41,6 +42,7 @@ __all__ = [
     "CppKernel",
     "CppPacking",
     "Plan",
+    "Roles",
     "annotate",
     "compete",
     "functions_of",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 NAME_LENGTH = 60
+NO_ROLES = Roles()
 _NAME = "NAME"  # of a function, until its text says what it is called
 
 
@@ -130,48 +133,28 @@ class CppKernel:
         return frozenset(self.params[int(name[1:])] for name in self.plan.streamed)
 
 
-def generate(
-    kernel: Kernel,
-    options: Options,
-    machine: Machine,
-    frozen: frozenset[str] = frozenset(),
-    results: frozenset[str] = frozenset(),
-) -> CppKernel:
-    """Vectorised C++ for `kernel`, with the instruction set of `machine`, and chosen by what that can do.
-
-    frozen: buffers that are the same at each call, so that what they hold may be packed before. results: buffers that
-    nothing else in the program reads.
-    """
-    return next(generate_all(kernel, options, machine, frozen, results))
+def generate(kernel: Kernel, options: Options, machine: Machine, roles: Roles = NO_ROLES) -> CppKernel:
+    """Vectorised C++ for `kernel`, with the instruction set of `machine`, and chosen by what that can do."""
+    return next(generate_all(kernel, options, machine, roles))
 
 
-def generate_all(
-    kernel: Kernel,
-    options: Options,
-    machine: Machine,
-    frozen: frozenset[str] = frozenset(),
-    results: frozenset[str] = frozenset(),
-) -> Iterator[CppKernel]:
+def generate_all(kernel: Kernel, options: Options, machine: Machine, roles: Roles = NO_ROLES) -> Iterator[CppKernel]:
     """The same, and then kernels of other plans that are close by price and give the same bits."""
     named = canonicalise(raw_copies(kernel))
     simple = canonicalise(simplify(named.kernel, base_lanes(named.kernel, machine))).after(named)
-    still, unread = (
-        frozenset(f"p{k}" for k, name in enumerate(simple.buffers) if name in names) for names in (frozen, results)
-    )
-    part, offsets = from_first_touched(simple.kernel, still)
-    for plan in _plans(part, machine, options, still, unread):
+    mine = roles.renamed({name: f"p{k}" for k, name in enumerate(simple.buffers)})
+    part, offsets = from_first_touched(simple.kernel, mine.frozen)
+    for plan in _plans(part, machine, options, mine):
         yield _written(kernel, part, plan, simple, offsets, machine)
 
 
-def _plans(
-    kernel: Kernel, machine: Machine, options: Options, still: frozenset[str], unread: frozenset[str]
-) -> Iterator[Plan]:
+def _plans(kernel: Kernel, machine: Machine, options: Options, roles: Roles) -> Iterator[Plan]:
     attention = plan_attention(kernel, machine, options)
     if attention is not None:
         yield attention
         return
     contracted = False
-    for plan in plan_contraction(kernel, machine, options, still, unread):
+    for plan in plan_contraction(kernel, machine, options, roles):
         contracted = True
         yield plan
     if not contracted:

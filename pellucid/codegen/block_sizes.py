@@ -123,11 +123,12 @@ def product_sizes(
     machine: Machine,
     pack: float,
     shared: bool = True,
+    made: bool = False,
 ) -> tuple[int, int]:
     """Rows and columns of a block: as many as the caches like, fewer where that makes too few blocks for threads.
 
     Rows that are neighbours are packed for each block of columns, so there columns stay many. pack: see `PACK`.
-    shared: cores share out rows where each can keep the right operand.
+    shared: cores share out rows where each can keep the right operand. made: another kernel makes that.
     """
     m, n, outer = estimate(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
     packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
@@ -158,8 +159,8 @@ def product_sizes(
         heights = [even_pieces(m, -(-m // pieces), step) for pieces in (-(-m // rows), 1 - (-m // rows))]
         apart = outer * -(-n // width)
         return min(heights, key=lambda each: (1 + pack / each) * waiting(apart * -(-m // each), cores)), width
-    # Few rows take as long by few columns, which may still lie in a cache then: another kernel may have made them.
-    short = m <= FEWEST_ROWS and 4 * terms * columns * found.dtype.itemsize > machine.own_cache
+    # Few columns may still lie in the cache where they were made, which pays for reading the rows more often.
+    short = made and m <= FEWEST_ROWS and 4 * terms * columns * found.dtype.itemsize > machine.own_cache
     while (short or few()) and columns > COLUMN_STEP:
         columns = even_pieces(columns, columns // 2, COLUMN_STEP)
     return rows, columns

@@ -16,6 +16,7 @@ from pellucid.codegen.find_blocks import close_blocks, find_blocks, stored_at_on
 from pellucid.codegen.groups import join_groups
 from pellucid.codegen.nest import BLOCK, Part, chunks
 from pellucid.codegen.plan import Plan, grain_of
+from pellucid.codegen.roles import Roles
 from pellucid.codegen.sweeps import plan_sweeps
 from pellucid.codegen.variants import CLOSE
 from pellucid.codegen.vector import base_lanes, gathered
@@ -28,22 +29,19 @@ from pellucid.machine.work import estimate
 from pellucid.options import Options
 
 
-def plan_contraction(
-    kernel: Kernel, machine: Machine, options: Options, frozen: frozenset[str], results: frozenset[str]
-) -> Iterator[Plan]:
+def plan_contraction(kernel: Kernel, machine: Machine, options: Options, roles: Roles) -> Iterator[Plan]:
     """The plan of a kernel whose space is simplified; none if it is no contraction that this file can run.
 
-    frozen: buffers that are the same at each call. results: those that no other kernel reads. After it come plans with
-    other blocks that are close to it by price.
+    After it come plans with other blocks that are close to it by price.
     """
     joined = join_groups(kernel, machine)
-    found = find_blocks(joined.of_first, options, machine, frozen, joined.groups)
+    found = find_blocks(joined.of_first, options, machine, roles, joined.groups)
     if found is None:
         return
     blocks, decisions = found
     whole, blocks, tiles = by_tiles(blocks, joined.kernel, machine)
     for each in chain((blocks,), close_blocks(blocks, CLOSE)):
-        yield _planned(whole, each, (*decisions, *tiles), machine, options, results)
+        yield _planned(whole, each, (*decisions, *tiles), machine, options, roles.unread)
 
 
 def _planned(
@@ -52,7 +50,7 @@ def _planned(
     decisions: tuple[Decision, ...],
     machine: Machine,
     options: Options,
-    results: frozenset[str],
+    unread: frozenset[str],
 ) -> Plan:
     rest = epilogue(kernel, blocks)
     blocks = replace(blocks, stored=stored_at_once(blocks, rest, machine))
@@ -65,7 +63,7 @@ def _planned(
     steps = blocks.share * estimate(product(ranges.values())) / (machine.lanes * at_once)
     grain, parallel = grain_of(kernel, extent, steps, machine, options)
     wide = frozenset(name for name, axes in axes_of(rest).items() if blocks.column in axes)
-    streamed, streams = _streamed(rest, wide, results, machine)
+    streamed, streams = _streamed(rest, wide, unread, machine)
     return Plan(
         kernel=rest,
         outer=outer,
@@ -94,13 +92,13 @@ def _planned(
 
 
 def _streamed(
-    kernel: Kernel, wide: frozenset[str], results: frozenset[str], machine: Machine
+    kernel: Kernel, wide: frozenset[str], unread: frozenset[str], machine: Machine
 ) -> tuple[frozenset[str], tuple[Decision, ...]]:
     """Results to write past the caches: those that the second cache does not hold until somebody else reads them."""
     stored = {store.buffer for line, store in kernel.stores() if line.out in wide and not store.join}
     loaded = {load.buffer for _, load in kernel.loads()}
     sizes = {param.name: (param.numel.value or 0) * param.dtype.itemsize for param in kernel.params}
-    chosen = frozenset(name for name in stored & results - loaded if sizes[name] >= machine.own_cache)
+    chosen = frozenset(name for name in stored & unread - loaded if sizes[name] >= machine.own_cache)
     why = "no other kernel reads the result, and the second cache cannot hold it: it goes past the caches"
     return chosen, tuple(Decision("codegen.stream", (kernel.name, name), True, why) for name in sorted(chosen))
 

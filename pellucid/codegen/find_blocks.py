@@ -26,6 +26,7 @@ from pellucid.codegen.block_sizes import (
     speed_up,
 )
 from pellucid.codegen.blocks import Blocks, Groups, Order, area_of, taps_of
+from pellucid.codegen.roles import Roles
 from pellucid.ir.contraction import (
     GROUP_WEIGHTS,
     MOST_SPREAD_CHANNELS,
@@ -61,12 +62,12 @@ def find_blocks(
     kernel: Kernel,
     options: Options,
     machine: Machine,
-    frozen: frozenset[str] = frozenset(),
+    roles: Roles,
     groups: Groups | None = None,
 ) -> tuple[Blocks, tuple[Decision, ...]] | None:
     """The blocks of a kernel whose space is simplified, None if it is no contraction, or runs better otherwise.
 
-    frozen: buffers that are the same at each call. groups: see `Blocks`.
+    groups: see `Blocks`.
     """
     found = find_contraction(kernel)
     if found is None or not options.vectorize:
@@ -77,7 +78,7 @@ def find_blocks(
     if groups:
         blocks = _of_groups(kernel, found, groups, machine)
     else:
-        blocks = of_taps or _pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, frozen)
+        blocks = of_taps or _pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, roles)
     if blocks is None:
         return None
     facts = (("rows", blocks.height), ("columns", blocks.columns), *_priced(blocks))
@@ -85,8 +86,8 @@ def find_blocks(
     why = f"a sum of products over {terms}: computed in blocks of {lines} and {blocks.column}"
     decision = Decision("codegen.contract", (kernel.name, found.total.out), True, why, facts)
     left, right = (load.buffer for load in found.loads)
-    buffer = right if right in frozen else left
-    if buffer not in frozen:
+    buffer = right if right in roles.frozen else left
+    if buffer not in roles.frozen:
         return blocks, (decision,)
     refusal = _not_packed(kernel, blocks) if buffer == right else "the operand gives the rows of blocks, not columns"
     why = refusal or "the operand is frozen: it is packed before the program runs"
@@ -157,7 +158,7 @@ def stored_at_once(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | No
     return store if even and stride_along(store.index, blocks.column) == ONE else None
 
 
-def _lines(kernel: Kernel, found: Contraction, machine: Machine, frozen: frozenset[str]) -> Blocks | None:
+def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -> Blocks | None:
     """Blocks whose rows are lines of an image, or else points of one axis; None for windows that do not line up."""
     ranges = kernel.ranges
 
@@ -167,12 +168,13 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, frozen: frozens
     columns = found.columns or found.batch
     row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
     several = len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
-    packed = found.loads[1].buffer in frozen
+    right = found.loads[1].buffer
+    packed, made = right in roles.frozen, right in roles.made
     blocks = _windows(found, ranges, column, machine, packed) if found.windowed or several else None
     if blocks or found.windowed:
         return blocks
     pack = 0.0 if packed else PACK
-    size = partial(product_sizes, found, row, column, ranges, machine, pack)
+    size = partial(product_sizes, found, row, column, ranges, machine, pack, made=made)
     (height, width), apart = size(), size(shared=False)
     pricing = product_pricing(found, row, column, ranges, machine, pack)
     others = (
