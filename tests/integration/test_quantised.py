@@ -15,6 +15,8 @@ from pellucid.ir.nodes import Kernel, Node
 from pellucid.ir.types import DType
 from tests.support import assert_matches, recorded_fallbacks, widened
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 F = nn.functional
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 TYPES = (*INTEGERS, torch.float32, torch.float64)
