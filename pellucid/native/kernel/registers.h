@@ -91,16 +91,18 @@ template <class To, class From, int W, class F> PV_FN Vec<To, W> convert(const V
     return converted<To, decltype(K)::value * out, out, step>(a, f);
   });
 }
-// Any register as a full one; what is above it is undefined.
+// Any register as a full one, of which what is above is undefined; and the low parts of a full one.
 #ifdef __AVX512F__
 using Bits = __m512i;
+#define PV_BITS(name) _mm512_##name
 PV_FN Bits full(__m128i a) { return _mm512_castsi128_si512(a); }
-PV_FN __m256i low_256(Bits a) { return _mm512_castsi512_si256(a); }
+PV_FN __m256i low_half(Bits a) { return _mm512_castsi512_si256(a); }
 PV_FN __m128i low_128(Bits a) { return _mm512_castsi512_si128(a); }
 #else
 using Bits = __m256i;
+#define PV_BITS(name) _mm256_##name
 PV_FN Bits full(__m128i a) { return _mm256_castsi128_si256(a); }
-PV_FN __m256i low_256(Bits a) { return a; }
+PV_FN __m128i low_half(Bits a) { return _mm256_castsi256_si128(a); }
 PV_FN __m128i low_128(Bits a) { return _mm256_castsi256_si128(a); }
 #endif
 template <class R> PV_FN Bits full(R a) {
@@ -113,23 +115,23 @@ template <class R> PV_FN Bits full(R a) {
 }
 template <class R> PV_FN R narrow(Bits a) {
   if constexpr (sizeof(R) == REGISTER) return (R)a;
-  else if constexpr (sizeof(R) == 32) return (R)low_256(a);
+  else if constexpr (sizeof(R) == REGISTER / 2) return (R)low_half(a);
   else if constexpr (sizeof(R) == 16) return (R)low_128(a);
   else { R low; const __m128i all = low_128(a); std::memcpy(&low, &all, sizeof(R)); return low; }
 }
 
 // The lanes of `a`, which holds integers of the narrower or the wider type, as the other one's; the wider ones fill a
 // register. Compilers take such a conversion of bytes apart, lane by lane.
-#ifdef __AVX512F__
-#define PV_WIDER(from, to, a) (std::is_signed_v<From> ? _mm512_cvtepi##from##_epi##to(a) : _mm512_cvtepu##from##_epi##to(a))
+#define PV_WIDER(from, to, a) (std::is_signed_v<From> ? PV_BITS(cvtepi##from##_epi##to)(a) : PV_BITS(cvtepu##from##_epi##to)(a))
 template <class To, class From> PV_FN Bits wider(Bits a) {
-  if constexpr (sizeof(To) == 2) return PV_WIDER(8, 16, low_256(a));
-  else if constexpr (sizeof(To) == 4 && sizeof(From) == 2) return PV_WIDER(16, 32, low_256(a));
+  if constexpr (sizeof(To) == 2) return PV_WIDER(8, 16, low_half(a));
+  else if constexpr (sizeof(To) == 4 && sizeof(From) == 2) return PV_WIDER(16, 32, low_half(a));
   else if constexpr (sizeof(To) == 4) return PV_WIDER(8, 32, low_128(a));
-  else if constexpr (sizeof(From) == 4) return PV_WIDER(32, 64, low_256(a));
+  else if constexpr (sizeof(From) == 4) return PV_WIDER(32, 64, low_half(a));
   else if constexpr (sizeof(From) == 2) return PV_WIDER(16, 64, low_128(a));
   else return PV_WIDER(8, 64, low_128(a));
 }
+#ifdef __AVX512F__
 template <class To, class From> PV_FN Bits narrower(Bits a) {
   if constexpr (sizeof(From) == 2) return full(_mm512_cvtepi16_epi8(a));
   else if constexpr (sizeof(From) == 4 && sizeof(To) == 2) return full(_mm512_cvtepi32_epi16(a));
@@ -139,15 +141,6 @@ template <class To, class From> PV_FN Bits narrower(Bits a) {
   else return full(_mm512_cvtepi64_epi8(a));
 }
 #else
-#define PV_WIDER(from, to, a) (std::is_signed_v<From> ? _mm256_cvtepi##from##_epi##to(a) : _mm256_cvtepu##from##_epi##to(a))
-template <class To, class From> PV_FN Bits wider(Bits a) {
-  if constexpr (sizeof(To) == 2) return PV_WIDER(8, 16, low_128(a));
-  else if constexpr (sizeof(To) == 4 && sizeof(From) == 2) return PV_WIDER(16, 32, low_128(a));
-  else if constexpr (sizeof(To) == 4) return PV_WIDER(8, 32, low_128(a));
-  else if constexpr (sizeof(From) == 4) return PV_WIDER(32, 64, low_128(a));
-  else if constexpr (sizeof(From) == 2) return PV_WIDER(16, 64, low_128(a));
-  else return PV_WIDER(8, 64, low_128(a));
-}
 // The low bytes of each half side by side, and then those of both halves.
 template <class To, class From> PV_FN Bits narrower(Bits a) {
   constexpr int size = sizeof(To), step = sizeof(From), half = 16 / step * size;
