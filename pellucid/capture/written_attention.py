@@ -317,7 +317,10 @@ class Climb:
 
     def _added_product(self, node: Node) -> Scores | None:
         mask: Any = node.args[0]
-        beta, alpha = (float(node.kwargs.get(name, 1)) for name in ("beta", "alpha"))  # type: ignore[arg-type]
+        factors = [node.kwargs.get(name, 1) for name in ("beta", "alpha")]
+        if not all(isinstance(factor, int | float) for factor in factors):
+            return None
+        beta, alpha = (float(factor) for factor in factors)  # type: ignore[arg-type]
         masks = (Added(mask, beta, shape_of(node.meta["val"])),) if beta else ()
         return Scores(node, (node,), alpha, masks)
 

@@ -16,6 +16,7 @@ from pellucid.lower.registry import NotLowered, rule
 
 _WHAT = "matrix multiplication"
 _OTHER = f"{_WHAT}: kernels compute it in f32, bf16 and f16, ATen's BLAS in other types"
+_SCALED = f"{_WHAT}: the factors `beta` and `alpha` are not known before the call"
 _OFF = f"{_WHAT}: ATen's BLAS computes it, as the option `contract` asks"
 
 
@@ -30,6 +31,8 @@ def added_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """beta * self + alpha * (left @ right); with beta = 0 nothing is read of self."""
     given = arguments(node, graph)
     left, right = (given[name] for name in (("batch1", "batch2") if "batch1" in given else ("mat1", "mat2")))
+    if not all(isinstance(given[name], int | float) for name in ("beta", "alpha")):
+        raise NotLowered(_SCALED)
     return _lower(graph, node, left, right, given["self"], given["beta"], given["alpha"])
 
 

@@ -128,3 +128,16 @@ def test_half_of_a_dynamic_size_is_compiled_once() -> None:
         x = torch.randn(2, n)
         assert torch.equal(half(x), x[:, : n // 2] * 2)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("operator", [torch.addmm, torch.baddbmm])
+def test_factors_of_a_product_that_are_not_known_before_the_call(operator):
+    def scaled(start, left, right, alpha, beta):
+        return operator(start, left, right, alpha=alpha, beta=beta)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(scaled, backend="pellucid", dynamic=True)
+    batch = (2,) if operator is torch.baddbmm else ()
+    for rows, alpha, beta in ((3, 2, 0.5), (5, 3, 0.25), (4, -1, 0.0)):
+        args = (torch.randn(*batch, rows, 6), torch.randn(*batch, rows, 7), torch.randn(*batch, 7, 6), alpha, beta)
+        torch.testing.assert_close(compiled(*args), scaled(*args))
