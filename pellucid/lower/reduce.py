@@ -186,6 +186,8 @@ def softmax(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     result = graph.new(node.meta["val"], op_name(node))
     kernel = graph.kernel(node, x.shape)
     dims = normalized(given["dim"], len(x.shape))
+    if kernel.count(dims) == ZERO:
+        return result  # it has no elements, and nothing has a maximum
     value = kernel.load(x.view, x.dtype, kernel.index)
     greatest = kernel.reduce("max", value, dims)
     shifted = value - greatest

@@ -217,3 +217,16 @@ def test_statistics_of_a_group_norm_have_the_type_of_its_parameters() -> None:
 
     exact = function(x.double(), weight.double())
     assert_matches(torch.compile(function, backend="pellucid")(x, weight), function(x, weight), exact)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_softmax_of_no_elements_is_empty(dim: int) -> None:
+    def rows(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.softmax(dim), x.log_softmax(dim) + 1, x.softmax(dim).sum(dim)
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 0)
+    results = torch.compile(rows, backend="pellucid", options={"verify": True})(x)
+    for result, expected in zip(results, rows(x), strict=True):
+        assert result.shape == expected.shape
+        assert torch.equal(result, expected)
