@@ -26,6 +26,7 @@ from pellucid.ir.verify import verify_program
 from pellucid.lower import lower
 from pellucid.native.function import SIGNATURE
 from pellucid.options import Options
+from pellucid.trace.record import GraphRecord
 
 
 def interpreted(
@@ -57,6 +58,21 @@ def interpreted(
 
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+
+@contextmanager
+def recorded() -> Iterator[list[GraphRecord]]:
+    """The records of all graphs that are compiled meanwhile."""
+    found: list[GraphRecord] = []
+
+    def recording(*args: Any) -> Any:
+        executable, record = pipeline.compile_graph(*args)
+        found.append(record)
+        return executable, record
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pellucid.backend.compile_graph", recording)
+        yield found
 
 
 @contextmanager

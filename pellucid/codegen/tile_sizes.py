@@ -69,6 +69,10 @@ class Shape:
         """Pairs of a channel and one of so many columns, in whole panels."""
         return self.channels * -(-columns // COLUMN_STEP) * COLUMN_STEP
 
+    def keeps(self, way: Way) -> bool:
+        """Whether weights that are transformed for a block serve the next ones too."""
+        return not self.packed and way.order is Order.COLUMNS_FIRST
+
     def transformed(self, lines: int, machine: Machine) -> int:
         """Bytes of the transformed pixels of a block."""
         return 4 * PLACES * self.tiles(lines) * (self.channels + machine.lanes)
@@ -76,15 +80,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Lines and columns of a block, and the order of blocks. kept: transformed weights are, for more than a block."""
+    """Lines and columns of a block, and the order of blocks."""
 
     lines: int
     columns: int
     order: Order
-    kept: bool
 
     def __str__(self) -> str:
-        return f"{self.lines} lines x {self.columns}{', kept' if self.kept else ''}"
+        first = ", columns first" if self.order is Order.COLUMNS_FIRST else ""
+        return f"{self.lines} lines x {self.columns}{first}"
 
 
 def by_windows(shape: Shape, height: int, machine: Machine) -> float:
@@ -127,11 +131,9 @@ def _ways(shape: Shape, machine: Machine) -> Iterator[Way]:
         for columns in widths:
             if transformed + 4 * (sums + weights + lines * shape.pixels * columns) > _STACK:
                 continue
-            yield Way(lines, columns, Order.COLUMNS_THEN_ROWS, kept=False)
-            if shape.packed and shape.images > 1:
-                yield Way(lines, columns, Order.COLUMNS_FIRST, kept=False)
-            if not shape.packed and _WEIGHTS * shape.weights(columns) <= room:
-                yield Way(lines, columns, Order.COLUMNS_FIRST, kept=True)
+            yield Way(lines, columns, Order.COLUMNS_THEN_ROWS)
+            if shape.images > 1 if shape.packed else _WEIGHTS * shape.weights(columns) <= room:
+                yield Way(lines, columns, Order.COLUMNS_FIRST)
 
 
 def _price(shape: Shape, way: Way, machine: Machine) -> float:
@@ -164,7 +166,7 @@ def _block(shape: Shape, way: Way, lines: int, columns: int, machine: Machine) -
     reach = image * (shape.images if way.order is Order.COLUMNS_FIRST else 1)
     read = _moving(4 * (lines + 2) * (shape.pixels + 2) * shape.channels, reach, machine)
     around = read + tiles * (_TILE * shape.channels + _SUMS * weights / shape.channels)
-    if not (shape.packed or way.kept):
+    if not (shape.packed or shape.keeps(way)):
         return around + weights * (PLACES * tiles + _TRANSFORM)
     return around + weights * max(PLACES * tiles + _FETCH, _near(shape, columns, machine))
 
@@ -173,7 +175,7 @@ def _once(shape: Shape, way: Way, columns: int, machine: Machine) -> float:
     """What the first of a group of blocks does for all: it makes the weights, or gets them from where they lie."""
     weights = shape.weights(columns)
     if not shape.packed:
-        return _TRANSFORM * weights if way.kept else 0.0
+        return _TRANSFORM * weights if shape.keeps(way) else 0.0
     far = _moving(_WEIGHTS, _WEIGHTS * shape.weights(shape.columns), machine)
     return weights * max(0.0, far - _near(shape, columns, machine))
 

@@ -42,7 +42,7 @@ def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Kernel, 
     ok = price * _WORTH < windows
     why = f"tiles of 2 x 2 pixels take {price / windows:.2f} of the time of windows"
     facts = (
-        *(("lines", way.lines), ("columns", way.columns), ("kept", int(way.kept)), ("pieces", shape.pieces)),
+        *(("lines", way.lines), ("columns", way.columns), ("kept", int(shape.keeps(way))), ("pieces", shape.pieces)),
         ("runners_up", runners_up(price, [(each, str(other)) for each, _, other in others])),
     )
     decision = Decision("codegen.tiles", subject, ok, why, facts)

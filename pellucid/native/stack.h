@@ -6,12 +6,11 @@
 #include <ucontext.h>
 
 #include <cstdint>
-#include <utility>
 
 namespace pellucid {
 namespace {
 
-constexpr int64_t kStackRoom = 2 << 20;   // what a kernel may need
+constexpr int64_t kStackRoom = 2 << 20;    // what a kernel may need
 constexpr int64_t kStackOfOurs = 4 << 20;  // and what we give it
 
 // Where the stack of this thread ends: it grows down to there. 0 if nobody knows.

@@ -36,7 +36,7 @@ void move_window(const StripsRun& run, int64_t part, const StripWindow& window, 
   for (const StripWindow::Use& use : window.uses) parameters[use.parameter] = buffer + use.offset;
 }
 
-void run_part(const StripsRun& run, int64_t part) {
+void run_steps(const StripsRun& run, int64_t part) {
   const Strips& strips = run.strips;
   StripMemory& memory = run.frame.strips[part];
   set_parameters(run, memory.parameters.data());
@@ -49,10 +49,14 @@ void run_part(const StripsRun& run, int64_t part) {
     }
     const KernelCall& call = run.kernel(step[0]);
     int64_t begin = run.times ? ticks() : 0;
-    run_iterations(call.way, memory.parameters.data() + strips.starts[step[0]], call.symbols.data(), step[1], step[2]);
+    call.way.function(memory.parameters.data() + strips.starts[step[0]], call.symbols.data(), step[1], step[2]);
     if (run.times) run.times[part].calls[step[0]] += ticks() - begin;
   }
   if (run.times) run.times[part].thread = thread_number();
+}
+
+void run_part(const StripsRun& run, int64_t part) {
+  with_room([&] { run_steps(run, part); });
 }
 
 void run_parts(void* data) {

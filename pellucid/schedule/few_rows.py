@@ -39,16 +39,10 @@ def sum_rows_together(program: Program) -> tuple[Program, list[Decision]]:
     decisions: list[Decision] = []
     for node in program.nodes:
         found = _of_few_rows(node) if isinstance(node, Kernel) else None
-        if found is not None and isinstance(node, Kernel):
-            name = found.loads[1].buffer
-            made_of, whole = _bytes_of(name, makers, buffers), estimated_bytes(buffers[name])
-            ok = LESS * made_of <= whole
-            why = f"{name} has {whole} bytes and is made of {made_of}: " + (
-                "rows are summed side by side, so that it need not be in memory" if ok else "it is read as it lies"
-            )
-            if name in makers:
-                decisions.append(Decision("schedule.few_rows", (node.name,), ok, why))
-            node = _without_rows(node, found.rows) if ok else node
+        if isinstance(node, Kernel) and found is not None and found.loads[1].buffer in makers:
+            decision = _decided(node, found.loads[1].buffer, makers, buffers)
+            decisions.append(decision)
+            node = _without_rows(node, found.rows) if decision.ok else node
         nodes.append(node)
         makers.update(dict.fromkeys(writes(node), node))
     return replace(program, nodes=tuple(nodes)), decisions
@@ -63,6 +57,16 @@ def _of_few_rows(kernel: Kernel) -> Contraction | None:
         if 1 < prod(kernel.ranges[name].value or MOST_ROWS + 1 for name in each.rows) <= MOST_ROWS:
             return each
     return None
+
+
+def _decided(kernel: Kernel, name: str, makers: Mapping[str, Node], buffers: Mapping[str, Buffer]) -> Decision:
+    """Whether the weights `name` are computed in the loop of their product."""
+    made_of, whole = _bytes_of(name, makers, buffers), estimated_bytes(buffers[name])
+    ok = LESS * made_of <= whole
+    then = "rows are summed side by side, so that it need not be in memory" if ok else "it is read as it lies"
+    return Decision(
+        "schedule.few_rows", (kernel.name,), ok, f"{name} has {whole} bytes and is made of {made_of}: {then}"
+    )
 
 
 def _bytes_of(name: str, makers: Mapping[str, Node], buffers: Mapping[str, Buffer]) -> int:

@@ -15,8 +15,8 @@ from torch import nn
 
 from pellucid.frozen import Frozen
 from pellucid.trace.record import GraphRecord
-from tests.integration.freezing import agrees, frozen, recorded
-from tests.support import assert_matches
+from tests.integration.freezing import agrees, frozen
+from tests.support import assert_matches, recorded
 
 
 class Model(nn.Module):

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from pellucid.frozen import Frozen
-from tests.integration.freezing import agrees, frozen, recorded
+from tests.integration.freezing import agrees, frozen
+from tests.support import recorded
 
 
 class Block(nn.Module):

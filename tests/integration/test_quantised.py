@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pellucid import pipeline
 from pellucid.ir.contraction import find_contraction
 from pellucid.ir.nodes import Kernel, Node
 from pellucid.ir.types import DType
-from tests.support import assert_matches, recorded_fallbacks, widened
+from tests.support import assert_matches, recorded, recorded_fallbacks, widened
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -29,17 +28,9 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 def nodes_of(function: Callable[..., Any], *args: Any) -> list[Node]:
     """What the program of `function` consists of; its result is compared with eager's and float64's."""
-    found: list[Node] = []
-
-    def recording(*given: Any) -> Any:
-        executable, record = pipeline.compile_graph(*given)
-        found.extend(node for program in record.programs for node in program.scheduled.nodes)
-        return executable, record
-
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr("pellucid.backend.compile_graph", recording)
+    with recorded() as records, torch.no_grad():
         assert_matches(compiled(function)(*args), function(*args), function(*widened(args)))
-    return found
+    return [node for record in records for program in record.programs for node in program.scheduled.nodes]
 
 
 def integers(dtype: torch.dtype, size: int) -> Tensor:

@@ -91,6 +91,7 @@ template <class To, class From, int W, class F> PV_FN Vec<To, W> convert(const V
     return converted<To, decltype(K)::value * out, out, step>(a, f);
   });
 }
+
 // Any register as a full one, of which what is above is undefined; and the low parts of a full one.
 #ifdef __AVX512F__
 using Bits = __m512i;
