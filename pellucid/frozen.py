@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeAlias
@@ -12,6 +12,7 @@ from weakref import ReferenceType, WeakSet, ref
 import torch
 
 from pellucid.errors import warn
+from pellucid.native.build import build
 from pellucid.native.fingerprint import Fingerprint, place_of
 from pellucid.native.panels import Packer, Panels, pack
 
@@ -58,19 +59,36 @@ class Frozen:
         before: _Run,
         positions: Sequence[int],
         packers: Sequence[Packer],
+        addresses: Mapping[str, int],
         unread: Sequence[int] = (),
         name: str = "program",
     ) -> None:
-        """unread: results of `before` that are needed packed alone. name: of the program."""
+        """addresses: of the functions of `packers`. unread: results of `before` that are needed packed alone.
+
+        name: of the program.
+        """
         self._main = main
         self._before = before
         self._positions = tuple(positions)
         self._packers = tuple(packers)
         self._unread = tuple(unread)
         self._name = name
+        self._load(addresses)
+
+    def _load(self, addresses: Mapping[str, int]) -> None:
+        self._addresses = addresses
         self._lock = Lock()
         self._prepared: dict[int, _Prepared] = {}  # by the place of the parameters, the oldest first
         self._changes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a later process needs: it has parameters of its own, and finds the functions in the store."""
+        here = ("_addresses", "_lock", "_prepared", "_changes")
+        return {name: value for name, value in self.__dict__.items() if name not in here}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._load(build({packer.name: packer.source for packer in self._packers})[0])
 
     def __call__(self, args: list[Any]) -> list[Any]:
         frozen = [args[position] for position in self._positions]
@@ -92,7 +110,7 @@ class Frozen:
             _check_memory(frozen, self._positions)
             fingerprint = Fingerprint.of(frozen)
             made = self._before(list(args))
-            panels = pack(self._packers, [*args, *made], len(args))
+            panels = pack(self._packers, self._addresses, [*args, *made], len(args))
             for number in self._unread:
                 made[number] = torch.empty(0)  # what it was need not be kept
             gone = _Gone(self)

@@ -155,7 +155,7 @@ def _freeze(unit: Unit, options: Options) -> Step:
     if not names:
         return unit, _why_not_frozen(unit, options)
     parted, decisions = part(unit.lowered, names, len(unit.constants))
-    before = replace(unit, name=f"{unit.name}_frozen", lowered=parted.before, watch=None)
+    before = replace(unit, name=Name(f"{unit.name}_frozen"), lowered=parted.before, watch=None)
     for stage in (_schedule, _codegen, _strips, _plan):
         before, _ = stage(before, options)
     return replace(unit, lowered=parted.main, frozen=Preparation(before, names, parted.made)), decisions
@@ -250,13 +250,13 @@ def _prepared(unit: Unit, main: Executable) -> Frozen:
     assert frozen is not None and frozen.before.executable is not None
     position = {name: number for number, name in enumerate(unit.scheduled.inputs) if name}
     packings = packings_of(unit.kernels)
-    packers = [Packer(each.name, unit.addresses[each.name], each.numel, position[each.buffer]) for each in packings]
+    packers = [Packer(each.name, each.source, each.numel, position[each.buffer]) for each in packings]
     used = {*frozen.before.scheduled.inputs, *(each.buffer for each in packings)}
     watched = [position[name] for name in frozen.names if name in used]
     read = {name for kernel in unit.kernels.values() for name in kernel.params}
     read |= {name for node in unit.scheduled.nodes if isinstance(node, Extern) for name in reads(node)}
     unread = [number for number, name in enumerate(frozen.made) if name not in read]
-    return Frozen(main, frozen.before.executable, watched, packers, unread, unit.name)
+    return Frozen(main, frozen.before.executable, watched, packers, unit.addresses, unread, unit.name)
 
 
 Stages: TypeAlias = "tuple[tuple[str, Callable[[Unit, Options], Step]], ...]"

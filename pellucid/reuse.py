@@ -188,8 +188,6 @@ def parts_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Option
     """
     if not options.reuse:
         raise NotResumable("the option `reuse` is off")
-    if options.freeze:
-        raise NotResumable("parameters are frozen in the process that runs them")
     return identity(graph, inputs) | _surroundings(options)
 
 
@@ -318,9 +316,10 @@ class _Reader(pickle.Unpickler):
         self._names: dict[str, Name] = {}
 
     def persistent_load(self, pid: Any) -> Name:
-        if pid not in self._names:
-            self._names[pid] = new_name(pid.rpartition("_")[0])
-        return self._names[pid]
+        kind, number, *part = pid.split("_")
+        if number not in self._names:
+            self._names[number] = new_name(kind)
+        return Name("_".join((self._names[number], *part)))
 
 
 def _tell(start: Start) -> None:

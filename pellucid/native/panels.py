@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,15 +16,15 @@ from pellucid.native.huge_pages import empty_in_huge_pages
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """A function that packs a tensor: the one at `source` among the arguments and then the results of what runs before.
+    """A function that packs a tensor: the one at `position` among the arguments and the results of what runs before.
 
-    name, address, numel: see `CppPacking`.
+    name, source, numel: see `CppPacking`.
     """
 
     name: str
-    address: int
+    source: str
     numel: int
-    source: int
+    position: int
 
 
 class Panels:
@@ -39,18 +39,21 @@ _known: WeakValueDictionary[tuple[int, int], Panels] = WeakValueDictionary()
 """By the address of the packer and the place of the tensor, as long as some program keeps them."""
 
 
-def pack(packers: Sequence[Packer], tensors: Sequence[Any], given: int) -> list[Panels]:
-    """The panels of tensors, of which the first `given` are arguments: panels of these are shared."""
-    keys = [(packer.address, place_of([tensors[packer.source]])) for packer in packers]
-    known = {key: _shared(key, tensors[packer.source]) for key, packer in zip(keys, packers, strict=True)}
+def pack(packers: Sequence[Packer], addresses: Mapping[str, int], tensors: Sequence[Any], given: int) -> list[Panels]:
+    """The panels of tensors, of which the first `given` are arguments: panels of these are shared.
+
+    addresses: of the packers' functions, by name.
+    """
+    keys = [(addresses[packer.name], place_of([tensors[packer.position]])) for packer in packers]
+    known = {key: _shared(key, tensors[packer.position]) for key, packer in zip(keys, packers, strict=True)}
     found = {key: panels for key, panels in known.items() if panels is not None}
     missing = {key: packer for key, packer in zip(keys, packers, strict=True) if key not in found}
     rooms = empty_in_huge_pages([packer.numel for packer in missing.values()])
     for (key, packer), room in zip(missing.items(), rooms, strict=True):
-        source = tensors[packer.source]
+        source = tensors[packer.position]
         found[key] = Panels(room, Fingerprint.of([source]))
-        kernel_function(packer.name, packer.address)([source, room], [], 1)
-        if packer.source < given:
+        kernel_function(packer.name, addresses[packer.name])([source, room], [], 1)
+        if packer.position < given:
             _known[key] = found[key]
     return [found[key] for key in keys]
 

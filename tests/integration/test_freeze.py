@@ -403,7 +403,7 @@ def test_what_is_needed_packed_alone_is_not_kept() -> None:
         kept.extend(each.numel() for each in args)
         return []
 
-    run = Frozen(main, lambda args: [torch.ones(1000), torch.ones(10)], [0], [], [0])
+    run = Frozen(main, lambda args: [torch.ones(1000), torch.ones(10)], [0], [], {}, [0])
     run([torch.ones(3)])
     assert kept == [3, 0, 10]
 

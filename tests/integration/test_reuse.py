@@ -244,6 +244,25 @@ def test_random_numbers_are_drawn_anew() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_frozen_parameters_are_those_of_this_process(dynamic: bool) -> None:
+    """What was prepared of others is not kept, and what changes is noticed."""
+    torch.manual_seed(0)
+    for outcome in ("missed", "found"):
+        model = Small().eval()
+        call = compiled(model, freeze=True, dynamic=dynamic)
+        for _ in range(2):
+            for tokens in (torch.randint(0, 30, (4, 9)), torch.randint(0, 30, (4, 9))):
+                exact = copy.deepcopy(model).double()
+                with torch.no_grad():
+                    assert_matches(call(tokens), model(tokens), exact(tokens))
+            with torch.no_grad():
+                model.head.weight.mul_(2)
+                model.batch.running_var.add_(1)
+        assert outcomes()[-1] == outcome  # with symbols Dynamo begins anew once, when it meets a float
+    assert last_compilations()[-1].reused
+
+
 # ------------------------------------------------------------------------------------------------ sizes
 
 
@@ -596,7 +615,7 @@ def test_each_option_is_part_of_the_key() -> None:
     """But those that bypass, and that which says only who waits."""
     before = parts()
     for field in fields(Options):
-        if field.name not in ("trace", "reuse", "freeze", "background"):
+        if field.name not in ("trace", "reuse", "background"):
             value: Any = not field.default if isinstance(field.default, bool) else 7
             value = "reference" if field.default == "" else value
             others = {"machine"} if field.name == "machine" else set()  # the reference may have other cores than this
@@ -845,7 +864,6 @@ double.register_fake(torch.empty_like)
 
 BYPASSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "reuse": (torch.sin, {"reuse": False}, "the option `reuse` is off"),
-    "freeze": (torch.sin, {"freeze": True}, "parameters are frozen"),
     "cond": (cond, {}, "cond"),
     "custom": (lambda x: double(x), {}, "pellucid_reuse"),
 }
