@@ -7,6 +7,8 @@ PyTorch finds the backend by its name once the package is installed. See `pelluc
     with pellucid.profile() as p:
         model(x)
     print(p)
+
+Programs of `torch.export` are compiled by `pellucid.compile_exported`.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from pellucid.support import check_versions
 check_versions()
 del check_versions
 
+_FROM = {"profile": "pellucid.profiling", "compile_exported": "pellucid.exported"}
+
 
 def __getattr__(name: str) -> Any:
-    """`profile`, which comes with the kit: what only compiles loads nothing of it."""
-    if name != "profile":
+    """`profile`, which comes with the kit, and `compile_exported`: what only compiles loads nothing of them."""
+    if name not in _FROM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("pellucid.profiling").profile
+    return getattr(import_module(_FROM[name]), name)

@@ -525,7 +525,7 @@ def graph_module_of(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.Gr
 
 def fake_mode_of(graph: torch.fx.Graph) -> Any:
     """The mode under which the tensors that the nodes of a captured graph carry were made: operators run on them."""
-    return detect_fake_mode([node.meta["val"] for node in graph.nodes if node.op == "placeholder"])
+    return detect_fake_mode([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
 
 
 def user_frames(node: torch.fx.Node) -> str:

@@ -153,7 +153,7 @@ def _convert(name: str, case: Case, options: Mapping[str, Any], folder: Path) ->
     return Converted(name, folder, {**settings, **options})
 
 
-class _Positional(nn.Module):
+class Positional(nn.Module):
     """A program of its tensors alone, in order: the other arguments are constants."""
 
     def __init__(self, case: Case) -> None:
@@ -187,7 +187,7 @@ def _convert_for_openvino(case: Case, folder: Path) -> dict[str, Any]:
     """
     openvino: Any = import_module("openvino")
     narrow = floating_type(case) is torch.bfloat16
-    program = _Positional(case_in(case, torch.float32) if narrow else case).eval()
+    program = Positional(case_in(case, torch.float32) if narrow else case).eval()
     model = openvino.convert_model(torch.export.export(program, program.given))
     openvino.save_model(model, str(folder / "program.xml"), compress_to_fp16=False)
     program.save_given(folder)
@@ -208,7 +208,7 @@ def _start_openvino(converted: Converted, given: list[Tensor]) -> Run:
 
 def _convert_for_onnxruntime(case: Case, folder: Path) -> dict[str, Any]:
     """https://onnxruntime.ai/docs: the program exported by `torch.onnx.export`, one session with as many threads."""
-    program = _Positional(case).eval()
+    program = Positional(case).eval()
     exported: Any = torch.onnx.export(program, program.given, dynamo=True, verbose=False)
     exported.save(str(folder / "program.onnx"), external_data=True)  # one file holds at most 2 GB
     program.save_given(folder)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from pellucid.errors import UserError
+from pellucid.exported import compile_exported
 from pellucid.kit.bench.models import UnknownName
-from pellucid.kit.bench.peers import PEERS, check_installed, peer
+from pellucid.kit.bench.peers import PEERS, Positional, check_installed, peer
 from pellucid.kit.bench.programs import literal, pieces
 from pellucid.kit.bench.results import FallbackTime
 from pellucid.kit.judge.accuracy import tensors
@@ -24,6 +25,7 @@ from pellucid.kit.subjects.registry import subject_of
 EAGER = "eager"
 PELLUCID = "pellucid"
 GUARD_FILTER = "guard_filter_fn"
+EXPORTED = "exported"  # the program is exported first, as for other engines
 DEFAULT_SUBJECTS = (EAGER, "inductor", PELLUCID)
 
 
@@ -81,7 +83,17 @@ def check_subject(text: str, train: bool = False) -> None:
     elif subject.backend != EAGER:
         options = _options(subject)
         options.pop(GUARD_FILTER, None)  # torch.compile takes it itself
+        if options.pop(EXPORTED, False):
+            _check_exported(text, subject, train)
         subject_of(subject.backend, options)  # knows the options of some
+
+
+def _check_exported(text: str, subject: Subject, train: bool) -> None:
+    if subject.backend != PELLUCID:
+        raise UserError(f"{text}: only {PELLUCID} compiles exported programs here")
+    if train or GUARD_FILTER in subject.options:
+        what = "trained" if train else "filtered: nothing guards it"
+        raise UserError(f"{text}: an exported program cannot be {what}")
 
 
 def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = None) -> Callable[[], object]:
@@ -96,6 +108,8 @@ def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = 
     fn, args, kwargs = case.fn, case.args, dict(case.kwargs)
     if subject.backend != EAGER:
         options = _options(subject)
+        if options.pop(EXPORTED, False):
+            return _exported(case, options)
         whole = _apart(case.fn) if GUARD_FILTER in options else case.fn
         fn = torch.compile(whole, backend=subject.backend, dynamic=dynamic, options=options or None)
 
@@ -109,6 +123,19 @@ def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = 
         return {name: p.grad for name, p in case.fn.named_parameters() if p.grad is not None}
 
     return step if train else call
+
+
+def _exported(case: Case, options: Mapping[str, Any]) -> Callable[[], object]:
+    """A call of the exported program, with its tensors by position, as other engines take it."""
+    program = Positional(case).eval()
+    run: list[Callable[..., object]] = []
+
+    def call() -> object:
+        if not run:
+            run.append(compile_exported(torch.export.export(program, program.given), options=options))
+        return run[0](*program.given)
+
+    return call
 
 
 def _options(subject: Subject) -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""What `torch.export` captured, as a graph such as Dynamo's: sizes, parameters and tensors are its arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, OutputSpec
+from torch.utils._sympy.numbers import int_oo
+
+from pellucid.capture.inputs import ConstantInput, Input, Size, SizeInput, TensorInput, symbols_of
+from pellucid.capture.torch_compat import graph_module_of, is_symbolic, tree_leaves
+from pellucid.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A result that is the same at each call."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An exported program.
+
+    graph: takes the values of `symbols`, then `fixed`, then those of `inputs` that are no constants.
+    fixed: parameters, buffers and constants, each once. results: of each the number among those of the graph, or a
+    constant. example: the values of the symbols that it was exported with. ranges: the least and the largest value of
+    each. changed: numbers of the arguments of the graph that it writes to.
+    """
+
+    graph: torch.fx.GraphModule
+    symbols: tuple[sympy.Symbol, ...]
+    fixed: tuple[torch.Tensor, ...]
+    inputs: tuple[Input, ...]
+    results: tuple[int | Constant, ...]
+    example: Mapping[sympy.Symbol, int]
+    ranges: Mapping[sympy.Symbol, tuple[int, int]]
+    changed: tuple[int, ...]
+
+
+_FIXED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_CHANGES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+
+
+def read_exported(program: ExportedProgram) -> Exported:
+    """An exported program, whether functional or not. Raises UserError for what no graph of tensors can say."""
+    for spec in (*program.graph_signature.input_specs, *program.graph_signature.output_specs):
+        if spec.kind not in (*_FIXED, *_CHANGES, InputKind.USER_INPUT, OutputKind.USER_OUTPUT):
+            what = spec.kind.name.lower().replace("_", " ")
+            raise UserError(f"the exported program has {spec.arg.name}, a {what}", hint="use torch.compile instead")
+    return _Reader(program).read()
+
+
+class _Reader:
+    """Copies the graph of a program node by node."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self.program = program
+        self.inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+        self.graph = torch.fx.Graph()
+        self.copies: dict[torch.fx.Node, Any] = {}
+        self.fixed: dict[int, tuple[torch.Tensor, torch.fx.Node]] = {}  # by identity: tied weights are one argument
+        self.results: list[int | Constant] = []
+
+    def read(self) -> Exported:
+        nodes = list(self.program.graph_module.graph.nodes)
+        specs = [(node, self.inputs[node.name]) for node in nodes if node.op == "placeholder"]
+        inputs = tuple(_input_of(node, spec) for node, spec in specs if spec.kind is InputKind.USER_INPUT)
+        symbols = symbols_of(inputs)
+        for symbol in symbols:
+            self.graph.placeholder(str(symbol))
+        copy: dict[str, Callable[[torch.fx.Node], Any]] = {"placeholder": self._argument, "output": self._output}
+        for node in nodes:
+            self.copies[node] = copy.get(node.op, self._call)(node)
+        module = graph_module_of(self.program.graph_module, self.graph)
+        _mark(module, {node for _, node in self.fixed.values()})
+        fixed = tuple(tensor for tensor, _ in self.fixed.values())
+        return Exported(
+            module,
+            symbols,
+            fixed,
+            inputs,
+            tuple(self.results),
+            example=_examples([node for node, _ in specs], symbols),
+            ranges={symbol: _range(self.program.range_constraints.get(symbol)) for symbol in symbols},
+            changed=_changed(self.graph),
+        )
+
+    def _call(self, node: torch.fx.Node) -> torch.fx.Node:
+        """Without what its result was: that is of another shape environment than the program is compiled with."""
+        copy = self.graph.node_copy(node, self.copies.__getitem__)
+        copy.meta = {key: value for key, value in node.meta.items() if key not in ("val", "unbacked_bindings")}
+        return copy
+
+    def _argument(self, node: torch.fx.Node) -> Any:
+        spec = self.inputs[node.name]
+        if isinstance(spec.arg, ConstantArgument):
+            return spec.arg.value
+        if spec.kind is InputKind.USER_INPUT:
+            return self.graph.node_copy(node)
+        tensor = self._tensor(spec)
+        if id(tensor) not in self.fixed:
+            self.fixed[id(tensor)] = tensor, self.graph.node_copy(node)
+        return self.fixed[id(tensor)][1]
+
+    def _tensor(self, spec: InputSpec) -> torch.Tensor:
+        state, name = self.program.state_dict, str(spec.target)
+        found = state[name] if name in state else self.program.constants[name]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def _output(self, node: torch.fx.Node) -> None:
+        """End the graph. A functional program returns what it changes: here that is written where it belongs."""
+        values: list[torch.fx.Node] = []
+        returned: Sequence[Any] = node.args[0]  # type: ignore[assignment]
+        for value, spec in zip(returned, self.program.graph_signature.output_specs, strict=True):
+            made = self.copies[value] if isinstance(value, torch.fx.Node) else value
+            if not isinstance(made, torch.fx.Node):
+                self.results.append(Constant(made))
+            elif spec.kind in _CHANGES:
+                self.graph.call_function(torch.ops.aten.copy_.default, (self._changed_by(spec), made))
+            else:
+                self.results.append(len(values))
+                values.append(made)
+        self.graph.output(tuple(values))
+
+    def _changed_by(self, result: OutputSpec) -> torch.fx.Node:
+        """The argument that a result of a functional program is written to."""
+        names = [name for name, spec in self.inputs.items() if result.target in (name, spec.target)]
+        return next(copy for node, copy in self.copies.items() if node.name in names)
+
+
+def _input_of(node: torch.fx.Node, spec: InputSpec) -> Input:
+    value = node.meta.get("val")
+    if isinstance(spec.arg, ConstantArgument):
+        return ConstantInput(node.name, spec.arg.value)
+    if isinstance(value, torch.Tensor):
+        shape, strides = (tuple(map(_expression, sizes)) for sizes in (value.shape, value.stride()))
+        return TensorInput(node.name, value.dtype, shape, strides)
+    if isinstance(value, torch.SymInt):
+        return SizeInput(node.name, (_expression(value),))
+    raise UserError(f"the exported program takes {node.name}, a {type(value).__name__}", hint="use torch.compile")
+
+
+def _expression(size: int | torch.SymInt) -> Size:
+    return size.node.expr if is_symbolic(size) else sympy.Integer(int(size))
+
+
+def _examples(arguments: Sequence[torch.fx.Node], symbols: Sequence[sympy.Symbol]) -> dict[sympy.Symbol, int]:
+    sizes = [size for node in arguments for size in _sizes(node.meta.get("val")) if is_symbolic(size)]
+    known = {symbol: value for size in sizes for symbol, value in size.node.shape_env.backed_var_to_val.items()}
+    return {symbol: int(known.get(symbol, 2)) for symbol in symbols}
+
+
+def _sizes(value: Any) -> Sequence[Any]:
+    return value.shape if isinstance(value, torch.Tensor) else (value,)
+
+
+def _mark(module: torch.fx.GraphModule, fixed: set[torch.fx.Node]) -> None:
+    """Say of a graph what AOTAutograd asks of Dynamo's: which of the arguments are the same tensors at each call."""
+    module.meta["dynamo_compile_id"] = None
+    module._param_name_to_source = {}  # type: ignore[assignment]
+    for node in module.graph.find_nodes(op="placeholder"):
+        node._dynamo_source = None  # type: ignore[attr-defined]
+        node.meta = {"tensor_dict": {"_dynamo_static_input_type": "unguarded"}} if node in fixed else {}
+
+
+def _changed(graph: torch.fx.Graph) -> tuple[int, ...]:
+    """The arguments that a call of the graph writes to, also by way of views."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        for number, argument in enumerate(schema.arguments if schema else ()):
+            if argument.is_write:
+                value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+                found |= {each.name for each in _viewed(value)}
+    given = graph.find_nodes(op="placeholder")
+    return tuple(number for number, node in enumerate(given) if node.name in found)
+
+
+def _viewed(value: Any) -> list[torch.fx.Node]:
+    """The nodes of an argument of a call, and all of which these may be views."""
+    found: list[torch.fx.Node] = []
+    work = [each for each in tree_leaves(value) if isinstance(each, torch.fx.Node)]
+    while work:
+        node = work.pop()
+        found.append(node)
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "call_function" and (schema is None or any(each.alias_info for each in schema.returns)):
+            work += node.all_input_nodes
+    return found
+
+
+def _range(known: Any) -> tuple[int, int]:
+    """Of sizes of which it knows nothing PyTorch assumes 2, and means 0."""
+    lower, upper = (0, int_oo) if known is None else (known.lower, known.upper)
+    return (0 if lower == 2 else int(lower)), (sys.maxsize if upper == int_oo else int(upper))

@@ -1,0 +1,194 @@
+"""Programs of `torch.export`, compiled for deployment: Dynamo takes no part, and nothing of the module is guarded.
+
+    exported = torch.export.export(model.eval(), (x,))
+    run = pellucid.compile_exported(exported, options={"freeze": True})
+    y = run(x)
+
+What the program was exported for holds: each call looks at sizes, dtypes and strides of its arguments alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from pellucid.backend import compile_fx
+from pellucid.capture.exported import Constant, read_exported
+from pellucid.capture.inputs import ConstantInput, TensorInput, value_of, values_for
+from pellucid.capture.specialise import Specialised, specialise
+from pellucid.errors import UserError
+from pellucid.native.locks import Lock
+
+# What follows from so many different kinds of arguments is kept.
+_KINDS = 64
+
+
+def compile_exported(program: ExportedProgram, *, options: Mapping[str, object] | None = None) -> CompiledProgram:
+    """Compile an exported program for inference.
+
+    options: see `pellucid.options.Options`. Parameters and buffers stay those of the program: what changes in them in
+    place, also by way of `.data`, has the effect that it has under `torch.compile`.
+
+    Raises UserError for an unknown option, and for a program that takes or returns other than tensors and constants.
+    """
+    if not isinstance(program, ExportedProgram):
+        what = f"compile_exported takes what torch.export.export returns, not a {type(program).__name__}"
+        raise UserError(what, hint="export the model first, or use torch.compile(model, backend='pellucid')")
+    return CompiledProgram(program, options)
+
+
+class CompiledProgram:
+    """Runs an exported program without gradients, in any number of threads.
+
+    It is called with arguments like those that the program was exported with. Tensors whose strides are others are
+    copied. What is compiled holds for all sizes that the program was exported for, but where something in it depends on
+    them: then it is compiled again for sizes that are met later.
+    """
+
+    def __init__(self, program: ExportedProgram, options: Mapping[str, object] | None) -> None:
+        assert program.call_spec.in_spec is not None and program.call_spec.out_spec is not None
+        self._takes, self._returns = program.call_spec.in_spec, program.call_spec.out_spec
+        args, kwargs = self._takes.children()
+        self._by_position = args.num_children if args.num_leaves == args.num_children and not kwargs.num_leaves else -1
+        self._exported = read_exported(program)
+        self._compile = partial(compile_fx, options=options)
+        self._made: list[Specialised] = []
+        self._bound: dict[tuple[_Kind, ...], _Bound] = {}
+        self._lock = Lock()
+        self._specialised(self._exported.example)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises UserError for arguments that the program was not exported for, and ones that require gradients."""
+        tensors = not kwargs and len(args) == self._by_position and all(isinstance(each, torch.Tensor) for each in args)
+        leaves = args if tensors else _leaves(args, kwargs, self._takes)
+        kinds = tuple([_kind_of(each) for each in leaves])
+        bound = self._bound.get(kinds) or self._bind(kinds, leaves)
+        given = [*bound.before, *[leaves[number] for number in bound.taken]]
+        if self._exported.changed:
+            _check_apart(given, len(bound.before), self._exported.changed)
+        with torch.no_grad(), _without_autocast():
+            copied = [(at, given[at], _laid_out(given[at], strides)) for at, strides in bound.copied]
+            for at, _, copy in copied:
+                given[at] = copy
+            made = bound.run(*given)
+            for at, tensor, copy in copied:
+                if at in self._exported.changed:
+                    tensor.copy_(copy)
+        results = [each.value if isinstance(each, Constant) else made[each] for each in self._exported.results]
+        return pytree.tree_unflatten(results, self._returns)
+
+    def _bind(self, kinds: tuple[_Kind, ...], leaves: Sequence[Any]) -> _Bound:
+        """What a call with arguments of these kinds does."""
+        exported = self._exported
+        values = values_for(exported.inputs, leaves, exported.ranges)
+        before = (*(values[symbol] for symbol in exported.symbols), *exported.fixed)
+        taken = [number for number, each in enumerate(exported.inputs) if not isinstance(each, ConstantInput)]
+        copied = []
+        for at, number in enumerate(taken, start=len(before)):
+            each = exported.inputs[number]
+            strides = (
+                tuple(value_of(stride, values) for stride in each.strides) if isinstance(each, TensorInput) else ()
+            )
+            if strides and not _lies(leaves[number], strides):
+                copied.append((at, strides))
+        bound = _Bound(self._specialised(values).run, before, tuple(taken), tuple(copied))
+        with self._lock:
+            if len(self._bound) >= _KINDS:
+                del self._bound[next(iter(self._bound))]
+            self._bound[kinds] = bound
+        return bound
+
+    def _specialised(self, values: Mapping[Any, int]) -> Specialised:
+        with self._lock:
+            for made in self._made:
+                if made.holds(values):
+                    return made
+            made = specialise(self._exported, values, self._compile)
+            self._made.append(made)
+            return made
+
+
+# The type of an argument and what it is; of a tensor how it lies in memory.
+_Kind: TypeAlias = "tuple[Any, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What a call does. run: takes `before` and, of the arguments, those with the numbers in `taken`.
+
+    copied: numbers among all these of tensors that lie otherwise in memory, and the strides that they have to have.
+    """
+
+    run: Callable[..., Any]
+    before: tuple[Any, ...]
+    taken: tuple[int, ...]
+    copied: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any], spec: pytree.TreeSpec) -> list[Any]:
+    """The arguments, flat. Raises UserError where they are not arranged as when the program was exported."""
+    names = spec.child(1).context
+    if kwargs.keys() == set(names):
+        kwargs = {name: kwargs[name] for name in names}
+    leaves, given = pytree.tree_flatten((args, kwargs))
+    if given != spec:
+        raise UserError(f"the arguments are {given}, and the program was exported for {spec}")
+    return leaves
+
+
+def _kind_of(value: Any) -> _Kind:
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    if value.requires_grad and torch.is_grad_enabled():
+        hint = "call the program under torch.no_grad(), or use torch.compile to train"
+        raise UserError("an argument requires a gradient, and exported programs are compiled for inference", hint=hint)
+    strides = value.stride() if value.layout is torch.strided else None
+    return value.shape, strides, value.dtype, value.device
+
+
+def _lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether a tensor lies in memory as strides say; those of dimensions of one element say nothing."""
+    each = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return not tensor.numel() or all(size == 1 or given == wanted for size, given, wanted in each)
+
+
+def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def _without_autocast() -> AbstractContextManager[Any]:
+    """What the program computes in was decided when it was exported."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+
+
+def _check_apart(tensors: Sequence[Any], first: int, changed: Collection[int]) -> None:
+    """Raise UserError where an argument shares memory with what the program changes, and would not see it.
+
+    first: of the tensors, the number of the first argument. changed: numbers of the tensors that it changes.
+    """
+    places = sorted(
+        (each.data_ptr(), each.data_ptr() + _span(each), number in changed)
+        for number, each in enumerate(tensors)
+        if isinstance(each, torch.Tensor) and (number >= first or number in changed)
+    )
+    end = end_of_changed = 0
+    for first, last, changes in places:
+        if first < (end if changes else end_of_changed):
+            what = "an argument shares memory with one that the program changes"
+            raise UserError(what, hint="give it a copy of one of them, or use torch.compile")
+        end, end_of_changed = max(end, last), max(end_of_changed, last if changes else 0)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many bytes lie from the first element of a tensor to its last."""
+    if not tensor.numel():
+        return 0
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()
