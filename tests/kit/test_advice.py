@@ -293,7 +293,8 @@ def test_guards_that_take_long_are_named():
     """As they do where a module has many parameters, and little to do."""
     (found,) = advice_of(python=PythonSide(1.1, 300.0, (), (), (), ""))
     assert found.category == "guards" and found.gain == pytest.approx(1000 / 850, abs=1e-3)
-    assert "300 of 1000" in found.evidence and not advice_of(python=PythonSide(1.1, 90.0, (), (), (), ""))
+    assert "300 of 1000" in found.evidence and "compile_exported" in found.evidence
+    assert not advice_of(python=PythonSide(1.1, 90.0, (), (), (), ""))
 
 
 def test_cores_that_others_took_are_noted():

@@ -201,13 +201,14 @@ def _graph_break(profile: Profile, machine: Machine) -> Iterator[Found]:
 def _guards(profile: Profile, machine: Machine) -> Iterator[Found]:
     """What Dynamo checks before each call, of each parameter; most of it at once where it may go by dictionaries."""
     guards = profile.python.guards_microseconds if profile.python else 0.0
+    exported = "; for inference, `pellucid.compile_exported` needs none" if profile.backend == "pellucid" else ""
     if guards:
         yield Found(
             "guards",
             "set torch._dynamo.config.use_recursive_dict_tags_for_guards = True before the program is compiled",
             (),
             f"before each call Dynamo checks for {guards:.0f} of {profile.microseconds:.0f} µs whether what it has "
-            "compiled still fits; with this setting changes of a hook's closure or a module's class go unseen",
+            f"compiled still fits; with this setting changes of a hook's closure or a module's class go unseen{exported}",
             guards * _SPARED_GUARDS,
         )
 
