@@ -208,7 +208,8 @@ def _guards(profile: Profile, machine: Machine) -> Iterator[Found]:
             "set torch._dynamo.config.use_recursive_dict_tags_for_guards = True before the program is compiled",
             (),
             f"before each call Dynamo checks for {guards:.0f} of {profile.microseconds:.0f} µs whether what it has "
-            f"compiled still fits; with this setting changes of a hook's closure or a module's class go unseen{exported}",
+            "compiled still fits; with this setting changes of a hook's closure or a module's class go unseen"
+            + exported,
             guards * _SPARED_GUARDS,
         )
 
