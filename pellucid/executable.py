@@ -233,13 +233,18 @@ def fitted(
             f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {dtype} of shape {shape} when captured",
             hint="correct what makes it: the fake implementation of an operator, or a hook on saved tensors",
         )
-    steps = zip(shape, strides, tensor.stride(), strict=True)
-    if not tensor.numel() or all(size == 1 or wanted == given for size, wanted, given in steps):
+    if lies(tensor, strides):
         return tensor
     for dim, stride in enumerate(strides):
         if stride == 0:  # elements that share one place are written once
             tensor = tensor.narrow(dim, 0, 1)
     return torch.empty_strided(tensor.shape, strides, dtype=dtype).copy_(tensor).expand(shape)
+
+
+def lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether a tensor lies in memory as strides say; those of dimensions of one element say nothing."""
+    each = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return not tensor.numel() or all(size == 1 or given == wanted for size, given, wanted in each)
 
 
 def _may_be_overwritten(args: list[Any], position: int) -> bool:

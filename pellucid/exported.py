@@ -24,6 +24,8 @@ from pellucid.capture.exported import Constant, read_exported
 from pellucid.capture.inputs import ConstantInput, TensorInput, value_of, values_for
 from pellucid.capture.specialise import Specialised, specialise
 from pellucid.errors import UserError
+from pellucid.executable import lies
+from pellucid.native.fingerprint import span
 from pellucid.native.locks import Lock
 
 # What follows from so many different kinds of arguments is kept.
@@ -47,7 +49,7 @@ def compile_exported(program: ExportedProgram, *, options: Mapping[str, object] 
 class CompiledProgram:
     """Runs an exported program without gradients, in any number of threads.
 
-    It is called with arguments like those that the program was exported with. Tensors whose strides are others are
+    It is called with arguments like those that the program was exported with. Tensors that lie otherwise in memory are
     copied. What is compiled holds for all sizes that the program was exported for, but where something in it depends on
     them: then it is compiled again for sizes that are met later.
     """
@@ -96,7 +98,7 @@ class CompiledProgram:
             strides = (
                 tuple(value_of(stride, values) for stride in each.strides) if isinstance(each, TensorInput) else ()
             )
-            if strides and not _lies(leaves[number], strides):
+            if strides and not lies(leaves[number], strides):
                 copied.append((at, strides))
         bound = _Bound(self._specialised(values).run, before, tuple(taken), tuple(copied))
         with self._lock:
@@ -153,12 +155,6 @@ def _kind_of(value: Any) -> _Kind:
     return value.shape, strides, value.dtype, value.device
 
 
-def _lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether a tensor lies in memory as strides say; those of dimensions of one element say nothing."""
-    each = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    return not tensor.numel() or all(size == 1 or given == wanted for size, given, wanted in each)
-
-
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
 
@@ -174,7 +170,7 @@ def _check_apart(tensors: Sequence[Any], first: int, changed: Collection[int]) -
     first: of the tensors, the number of the first argument. changed: numbers of the tensors that it changes.
     """
     places = sorted(
-        (each.data_ptr(), each.data_ptr() + _span(each), number in changed)
+        (each.data_ptr(), each.data_ptr() + span(each), number in changed)
         for number, each in enumerate(tensors)
         if isinstance(each, torch.Tensor) and (number >= first or number in changed)
     )
@@ -184,11 +180,3 @@ def _check_apart(tensors: Sequence[Any], first: int, changed: Collection[int]) -
             what = "an argument shares memory with one that the program changes"
             raise UserError(what, hint="give it a copy of one of them, or use torch.compile")
         end, end_of_changed = max(end, last), max(end_of_changed, last if changes else 0)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """How many bytes lie from the first element of a tensor to its last."""
-    if not tensor.numel():
-        return 0
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()

@@ -14,7 +14,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 from torch.utils._sympy.numbers import int_oo
 
 from pellucid.capture.inputs import ConstantInput, Input, Size, SizeInput, TensorInput, symbols_of
-from pellucid.capture.torch_compat import graph_module_of, is_symbolic, tree_leaves
+from pellucid.capture.torch_compat import elementwise_strides, graph_module_of, is_symbolic, tree_leaves
 from pellucid.errors import UserError
 
 
@@ -142,7 +142,7 @@ def _input_of(node: torch.fx.Node, spec: InputSpec) -> Input:
     if isinstance(spec.arg, ConstantArgument):
         return ConstantInput(node.name, spec.arg.value)
     if isinstance(value, torch.Tensor):
-        shape, strides = (tuple(map(_expression, sizes)) for sizes in (value.shape, value.stride()))
+        shape, strides = (tuple(map(_expression, sizes)) for sizes in (value.shape, elementwise_strides(value)))
         return TensorInput(node.name, value.dtype, shape, strides)
     if isinstance(value, torch.SymInt):
         return SizeInput(node.name, (_expression(value),))

@@ -17,7 +17,7 @@ Size: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class TensorInput:
-    """A tensor that the program takes. Strides are in elements."""
+    """A tensor that the program takes. Strides, in elements, are the example's, but without gaps and overlaps."""
 
     name: str
     dtype: torch.dtype

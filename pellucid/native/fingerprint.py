@@ -88,7 +88,7 @@ class _Samples:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], turns: int) -> _Samples:
         words = ctypes.c_int64 * len(tensors)
-        addresses, sizes = words(*(tensor.data_ptr() for tensor in tensors)), words(*map(_span, tensors))
+        addresses, sizes = words(*(tensor.data_ptr() for tensor in tensors)), words(*map(span, tensors))
         return cls(_every_sample(addresses, sizes, turns), addresses, sizes, turns)
 
     def hold(self) -> bool:
@@ -110,7 +110,7 @@ def _every_sample(
     return hashes
 
 
-def _span(tensor: torch.Tensor) -> int:
+def span(tensor: torch.Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last one."""
     if not tensor.numel():
         return 0

@@ -123,6 +123,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], Any, list[tuple
     "images": (lambda: Network().eval(), (floats(2, 3, 16, 16),), ({0: BATCH, 2: Dim("h"), 3: Dim("w")},), [
         (floats(1, 3, 9, 20),), (floats(3, 3, 21, 7).to(memory_format=torch.channels_last),)]),
     "training mode": (lambda: Network().train(), (floats(2, 3, 16, 16),), None, []),
+    "overlapping": (lambda: Function(lambda x: x * 2), (floats(3, 1).expand(3, 4),), None, [
+        (floats(3, 4),), (floats(8)[:6].as_strided((3, 4), (1, 1)),)]),
+    "with gaps": (lambda: Function(lambda x: x * 2), (floats(3, 8)[:, ::2],), (({0: BATCH},),), [
+        (floats(5, 4),), (floats(4, 5).t(),), (floats(2, 8)[:, 1::2],)]),
+    "channels last": (lambda: Network().eval(), (floats(2, 3, 9, 9).to(memory_format=torch.channels_last),), (
+        {0: BATCH},), [(floats(4, 3, 9, 9),), (floats(1, 3, 9, 9),)]),
     "empty": (lambda: Function(lambda x: x.sum(0)), (floats(0, 3),), None, []),
     "complex": (lambda: Function(lambda x: torch.fft.fft(x).abs()), (floats(8),), None, []),
 }  # fmt: skip
