@@ -27,8 +27,8 @@ from pellucid.printing import sentence, show
     multiple=True,
     metavar="NAME[:KEY=VALUE,...]",
     help="What to measure, with its options; repeat for several: a backend of torch.compile, openvino or onnxruntime "
-    "(pip install 'pellucid[peers]'). guard_filter_fn=NAME: a filter of torch.compiler; pellucid:exported=True: "
-    "the program is exported first, as for these engines. Default: inductor and pellucid. Eager is always the "
+    "(pip install 'pellucid[peers]'). guard_filter_fn=NAME: a filter of torch.compiler; exported=True: the "
+    "program is exported first, as for these engines. Default: inductor and pellucid. Eager is always the "
     "baseline.",
 )
 @click.option("--op", metavar="NAME", help="Measure this operator, on random tensors of the shapes of --shape.")

@@ -89,8 +89,8 @@ def check_subject(text: str, train: bool = False) -> None:
 
 
 def _check_exported(text: str, subject: Subject, train: bool) -> None:
-    if subject.backend != PELLUCID:
-        raise UserError(f"{text}: only {PELLUCID} compiles exported programs here")
+    if subject.backend not in _EXPORTED:
+        raise UserError(f"{text}: only {' and '.join(_EXPORTED)} compile exported programs here")
     if train or GUARD_FILTER in subject.options:
         what = "trained" if train else "filtered: nothing guards it"
         raise UserError(f"{text}: an exported program cannot be {what}")
@@ -109,7 +109,7 @@ def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = 
     if subject.backend != EAGER:
         options = _options(subject)
         if options.pop(EXPORTED, False):
-            return _exported(case, options)
+            return _exported(subject.backend, case, options)
         whole = _apart(case.fn) if GUARD_FILTER in options else case.fn
         fn = torch.compile(whole, backend=subject.backend, dynamic=dynamic, options=options or None)
 
@@ -125,14 +125,25 @@ def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = 
     return step if train else call
 
 
-def _exported(case: Case, options: Mapping[str, Any]) -> Callable[[], object]:
+def _aot_inductor(program: torch.export.ExportedProgram, *, options: Mapping[str, Any]) -> Callable[..., object]:
+    from pellucid.kit.subjects.inductor.exported import compile_exported  # which loads all of Inductor
+
+    return compile_exported(program, options)
+
+
+_EXPORTED = {PELLUCID: compile_exported, "inductor": _aot_inductor}
+
+
+def _exported(backend: str, case: Case, options: Mapping[str, Any]) -> Callable[[], object]:
     """A call of the exported program, with its tensors by position, as other engines take it."""
     program = Positional(case).eval()
     run: list[Callable[..., object]] = []
 
     def call() -> object:
         if not run:
-            run.append(compile_exported(torch.export.export(program, program.given), options=options))
+            with torch.no_grad():
+                exported = torch.export.export(program, program.given)
+                run.append(_EXPORTED[backend](exported, options=options))
         return run[0](*program.given)
 
     return call
