@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.export import ExportedProgram
@@ -85,6 +85,10 @@ class CompiledProgram:
                     tensor.copy_(copy)
         results = [each.value if isinstance(each, Constant) else made[each] for each in self._exported.results]
         return pytree.tree_unflatten(results, self._returns)
+
+    def __reduce__(self) -> NoReturn:
+        hint = "keep the exported program with torch.export.save, and compile what torch.export.load returns"
+        raise UserError("a compiled program can be neither copied nor pickled", hint=hint)
 
     def _bind(self, kinds: tuple[_Kind, ...], leaves: Sequence[Any]) -> _Bound:
         """What a call with arguments of these kinds does."""

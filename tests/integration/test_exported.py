@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -306,6 +307,19 @@ def test_autocast_was_decided_when_it_was_exported() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside, compiled = run(x), pellucid.compile_exported(program)(x)
     assert torch.equal(inside, run(x)) and compiled.dtype is torch.float32
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(copied: Callable[[object], object]) -> None:
+    with pytest.raises(UserError, match="neither copied nor pickled"):
+        copied(frozen_linear()[1])
+
+
+def test_in_inference_mode() -> None:
+    program, run = frozen_linear()
+    with torch.inference_mode():
+        x = floats(8, 32)
+        torch.testing.assert_close(run(x), program.module()(x))
 
 
 def test_what_is_no_exported_program() -> None:
