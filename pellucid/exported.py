@@ -9,7 +9,7 @@ What the program was exported for holds: each call looks at sizes, dtypes and st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -98,12 +98,11 @@ class CompiledProgram:
         taken = [number for number, each in enumerate(exported.inputs) if not isinstance(each, ConstantInput)]
         copied = []
         for at, number in enumerate(taken, start=len(before)):
-            each = exported.inputs[number]
-            strides = (
-                tuple(value_of(stride, values) for stride in each.strides) if isinstance(each, TensorInput) else ()
-            )
-            if strides and not lies(leaves[number], strides):
-                copied.append((at, strides))
+            each, value = exported.inputs[number], leaves[number]
+            if isinstance(each, TensorInput):
+                strides = tuple(value_of(stride, values) for stride in each.strides)
+                if value.is_neg() or value.is_conj() or not lies(value, strides):
+                    copied.append((at, strides))
         bound = _Bound(self._specialised(values).run, before, tuple(taken), tuple(copied))
         with self._lock:
             if len(self._bound) >= _KINDS:
@@ -121,7 +120,7 @@ class CompiledProgram:
             return made
 
 
-# The type of an argument and what it is; of a tensor how it lies in memory.
+# The type of an argument and what it is; of a tensor how it lies in memory, and whether that holds it negated.
 _Kind: TypeAlias = "tuple[Any, ...]"
 
 
@@ -145,18 +144,34 @@ def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any], spec: pytree.TreeSpec
         kwargs = {name: kwargs[name] for name in names}
     leaves, given = pytree.tree_flatten((args, kwargs))
     if given != spec:
-        raise UserError(f"the arguments are {given}, and the program was exported for {spec}")
+        raise UserError(f"the program was exported for {_call(spec)}, and is called with {_call(given)}")
     return leaves
+
+
+def _call(spec: pytree.TreeSpec) -> str:
+    """The arguments of a call: `(*, [*, *], name=*)`."""
+    args, kwargs = spec.children()
+    named = [f"{name}={_tree(each)}" for name, each in zip(kwargs.context, kwargs.children(), strict=True)]
+    return f"({', '.join([*map(_tree, args.children()), *named])})"
+
+
+def _tree(spec: pytree.TreeSpec) -> str:
+    if spec.is_leaf():
+        return "*"
+    each = list(map(_tree, spec.children()))
+    if spec.type is dict:
+        return f"{{{', '.join(f'{key!r}: {value}' for key, value in zip(spec.context, each, strict=True))}}}"
+    return f"{'' if spec.type in (list, tuple) else spec.type.__name__}[{', '.join(each)}]"
 
 
 def _kind_of(value: Any) -> _Kind:
     if not isinstance(value, torch.Tensor):
-        return type(value), value
+        return type(value), value if isinstance(value, Hashable) else None  # which no program takes
     if value.requires_grad and torch.is_grad_enabled():
         hint = "call the program under torch.no_grad(), or use torch.compile to train"
         raise UserError("an argument requires a gradient, and exported programs are compiled for inference", hint=hint)
     strides = value.stride() if value.layout is torch.strided else None
-    return value.shape, strides, value.dtype, value.device
+    return type(value), value.shape, strides, value.dtype, value.device, value.is_neg(), value.is_conj()
 
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -15,6 +15,9 @@ Size: TypeAlias = Any
 """An integer as an expression of SymPy, whose own types say too little."""
 
 
+_UNWRAP = "give the program a plain tensor, or use torch.compile"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInput:
     """A tensor that the program takes. Strides, in elements, are the example's, but without gaps and overlaps."""
@@ -28,6 +31,8 @@ class TensorInput:
         """The sizes of an argument. Raises UserError for what is no such tensor."""
         if not isinstance(value, torch.Tensor):
             raise UserError(f"{self.name} is a {type(value).__name__}, and the program takes a tensor")
+        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # type: ignore[attr-defined]
+            raise UserError(f"{self.name} is a {type(value).__name__}, which stands for other tensors", hint=_UNWRAP)
         if value.device.type != "cpu" or value.layout is not torch.strided or value.dtype is not self.dtype:
             what = f"{value.dtype} on {value.device} of layout {value.layout}"
             wanted = f"{self.dtype} on cpu of layout {torch.strided}"
