@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from pellucid.backend import compile_fx
 from pellucid.capture.exported import Constant, read_exported
-from pellucid.capture.inputs import ConstantInput, TensorInput, value_of, values_for
+from pellucid.capture.inputs import ConstantInput, TensorInput
 from pellucid.capture.specialise import Specialised, specialise
 from pellucid.errors import UserError
 from pellucid.executable import lies
@@ -93,16 +93,15 @@ class CompiledProgram:
     def _bind(self, kinds: tuple[_Kind, ...], leaves: Sequence[Any]) -> _Bound:
         """What a call with arguments of these kinds does."""
         exported = self._exported
-        values = values_for(exported.inputs, leaves, exported.ranges)
+        values = exported.inputs.values(leaves)
+        strides = exported.inputs.strides(values)
         before = (*(values[symbol] for symbol in exported.symbols), *exported.fixed)
-        taken = [number for number, each in enumerate(exported.inputs) if not isinstance(each, ConstantInput)]
-        copied = []
-        for at, number in enumerate(taken, start=len(before)):
-            each, value = exported.inputs[number], leaves[number]
-            if isinstance(each, TensorInput):
-                strides = tuple(value_of(stride, values) for stride in each.strides)
-                if value.is_neg() or value.is_conj() or not lies(value, strides):
-                    copied.append((at, strides))
+        taken = [number for number, each in enumerate(exported.inputs.each) if not isinstance(each, ConstantInput)]
+        copied = [
+            (at, strides[number])
+            for at, number in enumerate(taken, start=len(before))
+            if isinstance(exported.inputs.each[number], TensorInput) and not _fits(leaves[number], strides[number])
+        ]
         bound = _Bound(self._specialised(values).run, before, tuple(taken), tuple(copied))
         with self._lock:
             if len(self._bound) >= _KINDS:
@@ -172,6 +171,11 @@ def _kind_of(value: Any) -> _Kind:
         raise UserError("an argument requires a gradient, and exported programs are compiled for inference", hint=hint)
     strides = value.stride() if value.layout is torch.strided else None
     return type(value), value.shape, strides, value.dtype, value.device, value.is_neg(), value.is_conj()
+
+
+def _fits(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether a tensor lies in memory as the program takes it."""
+    return lies(tensor, strides) and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, OutputSpec
 from torch.utils._sympy.numbers import int_oo
 
-from pellucid.capture.inputs import ConstantInput, Input, Size, SizeInput, TensorInput, symbols_of
+from pellucid.capture.inputs import ConstantInput, Input, Inputs, Size, SizeInput, TensorInput, symbols_of
 from pellucid.capture.torch_compat import elementwise_strides, graph_module_of, is_symbolic, tree_leaves
 from pellucid.errors import UserError
 
@@ -31,17 +31,16 @@ class Exported:
 
     graph: takes the values of `symbols`, then `fixed`, then those of `inputs` that are no constants.
     fixed: parameters, buffers and constants, each once. results: of each the number among those of the graph, or a
-    constant. example: the values of the symbols that it was exported with. ranges: the least and the largest value of
-    each. changed: numbers of the arguments of the graph that it writes to.
+    constant. example: the values of the symbols that it was exported with. changed: numbers of the arguments of the
+    graph that it writes to.
     """
 
     graph: torch.fx.GraphModule
     symbols: tuple[sympy.Symbol, ...]
     fixed: tuple[torch.Tensor, ...]
-    inputs: tuple[Input, ...]
+    inputs: Inputs
     results: tuple[int | Constant, ...]
     example: Mapping[sympy.Symbol, int]
-    ranges: Mapping[sympy.Symbol, tuple[int, int]]
     changed: tuple[int, ...]
 
 
@@ -82,14 +81,14 @@ class _Reader:
         module = graph_module_of(self.program.graph_module, self.graph)
         _mark(module, {node for _, node in self.fixed.values()})
         fixed = tuple(tensor for tensor, _ in self.fixed.values())
+        ranges = {symbol: _range(self.program.range_constraints.get(symbol)) for symbol in symbols}
         return Exported(
             module,
             symbols,
             fixed,
-            inputs,
+            Inputs(inputs, ranges),
             tuple(self.results),
             example=_examples([node for node, _ in specs], symbols),
-            ranges={symbol: _range(self.program.range_constraints.get(symbol)) for symbol in symbols},
             changed=_changed(self.graph),
         )
 

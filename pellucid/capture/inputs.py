@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -82,49 +82,71 @@ def symbols_in(size: Size) -> list[sympy.Symbol]:
     return sorted(size.free_symbols, key=str)
 
 
-def value_of(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
-    """A size for these values of its symbols."""
-    return int(size.xreplace(values))
+class Inputs:
+    """All that an exported program takes, in order. ranges: the least and the largest value of each symbol."""
+
+    def __init__(self, inputs: Sequence[Input], ranges: Mapping[sympy.Symbol, tuple[int, int]]) -> None:
+        self.each = tuple(inputs)
+        self._ranges = dict(ranges)
+        self._sources = _sources(self.each)
+        self._sizes = _function(ranges, [each.sizes for each in self.each])
+        strides = [each.strides if isinstance(each, TensorInput) else () for each in self.each]
+        self._strides = _function(ranges, strides)
+
+    def values(self, given: Sequence[object]) -> dict[sympy.Symbol, int]:
+        """The values of the symbols for these arguments. Raises UserError for ones that the program does not take."""
+        told = [each.sizes_of(value) for each, value in zip(self.each, given, strict=True)]
+        for each, sizes in zip(self.each, told, strict=True):
+            if len(sizes) != len(each.sizes):
+                raise _other_sizes(each, sizes)
+        values: dict[sympy.Symbol, int] = {}
+        for symbol in self._ranges:
+            if symbol not in self._sources:
+                raise UserError(f"no argument tells the size {symbol}, of which others are made")
+            source = self._sources[symbol]
+            values[symbol], rest = divmod(told[source.number][source.place] - source.shift, source.factor)
+            if rest:
+                raise _other_sizes(self.each[source.number], told[source.number])
+        for each, sizes, wanted in zip(self.each, told, self._sizes(*values.values()), strict=True):
+            if sizes != wanted:
+                raise _other_sizes(each, sizes)
+        for symbol, (least, most) in self._ranges.items():
+            if not least <= values[symbol] <= most:
+                what = f"the size {symbol} is {values[symbol]}, and the program was exported for {least} to {most}"
+                raise UserError(what)
+        return values
+
+    def strides(self, values: Mapping[sympy.Symbol, int]) -> tuple[tuple[int, ...], ...]:
+        """Those of each tensor, and none of other inputs."""
+        return self._strides(*(values[symbol] for symbol in self._ranges))
 
 
-def values_for(
-    inputs: Sequence[Input], given: Sequence[object], ranges: Mapping[sympy.Symbol, tuple[int, int]]
-) -> dict[sympy.Symbol, int]:
-    """The values of the symbols for these arguments, one for each input.
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What tells a symbol: the size at `place` of the input `number`, `factor` times the symbol and `shift`."""
 
-    ranges: the least and the largest value of each. Raises UserError for arguments that the program does not take.
-    """
-    told = [(each, each.sizes_of(value)) for each, value in zip(inputs, given, strict=True)]
-    values: dict[sympy.Symbol, int] = {}
-    for each, numbers in told:
-        if len(numbers) != len(each.sizes):
-            raise _other_sizes(each, numbers)
-        for size, number in zip(each.sizes, numbers, strict=True):
-            if len(symbols_in(size)) == 1:
-                found = _solved(size, number)
-                if found is None:
-                    raise _other_sizes(each, numbers)
-                values.setdefault(symbols_in(size)[0], found)
-    for symbol in ranges:
-        if symbol not in values:
-            raise UserError(f"no argument tells the size {symbol}, of which others are made")
-    for each, numbers in told:
-        if numbers != tuple(value_of(size, values) for size in each.sizes):
-            raise _other_sizes(each, numbers)
-    for symbol, (least, most) in ranges.items():
-        if not least <= values[symbol] <= most:
-            raise UserError(
-                f"the size {symbol} is {values[symbol]}, and the program was exported for {least} to {most}"
-            )
-    return values
+    number: int
+    place: int
+    factor: int
+    shift: int
 
 
-def _solved(size: Size, number: int) -> int | None:
-    """The value of the only symbol of a linear size that is `number`; None where that is no integer."""
-    (symbol,) = symbols_in(size)
-    factor, rest = sympy.Poly(size, symbol).all_coeffs()
-    found, remainder = divmod(number - int(rest), int(factor))
-    return None if remainder else found
+def _sources(inputs: Sequence[Input]) -> dict[sympy.Symbol, _Source]:
+    """For each symbol the first size that is linear in it, and made of no other."""
+    found: dict[sympy.Symbol, _Source] = {}
+    for number, each in enumerate(inputs):
+        for place, size in enumerate(each.sizes):
+            symbols = symbols_in(size)
+            if len(symbols) == 1 and symbols[0] not in found and size.is_polynomial(*symbols):
+                factors = sympy.Poly(size, *symbols).all_coeffs()
+                if len(factors) == 2:
+                    found[symbols[0]] = _Source(number, place, *map(int, factors))
+    return found
+
+
+def _function(symbols: Iterable[sympy.Symbol], sizes: list[tuple[Size, ...]]) -> Callable[..., Any]:
+    """Gives the values of sizes for those of symbols: replacing symbols in expressions takes milliseconds a call."""
+    return sympy.lambdify(list(symbols), sizes, modules=[{"Max": max, "Min": min}, "math"])
 
 
 def _other_sizes(each: Input, numbers: tuple[int, ...]) -> UserError:

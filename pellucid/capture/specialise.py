@@ -55,7 +55,7 @@ def specialise(
     arguments = [
         *map(fake_size, exported.symbols),
         *(mode.from_tensor(tensor, static_shapes=True) for tensor in exported.fixed),
-        *(fake(each) for each in exported.inputs if not isinstance(each, ConstantInput)),
+        *(fake(each) for each in exported.inputs.each if not isinstance(each, ConstantInput)),
     ]
     with tracing(TracingContext(mode)), torch.no_grad(), torch.autocast("cpu", enabled=False):
         run = compile_graph(exported.graph, arguments)
