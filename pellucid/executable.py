@@ -147,6 +147,7 @@ class Executable:
         self._addresses = addresses
         self.choices = Choices()
         self._positions = [self._plan.inputs.index(symbol) for symbol in self._plan.symbols]
+        self._kept: dict[str, _Kept] = {}
         self._instances: OrderedDict[_Key, _Ready] = OrderedDict()
         self._sized: dict[_Key, Sized] = {}
         made = None if self._plan.symbols else self._make_instance((), donated=True, observed=self._observed)
@@ -156,7 +157,7 @@ class Executable:
         """What a later process needs, which finds the kernels in the store."""
         if self._probes:
             raise InternalError(f"{self._plan.name} has probes, which are of this process")
-        here = ("_addresses", "choices", "_positions", "_instances", "_sized", "_static")
+        here = ("_addresses", "choices", "_positions", "_kept", "_instances", "_sized", "_static")
         return {name: value for name, value in self.__dict__.items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -194,7 +195,7 @@ class Executable:
     def _make_instance(self, sizes: tuple[int, ...], *, donated: bool, observed: bool) -> _Ready:
         size = Numbers(dict(zip(self._plan.symbols, sizes, strict=True)), by_name(self._plan.derived))
         memory = self._plan.memory_for(size, donated=donated, observed=observed)
-        assembler = _Assembler(self._plan, size, memory, self._addresses, self._sources, self.choices)
+        assembler = _Assembler(self._plan, size, memory, self._addresses, self._sources, self.choices, self._kept)
         calls, strips = assembler.calls(self._probes, observed)
         instance = assembler.instance(calls, strips)
         floats = [torch.tensor([size.of(name)], dtype=torch.float64) for name in self._plan.supplied]
@@ -222,6 +223,15 @@ _Expected: TypeAlias = "tuple[str, int, torch.dtype, tuple[int, ...], tuple[int,
 _Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor], list[_Expected], list[int]]"
 # The sizes of an instance, whether it takes over donated inputs, and whether its nodes are observed.
 _Key: TypeAlias = "tuple[tuple[int, ...], bool, bool]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A call of a kernel, and the values of the sizes that it depends on."""
+
+    names: tuple[str, ...]
+    values: tuple[int | float, ...]
+    call: KernelCall
 
 
 def fitted(
@@ -263,13 +273,16 @@ class _Assembler:
         addresses: Mapping[str, int],
         sources: Mapping[str, str],
         choices: Choices,
+        kept: dict[str, _Kept],
     ) -> None:
+        """kept: the last calls of kernels that were made, by name."""
         self.plan = plan
         self.size = size
         self.memory = memory
         self.addresses = addresses
         self.sources = sources
         self.choices = choices
+        self.kept = kept
         self.inputs = {name: number for number, name in enumerate(plan.arguments)}
         self.slots = {buffer.name: number for number, buffer in enumerate(plan.buffers)}
         self.dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in plan.buffers}
@@ -343,6 +356,26 @@ class _Assembler:
                 )
 
     def _kernel_call(self, launch: Launch) -> KernelCall:
+        """The one that was made last, where the sizes that it depends on are the same: as they are of most calls of a
+        language model whose cache grows.
+        """
+        if not self.plan.symbols:
+            return self._new_kernel_call(launch)
+        kept = self.kept.get(launch.name)
+        names = kept.names if kept else self._sizes_of(launch)
+        values = tuple([self.size.of(name) for name in names])
+        if kept is None or kept.values != values or len(launch.ways) > 1:
+            self.kept[launch.name] = kept = _Kept(names, values, self._new_kernel_call(launch))
+        return kept.call
+
+    def _sizes_of(self, launch: Launch) -> tuple[str, ...]:
+        """The names of the sizes that a call depends on."""
+        views = [self.plan.buffers[self.slots[name]].whole for name in launch.reads]
+        numbers = [size for view in views for size in (*view.shape, *view.strides, view.offset)]
+        numbers += [way.extent for way in launch.ways]
+        return tuple(sorted({*launch.symbols, *(name for number in numbers for name in number.syms())}))
+
+    def _new_kernel_call(self, launch: Launch) -> KernelCall:
         way, *others = ways = [Way(self.addresses[w.symbol], self.size(w.extent), w.grain) for w in launch.ways]
         trial = None
         if others:

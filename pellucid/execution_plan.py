@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import TypeAlias
 
 from pellucid.codegen import CppKernel
@@ -275,13 +276,31 @@ def _memory(
         end = chain_of[last].last if last in chain_of else last
         return Lifetime(name, begin, end, windows.get(name, nbytes))
 
-    lives = {b.name: life(b.name, b.nbytes(size)) for b in buffers if b.name in used}
+    def nbytes(buffer: PlannedBuffer) -> int:
+        there = buffer.nbytes(size)
+        return there if donated or buffer.numel.value is not None else _roomy(there)
+
+    lives = {b.name: life(b.name, nbytes(b)) for b in buffers if b.name in used}
     in_arena = [lives[b.name] for b in buffers if b.place is Place.ARENA and b.name in lives]
     rooms = [
         Room(name, lives[name].last, lives[name].nbytes, frozenset() if used[name][1] in chain_of else targets)
         for name, targets in donated.items()
     ]
-    return plan_memory(in_arena, rooms, {name: at for name, at in in_place.items() if used[name][0] not in chain_of})
+    lying = [(name, at) for name, at in in_place.items() if used[name][0] not in chain_of]
+    return _laid_out(tuple(in_arena), tuple(rooms), tuple(lying))
+
+
+@lru_cache(maxsize=64)
+def _laid_out(
+    lives: tuple[Lifetime, ...], rooms: tuple[Room, ...], in_place: tuple[tuple[str, str], ...]
+) -> MemoryPlan:
+    return plan_memory(lives, rooms, dict(in_place))
+
+
+def _roomy(nbytes: int) -> int:
+    """At most an eighth more, and the same for many numbers: one layout serves sizes that grow from call to call."""
+    step = 1 << max(0, nbytes.bit_length() - 4)
+    return -(-nbytes // step) * step
 
 
 # ------------------------------------------------------------------------------------------------ text

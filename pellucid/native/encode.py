@@ -8,6 +8,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 from pellucid.errors import InternalError
 from pellucid.ir.types import ALIGNMENT
@@ -69,14 +71,14 @@ def encode(
     encoder.views_of_results(results)
     body = Writer()
     body.word(len(calls))
-    last = _last_uses(slots, calls, results)
+    ends = _ends(slots, calls, results)
     bound = {number for number, slot in enumerate(slots) if not isinstance(slot, ExternSlot)}
     paths = []
     for index, call in enumerate(calls):
         encoder.check_bound(call, bound)
         paths.append(encoder.call(body, call))
-        bound |= {view.slot for view in outputs_of(call) if view is not None}
-        body.list([slot for slot, user in last.items() if user == index])
+        bound.update(view.slot for view in outputs_of(call) if view is not None)
+        body.list(ends.get(index, ()))
         body.text(event_name(name, call.name))
         body.list([encoder.show(view) for view in views_read(call)])
     _check(slots, results, bound, inputs, arena)
@@ -91,9 +93,7 @@ def encode(
     for views in (encoder.views, encoder.shown):
         head.word(len(views))
         for view in views:
-            head.word(view.slot, dtype_code(view.dtype), view.offset, view.dtype.itemsize)
-            head.list(view.shape)
-            head.list(view.strides)
+            head.words.extend(_view_words(view))
     head.word(len(encoder.trials))
     for trial, sites in encoder.trials.items():
         head.word(len(trial.ways))
@@ -167,6 +167,41 @@ def _only_view(as_views: Set[TensorView], views: dict[TensorView, int]) -> int:
     return views[view] if view.offset == 0 else -1
 
 
+# Of calls that are alive: those whose numbers do not depend on sizes are the same in many instances.
+_KERNELS: WeakKeyDictionary[KernelCall, array[int]] = WeakKeyDictionary()
+
+
+def _kernel_words(call: KernelCall) -> array[int]:
+    """A kernel's call without its trial, which is known by its number in an instance."""
+    out = Writer()
+    out.text(call.name)
+    out.text(call.where)
+    first, *_ = ways = _ways(call)
+    for way in ways:
+        if way.extent < 0 or not way.address:
+            raise InternalError(f"kernel {call.name!r} has extent {way.extent} and address {way.address}")
+    out.word(CallKind.KERNEL, *_way(first))
+    if len(call.offsets) not in (0, len(call.slots)):
+        raise InternalError(f"kernel {call.name!r} has {len(call.slots)} slots and {len(call.offsets)} offsets")
+    out.list(call.slots)
+    out.list(call.offsets or [0] * len(call.slots))
+    out.list(call.symbols)
+    out.word(len(call.checks))
+    for message in call.checks:
+        out.text(message)
+    return out.words
+
+
+@lru_cache(maxsize=1 << 12)
+def _view_words(view: TensorView) -> array[int]:
+    """Most views are the same for all sizes."""
+    out = Writer()
+    out.word(view.slot, dtype_code(view.dtype), view.offset, view.dtype.itemsize)
+    out.list(view.shape)
+    out.list(view.strides)
+    return out.words
+
+
 @dataclass(slots=True)
 class _Encoder:
     slots: Sequence[Slot]
@@ -196,18 +231,19 @@ class _Encoder:
         return (ResultKind.NOTHING, 0) if result is None else (ResultKind.INTEGER, int(result))
 
     def check_bound(self, call: Call, bound: set[int]) -> None:
+        if isinstance(call, KernelCall) and bound.issuperset(call.slots):
+            return
         for slot in slots_of(call):
             if slot not in bound:
                 raise InternalError(f"call {call.name!r} uses slot {slot}, which nothing has produced yet")
 
     def call(self, out: Writer, call: Call) -> str:
         """Write a call; returns the way it is made."""
+        if isinstance(call, KernelCall):
+            self._kernel(out, call)
+            return "kernel"
         out.text(call.name)
         match call:
-            case KernelCall():
-                out.text(call.where)
-                self._kernel(out, call)
-                return "kernel"
             case OutCall() | FunctionalCall():
                 out.text(call.where)
                 return self._operator(out, call)
@@ -218,19 +254,10 @@ class _Encoder:
                 return "python: a Python function"
 
     def _kernel(self, out: Writer, call: KernelCall) -> None:
-        first, *_ = ways = _ways(call)
-        for way in ways:
-            if way.extent < 0 or not way.address:
-                raise InternalError(f"kernel {call.name!r} has extent {way.extent} and address {way.address}")
-        out.word(CallKind.KERNEL, *_way(first))
-        if len(call.offsets) not in (0, len(call.slots)):
-            raise InternalError(f"kernel {call.name!r} has {len(call.slots)} slots and {len(call.offsets)} offsets")
-        out.list(call.slots)
-        out.list(call.offsets or [0] * len(call.slots))
-        out.list(call.symbols)
-        out.word(len(call.checks))
-        for message in call.checks:
-            out.text(message)
+        words = _KERNELS.get(call)
+        if words is None:
+            _KERNELS[call] = words = _kernel_words(call)
+        out.words.extend(words)
         if call.trial is None:
             out.word(-1, 0)
             return
@@ -286,15 +313,18 @@ class _Encoder:
         out.list([-1 if view is None else self.view(view) for view in outputs_of(call)])
 
 
-def _last_uses(slots: Sequence[Slot], calls: Sequence[Call], results: Sequence[Result]) -> dict[int, int]:
-    """For each extern slot that is not returned, the last call that touches it."""
+def _ends(slots: Sequence[Slot], calls: Sequence[Call], results: Sequence[Result]) -> dict[int, list[int]]:
+    """By call, the extern slots that are not returned and that no later call touches."""
     kept = {result.slot for result in results if isinstance(result, TensorView)}
     last: dict[int, int] = {}
     for index, call in enumerate(calls):
         for slot in (*slots_of(call), *(view.slot for view in outputs_of(call) if view is not None)):
             if isinstance(slots[slot], ExternSlot) and slot not in kept:
                 last[slot] = index
-    return last
+    ends: dict[int, list[int]] = {}
+    for slot, index in last.items():
+        ends.setdefault(index, []).append(slot)
+    return ends
 
 
 def _check(slots: Sequence[Slot], results: Sequence[Result], bound: set[int], inputs: int, arena: int) -> None:

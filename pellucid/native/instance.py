@@ -89,7 +89,7 @@ class Trial:
     settled: Callable[[list[int]], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class KernelCall:
     """A compiled kernel, `int64_t (*)(void* const* p, const int64_t* s, int64_t begin, int64_t end)`.
 

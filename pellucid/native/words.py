@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 
 from pellucid.ir.types import ALIGNMENT
 
@@ -88,9 +89,16 @@ class Writer:
         self.words.append(double_bits(value))
 
     def text(self, text: str) -> None:
-        data = text.encode()
-        self.words.append(len(data))
-        self.words.frombytes(data + b"\0" * (-len(data) % 8))
+        self.words.extend(_text_words(text))
+
+
+@lru_cache(maxsize=1 << 14)
+def _text_words(text: str) -> array[int]:
+    """The same names are written for each set of sizes."""
+    data = text.encode()
+    words = array("q", [len(data)])
+    words.frombytes(data + b"\0" * (-len(data) % 8))
+    return words
 
 
 def double_bits(value: float) -> int:

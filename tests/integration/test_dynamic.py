@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from pellucid.backend import last_compilations
+from pellucid.executable import _Assembler
 from pellucid.ir.nodes import Kernel, Program
 from tests.small_models import VOCABULARY, build_small
 from tests.support import assert_matches, interpreted, tensors
@@ -141,3 +143,40 @@ def test_factors_of_a_product_that_are_not_known_before_the_call(operator):
     for rows, alpha, beta in ((3, 2, 0.5), (5, 3, 0.25), (4, -1, 0.0)):
         args = (torch.randn(*batch, rows, 6), torch.randn(*batch, rows, 7), torch.randn(*batch, 7, 6), alpha, beta)
         torch.testing.assert_close(compiled(*args), scaled(*args))
+
+
+class Decoder(torch.nn.Module):
+    """A token, to which everything before it is attended: a cache that grows by a row at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.hidden = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value = self.project(x).chunk(3, -1)
+        keys, values = torch.cat([keys, key], 1), torch.cat([values, value], 1)
+        attended = (query @ keys.transpose(1, 2) / 6).softmax(-1) @ values
+        return self.hidden(self.hidden(x + attended).relu()).tanh(), keys, values
+
+
+def test_a_step_makes_anew_what_depends_on_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of kernels that do not depend on them are kept, and right when sizes come back too."""
+    made: Counter[str] = Counter()
+    new = _Assembler._new_kernel_call
+
+    def counted(assembler: _Assembler, launch: Any) -> Any:
+        made[launch.name] += 1
+        return new(assembler, launch)
+
+    monkeypatch.setattr(_Assembler, "_new_kernel_call", counted)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Decoder().eval()
+    exact = copy.deepcopy(model).double()
+    call = torch.compile(model, backend="pellucid", dynamic=True)
+    lengths = [*range(5, 45), 300, 7, 41, 2000, 6]
+    with torch.no_grad():
+        for length in lengths:
+            args = torch.randn(2, 1, 32), torch.randn(2, length, 32), torch.randn(2, length, 32)
+            assert_matches(call(*args), model(*args), exact(*(each.double() for each in args)))
+    assert min(made.values()) == 1 and max(made.values()) >= len(set(lengths)) - 1
