@@ -139,8 +139,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], Any, list[tuple
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("name", CASES)
+WITH_PARAMETERS = ("changes", "tied", "regions", "images", "channels last", "training mode")
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize(
+    ("name", "freeze"), [*((name, False) for name in CASES), *((name, True) for name in WITH_PARAMETERS)]
+)
 def test_values_and_changes_are_those_of_the_module(name: str, freeze: bool) -> None:
     make, args, sizes, more = CASES[name]
     torch.manual_seed(0)

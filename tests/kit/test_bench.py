@@ -552,7 +552,10 @@ def test_a_filter_of_guards_goes_to_torch_compile_under_its_name():
         assert filtered().shape == (2, 15, 7)  # what no guard looks at goes unnoticed
 
 
-@pytest.mark.parametrize("subject", ["pellucid:exported=True,freeze=True", "inductor:exported=True"])
+@pytest.mark.parametrize(
+    "subject",
+    ["pellucid:exported=True,freeze=True", pytest.param("inductor:exported=True", marks=pytest.mark.slow)],
+)
 def test_an_exported_program_is_measured_without_dynamo(subject):
     check_subject(subject)
     with pytest.raises(UserError, match="cannot be trained"):
