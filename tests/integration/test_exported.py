@@ -142,7 +142,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], Any, list[tuple
 WITH_PARAMETERS = ("changes", "tied", "regions", "images", "channels last", "training mode")
 
 
-@pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize(
     ("name", "freeze"), [*((name, False) for name in CASES), *((name, True) for name in WITH_PARAMETERS)]
 )
