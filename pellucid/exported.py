@@ -25,7 +25,7 @@ from pellucid.capture.inputs import ConstantInput, TensorInput
 from pellucid.capture.specialise import Specialised, specialise
 from pellucid.errors import UserError
 from pellucid.executable import lies
-from pellucid.native.fingerprint import span
+from pellucid.native.fingerprint import place_of, span
 from pellucid.native.locks import Lock
 
 # What follows from so many different kinds of arguments is kept.
@@ -35,8 +35,9 @@ _KINDS = 64
 def compile_exported(program: ExportedProgram, *, options: Mapping[str, object] | None = None) -> CompiledProgram:
     """Compile an exported program for inference.
 
-    options: see `pellucid.options.Options`. Parameters and buffers stay those of the program: what changes in them in
-    place, also by way of `.data`, has the effect that it has under `torch.compile`.
+    options: see `pellucid.options.Options`. Parameters and buffers stay those of the program: what changes in their
+    values, also by way of `.data`, has the effect that it has under `torch.compile`; another dtype, shape or layout is
+    an error at the next call. What takes their place in the program (`load_state_dict(assign=True)`) is not seen.
 
     Raises UserError for an unknown option, and for a program that takes or returns other than tensors and constants.
     """
@@ -64,6 +65,11 @@ class CompiledProgram:
         self._made: list[Specialised] = []
         self._bound: dict[tuple[_Kind, ...], _Bound] = {}
         self._lock = Lock()
+        self._place = 0
+        self._fixed = list(self._exported.fixed)
+        self._layouts = [_layout(tensor) for tensor in self._fixed]
+        self._storages: dict[int, bool] = {}
+        self._check_fixed()
         self._specialised(self._exported.example)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,15 +79,17 @@ class CompiledProgram:
         kinds = tuple([_kind_of(each) for each in leaves])
         bound = self._bound.get(kinds) or self._bind(kinds, leaves)
         given = [*bound.before, *[leaves[number] for number in bound.taken]]
+        if place_of(self._fixed) != self._place:
+            self._check_fixed()
         if self._exported.changed:
-            _check_apart(given, len(bound.before), self._exported.changed)
+            _check_apart(given, len(bound.before), self._exported.changed, self._storages)
         with torch.no_grad(), _without_autocast():
             copied = [(at, given[at], _laid_out(given[at], strides)) for at, strides in bound.copied]
             for at, _, copy in copied:
                 given[at] = copy
             made = bound.run(*given)
             for at, tensor, copy in copied:
-                if at in self._exported.changed:
+                if at in self._exported.changed and not _is_as_copied(copy):
                     tensor.copy_(copy)
         results = [each.value if isinstance(each, Constant) else made[each] for each in self._exported.results]
         return pytree.tree_unflatten(results, self._returns)
@@ -94,6 +102,7 @@ class CompiledProgram:
         """What a call with arguments of these kinds does."""
         exported = self._exported
         values = exported.inputs.values(leaves)
+        self._check_guards(leaves)
         strides = exported.inputs.strides(values)
         before = (*(values[symbol] for symbol in exported.symbols), *exported.fixed)
         taken = [number for number, each in enumerate(exported.inputs.each) if not isinstance(each, ConstantInput)]
@@ -108,6 +117,32 @@ class CompiledProgram:
                 del self._bound[next(iter(self._bound))]
             self._bound[kinds] = bound
         return bound
+
+    def _check_guards(self, leaves: Sequence[Any]) -> None:
+        if self._exported.guards is None:
+            return
+        try:
+            self._exported.guards(*leaves)
+        except AssertionError as refusal:
+            what = f"the program was not exported for such arguments: {refusal}"
+            raise UserError(what, hint="export it for them: `dynamic_shapes`, and an example of such sizes") from None
+        except AttributeError as error:  # of an example that is a part of a tensor, it asks for the sizes of the whole
+            what = f"what the program asks of its arguments cannot be told of these: {error}"
+            raise UserError(what, hint="export it with a copy as the example") from None
+
+    def _check_fixed(self) -> None:
+        """Raise UserError where a parameter is another than the program was compiled for, but for its values."""
+        for tensor, layout in zip(self._fixed, self._layouts, strict=True):
+            if _layout(tensor) != layout:
+                what = "{} of shape {} and strides {}"
+                now, then = (what.format(*each) for each in (_layout(tensor), layout))
+                hint = "compile the exported program again, or change values alone"
+                raise UserError(f"a parameter is {now} now, and was {then} when the program was compiled", hint=hint)
+        storages: dict[int, bool] = {}
+        for number, tensor in enumerate(self._fixed, len(self._exported.symbols)):
+            storage = tensor.untyped_storage()._cdata
+            storages[storage] = storages.get(storage, False) or number in self._exported.changed
+        self._storages, self._place = storages, place_of(self._fixed)
 
     def _specialised(self, values: Mapping[Any, int]) -> Specialised:
         with self._lock:
@@ -170,16 +205,34 @@ def _kind_of(value: Any) -> _Kind:
         hint = "call the program under torch.no_grad(), or use torch.compile to train"
         raise UserError("an argument requires a gradient, and exported programs are compiled for inference", hint=hint)
     strides = value.stride() if value.layout is torch.strided else None
-    return type(value), value.shape, strides, value.dtype, value.device, value.is_neg(), value.is_conj()
+    return (
+        type(value),
+        value.shape,
+        strides,
+        value.dtype,
+        value.device,
+        value.is_neg(),
+        value.is_conj(),
+        value._is_zerotensor(),
+    )
 
 
 def _fits(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     """Whether a tensor lies in memory as the program takes it."""
-    return lies(tensor, strides) and not tensor.is_neg() and not tensor.is_conj()
+    return lies(tensor, strides) and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
 
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
+
+
+def _is_as_copied(copy: torch.Tensor) -> bool:
+    """Whether nothing was written to a copy since `_laid_out` made it: PyTorch counts that, but in inference mode."""
+    return not copy.is_inference() and copy._version == 1
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _without_autocast() -> AbstractContextManager[Any]:
@@ -187,19 +240,25 @@ def _without_autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
-def _check_apart(tensors: Sequence[Any], first: int, changed: Collection[int]) -> None:
-    """Raise UserError where an argument shares memory with what the program changes, and would not see it.
+def _check_apart(tensors: Sequence[Any], first: int, changed: Collection[int], storages: Mapping[int, bool]) -> None:
+    """Raise UserError where an argument shares memory with what the program may change, and would not see it.
 
-    first: of the tensors, the number of the first argument. changed: numbers of the tensors that it changes.
+    first: of the tensors, the number of the first argument. changed: numbers of the tensors that it may change.
+    storages: of parameters and buffers, and whether it may change what lies there.
     """
-    places = sorted(
-        (each.data_ptr(), each.data_ptr() + span(each), number in changed)
-        for number, each in enumerate(tensors)
-        if isinstance(each, torch.Tensor) and (number >= first or number in changed)
-    )
+    given = [(number, each) for number, each in enumerate(tensors[first:], first) if isinstance(each, torch.Tensor)]
+    places = sorted((each.data_ptr(), each.data_ptr() + span(each), number in changed) for number, each in given)
     end = end_of_changed = 0
-    for first, last, changes in places:
-        if first < (end if changes else end_of_changed):
-            what = "an argument shares memory with one that the program changes"
-            raise UserError(what, hint="give it a copy of one of them, or use torch.compile")
+    for begin, last, changes in places:
+        if begin < (end if changes else end_of_changed):
+            raise _shares("another argument")
         end, end_of_changed = max(end, last), max(end_of_changed, last if changes else 0)
+    for number, each in given:
+        storage = each.untyped_storage()._cdata
+        if storage in storages and (number in changed or storages[storage]):
+            raise _shares("a parameter or buffer")
+
+
+def _shares(other: str) -> UserError:
+    what = f"an argument shares memory with {other}, and the program may change one of them"
+    return UserError(what, hint="give it a copy, or use torch.compile")

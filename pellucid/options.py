@@ -80,6 +80,8 @@ def make_options(given: Mapping[str, object] | None = None) -> Options:
         text = os.environ.get(f"PELLUCID_{name.upper()}")
         if text is not None:
             values[name] = _convert(name, text, known[name], source=f"PELLUCID_{name.upper()}")
+    if given is not None and not isinstance(given, Mapping):
+        raise UserError(f"options are {given!r}", hint="give a dictionary, as {'freeze': True}")
     for name, value in (given or {}).items():
         if name not in known:
             hint = near(str(name), known) or f"known options: {', '.join(known)}"

@@ -32,7 +32,7 @@ class Exported:
     graph: takes the values of `symbols`, then `fixed`, then those of `inputs` that are no constants.
     fixed: parameters, buffers and constants, each once. results: of each the number among those of the graph, or a
     constant. example: the values of the symbols that it was exported with. changed: numbers of the arguments of the
-    graph that it writes to.
+    graph that it may write to. guards: raises AssertionError for arguments that the program does not hold for.
     """
 
     graph: torch.fx.GraphModule
@@ -42,6 +42,7 @@ class Exported:
     results: tuple[int | Constant, ...]
     example: Mapping[sympy.Symbol, int]
     changed: tuple[int, ...]
+    guards: Callable[..., None] | None
 
 
 _FIXED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -90,6 +91,7 @@ class _Reader:
             tuple(self.results),
             example=_examples([node for node, _ in specs], symbols),
             changed=_changed(self.graph),
+            guards=_guards(self.program) if symbols else None,
         )
 
     def _call(self, node: torch.fx.Node) -> torch.fx.Node:
@@ -113,6 +115,10 @@ class _Reader:
         state, name = self.program.state_dict, str(spec.target)
         found = state[name] if name in state else self.program.constants[name]
         assert isinstance(found, torch.Tensor)
+        plain = type(found).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+        if not plain or found.device.type != "cpu" or found.layout is not torch.strided:
+            what = f"{name} of the exported program is a {type(found).__name__} on {found.device} of {found.layout}"
+            raise UserError(what, hint="export a program whose parameters are plain tensors on the CPU")
         return found
 
     def _output(self, node: torch.fx.Node) -> None:
@@ -171,6 +177,12 @@ def _mark(module: torch.fx.GraphModule, fixed: set[torch.fx.Node]) -> None:
         node.meta = {"tensor_dict": {"_dynamo_static_input_type": "unguarded"}} if node in fixed else {}
 
 
+def _guards(program: ExportedProgram) -> Callable[..., None] | None:
+    """What the program's own module asks of its arguments before a call, beside ranges: how sizes are related."""
+    found = getattr(program.module(), "_guards_fn", None)
+    return None if found is None else found.forward
+
+
 def _changed(graph: torch.fx.Graph) -> tuple[int, ...]:
     """The arguments that a call of the graph writes to, also by way of views."""
     found: set[str] = set()
@@ -191,10 +203,17 @@ def _viewed(value: Any) -> list[torch.fx.Node]:
     while work:
         node = work.pop()
         found.append(node)
-        schema = getattr(node.target, "_schema", None)
-        if node.op == "call_function" and (schema is None or any(each.alias_info for each in schema.returns)):
+        if node.op == "call_function" and _may_be_view(node.target):
             work += node.all_input_nodes
     return found
+
+
+def _may_be_view(function: Any) -> bool:
+    """Whether a result may lie in the memory of an argument: operators that are made of others do not say so."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return True
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
+    return composite or any(each.alias_info for each in function._schema.returns)
 
 
 def _range(known: Any) -> tuple[int, int]:

@@ -50,7 +50,8 @@ def specialise(
         if not isinstance(each, TensorInput):
             return fake_size(*each.sizes)
         with mode:
-            return torch.empty_strided([*map(fake_size, each.sizes)], [*map(fake_size, each.strides)], dtype=each.dtype)
+            sizes, strides = ([*map(fake_size, numbers)] for numbers in (each.sizes, each.strides))
+            return torch.empty_strided(sizes, strides, dtype=each.dtype, device="cpu")
 
     arguments = [
         *map(fake_size, exported.symbols),

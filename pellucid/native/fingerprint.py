@@ -71,7 +71,7 @@ class Fingerprint:
 
 
 def place_of(tensors: list[torch.Tensor]) -> int:
-    """A number that tells lists of tensors apart by where they lie in memory."""
+    """A number that tells lists of tensors apart by where they lie in memory, and by types, sizes and strides."""
     return library().pellucid_place(tensors)
 
 

@@ -186,15 +186,19 @@ bool in_place(PyObject* tensors, const int64_t* storages, const int64_t* address
   return true;
 }
 
-// A number that tells lists of tensors apart by where they lie.
+// A number that tells lists of tensors apart by where they lie, and how: their types, sizes and strides.
 uint64_t place_of_all(PyObject* tensors) {
   uint64_t hash = 0;
   for (ptrdiff_t k = 0; k < PyList_Size(tensors); k++) {
     PyObject* tensor = PyList_GetItem(tensors, k);
     if (!is_tensor(tensor)) continue;
     try {
-      Place place = place_of(field<void*>(tensor, host.impl_offset));
-      for (int64_t word : {place.storage, place.data}) hash = (hash ^ uint64_t(word) ^ (hash >> 32)) * kOdd;
+      void* impl = field<void*>(tensor, host.impl_offset);
+      const Place place = place_of(impl);
+      const auto add = [&](int64_t word) { hash = (hash ^ uint64_t(word) ^ (hash >> 32)) * kOdd; };
+      const Shape shape(handle_at(&impl));
+      for (int64_t word : {place.storage, place.data, int64_t(shape.dtype), shape.dims}) add(word);
+      for (int64_t dim = 0; dim < shape.dims; dim++) add(shape.sizes[dim]), add(shape.strides[dim]);
     } catch (const Failure&) {  // it has no memory: `in_place` will say so
     }
   }

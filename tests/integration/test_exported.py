@@ -291,14 +291,14 @@ def test_changed_arguments_may_not_share_memory() -> None:
     run, memory = pellucid.compile_exported(program), floats(8)
     run(memory[:4], memory[4:])
     for shared in (memory[2:6], memory[:4], memory[3:4].expand(4)):
-        with pytest.raises(UserError, match="shares memory"):
+        with pytest.raises(UserError, match="shares memory with"):
             run(memory[:4], shared)
 
 
 def test_what_a_buffer_of_the_program_shares() -> None:
     program = export(Counting(), (floats(3, 4),))
     run = pellucid.compile_exported(program)
-    with pytest.raises(UserError, match="shares memory"):
+    with pytest.raises(UserError, match="shares memory with"):
         run(program.state_dict["total"].expand(3, 4))
 
 
@@ -333,8 +333,123 @@ def test_in_inference_mode() -> None:
         torch.testing.assert_close(run(x), program.module()(x))
 
 
+class Relations(nn.Module):
+    """Branches on sizes, as exporting finds out."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.shape[0] % 2 or x.shape[0] == y.shape[0]:
+            return x.sum(0) * 15
+        torch._check(x.shape[0] < y.shape[0])
+        return x.view(x.shape[0] // 2, 2, -1).sum((0, 1)) + y.sum(0)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_was_found_out_of_sizes_is_asked(saved: bool) -> None:
+    program = export(Relations(), (floats(6, 4), floats(8, 4)), dynamic_shapes=({0: Dim.AUTO}, {0: Dim.AUTO}))
+    if saved:
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        program = torch.export.load(file)
+    run, eager = pellucid.compile_exported(program), program.module()
+    for n, m in ((6, 8), (4, 5), (10, 30)):
+        x, y = floats(n, 4), floats(m, 4)
+        torch.testing.assert_close(run(x, y), eager(x, y), atol=1e-5, rtol=1e-5)
+    for n, m in ((5, 8), (6, 6), (8, 6)):
+        with pytest.raises(UserError, match="not exported for such arguments: Guard failed"):
+            run(floats(n, 4), floats(m, 4))
+
+
+CHANGED: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "dtype": lambda weight: weight.data.bfloat16(),
+    "shape": lambda _: torch.zeros(1),
+    "strides": lambda weight: weight.data.t(),
+    "copy of other strides": lambda weight: weight.data.t().contiguous().t(),
+}
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("change", CHANGED)
+def test_parameters_of_another_kind_are_refused(change: str, freeze: bool) -> None:
+    program = export(nn.Linear(32, 32), (floats(8, 32),))
+    run, weight = pellucid.compile_exported(program, options={"freeze": freeze}), program.state_dict["weight"]
+    assert isinstance(weight, nn.Parameter)
+    before, x = weight.data, floats(8, 32)
+    result = run(x)
+    weight.data = CHANGED[change](weight)
+    with pytest.raises(UserError, match="a parameter is"):
+        run(x)
+    weight.data = before
+    assert torch.equal(run(x), result)
+
+
+def test_what_operators_do_not_say_they_return() -> None:
+    """`type_as` and others return their argument itself: a change of it is one of the argument."""
+    program = export(Function(lambda x, y: (x.type_as(y).add_(1), y * 10)), (floats(4, 3), floats(4, 3)))
+    run, eager = pellucid.compile_exported(program), program.module()
+    ours, y = floats(3, 4).t(), floats(4, 3)
+    theirs = ours.clone()
+    torch.testing.assert_close((run(ours, y), ours), (eager(theirs, y), theirs))
+    with pytest.raises(UserError, match="shares memory with another argument"):
+        run(y, y)
+
+
+class Sharing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.ones(3, 4))
+        self.register_buffer("row", self.whole[0])
+        self.register_buffer("read", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.row.add_(x)
+        self.whole.mul_(2)
+        x.add_(1)
+        return x * 10 + self.read + self.row
+
+
+def test_buffers_that_share_memory() -> None:
+    program = export(Sharing(), (floats(4),))
+    run, eager = pellucid.compile_exported(program), copy.deepcopy(program).module()
+    for _ in range(2):
+        ours = floats(4)
+        theirs = ours.clone()
+        torch.testing.assert_close((run(ours), ours), (eager(theirs), theirs))
+    for name in ("read", "row"):
+        with pytest.raises(UserError, match="shares memory with a parameter or buffer"):
+            run(program.state_dict[name])
+
+
+def test_examples_that_are_slices() -> None:
+    """A part of a cache, whose strides have sizes of their own: PyTorch asks for those, too."""
+    module, query, sizes = Function(lambda x: x.softmax(-1)), floats(2, 5, 24).chunk(3, -1)[0], (({1: Dim.DYNAMIC},),)
+    run = pellucid.compile_exported(export(module, (query,), dynamic_shapes=sizes))
+    torch.testing.assert_close(run(query), query.softmax(-1))
+    with pytest.raises(UserError, match="cannot be told of these"):
+        run(floats(2, 5, 8))
+    run = pellucid.compile_exported(export(module, (query.clone(),), dynamic_shapes=sizes))
+    for x in (query, floats(2, 9, 8), floats(2, 8, 7).transpose(1, 2), floats(2, 4, 24)[:, ::2, ::3]):
+        torch.testing.assert_close(run(x), x.softmax(-1))
+
+
+def test_a_default_device_changes_nothing() -> None:
+    with torch.device("meta"):
+        run = pellucid.compile_exported(export(Function(lambda x: x * 2), (torch.ones(3, 4, device="cpu"),)))
+        x = torch.arange(12.0, device="cpu").view(4, 3).t()
+        assert torch.equal(run(x), torch.arange(12.0, device="cpu").view(4, 3).t() * 2)
+
+
+def test_parameters_have_to_be_there() -> None:
+    with torch.device("meta"):
+        program = export(nn.Linear(3, 3), (torch.ones(2, 3),))
+    with pytest.raises(UserError, match="weight of the exported program is a Parameter on meta"):
+        pellucid.compile_exported(program)
+
+
 def test_what_is_no_exported_program() -> None:
     with pytest.raises(UserError, match=r"takes what torch\.export\.export returns, not a Linear"):
         pellucid.compile_exported(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="unknown option"):
         pellucid.compile_exported(export(nn.Linear(2, 2), (floats(1, 2),)), options={"frieze": True})
+    with pytest.raises(UserError, match="options are 'freeze'"):
+        pellucid.compile_exported(export(nn.Linear(2, 2), (floats(1, 2),)), options="freeze")  # type: ignore[arg-type]
