@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pellucid.backend import compile_fx
-from pellucid.capture.exported import Constant, read_exported
+from pellucid.capture.exported import Constant, Exported, read_exported
 from pellucid.capture.inputs import ConstantInput, TensorInput
 from pellucid.capture.specialise import Specialised, specialise
 from pellucid.errors import UserError
@@ -65,11 +65,7 @@ class CompiledProgram:
         self._made: list[Specialised] = []
         self._bound: dict[tuple[_Kind, ...], _Bound] = {}
         self._lock = Lock()
-        self._place = 0
-        self._fixed = list(self._exported.fixed)
-        self._layouts = [_layout(tensor) for tensor in self._fixed]
-        self._storages: dict[int, bool] = {}
-        self._check_fixed()
+        self._fixed = _Fixed(self._exported)
         self._specialised(self._exported.example)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,10 +75,9 @@ class CompiledProgram:
         kinds = tuple([_kind_of(each) for each in leaves])
         bound = self._bound.get(kinds) or self._bind(kinds, leaves)
         given = [*bound.before, *[leaves[number] for number in bound.taken]]
-        if place_of(self._fixed) != self._place:
-            self._check_fixed()
+        self._fixed.check()
         if self._exported.changed:
-            _check_apart(given, len(bound.before), self._exported.changed, self._storages)
+            _check_apart(given, len(bound.before), self._exported.changed, self._fixed.storages)
         with torch.no_grad(), _without_autocast():
             copied = [(at, given[at], _laid_out(given[at], strides)) for at, strides in bound.copied]
             for at, _, copy in copied:
@@ -130,20 +125,6 @@ class CompiledProgram:
             what = f"what the program asks of its arguments cannot be told of these: {error}"
             raise UserError(what, hint="export it with a copy as the example") from None
 
-    def _check_fixed(self) -> None:
-        """Raise UserError where a parameter is another than the program was compiled for, but for its values."""
-        for tensor, layout in zip(self._fixed, self._layouts, strict=True):
-            if _layout(tensor) != layout:
-                what = "{} of shape {} and strides {}"
-                now, then = (what.format(*each) for each in (_layout(tensor), layout))
-                hint = "compile the exported program again, or change values alone"
-                raise UserError(f"a parameter is {now} now, and was {then} when the program was compiled", hint=hint)
-        storages: dict[int, bool] = {}
-        for number, tensor in enumerate(self._fixed, len(self._exported.symbols)):
-            storage = tensor.untyped_storage()._cdata
-            storages[storage] = storages.get(storage, False) or number in self._exported.changed
-        self._storages, self._place = storages, place_of(self._fixed)
-
     def _specialised(self, values: Mapping[Any, int]) -> Specialised:
         with self._lock:
             for made in self._made:
@@ -152,6 +133,43 @@ class CompiledProgram:
             made = specialise(self._exported, values, self._compile)
             self._made.append(made)
             return made
+
+
+class _Fixed:
+    """Parameters, buffers and constants of a program, which may change in their values alone.
+
+    storages: in which they lie, and whether the program may change what lies there.
+    """
+
+    def __init__(self, exported: Exported) -> None:
+        self._tensors = list(exported.fixed)
+        self._layouts = [_layout(tensor) for tensor in self._tensors]
+        first = len(exported.symbols)
+        self._changed = [number in exported.changed for number in range(first, first + len(self._tensors))]
+        self._look()
+
+    def check(self) -> None:
+        """Raise UserError where one is another than the program was compiled for."""
+        if place_of(self._tensors) == self._place:
+            return
+        for tensor, layout in zip(self._tensors, self._layouts, strict=True):
+            if _layout(tensor) != layout:
+                what = "{} of shape {} and strides {}"
+                now, then = (what.format(*each) for each in (_layout(tensor), layout))
+                hint = "compile the exported program again, or change values alone"
+                raise UserError(f"a parameter is {now} now, and was {then} when the program was compiled", hint=hint)
+        self._look()
+
+    def _look(self) -> None:
+        storages: dict[int, bool] = {}
+        for tensor, changed in zip(self._tensors, self._changed, strict=True):
+            storage = tensor.untyped_storage()._cdata
+            storages[storage] = storages.get(storage, False) or changed
+        self.storages, self._place = storages, place_of(self._tensors)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 # The type of an argument and what it is; of a tensor how it lies in memory, and whether that holds it negated.
@@ -229,10 +247,6 @@ def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 def _is_as_copied(copy: torch.Tensor) -> bool:
     """Whether nothing was written to a copy since `_laid_out` made it: PyTorch counts that, but in inference mode."""
     return not copy.is_inference() and copy._version == 1
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _without_autocast() -> AbstractContextManager[Any]:

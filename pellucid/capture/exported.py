@@ -13,8 +13,17 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, OutputSpec
 from torch.utils._sympy.numbers import int_oo
 
-from pellucid.capture.inputs import ConstantInput, Input, Inputs, Size, SizeInput, TensorInput, symbols_of
-from pellucid.capture.torch_compat import elementwise_strides, graph_module_of, is_symbolic, tree_leaves
+from pellucid.capture.inputs import (
+    ConstantInput,
+    Input,
+    Inputs,
+    Size,
+    SizeInput,
+    TensorInput,
+    stands_for_others,
+    symbols_of,
+)
+from pellucid.capture.torch_compat import elementwise_strides, fake_mode_of, graph_module_of, is_symbolic, tree_leaves
 from pellucid.errors import UserError
 
 
@@ -89,7 +98,7 @@ class _Reader:
             fixed,
             Inputs(inputs, ranges),
             tuple(self.results),
-            example=_examples([node for node, _ in specs], symbols),
+            example=_example(self.program.graph, symbols),
             changed=_changed(self.graph),
             guards=_guards(self.program) if symbols else None,
         )
@@ -115,8 +124,7 @@ class _Reader:
         state, name = self.program.state_dict, str(spec.target)
         found = state[name] if name in state else self.program.constants[name]
         assert isinstance(found, torch.Tensor)
-        plain = type(found).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
-        if not plain or found.device.type != "cpu" or found.layout is not torch.strided:
+        if stands_for_others(found) or found.device.type != "cpu" or found.layout is not torch.strided:
             what = f"{name} of the exported program is a {type(found).__name__} on {found.device} of {found.layout}"
             raise UserError(what, hint="export a program whose parameters are plain tensors on the CPU")
         return found
@@ -158,14 +166,9 @@ def _expression(size: int | torch.SymInt) -> Size:
     return size.node.expr if is_symbolic(size) else sympy.Integer(int(size))
 
 
-def _examples(arguments: Sequence[torch.fx.Node], symbols: Sequence[sympy.Symbol]) -> dict[sympy.Symbol, int]:
-    sizes = [size for node in arguments for size in _sizes(node.meta.get("val")) if is_symbolic(size)]
-    known = {symbol: value for size in sizes for symbol, value in size.node.shape_env.backed_var_to_val.items()}
+def _example(graph: torch.fx.Graph, symbols: Sequence[sympy.Symbol]) -> dict[sympy.Symbol, int]:
+    known = fake_mode_of(graph).shape_env.backed_var_to_val if symbols else {}
     return {symbol: int(known.get(symbol, 2)) for symbol in symbols}
-
-
-def _sizes(value: Any) -> Sequence[Any]:
-    return value.shape if isinstance(value, torch.Tensor) else (value,)
 
 
 def _mark(module: torch.fx.GraphModule, fixed: set[torch.fx.Node]) -> None:

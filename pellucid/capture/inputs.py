@@ -31,7 +31,7 @@ class TensorInput:
         """The sizes of an argument. Raises UserError for what is no such tensor."""
         if not isinstance(value, torch.Tensor):
             raise UserError(f"{self.name} is a {type(value).__name__}, and the program takes a tensor")
-        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # type: ignore[attr-defined]
+        if stands_for_others(value):
             raise UserError(f"{self.name} is a {type(value).__name__}, which stands for other tensors", hint=_UNWRAP)
         if value.device.type != "cpu" or value.layout is not torch.strided or value.dtype is not self.dtype:
             what = f"{value.dtype} on {value.device} of layout {value.layout}"
@@ -70,6 +70,11 @@ class ConstantInput:
 
 
 Input: TypeAlias = "TensorInput | SizeInput | ConstantInput"
+
+
+def stands_for_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class with operators of its own: it need not have memory."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def symbols_of(inputs: Sequence[Input]) -> tuple[sympy.Symbol, ...]:

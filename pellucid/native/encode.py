@@ -231,11 +231,9 @@ class _Encoder:
         return (ResultKind.NOTHING, 0) if result is None else (ResultKind.INTEGER, int(result))
 
     def check_bound(self, call: Call, bound: set[int]) -> None:
-        if isinstance(call, KernelCall) and bound.issuperset(call.slots):
-            return
-        for slot in slots_of(call):
-            if slot not in bound:
-                raise InternalError(f"call {call.name!r} uses slot {slot}, which nothing has produced yet")
+        unbound = set(slots_of(call)) - bound
+        if unbound:
+            raise InternalError(f"call {call.name!r} uses slot {min(unbound)}, which nothing has produced yet")
 
     def call(self, out: Writer, call: Call) -> str:
         """Write a call; returns the way it is made."""
@@ -243,12 +241,11 @@ class _Encoder:
             self._kernel(out, call)
             return "kernel"
         out.text(call.name)
+        out.text(call.where)
         match call:
             case OutCall() | FunctionalCall():
-                out.text(call.where)
                 return self._operator(out, call)
             case PythonCall():
-                out.text(call.where)
                 out.word(CallKind.PYTHON)
                 self._python(out, call)
                 return "python: a Python function"
