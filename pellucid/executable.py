@@ -15,12 +15,13 @@ import torch
 from pellucid.capture.torch_compat import is_unshared
 from pellucid.codegen import CppKernel
 from pellucid.errors import InternalError, UserError
-from pellucid.execution_plan import ExecutionPlan, Launch, Place, PlannedBuffer, where
-from pellucid.ir.derived import Float, Numbers, by_name
-from pellucid.ir.index import Expr
+from pellucid.execution_plan import Arena, ExecutionPlan, Launch, Place, PlannedBuffer, where
+from pellucid.ir.derived import Float, Formulas, Numbers, by_name
+from pellucid.ir.index import Expr, sym
 from pellucid.ir.nodes import Arg, Enum, Extern, Node, Program, View
 from pellucid.ir.types import ALIGNMENT, TORCH_DTYPES
 from pellucid.native.build import build
+from pellucid.native.encode import Template
 from pellucid.native.instance import (
     ArenaSlot,
     Call,
@@ -32,9 +33,11 @@ from pellucid.native.instance import (
     OutputSlot,
     PythonCall,
     Result,
+    Size,
     Slot,
     Strips,
     TensorView,
+    Unknown,
     Way,
 )
 from pellucid.native.runtime import Instance
@@ -147,7 +150,8 @@ class Executable:
         self._addresses = addresses
         self.choices = Choices()
         self._positions = [self._plan.inputs.index(symbol) for symbol in self._plan.symbols]
-        self._kept: dict[str, _Kept] = {}
+        self._arenas: dict[tuple[bool, bool], Arena] = {}
+        self._described: tuple[_Kind, _Described] | None = None
         self._instances: OrderedDict[_Key, _Ready] = OrderedDict()
         self._sized: dict[_Key, Sized] = {}
         made = None if self._plan.symbols else self._make_instance((), donated=True, observed=self._observed)
@@ -157,7 +161,7 @@ class Executable:
         """What a later process needs, which finds the kernels in the store."""
         if self._probes:
             raise InternalError(f"{self._plan.name} has probes, which are of this process")
-        here = ("_addresses", "choices", "_positions", "_kept", "_instances", "_sized", "_static")
+        here = ("_addresses", "choices", "_positions", "_described", "_arenas", "_instances", "_sized", "_static")
         return {name: value for name, value in self.__dict__.items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -193,23 +197,40 @@ class Executable:
         return instance
 
     def _make_instance(self, sizes: tuple[int, ...], *, donated: bool, observed: bool) -> _Ready:
-        size = Numbers(dict(zip(self._plan.symbols, sizes, strict=True)), by_name(self._plan.derived))
-        memory = self._plan.memory_for(size, donated=donated, observed=observed)
-        assembler = _Assembler(self._plan, size, memory, self._addresses, self._sources, self.choices, self._kept)
-        calls, strips = assembler.calls(self._probes, observed)
-        instance = assembler.instance(calls, strips)
+        described = self._description(observed)
+        numbers = described.formulas.values(*sizes)
+        size = described.formulas.numbers(sizes, numbers)
+        memory = self._memory(size, donated, observed)
+        places = described.places
+        instance = Instance.of(described.template, places.slots(size, memory), memory.arena_bytes, numbers)
         floats = [torch.tensor([size.of(name)], dtype=torch.float64) for name in self._plan.supplied]
-        expected = [assembler.expected(view) for view in self._checked if view.buffer in assembler.slots]
-        taken = sorted({assembler.inputs[name] for name in memory.homes.values()})
+        expected = [places.expected(view, size) for view in self._checked if view.buffer in places.numbers]
+        taken = sorted({places.inputs[name] for name in memory.homes.values()})
         ready = instance.run, [*self._constants, *floats], expected, taken
         key = sizes, donated, observed
         self._instances[key] = ready
-        nodes = tuple(None if isinstance(call, PythonCall) else call.name for call in calls)
-        sized = Sized(self._plan, self._whole, nodes, size, self._parameters)
+        sized = Sized(self._plan, self._whole, described.nodes, size, self._parameters)
         self._sized[key] = INSTANCES[instance.number] = sized
         if len(self._instances) > _INSTANCES:
             del self._sized[self._instances.popitem(last=False)[0]]
         return ready
+
+    def _description(self, observed: bool) -> _Described:
+        """The one that was made last, unless trials have ended since."""
+        kind = observed, self.choices.settled
+        last = self._described
+        if last is None or last[0] != kind:
+            describer = _Describer(self._plan, self._addresses, self._sources, self.choices)
+            self._described = last = kind, describer.describe(self._probes, observed)
+        return last[1]
+
+    def _memory(self, size: Numbers, donated: bool, observed: bool) -> MemoryPlan:
+        known = self._plan.memory
+        if known is not None and (donated or not known.homes) and not observed:
+            return known
+        if (donated, observed) not in self._arenas:
+            self._arenas[donated, observed] = self._plan.arena(donated=donated, observed=observed)
+        return self._arenas[donated, observed].plan(size)
 
 
 class Name(str):
@@ -225,13 +246,18 @@ _Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor],
 _Key: TypeAlias = "tuple[tuple[int, ...], bool, bool]"
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A call of a kernel, and the values of the sizes that it depends on."""
+# Whether nodes are observed, and how many trials have ended.
+_Kind: TypeAlias = "tuple[bool, int]"
 
-    names: tuple[str, ...]
-    values: tuple[int | float, ...]
-    call: KernelCall
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """Instances for any sizes. formulas: of the numbers that they are given. nodes: see `Sized`."""
+
+    template: Template
+    places: _Places
+    formulas: Formulas
+    nodes: tuple[str | None, ...]
 
 
 def fitted(
@@ -262,36 +288,80 @@ def _may_be_overwritten(args: list[Any], position: int) -> bool:
     return args[position].data_ptr() % ALIGNMENT == 0 and is_unshared(args, position)
 
 
-class _Assembler:
-    """Turns a plan into an `Instance` for one binding of its symbols."""
+class _Places:
+    """Where the buffers of a plan are. numbers: of the buffers. inputs: of the arguments."""
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self._plan = plan
+        self.inputs = {name: number for number, name in enumerate(plan.arguments)}
+        self.numbers = {buffer.name: number for number, buffer in enumerate(plan.buffers)}
+        self._fixed: list[Slot] = [
+            InputSlot(self.inputs[buffer.name]) if buffer.place is Place.ARGUMENT else ExternSlot()
+            for buffer in plan.buffers
+        ]
+        self._pool, self._arena = (
+            [(self.numbers[buffer.name], buffer) for buffer in plan.buffers if buffer.place is place]
+            for place in (Place.POOL, Place.ARENA)
+        )
+
+    @property
+    def externs(self) -> set[int]:
+        return {self.numbers[buffer.name] for buffer in self._plan.buffers if buffer.place is Place.OPERATOR}
+
+    def slots(self, size: Numbers, memory: MemoryPlan) -> list[Slot]:
+        """Of all buffers, for given sizes."""
+        slots = self._fixed.copy()
+        for number, buffer in self._pool:
+            slots[number] = OutputSlot(buffer.nbytes(size))
+        for number, buffer in self._arena:
+            home = memory.homes.get(buffer.name)
+            slots[number] = InputSlot(self.inputs[home]) if home else ArenaSlot(memory.offsets[buffer.name])
+        return slots
+
+    def expected(self, view: View, size: Numbers) -> _Expected:
+        """What an argument must be, of which `view` is the whole."""
+        dtype = TORCH_DTYPES[self._plan.buffers[self.numbers[view.buffer]].dtype]
+        shape, strides = (tuple(map(size, each)) for each in (view.shape, view.strides))
+        return view.buffer, self.inputs[view.buffer], dtype, shape, strides
+
+
+class _Describer:
+    """Turns a plan into calls and results that leave open what depends on sizes."""
 
     def __init__(
-        self,
-        plan: ExecutionPlan,
-        size: Numbers,
-        memory: MemoryPlan,
-        addresses: Mapping[str, int],
-        sources: Mapping[str, str],
-        choices: Choices,
-        kept: dict[str, _Kept],
+        self, plan: ExecutionPlan, addresses: Mapping[str, int], sources: Mapping[str, str], choices: Choices
     ) -> None:
-        """kept: the last calls of kernels that were made, by name."""
         self.plan = plan
-        self.size = size
-        self.memory = memory
         self.addresses = addresses
         self.sources = sources
         self.choices = choices
-        self.kept = kept
-        self.inputs = {name: number for number, name in enumerate(plan.arguments)}
-        self.slots = {buffer.name: number for number, buffer in enumerate(plan.buffers)}
+        self.places = _Places(plan)
+        self.slots = self.places.numbers
         self.dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in plan.buffers}
+        self.terms: dict[Expr | Float, int] = {}
 
-    def instance(self, calls: Sequence[Call], strips: Sequence[Strips]) -> Instance:
-        slots = [self._slot(buffer) for buffer in self.plan.buffers]
-        results = [self._result(result) for result in self.plan.results]
-        count, arena = len(self.plan.arguments), self.memory.arena_bytes
-        return Instance(slots, calls, results, inputs=count, arena=arena, name=self.plan.name, strips=strips)
+    def describe(self, probes: Mapping[str, Probe], observed: bool) -> _Described:
+        calls, strips = self.calls(probes, observed)
+        template = Template(
+            calls,
+            [self._result(result) for result in self.plan.results],
+            strips,
+            slots=len(self.plan.buffers),
+            externs=self.places.externs,
+            inputs=len(self.plan.arguments),
+            name=self.plan.name,
+        )
+        for buffer in self.plan.buffers:
+            self.size(buffer.numel)  # where they lie depends on it
+        formulas = Formulas(self.plan.symbols, by_name(self.plan.derived), self.terms)
+        nodes = tuple(None if isinstance(call, PythonCall) else call.name for call in calls)
+        return _Described(template, self.places, formulas, nodes)
+
+    def size(self, term: Expr | Float) -> Size:
+        """The integer, or the number of what is computed for each set of sizes."""
+        if isinstance(term, Expr) and term.value is not None:
+            return term.value
+        return Unknown(self.terms.setdefault(term, len(self.terms)))
 
     def calls(self, probes: Mapping[str, Probe], observed: bool) -> tuple[list[Call], list[Strips]]:
         """The calls of the plan with those of probes; and which run strip by strip: none where all are observed."""
@@ -320,23 +390,6 @@ class _Assembler:
         windows = tuple((self.slots[window.buffer], window.nbytes) for window in chain.windows)
         return Strips(first, first + chain.last - chain.first, windows, chain.parts)
 
-    def expected(self, view: View) -> _Expected:
-        """What an argument must be, of which `view` is the whole."""
-        given = self._view(view)
-        return view.buffer, self.inputs[view.buffer], given.dtype, given.shape, given.strides
-
-    def _slot(self, buffer: PlannedBuffer) -> Slot:
-        match buffer.place:
-            case Place.ARGUMENT:
-                return InputSlot(self.inputs[buffer.name])
-            case Place.OPERATOR:
-                return ExternSlot()
-            case Place.POOL:
-                return OutputSlot(buffer.nbytes(self.size))
-            case Place.ARENA:
-                home = self.memory.homes.get(buffer.name)
-                return InputSlot(self.inputs[home]) if home else ArenaSlot(self.memory.offsets[buffer.name])
-
     def _call(self, call: Launch | Extern) -> Call:
         match call:
             case Launch():
@@ -356,26 +409,6 @@ class _Assembler:
                 )
 
     def _kernel_call(self, launch: Launch) -> KernelCall:
-        """The one that was made last, where the sizes that it depends on are the same: as they are of most calls of a
-        language model whose cache grows.
-        """
-        if not self.plan.symbols:
-            return self._new_kernel_call(launch)
-        kept = self.kept.get(launch.name)
-        names = kept.names if kept else self._sizes_of(launch)
-        values = tuple([self.size.of(name) for name in names])
-        if kept is None or kept.values != values or len(launch.ways) > 1:
-            self.kept[launch.name] = kept = _Kept(names, values, self._new_kernel_call(launch))
-        return kept.call
-
-    def _sizes_of(self, launch: Launch) -> tuple[str, ...]:
-        """The names of the sizes that a call depends on."""
-        views = [self.plan.buffers[self.slots[name]].whole for name in launch.reads]
-        numbers = [size for view in views for size in (*view.shape, *view.strides, view.offset)]
-        numbers += [way.extent for way in launch.ways]
-        return tuple(sorted({*launch.symbols, *(name for number in numbers for name in number.syms())}))
-
-    def _new_kernel_call(self, launch: Launch) -> KernelCall:
         way, *others = ways = [Way(self.addresses[w.symbol], self.size(w.extent), w.grain) for w in launch.ways]
         trial = None
         if others:
@@ -384,7 +417,7 @@ class _Assembler:
         return KernelCall(
             address=way.address,
             slots=tuple(self.slots[name] for name in launch.params),
-            symbols=tuple(int(self.size.of(name)) for name in launch.symbols),
+            symbols=tuple(self.size(sym(name)) for name in launch.symbols),
             extent=way.extent,
             grain=way.grain,
             name=launch.name,
@@ -433,13 +466,11 @@ class _Assembler:
                 return None
 
 
-def plain_argument(arg: Arg, size: Numbers) -> Any:
+def plain_argument(arg: Arg, size: Callable[[Expr | Float], Any]) -> Any:
     """What an operator is given for an argument that is neither a view nor a list. size: of the symbols."""
     match arg:
-        case Expr():
+        case Expr() | Float():
             return size(arg)
-        case Float(name):
-            return size.of(name)
         case Enum("device", name):
             return torch.device(name)
         case Enum(_, name):

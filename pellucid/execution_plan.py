@@ -7,9 +7,8 @@ meets; `output_code.py`, cosimulation and profiles read it too, so none of them 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
 from typing import TypeAlias
 
 from pellucid.codegen import CppKernel
@@ -97,6 +96,9 @@ class Launch:
 
 Call: TypeAlias = Launch | Extern
 
+_LAYOUTS = 64
+"""Layouts of an arena that are kept, for sizes that come back."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
@@ -127,24 +129,22 @@ class ExecutionPlan:
     def arguments(self) -> tuple[str | None, ...]:
         return (*self.inputs, *self.supplied)
 
-    def memory_for(self, size: Numbers, *, donated: bool, observed: bool) -> MemoryPlan:
-        """The places in the arena. size: of the symbols.
+    def arena(self, *, donated: bool, observed: bool) -> Arena:
+        """The places in the arena, for any sizes.
 
         donated: whether arguments may be overwritten. observed: after each call its results are there, whole, and what
         it has read.
         """
-        if self.memory is not None and (donated or not self.memory.homes) and not observed:
-            return self.memory
         if observed:
-            return _memory(self.buffers, {}, {}, (), size)
-        return _memory(self.buffers, self.donated if donated else {}, self.in_place, self.chains, size)
+            return Arena(self.buffers, {}, {}, ())
+        return Arena(self.buffers, self.donated if donated else {}, self.in_place, self.chains)
 
     @property
     def memory_one_by_one(self) -> MemoryPlan | None:
         """`memory` where calls run one after the other, and none strip by strip."""
         if self.memory is None or not self.chains:
             return self.memory
-        return _memory(self.buffers, self.donated, self.in_place, (), Numbers({}, by_name(self.derived)))
+        return Arena(self.buffers, self.donated, self.in_place, ()).plan(Numbers({}, by_name(self.derived)))
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -186,7 +186,7 @@ def plan_execution(
     taken = donations(program.nodes, used, [name for name in donated if name not in small]) if reuse else {}
     kinds = {b.name: (b.numel, b.dtype) for b in buffers if b.place is Place.ARENA and b.name in used}
     in_place = made_in_place(program.nodes, used, kinds)
-    known = Numbers({}, by_name(program.derived))
+    arena = Arena(buffers, taken, in_place, chains)
     return ExecutionPlan(
         name=name,
         symbols=program.symbols,
@@ -199,7 +199,7 @@ def plan_execution(
         donated=taken,
         in_place=in_place,
         chains=chains,
-        memory=None if program.symbols else _memory(buffers, taken, in_place, chains, known),
+        memory=None if program.symbols else arena.plan(Numbers({}, by_name(program.derived))),
     )
 
 
@@ -258,43 +258,61 @@ def _whole(program: Program, values: Iterable[View]) -> dict[str, View]:
     return shapes | {view.buffer: view for view in reversed(whole) if view.buffer in shapes}
 
 
-def _memory(
-    buffers: Iterable[PlannedBuffer],
-    donated: Mapping[str, frozenset[str]],
-    in_place: Mapping[str, str],
-    chains: Sequence[Chain],
-    size: Numbers,
-) -> MemoryPlan:
-    """Calls of a chain count as one: all that they use is alive together, and of what has a window that is."""
-    chain_of = {call: chain for chain in chains for call in range(chain.first, chain.last + 1)}
-    windows = {window.buffer: chain.room(window) for chain in chains for window in chain.windows}
-    used = {b.name: b.span for b in buffers if b.span is not None}
+class Arena:
+    """Lays out temporaries for the sizes that it meets.
 
-    def life(name: str, nbytes: int) -> Lifetime:
-        first, last = used[name]
-        begin = chain_of[first].first if first in chain_of else first
-        end = chain_of[last].last if last in chain_of else last
-        return Lifetime(name, begin, end, windows.get(name, nbytes))
+    Calls of a chain count as one: all that they use is alive together, and of what has a window that is.
+    """
 
-    def nbytes(buffer: PlannedBuffer) -> int:
-        there = buffer.nbytes(size)
-        return there if donated or buffer.numel.value is not None else _roomy(there)
+    def __init__(
+        self,
+        buffers: Iterable[PlannedBuffer],
+        donated: Mapping[str, frozenset[str]],
+        in_place: Mapping[str, str],
+        chains: Sequence[Chain],
+    ) -> None:
+        """donated, in_place, chains: see `ExecutionPlan`."""
+        chain_of = {call: chain for chain in chains for call in range(chain.first, chain.last + 1)}
+        used = {b.name: b.span for b in buffers if b.span is not None}
 
-    lives = {b.name: life(b.name, nbytes(b)) for b in buffers if b.name in used}
-    in_arena = [lives[b.name] for b in buffers if b.place is Place.ARENA and b.name in lives]
-    rooms = [
-        Room(name, lives[name].last, lives[name].nbytes, frozenset() if used[name][1] in chain_of else targets)
-        for name, targets in donated.items()
-    ]
-    lying = [(name, at) for name, at in in_place.items() if used[name][0] not in chain_of]
-    return _laid_out(tuple(in_arena), tuple(rooms), tuple(lying))
+        def life(name: str) -> Lifetime:
+            first, last = used[name]
+            begin = chain_of[first].first if first in chain_of else first
+            return Lifetime(name, begin, chain_of[last].last if last in chain_of else last, 0)
 
+        placed = [b for b in buffers if b.name in used and b.place is Place.ARENA]
+        self._lives = [life(b.name) for b in placed]
+        self._rooms = [
+            Room(name, life(name).last, 0, frozenset() if used[name][1] in chain_of else targets)
+            for name, targets in donated.items()
+        ]
+        named = {b.name: b for b in buffers}
+        self._buffers = [*placed, *(named[name] for name in donated)]
+        self._in_place = {name: at for name, at in in_place.items() if used[name][0] not in chain_of}
+        self._windows = {window.buffer: chain.room(window) for chain in chains for window in chain.windows}
+        self._exact = bool(donated)  # what lies in an argument must fit
+        self._made: dict[tuple[int, ...], MemoryPlan] = {}
 
-@lru_cache(maxsize=64)
-def _laid_out(
-    lives: tuple[Lifetime, ...], rooms: tuple[Room, ...], in_place: tuple[tuple[str, str], ...]
-) -> MemoryPlan:
-    return plan_memory(lives, rooms, dict(in_place))
+    def plan(self, size: Numbers) -> MemoryPlan:
+        """size: of the symbols."""
+        needed = tuple([self._room(buffer, size) for buffer in self._buffers])
+        if needed not in self._made:
+            if len(self._made) == _LAYOUTS:
+                self._made.clear()
+            self._made[needed] = self._laid_out(needed)
+        return self._made[needed]
+
+    def _room(self, buffer: PlannedBuffer, size: Numbers) -> int:
+        nbytes = buffer.nbytes(size)
+        if buffer.numel.value is None and not self._exact:
+            nbytes = _roomy(nbytes)
+        return self._windows.get(buffer.name, nbytes)
+
+    def _laid_out(self, needed: Sequence[int]) -> MemoryPlan:
+        count = len(self._lives)
+        lives = [replace(life, nbytes=n) for life, n in zip(self._lives, needed[:count], strict=True)]
+        rooms = [replace(room, nbytes=n) for room, n in zip(self._rooms, needed[count:], strict=True)]
+        return plan_memory(lives, rooms, self._in_place)
 
 
 def _roomy(nbytes: int) -> int:

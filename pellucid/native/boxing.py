@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from pellucid.errors import InternalError
-from pellucid.native.instance import Arg, FunctionalCall, OutCall, TensorView
+from pellucid.native.instance import Arg, FunctionalCall, OutCall, Size, TensorView, Unknown
 from pellucid.native.loader import dtype_code, layout_code, memory_format_code
 from pellucid.native.words import ArgKind, Returned, Writer, double_bits
 
@@ -18,7 +18,7 @@ class Unboxable(Exception):
     """The dispatcher's C interface cannot take this argument; the message says why."""
 
 
-def box(call: OutCall | FunctionalCall, number: Callable[[TensorView], int]) -> array[int]:
+def box(call: OutCall | FunctionalCall, number: Callable[[TensorView], int]) -> list[Any]:
     """The words of a call's arguments. number: of a view. Raises Unboxable."""
     given = bind(call)
     out = Writer()
@@ -84,11 +84,20 @@ def _box(out: Writer, kind: Any, value: Arg, name: str, number: Callable[[Tensor
             out.word(ArgKind.BITS, _bits(scalar, value, name))
 
 
-def _bits(kind: str, value: Arg, name: str) -> int:
+def real(value: float | Unknown) -> Size:
+    """The word of a double."""
+    return replace(value, real=True) if isinstance(value, Unknown) else double_bits(float(value))
+
+
+def _bits(kind: str, value: Arg, name: str) -> Size:
     """A scalar as the dispatcher's 64-bit stack entry. Raises Unboxable for what it has no form for."""
     match kind, value:
+        case "FloatType", Unknown():
+            return real(value)
+        case (("IntType" | "SymIntType"), Unknown()):
+            return value
         case "FloatType", bool() | int() | float():
-            return double_bits(float(value))
+            return real(value)
         case "BoolType", bool() | int():
             return int(bool(value))
         case (("IntType" | "SymIntType"), bool() | int()):

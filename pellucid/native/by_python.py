@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-from pellucid.native.instance import Arg, FunctionalCall, OutCall, PythonCall, TensorView, outputs_of
+from pellucid.native.instance import Arg, FunctionalCall, OutCall, PythonCall, TensorView, Unknown, outputs_of, views_in
 
 Trampoline: TypeAlias = "Callable[[list[torch.Tensor]], list[object]]"
 """From the tensors of a call's views to what it returns."""
 
 
-def trampoline(call: OutCall | FunctionalCall | PythonCall) -> tuple[Trampoline, list[TensorView]]:
-    """The function that makes a call, and the views whose tensors it takes, in order."""
+def trampoline(call: OutCall | FunctionalCall | PythonCall, numbers: Sequence[Any]) -> Trampoline:
+    """The function that makes a call, with the tensors of `tensor_arguments`. numbers: that the call leaves open."""
     function = call.function if isinstance(call, PythonCall) else _naming_itself(call)
-    views: list[TensorView] = []
-    args = [_with_holes(arg, views) for arg in call.args]
-    kwargs = {name: _with_holes(value, views) for name, value in call.kwargs}
+    count = itertools.count()
+    args = [_with_holes(arg, count, numbers) for arg in call.args]
+    kwargs = {name: _with_holes(value, count, numbers) for name, value in call.kwargs}
     wanted = bool(outputs_of(call))
 
     def run(tensors: list[torch.Tensor]) -> list[object]:
@@ -29,7 +30,21 @@ def trampoline(call: OutCall | FunctionalCall | PythonCall) -> tuple[Trampoline,
             return [returned]
         return list(_flatten(returned)) if wanted else []
 
-    return run, views
+    return run
+
+
+def tensor_arguments(call: OutCall | FunctionalCall | PythonCall) -> list[TensorView]:
+    """The views among the arguments of a call, in order."""
+    return list(views_in((*call.args, *(value for _, value in call.kwargs))))
+
+
+def is_open(call: OutCall | FunctionalCall | PythonCall) -> bool:
+    """Whether arguments, apart from the shapes of tensors, are numbers that are not known yet."""
+    return any(map(_is_open, (*call.args, *(value for _, value in call.kwargs))))
+
+
+def _is_open(arg: Arg) -> bool:
+    return any(map(_is_open, arg)) if isinstance(arg, tuple) else isinstance(arg, Unknown)
 
 
 def _naming_itself(call: OutCall | FunctionalCall) -> Callable[..., Any]:
@@ -53,11 +68,16 @@ class _Hole:
     index: int
 
 
-def _with_holes(arg: Arg, views: list[TensorView]) -> Any:
-    if isinstance(arg, TensorView):
-        views.append(arg)
-        return _Hole(len(views) - 1)
-    return tuple(_with_holes(item, views) for item in arg) if isinstance(arg, tuple) else arg
+def _with_holes(arg: Arg, count: Iterator[int], numbers: Sequence[Any]) -> Any:
+    match arg:
+        case TensorView():
+            return _Hole(next(count))
+        case Unknown(index):
+            return numbers[index]
+        case tuple():
+            return tuple(_with_holes(item, count, numbers) for item in arg)
+        case _:
+            return arg
 
 
 def _fill(arg: Any, tensors: list[torch.Tensor]) -> Any:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from functools import lru_cache
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from pellucid.errors import InternalError
 from pellucid.ir.types import ALIGNMENT
-from pellucid.native.boxing import Unboxable, bind, box, returned
-from pellucid.native.by_python import trampoline
+from pellucid.native.boxing import Unboxable, bind, box, real, returned
+from pellucid.native.by_python import is_open, tensor_arguments, trampoline
 from pellucid.native.instance import (
     ArenaSlot,
     Call,
@@ -26,10 +25,12 @@ from pellucid.native.instance import (
     OutputSlot,
     PythonCall,
     Result,
+    Size,
     Slot,
     Strips,
     TensorView,
     Trial,
+    Unknown,
     Way,
     event_name,
     outputs_of,
@@ -37,7 +38,10 @@ from pellucid.native.instance import (
     views_read,
 )
 from pellucid.native.loader import dtype_code
-from pellucid.native.words import CallKind, Place, ResultKind, Shim, Writer
+from pellucid.native.words import CallKind, Place, ResultKind, Shim, Writer, double_bits
+
+_BY_PYTHON = OutCall | FunctionalCall | PythonCall
+"""Calls that may need Python; among words they stand for the function that makes them."""
 
 _SHIMS = {
     "aten::mm.out": Shim.MM,
@@ -47,66 +51,112 @@ _SHIMS = {
 }
 
 
+class Template:
+    """Instances but for their memory and the numbers that are not known yet: what all of them share is encoded once.
+
+    slots: how many there are. externs: those that a `FunctionalCall` or `PythonCall` allocates. The rest: see
+    `Instance`. paths: how each call is made. Raises InternalError for a description that contradicts itself.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        results: Sequence[Result],
+        strips: Sequence[Strips],
+        *,
+        slots: int,
+        externs: Set[int],
+        inputs: int,
+        name: str,
+    ) -> None:
+        encoder = _Encoder(slots)
+        encoder.views_of_results(results)
+        body = Writer()
+        body.word(len(calls))
+        ends = _ends(externs, calls, results)
+        bound = set(range(slots)) - externs
+        paths = []
+        for index, call in enumerate(calls):
+            encoder.check_bound(call, bound)
+            paths.append(encoder.call(body, call))
+            bound.update(view.slot for view in outputs_of(call) if view is not None)
+            body.list(ends.get(index, ()))
+            body.text(event_name(name, call.name))
+            body.list([encoder.show(view) for view in views_read(call)])
+        body.word(len(results))
+        for result in results:
+            body.word(*encoder.result(result))
+        body.word(len(strips))
+        for each in strips:
+            _strips(body, each, calls)
+        as_views = _returned_views(results)
+        unmade = as_views.keys() - bound
+        if unmade:
+            raise InternalError(f"result {min(unmade)} is never produced")
+        self.paths = tuple(paths)
+        self._inputs = inputs
+        self._externs = externs
+        self._returned = frozenset(as_views)
+        self._only_views = [_only_view(as_views.get(slot, frozenset()), encoder.views) for slot in range(slots)]
+        self._trials = tuple(encoder.trials)  # words point to what they call
+        self._take(encoder.head(name).words + body.words)
+
+    def _take(self, words: list[Any]) -> None:
+        """words: with numbers among them that are not known yet, and calls for the functions that make them."""
+        numbers = [(place, word) for place, word in enumerate(words) if isinstance(word, Unknown)]
+        self._integers = [(place, word.index) for place, word in numbers if not word.real]
+        self._reals = [(place, word.index) for place, word in numbers if word.real]
+        by_python = [(place, word) for place, word in enumerate(words) if isinstance(word, _BY_PYTHON)]
+        self._functions = [(place, trampoline(call, ())) for place, call in by_python if not is_open(call)]
+        self._open = [(place, call) for place, call in by_python if is_open(call)]
+        self._words = array("q", [word if isinstance(word, int) else 0 for word in words])
+
+    def words(self, number: int, slots: Sequence[Slot], arena: int, numbers: Sequence[Any]) -> Words:
+        """An instance for the runtime. number: by which timelines name it. numbers: those that are open."""
+        words = array("q", self._words)
+        for place, index in self._integers:
+            words[place] = numbers[index]
+        for place, index in self._reals:
+            words[place] = double_bits(numbers[index])
+        functions = self._functions + [(place, trampoline(call, numbers)) for place, call in self._open]
+        for place, function in functions:
+            words[place] = id(function)
+        head = [number, self._inputs, arena, len(slots)]
+        for at, (slot, view) in enumerate(zip(slots, self._only_views, strict=True)):
+            head += (*self._place(at, slot, arena), view)
+        return Words(array("q", head) + words, tuple(function for _, function in functions))
+
+    def _place(self, number: int, slot: Slot, arena: int) -> tuple[int, int]:
+        """Check where a slot is; returns the words for it."""
+        match slot:
+            case ArenaSlot(offset):
+                if offset % ALIGNMENT or not 0 <= offset <= arena:
+                    raise InternalError(f"slot {number} is at byte {offset} of an arena of {arena}")
+                if number in self._returned:
+                    raise InternalError(f"result {number} lies in the arena, whose content does not outlive the run")
+                words = _ARENA, offset
+            case InputSlot(index):
+                if not 0 <= index < self._inputs:
+                    raise InternalError(f"slot {number} is argument {index} of {self._inputs}")
+                words = _INPUT, index
+            case OutputSlot(nbytes):
+                words = _OUTPUT, nbytes
+            case ExternSlot():
+                words = _EXTERN, 0
+        if (words[0] == _EXTERN) != (number in self._externs):
+            raise InternalError(f"slot {number} is {slot}, and was described otherwise")
+        return words
+
+
+_ARENA, _INPUT, _OUTPUT, _EXTERN = (place.value for place in (Place.ARENA, Place.INPUT, Place.OUTPUT, Place.EXTERN))
+
+
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """words: for the runtime. paths: how each call is made. objects: Python objects that the words point to."""
+class Words:
+    """words: of an instance, for the runtime. objects: that the words point to."""
 
     words: array[int]
-    paths: tuple[str, ...]
     objects: tuple[object, ...]
-
-
-def encode(
-    slots: Sequence[Slot],
-    calls: Sequence[Call],
-    results: Sequence[Result],
-    strips: Sequence[Strips],
-    inputs: int,
-    arena: int,
-    name: str,
-    number: int,
-) -> Encoded:
-    """Check and encode an instance. Raises InternalError for a description that contradicts itself."""
-    encoder = _Encoder(slots)
-    encoder.views_of_results(results)
-    body = Writer()
-    body.word(len(calls))
-    ends = _ends(slots, calls, results)
-    bound = {number for number, slot in enumerate(slots) if not isinstance(slot, ExternSlot)}
-    paths = []
-    for index, call in enumerate(calls):
-        encoder.check_bound(call, bound)
-        paths.append(encoder.call(body, call))
-        bound.update(view.slot for view in outputs_of(call) if view is not None)
-        body.list(ends.get(index, ()))
-        body.text(event_name(name, call.name))
-        body.list([encoder.show(view) for view in views_read(call)])
-    _check(slots, results, bound, inputs, arena)
-    head = Writer()
-    operators = any(not isinstance(call, KernelCall) for call in calls)
-    head.word(number, inputs, arena, int(operators or not _tiny(calls)), int(operators))
-    head.text(event_name(name))
-    head.word(len(slots))
-    as_views = _returned_views(results)
-    for number, slot in enumerate(slots):
-        head.word(*_place(slot), _only_view(as_views.get(number, frozenset()), encoder.views))
-    for views in (encoder.views, encoder.shown):
-        head.word(len(views))
-        for view in views:
-            head.words.extend(_view_words(view))
-    head.word(len(encoder.trials))
-    for trial, sites in encoder.trials.items():
-        head.word(len(trial.ways))
-        for way in trial.ways:
-            head.word(*_way(way))
-        head.word(trial.threads, sites, id(trial.settled))
-    body.word(len(results))
-    for result in results:
-        body.word(*encoder.result(result))
-    body.word(len(strips))
-    for each in strips:
-        _strips(body, each, calls)
-    return Encoded(head.words + body.words, tuple(paths), tuple(encoder.objects))
 
 
 def _strips(out: Writer, strips: Strips, calls: Sequence[Call]) -> None:
@@ -123,31 +173,12 @@ def _strips(out: Writer, strips: Strips, calls: Sequence[Call]) -> None:
         out.list(part)
 
 
-def _tiny(calls: Sequence[Call]) -> bool:
-    """Whether a run is too short to be worth releasing the GIL: a few kernels without work for a second thread."""
-    return len(calls) <= 4 and all(
-        isinstance(call, KernelCall) and all(way.extent <= way.grain for way in _ways(call)) for call in calls
-    )
-
-
 def _ways(call: KernelCall) -> tuple[Way, ...]:
     return call.trial.ways if call.trial else (Way(call.address, call.extent, call.grain),)
 
 
-def _way(way: Way) -> tuple[int, int, int]:
+def _way(way: Way) -> tuple[int, Size, int]:
     return way.address, way.extent, max(1, way.grain)
-
-
-def _place(slot: Slot) -> tuple[int, int]:
-    match slot:
-        case ArenaSlot(offset):
-            return Place.ARENA, offset
-        case InputSlot(index):
-            return Place.INPUT, index
-        case OutputSlot(nbytes):
-            return Place.OUTPUT, nbytes
-        case ExternSlot():
-            return Place.EXTERN, 0
 
 
 def _returned_views(results: Sequence[Result]) -> dict[int, set[TensorView]]:
@@ -167,52 +198,16 @@ def _only_view(as_views: Set[TensorView], views: dict[TensorView, int]) -> int:
     return views[view] if view.offset == 0 else -1
 
 
-# Of calls that are alive: those whose numbers do not depend on sizes are the same in many instances.
-_KERNELS: WeakKeyDictionary[KernelCall, array[int]] = WeakKeyDictionary()
-
-
-def _kernel_words(call: KernelCall) -> array[int]:
-    """A kernel's call without its trial, which is known by its number in an instance."""
-    out = Writer()
-    out.text(call.name)
-    out.text(call.where)
-    first, *_ = ways = _ways(call)
-    for way in ways:
-        if way.extent < 0 or not way.address:
-            raise InternalError(f"kernel {call.name!r} has extent {way.extent} and address {way.address}")
-    out.word(CallKind.KERNEL, *_way(first))
-    if len(call.offsets) not in (0, len(call.slots)):
-        raise InternalError(f"kernel {call.name!r} has {len(call.slots)} slots and {len(call.offsets)} offsets")
-    out.list(call.slots)
-    out.list(call.offsets or [0] * len(call.slots))
-    out.list(call.symbols)
-    out.word(len(call.checks))
-    for message in call.checks:
-        out.text(message)
-    return out.words
-
-
-@lru_cache(maxsize=1 << 12)
-def _view_words(view: TensorView) -> array[int]:
-    """Most views are the same for all sizes."""
-    out = Writer()
-    out.word(view.slot, dtype_code(view.dtype), view.offset, view.dtype.itemsize)
-    out.list(view.shape)
-    out.list(view.strides)
-    return out.words
-
-
 @dataclass(slots=True)
 class _Encoder:
-    slots: Sequence[Slot]
+    slots: int
     views: dict[TensorView, int] = field(default_factory=dict)
     shown: dict[TensorView, int] = field(default_factory=dict)
-    objects: list[object] = field(default_factory=list)
     trials: dict[Trial, int] = field(default_factory=dict)  # with the calls that share each
 
     def view(self, view: TensorView) -> int:
         """Number of a view; equal views share one, and its tensor."""
-        if not 0 <= view.slot < len(self.slots) or len(view.shape) != len(view.strides):
+        if not 0 <= view.slot < self.slots or len(view.shape) != len(view.strides):
             raise InternalError(f"{view} is not a view of any slot")
         return self.views.setdefault(view, len(self.views))
 
@@ -225,10 +220,28 @@ class _Encoder:
             if isinstance(result, TensorView):
                 self.view(result)
 
-    def result(self, result: Result) -> tuple[int, int]:
+    def result(self, result: Result) -> tuple[ResultKind, Size]:
         if isinstance(result, TensorView):
             return ResultKind.VIEW, self.view(result)
-        return (ResultKind.NOTHING, 0) if result is None else (ResultKind.INTEGER, int(result))
+        return (ResultKind.NOTHING, 0) if result is None else (ResultKind.INTEGER, result)
+
+    def head(self, name: str) -> Writer:
+        """What comes before the calls, of which everything has been said."""
+        out = Writer()
+        out.text(event_name(name))
+        for views in (self.views, self.shown):
+            out.word(len(views))
+            for view in views:
+                out.word(view.slot, dtype_code(view.dtype), view.offset, view.dtype.itemsize)
+                out.list(view.shape)
+                out.list(view.strides)
+        out.word(len(self.trials))
+        for trial, sites in self.trials.items():
+            out.word(len(trial.ways))
+            for way in trial.ways:
+                out.word(*_way(way))
+            out.word(trial.threads, sites, id(trial.settled))
+        return out
 
     def check_bound(self, call: Call, bound: set[int]) -> None:
         unbound = set(slots_of(call)) - bound
@@ -237,12 +250,12 @@ class _Encoder:
 
     def call(self, out: Writer, call: Call) -> str:
         """Write a call; returns the way it is made."""
-        if isinstance(call, KernelCall):
-            self._kernel(out, call)
-            return "kernel"
         out.text(call.name)
         out.text(call.where)
         match call:
+            case KernelCall():
+                self._kernel(out, call)
+                return "kernel"
             case OutCall() | FunctionalCall():
                 return self._operator(out, call)
             case PythonCall():
@@ -251,10 +264,19 @@ class _Encoder:
                 return "python: a Python function"
 
     def _kernel(self, out: Writer, call: KernelCall) -> None:
-        words = _KERNELS.get(call)
-        if words is None:
-            _KERNELS[call] = words = _kernel_words(call)
-        out.words.extend(words)
+        first, *_ = ways = _ways(call)
+        for way in ways:
+            if not way.address or (isinstance(way.extent, int) and way.extent < 0):
+                raise InternalError(f"kernel {call.name!r} has extent {way.extent} and address {way.address}")
+        if len(call.offsets) not in (0, len(call.slots)):
+            raise InternalError(f"kernel {call.name!r} has {len(call.slots)} slots and {len(call.offsets)} offsets")
+        out.word(CallKind.KERNEL, *_way(first))
+        out.list(call.slots)
+        out.list(call.offsets or [0] * len(call.slots))
+        out.list(call.symbols)
+        out.word(len(call.checks))
+        for message in call.checks:
+            out.text(message)
         if call.trial is None:
             out.word(-1, 0)
             return
@@ -268,8 +290,7 @@ class _Encoder:
             which, views, beta, alpha = shim
             out.word(CallKind.SHIM, which)
             out.list([self.view(view) for view in views])
-            out.real(beta)
-            out.real(alpha)
+            out.word(real(beta), real(alpha))
             return "shim"
         try:
             arguments = box(call, self.view)
@@ -281,13 +302,13 @@ class _Encoder:
         out.word(CallKind.DISPATCHER)
         out.text(schema.name)
         out.text(schema.overload_name)
-        out.words.extend(arguments)
+        out.words += arguments
         out.list([returned(entry.type) for entry in schema.returns])
         out.list([-1 if view is None else self.view(view) for view in outputs_of(call)])
         self._python(out, call)
         return "dispatcher"
 
-    def _shim(self, call: OutCall) -> tuple[Shim, list[TensorView], float, float] | None:
+    def _shim(self, call: OutCall) -> tuple[Shim, list[TensorView], float | Unknown, float | Unknown] | None:
         """Operators with a C function of their own, which spares the dispatcher's half microsecond."""
         which = _SHIMS.get(call.op.name())
         if which is None:
@@ -298,42 +319,25 @@ class _Encoder:
         # The C functions take the scalars as doubles, which operators on integers refuse.
         if not all(view.dtype.is_floating_point for view in views):
             return None
-        if not isinstance(alpha, int | float) or not isinstance(beta, int | float):
+        if not isinstance(alpha, int | float | Unknown) or not isinstance(beta, int | float | Unknown):
             return None
-        return which, views, float(beta), float(alpha)
+        return which, views, beta, alpha
 
     def _python(self, out: Writer, call: OutCall | FunctionalCall | PythonCall) -> None:
-        function, views = trampoline(call)
-        self.objects.append(function)
-        out.word(id(function))
-        out.list([self.view(view) for view in views])
+        out.word(call)
+        out.list([self.view(view) for view in tensor_arguments(call)])
         out.list([-1 if view is None else self.view(view) for view in outputs_of(call)])
 
 
-def _ends(slots: Sequence[Slot], calls: Sequence[Call], results: Sequence[Result]) -> dict[int, list[int]]:
+def _ends(externs: Set[int], calls: Sequence[Call], results: Sequence[Result]) -> dict[int, list[int]]:
     """By call, the extern slots that are not returned and that no later call touches."""
     kept = {result.slot for result in results if isinstance(result, TensorView)}
     last: dict[int, int] = {}
     for index, call in enumerate(calls):
         for slot in (*slots_of(call), *(view.slot for view in outputs_of(call) if view is not None)):
-            if isinstance(slots[slot], ExternSlot) and slot not in kept:
+            if slot in externs and slot not in kept:
                 last[slot] = index
     ends: dict[int, list[int]] = {}
     for slot, index in last.items():
         ends.setdefault(index, []).append(slot)
     return ends
-
-
-def _check(slots: Sequence[Slot], results: Sequence[Result], bound: set[int], inputs: int, arena: int) -> None:
-    for number, slot in enumerate(slots):
-        if isinstance(slot, InputSlot) and not 0 <= slot.index < inputs:
-            raise InternalError(f"slot {number} is argument {slot.index} of {inputs}")
-        if isinstance(slot, ArenaSlot) and (slot.offset % ALIGNMENT or not 0 <= slot.offset <= arena):
-            raise InternalError(f"slot {number} is at byte {slot.offset} of an arena of {arena}")
-    for result in results:
-        if not isinstance(result, TensorView):
-            continue
-        if result.slot not in bound:
-            raise InternalError(f"result {result} is never produced")
-        if isinstance(slots[result.slot], ArenaSlot):
-            raise InternalError(f"result {result} lies in the arena, whose content does not outlive the run")

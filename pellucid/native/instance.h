@@ -2,6 +2,7 @@
 // `words.py` makes, has the enumerations.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -44,6 +45,11 @@ struct KernelCall {
   std::vector<std::string> checks;
   Trial* trial = nullptr;   // of several ways, this one among them
   int64_t site = 0;         // among the calls that share it
+
+  bool is_long() const {
+    if (!trial) return way.extent > way.grain;
+    return std::any_of(trial->ways.begin(), trial->ways.end(), [](const Way& each) { return each.extent > each.grain; });
+  }
 };
 
 struct ShimCall {  // an out= operator with a C function of its own: its views are out, then the inputs
@@ -118,7 +124,7 @@ struct Frame {
 struct Plan {
   int64_t number;           // by which timelines name it
   int64_t inputs, arena_bytes;
-  bool release_gil, has_operators;
+  bool has_operators = false, release_gil = false;
   std::string event;        // how a profiler shows a run
   std::vector<Slot> slots;
   std::vector<View> views;
@@ -136,6 +142,16 @@ struct Plan {
     for (Call& call : calls) {
       if (auto* python = std::get_if<PythonCall>(&call.what)) Py_DecRef(python->function);
       if (auto* dispatcher = std::get_if<DispatcherCall>(&call.what)) Py_DecRef(dispatcher->again.function);
+    }
+  }
+
+  // The GIL is kept in a run that is too short to be worth releasing it: of a few kernels without work for a second thread.
+  void look_at_calls() {
+    release_gil = calls.size() > 4;
+    for (const Call& call : calls) {
+      auto* kernel = std::get_if<KernelCall>(&call.what);
+      has_operators |= !kernel;
+      release_gil |= !kernel || kernel->is_long();
     }
   }
 
@@ -157,10 +173,8 @@ class Reader {
     plan->number = word();
     plan->inputs = word();
     plan->arena_bytes = word();
-    plan->release_gil = word();
-    plan->has_operators = word();
-    plan->event = text();
     list(plan->slots, [&] { return Slot{static_cast<Place>(word()), word(), word()}; });
+    plan->event = text();
     for (auto* views : {&plan->views, &plan->shown})
       list(*views, [&] { return View{word(), word(), word(), word(), words(), words()}; });
     list(plan->trials, [&] {
@@ -173,6 +187,7 @@ class Reader {
     list(plan->calls, [&] { return call(*plan); });
     list(plan->results, [&] { return Result{static_cast<ResultKind>(word()), word()}; });
     list(plan->strips, [&] { return strips(*plan); });
+    plan->look_at_calls();
     return plan.release();
   }
 

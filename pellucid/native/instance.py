@@ -1,7 +1,8 @@
-"""What the runtime executes: a graph with all sizes known, as frozen data.
+"""What the runtime executes, as frozen data.
 
 An `Instance` (see `runtime`) is made from these: `Slot`s (where each buffer lives), `Call`s in execution order, and
-`Result`s. Sizes, strides and offsets of views count elements; arena offsets and `nbytes` count bytes.
+`Result`s. Sizes, strides and offsets of views count elements; arena offsets and `nbytes` count bytes. Calls and
+results of a `Template` may leave numbers open that each of its instances is given.
 """
 
 from __future__ import annotations
@@ -11,6 +12,17 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """The number at `index` of those that an instance is given. real: written as the bits of a double."""
+
+    index: int
+    real: bool = False
+
+
+Size: TypeAlias = "int | Unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +62,15 @@ class TensorView:
     """A strided view of a slot; `offset` is relative to the slot's data pointer. All in elements."""
 
     slot: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    offset: Size
     dtype: torch.dtype
 
 
 Constant: TypeAlias = torch.dtype | torch.layout | torch.device | torch.memory_format
-Arg: TypeAlias = "TensorView | int | float | bool | str | Constant | tuple[Arg, ...] | None"
-"""An argument of an operator; a tuple stands for any list of the schema."""
+Arg: TypeAlias = "TensorView | Size | float | bool | str | Constant | tuple[Arg, ...] | None"
+"""An argument of an operator; a tuple stands for any list of the schema. An unknown one may be a float."""
 
 
 def event_name(program: str, call: str = "") -> str:
@@ -71,7 +83,7 @@ class Way:
     """One way to run a kernel: see `KernelCall`."""
 
     address: int
-    extent: int
+    extent: Size
     grain: int
 
 
@@ -89,7 +101,7 @@ class Trial:
     settled: Callable[[list[int]], None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class KernelCall:
     """A compiled kernel, `int64_t (*)(void* const* p, const int64_t* s, int64_t begin, int64_t end)`.
 
@@ -109,8 +121,8 @@ class KernelCall:
 
     address: int
     slots: tuple[int, ...]
-    symbols: tuple[int, ...]
-    extent: int
+    symbols: tuple[Size, ...]
+    extent: Size
     grain: int
     name: str
     checks: tuple[str, ...] = ()
@@ -182,7 +194,7 @@ class PythonCall:
 
 Call: TypeAlias = KernelCall | OutCall | FunctionalCall | PythonCall
 
-Result: TypeAlias = TensorView | int | None
+Result: TypeAlias = "TensorView | Size | None"
 """What a graph returns. A view that is an input with its own sizes, strides and offset returns that very object."""
 
 
@@ -192,14 +204,14 @@ def slots_of(call: Call) -> Iterator[int]:
         yield from call.slots
     else:
         for arg in (*call.args, *(value for _, value in call.kwargs)):
-            yield from (view.slot for view in _views(arg))
+            yield from (view.slot for view in views_in(arg))
 
 
 def views_read(call: Call) -> Iterator[TensorView]:
     """What a profiler shows as the inputs of a call."""
     if isinstance(call, KernelCall):
         return iter(call.reads)
-    return _views((*call.args, *(value for key, value in call.kwargs if key != "out")))
+    return views_in((*call.args, *(value for key, value in call.kwargs if key != "out")))
 
 
 def outputs_of(call: Call) -> tuple[TensorView | None, ...]:
@@ -207,9 +219,10 @@ def outputs_of(call: Call) -> tuple[TensorView | None, ...]:
     return call.outputs if isinstance(call, FunctionalCall | PythonCall) else ()
 
 
-def _views(arg: Any) -> Iterator[TensorView]:
+def views_in(arg: Any) -> Iterator[TensorView]:
+    """The views in an argument."""
     if isinstance(arg, TensorView):
         yield arg
     elif isinstance(arg, tuple):
         for item in arg:
-            yield from _views(item)
+            yield from views_in(item)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pellucid.native.encode import encode
-from pellucid.native.instance import Call, Result, Slot, Strips
+from pellucid.native.encode import Template
+from pellucid.native.instance import Call, ExternSlot, Result, Slot, Strips
 from pellucid.native.loader import library
 
 _numbers = itertools.count()
@@ -59,12 +59,24 @@ class Instance:
         name: str = "program",
         strips: Sequence[Strips] = (),
     ) -> None:
+        externs = {number for number, slot in enumerate(slots) if isinstance(slot, ExternSlot)}
+        template = Template(calls, results, strips, slots=len(slots), externs=externs, inputs=inputs, name=name)
+        self._make(template, slots, arena, ())
+
+    @classmethod
+    def of(cls, template: Template, slots: Sequence[Slot], arena: int, numbers: Sequence[int | float]) -> Instance:
+        """An instance of a template. numbers: that the template leaves open."""
+        instance = cls.__new__(cls)
+        instance._make(template, slots, arena, numbers)
+        return instance
+
+    def _make(self, template: Template, slots: Sequence[Slot], arena: int, numbers: Sequence[int | float]) -> None:
         runtime = library()
         self.number = next(_numbers)
-        encoded = encode(slots, calls, results, strips, inputs, arena, name, self.number)
+        encoded = template.words(self.number, slots, arena, numbers)
         address, _ = encoded.words.buffer_info()
         self.run = runtime.pellucid_instance(address)
-        self.paths = encoded.paths
+        self.paths = template.paths
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,11 @@ class Choices:
         return (ways[0], self._trials[key]) if outcome is None else (ways[kernels.index(outcome.fastest)], None)
 
     @property
+    def settled(self) -> int:
+        """How many of them are decided."""
+        return len(self._outcomes)
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         """One for each kernel, also for those that are still tried."""
         return tuple(map(self._told, self._kernels))

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import lru_cache
+from typing import Any
 
 from pellucid.ir.types import ALIGNMENT
 
@@ -74,31 +74,24 @@ class ResultKind(IntEnum):
 
 @dataclass(slots=True)
 class Writer:
-    """Writes 64-bit words: a list is its length and its items, a text its bytes padded to words."""
+    """Writes 64-bit words: a list is its length and its items, a text its bytes padded to words.
 
-    words: array[int] = field(default_factory=lambda: array("q"))
+    words: integers, and objects in the place of those that are not known yet.
+    """
 
-    def word(self, *values: int) -> None:
+    words: list[Any] = field(default_factory=list[Any])
+
+    def word(self, *values: Any) -> None:
         self.words.extend(values)
 
-    def list(self, values: Sequence[int]) -> None:
+    def list(self, values: Sequence[Any]) -> None:
         self.words.append(len(values))
         self.words.extend(values)
 
-    def real(self, value: float) -> None:
-        self.words.append(double_bits(value))
-
     def text(self, text: str) -> None:
-        self.words.extend(_text_words(text))
-
-
-@lru_cache(maxsize=1 << 14)
-def _text_words(text: str) -> array[int]:
-    """The same names are written for each set of sizes."""
-    data = text.encode()
-    words = array("q", [len(data)])
-    words.frombytes(data + b"\0" * (-len(data) % 8))
-    return words
+        data = text.encode()
+        self.words.append(len(data))
+        self.words.extend(array("q", data + b"\0" * (-len(data) % 8)))
 
 
 def double_bits(value: float) -> int:

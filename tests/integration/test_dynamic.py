@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from pellucid.backend import last_compilations
-from pellucid.executable import _Assembler
+from pellucid.executable import _Describer
 from pellucid.ir.nodes import Kernel, Program
 from tests.small_models import VOCABULARY, build_small
 from tests.support import assert_matches, interpreted, tensors
@@ -159,24 +159,23 @@ class Decoder(torch.nn.Module):
         return self.hidden(self.hidden(x + attended).relu()).tanh(), keys, values
 
 
-def test_a_step_makes_anew_what_depends_on_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of kernels that do not depend on them are kept, and right when sizes come back too."""
-    made: Counter[str] = Counter()
-    new = _Assembler._new_kernel_call
+def test_new_sizes_are_filled_into_what_was_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are described once for all sizes, and right for each, also for those that come back."""
+    described: Counter[str] = Counter()
+    describe = _Describer.describe
 
-    def counted(assembler: _Assembler, launch: Any) -> Any:
-        made[launch.name] += 1
-        return new(assembler, launch)
+    def counted(describer: _Describer, *args: Any) -> Any:
+        described[describer.plan.name] += 1
+        return describe(describer, *args)
 
-    monkeypatch.setattr(_Assembler, "_new_kernel_call", counted)
+    monkeypatch.setattr(_Describer, "describe", counted)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Decoder().eval()
     exact = copy.deepcopy(model).double()
     call = torch.compile(model, backend="pellucid", dynamic=True)
-    lengths = [*range(5, 45), 300, 7, 41, 2000, 6]
     with torch.no_grad():
-        for length in lengths:
+        for length in (*range(5, 45), 300, 7, 41, 2000, 6):
             args = torch.randn(2, 1, 32), torch.randn(2, length, 32), torch.randn(2, length, 32)
             assert_matches(call(*args), model(*args), exact(*(each.double() for each in args)))
-    assert min(made.values()) == 1 and max(made.values()) >= len(set(lengths)) - 1
+    assert set(described.values()) == {1}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pellucid.errors import InternalError
-from pellucid.ir.derived import FUNCTIONS, Apply, Derived, Float, Numbers, by_name
+from pellucid.ir.derived import FUNCTIONS, Apply, Derived, Float, Formulas, Numbers, by_name
 from pellucid.ir.index import const, floordiv, least, mod, nonnegative, sym
 from pellucid.ir.interp import run_program
 from pellucid.ir.parser import parse_program
@@ -75,6 +75,30 @@ def test_numbers_have_pythons_meaning() -> None:
     with pytest.raises(InternalError, match="s9 is not known"):
         numbers(sym("s9"))
     assert FUNCTIONS["floordiv"].evaluate(-7, 2) == -4 and math.isnan(FUNCTIONS["add"].evaluate(math.nan, 1))
+
+
+def test_formulas_are_computed_together() -> None:
+    derived = by_name(
+        (
+            Derived("n_b", False, Apply("round", (Apply("mul", (sym("n_a"), 0.5)),))),
+            Derived("n_a", False, Apply("trunc", (Apply("truediv", (sym("s0"), const(-3))),))),
+            Derived("f", True, Apply("add", (Apply("float", (sym("s1"),)), math.inf))),
+            Derived("unused", False, Apply("truediv", (sym("s0"), const(0)))),
+        )
+    )
+    terms = [sym("n_b") * sym("s1"), Float("f"), floordiv(sym("s0") - 3, 4) + mod(sym("s0"), sym("s1")), sym("s0")]
+    formulas = Formulas(("s0", "s1"), derived, terms)
+    for sizes in ((10, 3), (7, 8)):
+        values = formulas.values(*sizes)
+        alone = Numbers(dict(zip(("s0", "s1"), sizes, strict=True)), derived)
+        assert values == (*(alone(term) for term in terms[:1]), math.inf, *(alone(term) for term in terms[2:]))
+        numbers = formulas.numbers(sizes, values)
+        assert [numbers(term) for term in terms] == list(values) and numbers(sym("n_a") - 1) == alone(sym("n_a")) - 1
+    assert Formulas((), {}, []).values() == ()
+    with pytest.raises(InternalError, match="s9 is not known"):
+        Formulas(("s0",), derived, [sym("s9")])
+    with pytest.raises(ZeroDivisionError):
+        Formulas(("s0",), derived, [sym("unused")]).values(1)
 
 
 def test_names_of_symbols_tell_their_least_value() -> None:

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pellucid.errors import InternalError
+from pellucid.native.encode import Template
 from pellucid.native.instance import (
     ArenaSlot,
     ExternSlot,
@@ -17,6 +19,7 @@ from pellucid.native.instance import (
     OutputSlot,
     PythonCall,
     TensorView,
+    Unknown,
 )
 from pellucid.native.runtime import Instance
 from tests.unit.native.support import view
@@ -532,6 +535,41 @@ def test_contradictory_descriptions_are_refused(kernels):
             inputs=1,
             arena=0,
         )
+
+
+def test_instances_of_a_template_have_their_own_numbers(kernels):
+    """Sizes of views and kernels, and integers, floats and scalars that operators are given."""
+    n, m, step, alpha, slope = (Unknown(k) for k in range(5))
+    flat = [TensorView(slot, (n, m), (m, 1), 0, torch.float32) for slot in range(5)]
+    calls = [
+        KernelCall(kernels["test_double"], (0, 1), (), Unknown(5), 1, "double"),
+        OutCall(aten.sub.out, (flat[1], flat[0]), (("alpha", alpha), ("out", flat[2])), "sub"),
+        OutCall(aten.hardtanh.out, (flat[2], slope, 100.0), (("out", flat[2]),), "hardtanh"),
+        FunctionalCall(aten.slice.Tensor, (flat[2], 0, 0, n, step), (), (replace(flat[3], shape=(1, m)),), "slice"),
+        PythonCall(lambda x, by: x * by, (flat[2], alpha), (), (flat[4],), "python"),
+    ]
+    template = Template(
+        calls,
+        [replace(flat[3], shape=(1, m)), flat[4], n],
+        [],
+        slots=5,
+        externs={3, 4},
+        inputs=1,
+        name="program",
+    )
+    made = []
+    for rows, columns, by in ((2, 3, 0.5), (4, 1, -2.0), (3, 5, 1.5)):
+        slots = [InputSlot(0), ArenaSlot(0), OutputSlot(4 * rows * columns), ExternSlot(), ExternSlot()]
+        numbers = (rows, columns, rows, by, -0.25, rows * columns)
+        made.append((Instance.of(template, slots, 64, numbers), torch.randn(rows, columns), by))
+    gc.collect()
+    for instance, x, by in made:
+        limited = (2 * x - by * x).clamp(-0.25, 100)
+        first, scaled, rows = instance.run([x])
+        assert rows == len(x)
+        torch.testing.assert_close([first, scaled], [limited[:1], limited * by])
+    with pytest.raises(InternalError, match="described otherwise"):
+        Instance.of(template, [InputSlot(0)] * 5, 64, (1,) * 6)
 
 
 def test_profiler_shows_every_call_by_name(kernels):
