@@ -15,7 +15,7 @@ import torch
 from pellucid.capture.torch_compat import is_unshared
 from pellucid.codegen import CppKernel
 from pellucid.errors import InternalError, UserError
-from pellucid.execution_plan import Arena, ExecutionPlan, Launch, Place, PlannedBuffer, where
+from pellucid.execution_plan import Arena, ExecutionPlan, Launch, Place, where
 from pellucid.ir.derived import Float, Formulas, Numbers, by_name
 from pellucid.ir.index import Expr, sym
 from pellucid.ir.nodes import Arg, Enum, Extern, Node, Program, View
