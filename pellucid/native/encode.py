@@ -103,13 +103,16 @@ class Template:
 
     def _take(self, words: list[Any]) -> None:
         """words: with numbers among them that are not known yet, and calls for the functions that make them."""
-        numbers = [(place, word) for place, word in enumerate(words) if isinstance(word, Unknown)]
-        self._integers = [(place, word.index) for place, word in numbers if not word.real]
-        self._reals = [(place, word.index) for place, word in numbers if word.real]
-        by_python = [(place, word) for place, word in enumerate(words) if isinstance(word, _BY_PYTHON)]
+        others = [(place, words[place]) for place, kind in enumerate(map(type, words)) if kind is not int]
+        unknown = [(place, word) for place, word in others if isinstance(word, Unknown)]
+        by_python = [(place, word) for place, word in others if isinstance(word, _BY_PYTHON)]
+        self._integers = [(place, word.index) for place, word in unknown if not word.real]
+        self._reals = [(place, word.index) for place, word in unknown if word.real]
         self._functions = [(place, trampoline(call, ())) for place, call in by_python if not is_open(call)]
         self._open = [(place, call) for place, call in by_python if is_open(call)]
-        self._words = array("q", [word if isinstance(word, int) else 0 for word in words])
+        for place, _ in (*unknown, *by_python):
+            words[place] = 0
+        self._words = array("q", words)
 
     def words(self, number: int, slots: Sequence[Slot], arena: int, numbers: Sequence[Any]) -> Words:
         """An instance for the runtime. number: by which timelines name it. numbers: those that are open."""
