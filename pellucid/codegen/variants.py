@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 
 from pellucid.codegen.plan import Plan, make_plan
-from pellucid.codegen.vector import VectorChoice, base_lanes, candidates, choose, cost, pressure, unroll
+from pellucid.codegen.vector import VectorChoice, base_lanes, choose, pressure, unroll
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Compute, Kernel, Line, Load, Reduce, Store
 from pellucid.ir.ops import EXPENSIVE, OPS
@@ -81,13 +81,9 @@ def _is_function(line: Line) -> bool:
 
 
 def _other_axes(kernel: Kernel, choice: VectorChoice, machine: Machine) -> Iterator[VectorChoice]:
-    lanes = base_lanes(kernel, machine)
-    prices = {
-        name: cost(kernel, name, lanes, tiling(kernel, name, lanes, machine).lines) for name in candidates(kernel)
-    }
-    for name in sorted(prices.keys() - {choice.axis}, key=lambda name: (prices[name], name)):
-        if prices[name] <= CLOSE * prices[str(choice.axis)]:
-            yield _choice(kernel, name, lanes * unroll(kernel, name, lanes, machine), machine)
+    for price, axis, lanes in choice.rivals:
+        if price <= CLOSE:
+            yield _choice(kernel, axis, lanes * unroll(kernel, axis, lanes, machine), machine)
 
 
 def _other_lanes(kernel: Kernel, choice: VectorChoice, machine: Machine) -> Iterator[VectorChoice]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
+from operator import itemgetter
 from typing import TypeAlias
 
 from pellucid.codegen.collisions import colliding
@@ -45,12 +46,16 @@ TOTAL_COST = 16.0
 
 @dataclass(frozen=True, slots=True)
 class VectorChoice:
-    """The vector axis (None: scalar code), lanes per step, accesses made in squares, and the reasons."""
+    """The vector axis (None: scalar code), lanes per step, accesses made in squares, and the reasons.
+
+    rivals: the best way along each other axis, and how many times as high its price is, the cheapest first.
+    """
 
     axis: str | None
     width: int
     tiles: Tiling
     decisions: tuple[Decision, ...]
+    rivals: tuple[tuple[float, str, int], ...] = ()
 
 
 def access(index: Expr, axis: str, wide_values: frozenset[str]) -> Access:
@@ -114,12 +119,14 @@ def choose(kernel: Kernel, machine: Machine, enabled: bool) -> VectorChoice:
         return VectorChoice(None, 1, Tiling(), (Decision("codegen.vectorize", (kernel.name,), False, why, facts),))
     width = lanes * unroll(kernel, best, lanes, machine)
     rest = sorted({name for name, _ in prices} - {best})
+    ways = [(prices[way] / price, *way) for way in sorted(prices, key=lambda way: -way[1])]
+    rivals = sorted(min((way for way in ways if way[1] == name), key=itemgetter(0)) for name in rest)
     others = f", cheaper than along {', '.join(rest)}" if rest else ""
     why = f"{width} lanes along {best}{others}"
     chosen = Decision("codegen.vectorize", (kernel.name,), True, why, (*facts, ("width", width)))
     tiles = tiling(kernel, best, width, machine)
     reasons = (chosen, *told(kernel, tiles), *_lane_by_lane(kernel, best, tiles.lines))
-    return VectorChoice(best, width, tiles, reasons)
+    return VectorChoice(best, width, tiles, reasons, tuple(rivals))
 
 
 def _priced(
