@@ -24,8 +24,8 @@ from pellucid.ir.types import ALIGNMENT
 from pellucid.machine import Machine, Work, kernel_work, time
 from pellucid.schedule.memory import spans
 
-# Windows, and what each strip reads again, take one of so many parts of the second cache at most.
-_SHARE = 2
+# The part of the second cache that windows, and what each strip reads again, may take; and of the shortest strips.
+_SHARE, _MOST_SHARE = 0.5, 0.75
 # What stands for all strips of a part is one that begins here: no border of images, as few parts have so many.
 _SOMEWHERE = 0.382
 # A strip that reads so much of a buffer reads all of it again, such as weights.
@@ -396,9 +396,11 @@ def _fewest_strips(candidate: _Candidate, machine: Machine) -> int:
         length = -(-(end - begin) // strips)
         first = begin + int((end - begin - length) * _SOMEWHERE)
         held = _held(candidate, (first, first + length))
-        if held * _SHARE <= machine.own_cache:
+        if held <= _SHARE * machine.own_cache:
             return strips
-    why = f"of {most} strips of a thread's part each needs {held} bytes, more than 1 / {_SHARE} of the second cache"
+    if held <= _MOST_SHARE * machine.own_cache:
+        return most
+    why = f"of {most} strips of a thread's part each needs {held} bytes, more than {_MOST_SHARE} of the second cache"
     raise _NoChain(why, too_large=True)
 
 
