@@ -137,9 +137,9 @@ def _find_chains(
             candidates += found
             if not found:
                 refusals[begin] = Decision(_RULE, (first.name,), False, refusal)
-    walked = [(candidate, candidate.chain()) for candidate in _best(candidates, len(stages))]
-    chains = tuple(chain for _, chain in walked if chain is not None)
-    chosen = tuple(candidate.decision(chain) for candidate, chain in walked)
+    walked, impossible = _walked_through(candidates, len(stages))
+    chains = tuple(chain for _, chain in walked)
+    chosen = (*(each.decision(chain) for each, chain in walked), *(each.decision(None) for each in impossible))
     inside = {call for chain in chains for call in range(chain.first, chain.last)}
     return chains, (*chosen, *(refusal for begin, refusal in refusals.items() if begin not in inside))
 
@@ -182,6 +182,20 @@ def _best(candidates: Sequence[_Candidate], calls: int) -> list[_Candidate]:
                 gains[-1] = gains[candidate.begin] + candidate.gain
                 chosen[-1] = [*chosen[candidate.begin], candidate]
     return chosen[-1]
+
+
+def _walked_through(
+    candidates: Sequence[_Candidate], calls: int
+) -> tuple[list[tuple[_Candidate, Chain]], list[_Candidate]]:
+    """The best of them, with their chains; and those that were better, but whose strips do not follow one another."""
+    impossible: list[_Candidate] = []
+    while True:
+        walked = [(each, each.chain()) for each in _best(candidates, calls)]
+        failed = {id(each) for each, chain in walked if chain is None}
+        if not failed:
+            return [(each, chain) for each, chain in walked if chain is not None], impossible
+        impossible += [each for each in candidates if id(each) in failed]
+        candidates = [each for each in candidates if id(each) not in failed]
 
 
 def _candidates(

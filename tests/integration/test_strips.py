@@ -246,8 +246,8 @@ def test_profilers_see_a_chain_as_one_call(small: Path) -> None:
 def test_what_has_a_window_is_not_written_past_the_caches(small: Path, tmp_path: Path) -> None:
     """Products of many rows: a copy that moves twice what the last cache holds would be."""
 
-    def padded(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return F.relu(F.pad(x, (0, 0, 3, 3)) @ up) @ down
+    def padded(x: Tensor, up: Tensor, _: Tensor) -> Tensor:
+        return F.relu(F.pad(x, (0, 0, 3, 3)) @ up)
 
     model, x = Products(padded), randn(150_000, 16)
     plain, _ = called(compiled(model, small, freeze=True, strips=False, trace=str(tmp_path / "off")), x)
@@ -258,6 +258,14 @@ def test_what_has_a_window_is_not_written_past_the_caches(small: Path, tmp_path:
         for each in ("off", "on")
     }
     assert streamed["on"] == streamed["off"] - 1, "all but the result"
+
+
+def test_a_chain_that_cannot_be_walked_leaves_room_for_others(small: Path, tmp_path: Path) -> None:
+    """What `flip` reads first is made last: the chain that would save most is none, and a shorter one is taken."""
+    make, x = CASES["turned"]
+    _, made = called(compiled(make(), small, freeze=True, trace=str(tmp_path)), x)
+    table = next(tmp_path.glob("*/decisions.csv")).read_text()
+    assert chains(made) and "some strip needs what would have to be made before the first one" in table
 
 
 def test_what_is_observed_runs_call_by_call(small: Path) -> None:
