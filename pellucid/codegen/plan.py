@@ -166,7 +166,8 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
     tile, tiled = choice.tiles.axis, choice.tiles.lines
     outer = tuple(name for name in kept if name not in (inner, tile))
     wide = frozenset(name for name, axes in axes_of(kernel).items() if vector in axes)
-    sweeps = plan_sweeps(kernel, width if inner is not None and inner == vector else 1)
+    apart = gathered(kernel, vector, wide)
+    sweeps = plan_sweeps(kernel, width if inner is not None and inner == vector else 1, apart - tiled)
     work = cost(kernel, vector, base_lanes(kernel, machine) if vector else 1, tiled)
     points = max(1, estimate(product(kernel.ranges[name] for name in {*kept, *([inner] if inner else [])})))
     blocks = chunks(kernel.ranges[tile], width) if tile in kept else 1
@@ -187,7 +188,6 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         extent = extent * chunks(kernel.ranges[inner], chunk)
     grain, parallel = grain_of(kernel, extent, work, machine, options)
     streamed, streams = _streamed(kernel, wide, machine)
-    apart = gathered(kernel, vector, wide)
     ahead, fetched = fetched_ahead(kernel, choice, wide - apart, work, machine)
     return Plan(
         kernel=kernel,

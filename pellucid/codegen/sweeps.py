@@ -6,7 +6,7 @@ exponentials, and the quotient. Each of them ends a sweep over the reduced axes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from pellucid.ir.analysis import depth_of
@@ -40,10 +40,11 @@ class Sweeps:
     decisions: tuple[Decision, ...]
 
 
-def plan_sweeps(kernel: Kernel, lanes_kept: int) -> Sweeps:
+def plan_sweeps(kernel: Kernel, lanes_kept: int, gathered: Set[str] = frozenset()) -> Sweeps:
     """Distribute the lines of a kernel over sweeps.
 
     lanes_kept: lanes of a kept vector axis (1 if there is none): scratch memory is needed for each of them.
+    gathered: loads whose lanes do not lie side by side.
     """
     depth = depth_of(kernel)
     depends = axes_of(kernel)
@@ -66,7 +67,7 @@ def plan_sweeps(kernel: Kernel, lanes_kept: int) -> Sweeps:
                 continue
             home = next((k for k, before in enumerate(evaluated) if name in before), None)
             if home is not None:
-                decision = _keep_or_repeat(kernel, by_name[name], by_name, depends, reduced, lanes_kept)
+                decision = _keep_or_repeat(kernel, by_name[name], by_name, depends, reduced, lanes_kept, gathered)
                 decisions.setdefault(name, decision)
                 if decision.ok:
                     keep[home][name] = None
@@ -117,6 +118,7 @@ def _keep_or_repeat(
     depends: Mapping[str, frozenset[str]],
     reduced: frozenset[str],
     lanes_kept: int,
+    gathered: Set[str],
 ) -> Decision:
     """Whether a value that several sweeps need is kept in scratch memory or computed again."""
     seen: set[str] = set()
@@ -126,7 +128,7 @@ def _keep_or_repeat(
         if name not in seen:
             seen.add(name)
             stack += [operand for operand in operands(by_name[name].rhs) if depends[operand] & reduced]
-    work = sum(_repeat_cost(by_name[name]) for name in seen)
+    work = sum(_repeat_cost(by_name[name], gathered) for name in seen)
     size = scratch_elements(kernel, depends[line.out]) * line.dtype.itemsize * lanes_kept
     static = all(axis.extent.value is not None for axis in kernel.space if axis.name in reduced)
     rule, subject = "codegen.keep", (kernel.name, line.out)
@@ -140,11 +142,11 @@ def _keep_or_repeat(
     return Decision(rule, subject, True, "computing it again in a later sweep is expensive", facts)
 
 
-def _repeat_cost(line: Line) -> int:
+def _repeat_cost(line: Line, gathered: Set[str]) -> int:
     match line.rhs:
         case Compute(op):
             return OPS[op].cost
-        case Load(_, index) if index.vals():
+        case Load(_, index) if index.vals() or line.out in gathered:
             return EXPENSIVE
         case _:
             return 0

@@ -136,6 +136,18 @@ kernel softmax_transposed(x: f32[24576], o: f32[24576]) {
 }
 """
 
+CENTRED = """\
+kernel centred(x: f32[184320], o: f32[23040]) {
+  axes i: 160, j: 144
+  a: f32 = load x[1280*j + 8*i]
+  s: f32 = sum a over j
+  n: f32 = const 144.0
+  m: f32 = div s, n
+  d: f32 = sub a, m
+  st: f32 = store o[144*i + j], d
+}
+"""
+
 STRIDED = """\
 kernel strided(x: f32[40000], o: f32[200]) {
   axes i: 200
@@ -165,5 +177,6 @@ CASES = {
     "transposed": TRANSPOSED,
     "transposed_store": TRANSPOSED_STORE,
     "softmax_transposed": SOFTMAX_TRANSPOSED,
+    "centred": CENTRED,
     "argmax": ARGMAX,
 }
