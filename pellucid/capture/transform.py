@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from pellucid.capture.fx import merge_origin, strides_of
 from pellucid.capture.operators import may_draw
-from pellucid.capture.torch_compat import graph_module_of
+from pellucid.capture.torch_compat import expr_of, graph_module_of
 from pellucid.ir.decision import Decision
 
 
@@ -29,7 +30,7 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
             seen.clear()  # what it writes to may be read again
         key = _key(node, mapping) if is_pure(node) else None
         same, rule, why = seen.get(key), "transform.common-subexpression", "the calls are equal"
-        if not changes and _is_exact_copy(node):
+        if not changes and _is_exact_copy(node, mapping):
             same, rule = mapping[node.args[0]], "transform.copy"
             why = "nothing changes the original or the copy, and the caller gets neither through it"
         if same is not None and node not in handed_out:
@@ -44,14 +45,20 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
     return graph_module_of(graph_module, graph), tuple(decisions)
 
 
-def _is_exact_copy(node: torch.fx.Node) -> bool:
-    """True if the call makes a tensor like its argument, which lies in memory as that does."""
+def _is_exact_copy(node: torch.fx.Node, mapping: Mapping[torch.fx.Node, torch.fx.Node]) -> bool:
+    """True if the call makes a tensor like its argument, which lies in memory as that does.
+
+    What was captured of views of the copy counts from where the copy begins, which must be where the argument does.
+    """
     if node.target is not torch.ops.aten.clone.default or not isinstance(node.args[0], torch.fx.Node):
         return False
-    copy, original = node.meta.get("val"), node.args[0].meta.get("val")
+    copy, original = node.meta.get("val"), mapping[node.args[0]].meta.get("val")
     if not isinstance(copy, torch.Tensor) or not isinstance(original, torch.Tensor):
         return False
-    return strides_of(copy) == strides_of(original) and node.args[0].op == "call_function"
+    if strides_of(copy) != strides_of(original) or node.args[0].op != "call_function":
+        return False
+    starts = (expr_of(each.storage_offset()) for each in (copy, original))
+    return len({*starts}) == 1 or not any(map(aliases, node.users))
 
 
 def returned(graph: torch.fx.Graph) -> set[torch.fx.Node]:

@@ -38,6 +38,19 @@ def test_copies_that_nobody_can_tell_from_their_originals_are_not_made() -> None
     assert len({tensor.data_ptr() for tensor in (x, *results)}) == 5
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_of_a_copy_begin_where_the_copy_does(dynamic: bool) -> None:
+    """Its original may begin elsewhere in its memory; copies of copies, and dropout that does nothing, are copies."""
+
+    def cut(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        once = F.linear(F.dropout(x[:, 3:9], 0.5, training=False), w)
+        twice = x[:, 2:8].clone().clone()
+        turned = x.transpose(0, 1)[4:].clone().transpose(0, 1)[:, 1:]
+        return once, twice.view(6, 16) @ w, twice.flatten().exp(), x[:, 5:].clone() * 2, turned + 1
+
+    check(cut, (torch.randn(1, 12, 16), torch.randn(16, 16)), dynamic=dynamic)
+
+
 def test_copies_stay_where_something_changes_the_original() -> None:
     def swap(x: Tensor, y: Tensor) -> Tensor:
         kept = x.clone()
