@@ -1,4 +1,4 @@
-"""A compiled program that can be called: sizes become numbers, buffers get places, nodes become calls."""
+"""A compiled program that can be called: of what is described once, an instance for each set of sizes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -14,53 +15,19 @@ import torch
 
 from pellucid.capture.torch_compat import is_unshared
 from pellucid.codegen import CppKernel
+from pellucid.description import Describer, Description, Expected, Probe
 from pellucid.errors import InternalError, UserError
-from pellucid.execution_plan import Arena, ExecutionPlan, Launch, Place, where
-from pellucid.ir.derived import Float, Formulas, Numbers, by_name
-from pellucid.ir.index import Expr, sym
-from pellucid.ir.nodes import Arg, Enum, Extern, Node, Program, View
-from pellucid.ir.types import ALIGNMENT, TORCH_DTYPES
+from pellucid.execution_plan import Arena, ExecutionPlan
+from pellucid.ir.derived import Numbers
+from pellucid.ir.nodes import Node, Program, View
+from pellucid.ir.types import ALIGNMENT
 from pellucid.native.build import build
-from pellucid.native.encode import Template
-from pellucid.native.instance import (
-    ArenaSlot,
-    Call,
-    ExternSlot,
-    FunctionalCall,
-    InputSlot,
-    KernelCall,
-    OutCall,
-    OutputSlot,
-    PythonCall,
-    Result,
-    Size,
-    Slot,
-    Strips,
-    TensorView,
-    Unknown,
-    Way,
-)
 from pellucid.native.runtime import Instance
 from pellucid.native.trials import Choices
 from pellucid.schedule.memory import MemoryPlan
-from pellucid.strips import Chain
 
 # Instances for as many different sizes are kept; beyond it the one unused for longest is made again when needed.
 _INSTANCES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What Python does during a run: `before` and `after` the call of a node.
-
-    views: what `after` gets, as live tensors: it may read them and write to them, and must not keep them.
-    observes: whether it gets them in this run. Then nodes run one by one, and no argument is overwritten.
-    """
-
-    before: Callable[[], None]
-    views: tuple[View, ...]
-    after: Callable[..., None]
-    observes: Callable[[], bool]
 
 
 class Whole:
@@ -150,18 +117,20 @@ class Executable:
         self._addresses = addresses
         self.choices = Choices()
         self._positions = [self._plan.inputs.index(symbol) for symbol in self._plan.symbols]
+        self._lock = Lock()  # of the instances
         self._arenas: dict[tuple[bool, bool], Arena] = {}
-        self._described: tuple[_Kind, _Described] | None = None
+        self._described: tuple[_Kind, Description] | None = None
         self._instances: OrderedDict[_Key, _Ready] = OrderedDict()
         self._sized: dict[_Key, Sized] = {}
-        made = None if self._plan.symbols else self._make_instance((), donated=True, observed=self._observed)
+        made = None if self._plan.symbols else self._make_instance((), True, self._observed)
         self._static = None if self._probes else made
 
     def __getstate__(self) -> dict[str, Any]:
         """What a later process needs, which finds the kernels in the store."""
         if self._probes:
             raise InternalError(f"{self._plan.name} has probes, which are of this process")
-        here = ("_addresses", "choices", "_positions", "_described", "_arenas", "_instances", "_sized", "_static")
+        here = {"_addresses", "choices", "_positions", "_static"}
+        here |= {"_lock", "_arenas", "_described", "_instances", "_sized"}
         return {name: value for name, value in self.__dict__.items() if name not in here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -188,15 +157,14 @@ class Executable:
 
     def _instance(self, args: list[Any], *, donated: bool = True) -> _Ready:
         sizes = tuple([int(args[position]) for position in self._positions])
-        observed = self._observed
-        instance = self._instances.get((sizes, donated, observed))
-        if instance is None:
-            instance = self._make_instance(sizes, donated=donated, observed=observed)
-        else:
-            self._instances.move_to_end((sizes, donated, observed))
-        return instance
+        key = sizes, donated, self._observed
+        with self._lock:
+            if key in self._instances:
+                self._instances.move_to_end(key)
+                return self._instances[key]
+        return self._make_instance(*key)
 
-    def _make_instance(self, sizes: tuple[int, ...], *, donated: bool, observed: bool) -> _Ready:
+    def _make_instance(self, sizes: tuple[int, ...], donated: bool, observed: bool) -> _Ready:
         described = self._description(observed)
         numbers = described.formulas.values(*sizes)
         size = described.formulas.numbers(sizes, numbers)
@@ -208,19 +176,20 @@ class Executable:
         taken = sorted({places.inputs[name] for name in memory.homes.values()})
         ready = instance.run, [*self._constants, *floats], expected, taken
         key = sizes, donated, observed
-        self._instances[key] = ready
         sized = Sized(self._plan, self._whole, described.nodes, size, self._parameters)
-        self._sized[key] = INSTANCES[instance.number] = sized
-        if len(self._instances) > _INSTANCES:
-            del self._sized[self._instances.popitem(last=False)[0]]
+        with self._lock:
+            self._instances[key] = ready
+            self._sized[key] = INSTANCES[instance.number] = sized
+            if len(self._instances) > _INSTANCES:
+                del self._sized[self._instances.popitem(last=False)[0]]
         return ready
 
-    def _description(self, observed: bool) -> _Described:
+    def _description(self, observed: bool) -> Description:
         """The one that was made last, unless trials have ended since."""
         kind = observed, self.choices.settled
         last = self._described
         if last is None or last[0] != kind:
-            describer = _Describer(self._plan, self._addresses, self._sources, self.choices)
+            describer = Describer(self._plan, self._addresses, self._sources, self.choices)
             self._described = last = kind, describer.describe(self._probes, observed)
         return last[1]
 
@@ -237,27 +206,15 @@ class Name(str):
     """The name of a compiled graph, unique in a process: what a later process reads back gets a new one there."""
 
 
-# An argument's name, position, dtype, shape and strides.
-_Expected: TypeAlias = "tuple[str, int, torch.dtype, tuple[int, ...], tuple[int, ...]]"
 # How to run an instance, the tensors that it expects after the caller's, what it expects of some of the caller's, and
 # which of these it overwrites.
-_Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor], list[_Expected], list[int]]"
+_Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor], list[Expected], list[int]]"
 # The sizes of an instance, whether it takes over donated inputs, and whether its nodes are observed.
 _Key: TypeAlias = "tuple[tuple[int, ...], bool, bool]"
 
 
 # Whether nodes are observed, and how many trials have ended.
 _Kind: TypeAlias = "tuple[bool, int]"
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """Instances for any sizes. formulas: of the numbers that they are given. nodes: see `Sized`."""
-
-    template: Template
-    places: _Places
-    formulas: Formulas
-    nodes: tuple[str | None, ...]
 
 
 def fitted(
@@ -286,202 +243,3 @@ def lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
 def _may_be_overwritten(args: list[Any], position: int) -> bool:
     """Whether a temporary may lie in the memory of an argument: nobody else wants it, and it lies as kernels expect."""
     return args[position].data_ptr() % ALIGNMENT == 0 and is_unshared(args, position)
-
-
-class _Places:
-    """Where the buffers of a plan are. numbers: of the buffers. inputs: of the arguments."""
-
-    def __init__(self, plan: ExecutionPlan) -> None:
-        self._plan = plan
-        self.inputs = {name: number for number, name in enumerate(plan.arguments)}
-        self.numbers = {buffer.name: number for number, buffer in enumerate(plan.buffers)}
-        self._fixed: list[Slot] = [
-            InputSlot(self.inputs[buffer.name]) if buffer.place is Place.ARGUMENT else ExternSlot()
-            for buffer in plan.buffers
-        ]
-        self._pool, self._arena = (
-            [(self.numbers[buffer.name], buffer) for buffer in plan.buffers if buffer.place is place]
-            for place in (Place.POOL, Place.ARENA)
-        )
-
-    @property
-    def externs(self) -> set[int]:
-        return {self.numbers[buffer.name] for buffer in self._plan.buffers if buffer.place is Place.OPERATOR}
-
-    def slots(self, size: Numbers, memory: MemoryPlan) -> list[Slot]:
-        """Of all buffers, for given sizes."""
-        slots = self._fixed.copy()
-        for number, buffer in self._pool:
-            slots[number] = OutputSlot(buffer.nbytes(size))
-        for number, buffer in self._arena:
-            home = memory.homes.get(buffer.name)
-            slots[number] = InputSlot(self.inputs[home]) if home else ArenaSlot(memory.offsets[buffer.name])
-        return slots
-
-    def expected(self, view: View, size: Numbers) -> _Expected:
-        """What an argument must be, of which `view` is the whole."""
-        dtype = TORCH_DTYPES[self._plan.buffers[self.numbers[view.buffer]].dtype]
-        shape, strides = (tuple(map(size, each)) for each in (view.shape, view.strides))
-        return view.buffer, self.inputs[view.buffer], dtype, shape, strides
-
-
-class _Describer:
-    """Turns a plan into calls and results that leave open what depends on sizes."""
-
-    def __init__(
-        self, plan: ExecutionPlan, addresses: Mapping[str, int], sources: Mapping[str, str], choices: Choices
-    ) -> None:
-        self.plan = plan
-        self.addresses = addresses
-        self.sources = sources
-        self.choices = choices
-        self.places = _Places(plan)
-        self.slots = self.places.numbers
-        self.dtypes = {buffer.name: TORCH_DTYPES[buffer.dtype] for buffer in plan.buffers}
-        self.terms: dict[Expr | Float, int] = {}
-
-    def describe(self, probes: Mapping[str, Probe], observed: bool) -> _Described:
-        calls, strips = self.calls(probes, observed)
-        template = Template(
-            calls,
-            [self._result(result) for result in self.plan.results],
-            strips,
-            slots=len(self.plan.buffers),
-            externs=self.places.externs,
-            inputs=len(self.plan.arguments),
-            name=self.plan.name,
-        )
-        for buffer in self.plan.buffers:
-            self.size(buffer.numel)  # where they lie depends on it
-        formulas = Formulas(self.plan.symbols, by_name(self.plan.derived), self.terms)
-        nodes = tuple(None if isinstance(call, PythonCall) else call.name for call in calls)
-        return _Described(template, self.places, formulas, nodes)
-
-    def size(self, term: Expr | Float) -> Size:
-        """The integer, or the number of what is computed for each set of sizes."""
-        if isinstance(term, Expr) and term.value is not None:
-            return term.value
-        return Unknown(self.terms.setdefault(term, len(self.terms)))
-
-    def calls(self, probes: Mapping[str, Probe], observed: bool) -> tuple[list[Call], list[Strips]]:
-        """The calls of the plan with those of probes; and which run strip by strip: none where all are observed."""
-        chains = {} if observed else {chain.first: chain for chain in self.plan.chains}
-        made: list[Call] = []
-        strips: list[Strips] = []
-        number = 0
-        while number < len(self.plan.calls):
-            chain = chains.get(number)
-            last = chain.last if chain else number
-            together = self.plan.calls[number : last + 1]
-            probed = [(call.name, probes[call.name]) for call in together if call.name in probes]
-            for name, probe in reversed(probed):  # so that the first one is the last to be told of
-                made.append(PythonCall(probe.before, (), (), (), f"before {name}"))
-            if chain:
-                strips.append(self._strips(chain, len(made)))
-            made += [self._call(call) for call in together]
-            for name, probe in probed:
-                views = tuple(self._view(view) for view in probe.views) if observed else ()
-                made.append(PythonCall(probe.after, views, (), (), f"after {name}"))
-            number = last + 1
-        return made, strips
-
-    def _strips(self, chain: Chain, first: int) -> Strips:
-        """first: its number among the calls that are made."""
-        windows = tuple((self.slots[window.buffer], window.nbytes) for window in chain.windows)
-        return Strips(first, first + chain.last - chain.first, windows, chain.parts)
-
-    def _call(self, call: Launch | Extern) -> Call:
-        match call:
-            case Launch():
-                return self._kernel_call(call)
-            case Extern(out=True):
-                kwargs = (*self._kwargs(call), ("out", self._view(call.outputs[0])))
-                return OutCall(operator_of(call.op), self._args(call), kwargs, call.name, where(call.origin))
-            case Extern():
-                outputs = tuple(None if view is None else self._view(view) for view in call.outputs)
-                return FunctionalCall(
-                    operator_of(call.op),
-                    self._args(call),
-                    self._kwargs(call),
-                    outputs,
-                    call.name,
-                    where(call.origin),
-                )
-
-    def _kernel_call(self, launch: Launch) -> KernelCall:
-        way, *others = ways = [Way(self.addresses[w.symbol], self.size(w.extent), w.grain) for w in launch.ways]
-        trial = None
-        if others:
-            sources = {way.symbol: self.sources[way.symbol] for way in launch.ways}
-            way, trial = self.choices.of(launch.name, sources, ways)
-        return KernelCall(
-            address=way.address,
-            slots=tuple(self.slots[name] for name in launch.params),
-            symbols=tuple(self.size(sym(name)) for name in launch.symbols),
-            extent=way.extent,
-            grain=way.grain,
-            name=launch.name,
-            checks=launch.checks,
-            where=launch.where,
-            reads=tuple(self._view(self.plan.buffers[self.slots[name]].whole) for name in launch.reads),
-            trial=trial,
-            offsets=tuple(map(self._bytes_before, launch.params, launch.offsets)) if any(launch.offsets) else (),
-        )
-
-    def _bytes_before(self, buffer: str, elements: int) -> int:
-        return elements * self.plan.buffers[self.slots[buffer]].dtype.itemsize
-
-    def _args(self, extern: Extern) -> tuple[Any, ...]:
-        return tuple(self._arg(arg) for arg in extern.args)
-
-    def _kwargs(self, extern: Extern) -> tuple[tuple[str, Any], ...]:
-        return tuple((name, self._arg(arg)) for name, arg in extern.kwargs)
-
-    def _arg(self, arg: Arg) -> Any:
-        match arg:
-            case View():
-                return self._view(arg)
-            case tuple():
-                return tuple(self._arg(item) for item in arg)
-            case _:
-                return plain_argument(arg, self.size)
-
-    def _view(self, view: View | None) -> TensorView:
-        assert view is not None
-        return TensorView(
-            self.slots[view.buffer],
-            tuple(self.size(extent) for extent in view.shape),
-            tuple(self.size(stride) for stride in view.strides),
-            self.size(view.offset),
-            self.dtypes[view.buffer],
-        )
-
-    def _result(self, output: View | Expr | None) -> Result:
-        match output:
-            case View():
-                return self._view(output)
-            case Expr():
-                return self.size(output)
-            case None:
-                return None
-
-
-def plain_argument(arg: Arg, size: Callable[[Expr | Float], Any]) -> Any:
-    """What an operator is given for an argument that is neither a view nor a list. size: of the symbols."""
-    match arg:
-        case Expr() | Float():
-            return size(arg)
-        case Enum("device", name):
-            return torch.device(name)
-        case Enum(_, name):
-            return getattr(torch, name)
-        case _:
-            return arg
-
-
-def operator_of(name: str) -> torch._ops.OpOverload:
-    """The dispatcher's operator for `aten::addmm.out`."""
-    namespace, _, qualified = name.partition("::")
-    packet, _, overload = qualified.partition(".")
-    operator: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-    return operator  # type: ignore[return-value]

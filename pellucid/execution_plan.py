@@ -296,11 +296,12 @@ class Arena:
     def plan(self, size: Numbers) -> MemoryPlan:
         """size: of the symbols."""
         needed = tuple([self._room(buffer, size) for buffer in self._buffers])
-        if needed not in self._made:
-            if len(self._made) == _LAYOUTS:
+        plan = self._made.get(needed)
+        if plan is None:
+            if len(self._made) >= _LAYOUTS:
                 self._made.clear()
-            self._made[needed] = self._laid_out(needed)
-        return self._made[needed]
+            plan = self._made[needed] = self._laid_out(needed)
+        return plan
 
     def _room(self, buffer: PlannedBuffer, size: Numbers) -> int:
         nbytes = buffer.nbytes(size)

@@ -26,8 +26,9 @@ from pellucid.capture.torch_compat import artifact_logger, donated_of, parameter
 from pellucid.capture.transform import transform
 from pellucid.codegen import CppKernel, Roles, compete, functions_of, generate, generate_all, packings_of
 from pellucid.codegen.verify_nest import verify_nest
+from pellucid.description import Probe
 from pellucid.errors import PellucidError
-from pellucid.executable import Executable, Name, Probe, Whole
+from pellucid.executable import Executable, Name, Whole
 from pellucid.execution_plan import ExecutionPlan, plan_execution
 from pellucid.frozen import Frozen
 from pellucid.ir.analysis import reads, writes

@@ -32,7 +32,8 @@ from pellucid.capture.fx import first_line
 from pellucid.capture.identity import identity, shares_memory
 from pellucid.capture.resume import Captured, NotResumable, Witness, adopt, counted, resume, traces, unmet
 from pellucid.capture.torch_compat import artifact_logger, structured_artifact
-from pellucid.executable import Name, operator_of
+from pellucid.description import operator_of
+from pellucid.executable import Name
 from pellucid.ir.decision import Decision
 from pellucid.native.build import default_store
 from pellucid.native.machine import machine_for

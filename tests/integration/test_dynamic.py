@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
+import threading
 from collections import Counter
 from typing import Any
 
@@ -12,8 +14,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
+from pellucid import compile_exported
 from pellucid.backend import last_compilations
-from pellucid.executable import _Describer
+from pellucid.description import Describer
 from pellucid.ir.nodes import Kernel, Program
 from tests.small_models import VOCABULARY, build_small
 from tests.support import assert_matches, interpreted, tensors
@@ -162,13 +165,13 @@ class Decoder(torch.nn.Module):
 def test_new_sizes_are_filled_into_what_was_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are described once for all sizes, and right for each, also for those that come back."""
     described: Counter[str] = Counter()
-    describe = _Describer.describe
+    describe = Describer.describe
 
-    def counted(describer: _Describer, *args: Any) -> Any:
+    def counted(describer: Describer, *args: Any) -> Any:
         described[describer.plan.name] += 1
         return describe(describer, *args)
 
-    monkeypatch.setattr(_Describer, "describe", counted)
+    monkeypatch.setattr(Describer, "describe", counted)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Decoder().eval()
@@ -179,3 +182,29 @@ def test_new_sizes_are_filled_into_what_was_described_once(monkeypatch: pytest.M
             args = torch.randn(2, 1, 32), torch.randn(2, length, 32), torch.randn(2, length, 32)
             assert_matches(call(*args), model(*args), exact(*(each.double() for each in args)))
     assert set(described.values()) == {1}
+
+
+def test_threads_meet_more_sizes_than_are_kept() -> None:
+    """Exported, since Dynamo's guards are not for several threads at once."""
+    model = Decoder().eval()
+    length = torch.export.Dim("length", min=2, max=500)
+    args = torch.randn(2, 1, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
+    exported = torch.export.export(model, args, dynamic_shapes=({}, {1: length}, {1: length}))
+    call = compile_exported(exported)
+    failures: list[str] = []
+
+    def steps(seed: int) -> None:
+        lengths = random.Random(seed).choices(range(2, 120), k=150)
+        for length in lengths:
+            given = torch.ones(2, 1, 32), torch.full((2, length, 32), 0.1), torch.full((2, length, 32), 0.2)
+            with torch.no_grad():
+                got, expected = call(*given), model(*given)
+            if any(g.shape != e.shape or not torch.allclose(g, e, atol=1e-5) for g, e in zip(got, expected, strict=True)):
+                failures.append(f"{seed}: {length}")
+
+    threads = [threading.Thread(target=steps, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

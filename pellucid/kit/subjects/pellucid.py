@@ -14,7 +14,7 @@ from pellucid.backend import compile_fx
 from pellucid.capture.decompositions import decompositions
 from pellucid.capture.fx import origin_of
 from pellucid.codegen import CppKernel
-from pellucid.executable import Probe as NodeProbe
+from pellucid.description import Probe as NodeProbe
 from pellucid.execution_plan import Call, ExecutionPlan, Launch, Place, read_by, written_by
 from pellucid.ir.decision import Decision
 from pellucid.ir.interp import run_program

@@ -10,7 +10,8 @@ import torch
 
 from pellucid.codegen import CppKernel
 from pellucid.codegen.blocks import Blocks
-from pellucid.executable import Sized, operator_of, plain_argument
+from pellucid.description import operator_of, plain_argument
+from pellucid.executable import Sized
 from pellucid.execution_plan import Place
 from pellucid.ir.analysis import arguments_of
 from pellucid.ir.index import ONE, product
