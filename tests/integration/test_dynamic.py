@@ -199,7 +199,9 @@ def test_threads_meet_more_sizes_than_are_kept() -> None:
             given = torch.ones(2, 1, 32), torch.full((2, length, 32), 0.1), torch.full((2, length, 32), 0.2)
             with torch.no_grad():
                 got, expected = call(*given), model(*given)
-            if any(g.shape != e.shape or not torch.allclose(g, e, atol=1e-5) for g, e in zip(got, expected, strict=True)):
+            if any(
+                g.shape != e.shape or not torch.allclose(g, e, atol=1e-5) for g, e in zip(got, expected, strict=True)
+            ):
                 failures.append(f"{seed}: {length}")
 
     threads = [threading.Thread(target=steps, args=(seed,)) for seed in range(4)]
