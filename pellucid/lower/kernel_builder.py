@@ -130,9 +130,11 @@ class KernelBuilder:
         """Names of the axes of these dimensions; dimensions of extent 1 have none."""
         return tuple(axis.name for axis in self.space if int(axis.name[1:]) in dims)
 
-    def const(self, value: Scalar, dtype: DType) -> Value:
-        """A constant of the compute type of `dtype`."""
+    def const(self, value: Scalar | Expr, dtype: DType) -> Value:
+        """A constant of the compute type of `dtype`, or a size as one."""
         dtype = dtype.compute
+        if isinstance(value, Expr):
+            return self.size_value(value, dtype)
         value = wrap(value, dtype)
         return self._line(Const(value), dtype, value)
 

@@ -117,9 +117,9 @@ def _is_numeric(kind: str) -> bool:
     return any(name in kind for name in ("number", "Scalar", "Tensor"))
 
 
-def check_fits(value: bool | int | float, dtype: DType | None) -> None:
+def check_fits(value: bool | int | float | Expr, dtype: DType | None) -> None:
     """Refuse a number that the type cannot hold: eager raises an error for it, where IR constants wrap around."""
-    if dtype is not None and dtype.is_int and wrap(value, dtype) != int(value):
+    if dtype is not None and dtype.is_int and not isinstance(value, Expr) and wrap(value, dtype) != int(value):
         raise NotLowered(f"the number {value} does not fit into {dtype}: ATen reports the error")
 
 

@@ -68,9 +68,7 @@ def full(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     result = graph.new(node.meta["val"], op_name(node))
     kernel = graph.kernel(node, result.shape)
     fill = given.get("fill_value", given.get("s", 0))
-    if isinstance(fill, Expr):
-        value = kernel.size_value(fill, result.dtype)
-    elif isinstance(fill, Float):
+    if isinstance(fill, Float):
         value = kernel.load(graph.float_ref(fill).view, DType.F64, ())
     else:
         check_fits(fill, result.dtype)
@@ -90,18 +88,14 @@ def arange(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     position = kernel.index[0]
     if result.dtype.is_float:
         accumulate = DType.F64
-        value = kernel.position(position).to(accumulate) * _number(kernel, step, accumulate)
-        value = value + _number(kernel, start, accumulate)
+        value = kernel.position(position).to(accumulate) * kernel.const(step, accumulate)
+        value = value + kernel.const(start, accumulate)
     else:
         value = kernel.position(as_expr(start) + position * as_expr(step))
         graph.counters[result.view.buffer] = as_expr(start), as_expr(step)
     kernel.store(result.view, result.dtype, kernel.index, value)
     graph.emit(kernel)
     return result
-
-
-def _number(kernel: KernelBuilder, value: Any, dtype: DType) -> Value:
-    return kernel.size_value(value, dtype) if isinstance(value, Expr) else kernel.const(value, dtype)
 
 
 def inside(kernel: KernelBuilder, position: Expr, low: Expr, high: Expr, extent: Expr) -> Value | None:

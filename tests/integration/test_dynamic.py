@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from pellucid.backend import last_compilations
 from pellucid.description import Describer
 from pellucid.ir.nodes import Kernel, Program
 from tests.small_models import VOCABULARY, build_small
-from tests.support import assert_matches, interpreted, tensors
+from tests.support import assert_matches, check, interpreted, tensors
 
 # (batch, length) or (batch, side): 1 first and later, sizes much larger than the first, and the first one again.
 TOKENS = ((1, 16), (2, 21), (5, 64), (1, 7), (3, 200), (8, 33), (1, 130), (16, 5), (4, 2), (1, 16))
@@ -146,6 +147,24 @@ def test_factors_of_a_product_that_are_not_known_before_the_call(operator):
     for rows, alpha, beta in ((3, 2, 0.5), (5, 3, 0.25), (4, -1, 0.0)):
         args = (torch.randn(*batch, rows, 6), torch.randn(*batch, rows, 7), torch.randn(*batch, 7, 6), alpha, beta)
         torch.testing.assert_close(compiled(*args), scaled(*args))
+
+
+SIZES_AS_NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "index_add": lambda x: x.index_add(0, torch.arange(x.shape[0]), x, alpha=x.shape[0]),
+    "index_fill": lambda x: x.index_fill(0, torch.tensor([0]), x.shape[0]),
+    "scatter": lambda x: x.scatter(1, torch.zeros(x.shape[0], 1, dtype=torch.long), x.shape[0]),
+    "pad": lambda x: torch.nn.functional.pad(x, (1, 2), value=x.shape[0]),
+    "var": lambda x: x.var(0, correction=x.shape[0] - 2),
+    "full of bool": lambda x: torch.full((3, x.shape[0]), x.shape[0] - x.shape[0] // 1, dtype=torch.bool),
+    "arange": lambda x: torch.arange(0, x.shape[0] * 2, x.shape[0], dtype=x.dtype),
+    "addcmul": lambda x: torch.addcmul(x, x, x, value=x.shape[0]),
+    "elu": lambda x: torch.nn.functional.elu(x, alpha=x.shape[0]),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_AS_NUMBERS)
+def test_sizes_are_numbers_that_operators_are_given(name: str) -> None:
+    check(SIZES_AS_NUMBERS[name], *((torch.randn(n, 6),) for n in (5, 2, 7, 31)), dynamic=True)
 
 
 class Decoder(torch.nn.Module):
