@@ -22,10 +22,13 @@ check_versions()
 del check_versions
 
 _FROM = {"profile": "pellucid.profiling", "compile_exported": "pellucid.exported"}
+_MODULES = ("backend", "debug", "profiling")
 
 
 def __getattr__(name: str) -> Any:
-    """`profile`, which comes with the kit, and `compile_exported`: what only compiles loads nothing of them."""
+    """What is used without being imported by name; of the kit, what only compiles loads nothing."""
+    if name in _MODULES:
+        return import_module(f"pellucid.{name}")
     if name not in _FROM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_FROM[name]), name)

@@ -13,7 +13,7 @@ import torch
 
 from pellucid.execution_plan import ExecutionPlan, Launch, Place, where
 from pellucid.ir.derived import Float, Formulas, Numbers, by_name
-from pellucid.ir.index import Expr, sym
+from pellucid.ir.index import ONE, Expr, sym
 from pellucid.ir.nodes import Arg, Enum, Extern, View
 from pellucid.ir.types import TORCH_DTYPES
 from pellucid.native.encode import Template
@@ -88,10 +88,13 @@ class Places:
         return slots
 
     def expected(self, view: View, size: Numbers) -> Expected:
-        """What an argument must be, of which `view` is the whole."""
+        """What an argument must be, of which `view` is the whole.
+
+        The step along a dimension of one element says nothing, and may be a size that the graph is not given.
+        """
         dtype = TORCH_DTYPES[self._plan.buffers[self.numbers[view.buffer]].dtype]
-        shape, strides = (tuple(map(size, each)) for each in (view.shape, view.strides))
-        return view.buffer, self.inputs[view.buffer], dtype, shape, strides
+        strides = (ONE if extent == ONE else stride for extent, stride in zip(view.shape, view.strides, strict=True))
+        return view.buffer, self.inputs[view.buffer], dtype, tuple(map(size, view.shape)), tuple(map(size, strides))
 
 
 @dataclass(frozen=True, slots=True)

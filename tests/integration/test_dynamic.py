@@ -149,6 +149,23 @@ def test_factors_of_a_product_that_are_not_known_before_the_call(operator):
         torch.testing.assert_close(compiled(*args), scaled(*args))
 
 
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_training_on_a_batch_of_one_that_is_cut_off_a_longer_tensor(dynamic: bool | None) -> None:
+    """The step along its first axis is a size that the backward graph is not given."""
+    torch._dynamo.reset()
+    layer = torch.nn.Linear(6, 6)
+
+    def loss(h: torch.Tensor) -> torch.Tensor:
+        return (layer(h) * h.sin()).sum()
+
+    call = torch.compile(loss, backend="pellucid", dynamic=dynamic)
+    for batch, whole, length in ((1, 64, 5), (1, 50, 9), (1, 70, 7), (2, 64, 5), (2, 33, 8)):
+        h = torch.randn(batch, whole, 6, requires_grad=True)
+        parameters = [h, *layer.parameters()]
+        found, expected = (torch.autograd.grad(each(h[:, :length]), parameters) for each in (call, loss))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 SIZES_AS_NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "index_add": lambda x: x.index_add(0, torch.arange(x.shape[0]), x, alpha=x.shape[0]),
     "index_fill": lambda x: x.index_fill(0, torch.tensor([0]), x.shape[0]),

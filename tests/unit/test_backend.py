@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from pellucid import backend
@@ -39,3 +40,12 @@ def test_the_garbage_collector_rests_during_compilation_and_is_on_again_afterwar
     torch.compile(lambda x: x + 1, backend="pellucid")(torch.ones(3))
     assert seen == [False]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("name", ["backend.last_starts", "debug.check", "profiling.profile_of_function", "profile"])
+def test_what_the_readme_names_needs_no_other_import(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import pellucid; print(callable(pellucid.{name}))"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == "True\n", done
