@@ -30,6 +30,10 @@ from pellucid.schedule.memory import MemoryPlan
 _INSTANCES = 64
 
 
+# What `_load` makes.
+_OF_THIS_PROCESS = frozenset("_addresses choices _positions _lock _arenas _described _instances _sized _static".split())
+
+
 class Whole:
     """A program and its kernels as the compiler made them, for those who look into them.
 
@@ -129,9 +133,7 @@ class Executable:
         """What a later process needs, which finds the kernels in the store."""
         if self._probes:
             raise InternalError(f"{self._plan.name} has probes, which are of this process")
-        here = {"_addresses", "choices", "_positions", "_static"}
-        here |= {"_lock", "_arenas", "_described", "_instances", "_sized"}
-        return {name: value for name, value in self.__dict__.items() if name not in here}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -211,8 +213,6 @@ class Name(str):
 _Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor], list[Expected], list[int]]"
 # The sizes of an instance, whether it takes over donated inputs, and whether its nodes are observed.
 _Key: TypeAlias = "tuple[tuple[int, ...], bool, bool]"
-
-
 # Whether nodes are observed, and how many trials have ended.
 _Kind: TypeAlias = "tuple[bool, int]"
 

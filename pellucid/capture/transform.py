@@ -57,8 +57,8 @@ def _is_exact_copy(node: torch.fx.Node, mapping: Mapping[torch.fx.Node, torch.fx
         return False
     if strides_of(copy) != strides_of(original) or node.args[0].op != "call_function":
         return False
-    starts = (expr_of(each.storage_offset()) for each in (copy, original))
-    return len({*starts}) == 1 or not any(map(aliases, node.users))
+    begins, began = (expr_of(each.storage_offset()) for each in (copy, original))
+    return begins == began or not any(map(aliases, node.users))
 
 
 def returned(graph: torch.fx.Graph) -> set[torch.fx.Node]:

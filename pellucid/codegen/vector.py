@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
-from operator import itemgetter
 from typing import TypeAlias
 
 from pellucid.codegen.collisions import colliding
@@ -107,7 +106,11 @@ def choose(kernel: Kernel, machine: Machine, enabled: bool) -> VectorChoice:
     for name in candidates(kernel):
         for lanes in _widths(base_lanes(kernel, machine)):
             prices[name, lanes] = cost(kernel, name, lanes, tiling(kernel, name, lanes, machine).lines)
-    best, lanes = min(prices, key=lambda each: (prices[each], -each[1]))
+
+    def rank(way: tuple[str, int]) -> tuple[float, int]:
+        return prices[way], -way[1]
+
+    best, lanes = min(prices, key=rank)
     price = prices[best, lanes]
     chosen_way = (None, 1) if price >= scalar else (best, lanes)
     facts = (
@@ -119,8 +122,8 @@ def choose(kernel: Kernel, machine: Machine, enabled: bool) -> VectorChoice:
         return VectorChoice(None, 1, Tiling(), (Decision("codegen.vectorize", (kernel.name,), False, why, facts),))
     width = lanes * unroll(kernel, best, lanes, machine)
     rest = sorted({name for name, _ in prices} - {best})
-    ways = [(prices[way] / price, *way) for way in sorted(prices, key=lambda way: -way[1])]
-    rivals = sorted(min((way for way in ways if way[1] == name), key=itemgetter(0)) for name in rest)
+    ways = (min((way for way in prices if way[0] == name), key=rank) for name in rest)
+    rivals = sorted((prices[way] / price, *way) for way in ways)
     others = f", cheaper than along {', '.join(rest)}" if rest else ""
     why = f"{width} lanes along {best}{others}"
     chosen = Decision("codegen.vectorize", (kernel.name,), True, why, (*facts, ("width", width)))

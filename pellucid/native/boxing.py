@@ -92,16 +92,14 @@ def real(value: float | Unknown) -> Size:
 def _bits(kind: str, value: Arg, name: str) -> Size:
     """A scalar as the dispatcher's 64-bit stack entry. Raises Unboxable for what it has no form for."""
     match kind, value:
-        case "FloatType", Unknown():
-            return real(value)
-        case (("IntType" | "SymIntType"), Unknown()):
-            return value
-        case "FloatType", bool() | int() | float():
+        case "FloatType", bool() | int() | float() | Unknown():
             return real(value)
         case "BoolType", bool() | int():
             return int(bool(value))
         case (("IntType" | "SymIntType"), bool() | int()):
             return int(value)
+        case (("IntType" | "SymIntType"), Unknown()):
+            return value
         case "ScalarTypeType", torch.dtype():
             return dtype_code(value)
         case "LayoutType", torch.layout():

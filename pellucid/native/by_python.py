@@ -9,7 +9,17 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pellucid.native.instance import Arg, FunctionalCall, OutCall, PythonCall, TensorView, Unknown, outputs_of, views_in
+from pellucid.native.instance import (
+    Arg,
+    FunctionalCall,
+    OutCall,
+    PythonCall,
+    TensorView,
+    Unknown,
+    arguments_of,
+    outputs_of,
+    views_in,
+)
 
 Trampoline: TypeAlias = "Callable[[list[torch.Tensor]], list[object]]"
 """From the tensors of a call's views to what it returns."""
@@ -35,12 +45,12 @@ def trampoline(call: OutCall | FunctionalCall | PythonCall, numbers: Sequence[An
 
 def tensor_arguments(call: OutCall | FunctionalCall | PythonCall) -> list[TensorView]:
     """The views among the arguments of a call, in order."""
-    return list(views_in((*call.args, *(value for _, value in call.kwargs))))
+    return list(views_in(arguments_of(call)))
 
 
 def is_open(call: OutCall | FunctionalCall | PythonCall) -> bool:
     """Whether arguments, apart from the shapes of tensors, are numbers that are not known yet."""
-    return any(map(_is_open, (*call.args, *(value for _, value in call.kwargs))))
+    return _is_open(arguments_of(call))
 
 
 def _is_open(arg: Arg) -> bool:

@@ -137,21 +137,18 @@ class Template:
                     raise InternalError(f"slot {number} is at byte {offset} of an arena of {arena}")
                 if number in self._returned:
                     raise InternalError(f"result {number} lies in the arena, whose content does not outlive the run")
-                words = _ARENA, offset
+                words = Place.ARENA, offset
             case InputSlot(index):
                 if not 0 <= index < self._inputs:
                     raise InternalError(f"slot {number} is argument {index} of {self._inputs}")
-                words = _INPUT, index
+                words = Place.INPUT, index
             case OutputSlot(nbytes):
-                words = _OUTPUT, nbytes
+                words = Place.OUTPUT, nbytes
             case ExternSlot():
-                words = _EXTERN, 0
-        if (words[0] == _EXTERN) != (number in self._externs):
+                words = Place.EXTERN, 0
+        if isinstance(slot, ExternSlot) != (number in self._externs):
             raise InternalError(f"slot {number} is {slot}, and was described otherwise")
         return words
-
-
-_ARENA, _INPUT, _OUTPUT, _EXTERN = (place.value for place in (Place.ARENA, Place.INPUT, Place.OUTPUT, Place.EXTERN))
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,8 +203,12 @@ def slots_of(call: Call) -> Iterator[int]:
     if isinstance(call, KernelCall):
         yield from call.slots
     else:
-        for arg in (*call.args, *(value for _, value in call.kwargs)):
-            yield from (view.slot for view in views_in(arg))
+        yield from (view.slot for view in views_in(arguments_of(call)))
+
+
+def arguments_of(call: OutCall | FunctionalCall | PythonCall) -> tuple[Arg, ...]:
+    """All arguments of a call, those by position first."""
+    return (*call.args, *(value for _, value in call.kwargs))
 
 
 def views_read(call: Call) -> Iterator[TensorView]:
