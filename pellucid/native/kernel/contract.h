@@ -65,17 +65,18 @@ PV_FN Ahead ahead_of(const Panels& b, int64_t unit, int64_t k, int64_t all, int6
   const int64_t bytes = least(DEPTH, all - from) * COLUMNS * int64_t(sizeof(float));
   return Ahead::over(at, bytes, 1, bytes, steps_of<F>(m, k), MOST_OF_PANELS<F>);
 }
-// What is read after the terms from t on, `depth` of k, of n columns of b, while m rows of them are computed: the next
-// terms, else the first ones of the next columns.
+// What is read after the terms from t on, `depth` of k, of the panel of column j of n of b, while m rows of them are
+// computed: the same terms of the next panel, else the next terms of the first one, else the next block.
 template <class E>
-PV_FN Ahead ahead_of(const Matrix<E>& b, int64_t t, int64_t depth, int64_t k, int64_t n, int64_t m) {
+PV_FN Ahead ahead_of(const Matrix<E>& b, int64_t t, int64_t depth, int64_t k, int64_t j, int64_t n, int64_t m) {
   using F = Factor<E>;
-  const bool more = t + depth < k, along = b.row == 1;
+  const bool last = j + COLUMNS >= n, whole = t + depth >= k, along = b.row == 1;
   if (!along && b.column != 1) return {};
-  const int64_t terms = more ? least(depth, k - t - depth) : depth, bytes = (along ? terms : n) * int64_t(sizeof(E));
-  const int64_t steps = panels_of(n) / COLUMNS * steps_of<F>(m, units_of<E>(depth));
-  return Ahead::over(more ? b(t + depth, 0) : b(0, n), bytes, along ? n : terms,
-                     (along ? b.column : b.row) * int64_t(sizeof(E)), steps, MOST_AS_IT_LIES<F>);
+  const int64_t terms = last && !whole ? least(depth, k - t - depth) : depth;
+  const int64_t bytes = (along ? terms : COLUMNS) * int64_t(sizeof(E));
+  return Ahead::over(!last ? b(t, j + COLUMNS) : whole ? b(0, n) : b(t + depth, 0), bytes, along ? COLUMNS : terms,
+                     (along ? b.column : b.row) * int64_t(sizeof(E)), steps_of<F>(m, units_of<E>(depth)),
+                     MOST_AS_IT_LIES<F>);
 }
 
 // c = 0
@@ -97,7 +98,7 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
       for (int64_t t = 0; t < k; t += LONG) dot_block(m, n, least(LONG, k - t), a.from(0, t), b.from(t, 0), c.after(t, LONG, k));
       return;
     }
-  alignas(64) float columns[is_packed<B> ? COLUMNS : N * DEPTH];
+  alignas(64) float columns[is_packed<B> ? COLUMNS : COLUMN_PANEL];
   alignas(64) float rows[(M + ROWS - 1) / ROWS * ROW_PANEL];
   const Left left = left_of(a, m, k);
   Beside beside;
@@ -121,14 +122,17 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
     } else {
       const bool lies = m <= FEW_ROWS && b.column == 1 && k % T == 0;
       const int64_t in_place = lies && (std::is_same_v<E, float> || M <= FEW_ROWS) ? n / COLUMNS * COLUMNS : 0;
-      if (in_place < n) pack_columns(b.from(t, in_place), depth, n - in_place, columns);
-      constexpr bool all_columns = WIDTH > 0 && WIDTH <= N;  // then the next block reads the same ones again
-      if (in_place == 0) beside.ahead = all_columns && t + depth >= k ? Ahead{} : ahead_of(b, t, depth, k, n, m);
       for (int64_t j = 0; j < in_place; j += COLUMNS) {
         beside.ahead = {b(t + AHEAD * T, j), b.row * T * int64_t(sizeof(E))};
         if constexpr (std::is_same_v<E, float> || M <= FEW_ROWS) column(j, LyingRows<E>{b(t, j), b.row});
       }
-      for (int64_t j = in_place; j < n; j += COLUMNS) column(j, Rows{columns + (j - in_place) * DEPTH, COLUMNS});
+      constexpr bool all_columns = WIDTH > 0 && WIDTH <= N;  // then the next block reads the same ones again
+      for (int64_t j = in_place; j < n; j += COLUMNS) {  // a panel that is packed is in the first cache when it is read
+        pack_columns(b.from(t, j), depth, least(COLUMNS, n - j), columns);
+        const bool again = all_columns && t + depth >= k && j + COLUMNS >= n;
+        if (in_place == 0) beside.ahead = again ? Ahead{} : ahead_of(b, t, depth, k, j, n, m);
+        column(j, Rows{columns, COLUMNS});
+      }
     }
   }
 }

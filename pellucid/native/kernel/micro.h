@@ -94,8 +94,7 @@ struct Panels {
 };
 template <class Right> constexpr bool is_packed = std::is_same_v<Right, Panels>;
 
-// A block packs its own panels together, because a line of b, and a page, holds several of them. They have room for
-// DEPTH units.
+// A panel has room for DEPTH units: what is packed at a time.
 constexpr int COLUMN_PANEL = COLUMNS * DEPTH;
 
 // Lines of a matrix that lie in different pages are no pattern that the processor foresees: so many of them ahead, they
@@ -130,12 +129,13 @@ PV_SHARED void pack_columns(
   const int64_t whole = n / COLUMNS * COLUMNS;  // columns
   int64_t done = 0;                             // units
   if (b.column == 1) {
-    for (; done < k / T; done++)
-      for (int64_t j = 0; j < whole; j += COLUMNS) {
-        float* to = panels + j / COLUMNS * panel + place(done) * COLUMNS;
-        prefetch<COLUMNS>(b(done * T + AHEAD, j));
-        write_column(to, read_across(b(done * T, j), b.row));
-        write_column(to + COLUMN, read_across(b(done * T, j + COLUMN), b.row));
+    done = k / T;
+    for (int64_t j = 0; j < whole; j += COLUMNS)
+      for (int64_t i = 0; i < done; i++) {
+        float* to = panels + j / COLUMNS * panel + place(i) * COLUMNS;
+        prefetch<COLUMNS>(b(i * T + AHEAD, j));
+        write_column(to, read_across(b(i * T, j), b.row));
+        write_column(to + COLUMN, read_across(b(i * T, j + COLUMN), b.row));
       }
   } else if (b.row == 1) {  // squares whose rows are columns of b
     done = k / T / COLUMN * COLUMN;
