@@ -66,18 +66,22 @@ PV_FN Ahead ahead_of(const Panels& b, int64_t unit, int64_t k, int64_t all, int6
   return Ahead::over(at, bytes, 1, bytes, steps_of<F>(m, k), MOST_OF_PANELS<F>);
 }
 // What is read after the terms from t on, `depth` of k, of the panel of column j of n of b, while m rows of them are
-// computed: the same terms of the next panel, else the next terms of the first one, else the next block.
-template <class E>
+// computed: the same terms of the next panel, else the next terms of the first one, else the next block, unless that
+// reads the same columns again.
+template <bool SAME_COLUMNS, class E>
 PV_FN Ahead ahead_of(const Matrix<E>& b, int64_t t, int64_t depth, int64_t k, int64_t j, int64_t n, int64_t m) {
   using F = Factor<E>;
   const bool last = j + COLUMNS >= n, whole = t + depth >= k, along = b.row == 1;
-  if (!along && b.column != 1) return {};
+  if ((!along && b.column != 1) || (SAME_COLUMNS && last && whole)) return {};
   const int64_t terms = last && !whole ? least(depth, k - t - depth) : depth;
   const int64_t bytes = (along ? terms : COLUMNS) * int64_t(sizeof(E));
   return Ahead::over(!last ? b(t, j + COLUMNS) : whole ? b(0, n) : b(t + depth, 0), bytes, along ? COLUMNS : terms,
                      (along ? b.column : b.row) * int64_t(sizeof(E)), steps_of<F>(m, units_of<E>(depth)),
                      MOST_AS_IT_LIES<F>);
 }
+
+// True if a block has all columns: then the next one reads the same ones.
+template <int N, int WIDTH> constexpr bool in_one_block = WIDTH > 0 && WIDTH <= N;
 
 // c = 0
 PV_FN void clear(int64_t m, int64_t n, const Sums& c) {
@@ -126,11 +130,9 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
         beside.ahead = {b(t + AHEAD * T, j), b.row * T * int64_t(sizeof(E))};
         if constexpr (std::is_same_v<E, float> || M <= FEW_ROWS) column(j, LyingRows<E>{b(t, j), b.row});
       }
-      constexpr bool all_columns = WIDTH > 0 && WIDTH <= N;  // then the next block reads the same ones again
       for (int64_t j = in_place; j < n; j += COLUMNS) {  // a panel that is packed is in the first cache when it is read
         pack_columns(b.from(t, j), depth, least(COLUMNS, n - j), columns);
-        const bool again = all_columns && t + depth >= k && j + COLUMNS >= n;
-        if (in_place == 0) beside.ahead = again ? Ahead{} : ahead_of(b, t, depth, k, j, n, m);
+        if (in_place == 0) beside.ahead = ahead_of<in_one_block<N, WIDTH>>(b, t, depth, k, j, n, m);
         column(j, Rows{columns, COLUMNS});
       }
     }

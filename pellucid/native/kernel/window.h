@@ -169,32 +169,35 @@ inline void contract(int64_t n, int64_t k, const Window<E>& a, const Right& b, c
   constexpr int T = TERMS<E>;
   const int64_t m = a.height(), area = a.area();
   if (k <= 0) clear(m, n, c);
-  alignas(64) float columns[is_packed<Right> ? COLUMNS : N * DEPTH];
+  alignas(64) float columns[is_packed<Right> ? COLUMNS : COLUMN_PANEL];
   alignas(64) float rows[M * DEPTH];
   auto* terms = (Factor<E>*)rows;
   Beside beside;
+  const bool finite_only = a.padded && !a.zeros;
+  if constexpr (is_packed<Right>)
+    if (finite_only && !b.finite) return contract_each(n, k, a, b, c);
   int64_t step = a.planes ? DEPTH / area : TERMS_AT_ONCE<E>;
   if (a.planes) step = (step > COLUMN ? step / COLUMN * COLUMN : step) * area;
   for (int64_t t = 0; t < k; t += step) {
     const int64_t depth = least(step, k - t), units = units_of<E>(depth);
-    Panels panels;
-    if constexpr (is_packed<Right>) {
-      panels = {b(t / T, 0), b.depth, b.finite};
-    } else {
-      if (a.planes)
-        pack_columns(b.from(t, 0), depth, n, columns, COLUMN_PANEL, ByTap(area, depth / area));
-      else
-        pack_columns(b.from(t, 0), depth, n, columns);
-      panels = {columns, DEPTH, !a.padded || a.zeros || finite<Factor<E>>(units, n, columns)};
-    }
-    if (a.padded && !a.zeros && !panels.finite) return contract_each(n, k, a, b, c);
     gather_rows(a, t, depth, terms);
     const LeftRows left = Matrix<Factor<E>>{terms, TERMS_AT_ONCE<E>, 1};
     const Sums sums = c.after(t, depth, k);
+    const ByTap by_tap(area, a.planes ? depth / area : 0);
     for (int64_t j = 0; j < n; j += COLUMNS) {
-      const Rows right{panels(0, j), COLUMNS};  // as an argument it ends GCC 12 with an internal error
-      if constexpr (is_packed<Right>) beside.ahead = ahead_of<Factor<E>>(b, t / T, units, units_of<E>(k), j, n, m);
-      panel<WIDTH>(beside, m, n - j, units, left, right, sums.from(0, j));
+      const float* right = columns;
+      if constexpr (is_packed<Right>) {
+        right = b(t / T, j);
+        beside.ahead = ahead_of<Factor<E>>(b, t / T, units, units_of<E>(k), j, n, m);
+      } else {
+        const int64_t some = least(COLUMNS, n - j);
+        if (a.planes) pack_columns(b.from(t, j), depth, some, columns, COLUMN_PANEL, by_tap);
+        else pack_columns(b.from(t, j), depth, some, columns);
+        if (finite_only && !finite<Factor<E>>(units, some, columns)) return contract_each(n, k, a, b, c);
+        beside.ahead = ahead_of<in_one_block<N, WIDTH>>(b, t, depth, k, j, n, m);
+      }
+      const Rows from{right, COLUMNS};  // as an argument it ends GCC 12 with an internal error
+      panel<WIDTH>(beside, m, n - j, units, left, from, sums.from(0, j));
     }
   }
 }
