@@ -24,6 +24,7 @@ from pellucid.capture.row_layout import joint_rows_first, rows_first
 from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger, donated_of, parameters_of, real_tensors
 from pellucid.capture.transform import transform
+from pellucid.capture.verify_views import verify_views
 from pellucid.codegen import CppKernel, Roles, compete, functions_of, generate, generate_all, packings_of
 from pellucid.codegen.verify_nest import verify_nest
 from pellucid.description import Probe
@@ -428,6 +429,8 @@ def _recorded(run: Run, record: GraphRecord) -> Run:
 
 
 def _verify(stage: str, unit: Unit) -> None:
+    if stage == "transform":
+        verify_views(unit.graph.graph)
     if stage == "lower":
         verify_program(unit.lowered)
     if stage == "schedule":

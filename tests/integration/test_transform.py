@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pellucid.capture.transform import transform
+from pellucid.capture.verify_views import verify_views
+from pellucid.errors import InternalError
 from tests.support import check
 
 
@@ -49,6 +51,28 @@ def test_views_of_a_copy_begin_where_the_copy_does(dynamic: bool) -> None:
         return once, twice.view(6, 16) @ w, twice.flatten().exp(), x[:, 5:].clone() * 2, turned + 1
 
     check(cut, (torch.randn(1, 12, 16), torch.randn(16, 16)), dynamic=dynamic)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (lambda x: x[2:4], r"captured as \[\(\(12,\), \(1,\), 0\)\].*they are \[\(\(12,\), \(1,\), 12\)\]"),
+        (lambda x: x.t(), "has no such view"),
+    ],
+    ids=["slice", "transposed"],
+)
+def test_a_pass_that_moves_what_a_view_is_of_is_noticed(source: Callable[[Tensor], Tensor], told: str) -> None:
+    """By the option `verify`: here a copy is left out that must be made."""
+
+    def view_of_copy(x: Tensor) -> Tensor:
+        return source(x).clone(memory_format=torch.contiguous_format).view(-1)
+
+    graph = make_fx(view_of_copy, tracing_mode="fake")(torch.randn(4, 6)).graph
+    verify_views(graph)
+    (copy,) = (node for node in graph.nodes if node.target is torch.ops.aten.clone.default)
+    copy.replace_all_uses_with(copy.args[0])
+    with pytest.raises(InternalError, match=f"view.*{told}"):
+        verify_views(graph)
 
 
 def test_copies_stay_where_something_changes_the_original() -> None:

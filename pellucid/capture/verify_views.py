@@ -1,0 +1,44 @@
+"""What lowering relies on in a captured graph: views lie where their operators put them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pellucid.capture.relayout import has_symbols
+from pellucid.capture.torch_compat import quiet_fake_tensors
+from pellucid.capture.transform import aliases
+from pellucid.errors import InternalError
+
+
+def verify_views(graph: torch.fx.Graph) -> None:
+    """Raise InternalError unless sizes, strides and offset of each view follow from its argument's.
+
+    Lowering goes by what was captured of a view. A pass that puts another tensor in the place of its argument must
+    keep where that begins, or views read elsewhere. Graphs with symbolic sizes pass: to compare these adds guards.
+    """
+    if has_symbols(graph):
+        return
+    for node in graph.nodes:
+        if aliases(node) and node.target is not operator.getitem and not node.target._schema.is_mutable:
+            _verify_view(node)
+
+
+def _verify_view(node: torch.fx.Node) -> None:
+    captured = [_place(each) for each in pytree.tree_leaves(node.meta["val"])]
+    args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda each: each.meta["val"], (node.args, node.kwargs))
+    try:
+        with quiet_fake_tensors(), torch.no_grad():
+            found = [_place(each) for each in pytree.tree_leaves(node.target(*args, **kwargs))]  # type: ignore[operator]
+    except (RuntimeError, ValueError) as error:
+        raise InternalError(f"{node.format_node()}: its argument has no such view: {error}") from error
+    if found != captured:
+        what = "sizes, strides and offset"
+        raise InternalError(f"{node.format_node()}: {what} captured as {captured}; of its argument they are {found}")
+
+
+def _place(value: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | torch.SymInt]:
+    return tuple(value.shape), value.stride(), value.storage_offset()
