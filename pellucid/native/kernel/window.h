@@ -185,9 +185,9 @@ inline void contract(int64_t n, int64_t k, const Window<E>& a, const Right& b, c
     const Sums sums = c.after(t, depth, k);
     const ByTap by_tap(area, a.planes ? depth / area : 0);
     for (int64_t j = 0; j < n; j += COLUMNS) {
-      const float* right = columns;
+      const float* at = columns;
       if constexpr (is_packed<Right>) {
-        right = b(t / T, j);
+        at = b(t / T, j);
         beside.ahead = ahead_of<Factor<E>>(b, t / T, units, units_of<E>(k), j, n, m);
       } else {
         const int64_t some = least(COLUMNS, n - j);
@@ -196,8 +196,8 @@ inline void contract(int64_t n, int64_t k, const Window<E>& a, const Right& b, c
         if (finite_only && !finite<Factor<E>>(units, some, columns)) return contract_each(n, k, a, b, c);
         beside.ahead = ahead_of<in_one_block<N, WIDTH>>(b, t, depth, k, j, n, m);
       }
-      const Rows from{right, COLUMNS};  // as an argument it ends GCC 12 with an internal error
-      panel<WIDTH>(beside, m, n - j, units, left, from, sums.from(0, j));
+      const Rows right{at, COLUMNS};  // as an argument it ends GCC 12 with an internal error
+      panel<WIDTH>(beside, m, n - j, units, left, right, sums.from(0, j));
     }
   }
 }
