@@ -99,23 +99,19 @@ def by_windows(shape: Shape, height: int, machine: Machine) -> float:
 
 
 def ranked(shape: Shape, machine: Machine) -> list[tuple[float, Shape, Way]]:
-    """The ways that caches and stack hold, of lines that may be in pieces, with their prices, the cheapest first."""
-    priced = (
-        (_price(each, way, machine), each, way)
-        for each in _with_short_lines(shape, machine)
-        for way in _ways(each, machine)
+    """The ways that caches and stack hold, with their prices, the cheapest first.
+
+    If they do not hold two lines, lines are cut into pieces of whole tiles.
+    """
+    pieces = (count for count in range(2, shape.pixels // 2 + 1) if shape.pixels % (2 * count) == 0)
+    return _priced(shape, machine) or sorted(
+        (each for count in pieces for each in _priced(shape.in_pieces(count), machine)), key=itemgetter(0)
     )
-    return sorted(priced, key=itemgetter(0))
 
 
-def _with_short_lines(shape: Shape, machine: Machine) -> Iterator[Shape]:
-    """`shape`, if the cache holds two of its lines; else with lines cut into pieces of whole tiles of which it does."""
-    if shape.transformed(2, machine) <= _SHARE * machine.own_cache:
-        yield shape
-        return
-    for count in range(2, shape.pixels // 2 + 1):
-        if shape.pixels % (2 * count) == 0:
-            yield shape.in_pieces(count)
+def _priced(shape: Shape, machine: Machine) -> list[tuple[float, Shape, Way]]:
+    ways = ((_price(shape, way, machine), shape, way) for way in _ways(shape, machine))
+    return sorted(ways, key=itemgetter(0))
 
 
 def _ways(shape: Shape, machine: Machine) -> Iterator[Way]:

@@ -113,9 +113,9 @@ def test_taps_that_lie_apart_are_neighbours_in_a_phase(
 @pytest.mark.parametrize(
     ("shape", "outputs", "dilation"),
     [
-        ((1, 480, 5, 72), 64, 1),
-        ((2, 480, 8, 72), 40, 1),  # several images, columns that fill no panel
-        ((1, 512, 4, 128), 32, 2),  # pieces of phases
+        ((1, 640, 5, 72), 64, 1),
+        ((2, 640, 8, 72), 40, 1),  # several images, columns that fill no panel
+        ((1, 768, 4, 128), 32, 2),  # pieces of phases
     ],
 )
 def test_lines_that_the_cache_does_not_hold_lie_in_pieces(
