@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commit import other_thirds, third_of_commit
+
 # Kernels are the same on every run, whatever was measured on the machine.
 os.environ.setdefault("PELLUCID_MACHINE", "reference")
 
@@ -19,6 +21,19 @@ os.environ.setdefault("PELLUCID_REUSE", "0")
 
 # A runner that starts the tests in the background leaves Ctrl-C ignored, for the processes that tests start as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "which cases of the tests marked `sampled` run: all of them, or a third, another one for each commit"
+    parser.addoption("--cases", choices=("all", "third"), default="all", help=about)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("cases") == "third":
+        sampled = (item.nodeid for item in items if item.get_closest_marker("sampled"))
+        others = other_thirds(sampled, third_of_commit())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
+        items[:] = [item for item in items if item.nodeid not in others]
 
 
 @pytest.hookimpl(wrapper=True)

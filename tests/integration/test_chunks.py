@@ -215,6 +215,7 @@ def judge(loss: Loss, dtype: torch.dtype, **options: Any) -> None:
     assert_matches(gradients(compiled, leaves(dtype)), gradients(loss, leaves(dtype)), exact)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("loss", "dtype"),
     [
@@ -229,6 +230,7 @@ def test_losses_and_gradients_of_parts(loss: Loss, dtype: torch.dtype, decided: 
     assert [decision.ok for decision in decided] == [True], decided
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
 def test_what_needs_all_rows_stays_whole(loss: Loss, decided: list[Decision]) -> None:
     if loss in (clipped, narrowed):  # in float64 another hook is called with other numbers

@@ -113,6 +113,7 @@ def test_addmm_scales_and_broadcasts(shape: tuple[int, ...], beta: float, alpha:
     compiled(lambda b, x, w: torch.addmm(b, x, w, beta=beta, alpha=alpha), b, x, w)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize(
     ("m", "k", "n", "transposed"),
@@ -252,6 +253,7 @@ def test_gradients_are_products_too() -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("m", [7, 65, 700])
 @pytest.mark.parametrize("k", [1, 2, 49, 192])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

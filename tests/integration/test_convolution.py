@@ -137,6 +137,7 @@ LINES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("line", "kernel", "options"), LINES)
 def test_lines_are_convolved_like_images(
@@ -168,6 +169,7 @@ TRANSPOSED = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("image", "kernel", "options"), TRANSPOSED)
 def test_transposed_convolutions_are_convolutions(
@@ -449,6 +451,7 @@ def test_a_parameter_per_channel_is_loaded_once_per_row_under_a_mask_that_depend
     assert len(masked) == 1, "only the load of x may be masked"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool])
 @pytest.mark.parametrize("shape", [(17, 33, 3, 3), (8, 64, 5, 5), (4, 40, 7, 1), (3, 70, 3, 2), (1, 16, 4, 4)])
 def test_weights_are_laid_out_in_squares_that_fit_their_taps(
@@ -581,6 +584,7 @@ def test_a_view_between_convolutions_that_channels_last_has_not_gets_a_copy(tmp_
     assert row["ok"] == "1", row
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("groups", [1, 4, 16])
 @pytest.mark.parametrize("affine", [False, True])
 def test_group_norms_between_convolutions_keep_channels_last(tmp_path: Path, groups: int, affine: bool) -> None:
@@ -678,6 +682,7 @@ def weight_normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.conv2d(F.conv2d(x.tanh(), weight * 1.0, padding=1).tanh(), weight, padding=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "function",
     [
@@ -782,6 +787,7 @@ FEW_CHANNELS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize(("image", "kernel", "options"), FEW_CHANNELS)
 def test_images_of_few_channels_are_read_as_they_lie(
@@ -833,6 +839,7 @@ def test_what_is_not_finite_meets_only_what_it_is_multiplied_with(
     torch.testing.assert_close(result[~spoilt].double(), exact[~spoilt], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def gradients(
     return torch.autograd.grad(result, leaves, seed.to(result.dtype))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("image", "kernel", "options", "ours"), GRADIENTS)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
 @pytest.mark.parametrize("bias", [True, False])
@@ -80,6 +81,7 @@ def test_gradients_that_are_sums_of_products_are_kernels(
     assert_kernels(function, tensors, layout, ours, tmp_path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("image", "kernel", "options", "ours"),
     [

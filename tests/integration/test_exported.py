@@ -142,6 +142,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], Any, list[tuple
 WITH_PARAMETERS = ("changes", "tied", "regions", "images", "channels last", "training mode")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "freeze"), [*((name, False) for name in CASES), *((name, True) for name in WITH_PARAMETERS)]
 )
@@ -163,6 +164,7 @@ def test_values_and_changes_are_those_of_the_module(name: str, freeze: bool) -> 
         torch.testing.assert_close(value, state[buffer])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_small_models(name: str) -> None:
     """Frozen, with outputs and arguments by name as `transformers` has them."""

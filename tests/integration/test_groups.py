@@ -48,6 +48,7 @@ class Block(nn.Module):
         return y + x if y.shape == x.shape else y
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize(
     ("shape", "outputs", "groups", "taps", "options"),

@@ -119,6 +119,7 @@ def test_different_orders_stay_apart_where_they_shall(function: Function) -> Non
     assert last_compilations()[-1].kernels == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("function", ONE_KERNEL)
 def test_sizes_may_change_and_be_short(function: Function) -> None:
     run = compiled(function, dynamic=True)

@@ -73,6 +73,7 @@ def records(monkeypatch: pytest.MonkeyPatch) -> list[GraphRecord]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_nests_of_models_run_as_the_interpreter_says(name: str, records: list[GraphRecord]) -> None:
     make, args, calls = CASES[name]

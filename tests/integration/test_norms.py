@@ -77,6 +77,7 @@ def check_accuracy(function: Function, shape: tuple[int, int], offset: float, dt
     assert ours <= max(2 * eagers, torch.finfo(dtype).eps), (ours, eagers)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("function", [variance, layer_norm, rms_norm, group_norm])
@@ -108,6 +109,7 @@ def test_norms_of_columns_far_from_zero_are_as_accurate_as_eagers(function: Func
         check_accuracy(function, shape, offset, torch.float32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("function", [variance, layer_norm, batch_norm], ids=lambda each: each.__name__)
 def test_gradients_of_norms_are_as_accurate_as_eagers(function: Function) -> None:
     for shape in ((64, 2), (64, 3), (33, 768)):
@@ -120,6 +122,7 @@ def test_norms_of_bf16_are_as_accurate_as_eagers(function: Function) -> None:
     check_accuracy(function, (33, 768), 10.0, torch.bfloat16)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("expanded", [False, True])
 @pytest.mark.parametrize("shape", [(5, 1), (5, 2), (5, 3), (7, 100), (2, 100003), (300, 64)])
 def test_equal_elements_have_no_variance_and_are_their_own_mean(shape: tuple[int, int], expanded: bool) -> None:
@@ -187,6 +190,7 @@ def test_means_of_large_integers_are_as_accurate_as_eagers(dtype: torch.dtype) -
     assert distance(ours, exact) <= 2 * distance(x.mean(1, dtype=torch.float32), exact)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     ("shape", "groups"),

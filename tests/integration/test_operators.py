@@ -20,6 +20,7 @@ def run(chunk: list[Case], arguments: list[tuple[Any, ...]]) -> list[Any]:
     return [function(*args) for (_, function, _), args in zip(chunk, arguments, strict=True)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunk", CHUNKS, ids=[f"{chunk[0][0]}..{chunk[-1][0]}" for chunk in CHUNKS])
 def test_native_matches_eager(chunk: list[Case]) -> None:
     torch._dynamo.reset()

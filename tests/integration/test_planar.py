@@ -28,6 +28,7 @@ COVERED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", COVERED)
 def test_taps_that_cover_the_image_are_a_product(tmp_path: Path, name: str, dtype: torch.dtype) -> None:

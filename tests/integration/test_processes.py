@@ -39,6 +39,7 @@ def test_fresh_processes_start_on_an_empty_cache_and_then_on_what_was_left():
         assert 2**20 < start.built_bytes <= start.peak_bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "call", [["bench", "--list"], ["diff", "no_run", "no_run"], ["check", "no.py:x", "--backend", "eager"]]
 )

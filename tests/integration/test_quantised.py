@@ -41,6 +41,7 @@ def integers(dtype: torch.dtype, size: int) -> Tensor:
     return drawn
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 15, 64, 133])
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_conversions_follow_eager(dtype: torch.dtype, size: int) -> None:

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_iterations_touch_no_more(name: str) -> None:
     found = [assert_touches_no_more(kernel, address, _buffers(kernel)) for kernel, address in _compiled(name)]

@@ -211,6 +211,7 @@ def test_kernels_use_as_many_threads_as_torch_does_now():
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "environment",
     [

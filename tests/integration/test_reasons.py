@@ -44,6 +44,7 @@ def whole(name: str, cut: set[str]) -> str:
     return whole(stem, cut) if stem in cut else name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "train"), CASES)
 def test_what_was_not_done_has_a_reason(name, train, monkeypatch):
     records: list[GraphRecord] = []

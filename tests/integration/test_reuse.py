@@ -140,6 +140,7 @@ INFERENCE = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", INFERENCE)
 def test_what_is_found_gives_eagers_values(name: str, found_only: Callable[[], None]) -> None:
     """Also where sizes depend on data, and Python calls what no program holds."""

@@ -138,6 +138,7 @@ def told(runs: Path) -> dict[Path, tuple[str, int]]:
     return run_all(*sorted(path for path in runs.rglob("*.py") if path.name in PROGRAMS))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_every_program_says_something_true_and_finite(runs: Path, told: dict[Path, tuple[str, int]], name: str) -> None:
     mine = {path: said for path, said in told.items() if path.is_relative_to(runs / name)}

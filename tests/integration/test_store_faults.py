@@ -106,6 +106,7 @@ def test_damaged_entries_are_built_again(store, monkeypatch, damage, which):
     assert report.found == ("k1",)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["prelude.h.gch", "prelude.h", "libtorch_cpu.so", "prelude.h.gch.sum"])
 def test_damaged_headers_are_made_again(store, monkeypatch, damage, name):

@@ -158,6 +158,7 @@ def chains(made: list[Sized]) -> list[Chain]:
     return [chain for each in made for chain in each.plan.chains]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("freeze", [False, True], ids=["default", "frozen"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits(name: str, freeze: bool, small: Path) -> None:

@@ -76,6 +76,7 @@ def test_run_json_tells_stages_counts_and_fallbacks(run: Path) -> None:
     assert sum(item["calls"] for item in data["fallbacks"]) == data["counts"]["fallbacks"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["fx_graph_runnable.py", "fx_graph_transformed.py", "output_code.py"])
 def test_programs_run_in_a_fresh_process(run: Path, name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(graph_of(run) / name)]
@@ -181,6 +182,7 @@ def test_a_failed_stage_still_leaves_a_run(tmp_path: Path, monkeypatch: pytest.M
 LOGGED = "import torch; torch.compile(lambda x: x.exp().sum(), backend='pellucid')(torch.ones(9))"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("artifact", "expected"),
     [

@@ -121,6 +121,7 @@ def assert_buffers(ours: nn.Module, eager: nn.Module, exact: nn.Module) -> None:
         assert error <= 2 * allowed + FLOORS[torch.float32], f"{name}: error {error:.3g}, eager has {allowed:.3g}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["gpt2", "resnet", "vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mobilebert", "t5"))]
 )

@@ -225,6 +225,7 @@ BITS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("name", BITS)
 def test_every_way_gives_the_same_bits(name: str) -> None:

@@ -55,6 +55,7 @@ def volume_case(name: str, dtype: torch.dtype = torch.float32) -> tuple[list[tor
     return [torch.randn(each).to(dtype) for each in (shape, kernel, kernel[:1])], options
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_volumes_are_convolved_like_images(tmp_path: Path, name: str, dtype: torch.dtype) -> None:

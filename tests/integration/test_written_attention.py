@@ -247,6 +247,7 @@ def trained(function: Form, folder: Path, *args: Tensor, **options: Any) -> tupl
     return results, rows
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("form", "dtype"), CASES)
 def test_forms(tmp_path: Path, form: Form, dtype: torch.dtype) -> None:
     args = [heads(2, 4, 20, 16, dtype=dtype) for _ in range(3)]
@@ -257,6 +258,7 @@ def test_forms(tmp_path: Path, form: Form, dtype: torch.dtype) -> None:
     assert len(said(rows, KERNEL)) == 1 and not [why for why in said(rows, ATEN) if "multiplication" not in why]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("form", "dtype"), CASES)
 def test_gradients_of_forms(tmp_path: Path, form: Form, dtype: torch.dtype) -> None:
     """Forward and backward are a kernel each, and backward is given no matrix of weights."""
@@ -317,6 +319,7 @@ HIDDEN = torch.zeros(20, 20, dtype=torch.bool)
 HIDDEN[3], HIDDEN[5, :11], HIDDEN[:, 19] = True, True, True
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("number", [-INF, -1e4, None, 0.5])
 def test_rows_that_see_nothing(tmp_path: Path, number: float | None, dtype: torch.dtype) -> None:
@@ -536,6 +539,7 @@ def llama() -> Any:
     return hf.LlamaForCausalLM(config), {"input_ids": tokens()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("make", "attentions", "dtype"),
     [
@@ -558,6 +562,7 @@ def test_models(tmp_path: Path, make: Callable[[], Any], attentions: int, dtype:
     assert len(said(rows, KERNEL)) == attentions
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("make", "attentions"), [(bert, 2), (gpt2, 2), (llama, 2)])
 def test_models_are_trained(tmp_path: Path, make: Callable[[], Any], attentions: int) -> None:
     torch.manual_seed(3)

@@ -10,20 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.commit import third_of_commit
 from tests.kit.faults import FAULTS, QUICK
 from tests.kit.score import Answer, Named, read, third, totals, wrong
 
 ROOT = Path(__file__).parents[2]
 
 
-def number() -> int:
-    """Which third: that of the commit, so that a failure repeats itself."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return int(head.stdout[:8] or "0", 16) % 3
-
-
 def test_a_third_of_the_quick_faults_is_found():
-    command = ("-m", "tests.kit.score", "--quick", str(number()))
+    command = ("-m", "tests.kit.score", "--quick", str(third_of_commit()))
     found = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, f"python {' '.join(command)}\n{found.stdout}\n{found.stderr[-2000:]}"
 

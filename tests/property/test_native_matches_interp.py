@@ -79,6 +79,7 @@ def run_native(case: Case, address: int) -> tuple[Tensors, int]:
     return buffers, status
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", range(BATCHES))
 def test_native_matches_interpreter(number: int) -> None:
     cases = draw_cases(number)

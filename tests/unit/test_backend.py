@@ -42,6 +42,7 @@ def test_the_garbage_collector_rests_during_compilation_and_is_on_again_afterwar
     assert gc.isenabled()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["backend.last_starts", "debug.check", "profiling.profile_of_function", "profile"])
 def test_what_the_readme_names_needs_no_other_import(name: str) -> None:
     done = subprocess.run(
