@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,9 @@ import torch
 from pellucid import pipeline
 from pellucid.ir.nodes import Extern, Kernel, Node
 from pellucid.machine.reference import AVX2, with_tiles
+from pellucid.native.build import default_toolchain
 from pellucid.native.machine import machine_for
+from pellucid.native.toolchain import has_tiles
 from tests.support import assert_matches, widened
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -307,6 +310,29 @@ def test_aten_keeps_transposed_operands_with_avx2(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pipeline, "machine_for", lambda _: AVX2)
     ((node, _),) = compiled(torch.mm, torch.randn(70, 40).t(), torch.randn(70, 90))
     assert isinstance(node, Extern) and "columns of the left operand" in node.reason
+
+
+@pytest.mark.skipif(not has_tiles(default_toolchain().isa), reason="the processor multiplies no whole tiles")
+@pytest.mark.parametrize(
+    ("m", "k", "n", "turned"),
+    [
+        (9, 70, 384, True),
+        (49, 200, 500, True),  # columns that fill no panel
+        (33, 386, 1000, True),  # units that fill no tile
+        (130, 770, 1030, True),
+        (300, 800, 800, True),  # more rows than a block has
+        (40, 71, 384, False),  # the last unit has one term
+        (40, 2048, 384, False),  # lines of the weight are in one set of the cache
+        (8, 70, 384, False),
+        (256, 64, 128, False),  # to turn the sums costs more than to pack the weight
+    ],
+)
+def test_tiles_read_the_weight_as_it_lies(m: int, k: int, n: int, turned: bool) -> None:
+    x, w, b = (torch.randn(shape).bfloat16() for shape in ((m, k), (n, k), (n,)))
+    ((_, blocks),) = compiled(F.linear, x, w, b)
+    assert blocks.turned is turned
+    x[m // 2, 3], w[n - 1, k - 1] = math.inf, math.nan
+    compiled(lambda x, w, b: F.linear(x, w, b).relu(), x, w, b)
 
 
 def test_aten_keeps_bf16_where_it_reaches_what_kernels_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,6 @@ template <class E> struct Results {
   PV_FN Results from(int64_t i, int64_t j) const { return {(*this)(i, j), row, column}; }
 };
 
-template <class E> PV_FN Matrix<E> transposed(const Matrix<E>& a) { return {a.at, a.column, a.row}; }
-
 // The first row of `to` (+)= D sums, times a factor.
 template <int D, class E> PV_FN void put_row(const float* sums, float factor, const Results<E>& to, bool more) {
   if (to.column == 1)

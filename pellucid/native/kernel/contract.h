@@ -5,7 +5,8 @@
 // rows of a do not pay for that, and read b where it lies), and the micro-kernel walks over the terms with ROWS x
 // COLUMNS sums in registers. Rows of a are read where they lie if their terms lie as units, and packed else. Nothing
 // that is packed outlives the call. Where the terms are neighbours in both operands, few rows, or columns, are dot
-// products along them. A right operand that was packed whole, before the program ran, comes as `Panels`.
+// products along them. A right operand that was packed whole, before the program ran, comes as `Panels`. `contract_turned`
+// packs rows of a instead of columns of b.
 //
 // Each sum adds DEPTH units in order, and then these partial sums in order.
 namespace pv {
@@ -137,6 +138,18 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
       }
     }
   }
+}
+
+template <class E> PV_FN Matrix<E> transposed(const Matrix<E>& a) { return {a.at, a.column, a.row}; }
+
+// The same by c' = b' @ a', in whose sums tiles read b as it lies, where the terms of both operands are neighbours. Then the
+// rows of a are packed, and the sums are turned; b would be packed across its lines.
+template <int M, int N, class E>
+inline void contract_turned(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
+  constexpr int64_t rows = panels_of(M);
+  alignas(64) float turned[N * rows];
+  contract<N, rows, M>(n, m, k, transposed(b), transposed(a), {turned, rows, false});
+  copy_rows(Matrix<float>{turned, 1, rows}, m, n, c.at, c.step);
 }
 
 }  // namespace pv
