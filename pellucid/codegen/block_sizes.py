@@ -39,7 +39,7 @@ ROWS_IN_ONE_GO = 24
 TILES_REACH = 0.5
 # The most columns of a block whose sums are turned, and how much less it must cost than to pack the right operand.
 TURNED_COLUMNS = 384
-TURNED_GAIN = 1.05
+TURNED_GAIN = 1.15
 # Sums of a block where nothing is packed or gathered for it: the first cache holds them beside what they are made of;
 # and of a line, whose columns are rather many.
 FEW_SUMS = 2048

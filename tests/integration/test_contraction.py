@@ -319,8 +319,8 @@ def test_aten_keeps_transposed_operands_with_avx2(monkeypatch: pytest.MonkeyPatc
         (9, 70, 384, True),
         (49, 200, 500, True),  # columns that fill no panel
         (33, 386, 1000, True),  # units that fill no tile
-        (130, 770, 1030, True),
-        (300, 800, 800, True),  # more rows than a block has
+        (126, 3002, 1030, True),
+        (300, 3000, 768, True),  # more rows than a block has
         (40, 71, 384, False),  # the last unit has one term
         (40, 2048, 384, False),  # lines of the weight are in one set of the cache
         (8, 70, 384, False),
