@@ -177,9 +177,10 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
         return blocks
     turned = None if packed else turned_sizes(found, row, column, ranges, machine)
     if turned:
-        pricing, ((height, width), *others) = turned
-        blocks = Blocks(found, row, (), column, found.inner, height, width, ranges, turned=True)
-        return replace(blocks, pricing=pricing, sizes=tuple(others))
+        pricing, (best, *others) = turned
+        return Blocks(
+            found, row, (), column, found.inner, *best, ranges, turned=True, pricing=pricing, sizes=tuple(others)
+        )
     pack = 0.0 if packed else PACK
     size = partial(product_sizes, found, row, column, ranges, machine, pack, made=made)
     (height, width), apart = size(), size(shared=False)

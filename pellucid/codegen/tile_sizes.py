@@ -104,14 +104,12 @@ def ranked(shape: Shape, machine: Machine) -> list[tuple[float, Shape, Way]]:
     If they do not hold two lines, lines are cut into pieces of whole tiles.
     """
     pieces = (count for count in range(2, shape.pixels // 2 + 1) if shape.pixels % (2 * count) == 0)
-    return _priced(shape, machine) or sorted(
-        (each for count in pieces for each in _priced(shape.in_pieces(count), machine)), key=itemgetter(0)
-    )
+    found = _priced(shape, machine) or [each for count in pieces for each in _priced(shape.in_pieces(count), machine)]
+    return sorted(found, key=itemgetter(0))
 
 
 def _priced(shape: Shape, machine: Machine) -> list[tuple[float, Shape, Way]]:
-    ways = ((_price(shape, way, machine), shape, way) for way in _ways(shape, machine))
-    return sorted(ways, key=itemgetter(0))
+    return [(_price(shape, way, machine), shape, way) for way in _ways(shape, machine)]
 
 
 def _ways(shape: Shape, machine: Machine) -> Iterator[Way]:

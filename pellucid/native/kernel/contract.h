@@ -140,8 +140,6 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
   }
 }
 
-template <class E> PV_FN Matrix<E> transposed(const Matrix<E>& a) { return {a.at, a.column, a.row}; }
-
 // The same by c' = b' @ a', in whose sums tiles read b as it lies, where the terms of both operands are neighbours. Then the
 // rows of a are packed, and the sums are turned; b would be packed across its lines.
 template <int M, int N, class E>

@@ -78,6 +78,7 @@ template <class E> struct Matrix {
   PV_FN const E* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
   PV_FN Matrix from(int64_t i, int64_t j) const { return {(*this)(i, j), row, column}; }
 };
+template <class E> PV_FN Matrix<E> transposed(const Matrix<E>& a) { return {a.at, a.column, a.row}; }
 
 // The rows of a left operand as the micro-kernel reads them: `rows` holds the first ROWS of them, and each next ROWS lie
 // `group` elements further.
