@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pellucid.ir.contraction import Contraction
-from pellucid.ir.index import ONE, ZERO, Expr, product
+from pellucid.ir.index import ONE, Expr, product
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
-from pellucid.machine.kernels import AMX_ROWS, DEPTH, FEW_ROWS, SAME_SET
+from pellucid.machine.kernels import AMX_ROWS, DEPTH
 from pellucid.machine.work import estimate
 
 # The largest block: what is read again lies in the second cache, and what is packed is used often enough.
@@ -37,9 +37,6 @@ MOST_TILE_ROWS = 256
 ROWS_IN_ONE_GO = 24
 # The part of the peak that products by tiles of bf16 reach (AMX), with operands in the second cache.
 TILES_REACH = 0.5
-# The most columns of a block whose sums are turned, and how much less it must cost than to pack the right operand.
-TURNED_COLUMNS = 384
-TURNED_GAIN = 1.15
 # Sums of a block where nothing is packed or gathered for it: the first cache holds them beside what they are made of;
 # and of a line, whose columns are rather many.
 FEW_SUMS = 2048
@@ -116,32 +113,6 @@ def product_pricing(
     m, n, outer = estimate(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
     packed, faster = found.loads[0].index.coefficient(row) == ONE, speed_up(found.dtype, machine)
     return Pricing(m, 1, n, outer, machine.cores, 0.0, PACK * faster if packed else 0.0, pack * faster)
-
-
-def turned_sizes(
-    found: Contraction, row: str, column: str, ranges: dict[str, Expr], machine: Machine
-) -> tuple[Pricing, list[tuple[int, int]]] | None:
-    """Rows and columns of blocks by tiles that are computed as their transposes, the cheapest first.
-
-    Rows are packed for each block of columns, and each sum is turned. None where tiles cannot read the right operand as
-    it lies, or where it costs less to pack it.
-    """
-    if not machine.isa.by_tiles(found.dtype) or len(found.inner) != 1:
-        return None
-    (inner,), (left, right) = found.inner, (load.index for load in found.loads)
-    terms, line = ranges[inner].value, (right.coefficient(column) or ZERO).value
-    neighbours = left.coefficient(inner) == ONE == right.coefficient(inner)
-    if not neighbours or not terms or terms % machine.isa.terms(found.dtype):
-        return None
-    if not line or line * found.dtype.itemsize % SAME_SET == 0:
-        return None
-    m, n, outer = estimate(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, inner))
-    rows, pack = even_pieces(m, MOST_TILE_ROWS, AMX_ROWS), PACK * speed_up(found.dtype, machine)
-    pricing = Pricing(m, 1, n, outer, machine.cores, 0.0, pack, 0.0)
-    widths = {even_pieces(n, width, COLUMN_STEP) for width in range(COLUMN_STEP, TURNED_COLUMNS + 1, COLUMN_STEP)}
-    sizes = sorted(((rows, width) for width in widths), key=lambda each: (pricing(*each), -each[1]))
-    beside = pack / min(sizes[0][1], n) + pack / terms
-    return (pricing, sizes) if m > FEW_ROWS and TURNED_GAIN * (1 + beside) < 1 + pack / min(m, rows) else None
 
 
 def product_sizes(

@@ -156,9 +156,8 @@ class Blocks:
     more than a row and a column of a matrix. pixels: whether terms are pixels, see `Pixels`.
     planes: the right operand's terms lie with the last of `inner` outermost.
     spread: the left operand has few channels, which lie anywhere, and is read as it lies.
-    packed: the right operand is packed before the program runs.
-    turned: a block is computed as its transpose: the left operand is packed, and the right one read as it lies.
-    stored: where the sums go at once; None where other lines run over each block, which is then in memory of its own.
+    packed: the right operand is packed before the program runs. stored: where the sums go at once; None where other
+    lines run over each block, which is then in memory of its own.
     tiles: how many of 2 x 2 pixels a block has, if its sums are computed by tiles (`codegen/winograd.py`), else 0.
     order: in which they follow one another.
     groups: of a convolution, where a column is made of the channels of its group; the contraction is that of the first.
@@ -178,7 +177,6 @@ class Blocks:
     pixels: bool = False
     spread: bool = False
     packed: bool = False
-    turned: bool = False
     stored: Store | None = None
     tiles: int = 0
     order: Order = Order.ROWS_THEN_COLUMNS

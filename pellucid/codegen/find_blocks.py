@@ -24,7 +24,6 @@ from pellucid.codegen.block_sizes import (
     right_fits,
     runners_up,
     speed_up,
-    turned_sizes,
 )
 from pellucid.codegen.blocks import Blocks, Groups, Order, area_of, taps_of
 from pellucid.codegen.roles import Roles
@@ -82,8 +81,7 @@ def find_blocks(
         blocks = of_taps or _pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, roles)
     if blocks is None:
         return None
-    turned = (("turned", "tiles read the right operand as it lies"),) if blocks.turned else ()
-    facts = (("rows", blocks.height), ("columns", blocks.columns), *turned, *_priced(blocks))
+    facts = (("rows", blocks.height), ("columns", blocks.columns), *_priced(blocks))
     terms, lines = ", ".join(blocks.inner), ", ".join((blocks.row, *blocks.whole))
     why = f"a sum of products over {terms}: computed in blocks of {lines} and {blocks.column}"
     decision = Decision("codegen.contract", (kernel.name, found.total.out), True, why, facts)
@@ -145,7 +143,7 @@ def stored_at_once(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | No
     rest: what runs over a block. Sums that are made in several goes stay in the cache meanwhile.
     """
     terms, columns = blocks.terms.value, blocks.ranges[blocks.column].value
-    if blocks.turned or terms is None or terms > DEPTH * machine.isa.terms(blocks.contraction.dtype):
+    if terms is None or terms > DEPTH * machine.isa.terms(blocks.contraction.dtype):
         return None
     if columns is None or columns % COLUMN_STEP or len(rest.body) != 2:
         return None
@@ -175,12 +173,6 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
     blocks = _windows(found, ranges, column, machine, packed) if found.windowed or several else None
     if blocks or found.windowed:
         return blocks
-    turned = None if packed else turned_sizes(found, row, column, ranges, machine)
-    if turned:
-        pricing, (best, *others) = turned
-        return Blocks(
-            found, row, (), column, found.inner, *best, ranges, turned=True, pricing=pricing, sizes=tuple(others)
-        )
     pack = 0.0 if packed else PACK
     size = partial(product_sizes, found, row, column, ranges, machine, pack, made=made)
     (height, width), apart = size(), size(shared=False)

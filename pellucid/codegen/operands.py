@@ -75,8 +75,6 @@ class Operands:
         packing = blocks.packing()
         second = self.panels(packing) if packing else self.matrix(right, blocks.contraction.dtype)
         function, known = "contract", self.sizes(blocks)
-        if blocks.turned:
-            function, known = "contract_turned", f"{blocks.height}, {blocks.columns}"
         if blocks.spread:
             function, known = "contract_spread", str(blocks.columns)
         if blocks.by_channel:

@@ -15,9 +15,7 @@ import torch
 from pellucid import pipeline
 from pellucid.ir.nodes import Extern, Kernel, Node
 from pellucid.machine.reference import AVX2, with_tiles
-from pellucid.native.build import default_toolchain
 from pellucid.native.machine import machine_for
-from pellucid.native.toolchain import has_tiles
 from tests.support import assert_matches, widened
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -312,27 +310,26 @@ def test_aten_keeps_transposed_operands_with_avx2(monkeypatch: pytest.MonkeyPatc
     assert isinstance(node, Extern) and "columns of the left operand" in node.reason
 
 
-@pytest.mark.skipif(not has_tiles(default_toolchain().isa), reason="the processor multiplies no whole tiles")
+@pytest.mark.parametrize("along", [True, False], ids=["terms", "columns"])
 @pytest.mark.parametrize(
-    ("m", "k", "n", "turned"),
+    ("m", "k", "n"),
     [
-        (9, 70, 384, True),
-        (49, 200, 500, True),  # columns that fill no panel
-        (33, 386, 1000, True),  # units that fill no tile
-        (126, 3002, 1030, True),
-        (300, 3000, 768, True),  # more rows than a block has
-        (40, 71, 384, False),  # the last unit has one term
-        (40, 2048, 384, False),  # lines of the weight are in one set of the cache
-        (8, 70, 384, False),
-        (256, 64, 128, False),  # to turn the sums costs more than to pack the weight
+        (9, 70, 384),
+        (49, 200, 500),  # columns that fill no panel
+        (33, 386, 1000),  # units that fill no tile
+        (126, 3002, 1030),
+        (300, 3000, 768),  # more rows than a block has
+        (40, 71, 384),  # the last unit has one term
+        (40, 2048, 384),  # lines of the weight are in one set of the cache
+        (8, 70, 384),
+        (256, 64, 128),
     ],
 )
-def test_tiles_read_the_weight_as_it_lies(m: int, k: int, n: int, turned: bool) -> None:
-    x, w, b = (torch.randn(shape).bfloat16() for shape in ((m, k), (n, k), (n,)))
-    ((_, blocks),) = compiled(F.linear, x, w, b)
-    assert blocks.turned is turned
-    x[m // 2, 3], w[n - 1, k - 1] = math.inf, math.nan
-    compiled(lambda x, w, b: F.linear(x, w, b).relu(), x, w, b)
+def test_weights_of_bf16_are_packed_from_either_layout(m: int, k: int, n: int, along: bool) -> None:
+    """along: whether terms are neighbours in the weight, or columns."""
+    x, w, b = (torch.randn(shape).bfloat16() for shape in ((m, k), (n, k) if along else (k, n), (n,)))
+    x[m // 2, 3], w[-1, -1] = math.inf, math.nan
+    compiled(lambda x, w, b: (x @ (w.t() if along else w) + b).relu(), x, w, b)
 
 
 def test_aten_keeps_bf16_where_it_reaches_what_kernels_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,18 +66,18 @@ template <int C, bool BELOW>
   }
   const auto add = [&](const void* left, int64_t row, const float* right, int64_t line) PV_INLINE {
     _tile_loadd(6, right, line);
-    ahead.step();
+    ahead.step<true>();
     _tile_loadd(4, left, row);
-    ahead.step();
+    ahead.step<true>();
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (C == 2) {
       _tile_loadd(7, right + COLUMN, line);
-      ahead.step();
+      ahead.step<true>();
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (BELOW) {
       _tile_loadd(5, (const char*)left + AMX_TILE * row, row);
-      ahead.step();
+      ahead.step<true>();
       _tile_dpbf16ps(2, 5, 6);
       if constexpr (C == 2) _tile_dpbf16ps(3, 5, 7);
     }

@@ -5,8 +5,7 @@
 // rows of a do not pay for that, and read b where it lies), and the micro-kernel walks over the terms with ROWS x
 // COLUMNS sums in registers. Rows of a are read where they lie if their terms lie as units, and packed else. Nothing
 // that is packed outlives the call. Where the terms are neighbours in both operands, few rows, or columns, are dot
-// products along them. A right operand that was packed whole, before the program ran, comes as `Panels`. `contract_turned`
-// packs rows of a instead of columns of b.
+// products along them. A right operand that was packed whole, before the program ran, comes as `Panels`.
 //
 // Each sum adds DEPTH units in order, and then these partial sums in order.
 namespace pv {
@@ -53,8 +52,8 @@ template <class F> PV_FN int64_t steps_of(int64_t m, int64_t k) {
   if constexpr (BY_AMX<F>) return (m + AMX_ROWS - 1) / AMX_ROWS * ((k + AMX_TILE - 1) / AMX_TILE) * AMX_LOADS;
   else return (m + ROWS - 1) / ROWS * k;
 }
-template <class F> constexpr int64_t MOST_OF_PANELS = BY_AMX<F> ? 2 * LINE - 1 : INT64_MAX;
-template <class F> constexpr int64_t MOST_AS_IT_LIES = BY_AMX<F> ? 2 * LINE - 1 : LINE / 2;
+template <class F> constexpr int64_t MOST_OF_PANELS = BY_AMX<F> ? 8 * LINE : INT64_MAX;
+template <class F> constexpr int64_t MOST_AS_IT_LIES = BY_AMX<F> ? 8 * LINE : LINE / 2;
 
 // What is read after k units of the panel of column j, of n columns and `all` units, while its m rows are computed: the
 // same units of the next columns, else the next units of the first ones, else the next block.
@@ -66,19 +65,23 @@ PV_FN Ahead ahead_of(const Panels& b, int64_t unit, int64_t k, int64_t all, int6
   const int64_t bytes = least(DEPTH, all - from) * COLUMNS * int64_t(sizeof(float));
   return Ahead::over(at, bytes, 1, bytes, steps_of<F>(m, k), MOST_OF_PANELS<F>);
 }
-// What is read after the terms from t on, `depth` of k, of the panel of column j of n of b, while m rows of them are
-// computed: the same terms of the next panel, else the next terms of the first one, else the next block, unless that
-// reads the same columns again.
+// What is read while m rows of the panel of column j of n of b are computed, with the terms from t on, `depth` of k. Columns
+// are packed `wide` at a time. Each of their panels asks for its share of the next ones: the same terms of the next columns, else
+// the next terms of the first ones, else the next block, unless that reads the same columns again.
 template <bool SAME_COLUMNS, class E>
-PV_FN Ahead ahead_of(const Matrix<E>& b, int64_t t, int64_t depth, int64_t k, int64_t j, int64_t n, int64_t m) {
+PV_FN Ahead ahead_of(
+    const Matrix<E>& b, int64_t t, int64_t depth, int64_t k, int64_t j, int64_t n, int64_t m, int64_t wide = COLUMNS) {
   using F = Factor<E>;
-  const bool last = j + COLUMNS >= n, whole = t + depth >= k, along = b.row == 1;
+  const int64_t first = j / wide * wide, panel = (j - first) / COLUMNS;
+  const int64_t panels = panels_of(least(wide, n - first)) / COLUMNS;
+  const bool last = first + wide >= n, whole = t + depth >= k, along = b.row == 1;
   if ((!along && b.column != 1) || (SAME_COLUMNS && last && whole)) return {};
-  const int64_t terms = last && !whole ? least(depth, k - t - depth) : depth;
-  const int64_t bytes = (along ? terms : COLUMNS) * int64_t(sizeof(E));
-  return Ahead::over(!last ? b(t, j + COLUMNS) : whole ? b(0, n) : b(t + depth, 0), bytes, along ? COLUMNS : terms,
-                     (along ? b.column : b.row) * int64_t(sizeof(E)), steps_of<F>(m, units_of<E>(depth)),
-                     MOST_AS_IT_LIES<F>);
+  const int64_t terms = last && !whole ? least(depth, k - t - depth) : depth, columns = wide > n ? n : wide;
+  const int64_t lines = along ? columns : terms, from = lines * panel / panels;
+  const Matrix<E> next = !last ? b.from(t, first + wide) : whole ? b.from(0, n) : b.from(t + depth, 0);
+  return Ahead::over(along ? next(0, from) : next(from, 0), (along ? terms : columns) * int64_t(sizeof(E)),
+                     lines * (panel + 1) / panels - from, (along ? b.column : b.row) * int64_t(sizeof(E)),
+                     steps_of<F>(m, units_of<E>(depth)), MOST_AS_IT_LIES<F>);
 }
 
 // True if a block has all columns: then the next one reads the same ones.
@@ -103,7 +106,10 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
       for (int64_t t = 0; t < k; t += LONG) dot_block(m, n, least(LONG, k - t), a.from(0, t), b.from(t, 0), c.after(t, LONG, k));
       return;
     }
-  alignas(64) float columns[is_packed<B> ? COLUMNS : COLUMN_PANEL];
+  // A panel that is packed by itself is in the first cache when it is read. Tiles are so fast that it pays more to visit
+  // lines of b once that lie across panels: they are in different pages.
+  constexpr int64_t ACROSS = BY_AMX<F> ? N : COLUMNS;
+  alignas(64) float columns[is_packed<B> ? COLUMNS : ACROSS * DEPTH];
   alignas(64) float rows[(M + ROWS - 1) / ROWS * ROW_PANEL];
   const Left left = left_of(a, m, k);
   Beside beside;
@@ -131,23 +137,16 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
         beside.ahead = {b(t + AHEAD * T, j), b.row * T * int64_t(sizeof(E))};
         if constexpr (std::is_same_v<E, float> || M <= FEW_ROWS) column(j, LyingRows<E>{b(t, j), b.row});
       }
-      for (int64_t j = in_place; j < n; j += COLUMNS) {  // a panel that is packed is in the first cache when it is read
-        pack_columns(b.from(t, j), depth, least(COLUMNS, n - j), columns);
-        if (in_place == 0) beside.ahead = ahead_of<in_one_block<N, WIDTH>>(b, t, depth, k, j, n, m);
-        column(j, Rows{columns, COLUMNS});
+      const int64_t wide = b.column == 1 ? ACROSS : COLUMNS;
+      for (int64_t first = in_place; first < n; first += wide) {
+        pack_columns(b.from(t, first), depth, least(wide, n - first), columns);
+        for (int64_t j = first; j < least(first + wide, n); j += COLUMNS) {
+          if (in_place == 0) beside.ahead = ahead_of<in_one_block<N, WIDTH>>(b, t, depth, k, j, n, m, wide);
+          column(j, Rows{columns + (j - first) * DEPTH, COLUMNS});
+        }
       }
     }
   }
-}
-
-// The same by c' = b' @ a', in whose sums tiles read b as it lies, where the terms of both operands are neighbours. Then the
-// rows of a are packed, and the sums are turned; b would be packed across its lines.
-template <int M, int N, class E>
-inline void contract_turned(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
-  constexpr int64_t rows = panels_of(M);
-  alignas(64) float turned[N * rows];
-  contract<N, rows, M>(n, m, k, transposed(b), transposed(a), {turned, rows, false});
-  copy_rows(Matrix<float>{turned, 1, rows}, m, n, c.at, c.step);
 }
 
 }  // namespace pv

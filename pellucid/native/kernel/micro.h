@@ -98,10 +98,12 @@ template <class Right> constexpr bool is_packed = std::is_same_v<Right, Panels>;
 constexpr int COLUMN_PANEL = COLUMNS * DEPTH;
 
 // Lines of a matrix that lie in different pages are no pattern that the processor foresees: so many of them ahead, they
-// are asked for. N elements of a line.
+// are asked for. N elements of each
+// line of a unit; these are `step` apart.
 constexpr int64_t AHEAD = 8;
-template <int N, class E> PV_FN void prefetch(const E* line) {
-  for (int i = 0; i < N * int(sizeof(E)); i += LINE) __builtin_prefetch((const char*)line + i);
+template <int N, class E> PV_FN void prefetch(const E* line, int64_t step) {
+  for (int t = 0; t < TERMS<E>; t++, line += step)
+    for (int i = 0; i < N * int(sizeof(E)); i += LINE) __builtin_prefetch((const char*)line + i);
 }
 
 // Unit i of b becomes unit place(i) of the panels.
@@ -130,12 +132,10 @@ PV_SHARED void pack_columns(
   int64_t done = 0;                             // units
   if (b.column == 1) {
     done = k / T;
-    for (int64_t j = 0; j < whole; j += COLUMNS)
-      for (int64_t i = 0; i < done; i++) {
-        float* to = panels + j / COLUMNS * panel + place(i) * COLUMNS;
-        prefetch<COLUMNS>(b(i * T + AHEAD, j));
-        write_column(to, read_across(b(i * T, j), b.row));
-        write_column(to + COLUMN, read_across(b(i * T, j + COLUMN), b.row));
+    for (int64_t i = 0; i < done; i++)
+      for (int64_t j = 0; j < whole; j += COLUMNS) {
+        prefetch<COLUMNS>(b((i + AHEAD) * T, j), b.row);
+        copy_across(b(i * T, j), b.row, panels + j / COLUMNS * panel + place(i) * COLUMNS);
       }
   } else if (b.row == 1) {  // squares whose rows are columns of b
     done = k / T / COLUMN * COLUMN;
@@ -171,7 +171,7 @@ PV_SHARED void pack_rows(const A& a, int64_t m, int64_t k, float* panels) {
     int64_t i = 0;
     for (; i + COLUMN <= m; i += ROWS, panel += ROW_PANEL)  // what is too much is overwritten by the next column
       for (int64_t j = from; j < to; j++) {
-        prefetch<ROWS>(a(i, j * T + AHEAD));
+        prefetch<ROWS>(a(i, (j + AHEAD) * T), a.column);
         write_column(panel + j * ROWS, read_across(a(i, j * T), a.column));
       }
     for (; i < m; i += ROWS, panel += ROW_PANEL)
@@ -198,7 +198,7 @@ PV_SHARED void copy_rows(const Matrix<E>& a, int64_t m, int64_t k, float* rows, 
         ColumnReg r[COLUMN];
 #pragma GCC unroll 16
         for (int t = 0; t < COLUMN; t++) {
-          prefetch<COLUMN>(a(i, (j + t + AHEAD) * T));
+          prefetch<COLUMN>(a(i, (j + t + AHEAD) * T), a.column);
           r[t] = read_across(a(i, (j + t) * T), a.column);
         }
         transpose<COLUMN / 2, Column>(r);

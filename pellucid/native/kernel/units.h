@@ -65,6 +65,21 @@ template <class E> PV_FN ColumnReg read_across(const E* p, int64_t step) {
     return load<E>(p, All<COLUMN>()).r[0];
   }
 }
+// COLUMNS of them, to `to`.
+template <class E> PV_FN void copy_across(const E* p, int64_t step, float* to) {
+  if constexpr (TERMS<E> == 2) {
+    using Words [[gnu::vector_size(REGISTER), gnu::may_alias, gnu::aligned(2)]] = uint16_t;
+    const Words even = *(const Words*)p, odd = *(const Words*)(p + step);
+    [&]<size_t... K>(std::index_sequence<K...>) PV_INLINE {
+      constexpr size_t L = COLUMNS;
+      write_column(to, (ColumnReg)__builtin_shufflevector(even, odd, (K % 2 * L + K / 2)...));
+      write_column(to + COLUMN, (ColumnReg)__builtin_shufflevector(even, odd, (K % 2 * L + K / 2 + COLUMN)...));
+    }(std::make_index_sequence<COLUMNS>());
+  } else {
+    write_column(to, read_across(p, step));
+    write_column(to + COLUMN, read_across(p + COLUMN, step));
+  }
+}
 template <class E> PV_FN Factor<E> factor_of(E a) {
   if constexpr (is_factor<E>) return a;
   else return load(&a);
@@ -140,15 +155,22 @@ class Ahead {
   // So many runs of so many bytes, which begin `stride` bytes apart, in all these steps; nothing, if that takes more than
   // `most` bytes a step.
   static Ahead over(const void* at, int64_t bytes, int64_t runs, int64_t stride, int64_t steps, int64_t most) {
-    const int64_t pace = (bytes * runs + steps - 1) / steps;
-    if (pace > most) return {};
+    const auto even = [](int64_t bytes, int64_t steps) {
+      const int64_t pace = (bytes + steps - 1) / steps;
+      return pace > LINE ? (pace + LINE - 1) / LINE * LINE : pace;
+    };
+    const int64_t least = even(bytes * runs, steps);
+    if (least > most) return {};
+    const int64_t run = (bytes + least - 1) / least, pace = even(bytes, run);
     Ahead ahead{at, pace};
-    ahead.run_ = ahead.left_ = (bytes + pace - 1) / pace;
-    ahead.jump_ = stride - ahead.run_ * pace;
+    ahead.run_ = ahead.left_ = run;
+    ahead.jump_ = stride - run * pace;
     return ahead;
   }
-  PV_FN void step() {
+  // ALL: steps may be longer than a line of the cache.
+  template <bool ALL = false> PV_FN void step() {
     __builtin_prefetch(at_, 0, 2);  // into the second cache: the first one is full
+    for (int64_t line = LINE; ALL && line < pace_; line += LINE) __builtin_prefetch(at_ + line, 0, 2);
     at_ += pace_;
     if (--left_ == 0) at_ += jump_, left_ = run_;
   }
