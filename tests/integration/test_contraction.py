@@ -318,6 +318,7 @@ def test_aten_keeps_transposed_operands_with_avx2(monkeypatch: pytest.MonkeyPatc
         (49, 200, 500),  # columns that fill no panel
         (33, 386, 1000),  # units that fill no tile
         (126, 3002, 1030),
+        (126, 770, 4096),  # fewer terms at last than a block has panels
         (300, 3000, 768),  # more rows than a block has
         (40, 71, 384),  # the last unit has one term
         (40, 2048, 384),  # lines of the weight are in one set of the cache

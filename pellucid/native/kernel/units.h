@@ -160,7 +160,7 @@ class Ahead {
       return pace > LINE ? (pace + LINE - 1) / LINE * LINE : pace;
     };
     const int64_t least = even(bytes * runs, steps);
-    if (least > most) return {};
+    if (least == 0 || least > most) return {};
     const int64_t run = (bytes + least - 1) / least, pace = even(bytes, run);
     Ahead ahead{at, pace};
     ahead.run_ = ahead.left_ = run;
