@@ -65,12 +65,12 @@ PV_FN Ahead ahead_of(const Panels& b, int64_t unit, int64_t k, int64_t all, int6
   const int64_t bytes = least(DEPTH, all - from) * COLUMNS * int64_t(sizeof(float));
   return Ahead::over(at, bytes, 1, bytes, steps_of<F>(m, k), MOST_OF_PANELS<F>);
 }
-// What is read while m rows of the panel of column j of n of b are computed, with the terms from t on, `depth` of k. Columns
-// are packed `wide` at a time. Each of their panels asks for its share of the next ones: the same terms of the next columns, else
-// the next terms of the first ones, else the next block, unless that reads the same columns again.
+// What is read while m rows of the panel of column j of n of b are computed, with the terms from t on, `depth` of k.
+// Columns are packed `wide` at a time, and each of their panels asks for its share of the next ones: the same terms of
+// the next columns, else the next terms of the first ones, else the next block, unless that has the same columns.
 template <bool SAME_COLUMNS, class E>
-PV_FN Ahead ahead_of(
-    const Matrix<E>& b, int64_t t, int64_t depth, int64_t k, int64_t j, int64_t n, int64_t m, int64_t wide = COLUMNS) {
+PV_FN Ahead ahead_of(const Matrix<E>& b, int64_t t, int64_t depth, int64_t k, int64_t j, int64_t n, int64_t m,
+                     int64_t wide = COLUMNS) {
   using F = Factor<E>;
   const int64_t first = j / wide * wide, panel = (j - first) / COLUMNS;
   const int64_t panels = panels_of(least(wide, n - first)) / COLUMNS;

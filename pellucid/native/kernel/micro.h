@@ -97,9 +97,8 @@ template <class Right> constexpr bool is_packed = std::is_same_v<Right, Panels>;
 // A panel has room for DEPTH units: what is packed at a time.
 constexpr int COLUMN_PANEL = COLUMNS * DEPTH;
 
-// Lines of a matrix that lie in different pages are no pattern that the processor foresees: so many of them ahead, they
-// are asked for. N elements of each
-// line of a unit; these are `step` apart.
+// Lines of a matrix that lie in different pages are no pattern that the processor foresees: so many units ahead they are
+// asked for. N elements of each line of a unit, from one to the next `step`.
 constexpr int64_t AHEAD = 8;
 template <int N, class E> PV_FN void prefetch(const E* line, int64_t step) {
   for (int t = 0; t < TERMS<E>; t++, line += step)

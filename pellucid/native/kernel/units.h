@@ -65,21 +65,21 @@ template <class E> PV_FN ColumnReg read_across(const E* p, int64_t step) {
     return load<E>(p, All<COLUMN>()).r[0];
   }
 }
-// COLUMNS of them, to `to`.
+// COLUMNS of them, copied: each register that is written takes its words from both lines at once.
 template <class E> PV_FN void copy_across(const E* p, int64_t step, float* to) {
   if constexpr (TERMS<E> == 2) {
-    using Words [[gnu::vector_size(REGISTER), gnu::may_alias, gnu::aligned(2)]] = uint16_t;
-    const Words even = *(const Words*)p, odd = *(const Words*)(p + step);
-    [&]<size_t... K>(std::index_sequence<K...>) PV_INLINE {
-      constexpr size_t L = COLUMNS;
-      write_column(to, (ColumnReg)__builtin_shufflevector(even, odd, (K % 2 * L + K / 2)...));
-      write_column(to + COLUMN, (ColumnReg)__builtin_shufflevector(even, odd, (K % 2 * L + K / 2 + COLUMN)...));
-    }(std::make_index_sequence<COLUMNS>());
+    const auto even = load<uint16_t>((const uint16_t*)p, All<COLUMNS>()).r[0];
+    const auto odd = load<uint16_t>((const uint16_t*)(p + step), All<COLUMNS>()).r[0];
+    [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
+      write_column(to, (ColumnReg)__builtin_shufflevector(even, odd, (K % 2 * COLUMNS + K / 2)...));
+      write_column(to + COLUMN, (ColumnReg)__builtin_shufflevector(even, odd, (K % 2 * COLUMNS + K / 2 + COLUMN)...));
+    }(std::make_integer_sequence<int, COLUMNS>());
   } else {
     write_column(to, read_across(p, step));
     write_column(to + COLUMN, read_across(p + COLUMN, step));
   }
 }
+
 template <class E> PV_FN Factor<E> factor_of(E a) {
   if constexpr (is_factor<E>) return a;
   else return load(&a);
