@@ -50,7 +50,7 @@ template <class G, int IN, int P, int T, class In, class Out>
 #pragma GCC unroll 2
       for (int r = 0; r < R; r++) weight[u][r] = read_column(weights + (u * IN + term) * COLUMNS + r * COLUMN);
 #pragma GCC unroll 8
-    for (int u = 0; u < T; u++) pv::prefetch<COLUMNS>(weights + ((T + u) * IN + term) * COLUMNS, COLUMNS);
+    for (int u = 0; u < T; u++) pv::prefetch<COLUMNS>(weights + ((T + u) * IN + term) * COLUMNS);
 #pragma GCC unroll 32
     for (int i = 0; i < P + T - 1; i++) {
       const ColumnReg each = read(places[i] + channel);

@@ -98,11 +98,13 @@ template <class Right> constexpr bool is_packed = std::is_same_v<Right, Panels>;
 constexpr int COLUMN_PANEL = COLUMNS * DEPTH;
 
 // Lines of a matrix that lie in different pages are no pattern that the processor foresees: so many units ahead they are
-// asked for. N elements of each line of a unit, from one to the next `step`.
+// asked for. N elements of a line, or of each line of a unit, `step` elements apart.
 constexpr int64_t AHEAD = 8;
-template <int N, class E> PV_FN void prefetch(const E* line, int64_t step) {
-  for (int t = 0; t < TERMS<E>; t++, line += step)
-    for (int i = 0; i < N * int(sizeof(E)); i += LINE) __builtin_prefetch((const char*)line + i);
+template <int N, class E> PV_FN void prefetch(const E* line) {
+  for (int i = 0; i < N * int(sizeof(E)); i += LINE) __builtin_prefetch((const char*)line + i);
+}
+template <int N, class E> PV_FN void prefetch_unit(const E* line, int64_t step) {
+  for (int t = 0; t < TERMS<E>; t++) prefetch<N>(line + t * step);
 }
 
 // Unit i of b becomes unit place(i) of the panels.
@@ -133,7 +135,7 @@ PV_SHARED void pack_columns(
     done = k / T;
     for (int64_t i = 0; i < done; i++)
       for (int64_t j = 0; j < whole; j += COLUMNS) {
-        prefetch<COLUMNS>(b((i + AHEAD) * T, j), b.row);
+        prefetch_unit<COLUMNS>(b((i + AHEAD) * T, j), b.row);
         copy_across(b(i * T, j), b.row, panels + j / COLUMNS * panel + place(i) * COLUMNS);
       }
   } else if (b.row == 1) {  // squares whose rows are columns of b
@@ -170,7 +172,7 @@ PV_SHARED void pack_rows(const A& a, int64_t m, int64_t k, float* panels) {
     int64_t i = 0;
     for (; i + COLUMN <= m; i += ROWS, panel += ROW_PANEL)  // what is too much is overwritten by the next column
       for (int64_t j = from; j < to; j++) {
-        prefetch<ROWS>(a(i, (j + AHEAD) * T), a.column);
+        prefetch_unit<ROWS>(a(i, (j + AHEAD) * T), a.column);
         write_column(panel + j * ROWS, read_across(a(i, j * T), a.column));
       }
     for (; i < m; i += ROWS, panel += ROW_PANEL)
@@ -197,7 +199,7 @@ PV_SHARED void copy_rows(const Matrix<E>& a, int64_t m, int64_t k, float* rows, 
         ColumnReg r[COLUMN];
 #pragma GCC unroll 16
         for (int t = 0; t < COLUMN; t++) {
-          prefetch<COLUMN>(a(i, (j + t + AHEAD) * T), a.column);
+          prefetch_unit<COLUMN>(a(i, (j + t + AHEAD) * T), a.column);
           r[t] = read_across(a(i, (j + t) * T), a.column);
         }
         transpose<COLUMN / 2, Column>(r);
