@@ -133,11 +133,17 @@ PV_SHARED void pack_columns(
   int64_t done = 0;                             // units
   if (b.column == 1) {
     done = k / T;
-    for (int64_t i = 0; i < done; i++)
-      for (int64_t j = 0; j < whole; j += COLUMNS) {
-        prefetch_unit<COLUMNS>(b((i + AHEAD) * T, j), b.row);
-        copy_across(b(i * T, j), b.row, panels + j / COLUMNS * panel + place(i) * COLUMNS);
-      }
+    const auto copy = [&](int64_t i, int64_t j) PV_INLINE {
+      prefetch_unit<COLUMNS>(b((i + AHEAD) * T, j), b.row);
+      copy_across(b(i * T, j), b.row, panels + j / COLUMNS * panel + place(i) * COLUMNS);
+    };
+    if constexpr (T == 1) {
+      for (int64_t j = 0; j < whole; j += COLUMNS)
+        for (int64_t i = 0; i < done; i++) copy(i, j);
+    } else {  // lines have half the bytes: they are visited once
+      for (int64_t i = 0; i < done; i++)
+        for (int64_t j = 0; j < whole; j += COLUMNS) copy(i, j);
+    }
   } else if (b.row == 1) {  // squares whose rows are columns of b
     done = k / T / COLUMN * COLUMN;
     for (int64_t j = 0; j < panels_of(n); j += COLUMN)
