@@ -76,7 +76,7 @@ PV_FN Ahead ahead_of(const Matrix<E>& b, int64_t t, int64_t depth, int64_t k, in
   const int64_t panels = panels_of(least(wide, n - first)) / COLUMNS;
   const bool last = first + wide >= n, whole = t + depth >= k, along = b.row == 1;
   if ((!along && b.column != 1) || (SAME_COLUMNS && last && whole)) return {};
-  const int64_t terms = last && !whole ? least(depth, k - t - depth) : depth, columns = wide > n ? n : wide;
+  const int64_t terms = last && !whole ? least(depth, k - t - depth) : depth, columns = least(wide, n);
   const int64_t lines = along ? columns : terms, from = lines * panel / panels;
   const Matrix<E> next = !last ? b.from(t, first + wide) : whole ? b.from(0, n) : b.from(t + depth, 0);
   return Ahead::over(along ? next(0, from) : next(from, 0), (along ? terms : columns) * int64_t(sizeof(E)),

@@ -155,13 +155,13 @@ class Ahead {
   // So many runs of so many bytes, which begin `stride` bytes apart, in all these steps; nothing, if that takes more than
   // `most` bytes a step.
   static Ahead over(const void* at, int64_t bytes, int64_t runs, int64_t stride, int64_t steps, int64_t most) {
-    const auto even = [](int64_t bytes, int64_t steps) {
-      const int64_t pace = (bytes + steps - 1) / steps;
-      return pace > LINE ? (pace + LINE - 1) / LINE * LINE : pace;
+    const auto share = [](int64_t all, int64_t parts) {  // of more than a line whole lines
+      const int64_t part = (all + parts - 1) / parts;
+      return part > LINE ? (part + LINE - 1) / LINE * LINE : part;
     };
-    const int64_t least = even(bytes * runs, steps);
-    if (least == 0 || least > most) return {};
-    const int64_t run = (bytes + least - 1) / least, pace = even(bytes, run);
+    const int64_t fewest = share(bytes * runs, steps);
+    if (fewest == 0 || fewest > most) return {};
+    const int64_t run = (bytes + fewest - 1) / fewest, pace = share(bytes, run);
     Ahead ahead{at, pace};
     ahead.run_ = ahead.left_ = run;
     ahead.jump_ = stride - run * pace;
