@@ -58,6 +58,8 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 #include "kernel/micro.h"
 #include "kernel/contract.h"
 #include "kernel/window.h"
+#include "kernel/image_copy.h"
+#include "kernel/convolve.h"
 #include "kernel/tap_gradients.h"
 #include "kernel/spread.h"
 #include "kernel/channels.h"

@@ -423,6 +423,38 @@ def test_narrow_types(tmp_path: Path, dtype: torch.dtype, freeze: bool) -> None:
     assert not said(rows, "lower.fallback") and len(said(rows, "codegen.contract")) == len(layers)
 
 
+# Channels that fill tiles of bf16 and such that do not; short lines and long ones; parts of several images.
+COPIED = [
+    ((2, 64, 9, 13), (40, 64, 3, 3), {"padding": 1}),
+    ((1, 96, 12, 17), (33, 96, 3, 3), {"padding": 1, "stride": 2}),
+    ((1, 32, 8, 20), (16, 32, 1, 5), {"padding": (0, 4), "dilation": 2}),
+    ((2, 128, 7, 7), (64, 128, 3, 3), {"padding": 1}),
+    ((1, 64, 10, 40), (17, 64, 2, 4), {"stride": 3, "dilation": (1, 2)}),
+    ((1, 48, 10, 30), (70, 48, 3, 3), {"padding": 1, "stride": 2}),
+    ((2, 3, 29, 40), (20, 3, 7, 7), {"padding": 3, "stride": 2}),
+    ((3, 21, 6, 9), (8, 21, 2, 3), {"padding": (1, 0)}),
+    ((1, 11, 4, 90), (12, 11, 3, 1), {"padding": (2, 0), "dilation": (2, 1)}),
+]
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize(("image", "kernel", "options"), COPIED)
+def test_windows_of_bf16_overlap_as_in_the_image(
+    tmp_path: Path, image: tuple[int, ...], kernel: tuple[int, ...], options: dict[str, Any], finite: bool
+) -> None:
+    """finite: else a pixel is NaN and one infinite, which nothing but their own windows may see."""
+    x, w = torch.randn(image).bfloat16().to(memory_format=LAST), torch.randn(kernel).bfloat16()
+    if not finite:
+        x[-1, 0, 1, 2], x[0, 1, -1, -3] = float("nan"), float("inf")
+    model = nn.Conv2d(image[1], kernel[0], kernel[2:], bias=False, **options).bfloat16().requires_grad_(False)
+    model.weight.data = w.to(memory_format=LAST)
+    wide = F.conv2d(x.double(), w.double(), **options)
+    for freeze in (False, True):
+        result, rows = traced(model, tmp_path / str(freeze), x, freeze=freeze)
+        torch.testing.assert_close(result.double(), wide, rtol=1e-2, atol=1e-2, equal_nan=True)
+        assert not said(rows, "lower.fallback") and len(said(rows, "codegen.contract")) == 1
+
+
 def test_a_trial_of_a_convolution_leaves_random_numbers_alone() -> None:
     before = torch.get_rng_state()
     seconds = convolution_seconds((9, 8, 12, 12), (8, 2, 3, 3), (1, 1), (1, 1), (1, 1), 4, torch.bfloat16)

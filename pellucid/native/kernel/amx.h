@@ -42,17 +42,26 @@ class Amx {
   }
 };
 
-// Sums of C registers of columns for one or two tiles of rows: `steps` times `units` units as they lie, then a last tile
-// of both operands, if there is one, in which what is too much is zero.
-template <int C, bool BELOW>
-[[gnu::noinline]] inline void amx_sums(
-    int64_t steps, int64_t units, Matrix<bf16> a, Rows b, Sums c, const float* last_a, const float* last_b,
+// Tiles of the left operand, step by step: the upper one is at `at()` and has so many rows, `row` bytes apart; the lower one
+// begins `below` bytes further. Those of a matrix follow one another.
+struct MatrixTiles {
+  const bf16* first;
+  int64_t rows, row, below, step;
+  PV_FN const bf16* at() const { return first; }
+  PV_FN void next() { first += step; }
+};
+
+// Sums of C registers of columns for one or two tiles of rows: `steps` times `units` units, then a last tile of both
+// operands, if there is one, in which what is too much is zero.
+template <int C, bool BELOW, class Tiles>
+PV_FN void amx_sums(
+    int64_t steps, int64_t units, Tiles a, Rows b, const Sums& c, const float* last_a, const float* last_b,
     Ahead& beside) {
   Ahead ahead = beside;
   asm volatile("" : : : "memory");  // GCC does not know what tiles read
   constexpr int64_t UNIT = sizeof(float);
-  const int64_t row = a.row * int64_t(sizeof(bf16)), line = b.step * UNIT, step = c.step * UNIT;
-  float* below = c.at + AMX_TILE * c.step;
+  const int64_t line = b.step * UNIT, step = c.step * UNIT;
+  float* below = c.at + a.rows * c.step;
   if (c.more) {
     _tile_loadd(0, c.at, step);
     if constexpr (C == 2) _tile_loadd(1, c.at + COLUMN, step);
@@ -64,7 +73,7 @@ template <int C, bool BELOW>
     if constexpr (BELOW) _tile_zero(2);
     if constexpr (BELOW && C == 2) _tile_zero(3);
   }
-  const auto add = [&](const void* left, int64_t row, const float* right, int64_t line) PV_INLINE {
+  const auto add = [&](const void* left, int64_t row, int64_t lower, const float* right, int64_t line) PV_INLINE {
     _tile_loadd(6, right, line);
     ahead.step<true>();
     _tile_loadd(4, left, row);
@@ -76,14 +85,14 @@ template <int C, bool BELOW>
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (BELOW) {
-      _tile_loadd(5, (const char*)left + AMX_TILE * row, row);
+      _tile_loadd(5, (const char*)left + lower, row);
       ahead.step<true>();
       _tile_dpbf16ps(2, 5, 6);
       if constexpr (C == 2) _tile_dpbf16ps(3, 5, 7);
     }
   };
-  for (; steps > 0; steps--, a.at += TERMS<bf16> * units, b.at += units * b.step) add(a.at, row, b.at, line);
-  if (last_a) add(last_a, AMX_TILE * UNIT, last_b, COLUMNS * UNIT);
+  for (; steps > 0; steps--, a.next(), b.at += units * b.step) add(a.at(), a.row, a.below, b.at, line);
+  if (last_a) add(last_a, AMX_TILE * UNIT, AMX_TILE * AMX_TILE * UNIT, last_b, COLUMNS * UNIT);
   beside = ahead;
   _tile_stored(0, c.at, step);
   if constexpr (C == 2) _tile_stored(1, c.at + COLUMN, step);
@@ -111,8 +120,11 @@ PV_FN void amx_tiles(
     for (int64_t j = 0; !even && j < above + below; j++)
       std::memcpy(last_a + j * AMX_TILE, a(j, TERMS<bf16> * steps * units), size_t(rest) * sizeof(float));
     amx.configure(above, below, units);
-    (below ? amx_sums<C, true> : amx_sums<C, false>)(
-        steps, units, a, b, c.from(i, 0), even ? nullptr : last_a, last_b, ahead);
+    const int64_t row = a.row * int64_t(sizeof(bf16));
+    const MatrixTiles tiles{a.at, AMX_TILE, row, AMX_TILE * row, TERMS<bf16> * units};
+    const float* last = even ? nullptr : last_a;
+    if (below) amx_sums<C, true>(steps, units, tiles, b, c.from(i, 0), last, last_b, ahead);
+    else amx_sums<C, false>(steps, units, tiles, b, c.from(i, 0), last, last_b, ahead);
   }
 }
 

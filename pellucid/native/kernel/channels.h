@@ -94,7 +94,7 @@ PV_FN ReadLine<E> tap_line(const Window<E>& w, int64_t i, int64_t j, int64_t t, 
   Span span{0, all};
   for (const Edge& edge : w.edges) {
     const int64_t first = edge.first + i * edge.rows[0] + j * edge.rows[1] + t * edge.taps[0] + u * edge.taps[1];
-    span.keep(reached(edge, first, T > 1 ? edge.taps[1] : edge.rows[2], all));
+    span.keep(reached(edge.extent, first, T > 1 ? edge.taps[1] : edge.rows[2], all));
   }
   const E* at = w.at + i * w.rows[0].step + j * w.rows[1].step + t * w.taps[0].step + u * w.taps[1].step;
   return {at, t * w.taps[1].extent + u, span.first, span.last > span.first ? span.last - span.first : 0};

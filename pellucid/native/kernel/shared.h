@@ -30,6 +30,15 @@ namespace pv {
 #define PV_PAIRS(PART, TEMPLATE, ...)
 #endif
 
+// Convolutions by tiles.
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define PV_COPIED(TEMPLATE)                                                                                \
+  TEMPLATE bool contract_copied(int64_t, int64_t, const Window<bf16>&, const Matrix<bf16>&, const Sums&);  \
+  TEMPLATE bool contract_copied(int64_t, int64_t, const Window<bf16>&, const Panels&, const Sums&);
+#else
+#define PV_COPIED(TEMPLATE)
+#endif
+
 #define PV_SHARED_products_float(TEMPLATE) PV_TILES(TEMPLATE, float, 2, Rows) PV_PACKING(TEMPLATE, float)
 #define PV_SHARED_products_bf16(TEMPLATE)                                                                  \
   PV_PAIRS(PV_TILES, TEMPLATE, 2, Rows)                                                                    \
@@ -50,7 +59,8 @@ namespace pv {
   PV_WINDOWS(TEMPLATE, float) PV_FINITE(TEMPLATE, float)                                                   \
   TEMPLATE void pack_columns(const Placed&, int64_t, int64_t, float*, int64_t, const InOrder&);            \
   TEMPLATE void pack_rows(const PlacedColumns&, int64_t, int64_t, float*);
-#define PV_SHARED_windows_bf16(TEMPLATE) PV_WINDOWS(TEMPLATE, bf16) PV_PAIRS(PV_FINITE, TEMPLATE)
+#define PV_SHARED_windows_bf16(TEMPLATE)                                                                   \
+  PV_WINDOWS(TEMPLATE, bf16) PV_PAIRS(PV_FINITE, TEMPLATE) PV_COPIED(TEMPLATE)
 #define PV_SHARED_windows_f16(TEMPLATE) PV_WINDOWS(TEMPLATE, f16)
 
 #define PV_SHARED_attention_float(TEMPLATE) PV_WEIGHTS(TEMPLATE, float) PV_MASKS(TEMPLATE, float)

@@ -57,7 +57,7 @@ template <class E> PV_FN Span span_of(const Window<E>& w, int64_t i, int64_t j, 
   Span span{0, w.rows[2].extent};
   for (const Edge& edge : w.edges) {
     const int64_t first = edge.first + i * edge.rows[0] + j * edge.rows[1] + t * edge.taps[0] + u * edge.taps[1];
-    span.keep(reached(edge, first, edge.rows[2], w.rows[2].extent));
+    span.keep(reached(edge.extent, first, edge.rows[2], w.rows[2].extent));
   }
   return span;
 }

@@ -11,7 +11,7 @@ PV_FN Span span_in_line(const Pixels& pixels, int64_t right) {
   Span span{0, all};
   for (const Edge& edge : pixels.edges)
     if (edge.rows[2] != 0 || edge.taps[1] != 0)
-      span.keep(reached(edge, edge.first + right * edge.taps[1], edge.rows[2], all));
+      span.keep(reached(edge.extent, edge.first + right * edge.taps[1], edge.rows[2], all));
   return span;
 }
 // Whether line j counts for a tap, with `down` the line of the tap.

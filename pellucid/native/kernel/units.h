@@ -152,6 +152,12 @@ class Ahead {
   Ahead() : at_((const char*)this) {}
   // pace: bytes from one step to the next.
   Ahead(const void* at, int64_t pace) : at_((const char*)at), pace_(pace) {}
+  Ahead(const Ahead&) = default;
+  // Field by field: copied as a whole, it would wait for the fields that were just written.
+  PV_FN Ahead& operator=(const Ahead& other) {
+    at_ = other.at_, pace_ = other.pace_, run_ = other.run_, left_ = other.left_, jump_ = other.jump_;
+    return *this;
+  }
   // So many runs of so many bytes, which begin `stride` bytes apart, in all these steps; nothing, if that takes more than
   // `most` bytes a step.
   static Ahead over(const void* at, int64_t bytes, int64_t runs, int64_t stride, int64_t steps, int64_t most) {

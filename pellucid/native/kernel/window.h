@@ -152,142 +152,10 @@ PV_SHARED void contract_each(int64_t n, int64_t k, const Window<E>& a, const Rig
     });
 }
 
-// Where the terms of the right operand go that lie plane by plane: taps of a channel become channels of a tap.
-struct ByTap {
-  int16_t at[DEPTH];
-  ByTap(int64_t area, int64_t channels) {
-    for (int64_t i = 0; i < area * channels; i++) at[i] = int16_t(i % area * channels + i / area);
-  }
-  PV_FN int64_t operator()(int64_t i) const { return at[i]; }
-};
-
-// c[M, n] = a[M, k] @ b[k, n] with windows as rows of a, at most M of them. They are copied in cache, some DEPTH units
-// at a time, so that edges, strides and dilation are nothing to the micro-kernel. WIDTH: see `panel`.
-template <int M, int N, int WIDTH, class E, class Right>
-inline void contract(int64_t n, int64_t k, const Window<E>& a, const Right& b, const Sums& c) {
-  static_assert(N % COLUMNS == 0);
-  constexpr int T = TERMS<E>;
-  const int64_t m = a.height(), area = a.area();
-  if (k <= 0) clear(m, n, c);
-  alignas(64) float columns[is_packed<Right> ? COLUMNS : COLUMN_PANEL];
-  alignas(64) float rows[M * DEPTH];
-  auto* terms = (Factor<E>*)rows;
-  Beside beside;
-  const bool finite_only = a.padded && !a.zeros;
-  if constexpr (is_packed<Right>)
-    if (finite_only && !b.finite) return contract_each(n, k, a, b, c);
-  int64_t step = a.planes ? DEPTH / area : TERMS_AT_ONCE<E>;
-  if (a.planes) step = (step > COLUMN ? step / COLUMN * COLUMN : step) * area;
-  for (int64_t t = 0; t < k; t += step) {
-    const int64_t depth = least(step, k - t), units = units_of<E>(depth);
-    gather_rows(a, t, depth, terms);
-    const LeftRows left = Matrix<Factor<E>>{terms, TERMS_AT_ONCE<E>, 1};
-    const Sums sums = c.after(t, depth, k);
-    const ByTap by_tap(area, a.planes ? depth / area : 0);
-    for (int64_t j = 0; j < n; j += COLUMNS) {
-      const float* at = columns;
-      if constexpr (is_packed<Right>) {
-        at = b(t / T, j);
-        beside.ahead = ahead_of<Factor<E>>(b, t / T, units, units_of<E>(k), j, n, m);
-      } else {
-        const int64_t some = least(COLUMNS, n - j);
-        if (a.planes) pack_columns(b.from(t, j), depth, some, columns, COLUMN_PANEL, by_tap);
-        else pack_columns(b.from(t, j), depth, some, columns);
-        if (finite_only && !finite<Factor<E>>(units, some, columns)) return contract_each(n, k, a, b, c);
-        beside.ahead = ahead_of<in_one_block<N, WIDTH>>(b, t, depth, k, j, n, m);
-      }
-      const Rows right{at, COLUMNS};  // as an argument it ends GCC 12 with an internal error
-      panel<WIDTH>(beside, m, n - j, units, left, right, sums.from(0, j));
-    }
-  }
-}
-
-// Terms that are pixels: of images, lines and columns, with their steps in both operands. A pixel counts where the edges
-// say so; those of a tap beyond the edge do not.
-struct TermAxis { int64_t extent, left, right; };
-struct Pixels {
-  TermAxis axes[3];
-  Edge edges[2];
-};
-
-// Rows that lie where `place` says, and their columns side by side; and the same with rows and columns exchanged.
-struct Placed {
-  using Element = float;
-  static constexpr int64_t row = 0, column = 1;
-  const float* at;
-  const int64_t* place;
-  PV_FN const float* operator()(int64_t i, int64_t j) const { return at + place[i] + j; }
-  PV_FN Placed from(int64_t i, int64_t j) const { return {at + j, place + i}; }
-};
-struct PlacedColumns {
-  using Element = float;
-  static constexpr int64_t row = 1, column = 0;
-  Placed rows;
-  PV_FN const float* operator()(int64_t i, int64_t j) const { return rows(j, i); }
-};
-
-PV_FN bool all_finite(const float* p, int64_t n) {
-  ColumnReg sums[4] = {};  // that do not wait for one another
-  int64_t i = 0;
-  for (; i + 4 * COLUMN <= n; i += 4 * COLUMN)
-    for (int k = 0; k < 4; k++) sums[k] = multiply_add(read_column(p + i + k * COLUMN), ColumnReg{}, sums[k]);
-  bool all = total<Sum>(Column{{(sums[0] + sums[1]) + (sums[2] + sums[3])}}) == 0;
-  for (; i < n; i++) all &= __builtin_isfinite(p[i]);
-  return all;
-}
-
-// c[m, n] = sum over pixels of left[pixel, m] * right[pixel, n], or times zero where a pixel does not count: that
-// matters where left is not finite. It is the gradient of a weight for one tap. WIDTH: see `panel`.
-template <int M, int N, int WIDTH>
-inline void contract_pixels(
-    int64_t m, int64_t n, const float* left, const float* right, const Pixels& pixels, const Sums& c) {
-  static_assert(N % COLUMNS == 0);
-  alignas(64) float columns[N * DEPTH];
-  alignas(64) float rows[(M + ROWS - 1) / ROWS * ROW_PANEL];
-  int64_t lefts[DEPTH + AHEAD] = {}, rights[DEPTH + AHEAD] = {};  // what is asked for ahead may be any element
-  static constexpr float nothing[N] = {};
-  Beside beside;
-  int count = 0;
-  bool more = false;
-  const auto add = [&](bool last) {
-    pack_rows(PlacedColumns{{left, lefts}}, m, count, rows);
-    pack_columns(Placed{right, rights}, count, n, columns);
-    const Sums sums{c.at, c.step, more, c.past && last};
-    const LeftRows left_rows{Matrix<float>{rows, 1, ROWS}, ROW_PANEL};
-    for (int64_t j = 0; j < n; j += COLUMNS)
-      panel<WIDTH>(beside, m, n - j, count, left_rows, Rows{columns + j * DEPTH, COLUMNS}, sums.from(0, j));
-    more = true, count = 0;
-  };
-  const auto& [images, lines, line] = pixels.axes;
-  for (int64_t i = 0; i < images.extent; i++)
-    for (int64_t j = 0; j < lines.extent; j++)
-      for (int64_t k = 0; k < line.extent; k++) {
-        const int64_t one = i * images.left + j * lines.left + k * line.left;
-        const int64_t other = i * images.right + j * lines.right + k * line.right;
-        const bool counted = counts_at(pixels.edges, i, j, k);
-        if (!counted && all_finite(left + one, m)) continue;
-        if (count == DEPTH) add(false);
-        lefts[count] = one;
-        rights[count++] = counted ? other : nothing - right;
-      }
-  add(true);
-}
-
-// b[k, n] as panels of f32, whatever the type: taps are multiplied one by one. channels: of a tap, where the terms of b
-// lie channel by channel, else 1.
-template <class E> PV_FN void pack_taps(const Matrix<E>& b, int64_t k, int64_t n, int64_t channels, float* panels) {
-  if constexpr (std::is_same_v<E, float>) {
-    if (channels > 1) return pack_columns(b, k, n, panels, COLUMN_PANEL, ByTap(k / channels, channels));
-    return pack_columns(b, k, n, panels);
-  }
-  for (int64_t j = 0; j < (n + COLUMN - 1) / COLUMN * COLUMN; j++)
-    for (int64_t tap = 0; tap < k; tap++)
-      panels[j / COLUMNS * COLUMN_PANEL + tap * COLUMNS + j % COLUMNS] = j < n ? load(b(tap, j)) : 0.0f;
-}
-
 // The pixels of a line from `first` up to `last`.
 struct Span {
   int64_t first, last;
+  PV_FN bool holds(int64_t i) const { return i >= first && i < last; }
   PV_FN void keep(Span other) {
     if (other.first > first) first = other.first;
     if (other.last < last) last = other.last;
@@ -295,13 +163,13 @@ struct Span {
 };
 
 // Those of `all` places, `step` apart in the image from `first` on, that lie inside of it.
-PV_FN Span reached(const Edge& edge, int64_t first, int64_t step, int64_t all) {
-  if (step == 0) return {0, uint64_t(first) < uint64_t(edge.extent) ? all : 0};
+PV_FN Span reached(int64_t extent, int64_t first, int64_t step, int64_t all) {
+  if (step == 0) return {0, uint64_t(first) < uint64_t(extent) ? all : 0};
   const auto from = [&](int64_t place) PV_INLINE {  // the first one at or beyond it
     const int64_t missing = place - first;
     return missing <= 0 ? 0 : step == 1 ? missing : (missing + step - 1) / step;
   };
-  return {from(0), from(edge.extent)};
+  return {from(0), from(extent)};
 }
 
 }  // namespace pv

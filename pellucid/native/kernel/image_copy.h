@@ -1,0 +1,293 @@
+// Convolutions in bf16 by tiles (AMX), whose windows overlap in memory.
+//
+// What a block reads of the images is copied once, with zeros beyond their edges. A row of a tile is what the copy has
+// at a pixel, and the next row what it has at the next one: another tap of the window is another place in the same
+// copy, and nothing is gathered. Tiles are equal pieces of the lines of the result.
+//
+// Where channels fill tiles, the copy has planes, each of as many channels as a tile has terms: a pixel is one line of
+// the cache, and pixels of the same remainder by the stride are neighbours. Else it has the lines of the image as they
+// are: a row of a tile begins with all taps of a line of the window, and what it reads beyond is multiplied by zero.
+namespace pv {
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+
+constexpr int64_t PLANE = AMX_TILE * TERMS<bf16>;  // terms of a row of a tile
+constexpr int64_t MOST_COPIED = 1 << 19;           // bytes, of the stack
+// Tiles of terms that are multiplied in one go: many, so that sums are seldom written and read again; few, which stay in
+// the first cache, where the lines of the result are short, and the right operand is most of what is read.
+constexpr int64_t MANY_STEPS = 36, FEW_STEPS = 12, SHORT_LINE = 8;
+constexpr int64_t SHORTEST_LINE = 6;  // of shorter ones tiles would have too few rows
+
+// One axis of images. Row r and tap t reach the place stride * r + dilation * t, `step` elements from one to the next.
+// In the copy that is pixel r + shift(t) of part t % stride; each part has room for `length` pixels.
+struct CopyAxis {
+  int64_t step, stride, dilation, rows, taps, parts, first, length;  // first: the least shift, as the division has it
+  PV_FN int64_t remainder(int64_t t) const { return (dilation * t % stride + stride) % stride; }
+  PV_FN int64_t quotient(int64_t t) const { return (dilation * t - remainder(t)) / stride; }
+  PV_FN int64_t shift(int64_t t) const { return quotient(t) - first; }
+  PV_FN int64_t place(int64_t part, int64_t i) const { return stride * (i + first) + remainder(part); }
+  // The pixels of a part that some row and tap reach: only those are in memory.
+  PV_FN Span reached(int64_t part) const {
+    const int64_t one = shift(part), other = shift(part + (taps - 1 - part) / stride * stride);
+    return {least(one, other), rows + one + other - least(one, other)};
+  }
+};
+// `length` is 0 where rows and taps have no common step.
+inline CopyAxis copy_axis(const WindowAxis& rows, const WindowAxis& taps) {
+  if (taps.extent == 1) return {rows.step, 1, 0, rows.extent, 1, 1, 0, rows.extent};
+  int64_t step = taps.step < 0 ? -taps.step : taps.step, stride = 1;
+  if (rows.extent > 1) {
+    step = rows.step;
+    for (int64_t rest = taps.step; rest != 0;) step = std::exchange(rest, step % rest);
+    if ((rows.step < 0) != (step < 0)) step = -step;
+    stride = step ? rows.step / step : 0;
+  }
+  if (stride == 0 || step == 0) return {};
+  CopyAxis axis{step, stride, taps.step / step, rows.extent, taps.extent, least(stride, taps.extent), 0, 0};
+  const int64_t last = axis.quotient(taps.extent - 1);
+  axis.first = least(0, last);
+  axis.length = rows.extent + last - 2 * axis.first;
+  return axis;
+}
+
+// An edge of the image, of which a place is so much further for the next image, line and column.
+struct CopyEdge { int64_t first, extent, image, line, column; };
+
+// The copy: [plane][image][line's part][column's part][line][column], or, where it has lines, [image][line's part][line].
+struct ImageCopy {
+  CopyAxis lines, columns;
+  CopyEdge edges[2];
+  int64_t images, terms;  // terms: of a pixel, or of a line of the window
+  int64_t pixel, plane;   // elements from a pixel to the next, and from the terms of a tile to the next ones
+  int64_t places;         // of the image in a line of the copy, if it has lines, else 0
+  PV_FN int64_t planes() const { return (terms + PLANE - 1) / PLANE; }
+  PV_FN int64_t part() const { return lines.length * columns.length; }
+  PV_FN int64_t image() const { return lines.parts * columns.parts * part(); }
+  PV_FN int64_t tiles() const { return lines.taps * columns.taps * planes(); }
+  // With what tiles of the last line read beyond it.
+  PV_FN int64_t size() const { return places ? images * image() * pixel + planes() * PLANE : planes() * plane; }
+  // Where the first row finds the terms of a tile.
+  PV_FN int64_t place(int64_t tile) const {
+    const int64_t tap = tile / planes(), t = tap / columns.taps, u = tap % columns.taps;
+    const int64_t parts = t % lines.stride * columns.parts + u % columns.stride;
+    return tile % planes() * plane + (parts * part() + lines.shift(t) * columns.length + columns.shift(u)) * pixel;
+  }
+};
+
+// How much further a place is for the next pixel of an axis, seen from an edge; false where rows and taps disagree.
+inline bool edge_step(const CopyAxis& axis, int64_t row, int64_t tap, int64_t& step) {
+  step = axis.rows > 1 ? row / axis.stride : axis.taps > 1 ? tap / axis.dilation : 0;
+  return (axis.rows == 1 || row == step * axis.stride) && (axis.taps == 1 || tap == step * axis.dilation);
+}
+
+// How a window is copied; false if it is not.
+inline bool copied_as(const Window<bf16>& w, ImageCopy& p) {
+  if (w.planes || w.apart != 1 || w.height() * w.area() * w.channels == 0) return false;
+  if (w.rows[2].extent < SHORTEST_LINE) return false;
+  p = {copy_axis(w.rows[1], w.taps[0]), copy_axis(w.rows[2], w.taps[1]), {}, w.rows[0].extent, w.channels};
+  if (p.lines.length == 0 || p.columns.length == 0) return false;
+  for (int i : {0, 1}) {
+    const Edge& from = w.edges[i];
+    CopyEdge& edge = p.edges[i] = {from.first, from.extent, from.rows[0]};
+    if (!edge_step(p.lines, from.rows[1], from.taps[0], edge.line)) return false;
+    if (!edge_step(p.columns, from.rows[2], from.taps[1], edge.column) || edge.column < 0) return false;
+  }
+  if (w.channels % PLANE == 0) {
+    p.pixel = PLANE;
+    p.plane = (p.images * p.image() | 1) * PLANE;  // an odd number of lines: planes are not in the same sets of a cache
+    return true;
+  }
+  CopyAxis& columns = p.columns;
+  if (columns.step != w.channels || (columns.taps > 1 && columns.dilation != 1)) return false;
+  p.terms = columns.taps * w.channels;
+  p.pixel = columns.stride * w.channels;
+  p.plane = PLANE;
+  p.places = (columns.rows - 1) * columns.stride + columns.taps;
+  columns.length = (p.places + columns.stride - 1) / columns.stride;
+  columns.stride = columns.taps = columns.parts = 1, columns.dilation = 0;
+  return true;
+}
+
+// Those of `places` from (image, y, x) on, `step` apart in the line, that lie inside of the image.
+PV_FN Span inside(const ImageCopy& p, int64_t image, int64_t y, int64_t x, int64_t step, Span places) {
+  for (const CopyEdge& edge : p.edges) {
+    const int64_t first = edge.first + image * edge.image + y * edge.line + x * edge.column;
+    places.keep(reached(edge.extent, first, step * edge.column, places.last));
+  }
+  return places;
+}
+
+// What the rows and taps of a window reach, and zero where it does not count, as planes.
+inline void copy_planes(const Window<bf16>& w, const ImageCopy& p, bf16* to) {
+  const int64_t planes = p.planes();
+  for (int64_t image = 0; image < p.images; image++)
+    for (int64_t above = 0; above < p.lines.parts; above++)
+      for (int64_t beside = 0; beside < p.columns.parts; beside++) {
+        const Span lines = p.lines.reached(above), columns = p.columns.reached(beside);
+        const int64_t x = p.columns.place(beside, 0);
+        for (int64_t i = 0; i < p.lines.length; i++) {
+          const int64_t y = p.lines.place(above, i);
+          const Span counted = inside(p, image, y, x, p.columns.stride, lines.holds(i) ? columns : Span{0, 0});
+          const bf16* from = w.at + image * w.rows[0].step + y * p.lines.step + x * p.columns.step;
+          for (int64_t j = 0; j < p.columns.length; j++, from += p.columns.stride * p.columns.step, to += PLANE)
+            for (int64_t k = 0; k < planes; k++)
+              copy_terms(from + k * PLANE, PLANE, counted.holds(j), to + k * p.plane);
+        }
+      }
+}
+
+// The same as lines. False if not all that is copied is finite: it is multiplied by zero too.
+inline bool copy_lines(const Window<bf16>& w, const ImageCopy& p, bf16* copy) {
+  constexpr uint16_t INFINITE = 0x7f80;
+  std::memset(copy, 0, size_t(p.size()) * sizeof(bf16));
+  const auto copy_some = [](const bf16* from, bf16* to, auto& infinite, const auto& n) PV_INLINE {
+    const auto terms = load((const uint16_t*)from, n);
+    infinite |= (terms.r[0] & INFINITE) == INFINITE;
+    store<uint16_t>((uint16_t*)to, terms, n);
+  };
+  using Terms = Vec<uint16_t, PLANE>;
+  decltype(typename Terms::reg() == typename Terms::reg()) infinite = {};
+  bf16* to = copy;
+  for (int64_t image = 0; image < p.images; image++)
+    for (int64_t above = 0; above < p.lines.parts; above++)
+      for (int64_t i = 0; i < p.lines.length; i++, to += p.columns.length * p.pixel) {
+        if (!p.lines.reached(above).holds(i)) continue;
+        const int64_t y = p.lines.place(above, i), channels = p.columns.step;
+        const Span counted = inside(p, image, y, 0, 1, {0, p.places});
+        const bf16* line = w.at + image * w.rows[0].step + y * p.lines.step;
+        int64_t j = counted.first * channels;
+        for (; j + PLANE <= counted.last * channels; j += PLANE) copy_some(line + j, to + j, infinite, All<PLANE>());
+        if (j < counted.last * channels) copy_some(line + j, to + j, infinite, Some<PLANE>(counted.last * channels - j));
+      }
+  for (int k = 0; k < PLANE; k++)
+    if (infinite[k]) return false;
+  return true;
+}
+
+// Tiles of a copy: `places` has the terms of each step.
+struct ImageTiles {
+  const bf16* first;
+  int64_t rows, row, below;
+  const int64_t* places;
+  PV_FN const bf16* at() const { return first + *places; }
+  PV_FN void next() { places++; }
+};
+
+// The rows of a product, as tiles: equal pieces of the lines of the result, one after the other.
+struct Pieces {
+  int64_t line, rows, of_line, count;
+  explicit Pieces(const ImageCopy& p) {
+    line = p.columns.rows, of_line = (line + AMX_TILE - 1) / AMX_TILE, rows = (line + of_line - 1) / of_line;
+    count = p.images * p.lines.rows * of_line;
+  }
+  PV_FN int64_t height(int64_t i) const { return i < count ? least(rows, line - i % of_line * rows) : 0; }
+  PV_FN int64_t place(const ImageCopy& p, int64_t i) const {
+    const int64_t lines = i / of_line, image = lines / p.lines.rows, y = lines % p.lines.rows;
+    return (image * p.image() + y * p.columns.length + i % of_line * rows) * p.pixel;
+  }
+};
+
+// c[rows, C registers] (+)= the terms that `places` has, `steps` tiles of them, times as many of b.
+template <int C>
+PV_FN void amx_image(
+    Beside& beside, const ImageCopy& p, const bf16* copy, const int64_t* places, int64_t steps, const Rows& b, Sums c) {
+  const Pieces pieces(p);
+  for (int64_t i = 0; i < pieces.count; i += 2) {
+    const int64_t above = pieces.height(i), below = pieces.height(i + 1), first = pieces.place(p, i);
+    const int64_t lower = below ? (pieces.place(p, i + 1) - first) * int64_t(sizeof(bf16)) : 0;
+    const ImageTiles tiles{copy + first, above, p.pixel * int64_t(sizeof(bf16)), lower, places};
+    beside.amx.configure(above, below ? below : above, AMX_TILE);
+    if (below) amx_sums<C, true>(steps, AMX_TILE, tiles, b, c, nullptr, nullptr, beside.ahead);
+    else amx_sums<C, false>(steps, AMX_TILE, tiles, b, c, nullptr, nullptr, beside.ahead);
+    c.at += (above + below) * c.step;
+  }
+}
+
+// Units of a panel's terms from `term` on, those of each line of the window from a new tile on.
+inline void pair_terms(const float* panel, int64_t term, int64_t terms, int64_t lines, float* to) {
+  using Unit = Vec<uint32_t, COLUMN>;
+  const int64_t whole = terms / 2, units = (terms + PLANE - 1) / PLANE * AMX_TILE;
+  for (; lines > 0; lines--, term += terms, to += units * COLUMNS) {
+    std::memset(to + whole * COLUMNS, 0, size_t((units - whole) * COLUMNS) * sizeof(float));
+    for (int64_t j = 0; j < COLUMNS; j += COLUMN) {
+      const auto* at = (const uint32_t*)panel + term / 2 * COLUMNS + j;
+      const auto unit = [&](int64_t i) PV_INLINE { return load(at + i * COLUMNS, All<COLUMN>()).r[0]; };
+      const auto set = [&](int64_t i, typename Unit::reg a) PV_INLINE {
+        store<uint32_t>((uint32_t*)to + i * COLUMNS + j, Unit{{a}}, All<COLUMN>());
+      };
+      const bool odd = term % 2;
+      for (int64_t i = 0; !odd && i < whole; i++) set(i, unit(i));
+      for (int64_t i = 0; odd && i < whole; i++) set(i, unit(i) >> 16 | unit(i + 1) << 16);
+      if (terms % 2) set(whole, odd ? unit(whole) >> 16 : unit(whole) & 0xffff);
+    }
+  }
+}
+
+// The next terms of the same columns of b, else the first ones of the next columns, while terms from t on are computed.
+PV_FN Ahead ahead_of_terms(const Panels& b, int64_t t, int64_t depth, int64_t, int64_t j, int64_t, int64_t steps) {
+  const int64_t bytes = units_of<bf16>(depth) * COLUMNS * int64_t(sizeof(float));
+  return Ahead::over(b((t + depth) / TERMS<bf16>, j), bytes, 1, bytes, steps, MOST_OF_PANELS<bf16>);
+}
+PV_FN Ahead ahead_of_terms(
+    const Matrix<bf16>& b, int64_t t, int64_t depth, int64_t k, int64_t j, int64_t n, int64_t steps) {
+  const bool whole = t + depth >= k, along = b.row == 1;
+  if ((!along && b.column != 1) || (whole && j + COLUMNS >= n)) return {};
+  const Matrix<bf16> next = whole ? b.from(0, j + COLUMNS) : b.from(t + depth, j);
+  const int64_t columns = least(COLUMNS, n - j), terms = least(depth, k - t);
+  return Ahead::over(next.at, (along ? terms : columns) * int64_t(sizeof(bf16)), along ? columns : terms,
+                     (along ? b.column : b.row) * int64_t(sizeof(bf16)), steps, MOST_AS_IT_LIES<bf16>);
+}
+
+// c[M, n] = a[M, k] @ b[k, n], as `contract` has it; false, and nothing done, where windows are not copied.
+template <class Right>
+PV_SHARED bool contract_copied(int64_t n, int64_t k, const Window<bf16>& a, const Right& b, const Sums& c) {
+  constexpr int T = TERMS<bf16>;
+  ImageCopy p;
+  if (!copied_as(a, p)) return false;
+  const int64_t copied = p.size() * int64_t(sizeof(bf16)), listed = p.tiles() * int64_t(sizeof(int64_t));
+  if (copied + listed > MOST_COPIED) return false;
+  auto* copy = (bf16*)__builtin_alloca_with_align(size_t(copied), 8 * LINE);
+  auto* places = (int64_t*)__builtin_alloca_with_align(size_t(listed), 8 * LINE);
+  constexpr int64_t PANEL = MANY_STEPS * AMX_TILE * COLUMNS;
+  alignas(64) float columns[is_packed<Right> ? COLUMNS : PANEL], paired[PANEL];
+  const bool pairs = p.terms % PLANE != 0;
+  if (!p.places) copy_planes(a, p, copy);
+  else if (!copy_lines(a, p, copy) && pairs) return false;
+  for (int64_t i = 0; i < p.tiles(); i++) places[i] = p.place(i);
+  // Terms at a time, as many as fill a panel: of whole lines of the window, where they are paired anew.
+  const int64_t most = p.columns.rows > SHORT_LINE ? MANY_STEPS : FEW_STEPS;
+  const int64_t step = pairs ? most / p.planes() * p.terms : most * PLANE;
+  if (step == 0) return false;
+  const int64_t blocks = (Pieces(p).count + 1) / 2;  // of two tiles
+  Beside beside;
+  for (int64_t j = 0; j < n; j += COLUMNS) {
+    const int64_t* places_now = places;
+    for (int64_t t = 0; t < k; t += step) {
+      const int64_t depth = least(step, k - t);
+      const float* at = columns;
+      if constexpr (is_packed<Right>) {
+        at = b(t / T, j);
+      } else {
+        const int64_t some = least(COLUMNS, n - j);
+        pack_columns(b.from(t, j), depth, some, columns);
+        if (a.padded && !a.zeros && !finite<bf16>(units_of<bf16>(depth), some, columns))
+          return contract_each(n, k, a, b, c), true;
+      }
+      const int64_t tiles = pairs ? depth / p.terms * p.planes() : depth / PLANE;
+      if (pairs) {
+        pair_terms(at, is_packed<Right> ? t % T : 0, p.terms, depth / p.terms, paired);
+        at = paired;
+      }
+      beside.ahead = ahead_of_terms(b, t, depth, k, j, n, blocks * tiles * AMX_LOADS);
+      const Sums sums = c.after(t, depth, k).from(0, j);
+      if (n - j <= COLUMN) amx_image<1>(beside, p, copy, places_now, tiles, Rows{at, COLUMNS}, sums);
+      else amx_image<2>(beside, p, copy, places_now, tiles, Rows{at, COLUMNS}, sums);
+      places_now += tiles;
+    }
+  }
+  return true;
+}
+
+#endif
+
+}  // namespace pv
