@@ -1,7 +1,7 @@
 # Pellucid's everyday commands. Each of them sets up .venv first when it is missing.
 #
 #   make demo     compile and run MobileBERT with eager, Inductor and Pellucid, side by side
-#   make test     everything that CI runs; CASES=all adds what of the tests with many cases runs at other commits
+#   make test     everything that CI runs; CASES=all adds those of the longest tests that run at other commits
 #   make check    the quick part, under a minute: style, types, layers, unit and golden tests
 #   make test-ops every sample of PyTorch's operator and module databases, static and dynamic, and large ones: hours on
 #                 two cores
@@ -14,7 +14,7 @@
 #
 # PYTHON       the interpreter that makes .venv (3.10 or later, and one that your torch wheel was built for)
 # JOBS         how many processes share the tests (2)
-# CASES        which cases of the longest tests run: a third, another one for each commit (third), or all of them (all)
+# CASES        which of the longest tests run: a third, another one for each commit (third), or all of them (all)
 # TORCH_INDEX  a package index to take torch from, for example https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3

@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    about = "which cases of the tests marked `sampled` run: all of them, or a third, another one for each commit"
+    about = "which of the tests marked `sampled` run: all of them, or a third, another one for each commit"
     parser.addoption("--cases", choices=("all", "third"), default="all", help=about)
 
 

@@ -26,6 +26,7 @@ def gradients(*args: Any, is_causal: bool = False, **options: Any) -> tuple[torc
     return BACKWARD(*args, 0.0, is_causal, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_head_sizes_and_lengths(tmp_path: Path, dtype: torch.dtype) -> None:
     """Sizes that fill registers or do not, several blocks of rows and of keys, odd ends of both."""

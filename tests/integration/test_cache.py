@@ -84,6 +84,7 @@ def kept(store: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in store.glob("v1-*/**/*") if path.is_file()}
 
 
+@pytest.mark.sampled
 def test_an_imported_store_starts_warm(program: Path, exported: tuple[Path, dict], tmp_path: Path) -> None:
     """The second process runs in another folder, on what the first one compiled, and builds and lowers nothing."""
     archive, said = exported

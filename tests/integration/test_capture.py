@@ -523,6 +523,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_five_steps_with_the_optimizer_compiled(name: str) -> None:
     """Against Dynamo without a compiler: it traces the optimizers' formulas for compilation, which round otherwise."""

@@ -364,6 +364,7 @@ print(of_status("VmHWM:"))
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.alone
 def test_memory_is_that_of_a_few_parts() -> None:
     def peak(chunked: str) -> int:

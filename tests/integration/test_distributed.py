@@ -38,6 +38,7 @@ def torchrun(mode: str) -> tuple[int, str]:
     return process.returncode, output
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mode", "forwards", "backwards"),
     [("ddp", 1, 1), pytest.param("fsdp2", 2, 2, marks=pytest.mark.slow), ("tp", 1, 1)],

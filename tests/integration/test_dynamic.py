@@ -38,6 +38,7 @@ def images(batch: int, side: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(batch, 3, side, side + side % 3)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "make", "sizes"),
     [
@@ -179,6 +180,7 @@ SIZES_AS_NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SIZES_AS_NUMBERS)
 def test_sizes_are_numbers_that_operators_are_given(name: str) -> None:
     check(SIZES_AS_NUMBERS[name], *((torch.randn(n, 6),) for n in (5, 2, 7, 31)), dynamic=True)

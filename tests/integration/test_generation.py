@@ -109,6 +109,7 @@ def test_generate_with_a_static_cache(name: str) -> None:
             assert len(last_compilations()) == before + 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_growing_cache(name: str) -> None:
     """The cache is an input and an output of every step, and one longer each time."""

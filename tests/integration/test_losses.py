@@ -68,6 +68,7 @@ def decisions(loss: Loss, folder: Path, *args: Tensor) -> list[dict[str, str]]:
     return [row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open())]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "loss",
     [
@@ -140,6 +141,7 @@ def refused(loss: Loss, folder: Path, *args: Tensor) -> list[str]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("loss", "why"),
     [

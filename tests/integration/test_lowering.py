@@ -22,6 +22,7 @@ def in_short_runs(name: str) -> bool:
     return zlib.crc32(name.encode()) % 2 == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("function", "args"), [
     pytest.param(function, args, id=name, marks=() if in_short_runs(name) else pytest.mark.slow)
     for name, function, args in CASES

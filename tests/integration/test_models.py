@@ -48,6 +48,7 @@ def floor_of(dtype: torch.dtype) -> float:
     return 1e-6 if dtype is torch.float32 else 1e-3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

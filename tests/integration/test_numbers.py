@@ -253,6 +253,7 @@ def test_positions_follow_eager(dtype: torch.dtype) -> None:
         assert torch.equal(ours, eagers)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 def test_transposed_accesses_follow_eager(dtype: torch.dtype) -> None:
     """Squares at the edges, masked ones, and rows that a mask moves out of the buffer."""
@@ -449,6 +450,7 @@ def test_wide_unsigned_integers_compute_what_the_interpreter_says(target: Machin
             assert torch.equal(buffers[name], wanted), (made_by, buffers[name], wanted)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("target", [machine_for(), AVX2], ids=["host", "avx2"])
 def test_golden_kernels_compute_what_the_interpreter_says(target: Machine) -> None:
     toolchain = avx2_toolchain() if target is AVX2 else None

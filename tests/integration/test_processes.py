@@ -30,6 +30,7 @@ def test_a_real_engine_where_it_is_installed(name):
     assert wrong.failure is not None and "NO_SUCH" in wrong.failure
 
 
+@pytest.mark.sampled
 def test_fresh_processes_start_on_an_empty_cache_and_then_on_what_was_left():
     cold, warm = cold_and_warm(Request("pointwise_small", "aot_eager", 1, 128, "f32", threads=1))
     assert warm is not None

@@ -70,6 +70,7 @@ SAME = """
 """
 
 
+@pytest.mark.sampled
 def test_processes_that_start_together_on_an_empty_store_compile_each_kernel_once(tmp_path):
     compilers = tmp_path / "compilers"
     compilers.mkdir()
@@ -86,6 +87,7 @@ def test_processes_that_start_together_on_an_empty_store_compile_each_kernel_onc
     assert len(batches) == len(list(compilers.iterdir())), "a batch was compiled more than once"
 
 
+@pytest.mark.sampled
 def test_a_filled_store_works_without_a_compiler_and_for_another_user(tmp_path):
     """As a container image in which root has run the program once."""
     store = tmp_path / "store"
@@ -313,6 +315,7 @@ def test_a_process_that_exits_does_not_wait_for_its_compilers(tmp_path):
     assert process.out == "bye\n" and gone(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.sampled
 def test_a_process_that_exits_does_not_wait_for_what_is_built_in_the_background(tmp_path):
     """Nor does its first call: the compiler hangs."""
     code = SLOW + (

@@ -245,6 +245,7 @@ def test_random_numbers_are_drawn_anew() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_frozen_parameters_are_those_of_this_process(dynamic: bool) -> None:
     """What was prepared of others is not kept, and what changes is noticed."""
@@ -772,6 +773,7 @@ def run_script(body: str, number: float) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.sampled
 def test_a_second_process_compiles_nothing() -> None:
     number = random.random()
     assert run_script("print(run())", number) == "['missed']"
@@ -784,6 +786,7 @@ def test_a_second_process_compiles_nothing() -> None:
     assert run_script(forbid, number) == "['found']"
 
 
+@pytest.mark.sampled
 def test_twenty_processes_at_once() -> None:
     """Some miss together and write the same, some find what was just written; all are right."""
     number = random.random()

@@ -97,6 +97,7 @@ def test_every_sum_is_returned(tmp_path: Path) -> None:
         check(hidden, (randn(1, 32, 6, 7),), (randn(1, 32, 6, 7) * 3,), folder=tmp_path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("batch", [1, 2])
 def test_gradients(batch: int, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -159,6 +159,7 @@ def test_output_code_computes_what_the_compiled_program_does(runs: Path) -> None
     torch.testing.assert_close(result, constants(*MODELS["constants"][1]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "before", "after"), [("trained", "pv::mul(", "pv::add("), ("in_place", "pv::sqrt(", "pv::neg(")]
 )

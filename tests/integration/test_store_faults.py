@@ -188,6 +188,7 @@ def builder(tmp_path: Path, first: int, last: int) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.sampled
 def test_processes_that_build_the_same_at_once_are_all_right(tmp_path):
     (tmp_path / "prelude.h").write_text("#include <stdint.h>\n")
     processes = [builder(tmp_path, 0, 5), builder(tmp_path, 0, 5)]
@@ -203,6 +204,7 @@ def _started(processes):
     return processes
 
 
+@pytest.mark.sampled
 def test_processes_that_build_overlapping_batches_are_all_right(tmp_path):
     (tmp_path / "prelude.h").write_text("#include <stdint.h>\n")
     processes = [builder(tmp_path, 0, 4), builder(tmp_path, 0, 6)]
@@ -213,6 +215,7 @@ def test_processes_that_build_overlapping_batches_are_all_right(tmp_path):
     assert len(store.find({f"k{i}": kernel(f"k{i}", i) for i in range(6)})) == 6
 
 
+@pytest.mark.sampled
 def test_a_killed_build_leaves_nothing_half_done(tmp_path):
     (tmp_path / "prelude.h").write_text("#include <stdint.h>\n")
     for delay in (0.02, 0.06, 0.1, 0.15):

@@ -266,6 +266,7 @@ def smoothed(losses: list[float], window: int = 10) -> Iterator[float]:
     return (sum(losses[i : i + window]) / window for i in range(len(losses) - window + 1))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_llama_learns_as_in_eager(steps: int) -> None:
     """Mean losses of ten neighbouring steps differ from eager's by less than 1%, and the model learns."""
@@ -333,6 +334,7 @@ def test_worker_processes_forked_after_compilation() -> None:
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sampled
 def test_the_number_of_threads_may_change_after_compilation() -> None:
     module, inputs = build_small("bert")
     run, threads = compiled(module.train()), torch.get_num_threads()

@@ -41,6 +41,7 @@ def test_neg_maximum_cat_is_exact(name: str) -> None:
     assert last_compilations()[-1].kernels == 1 and last_compilations()[-1].fallbacks == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["addaddmuladd", "softmax"])
 def test_one_kernel_as_accurate_as_eager(name: str) -> None:
     case, compiled = compile_case(name)

@@ -164,6 +164,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.sampled
 def test_a_second_process_tries_nothing(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(textwrap.dedent(PROGRAM).replace("FACTOR", str(1 + uuid.uuid4().int % 10**6 / 10**6)))

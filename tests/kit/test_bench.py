@@ -436,6 +436,7 @@ def test_a_small_run_measures_everything():
     assert fractions == sorted(fractions) and 0 <= fractions[0] <= fractions[-1] <= 1
 
 
+@pytest.mark.sampled
 def test_several_programs_have_a_process_each(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(

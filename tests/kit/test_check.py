@@ -34,6 +34,7 @@ def pellucid(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAULTY)
 def test_planted_faults_are_found(name):
     fault = FAULTS[name]
@@ -116,6 +117,7 @@ def test_roundings_that_a_fusing_compiler_leaves_out_are_no_fault():
     assert found.verdict is Verdict.ROUNDING, found
 
 
+@pytest.mark.sampled
 def test_the_command_prints_a_verdict_and_json():
     target = f"{HERE}/planted.py:pellucid_neg_wrong"
     run = pellucid("check", target, "--json")
@@ -146,6 +148,7 @@ def test_a_name_that_is_nearly_right_is_told_the_right_one():
     assert raised.value.hint == "did you mean mixed?"
 
 
+@pytest.mark.sampled
 def test_a_target_that_is_none_is_an_error_of_the_tool():
     run = pellucid("check", "nothing.py:make")
     assert run.returncode == 255 and "there is no file" in run.stderr and "Traceback" not in run.stderr
@@ -207,6 +210,7 @@ def broken(tmp_path):
     return file
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("command", "name"),
     [
@@ -219,6 +223,7 @@ def test_what_cannot_be_judged_exits_with_125_so_that_git_skips_the_commit(comma
     assert run.returncode == 125, (run.stdout, run.stderr)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("command", "backend"),
     [

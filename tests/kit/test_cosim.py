@@ -25,6 +25,7 @@ WRONG = [name for name, fault in FAULTS.items() if shows_in_kernels(fault)]
 FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WRONG]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", [COMPLETE, LIVE])
 @pytest.mark.parametrize("name", FAULTY)
 def test_the_first_divergence_is_the_planted_one(name, mode):
@@ -46,6 +47,7 @@ EARLIER = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", EARLIER)
 def test_a_fault_before_the_graphs_is_named_with_its_operator_and_component(name):
     fault = FAULTS[name]
@@ -75,6 +77,7 @@ def test_what_was_kept_from_the_first_call_is_a_divergence(name):
     assert first is not None and FAULTS[name].culprit in first.fx_node
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_training_step_has_no_divergence(backend):
     module, inputs = build_small("gpt2")

@@ -21,6 +21,7 @@ def line_of(text: str) -> str:
     return f"{STORIES}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
 
+@pytest.mark.sampled
 def test_a_wrong_result_ends_in_the_component_the_kernel_and_a_program_that_shows_it(tmp_path: Path) -> None:
     said: list[str] = []
     found = diagnose(Request(f"{STORIES}:pellucid_wrong_result"), tmp_path, 300, tell=said.append)
@@ -35,6 +36,7 @@ def test_a_wrong_result_ends_in_the_component_the_kernel_and_a_program_that_show
     assert {"cosim", "minify"} <= set(said)
 
 
+@pytest.mark.sampled
 def test_a_compile_error_ends_in_its_explanation(tmp_path: Path) -> None:
     found = diagnose(Request(f"{STORIES}:pellucid_compile_error"), tmp_path, 300, tell=lambda _: None)
     assert found.verdict is Verdict.ERROR
@@ -42,6 +44,7 @@ def test_a_compile_error_ends_in_its_explanation(tmp_path: Path) -> None:
     assert found.reasons is not None and found.reasons.cause in str(found).replace("\n", " ")
 
 
+@pytest.mark.sampled
 def test_a_good_program_is_told_what_to_look_at_next(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import torch\ndef make():\n    return torch.sin, (torch.rand(9),)\n")
     found = diagnose(Request(f"{tmp_path}/model.py:make"), tmp_path, tell=lambda _: None)

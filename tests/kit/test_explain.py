@@ -29,6 +29,7 @@ def test_a_planted_compile_error_is_led_back_to_the_operator(backend):
     assert "planted.py:" in found.user_line and found.cause.startswith("type mismatch")
 
 
+@pytest.mark.sampled
 def test_the_tutorials_compile_error(tmp_path):
     file = tmp_path / "tutorial.py"
     file.write_text(
@@ -113,6 +114,7 @@ def test_what_was_not_done_is_told():
     assert {"fusion", "fallback"} <= kinds and all(refusal.cause for refusal in found.refusals)
 
 
+@pytest.mark.sampled
 def test_the_command_says_what_is_to_blame():
     target = f"{HERE}/planted.py:pellucid_neg_does_not_compile"
     command = [sys.executable, "-c", "from pellucid.cli import main; main()", "explain", target]
@@ -138,6 +140,7 @@ def chosen():
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["pellucid", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_graph_breaks_of_a_program_are_told(backend, tmp_path):
     file = tmp_path / "broken.py"

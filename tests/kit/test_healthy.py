@@ -34,6 +34,7 @@ TRIED = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "backend"), TRIED)
 def test_a_healthy_program_is_not_blamed(name, backend):
     assert check(*PROGRAMS[name](), backend=backend).good
@@ -101,6 +102,7 @@ def relu() -> Any:
     return f, (torch.randn(4, 5),)
 
 
+@pytest.mark.sampled
 def test_a_backend_of_which_nothing_is_known():
     wrong, broken = "relu_accuracy_error_TESTING_ONLY", "relu_compile_error_TESTING_ONLY"
     assert check_isolated(Request(f"{__file__}:relu", wrong)).verdict is Verdict.WRONG

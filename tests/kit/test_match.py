@@ -31,6 +31,7 @@ def matched(backend: str, case: Case, backward: bool = False) -> Matches:
     return match_graphs(subject.graphs(case, backward=backward), subject)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["pellucid", "inductor"])
 def test_the_tutorials_kernel(backend):
     (kernel,) = matched(backend, Case("foo", *negated())).kernels

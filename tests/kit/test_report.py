@@ -295,6 +295,7 @@ def make():
 """
 
 
+@pytest.mark.sampled
 def test_a_training_step_of_gpt2_in_a_browser(browser, tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(GPT2)
     request = Request(f"{tmp_path / 'model.py'}:make", backward=True)

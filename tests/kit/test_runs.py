@@ -81,6 +81,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_programs_of_a_run_give_the_models_result(backend, mixed_run, tmp_path):
     """In a fresh process, with the inputs and constants that were captured."""
@@ -209,6 +210,7 @@ def test_a_script_is_captured_as_it_is(script_run):
     assert check_isolated(Request(f"{script_run}:{run.names[0]}")).good
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -248,6 +250,7 @@ except Exception as error:
     assert "site-packages" not in said and "runpy" not in said and len(said.splitlines()) < 30
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_script_may_end_itself(status, tmp_path):
     """With 0 as if it ended by itself; otherwise that is told."""
@@ -265,6 +268,7 @@ def test_a_script_may_end_itself(status, tmp_path):
         assert [each["kind"] for each in open_run(tmp_path / "run").about["refusals"]] == ["graph break"]
 
 
+@pytest.mark.sampled
 def test_the_failing_graph_replays_without_the_program(tmp_path):
     """The folder alone, in a fresh process elsewhere: the fault is there, the program's module is not."""
     file = tmp_path / "gone" / "program.py"
@@ -451,6 +455,7 @@ def dynamic_run(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.sampled
 def test_sizes_that_are_symbols_stay_so_in_a_run(dynamic_run):
     (graph,) = open_run(dynamic_run).graphs()
     sizes = [node.meta["val"] for node in graph.module.graph.find_nodes(op="placeholder")]
@@ -516,6 +521,7 @@ def trained_run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled
 def test_a_run_is_decomposed_for_another_backend_and_its_results_keep_their_names(trained_run):
     saved = open_run(trained_run).graphs()
     graphs, _ = captured(Request(str(trained_run), "inductor"))

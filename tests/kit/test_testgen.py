@@ -20,6 +20,7 @@ def outcome(folder: Path) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.splitlines()[-1]
 
 
+@pytest.mark.sampled
 def test_a_size_that_no_input_of_the_kernel_has_is_an_input(tmp_path):
     """Rows of a slice: (s0 + 1) // 2 says what the graph's inputs are, but not what s0 is."""
     (tmp_path / "program.py").write_text(
@@ -30,6 +31,7 @@ def test_a_size_that_no_input_of_the_kernel_has_is_an_input(tmp_path):
     assert outcome(tmp_path).startswith("1 passed")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("backend", "dynamic"),
     [

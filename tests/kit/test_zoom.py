@@ -160,6 +160,7 @@ def request(name: str) -> Request:
     return Request(f"{Path(__file__).parent}/inside.py:{name}", fault.subject, backward=fault.backward)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAULTY)
 def test_cosim_names_the_operator_inside_a_kernel_of_a_model(name):
     first = cosim_isolated(request(name), COMPLETE).first_divergence

@@ -86,6 +86,7 @@ def _misbehave(unit: str) -> str:
     return unit.upper()
 
 
+@pytest.mark.sampled
 def test_a_worker_that_dies_is_a_result() -> None:
     units = ["a", "crash", "hang", "b"]
     found = {unit: (result, problem) for unit, result, problem in run_all(_misbehave, units, jobs=2, seconds=3.0)}

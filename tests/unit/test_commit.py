@@ -12,5 +12,10 @@ def test_thirds_make_a_whole_and_each_has_cases_of_every_test() -> None:
     assert all(any(name in case for case in third) for third in thirds for name in ("one", "two"))
 
 
+def test_tests_with_one_case_are_shared_out_too() -> None:
+    tests = [f"a.py::test_{number}" for number in range(300)]
+    assert all(80 <= len({*tests} - other_thirds(tests, third)) <= 120 for third in range(3))
+
+
 def test_the_commit_has_one_of_them() -> None:
     assert third_of_commit() in range(3)

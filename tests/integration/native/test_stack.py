@@ -58,6 +58,7 @@ def test_threads_with_small_stacks_run_kernels(freeze: bool) -> None:
         assert torch.equal(other, results[0][1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("freeze", [False, True])
 def test_openmps_threads_may_have_small_stacks(freeze: bool) -> None:
     done = subprocess.run(

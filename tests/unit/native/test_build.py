@@ -73,6 +73,7 @@ def test_products_take_longer_than_their_text(monkeypatch):
     assert len(build_module._shards(sources)) == 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("element", ["float", "bf16", "f16"])
 def test_what_kernels_share_is_compiled_once_for_each_type(store, monkeypatch, element):
     monkeypatch.setattr("pellucid.native.compiler.shipped", lambda _: None)

@@ -82,6 +82,7 @@ def test_the_package_brings_nothing_along_without_a_compiler(tmp_path: Path) -> 
     assert made_in(package(tmp_path, "no-such-compiler")) == set()
 
 
+@pytest.mark.sampled
 def test_the_package_brings_native_code_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native = package(tmp_path, default_toolchain().compiler[0])
     runtime = library_name("runtime", FILES)
