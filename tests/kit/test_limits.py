@@ -82,7 +82,7 @@ def test_contractions_say_what_nothing_counts():
     assert found.counts_as == "convolution"
     assert found.uncounted == ("packing a parameter (`freeze` spares it)", "transforming tiles of pixels and of sums")
     *_, found = facts_of(lambda x, w: F.conv2d(x, w, stride=2), image, layer.weight.detach())
-    assert found.uncounted == ("packing an operand", "gathering windows")
+    assert found.uncounted == ("packing an operand", "copying windows")
     (found,) = facts_of(torch.mm, torch.randn(64, 64), torch.randn(64, 64))
     assert (found.counts_as, found.uncounted) == ("product", ("packing an operand",))
     for few in (

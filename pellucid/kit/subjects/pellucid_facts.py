@@ -186,7 +186,7 @@ def _uncounted(blocks: Blocks, packed: int) -> Iterator[str]:
     if blocks.tiles:
         yield "transforming tiles of pixels and of sums"
     elif blocks.window:
-        yield "gathering windows"
+        yield "copying windows"
 
 
 def _packs(blocks: Blocks) -> bool:
