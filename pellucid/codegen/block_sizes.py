@@ -33,8 +33,9 @@ PACK = 7.3
 # The largest block of products by tiles of bf16 (AMX).
 MOST_TILE_ROWS = 256
 # Rows of a block whose sums are made in one go, with a right operand that is packed already: they stay in the first
-# cache until other lines have read them. By tiles these are `AMX_ROWS`.
+# cache until other lines have read them. Tiles take longer to read than to multiply, so there more rows share them.
 ROWS_IN_ONE_GO = 24
+TILE_ROWS_IN_ONE_GO = 64
 # The part of the peak that products by tiles of bf16 reach (AMX), with operands in the second cache.
 TILES_REACH = 0.5
 # Sums of a block where nothing is packed or gathered for it: the first cache holds them beside what they are made of;
@@ -137,7 +138,7 @@ def product_sizes(
     if pack and not tiles and machine.own_cache >= LARGE_CACHE:
         most = 2 * ROWS  # the right operand is packed half as often
     if not (pack or packed) and terms <= DEPTH * machine.isa.terms(found.dtype):
-        most, step = AMX_ROWS if tiles else ROWS_IN_ONE_GO, ROW_STEP
+        most, step = TILE_ROWS_IN_ONE_GO if tiles else ROWS_IN_ONE_GO, ROW_STEP
     rows, columns = even_pieces(m, most, step), even_pieces(n, COLUMNS, COLUMN_STEP)
     many = ranges[row].value is not None and m >= cores * FEWEST_ROWS
     if shared and many and outer < cores and not packed and right_fits(found, column, ranges, machine):

@@ -114,8 +114,9 @@ PV_FN void amx_tiles(
     for (int64_t i = 0; i < rest; i++)
       std::memcpy(last_b + i * COLUMNS, b.at + (steps * units + i) * b.step, C * COLUMN * sizeof(float));
   }
-  for (int64_t i = 0; i < m; i += AMX_ROWS) {
-    const int64_t above = least(AMX_TILE, m - i), below = least(AMX_TILE, m - i - above);
+  const int64_t parts = (m + AMX_ROWS - 1) / AMX_ROWS, rows = (m + parts - 1) / parts;  // equal ones: one shape of tiles
+  for (int64_t i = 0; i < m; i += rows) {
+    const int64_t count = least(rows, m - i), above = least(AMX_TILE, count), below = count - above;
     const Matrix<bf16> a = left.from(i, 0);
     for (int64_t j = 0; !even && j < above + below; j++)
       std::memcpy(last_a + j * AMX_TILE, a(j, TERMS<bf16> * steps * units), size_t(rest) * sizeof(float));

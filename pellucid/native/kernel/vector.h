@@ -53,21 +53,36 @@ template <class T, int W> PV_FN Vec<bool, W> gt(const Vec<T, W>& a, const Vec<T,
 template <class T, int W> PV_FN Vec<bool, W> ge(const Vec<T, W>& a, const Vec<T, W>& b) { return le(b, a); }
 template <class T, int W> PV_FN Vec<bool, W> isnan(const Vec<T, W>& a) { return compare<NE>(a, a); }
 
-// With one NaN among the arguments the hardware returns the second, so only a NaN in the first needs care.
+// True if the compiler knows all lanes, and none is NaN.
+template <class T, int W> PV_FN bool are_known_numbers(const Vec<T, W>& a) {
+  bool all = true;
+#pragma GCC unroll 64
+  for (int i = 0; i < W; i++) {
+    const T lane = a.r[i / Vec<T, W>::lanes][i % Vec<T, W>::lanes];
+    all = all && __builtin_constant_p(lane) && lane == lane;
+  }
+  return all;
+}
+// `choose`, of two registers, is the hardware's maximum or minimum: with one NaN among the arguments it returns the
+// second, so only a NaN in the first needs care. A limit that is a constant is none.
+template <class T, int W, class F> PV_FN Vec<T, W> keep_nan(const Vec<T, W>& a, const Vec<T, W>& b, F choose) {
+  if (are_known_numbers(b)) return map<T>(choose, b, a);
+  return where(isnan(a), a, map<T>(choose, a, b));
+}
 template <class T, int W> PV_FN Vec<T, W> maximum(const Vec<T, W>& a, const Vec<T, W>& b) {
   if constexpr (std::is_same_v<T, bool>) return bitwise_or(a, b);
   else if constexpr (std::is_same_v<T, float>)
-    return where(isnan(a), a, map<T>([](auto x, auto y) PV_INLINE { return (decltype(x))PV_PS(max)(x, y); }, a, b));
+    return keep_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PS(max)(x, y); });
   else if constexpr (std::is_same_v<T, double>)
-    return where(isnan(a), a, map<T>([](auto x, auto y) PV_INLINE { return (decltype(x))PV_PD(max)(x, y); }, a, b));
+    return keep_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PD(max)(x, y); });
   else return map<T>([](auto x, auto y) PV_INLINE { return x > y ? x : y; }, a, b);
 }
 template <class T, int W> PV_FN Vec<T, W> minimum(const Vec<T, W>& a, const Vec<T, W>& b) {
   if constexpr (std::is_same_v<T, bool>) return bitwise_and(a, b);
   else if constexpr (std::is_same_v<T, float>)
-    return where(isnan(a), a, map<T>([](auto x, auto y) PV_INLINE { return (decltype(x))PV_PS(min)(x, y); }, a, b));
+    return keep_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PS(min)(x, y); });
   else if constexpr (std::is_same_v<T, double>)
-    return where(isnan(a), a, map<T>([](auto x, auto y) PV_INLINE { return (decltype(x))PV_PD(min)(x, y); }, a, b));
+    return keep_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PD(min)(x, y); });
   else return map<T>([](auto x, auto y) PV_INLINE { return x < y ? x : y; }, a, b);
 }
 template <class T, int W> PV_FN Vec<T, W> abs(const Vec<T, W>& a) {
