@@ -114,7 +114,7 @@ PV_FN void amx_tiles(
     for (int64_t i = 0; i < rest; i++)
       std::memcpy(last_b + i * COLUMNS, b.at + (steps * units + i) * b.step, C * COLUMN * sizeof(float));
   }
-  const int64_t parts = (m + AMX_ROWS - 1) / AMX_ROWS, rows = (m + parts - 1) / parts;  // equal ones: one shape of tiles
+  const int64_t parts = (m - 1) / AMX_ROWS + 1, rows = (m + parts - 1) / parts;  // equal ones: one shape of tiles
   for (int64_t i = 0; i < m; i += rows) {
     const int64_t count = least(rows, m - i), above = least(AMX_TILE, count), below = count - above;
     const Matrix<bf16> a = left.from(i, 0);
