@@ -105,6 +105,7 @@ def test_an_imported_store_starts_warm(program: Path, exported: tuple[Path, dict
     assert [graph["kind"] for graph in listed["graphs"]] == ["forward", "backward"]
 
 
+@pytest.mark.sampled
 def test_an_archive_is_refused_where_the_compilers_flags_are_others(
     exported: tuple[Path, dict], tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ DATA_DEPENDENT: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
 def test_sizes_and_numbers_from_data(name: str) -> None:
     function = DATA_DEPENDENT[name]
@@ -91,6 +92,7 @@ def test_a_size_from_data_is_checked_and_used() -> None:
         run(torch.tensor([50, 70]))
 
 
+@pytest.mark.sampled
 def test_gradients_through_sizes_from_data() -> None:
     check_gradients(lambda x: ((x[x > 0] * 2).sum(), x[x > 0].exp()), randn(4, 5))
     check_gradients(lambda x: x * x.sum().item() + x[x > 0].sin().sum(), randn(4, 5))
@@ -142,6 +144,7 @@ def test_arguments_are_let_go_between_segments() -> None:
 # ------------------------------------------------------------------------------------------ higher-order operators
 
 
+@pytest.mark.sampled
 def test_cond_takes_either_branch() -> None:
     def function(x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda x: x.sin() * 2 + 1, lambda x: (x * 3).cos(), (x * 2,))
@@ -173,6 +176,7 @@ def test_flex_attention() -> None:
     check(function, tuple(randn(1, 2, 8, 4, seed=seed) for seed in range(3)))
 
 
+@pytest.mark.sampled
 def test_scan_and_its_gradient() -> None:
     def function(x: Tensor) -> Any:
         return scan(lambda carry, row: (carry + row * 2, (carry * row).sin()), x[0].clone(), x, dim=0)
@@ -211,6 +215,7 @@ DERIVED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", DERIVED)
 def test_sizes_beyond_the_index_algebra(name: str) -> None:
     check(DERIVED[name], (randn(14, 3),), (randn(17, 5),), (randn(33, 40),), dynamic=True)
@@ -638,6 +643,7 @@ def test_dropout_is_recomputed_alike_in_a_checkpoint() -> None:
     assert x.grad is not None and torch.equal(x.grad != 0, kept) and kept.any() and not kept.all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [None, True, False])
 def test_jagged_tensors(dynamic) -> None:
     """A jagged dimension is a symbol without a number: it names the offsets."""
@@ -661,6 +667,7 @@ def test_jagged_tensors(dynamic) -> None:
         torch.testing.assert_close(ours.grad.values(), eager.grad.values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(5, 7), (33, 65), (3, 16), (1, 1), (4, 129)])
 def test_rolled_and_padded_neighbours(shape: tuple[int, int]) -> None:
     """Masks of neighbouring positions: with no lane, with all of them, and across both ends of a register."""

@@ -546,6 +546,7 @@ def _kind(file: Path) -> str:
     return file.parent.name.split("-")[-1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
 @pytest.mark.parametrize("bias", [True, False])
 def test_training_runs_channels_last_and_returns_eagers_strides(
@@ -764,6 +765,7 @@ def test_what_operators_with_several_results_give_has_eagers_strides(
     torch.testing.assert_close(result, eager)
 
 
+@pytest.mark.sampled
 def test_training_with_symbolic_sizes_keeps_the_layout(tmp_path: Path) -> None:
     (row,) = trains_like_eager(Block(), tmp_path, torch.randn(2, 3, 30, 26), dynamic=True)
     assert (row["ok"], row["why"]) == ("0", "the sizes are symbolic")

@@ -150,6 +150,7 @@ def test_factors_of_a_product_that_are_not_known_before_the_call(operator):
         torch.testing.assert_close(compiled(*args), scaled(*args))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_training_on_a_batch_of_one_that_is_cut_off_a_longer_tensor(dynamic: bool | None) -> None:
     """The step along its first axis is a size that the backward graph is not given."""

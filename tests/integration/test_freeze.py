@@ -85,6 +85,7 @@ class Scaled(nn.Module):
         return self.plain(self.second(torch.relu(self.norm(self.first(x))))) / self.scale
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_what_scales_and_shifts_a_convolution_goes_into_its_weight(dims: int, bias: bool) -> None:
@@ -225,6 +226,7 @@ def _other_global(model: Model) -> None:
     model.scale = {"by": 3.0}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "change", [_other_module, _other_number, _other_mode, _other_inside, _other_method, _other_global, _another]
 )
@@ -408,6 +410,7 @@ def test_what_is_needed_packed_alone_is_not_kept() -> None:
     assert kept == [3, 0, 10]
 
 
+@pytest.mark.sampled
 def test_output_code_prepares_and_runs(model: Model, inputs: tuple[Any, ...], tmp_path: Any) -> None:
     with torch.no_grad():
         frozen(model, trace=str(tmp_path))(*inputs)

@@ -90,6 +90,7 @@ def test_static_cache(name: str) -> None:
         assert compilations == [min(compilations[0], before + 2), *[before + 2] * (NEW - 1)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NAMES)
 def test_generate_with_a_static_cache(name: str) -> None:
     """`generate` runs the prompt in eager mode and compiles the step for one token, once for all calls."""

@@ -97,6 +97,7 @@ def test_a_batch_of_another_size() -> None:
         assert_matches(gradients(compiled, *args), gradients(loss, *args), wide(loss, *args))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_backward_computes_from_the_rounded_logits_that_forward_used(dtype: torch.dtype) -> None:
     """Were only backward's rounded, its rows would not sum to 1: three times eager's error."""
@@ -161,6 +162,7 @@ def test_what_is_kept_whole(loss: Loss, why: str, tmp_path: Path) -> None:
 ELEMENTS = torch.linspace(-1, 1, ROWS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("scatter", "single"),
     [

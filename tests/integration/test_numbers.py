@@ -234,6 +234,7 @@ def test_a_long_reduction_has_the_same_bits_on_any_number_of_threads() -> None:
     torch.testing.assert_close(results[0][3], exact.softmax(0).float(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8])
 def test_positions_follow_eager(dtype: torch.dtype) -> None:
     """Ties, rows shorter than a vector, and for floats NaN and rows of nothing but -inf."""

@@ -52,6 +52,7 @@ def test_every_command_tells_once_of_variables_that_mean_nothing(call):
     assert "means nothing to Pellucid: did you mean PELLUCID_VECTORIZE?" in said
 
 
+@pytest.mark.sampled
 def test_measuring() -> None:
     found = measure()
     machine, figures = found.machine, found.machine.figures

@@ -72,6 +72,7 @@ def _compiled(name: str) -> list[tuple[CppKernel, int]]:
     return [(kernel, addresses[name]) for name, kernel in kernels.items()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["squares", "few rows", "transposed", "product", "convolution", "depthwise", "planes"])
 def test_iterations_read_no_more(name: str) -> None:
     """Nor what they do not need, as whole squares are: beyond what they touch memory is protected."""

@@ -106,6 +106,7 @@ def test_a_filled_store_works_without_a_compiler_and_for_another_user(tmp_path):
 # ------------------------------------------------------------------------------------------ processes and threads
 
 
+@pytest.mark.sampled
 def test_a_forked_child_runs_and_compiles(tmp_path):
     python(
         """
@@ -125,6 +126,7 @@ def test_a_forked_child_runs_and_compiles(tmp_path):
     )
 
 
+@pytest.mark.sampled
 def test_a_fork_while_another_thread_compiles_does_not_hang(tmp_path):
     python(
         """
@@ -194,6 +196,7 @@ def test_the_number_of_threads_may_change_after_compilation() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.sampled
 def test_kernels_use_as_many_threads_as_torch_does_now():
     python(
         """
@@ -291,6 +294,7 @@ def gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.sampled
 def test_ctrl_c_during_compilation_ends_it_at_once(tmp_path):
     code = SLOW + "    compile()\n"
     process = python(code, tmp_path, wait=False, **hanging(tmp_path))
@@ -356,6 +360,7 @@ def backward(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return table[index].sin() * 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("index", [HIGH, LOW], ids=["high", "low"])
 @pytest.mark.parametrize(
     ("function", "dim"),

@@ -187,6 +187,7 @@ def trained(model: nn.Module, call: Callable[..., Tensor], dtype: torch.dtype, s
     return [*losses, *(p.grad for p in model.parameters()), *(b for b in model.buffers() if b.is_floating_point())]  # type: ignore[misc]
 
 
+@pytest.mark.sampled
 def test_training(found_only: Callable[[], None]) -> None:
     torch.manual_seed(0)
     first = Small()
@@ -318,6 +319,7 @@ def test_sizes_that_were_specialized_miss() -> None:
         assert outcomes() == [outcome], size
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "function", [lambda x, f: x * f, lambda x, f: F.leaky_relu(x, f), lambda x, f: x.clamp(f, 2 * f)]
 )
@@ -372,6 +374,7 @@ KEY = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("part", KEY)
 def test_another_program_is_missed(part: str) -> None:
     assert [start(), start()] == ["missed", "found"]

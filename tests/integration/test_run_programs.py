@@ -180,6 +180,7 @@ def test_an_edited_kernel_is_told_by_name_with_what_it_changes(
     assert code == 0 and "verdict: no kernel is edited" in unedited
 
 
+@pytest.mark.sampled
 def test_an_edit_that_does_not_compile_is_told_at_its_line(runs: Path, tmp_path: Path) -> None:
     original = next(
         path for path in sorted((runs / "in_place").rglob("output_code.py")) if "pv::sqrt(" in path.read_text()
@@ -194,6 +195,7 @@ def test_an_edit_that_does_not_compile_is_told_at_its_line(runs: Path, tmp_path:
     assert "pv::sqroot(" in line and re.fullmatch(r"verdict: edited k_\w+: does not compile", verdict)
 
 
+@pytest.mark.sampled
 def test_an_edited_graph_is_compiled_as_edited(runs: Path, tmp_path: Path) -> None:
     (original,) = (runs / "constants").rglob("fx_graph_runnable.py")
     shutil.copytree(original.parents[2], tmp_path / "run")
@@ -205,6 +207,7 @@ def test_an_edited_graph_is_compiled_as_edited(runs: Path, tmp_path: Path) -> No
     assert (folder / "edited.py").read_text() != text
 
 
+@pytest.mark.sampled
 def test_a_graph_that_was_never_called_runs_with_drawn_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("planted")
@@ -219,6 +222,7 @@ def test_a_graph_that_was_never_called_runs_with_drawn_inputs(tmp_path: Path, mo
     assert code == 0 and re.search("^verdict: (ok|rounding)", text, re.MULTILINE), text
 
 
+@pytest.mark.sampled
 def test_a_program_that_left_its_folder_says_so(runs: Path, tmp_path: Path) -> None:
     program = next(runs.rglob("output_code.py"))
     alone = tmp_path / "alone.py"

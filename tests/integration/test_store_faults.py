@@ -93,6 +93,7 @@ def damage_garbage(path: Path) -> None:
 DAMAGES = [damage_truncate, damage_empty, damage_flip, damage_remove, damage_garbage]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("which", ["batches/*.so", "kernels/*"])
 def test_damaged_entries_are_built_again(store, monkeypatch, damage, which):
@@ -117,6 +118,7 @@ def test_damaged_headers_are_made_again(store, monkeypatch, damage, name):
     assert KernelStore(store.key, store.root).file("prelude.h.gch") is not None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["shared-products_float.o", "shared-products_float.o.sum"])
 def test_what_kernels_share_is_compiled_again_if_it_is_damaged(store, tmp_path, monkeypatch, damage, name):

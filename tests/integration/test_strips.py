@@ -301,6 +301,7 @@ def test_what_only_marks_steps_runs_in_strips(probe: Marks | None, small: Path) 
     assert probe is None or sorted(probe.found) == sorted(step.name for step in run.steps)
 
 
+@pytest.mark.sampled
 def test_the_program_of_a_run_runs_call_by_call(small: Path, tmp_path: Path) -> None:
     make, x = CASES["depthwise"]
     _, made = called(compiled(make(), small, freeze=True, trace=str(tmp_path)), x)

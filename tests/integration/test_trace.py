@@ -233,6 +233,7 @@ def of_child(program: str, folder: Path, **environment: str) -> subprocess.Compl
     return done
 
 
+@pytest.mark.sampled
 def test_torch_trace_gets_the_texts_of_each_run(tmp_path: Path) -> None:
     of_child(TRACED, tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
     (log,) = (tmp_path / "trace").iterdir()
@@ -251,18 +252,21 @@ def test_torch_trace_gets_the_texts_of_each_run(tmp_path: Path) -> None:
     assert {Path(name).stem for name in told} <= set(kinds)
 
 
+@pytest.mark.sampled
 def test_torch_compile_debug_writes_runs_beside_those_of_dynamo(tmp_path: Path) -> None:
     of_child(LOGGED, tmp_path, TORCH_COMPILE_DEBUG="1", TORCH_COMPILE_DEBUG_DIR=str(tmp_path))
     (run,) = tmp_path.glob("torch_compile_debug/run_*/pellucid/*")
     assert (run / "run.json").is_file() and (graph_of(run) / "output_code.py").is_file()
 
 
+@pytest.mark.sampled
 def test_a_folder_of_the_users_choice_wins_over_torch_compile_debug(tmp_path: Path) -> None:
     of_child(LOGGED, tmp_path, TORCH_COMPILE_DEBUG="1", PELLUCID_TRACE=str(tmp_path / "mine"))
     assert len(list((tmp_path / "mine").iterdir())) == 1
     assert not list(tmp_path.glob("torch_compile_debug/run_*/pellucid"))
 
 
+@pytest.mark.sampled
 def test_the_minifier_of_aotautograd_says_that_it_is_not_ours(tmp_path: Path) -> None:
     assert "pellucid minify" in of_child(LOGGED, tmp_path, TORCHDYNAMO_REPRO_AFTER="aot").stderr
 

@@ -213,6 +213,7 @@ def test_gradients_over_five_steps_at_full_size(name: str, size: Size, draws: in
         adopt([ours, eager], exact)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "bert"))])
 def test_dropout_draws_eagers_random_numbers(name: str) -> None:
     """Gradients as close to eager's as two orders of summation are: another mask would change them entirely."""

@@ -50,6 +50,7 @@ def test_one_kernel_as_accurate_as_eager(name: str) -> None:
     assert last_compilations()[-1].kernels == 1 and last_compilations()[-1].fallbacks == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["addaddmuladd", "softmax", "foo2"])
 def test_large_outputs_that_are_dropped_take_no_page_faults(name: str) -> None:
     case, compiled = compile_case(name)

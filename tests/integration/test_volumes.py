@@ -71,6 +71,7 @@ def test_volumes_are_convolved_like_images(tmp_path: Path, name: str, dtype: tor
         assert not said(rows, "lower.fallback")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_volumes(name: str) -> None:
     args, options = volume_case(name)
@@ -84,6 +85,7 @@ def test_gradients_of_volumes(name: str) -> None:
     assert [each.stride() for each in ours] == [each.stride() for each in eagers]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["summed", "gathered", "lines", "images"])
 def test_layouts_of_volumes(tmp_path: Path, name: str) -> None:
     (x, w, b), options = volume_case(name)

@@ -109,6 +109,7 @@ def test_taps_that_lie_apart_are_neighbours_in_a_phase(
     agrees_by_tiles(module, x, tmp_path, freeze)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize(
     ("shape", "outputs", "dilation"),
@@ -137,6 +138,7 @@ def test_lines_that_the_cache_does_not_hold_lie_in_pieces(
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", [(0, 0), (3, 4), (10, 13)])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
 @pytest.mark.parametrize(("dilation", "lines", "pixels"), [(1, 11, 14), (2, 24, 28)])

@@ -287,6 +287,7 @@ def any_lengths(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (softmax(scores) @ v).transpose(1, 2).reshape(batch, rows, 64)
 
 
+@pytest.mark.sampled
 def test_sizes_that_are_symbols(tmp_path: Path) -> None:
     """One program for all lengths, forward and backward."""
     torch._dynamo.reset()

@@ -149,6 +149,7 @@ def profiled(fn, args, backend="pellucid", options=None, kwargs=None) -> Profile
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.alone
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
@@ -175,6 +176,7 @@ def test_a_function_that_stays_python_because_its_loop_breaks_the_graph_is_named
     assert "graph_break" in found.advice[0].evidence and HERE in found.advice[0].where[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.alone
 def test_parameters_that_are_packed_at_each_call_are_named():
     torch.manual_seed(0)
@@ -192,6 +194,7 @@ def test_parameters_that_are_packed_at_each_call_are_named():
     assert not any(row.packed for row in given.kernels), "an argument is no parameter"
 
 
+@pytest.mark.sampled
 @pytest.mark.alone
 def test_a_second_openmp_runtime_is_named(tmp_path):
     """An empty library with the name of one that other packages bring, in a process of its own."""
@@ -245,6 +248,7 @@ HEALTHY = {
 QUICK = ("pointwise", "sum_of_columns", "linear_gelu")
 
 
+@pytest.mark.sampled
 @pytest.mark.alone
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in HEALTHY])

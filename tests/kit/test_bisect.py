@@ -19,6 +19,7 @@ QUICK = {"pellucid_decomposition"}
 FAULTY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAULTY)
 def test_planted_faults_are_named(name):
     fault = FAULTS[name]
@@ -35,6 +36,7 @@ def healthy():
     return mixed()
 
 
+@pytest.mark.sampled
 def test_a_healthy_program_has_nothing_to_blame():
     found = bisect(Request(f"{__file__}:healthy"))
     assert found.component == NOTHING and len(found.tried) == 1

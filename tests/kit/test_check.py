@@ -54,6 +54,7 @@ def test_a_reordered_sum_in_bf16_is_rounding(backend):
     assert check(function, (torch.rand(33, 1000, dtype=torch.bfloat16),), backend=backend).good
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["pellucid", SLOWER])
 def test_gradients_and_variations_of_the_inputs(backend):
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32))
@@ -154,6 +155,7 @@ def test_a_target_that_is_none_is_an_error_of_the_tool():
     assert run.returncode == 255 and "there is no file" in run.stderr and "Traceback" not in run.stderr
 
 
+@pytest.mark.sampled
 def test_a_program_that_fails_in_eager_mode_is_not_judged(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("import torch\ndef make():\n    return torch.mm, (torch.ones(2, 3), torch.ones(2, 3))\n")

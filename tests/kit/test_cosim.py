@@ -123,6 +123,7 @@ def test_results_that_share_memory_are_a_divergence(monkeypatch):
     assert first.judgement.why == "it shares the memory of output 0, in eager it does not"
 
 
+@pytest.mark.sampled
 def test_a_size_that_is_burned_into_a_kernel_shows_in_a_later_call(monkeypatch):
     assert cosim_case(Case("f", *streamed()), subject_of("pellucid")).verdict.good
 

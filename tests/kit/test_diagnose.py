@@ -56,6 +56,7 @@ def test_a_good_program_is_told_what_to_look_at_next(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.sampled
 def test_what_there_is_no_time_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pellucid.kit.diagnose.LEAST", 1e9)
     found = diagnose(Request(f"{STORIES}:pellucid_wrong_result"), tmp_path, 300, tell=lambda _: None)
@@ -74,6 +75,7 @@ def test_a_tool_that_ran_out_of_time_is_not_the_programs_fault(tmp_path: Path) -
     assert work.stages[-1].found == "the time was up before it ended"
 
 
+@pytest.mark.sampled
 def test_a_program_that_fails_in_eager_mode_is_not_diagnosed(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import torch\ndef make():\n    return torch.mm, (torch.rand(2),)\n")
     with pytest.raises(NotJudged):

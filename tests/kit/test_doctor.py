@@ -120,6 +120,7 @@ def test_native_code_that_did_not_come_with_the_package(
     assert told in found.found and remedy in found.remedy
 
 
+@pytest.mark.sampled
 def test_two_openmp_runtimes_in_one_process(tmp_path: Path) -> None:
     """An empty library with the name of one that other packages bring."""
     assert len(openmp_runtimes()) == 1

@@ -21,6 +21,7 @@ from pellucid.kit.subjects.refusals import Refusal, Refused, Value
 HERE = Path(__file__).parent
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_planted_compile_error_is_led_back_to_the_operator(backend):
     found = reasons(Request(f"{HERE}/planted.py:{backend}_neg_does_not_compile", backend))
@@ -107,6 +108,7 @@ def test_without_operands_to_tell_apart_the_line_of_the_error_is_to_blame():
     assert found.cpp_line == "1: auto tmp0 = p[0]" and found.cause == "the text of the kernel is not C++"
 
 
+@pytest.mark.sampled
 def test_what_was_not_done_is_told():
     found = reasons(Request(f"{HERE}/planted.py:mixed"))
     assert found.good

@@ -41,6 +41,7 @@ def forked():
     return before, answers, again
 
 
+@pytest.mark.sampled
 def test_forks_answer_fail_and_die_each_for_itself():
     before, answers, again = Apart("tests.kit.test_forks:forked").result(print, 100.0)
     assert before == again == answers[0] == answers[2] == answers[6] == 300.0**3
@@ -57,6 +58,7 @@ def end_after_a_warning(how):
     sys.exit(3 if how == "status" else "the disk is full")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -83,6 +83,7 @@ def assigned() -> Any:
     return f, (torch.randn(4),)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [model, assigned])
 def test_nothing_is_blamed(make, backend):
@@ -138,6 +139,7 @@ def leaves() -> Any:
     raise SystemExit(0)
 
 
+@pytest.mark.sampled
 def test_a_target_that_ends_the_process_is_not_the_backends_fault():
     with pytest.raises(UserError, match="fails in eager mode"):
         check_isolated(Request(f"{__file__}:leaves"))
@@ -156,6 +158,7 @@ def test_tensors_that_cannot_be_seen_are_not_said_to_be_right():
     assert check(lambda x: (x.sum().item(), x.dim() > 1), (torch.ones(3),)).outputs[1].dtype == "bool"
 
 
+@pytest.mark.sampled
 def test_a_backend_that_the_file_registers(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(OWN_BACKEND)

@@ -47,6 +47,7 @@ def test_threads_are_bound_only_if_that_is_asked_for():
     assert plan(["true"], pin=True).variables()["OMP_PROC_BIND"] == "close"
 
 
+@pytest.mark.sampled
 def test_the_command_gets_the_environment_and_gives_its_exit_code():
     program = "import os, sys; print(os.environ['MALLOC_TRIM_THRESHOLD_']); sys.exit(7)"
     command = [sys.executable, "-m", "pellucid", "run", "--", sys.executable, "-c", program]

@@ -42,6 +42,7 @@ def test_the_tutorials_kernel(backend):
     assert "// neg" in line and 0 < kernel.glue < kernel.lines
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["pellucid", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_every_kernel_of_a_training_step(backend):
     module, inputs = build_small("bert")

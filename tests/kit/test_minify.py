@@ -33,6 +33,7 @@ def mixed():
     return Workshop(Request(f"{PLANTED}:mixed"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAULTY)
 def test_one_node_is_left(name, tmp_path):
     fault = FAULTS[name]
@@ -44,6 +45,7 @@ def test_one_node_is_left(name, tmp_path):
     assert found.shown and found.finished
 
 
+@pytest.mark.sampled
 def test_a_wrong_pass_on_the_graph(tmp_path):
     """No kernel is to blame; what is left are the two calls that are taken for one, and what shows it."""
     found = minify(Request(f"{PLANTED}:pellucid_equal_calls"), tmp_path)
@@ -65,11 +67,13 @@ def test_the_program_that_is_written_runs_by_itself(tmp_path):
     assert "18 -> 1 nodes" in str(told[-1])
 
 
+@pytest.mark.sampled
 def test_nothing_fails(tmp_path):
     found = minify(Request(f"{PLANTED}:negated"), tmp_path)
     assert found.good and not list(tmp_path.iterdir())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -99,6 +103,7 @@ def test_a_target_that_ends_the_process(tmp_path):
         minify(Request(f"{file}:make"), tmp_path)
 
 
+@pytest.mark.sampled
 def test_a_failure_of_another_kind_is_reported_and_not_followed(tmp_path):
     """A wrong flip: alone it does not compile at all, so the smallest graph that is wrong has two calls."""
     file = tmp_path / "flips.py"
@@ -138,6 +143,7 @@ def test_a_command_that_accepts_nothing(tmp_path):
     assert minify(Request(f"{PLANTED}:negated"), tmp_path, command="false").good
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["pellucid_lowering_flip", pytest.param("inductor_vector_exp", marks=pytest.mark.slow)]
 )

@@ -131,6 +131,7 @@ def test_inductors_kernels_count_the_same():
     assert 6 * N * M <= kernel.flops <= 12 * N * M
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("fn", "each"),
     [(torch.sin, 1), (lambda x: x.t().contiguous(), 0), (lambda x: x.sum(-1), 1), (lambda x: x * 2 + 1, 2)],

@@ -335,6 +335,7 @@ def test_hostile_names_do_nothing_in_a_browser(browser, tmp_path):
     tab.close()
 
 
+@pytest.mark.sampled
 def test_three_thousand_kernels_stay_quick(browser, tmp_path):
     rows = [kernel(f"add_{n}", total_microseconds=3000.0 - n, share=0.0003, steps=(f"inference_0/add_{n}",))
             for n in range(3000)]  # fmt: skip

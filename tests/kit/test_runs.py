@@ -109,6 +109,7 @@ def test_the_programs_of_a_run_give_the_models_result(backend, mixed_run, tmp_pa
     assert "rms " in said if backend == "pellucid" else said.count("verdict: rounding") == 3
 
 
+@pytest.mark.sampled
 def test_what_the_compiler_traces_is_a_target(tmp_path):
     torch._dynamo.reset()
     fn, args = mixed()
@@ -129,6 +130,7 @@ def script_run(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.sampled
 def test_a_run_replays_as_it_was(mixed_run):
     found = replay(Request(str(mixed_run)))
     (graph,) = found.graphs
@@ -183,6 +185,7 @@ def test_another_backend_is_compared_with():
     assert found.good and found.differences and found.against == "inductor"
 
 
+@pytest.mark.sampled
 def test_other_options_show_which_of_two_is_wrong():
     found = cosim_isolated(
         Request(f"{HERE}/planted.py:pellucid_vector_exp"), other=Other("pellucid", {"vectorize": False})
@@ -227,6 +230,7 @@ def test_a_command_that_cannot_be_looked_into(command, message, tmp_path):
         capture_script(command, tmp_path / "run", "pellucid", {}, 60)
 
 
+@pytest.mark.sampled
 def test_an_exception_in_a_script_shows_its_own_lines(tmp_path, capfd):
     """Not those of Dynamo, which met it while it traced; and of what the script raised from it, both."""
     script = tmp_path / "script.py"
@@ -355,6 +359,7 @@ def test_a_run_that_was_made_to_do_harm_is_refused(mixed_run, tmp_path, change, 
         run.graph(name)
 
 
+@pytest.mark.sampled
 def test_a_users_line_stays_a_comment(mixed_run, tmp_path):
     """It ends in comments of C++ and Python."""
     harm = 'x.py", line 1\n#error harm\\'

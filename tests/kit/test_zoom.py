@@ -56,6 +56,7 @@ def wrong_erf(monkeypatch, backend: str, when=lambda printer: True) -> None:
     monkeypatch.setattr(_Printer, "value", value)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", [COMPLETE, LIVE])
 @pytest.mark.parametrize("backend", ["pellucid", "inductor"])
 def test_an_operator_inside_a_kernel_is_named(backend, mode, monkeypatch):

@@ -63,6 +63,7 @@ def differs(ours: torch.Tensor, eager: torch.Tensor, rounding: float) -> torch.T
     return ~same & ~(near & a.isfinite() & b.isfinite() & ((eager != 0) | (ours != 0)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_special_values_follow_eager(dtype: torch.dtype) -> None:
     x = values(dtype)
@@ -89,6 +90,7 @@ def test_special_values_follow_eager(dtype: torch.dtype) -> None:
     assert not idle, [special.names for special in idle]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("source", [torch.int64, torch.int32, torch.int16, torch.float64, torch.float32])
 def test_what_becomes_narrow_in_a_kernel_is_rounded_at_once(source: torch.dtype) -> None:
     """In casts, copies, concatenations and promotions; a scalar that is multiplied with or divided by is not."""

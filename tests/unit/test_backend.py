@@ -21,6 +21,7 @@ torch.compile(lambda x: x + 1, backend="pellucid")
 """
 
 
+@pytest.mark.sampled
 def test_the_store_is_filled_while_dynamo_captures_and_not_by_an_import() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\nstarted\n"

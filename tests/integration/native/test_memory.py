@@ -425,6 +425,7 @@ def test_without_the_fast_way_to_wrap_tensors():
     assert done.stdout.strip() == "0", done.stdout + done.stderr
 
 
+@pytest.mark.sampled
 def test_warm_up_returns_at_once_and_serves_the_first_build(tmp_path):
     script = """
         import time

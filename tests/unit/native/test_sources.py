@@ -108,6 +108,7 @@ def test_compilers_agree_on_the_names_of_shared_functions() -> None:
         assert "_ZN2pv" in names and "conditional" not in names and "is_same" not in names
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("content", [b"", b"no object file"])
 def test_a_damaged_object_file_of_the_package_is_told_and_left_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes

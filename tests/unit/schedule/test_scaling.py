@@ -99,6 +99,7 @@ def calls(work: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [chain, wide, shared_by_all, residual, cheap_and_shared, joined, layers])
 def test_twice_the_program_is_twice_the_work(shape: Callable[[int], Program]) -> None:
     small, large = shape(200), shape(400)
