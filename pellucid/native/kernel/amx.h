@@ -8,9 +8,16 @@
 // end; who computes a block makes one, in a `Beside`, and hands it down.
 namespace pv {
 
+// How many of `all` are in the largest of equal parts, as few as have at most `most` each: tiles of one shape.
+PV_FN int64_t equal_part(int64_t all, int64_t most) {
+  const int64_t parts = (all - 1) / most + 1;
+  return (all + parts - 1) / parts;
+}
+
 constexpr int AMX_LOADS = 4;  // tiles that are read for AMX_ROWS rows at a time: as many steps of `Ahead`
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define PV_AMX
 
 template <class F> constexpr bool BY_AMX = std::is_same_v<F, bf16>;
 
@@ -114,7 +121,7 @@ PV_FN void amx_tiles(
     for (int64_t i = 0; i < rest; i++)
       std::memcpy(last_b + i * COLUMNS, b.at + (steps * units + i) * b.step, C * COLUMN * sizeof(float));
   }
-  const int64_t parts = (m - 1) / AMX_ROWS + 1, rows = (m + parts - 1) / parts;  // equal ones: one shape of tiles
+  const int64_t rows = equal_part(m, AMX_ROWS);
   for (int64_t i = 0; i < m; i += rows) {
     const int64_t count = least(rows, m - i), above = least(AMX_TILE, count), below = count - above;
     const Matrix<bf16> a = left.from(i, 0);

@@ -65,23 +65,29 @@ PV_FN Ahead ahead_of(const Panels& b, int64_t unit, int64_t k, int64_t all, int6
   const int64_t bytes = least(DEPTH, all - from) * COLUMNS * int64_t(sizeof(float));
   return Ahead::over(at, bytes, 1, bytes, steps_of<F>(m, k), MOST_OF_PANELS<F>);
 }
+// `terms` by `columns` of a matrix as it lies, which are read next, or one of equal shares of its lines.
+template <class E>
+PV_FN Ahead ahead_of(const Matrix<E>& next, int64_t terms, int64_t columns, int64_t steps, int64_t share = 0,
+                     int64_t shares = 1) {
+  const bool along = next.row == 1;
+  if (!along && next.column != 1) return {};
+  const int64_t lines = along ? columns : terms, from = lines * share / shares;
+  return Ahead::over(along ? next(0, from) : next(from, 0), (along ? terms : columns) * int64_t(sizeof(E)),
+                     lines * (share + 1) / shares - from, (along ? next.column : next.row) * int64_t(sizeof(E)), steps,
+                     MOST_AS_IT_LIES<Factor<E>>);
+}
 // What is read while m rows of the panel of column j of n of b are computed, with the terms from t on, `depth` of k.
 // Columns are packed `wide` at a time, and each of their panels asks for its share of the next ones: the same terms of
 // the next columns, else the next terms of the first ones, else the next block, unless that has the same columns.
 template <bool SAME_COLUMNS, class E>
 PV_FN Ahead ahead_of(const Matrix<E>& b, int64_t t, int64_t depth, int64_t k, int64_t j, int64_t n, int64_t m,
                      int64_t wide = COLUMNS) {
-  using F = Factor<E>;
-  const int64_t first = j / wide * wide, panel = (j - first) / COLUMNS;
-  const int64_t panels = panels_of(least(wide, n - first)) / COLUMNS;
-  const bool last = first + wide >= n, whole = t + depth >= k, along = b.row == 1;
-  if ((!along && b.column != 1) || (SAME_COLUMNS && last && whole)) return {};
-  const int64_t terms = last && !whole ? least(depth, k - t - depth) : depth, columns = least(wide, n);
-  const int64_t lines = along ? columns : terms, from = lines * panel / panels;
+  const int64_t first = j / wide * wide, panels = panels_of(least(wide, n - first)) / COLUMNS;
+  const bool last = first + wide >= n, whole = t + depth >= k;
+  if (SAME_COLUMNS && last && whole) return {};
+  const int64_t terms = last && !whole ? least(depth, k - t - depth) : depth;
   const Matrix<E> next = !last ? b.from(t, first + wide) : whole ? b.from(0, n) : b.from(t + depth, 0);
-  return Ahead::over(along ? next(0, from) : next(from, 0), (along ? terms : columns) * int64_t(sizeof(E)),
-                     lines * (panel + 1) / panels - from, (along ? b.column : b.row) * int64_t(sizeof(E)),
-                     steps_of<F>(m, units_of<E>(depth)), MOST_AS_IT_LIES<F>);
+  return ahead_of(next, terms, least(wide, n), steps_of<Factor<E>>(m, units_of<E>(depth)), (j - first) / COLUMNS, panels);
 }
 
 // True if a block has all columns: then the next one reads the same ones.

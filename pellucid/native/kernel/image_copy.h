@@ -9,7 +9,7 @@
 // are: a row of a tile begins with all taps of a line of the window, and what it reads beyond is multiplied by zero.
 namespace pv {
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#ifdef PV_AMX
 
 constexpr int64_t PLANE = AMX_TILE * TERMS<bf16>;  // terms of a row of a tile
 constexpr int64_t MOST_COPIED = 1 << 19;           // bytes, of the stack
@@ -149,9 +149,10 @@ inline bool copy_lines(const Window<bf16>& w, const ImageCopy& p, bf16* copy) {
   decltype(typename Terms::reg() == typename Terms::reg()) infinite = {};
   bf16* to = copy;
   for (int64_t image = 0; image < p.images; image++)
-    for (int64_t above = 0; above < p.lines.parts; above++)
+    for (int64_t above = 0; above < p.lines.parts; above++) {
+      const Span lines = p.lines.reached(above);
       for (int64_t i = 0; i < p.lines.length; i++, to += p.columns.length * p.pixel) {
-        if (!p.lines.reached(above).holds(i)) continue;
+        if (!lines.holds(i)) continue;
         const int64_t y = p.lines.place(above, i), channels = p.columns.step;
         const Span counted = inside(p, image, y, 0, 1, {0, p.places});
         const bf16* line = w.at + image * w.rows[0].step + y * p.lines.step;
@@ -159,6 +160,7 @@ inline bool copy_lines(const Window<bf16>& w, const ImageCopy& p, bf16* copy) {
         for (; j + PLANE <= counted.last * channels; j += PLANE) copy_some(line + j, to + j, infinite, All<PLANE>());
         if (j < counted.last * channels) copy_some(line + j, to + j, infinite, Some<PLANE>(counted.last * channels - j));
       }
+    }
   for (int k = 0; k < PLANE; k++)
     if (infinite[k]) return false;
   return true;
@@ -177,7 +179,7 @@ struct ImageTiles {
 struct Pieces {
   int64_t line, rows, of_line, count;
   explicit Pieces(const ImageCopy& p) {
-    line = p.columns.rows, of_line = (line + AMX_TILE - 1) / AMX_TILE, rows = (line + of_line - 1) / of_line;
+    line = p.columns.rows, rows = equal_part(line, AMX_TILE), of_line = (line + rows - 1) / rows;
     count = p.images * p.lines.rows * of_line;
   }
   PV_FN int64_t height(int64_t i) const { return i < count ? least(rows, line - i % of_line * rows) : 0; }
@@ -223,62 +225,52 @@ inline void pair_terms(const float* panel, int64_t term, int64_t terms, int64_t 
   }
 }
 
-// The next terms of the same columns of b, else the first ones of the next columns, while terms from t on are computed.
-PV_FN Ahead ahead_of_terms(const Panels& b, int64_t t, int64_t depth, int64_t, int64_t j, int64_t, int64_t steps) {
-  const int64_t bytes = units_of<bf16>(depth) * COLUMNS * int64_t(sizeof(float));
-  return Ahead::over(b((t + depth) / TERMS<bf16>, j), bytes, 1, bytes, steps, MOST_OF_PANELS<bf16>);
-}
-PV_FN Ahead ahead_of_terms(
-    const Matrix<bf16>& b, int64_t t, int64_t depth, int64_t k, int64_t j, int64_t n, int64_t steps) {
-  const bool whole = t + depth >= k, along = b.row == 1;
-  if ((!along && b.column != 1) || (whole && j + COLUMNS >= n)) return {};
-  const Matrix<bf16> next = whole ? b.from(0, j + COLUMNS) : b.from(t + depth, j);
-  const int64_t columns = least(COLUMNS, n - j), terms = least(depth, k - t);
-  return Ahead::over(next.at, (along ? terms : columns) * int64_t(sizeof(bf16)), along ? columns : terms,
-                     (along ? b.column : b.row) * int64_t(sizeof(bf16)), steps, MOST_AS_IT_LIES<bf16>);
-}
-
 // c[M, n] = a[M, k] @ b[k, n], as `contract` has it; false, and nothing done, where windows are not copied.
 template <class Right>
 PV_SHARED bool contract_copied(int64_t n, int64_t k, const Window<bf16>& a, const Right& b, const Sums& c) {
   constexpr int T = TERMS<bf16>;
   ImageCopy p;
   if (!copied_as(a, p)) return false;
+  // Terms at a time, as many as fill a panel: of whole lines of the window, where they are paired anew.
+  const bool pairs = p.terms % PLANE != 0;
+  const int64_t most = p.columns.rows > SHORT_LINE ? MANY_STEPS : FEW_STEPS;
+  const int64_t step = pairs ? most / p.planes() * p.terms : most * PLANE;
   const int64_t copied = p.size() * int64_t(sizeof(bf16)), listed = p.tiles() * int64_t(sizeof(int64_t));
-  if (copied + listed > MOST_COPIED) return false;
+  if (step == 0 || copied + listed > MOST_COPIED) return false;
   auto* copy = (bf16*)__builtin_alloca_with_align(size_t(copied), 8 * LINE);
   auto* places = (int64_t*)__builtin_alloca_with_align(size_t(listed), 8 * LINE);
   constexpr int64_t PANEL = MANY_STEPS * AMX_TILE * COLUMNS;
   alignas(64) float columns[is_packed<Right> ? COLUMNS : PANEL], paired[PANEL];
-  const bool pairs = p.terms % PLANE != 0;
   if (!p.places) copy_planes(a, p, copy);
   else if (!copy_lines(a, p, copy) && pairs) return false;
   for (int64_t i = 0; i < p.tiles(); i++) places[i] = p.place(i);
-  // Terms at a time, as many as fill a panel: of whole lines of the window, where they are paired anew.
-  const int64_t most = p.columns.rows > SHORT_LINE ? MANY_STEPS : FEW_STEPS;
-  const int64_t step = pairs ? most / p.planes() * p.terms : most * PLANE;
-  if (step == 0) return false;
   const int64_t blocks = (Pieces(p).count + 1) / 2;  // of two tiles
   Beside beside;
   for (int64_t j = 0; j < n; j += COLUMNS) {
     const int64_t* places_now = places;
     for (int64_t t = 0; t < k; t += step) {
-      const int64_t depth = least(step, k - t);
+      const int64_t depth = least(step, k - t), tiles = pairs ? depth / p.terms * p.planes() : depth / PLANE;
+      const int64_t loads = blocks * tiles * AMX_LOADS;
       const float* at = columns;
+      // Next come the next terms of the same columns, else the first ones of the next columns.
       if constexpr (is_packed<Right>) {
+        const int64_t bytes = units_of<bf16>(depth) * int64_t(sizeof(float[COLUMNS]));
         at = b(t / T, j);
+        beside.ahead = Ahead::over(b((t + depth) / T, j), bytes, 1, bytes, loads, MOST_OF_PANELS<bf16>);
       } else {
         const int64_t some = least(COLUMNS, n - j);
         pack_columns(b.from(t, j), depth, some, columns);
         if (a.padded && !a.zeros && !finite<bf16>(units_of<bf16>(depth), some, columns))
           return contract_each(n, k, a, b, c), true;
+        const bool whole = t + depth >= k;
+        beside.ahead = {};
+        if (!whole || j + COLUMNS < n)
+          beside.ahead = ahead_of(whole ? b.from(0, j + COLUMNS) : b.from(t + depth, j), least(depth, k - t), some, loads);
       }
-      const int64_t tiles = pairs ? depth / p.terms * p.planes() : depth / PLANE;
       if (pairs) {
         pair_terms(at, is_packed<Right> ? t % T : 0, p.terms, depth / p.terms, paired);
         at = paired;
       }
-      beside.ahead = ahead_of_terms(b, t, depth, k, j, n, blocks * tiles * AMX_LOADS);
       const Sums sums = c.after(t, depth, k).from(0, j);
       if (n - j <= COLUMN) amx_image<1>(beside, p, copy, places_now, tiles, Rows{at, COLUMNS}, sums);
       else amx_image<2>(beside, p, copy, places_now, tiles, Rows{at, COLUMNS}, sums);

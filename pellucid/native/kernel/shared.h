@@ -31,7 +31,7 @@ namespace pv {
 #endif
 
 // Convolutions by tiles.
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#ifdef PV_AMX
 #define PV_COPIED(TEMPLATE)                                                                                \
   TEMPLATE bool contract_copied(int64_t, int64_t, const Window<bf16>&, const Matrix<bf16>&, const Sums&);  \
   TEMPLATE bool contract_copied(int64_t, int64_t, const Window<bf16>&, const Panels&, const Sums&);
