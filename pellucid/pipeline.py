@@ -15,7 +15,7 @@ import torch
 from pellucid.background import InBackground
 from pellucid.capture.attention import fuse_attention, fuse_joint_attention
 from pellucid.capture.chunk import in_chunks
-from pellucid.capture.fold import fold_scales
+from pellucid.capture.fold import fold_scales, frozen_nodes
 from pellucid.capture.fx import decide, decided_jointly
 from pellucid.capture.keep import computed_again, keep_less, kept
 from pellucid.capture.layout import channels_last, lay_out_joint
@@ -115,7 +115,7 @@ def joint_passes(joint: torch.fx.GraphModule, options: Options) -> torch.fx.Grap
     """Forward and backward as one graph, after our own passes on it."""
     machine = machine_for(options.machine)
     joint = fuse_joint_attention(joint, machine) if options.contract else joint
-    joint = joint_rows_first(lay_out_joint(joint, has_loops), has_loops)
+    joint = joint_rows_first(lay_out_joint(joint, has_loops, Library(machine)), has_loops)
     for node, decision in in_chunks(joint) if options.chunk else ():
         decide(node, decision)
     return keep_less(joint, machine) if options.recompute else joint
@@ -130,11 +130,13 @@ def graph_passes(
         return graph, decisions + decided_jointly(captured.graph) + kept(captured.graph)
     if kind == "backward":
         return graph, decisions + computed_again(captured.graph)
+    machine = machine_for(options.machine)
     divided = tuple(decision for _, decision in (in_chunks(graph) if options.chunk else ()))
-    fused = fuse_attention(graph, machine_for(options.machine)) if options.contract else ()
+    fused = fuse_attention(graph, machine) if options.contract else ()
     if any(decision.ok for decision in fused):
         graph, _ = transform(graph)  # copies that nobody needs any more
-    graph, laid_out = channels_last(graph, has_loops)
+    frozen = frozen_nodes(graph) if options.freeze else ()
+    graph, laid_out = channels_last(graph, has_loops, Library(machine), frozen=frozen)
     graph, turned = rows_first(graph, has_loops)
     return graph, decisions + divided + fused + laid_out + turned
 

@@ -29,7 +29,7 @@ def fold_scales(graph_module: torch.fx.GraphModule) -> tuple[Decision, ...]:
     After: `%f = convolution(%x, mul(%w, %factor), add(mul(neg(%mean), %factor), %shift))`. A narrower weight than f32
     would lose digits: there `%f = add(mul(%c, %factor), add(mul(neg(%mean), %factor), %shift))`, in f32.
     """
-    still = _still(graph_module)
+    still = frozen_nodes(graph_module)
     fake_mode = fake_mode_of(graph_module.graph)
     decisions: list[Decision] = []
     done: set[torch.fx.Node] = set()
@@ -50,7 +50,7 @@ def fold_scales(graph_module: torch.fx.GraphModule) -> tuple[Decision, ...]:
     return tuple(decisions)
 
 
-def _still(graph_module: torch.fx.GraphModule) -> set[torch.fx.Node]:
+def frozen_nodes(graph_module: torch.fx.GraphModule) -> set[torch.fx.Node]:
     """The nodes that follow from frozen parameters alone."""
     names = set(parameters_of(graph_module))
     found: set[torch.fx.Node] = set()

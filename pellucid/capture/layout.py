@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from pellucid.capture.convolution_trial import convolution_seconds
-from pellucid.capture.fx import decide
+from pellucid.capture.fx import decide, dtype_of
 from pellucid.capture.relayout import ReadsElements, Refused, Relayout, base_of, check_graph, source_of
 from pellucid.capture.transform import may_write, returned
 from pellucid.ir.contraction import MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS, MOST_TAPS
 from pellucid.ir.decision import Decision
+from pellucid.machine.library import Library
 
 aten = torch.ops.aten
 _RULE = "transform.channels-last"
@@ -29,18 +30,23 @@ _GROUPED_WORK = 1_000_000
 
 
 def channels_last(
-    graph_module: torch.fx.GraphModule, reads_elements: ReadsElements, use: str = "inference"
+    graph_module: torch.fx.GraphModule,
+    reads_elements: ReadsElements,
+    library: Library,
+    use: str = "inference",
+    frozen: Collection[torch.fx.Node] = (),
 ) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
     """The graph with the inputs of its convolutions channels-last, or as it is, with the reason.
 
     reads_elements: for the calls whose arguments may lie otherwise than captured. use: `inference` or `training`.
+    frozen: nodes that are computed once, before the first call: weights among them are laid out then.
 
     Strides are not written into FX graphs, they follow from the inputs': so one copy before the first convolution lays
     out all that comes after it, and results get eager's strides back at the end.
 
     oneDNN works on channels-last activations where they lie, others it copies into a layout of its own and back. In
-    return we copy weights, their gradients, inputs and results: what is spared must be a multiple. Weights could be
-    left to ATen, which copies them at every call, but element by element.
+    return we copy weights, their gradients, inputs and results: what is spared must be a multiple, unless oneDNN has no
+    instructions for the type. Weights could be left to ATen, which copies them at every call, but element by element.
 
     Before: `convolution(%x, %w, ...)`. After: `clone(%x, memory_format=channels_last)`, and the convolution of that.
     """
@@ -49,13 +55,16 @@ def channels_last(
         return graph_module, ()
     try:
         check_graph(graph_module.graph)
-        spared, caused = sum(map(_spared, nodes)), sum(map(_caused, nodes))
-        worth = _worth(use, nodes[0].args[0].meta["val"].itemsize)  # type: ignore[union-attr]
-        _weigh(spared, caused, worth)
+        spared = sum(map(_spared, nodes))
+        caused = sum(_caused(node) for node in nodes if _argument(node, "weight") not in frozen)
+        worth = _worth(use, _argument(nodes[0], "input").meta["val"].itemsize)
+        lacking = max(library.lacks_type(dtype_of(_argument(node, "input").meta["val"])) for node in nodes)
+        why = lacking or _weigh(spared, caused, worth)
         relayout = _ChannelsLast(graph_module, reads_elements, use)
         result = relayout.run()
-        why = _weigh(spared, caused + relayout.copied, worth)
-        _try_grouped(nodes)
+        if not lacking:
+            why = _weigh(spared, caused + relayout.copied, worth)
+            _try_grouped(nodes)
         return result, (Decision(_RULE, ("convolutions",), True, why),)
     except Refused as refusal:
         return graph_module, (Decision(_RULE, ("convolutions",), False, str(refusal)),)
@@ -103,12 +112,14 @@ def _configuration(node: torch.fx.Node) -> tuple[Any, ...]:
     return (*map(tuple, sizes), *map(tuple, steps), _argument(node, "groups"), dtype)
 
 
-def lay_out_joint(graph_module: torch.fx.GraphModule, reads_elements: ReadsElements) -> torch.fx.GraphModule:
+def lay_out_joint(
+    graph_module: torch.fx.GraphModule, reads_elements: ReadsElements, library: Library
+) -> torch.fx.GraphModule:
     """The same for forward and backward as one graph: so both halves agree on how what is saved between them lies.
 
     The decision stays with the first convolution.
     """
-    result, decisions = channels_last(graph_module, reads_elements, "training")
+    result, decisions = channels_last(graph_module, reads_elements, library, "training")
     if decisions:
         decide(next(filter(_is_planar, result.graph.nodes)), *decisions)
     return result

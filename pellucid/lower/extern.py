@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from pellucid.capture.fx import origin_of
+from pellucid.capture.fx import dtype_of, origin_of, shape_of
 from pellucid.capture.operators import may_draw
+from pellucid.capture.torch_compat import fake_mode_of, quiet_fake_tensors
 from pellucid.errors import UnsupportedError
 from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Float
@@ -26,6 +28,8 @@ CHOSEN: dict[str, str] = {
 
 # These write their result into memory that the program gives them, instead of allocating at each call.
 _OUT_VARIANTS = {f"{name}.default": f"{name}.out" for name in ("mm", "addmm", "bmm", "baddbmm")}
+# Sums of products, which ATen computes slowly in types that it has no instructions for.
+_PRODUCTS = {"convolution.default", "convolution_backward.default", *_OUT_VARIANTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,11 @@ def lower_effect(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 
 def lower_extern(graph: ProgramBuilder, call: ExternCall, reason: str, *, ordered: bool = False) -> Result:
-    """Call the operator as it is, and say why."""
+    """Call the operator as it is, and say why; sums of products in f32 where ATen lacks their type."""
     node, target = call.node, call.target
+    lacking = _lacking(graph, call)
+    if lacking:
+        return _in_f32(graph, call, f"{reason}, in f32: {lacking}")
     graph.decide(Decision("lower.fallback", (node.name,), False, reason, (("op", str(target)),)))
     results = tuple(
         graph.new(meta, target._opname) if isinstance(meta, torch.Tensor) and position in call.used else None
@@ -117,6 +124,43 @@ def lower_extern(graph: ProgramBuilder, call: ExternCall, reason: str, *, ordere
         )
     )
     return results if call.several else results[0] if results else None
+
+
+def _lacking(graph: ProgramBuilder, call: ExternCall) -> str:
+    """Why the call is better made in f32; empty for any that is not."""
+    if overload_name(call.node) not in _PRODUCTS or not graph.contract:
+        return ""
+    return max(graph.library.lacks_type(dtype_of(each)) for each in call.metas if isinstance(each, torch.Tensor))
+
+
+def _in_f32(graph: ProgramBuilder, call: ExternCall, reason: str) -> Result:
+    """The call with its operands widened before, and its results rounded behind it."""
+
+    def fake(arg: torch.fx.Node) -> Any:
+        value = arg.meta["val"]
+        return value.float() if isinstance(value, torch.Tensor) else value
+
+    with quiet_fake_tensors(), fake_mode_of(call.node.graph), torch.no_grad():
+        fakes = pytree.tree_map_only(torch.fx.Node, fake, call.args)
+        made = call.target(*fakes, **call.kwargs)
+    args = tuple(
+        _converted(graph, call.node, graph.value(arg), wide) if isinstance(wide, torch.Tensor) else arg
+        for arg, wide in zip(call.args, fakes, strict=True)
+    )
+    results = lower_extern(graph, replace(call, args=args, metas=tuple(made) if call.several else (made,)), reason)
+    rounded = tuple(
+        _converted(graph, call.node, each, meta) if isinstance(each, TensorRef) else each
+        for each, meta in zip(results if isinstance(results, tuple) else (results,), call.metas, strict=True)
+    )
+    return rounded if call.several else rounded[0]
+
+
+def _converted(graph: ProgramBuilder, node: torch.fx.Node, source: TensorRef, meta: torch.Tensor) -> TensorRef:
+    """A copy of a tensor, of the type and with the strides of `meta`."""
+    copy, kernel = graph.new(meta, "converted"), graph.kernel(node, shape_of(meta))
+    kernel.store(copy.view, copy.dtype, kernel.index, kernel.load(source.view, source.dtype, kernel.index))
+    graph.emit(kernel)
+    return copy
 
 
 def _out_variant(call: ExternCall) -> str | None:

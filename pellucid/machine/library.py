@@ -19,6 +19,8 @@ _TRANSPOSED = "with AVX2, ATen's BLAS is faster where columns of the left operan
 _STRIDED = "neither rows nor columns of the right operand lie in memory, ATen copies it first"
 _LONG = "few rows and columns leave threads idle, ATen's BLAS shares out the terms"
 
+# How much less than their own peak kernels can expect of a type that ATen computes without instructions for it.
+_UNAIDED = 8.0
 # Terms of a sum, and elements of a result, that are too much for one thread and too little for two.
 _MANY_TERMS = 4096
 _FEW_ELEMENTS = 1024
@@ -36,6 +38,13 @@ class Library:
         if dtype is DType.F32 or library < self.machine.flops.of(dtype).one:
             return ""
         return f"ATen reaches {library:.0f} operations per nanosecond in {dtype.value}, which kernels do not"
+
+    def lacks_type(self, dtype: DType) -> str:
+        """Why nothing in this type should be left to ATen: it has no instructions for it, and converts each number."""
+        library = self.machine.product.of(dtype).one
+        if _UNAIDED * library > self.machine.flops.of(dtype).one:
+            return ""
+        return f"ATen reaches {library:.2g} operations per nanosecond in {dtype.value}"
 
     def prefers_product(self, left: View, right: View) -> str:
         """Why not to multiply these (..., m, k) and (..., k, n). Symbols count as large where that is in doubt."""

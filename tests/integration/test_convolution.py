@@ -15,7 +15,10 @@ from torch import nn
 
 from pellucid.capture import layout as layout_pass
 from pellucid.capture.convolution_trial import convolution_seconds
+from pellucid.ir.types import DType
+from pellucid.machine.library import Library
 from pellucid.native.build import default_toolchain
+from pellucid.native.machine import REFERENCE, machine_for
 from pellucid.native.toolchain import has_tiles
 from tests.support import assert_matches, widened
 
@@ -39,8 +42,11 @@ def traced(
     compiled = torch.compile(function, backend="pellucid", options=chosen, **options)
     with torch.no_grad():
         result = compiled(*args)
-    rows = [row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open())]
-    return result, rows
+    return result, decisions(folder)
+
+
+def decisions(folder: Path) -> list[dict[str, str]]:
+    return [row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open())]
 
 
 def said(rows: list[dict[str, str]], rule: str) -> list[str]:
@@ -519,8 +525,7 @@ def trains_like_eager(model: nn.Module, folder: Path, *args: torch.Tensor, **opt
     exact = gradients(wide, wide, *(widened(arg.detach()).requires_grad_(arg.requires_grad) for arg in args))
     for name in theirs:
         assert_matches(ours[name], theirs[name], exact[name])
-    rows = [row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open())]
-    return [row for row in rows if row["rule"] == "transform.channels-last"]
+    return [row for row in decisions(folder) if row["rule"] == "transform.channels-last"]
 
 
 class Block(nn.Module):
@@ -637,6 +642,48 @@ def test_small_images_with_large_weights_run_channels_last_in_f32(tmp_path: Path
     """Kernels read weights as they lie: they need not be outweighed."""
     model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3)).eval()
     runs_channels_last(model, tmp_path, torch.randn(1, 64, 8, 8))
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_frozen_weights_are_laid_out_before_the_first_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freeze: bool
+) -> None:
+    """So that small images pay for it in bf16 too, where each call would have to copy the weights."""
+    monkeypatch.setenv("PELLUCID_MACHINE", REFERENCE)
+    model = nn.Sequential(nn.Conv2d(128, 128, 3, padding=1), nn.ReLU(), nn.Conv2d(128, 128, 3)).eval().bfloat16()
+    x = torch.randn(1, 128, 4, 4, dtype=torch.bfloat16)
+    if freeze or Library(machine_for()).lacks_type(DType.BF16):
+        assert not said(runs_channels_last(model, tmp_path, x, freeze=freeze), "lower.fallback")
+    else:
+        _, rows = traced(model, tmp_path, x)
+        assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == ["0"]
+
+
+LEFT_IN_F16 = {
+    "groups": (nn.Conv2d(16, 32, 3, padding=1, groups=4), (2, 16, 7, 6)),
+    "lines": (nn.Conv1d(16, 24, 5, stride=2, groups=2), (2, 16, 31)),
+    "transposed": (nn.ConvTranspose2d(8, 12, 4, stride=3, padding=1), (2, 8, 5, 6)),
+    "volumes": (nn.ConvTranspose3d(3, 4, 3, stride=2), (1, 3, 3, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", LEFT_IN_F16)
+def test_what_no_kernel_computes_in_f16_is_computed_in_f32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, train: bool
+) -> None:
+    """ATen would convert each number by itself, and take up to a hundred times as long."""
+    monkeypatch.setenv("PELLUCID_MACHINE", REFERENCE)
+    model, shape = LEFT_IN_F16[name]
+    model, x = copy.deepcopy(model).half().train(train), torch.randn(shape).half().requires_grad_(train)
+    if train:
+        trains_like_eager(model, tmp_path, x)
+    else:
+        result, _ = traced(model, tmp_path, x)
+        with torch.no_grad():
+            assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
+    reasons = said(decisions(tmp_path), "lower.fallback")
+    assert reasons and all("in f32: ATen reaches 2.5 operations" in reason for reason in reasons)
 
 
 def copied_twice(x: torch.Tensor, net: nn.Module) -> tuple[torch.Tensor, ...]:
