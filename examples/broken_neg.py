@@ -6,6 +6,7 @@ process that calls the function, and is gone with it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -54,6 +55,7 @@ def pellucid_neg(text: Callable[[str], str]) -> None:
         return text(self.arg(line.rhs.args[0], self.is_wide(line.out)))
 
     mock.patch.object(_Printer, "value", value).start()
+    os.environ["PELLUCID_REUSE"] = "0"  # else later processes would start what this one compiles
 
 
 def inductor_compile_error() -> Program:

@@ -196,7 +196,8 @@ def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any], spec: pytree.TreeSpec
         kwargs = {name: kwargs[name] for name in names}
     leaves, given = pytree.tree_flatten((args, kwargs))
     if given != spec:
-        raise UserError(f"the program was exported for {_call(spec)}, and is called with {_call(given)}")
+        what = f"the program was exported for {_call(spec)}, and is called with {_call(given)}"
+        raise UserError(what, hint="call it with arguments like those it was exported with: each * stands for one")
     return leaves
 
 

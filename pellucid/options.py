@@ -79,7 +79,7 @@ def make_options(given: Mapping[str, object] | None = None) -> Options:
     for name in known:
         text = os.environ.get(f"PELLUCID_{name.upper()}")
         if text is not None:
-            values[name] = _convert(name, text, known[name], source=f"PELLUCID_{name.upper()}")
+            values[name] = _convert(f"PELLUCID_{name.upper()}", text, known[name])
     if given is not None and not isinstance(given, Mapping):
         raise UserError(f"options are {given!r}", hint="give a dictionary, as {'freeze': True}")
     for name, value in (given or {}).items():
@@ -88,7 +88,7 @@ def make_options(given: Mapping[str, object] | None = None) -> Options:
             raise UserError(f"unknown option {name!r}", hint=hint)
         if name == "variants" and isinstance(value, int):
             value = str(value) if not isinstance(value, bool) else "on" if value else "off"
-        values[name] = _convert(name, value, known[name], source="options")
+        values[name] = _convert(f"option {name!r}", value, known[name])
     if not _VARIANTS.fullmatch(str(values.get("variants", "off"))):
         hint = "give on, off, a number, or names of kernels with commas between them"
         raise UserError(f"option 'variants' cannot be {values['variants']!r}", hint=hint)
@@ -105,7 +105,7 @@ def check_environment() -> None:
             warn(f"the environment variable {name} means nothing to Pellucid: {hint}")
 
 
-def _convert(name: str, value: object, default: object, *, source: str) -> object:
+def _convert(name: str, value: object, default: object) -> object:
     """`value` as the type of `default`; text comes from the environment."""
     if isinstance(default, bool):
         if isinstance(value, bool):
@@ -120,4 +120,4 @@ def _convert(name: str, value: object, default: object, *, source: str) -> objec
     elif isinstance(value, str | os.PathLike):
         return os.fspath(value)
     wanted = {bool: "true or false", int: "a positive integer", str: "text"}[type(default)]
-    raise UserError(f"option {name!r} ({source}) cannot be {value!r}", hint=f"give {wanted}")
+    raise UserError(f"{name} cannot be {value!r}", hint=f"give {wanted}")

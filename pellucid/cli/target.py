@@ -95,7 +95,7 @@ class Target:
         """The fields of the request. A script is run and captured first, as its graphs are what can be looked into."""
         if self.more and not takes_more:
             raise click.UsageError(
-                f"{' '.join(self.more)} is one TARGET too many; a script is given as -- python SCRIPT.py"
+                f"one TARGET too many: {' '.join(self.words)}; a script is given as -- python SCRIPT.py"
             )
         target, backend, options = self.words[0], self.backend, dict(self.options)
         if self.is_script:

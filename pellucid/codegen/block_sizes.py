@@ -49,7 +49,7 @@ RUNNERS_UP = 3
 # How much longer than with equal shares cores may take before blocks become smaller.
 WAIT = 1.05
 # The part of its time that a core loses where the rows that it reads were written by another.
-FETCH = 0.05
+FETCH = 0.06
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.fx import dtype_of, origin_of, shape_of
+from pellucid.capture.fx import DTYPES, dtype_of, origin_of, shape_of
 from pellucid.capture.operators import may_draw
 from pellucid.capture.torch_compat import fake_mode_of, quiet_fake_tensors
-from pellucid.errors import UnsupportedError
+from pellucid.errors import UnsupportedError, UserError
 from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Float
 from pellucid.ir.index import Expr
@@ -25,6 +25,8 @@ _RANDOM = "random numbers come from eager's own stream"
 CHOSEN: dict[str, str] = {
     "_int_mm.default": _GEMM,
 }
+
+_QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 # These write their result into memory that the program gives them, instead of allocating at each call.
 _OUT_VARIANTS = {f"{name}.default": f"{name}.out" for name in ("mm", "addmm", "bmm", "baddbmm")}
@@ -193,6 +195,13 @@ def _argument(graph: ProgramBuilder, value: Any) -> Arg:
             raise UnsupportedError("an argument of an ATen call that is a float known only when the graph is called")
         case Expr() | Float() | View() | None | bool() | int() | float() | str():
             return resolved
+        case torch.dtype() if resolved in _QUANTIZED:
+            raise UserError(
+                f"PyTorch's fake tensors do not tell what an operator makes that is asked for {resolved}",
+                hint="keep it out of the compiled function with torch.compiler.disable",
+            )
+        case torch.dtype() if resolved not in DTYPES:
+            raise UnsupportedError(f"an argument of an ATen call that is the element type {resolved}")
         case torch.dtype() | torch.layout() | torch.memory_format():
             kind = type(resolved).__name__
             return Enum(kind, str(resolved).removeprefix("torch."))

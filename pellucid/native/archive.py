@@ -161,7 +161,7 @@ def install(file: Path, root: Path, stale: Stale) -> tuple[str, Moved]:
                     staged = _staged(tar, work / about["key"])
                     return store.key, _put(staged, store, about, stale)
         except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise StoreError(f"the archive {file} is damaged, or not whole: {error}") from error
+            raise StoreError(f"the archive {file} is damaged, or not whole, or no archive: {error}") from error
         except _Refused as refused:
             raise StoreError(f"the archive {file} is refused: {refused}") from refused
         except OSError as error:

@@ -85,7 +85,7 @@ def _given(file: str) -> Machine:
 def _read(path: Path) -> Machine | None:
     try:
         return from_text(path.read_text(), str(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError, UserError) as error:
         warn(f"Pellucid does not know this machine: {error}")

@@ -136,3 +136,13 @@ def test_results_of_roll_lie_as_eagers_do() -> None:
     for each in (x, x[:, ::2], x.contiguous(), x.permute(0, 3, 1, 2), x[:, :1].expand(2, 4, 6, 5)):
         for ours, eagers in zip(compiled(each), rolled(each), strict=True):
             assert torch.equal(ours, eagers) and ours.stride() == eagers.stride()
+
+
+def test_a_quantised_tensor_is_refused_at_its_call() -> None:
+    """Fake tensors say that it is f32: nothing that follows from one could be compiled."""
+
+    def quantised(x: torch.Tensor) -> torch.Tensor:
+        return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8).dequantize() + 1
+
+    with pytest.raises(Exception, match=r"that is asked for torch\.quint8[\s\S]*torch\.compiler\.disable"):
+        torch.compile(quantised, backend="pellucid")(torch.ones(2, 3))

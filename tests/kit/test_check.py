@@ -178,6 +178,12 @@ def test_a_target_that_fails_before_there_is_a_program_says_so_with_its_lines(tm
     assert "raise OSError('no data')" in str(refused.value.context["in your code"])
 
 
+def test_a_target_that_ends_its_process_is_not_judged(tmp_path):
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(NotJudged, match=r"cannot be imported: RuntimeError: importing .* ended with sys\.exit\(3\)"):
+        load_case(f"{tmp_path / 'ends.py'}:make")
+
+
 BROKEN = """
 import torch
 

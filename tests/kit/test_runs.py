@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pellucid.debug import Program
-from pellucid.errors import UserError
+from pellucid.errors import NotJudged, UserError
 from pellucid.kit.debug.bisect import NOTHING, bisect
 from pellucid.kit.debug.capture import capture, replay, step_times
 from pellucid.kit.debug.check import check_isolated
@@ -246,7 +246,7 @@ try:
 except Exception as error:
     raise ValueError("no batch") from error
 """)
-    with pytest.raises(UserError, match="the script ended with 1"):
+    with pytest.raises(NotJudged, match="the script ended with 1"):
         capture_script([sys.executable, str(script)], tmp_path / "run", "pellucid", {}, 100)
     said = capfd.readouterr().err
     assert 'script.py", line 8' in said and 'script.py", line 10' in said and "ValueError: no batch" in said
@@ -265,7 +265,7 @@ def test_a_script_may_end_itself(status, tmp_path):
     )
     command = [sys.executable, str(script)]
     if status:
-        with pytest.raises(UserError, match="the script ended itself with exit status 3"):
+        with pytest.raises(NotJudged, match="the script ended itself with exit status 3"):
             capture_script(command, tmp_path / "run", "pellucid", {}, 100)
     else:
         capture_script(command, tmp_path / "run", "pellucid", {}, 100)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from pellucid.errors import UserError
+from pellucid.errors import NotJudged, UserError
 from pellucid.kit.debug.frontend import listening, starting
 from pellucid.kit.process.child import NOT_THE_USERS
 from pellucid.kit.programs.graphs import Recorder
@@ -41,7 +41,7 @@ def capture_script(
     (a new folder).
 
     backend, options: how graphs are captured, and what the run is for. What the script prints goes to stderr. Raises
-    UserError when it is no Python command, fails, takes longer than `seconds`, or compiles nothing.
+    UserError when it is no Python command, takes longer than `seconds`, or compiles nothing; NotJudged when it fails.
     """
     subject_of(backend, options)
     check_free(folder)
@@ -56,7 +56,7 @@ def capture_script(
     except subprocess.TimeoutExpired:
         raise UserError(f"the script did not end within {seconds:g} s", hint="give it more with --timeout") from None
     if ended.returncode:
-        raise UserError(
+        raise NotJudged(
             f"the script {_how_it_ended(folder, ended.returncode)} while its graphs ran eagerly",
             hint=f"what it printed is above; it ran under {shutil.which(python)}, which needs torch and pellucid",
         )

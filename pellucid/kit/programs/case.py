@@ -155,6 +155,9 @@ def _module(path: Path) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+    except SystemExit as end:
+        del sys.modules[name]
+        raise RuntimeError(f"importing {path} ended with sys.exit({end.code!r})") from end
     except BaseException:
         del sys.modules[name]
         raise
