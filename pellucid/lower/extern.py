@@ -26,6 +26,7 @@ CHOSEN: dict[str, str] = {
     "_int_mm.default": _GEMM,
 }
 
+# Of tensors whose elements have a scale, which fake tensors take for floats.
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 # These write their result into memory that the program gives them, instead of allocating at each call.

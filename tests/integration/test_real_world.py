@@ -486,7 +486,7 @@ def test_a_variable_that_means_nothing_is_named(monkeypatch) -> None:
 
 def test_a_value_of_the_wrong_type_in_the_environment_is_named(monkeypatch) -> None:
     monkeypatch.setenv("PELLUCID_MAX_FUSED_LINES", "many")
-    with pytest.raises(UserError, match=r"PELLUCID_MAX_FUSED_LINES\) cannot be 'many'"):
+    with pytest.raises(UserError, match="PELLUCID_MAX_FUSED_LINES cannot be 'many'"):
         make_options()
 
 
