@@ -33,9 +33,9 @@ class TensorInput:
             raise UserError(f"{self.name} is a {type(value).__name__}, and the program takes a tensor")
         if stands_for_others(value):
             raise UserError(f"{self.name} is a {type(value).__name__}, which stands for other tensors", hint=_UNWRAP)
-        if value.device.type != "cpu" or value.layout is not torch.strided or value.dtype is not self.dtype:
-            found, wanted = (value.dtype, value.device, value.layout), (self.dtype, torch.device("cpu"), torch.strided)
-            differ = [(str(one), str(other)) for one, other in zip(found, wanted, strict=True) if one != other]
+        found, wanted = (value.dtype, value.device.type, value.layout), (self.dtype, "cpu", torch.strided)
+        differ = [(str(one), str(other)) for one, other in zip(found, wanted, strict=True) if one != other]
+        if differ:
             what, asked = (", ".join(each) for each in zip(*differ, strict=True))
             raise UserError(f"{self.name} is {what}, and the program was exported for {asked}")
         return value.shape

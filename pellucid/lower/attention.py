@@ -101,11 +101,7 @@ def attention_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
         formula.store(result, KEY, term, kernel.reduce("sum", parts, (HEAD, ROW)))
     graph.emit(kernel)
     if narrow:
-        rounded = graph.kernel(node, query.shape)
-        rounded.store(
-            results[0].view, results[0].dtype, rounded.index, rounded.load(sums.view, sums.dtype, rounded.index)
-        )
-        graph.emit(rounded)
+        graph.copy(node, sums, results[0])
     graph.decide(Decision("lower.attention", (node.name,), True, _AHEAD))
     return results
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.fx import DTYPES, dtype_of, origin_of, shape_of
+from pellucid.capture.fx import DTYPES, dtype_of, origin_of
 from pellucid.capture.operators import may_draw
-from pellucid.capture.torch_compat import fake_mode_of, quiet_fake_tensors
+from pellucid.capture.torch_compat import fake_mode_of
 from pellucid.errors import UnsupportedError, UserError
 from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Float
@@ -143,7 +143,7 @@ def _in_f32(graph: ProgramBuilder, call: ExternCall, reason: str) -> Result:
         value = arg.meta["val"]
         return value.float() if isinstance(value, torch.Tensor) else value
 
-    with quiet_fake_tensors(), fake_mode_of(call.node.graph), torch.no_grad():
+    with fake_mode_of(call.node.graph), torch.no_grad():
         fakes = pytree.tree_map_only(torch.fx.Node, fake, call.args)
         made = call.target(*fakes, **call.kwargs)
     args = tuple(
@@ -160,9 +160,8 @@ def _in_f32(graph: ProgramBuilder, call: ExternCall, reason: str) -> Result:
 
 def _converted(graph: ProgramBuilder, node: torch.fx.Node, source: TensorRef, meta: torch.Tensor) -> TensorRef:
     """A copy of a tensor, of the type and with the strides of `meta`."""
-    copy, kernel = graph.new(meta, "converted"), graph.kernel(node, shape_of(meta))
-    kernel.store(copy.view, copy.dtype, kernel.index, kernel.load(source.view, source.dtype, kernel.index))
-    graph.emit(kernel)
+    copy = graph.new(meta, "converted")
+    graph.copy(node, source, copy)
     return copy
 
 

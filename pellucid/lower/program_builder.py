@@ -183,6 +183,12 @@ class ProgramBuilder:
         finished = kernel.finish()
         self._nodes.append(replace(finished, name=f"{finished.name}_{len(self._nodes)}"))
 
+    def copy(self, node: torch.fx.Node, source: TensorRef, result: TensorRef) -> None:
+        """A kernel that writes the elements of a tensor into another one of its shape, of any type and strides."""
+        kernel = self.kernel(node, result.shape)
+        kernel.store(result.view, result.dtype, kernel.index, kernel.load(source.view, source.dtype, kernel.index))
+        self.emit(kernel)
+
     def emit_extern(self, make: Callable[[str], Node]) -> None:
         """Add a call; `make` gets the position in the program, to build a unique name from."""
         self._nodes.append(make(str(len(self._nodes))))

@@ -32,10 +32,7 @@ _JOINS = {"sum": "add", "add": "add", "prod": "mul", "multiply": "mul", "amax": 
 def _copied(graph: ProgramBuilder, node: torch.fx.Node, x: TensorRef) -> TensorRef:
     """A fresh buffer for the result of `node` that holds the elements of `x`."""
     result = graph.new(node.meta["val"], op_name(node))
-    kernel = graph.kernel(node, result.shape)
-    value = kernel.load(x.view, x.dtype, kernel.index)
-    kernel.store(result.view, result.dtype, kernel.index, value)
-    graph.emit(kernel)
+    graph.copy(node, x, result)
     return result
 
 

@@ -74,7 +74,7 @@ def load_case(target: str) -> Case:
     """The program that `FILE.py:NAME` names. Raises UserError when there is none, NotJudged when NAME() fails."""
     make = load_case_file(target)
     torch.manual_seed(0)  # so that another process finds the same numbers
-    with _failing(f"{target}, which makes the program, fails"):
+    with _failing(f"{target}, which makes the program, fails", target):
         made = make()
     return case_of(made, target)
 
@@ -96,7 +96,7 @@ def load_case_file(target: str) -> Callable[[], Any]:
         raise UserError(f"{target!r} names no program", hint=_FORM)
     if not path.is_file():
         raise UserError(f"there is no file {file}", hint=_FORM)
-    with _failing(f"{file} cannot be imported"):
+    with _failing(f"{file} cannot be imported", f"importing {file}"):
         module = _module(path)
     make = getattr(module, name, None)
     if not callable(make):
@@ -117,12 +117,15 @@ def no_run(folder: Path) -> UserError:
 
 
 @contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """The user's code fails before there is a program. Raises NotJudged, which says so."""
+def _failing(what: str, doing: str) -> Iterator[None]:
+    """The user's code fails, or ends the process, before there is a program. Raises NotJudged, which says so."""
     try:
         yield
     except PellucidError:
         raise
+    except SystemExit as end:
+        ended = RuntimeError(f"{doing} ended with sys.exit({end.code!r})")
+        raise not_judged(what, failure_of(ended.with_traceback(end.__traceback__))) from end
     except Exception as error:
         raise not_judged(what, failure_of(error)) from error
 
@@ -155,9 +158,6 @@ def _module(path: Path) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except SystemExit as end:
-        del sys.modules[name]
-        raise RuntimeError(f"importing {path} ended with sys.exit({end.code!r})") from end
     except BaseException:
         del sys.modules[name]
         raise
