@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from pellucid.codegen.block_sizes import Pricing
-from pellucid.ir.contraction import Contraction, stride_along
+from pellucid.ir.contraction import Choice, Contraction, stride_along
 from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product, var
 from pellucid.ir.nodes import Load, Store
 from pellucid.ir.types import DType
@@ -18,6 +18,8 @@ from pellucid.machine.work import estimate
 # `channels.h` has it.
 MOST_SHARING = 7
 MOST_STEPS = 2
+# Floats of a line of the cache.
+FLOATS = 16
 
 
 class Order(Enum):
@@ -70,6 +72,16 @@ class Window:
     planes: bool
     zeros: bool
     edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the first row, or term, of a block chooses, at the index `start`; that of the next is `step` further."""
+
+    buffer: str
+    start: Expr
+    step: Expr
+    choice: Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +139,7 @@ class Packing:
 
     dtype: of its elements. area: taps of a channel where the operand's terms lie channel by channel and the left one's
     tap by tap, else 1. tiles: it is transformed too, see `Blocks.tiles`. single: its units hold one term each, in f32.
-    groups: see `Blocks.groups`.
+    groups: see `Blocks.groups`. matrices: among which rows choose, `apart` elements from one another.
     """
 
     operand: Operand
@@ -138,9 +150,16 @@ class Packing:
     tiles: bool
     single: bool
     groups: Groups | None
+    matrices: int = 1
+    apart: Expr = ZERO
 
     def numel(self, machine: Machine) -> int:
-        """How many f32 that makes, in panels of two registers: those who pack check it."""
+        """How many f32 that makes; of several matrices, each begins a line of the cache."""
+        one = self.numel_of_one(machine)
+        return one if self.matrices == 1 else self.matrices * (-(-one // FLOATS) * FLOATS)
+
+    def numel_of_one(self, machine: Machine) -> int:
+        """How many f32 a matrix makes, in panels of two registers: those who pack check it."""
         panel = 2 * machine.lanes
         units = -(-self.terms // (1 if self.single else machine.isa.terms(self.dtype)))
         transformed = PLACES * self.terms // TAPS if self.tiles else 0
@@ -197,7 +216,9 @@ class Blocks:
 
     @property
     def share(self) -> float:
-        """How many of the products are computed: all but by tiles."""
+        """How many of the products are computed: all but by tiles, and where each term belongs to one of a batch."""
+        if self.contraction.choice and self.contraction.choice.batch:
+            return 1 / max(1, estimate(self.ranges[self.contraction.choice.batch]))
         return PLACES * self.tiles / (TAPS * self.height) if self.tiles else 1.0
 
     @property
@@ -238,6 +259,15 @@ class Blocks:
             right, along, self.column
         )
 
+    def chosen(self) -> Chosen | None:
+        """What the rows or the terms choose of the block that begins at row `lo`; None if they have no choice."""
+        choice = self.contraction.choice
+        if choice is None:
+            return None
+        axis = self.inner[0] if choice.batch else self.row
+        index = choice.load.index
+        return Chosen(choice.load.buffer, self._first(index), stride_along(index, axis), choice)
+
     def terms_by_pixel(self) -> Pixels:
         """Both operands for the block that begins at row `lo` and column `from`, where terms are pixels."""
         left, right = self.contraction.loads
@@ -266,12 +296,17 @@ class Blocks:
         assert terms is not None and columns is not None
         area = area_of(self._terms()[0], self.ranges) if self.planes else 1
         operand = replace(right, start=right.start.substitute(start))
-        tiles = self.tiles > 0
-        return Packing(operand, self.contraction.dtype, terms, columns, area, tiles, self.by_channel, self.groups)
+        choice, single = self.contraction.choice, self.by_channel
+        matrices, apart = (choice.count, choice.apart) if choice else (1, ZERO)
+        dtype, tiles = self.contraction.dtype, self.tiles > 0
+        return Packing(operand, dtype, terms, columns, area, tiles, single, self.groups, matrices, apart)
 
     def syms(self) -> frozenset[str]:
         """The size symbols that the operands name."""
-        return self.terms.syms().union(*(load.index.syms() for load in self.contraction.loads))
+        indices = [load.index for load in self.contraction.loads]
+        if choice := self.contraction.choice:
+            indices += [choice.load.index, choice.apart]
+        return self.terms.syms().union(*(index.syms() for index in indices))
 
     def _part(self, access: Load | Store, row: str, column: str) -> Operand:
         strides = (stride_along(access.index, name) for name in (row, column))

@@ -43,7 +43,7 @@ from pellucid.ir.index import ONE, Expr, product
 from pellucid.ir.nodes import Kernel, Store
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
-from pellucid.machine.kernels import DEPTH, FEW_COLUMNS
+from pellucid.machine.kernels import DEPTH, FEW_COLUMNS, FEW_ROWS
 from pellucid.machine.work import estimate
 from pellucid.options import Options
 
@@ -118,6 +118,9 @@ def _not_packed(kernel: Kernel, blocks: Blocks) -> str:
         return "the kernel also reads the operand elsewhere"
     if columns.value <= FEW_COLUMNS:
         return f"panels of {columns.value} columns would be mostly empty"
+    choice, rows = blocks.contraction.choice, estimate(product(blocks.ranges[name] for name in blocks.contraction.rows))
+    if choice and rows <= FEW_ROWS * choice.count:
+        return f"{rows} rows choose among {choice.count} matrices: few rows read one where it lies"
     return ""
 
 
@@ -167,7 +170,7 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
 
     columns = found.columns or found.batch
     row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
-    several = len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS
+    several = len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS and not found.choice
     right = found.loads[1].buffer
     packed, made = right in roles.frozen, right in roles.made
     blocks = _windows(found, ranges, column, machine, packed) if found.windowed or several else None
@@ -175,7 +178,7 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
         return blocks
     pack = 0.0 if packed else PACK
     size = partial(product_sizes, found, row, column, ranges, machine, pack, made=made)
-    (height, width), apart = size(), size(shared=False)
+    (height, width), apart = size(shared=not found.choice), size(shared=False)
     pricing = product_pricing(found, row, column, ranges, machine, pack)
     others = (
         apart,

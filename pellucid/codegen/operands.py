@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pellucid.codegen.blocks import Blocks, Edge, Groups, Operand, Packing, Window
 from pellucid.codegen.nest import BLOCK
@@ -11,9 +11,12 @@ from pellucid.codegen.rows import Rows
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
 from pellucid.ir.attention import Attention, AttentionBackward
 from pellucid.ir.contraction import stride_along
-from pellucid.ir.index import Expr
+from pellucid.ir.index import Expr, var
 from pellucid.ir.nodes import Load, Store
 from pellucid.ir.types import DType
+
+MATRIX = "matrix"
+"""The name of the number of the matrix that a row has chosen."""
 
 KEPT = "kept"
 """The name of what blocks of a loop share."""
@@ -26,15 +29,17 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
     kind = CPP_TYPE[packing.dtype]
     matrix = f"pv::Matrix<{kind}>{{static_cast<const {kind}*>(p[0]) + {start}, {row}, {column}}}"
     function = "pack_tiles" if packing.tiles else "pack_panels"
-    sizes = f"{packing.columns}, {packing.terms}, {numel}"
+    sizes, several = f"{packing.columns}, {packing.terms}, {numel}", ""
     if packing.groups:
         function, taps = "pack_all_groups", packing.terms // packing.groups.channels
         sizes = f"{_groups(packing.groups)}, {packing.columns}, {packing.terms}, {taps}, {numel}"
     elif not packing.tiles:
         sizes += f", {_factor(packing)}"
+    if packing.matrices > 1:
+        function, several = "pack_matrices", f"{packing.matrices}, {index_text(packing.apart, {}, repr)}, "
     return (
         f'extern "C" int64_t {name}(void* const* p, const int64_t*, int64_t, int64_t) {{\n'
-        f"  pv::{function}<{sizes}>({packing.area}, {matrix}, static_cast<float*>(p[1]));\n"
+        f"  pv::{function}<{sizes}>({several}{packing.area}, {matrix}, static_cast<float*>(p[1]));\n"
         "  return 0;\n"
         "}\n"
     )
@@ -72,7 +77,9 @@ class Operands:
             first = self.window(left, blocks.contraction.dtype)
         else:
             sizes, first = f"hi - lo, {sizes}", self.matrix(left, blocks.contraction.dtype)
-        packing = blocks.packing()
+        packing, chosen = blocks.packing(), blocks.chosen()
+        if chosen and not packing:
+            right = replace(right, start=right.start + chosen.choice.apart * var(MATRIX))
         second = self.panels(packing) if packing else self.matrix(right, blocks.contraction.dtype)
         function, known = "contract", self.sizes(blocks)
         if blocks.spread:
@@ -81,6 +88,13 @@ class Operands:
             sharing, width = blocks.sharing(), blocks.ranges[blocks.column].value or 0
             known = f"{blocks.columns}, {width}, {blocks.pixels_of_line}, {sharing.taps}, {sharing.step}"
             function = "contract_channels"
+        if chosen:
+            choices = f"pv::Choices{{{self.pointer(chosen.buffer, chosen.start)}, {self.text(chosen.step)}}}"
+            if chosen.choice.batch:
+                function, second = "contract_some", f"{second}, {choices}, {self.text(var(chosen.choice.batch))}"
+            else:
+                second = f"[&](int64_t {MATRIX}) PV_INLINE {{ return {second}; }}"
+                function, second = "contract_chosen", f"{second}, {choices}, {chosen.choice.count}"
         if blocks.tiles:
             pair = 2 * blocks.height // blocks.rows
             known = f"{pair}, {blocks.columns}, {blocks.ranges[blocks.column]}, {blocks.tiles}, {blocks.channels}"
@@ -225,7 +239,10 @@ class Operands:
             sizes = f"{place}({packing.columns}), {packing.terms}, {place}(from)"
             return f"pv::panels_from<float>({packing.operand.buffer}, {sizes})"
         function = "tile_panels_from" if packing.tiles else f"panels_from<{_factor(packing)}>"
-        return f"pv::{function}({packing.operand.buffer}, {packing.columns}, {packing.terms}, from)"
+        sizes = f"{packing.columns}, {packing.terms}, from"
+        if packing.matrices > 1:
+            function, sizes = f"chosen_{function}", f"{sizes}, {MATRIX}"
+        return f"pv::{function}({packing.operand.buffer}, {sizes})"
 
     def window(self, window: Window, dtype: DType) -> str:
         """A `pv::Window`, with axes and edges that do nothing in the places that are left."""

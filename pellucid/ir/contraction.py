@@ -11,6 +11,10 @@ Of a convolution, the terms are taps and channels, and the left operand is read 
 edges, both loads have one mask, so that what lies outside adds nothing, whatever the weights are. Of an image that was
 padded with zeros before, the left load alone has it: what lies outside adds zeros times weights. Of several groups, the
 batch is the axis of groups.
+
+Rows may choose their right operand among matrices: `load b[k*n*v + n*i2 + i1]`, where `v` is loaded for the row.
+Both loads have the mask that `v` is less than their number, so the sums of other rows are 0. In the gradient of these
+matrices terms choose: both loads have the mask that `v`, loaded for the term, is the position on the axis of matrices.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pellucid.ir.index import ONE, Expr, const
+from pellucid.ir.index import ONE, ZERO, Expr, Val, const, var
 from pellucid.ir.nodes import (
     Compute,
     Const,
@@ -60,6 +64,20 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """What `load` reads for each row, or each term, says which of several products that belongs to.
+
+    Rows choose a matrix as their right operand: one of `count`, which lie `apart` elements from one another, or by a
+    larger number none. Terms choose a position on the axis `batch`, and count there alone.
+    """
+
+    load: Load
+    count: int = 0
+    apart: Expr = ZERO
+    batch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Contraction:
     """The lines of a contraction, and what its kept axes are.
 
@@ -68,6 +86,7 @@ class Contraction:
         rows, and bounds are about rows. batch: kept axes of both.
     inner: the axes that are summed over. bounds: where terms count; everywhere without any.
     zeros: terms that do not count are zeros times the right operand.
+    choice: what rows or terms choose, None if they have no choice. If terms do, the batch is their axis.
     """
 
     left: Line
@@ -81,12 +100,13 @@ class Contraction:
     inner: tuple[str, ...]
     bounds: tuple[Bound, ...] = ()
     zeros: bool = False
+    choice: Choice | None = None
 
     @property
     def loads(self) -> tuple[Load, Load]:
-        """What the two operands load."""
+        """What the two operands load; of several matrices, of the first one."""
         assert isinstance(self.left.rhs, Load) and isinstance(self.right.rhs, Load)
-        return self.left.rhs, self.right.rhs
+        return self.left.rhs, _of_first(self.right.rhs)
 
     @property
     def windowed(self) -> bool:
@@ -95,6 +115,7 @@ class Contraction:
 
     def swapped(self) -> Contraction:
         """The same with the operands exchanged, rows for columns."""
+        assert self.choice is None or self.choice.batch
         return replace(self, left=self.right, right=self.left, rows=self.columns, columns=self.rows)
 
 
@@ -106,35 +127,28 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
     squares is none, nor are the dot products of a batch: each element goes into one sum only. Neither is a product with
     one row, or one column, whose terms are read once: it is a reduction like any other, which computes its operands.
     """
-    reductions = [line for line in kernel.body if isinstance(line.rhs, Reduce)]
-    if len(reductions) != 1:
+    parts = _sum_of_products(kernel)
+    if parts is None:
         return None
+    left, right, product, total = parts
+    assert isinstance(left.rhs, Load) and isinstance(right.rhs, Load) and isinstance(total.rhs, Reduce)
     lines = {line.out: line for line in kernel.body}
-    total = reductions[0]
-    assert isinstance(total.rhs, Reduce)
-    product = lines[total.rhs.arg]
-    if total.rhs.op != "sum" or not isinstance(product.rhs, Compute) or product.rhs.op != "mul":
-        return None
-    left, right = (lines[name] for name in product.rhs.args)
     dtypes = {param.name: param.dtype for param in kernel.params}
-    if not (_is_operand(left) and _is_operand(right)):
-        return None
-    assert isinstance(left.rhs, Load) and isinstance(right.rhs, Load)
-    dtype = dtypes[left.rhs.buffer]
-    if dtype not in DTYPES or dtype is not dtypes[right.rhs.buffer]:
-        return None
     masks = (left.rhs.mask, right.rhs.mask)
     mask, zeros = masks[0] or masks[1], masks[0] != masks[1]
-    bounds = None if zeros and None not in masks else _bounds(mask, lines)
+    choice = _choice(left.rhs, right.rhs, lines, dtypes)
+    bounds = () if choice else None if zeros and None not in masks else _bounds(mask, lines)
     if bounds is None:
         return None
     scopes, inner = axes_of(kernel), frozenset(total.rhs.axes)
     mine = {left.out, right.out, product.out} | _made_of(mask, lines)
     if any(scopes[line.out] & inner and line.out not in mine for line in kernel.body):
         return None
-    one, other = left.rhs.index.vars(), right.rhs.index.vars()
-    if not all(map(is_affine, (left.rhs.index, right.rhs.index, *(bound.position for bound in bounds)))):
+    right_index = _of_first(right.rhs).index if choice else right.rhs.index
+    if not all(map(is_affine, (left.rhs.index, right_index, *(bound.position for bound in bounds)))):
         return None
+    chosen = frozenset((choice.batch,) if choice and choice.batch else ())
+    one, other = left.rhs.index.vars() | chosen, right.rhs.index.vars() | chosen
     if one == other or not inner <= one & other or any(axis.name not in one | other for axis in kernel.space):
         return None
 
@@ -145,13 +159,36 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
     single = any(all(kernel.ranges[name] == ONE for name in axes) for axes in (rows, columns))
     if not bounds and len(inner) == 1 and single:
         return None
-    found = Contraction(left, right, product, total, dtype, batch, rows, columns, named(inner), bounds, zeros)
+    dtype = dtypes[left.rhs.buffer]
+    found = Contraction(left, right, product, total, dtype, batch, rows, columns, named(inner), bounds, zeros, choice)
+    if choice and not _can_choose(found, choice, kernel):
+        return None
     if bounds:
         sides = zip((one, other), masks, strict=True)
         windows = [side for side, masked in sides if masked and all(b.position.vars() <= side for b in bounds)]
         return None if not windows else found if windows[0] is one else found.swapped()
     turned = stored_along(kernel, rows) and not stored_along(kernel, columns)
     return found.swapped() if turned and not _reads_windows(found, kernel.ranges) else found
+
+
+def _sum_of_products(kernel: Kernel) -> tuple[Line, Line, Line, Line] | None:
+    """The lines `v0` to `v3` above, if `v3` is the only reduction; what is indexed by values comes second."""
+    lines = {line.out: line for line in kernel.body}
+    dtypes = {param.name: param.dtype for param in kernel.params}
+    reductions = [line for line in kernel.body if isinstance(line.rhs, Reduce)]
+    if len(reductions) != 1:
+        return None
+    total = reductions[0]
+    assert isinstance(total.rhs, Reduce)
+    product = lines[total.rhs.arg]
+    if total.rhs.op != "sum" or not isinstance(product.rhs, Compute) or product.rhs.op != "mul":
+        return None
+    left, right = (lines[name] for name in product.rhs.args)
+    if not (isinstance(left.rhs, Load) and isinstance(right.rhs, Load) and left.rhs.other == right.rhs.other == 0):
+        return None
+    if dtypes[left.rhs.buffer] not in DTYPES or dtypes[left.rhs.buffer] is not dtypes[right.rhs.buffer]:
+        return None
+    return (right, left, product, total) if left.rhs.index.vals() else (left, right, product, total)
 
 
 def _reads_windows(found: Contraction, ranges: dict[str, Expr]) -> bool:
@@ -199,9 +236,40 @@ def stored_along(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in axes if any(store.index.coefficient(name) == ONE for _, store in kernel.stores()))
 
 
-def _is_operand(line: Line) -> bool:
-    load = line.rhs
-    return isinstance(load, Load) and not load.index.vals() and (load.mask is None or load.other == 0)
+def _choice(left: Load, right: Load, lines: Mapping[str, Line], dtypes: Mapping[str, DType]) -> Choice | None:
+    """What the mask of both loads says of a choice; None if it says anything else."""
+    condition = lines[left.mask].rhs if left.mask and left.mask == right.mask else None
+    if not isinstance(condition, Compute) or condition.op not in ("lt", "eq"):
+        return None
+    load, limit = (lines[name].rhs for name in condition.args)
+    if not isinstance(load, Load) or load.mask or not is_affine(load.index) or dtypes[load.buffer] is not DType.I64:
+        return None
+    if condition.op == "lt" and isinstance(limit, Const) and right.index.vals() == frozenset((condition.args[0],)):
+        first, second, third = (_at(right.index, const(number)) for number in range(3))
+        apart = second - first
+        return Choice(load, int(limit.value), apart) if not apart.vars() and third - second == apart else None
+    if condition.op == "eq" and isinstance(limit, IndexValue):
+        axes = tuple(limit.index.vars())
+        return Choice(load, batch=axes[0]) if len(axes) == 1 and limit.index == var(axes[0]) else None
+    return None
+
+
+def _can_choose(found: Contraction, choice: Choice, kernel: Kernel) -> bool:
+    """True if rows alone, or terms alone, have the choice."""
+    axes = choice.load.index.vars()
+    if choice.batch:
+        return axes == frozenset(found.inner) and found.batch == (choice.batch,)
+    return axes <= frozenset(found.rows) and bool(stored_along(kernel, found.columns))
+
+
+def _of_first(right: Load) -> Load:
+    """The load of a right operand; of several matrices, of the first one."""
+    return replace(right, index=_at(right.index, ZERO)) if right.index.vals() else right
+
+
+def _at(index: Expr, value: Expr) -> Expr:
+    """`index` where the values that it depends on are all `value`."""
+    return index.substitute({Val(name): value for name in index.vals()})
 
 
 def is_affine(index: Expr) -> bool:

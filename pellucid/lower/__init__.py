@@ -21,6 +21,7 @@ from pellucid.lower import (  # noqa: F401
     contraction,
     convolution,
     convolution_backward,
+    grouped,
     pointwise,
     pool,
     reduce,

@@ -49,11 +49,7 @@ def _lower(
 
     Before: `%mm = aten.mm(%x, %w)`. After: `v3: f32 = sum v2 over i2` with `v2: f32 = mul v0, v1`.
     """
-    if not graph.contract:
-        raise NotLowered(_OFF)
-    if left.dtype not in DTYPES or {right.dtype, (added or left).dtype} != {left.dtype}:
-        raise NotLowered(_OTHER)
-    check_rate(graph, left.dtype, _WHAT)
+    check_types(graph, left, right, *([added] if added else []))
     _check_speed(graph, left.view, right.view)
     result = graph.new(node.meta["val"], "product")
     kernel = graph.kernel(node, (*result.shape, left.shape[-1]))
@@ -71,6 +67,15 @@ def _lower(
     kernel.store(result.view, result.dtype, (*batch, row, column), value)
     graph.emit(kernel)
     return result
+
+
+def check_types(graph: ProgramBuilder, *operands: TensorRef) -> None:
+    """Leave to ATen types that kernels do not multiply, or more slowly."""
+    if not graph.contract:
+        raise NotLowered(_OFF)
+    if operands[0].dtype not in DTYPES or len({each.dtype for each in operands}) > 1:
+        raise NotLowered(_OTHER)
+    check_rate(graph, operands[0].dtype, _WHAT)
 
 
 def check_rate(graph: ProgramBuilder, dtype: DType, what: str) -> None:

@@ -152,6 +152,14 @@ class ProgramBuilder:
         self._offsets[name] = expr_of(meta.storage_offset())
         return TensorRef(view, dtype_of(meta))
 
+    def temporary(self, shape: Sequence[Expr], dtype: DType, hint: str) -> TensorRef:
+        """A fresh, contiguous buffer that no FX node stands for."""
+        name, extent = f"b{len(self._buffers)}_{hint}", product(shape)
+        strides = tuple(product(shape[d + 1 :]) for d in range(len(shape)))
+        self._buffers[name] = Buffer(name, dtype, extent, "temp")
+        self._offsets[name] = ZERO
+        return TensorRef(View(name, tuple(shape), strides, ZERO), dtype)
+
     def alias(self, base: TensorRef, meta: torch.Tensor) -> TensorRef:
         """Another view of `base`'s buffer, laid out like `meta`.
 

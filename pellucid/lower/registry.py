@@ -1,4 +1,4 @@
-"""The table of lowering rules: one row per ATen overload."""
+"""The table of lowering rules: one row per overload."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TypeAlias
 
 import torch
 
-from pellucid.capture.operators import NAMESPACE
 from pellucid.lower.program_builder import ProgramBuilder, Result
 
 Rule: TypeAlias = Callable[[ProgramBuilder, torch.fx.Node], Result]
@@ -23,7 +22,7 @@ class NotLowered(Exception):
 
 
 def rule(*names: str, floats: bool = False) -> Callable[[Rule], Rule]:
-    """Register a lowering for ATen overloads, named `add.Tensor`; see `TAKES_FLOATS` for `floats`."""
+    """Register a lowering for overloads by their `overload_name`; see `TAKES_FLOATS` for `floats`."""
 
     def register(function: Rule) -> Rule:
         for name in names:
@@ -36,10 +35,9 @@ def rule(*names: str, floats: bool = False) -> Callable[[Rule], Rule]:
 
 
 def overload_name(node: torch.fx.Node) -> str | None:
-    """`add.Tensor` for an ATen (or prims) call, `pellucid::attention.default` for one of our own, else None."""
+    """`add.Tensor` for an ATen (or prims) call, `pellucid::attention.default` for any other operator, else None."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
-        return f"{NAMESPACE}::{target._opname}.{target._overloadname}"
-    if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims"):
-        return f"{target._opname}.{target._overloadname}"
-    return None
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = f"{target._opname}.{target._overloadname}"
+    return name if target.namespace in ("aten", "prims") else f"{target.namespace}::{name}"

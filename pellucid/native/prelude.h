@@ -57,6 +57,7 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 #include "kernel/amx.h"
 #include "kernel/micro.h"
 #include "kernel/contract.h"
+#include "kernel/chosen.h"
 #include "kernel/window.h"
 #include "kernel/image_copy.h"
 #include "kernel/convolve.h"

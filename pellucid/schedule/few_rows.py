@@ -51,7 +51,7 @@ def sum_rows_together(program: Program) -> tuple[Program, list[Decision]]:
 def _of_few_rows(kernel: Kernel) -> Contraction | None:
     """The product of a few rows, or columns, that a kernel is, with these as its rows."""
     found = find_contraction(kernel)
-    if found is None or found.windowed or found.batch:
+    if found is None or found.windowed or found.batch or found.choice:
         return None
     for each in (found, found.swapped()):
         if 1 < prod(kernel.ranges[name].value or MOST_ROWS + 1 for name in each.rows) <= MOST_ROWS:

@@ -119,7 +119,7 @@ struct Sums {
   PV_FN Sums from(int64_t i, int64_t j) const { return {at + i * step + j, step, more, past}; }
   // The same after the terms from `term` on, of which so many of `all` are added now.
   PV_FN Sums after(int64_t term, int64_t depth, int64_t all) const {
-    return {at, step, term > 0, past && term + depth >= all};
+    return {at, step, more || term > 0, past && term + depth >= all};
   }
 };
 

@@ -1,0 +1,111 @@
+"""Products of groups: rows lie group by group, and those of each group have a matrix of their own, as experts have.
+
+A kernel finds the group of each row. In the product it says which matrix the row is multiplied by, and in the gradient
+of the matrices, a sum over rows, which of them a row counts for; `codegen/contraction.py` knows how to run both.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pellucid.ir.index import Expr, val
+from pellucid.ir.nodes import View
+from pellucid.ir.types import DType
+from pellucid.lower.contraction import check_types
+from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
+from pellucid.lower.registry import NotLowered, rule
+
+_FORM = "grouped products: kernels compute groups of rows, and sums over groups of rows; ATen the other forms"
+
+
+@rule("_grouped_mm.default")
+def grouped_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
+    """`self[rows, terms] @ mat2[group][terms, columns]`, or for each group `self[rows, terms] @ mat2[terms, columns]`.
+
+    Group `g` ends before row (in the second form, term) `offs[g]`, where the next one begins. Rows behind the last
+    group, which ATen leaves undefined, are 0.
+    """
+    given = arguments(node, graph)
+    left, right, ends = given["self"], given["mat2"], given["offs"]
+    ranks = len(left.shape), len(right.shape)
+    if ends is None or given["bias"] is not None or ranks not in ((2, 3), (2, 2)):
+        raise NotLowered(_FORM)
+    meta = node.meta["val"]
+    groups = _groups_of(graph, node, ends, left.shape[0 if ranks == (2, 3) else 1])
+    product = _rows_by_matrix if ranks == (2, 3) else _sums_of_groups
+    return product(graph, node, left, right, groups, meta)
+
+
+@rule("transformers::grouped_mm_fallback.default")
+def expert_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
+    """The same of the library `transformers`, of any type: `input[rows, terms] @ weight[group][terms, columns]`."""
+    given = arguments(node, graph)
+    groups = _groups_of(graph, node, given["offs"], given["input"].shape[0])
+    return _rows_by_matrix(graph, node, given["input"], given["weight"], groups, node.meta["val"])
+
+
+@rule("transformers::grouped_mm_fallback_backward.default")
+def expert_product_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
+    """The gradients of `input` and `weight`."""
+    given, (of_input, of_weight) = arguments(node, graph), node.meta["val"]
+    rows, weight, grad = given["input"], given["weight"], given["grad_output"]
+    groups = _groups_of(graph, node, given["offs"], rows.shape[0])
+    return (
+        _rows_by_matrix(graph, node, grad, _transposed(weight), groups, of_input),
+        _sums_of_groups(graph, node, _transposed(rows), grad, groups, of_weight),
+    )
+
+
+def _transposed(matrix: TensorRef) -> TensorRef:
+    """The same memory with the last two dimensions exchanged."""
+    (*batch, row, column), (*steps, one, other) = matrix.view.shape, matrix.view.strides
+    view = View(matrix.view.buffer, (*batch, column, row), (*steps, other, one), matrix.view.offset)
+    return TensorRef(view, matrix.dtype)
+
+
+def _groups_of(graph: ProgramBuilder, node: torch.fx.Node, ends: TensorRef, rows: Expr) -> TensorRef:
+    """The number of each row's group: how many groups end before it."""
+    kernel = graph.kernel(node, (rows, *ends.shape))
+    row, group = kernel.index
+    ended = kernel.load(ends.view, ends.dtype, (group,)).to(DType.I64) <= kernel.position(row)
+    groups = graph.temporary((rows,), DType.I64, "groups")
+    kernel.store(groups.view, groups.dtype, (row,), kernel.reduce("sum", ended.to(DType.I64), (1,)))
+    graph.emit(kernel)
+    return groups
+
+
+def _rows_by_matrix(
+    graph: ProgramBuilder, node: torch.fx.Node, left: TensorRef, right: TensorRef, groups: TensorRef, meta: torch.Tensor
+) -> TensorRef:
+    """Each row by the matrix of its group."""
+    check_types(graph, left, right)
+    count = right.shape[0].value
+    if not count:
+        raise NotLowered("grouped products: the number of groups is not known")
+    result = graph.new(meta, "product")
+    kernel = graph.kernel(node, (*result.shape, left.shape[1]))
+    row, column, term = kernel.index
+    group = kernel.load(groups.view, groups.dtype, (row,))
+    known = group < count
+    matrix = kernel.load(right.view, right.dtype, (val(group.name), term, column), known)
+    terms = kernel.load(left.view, left.dtype, (row, term), known) * matrix
+    kernel.store(result.view, result.dtype, (row, column), kernel.reduce("sum", terms, (2,)))
+    graph.emit(kernel)
+    return result
+
+
+def _sums_of_groups(
+    graph: ProgramBuilder, node: torch.fx.Node, left: TensorRef, right: TensorRef, groups: TensorRef, meta: torch.Tensor
+) -> TensorRef:
+    """A product for each group, over the terms that are of it."""
+    check_types(graph, left, right)
+    result = graph.new(meta, "product")
+    kernel = graph.kernel(node, (*result.shape, left.shape[1]))
+    group, row, column, term = kernel.index
+    counts = kernel.load(groups.view, groups.dtype, (term,)).op("eq", kernel.position(group))
+    terms = kernel.load(left.view, left.dtype, (row, term), counts) * kernel.load(
+        right.view, right.dtype, (term, column), counts
+    )
+    kernel.store(result.view, result.dtype, (group, row, column), kernel.reduce("sum", terms, (3,)))
+    graph.emit(kernel)
+    return result
