@@ -7,6 +7,7 @@ graph that holds what no text says completely is not resumable.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ _PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, to
 _ARGUMENTS = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
 # Their meaning is PyTorch's: anybody may define operators in other namespaces, in Python that no key covers.
 _NAMESPACES = ("aten", "prims", "prim")
+# Packages whose operators are what their version says.
+_LIBRARIES = ("transformers", "torchvision")
 
 
 def identity(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[str, str]:
@@ -79,6 +82,8 @@ def _function_text(function: Any) -> str:
         raise NotResumable(f"it calls {function.name()}, an operator on graphs")
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         namespace = str(function).partition(".")[0]
+        if namespace in _LIBRARIES:
+            return f"{function} of {namespace} {version(namespace)}"
         if namespace not in _NAMESPACES:
             raise NotResumable(f"it calls {function}, an operator that is not PyTorch's")
         return str(function)

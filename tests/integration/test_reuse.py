@@ -23,6 +23,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  registers the operators of experts
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -116,6 +117,10 @@ def with_calls(x: Tensor) -> Tensor:
     return x[order].cumsum(0).softmax(-1)
 
 
+def experts(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return torch.ops.transformers.grouped_mm_fallback(rows, weights, ends)
+
+
 def floats(*shape: int) -> Tensor:
     return torch.randn(*shape)
 
@@ -136,6 +141,7 @@ INFERENCE = {
     "in place": (in_place, lambda: (floats(6, 6), floats(6, 6))),
     "aliases": (aliased, lambda: (floats(3, 4),)),
     "constants": (lambda x: x * torch.tensor([1.0, 2.0, 3.0]) + torch.arange(3), lambda: (floats(4, 3),)),
+    "a library's operator": (experts, lambda: (floats(6, 8), floats(2, 8, 16), torch.tensor([2, 6]))),
     "no tensors": (lambda n: torch.arange(n) * 2, lambda: (5,)),
 }
 
@@ -666,6 +672,16 @@ def test_another_version_is_missed(name: str, value: Any, monkeypatch: pytest.Mo
         patch.setattr(name, value)
         assert start() == "missed"
     assert start() == "found"
+
+
+def test_another_version_of_an_operators_library_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = (floats(6, 8), floats(2, 8, 16), torch.tensor([2, 6]))
+    for name in ("1.0", "2.0"):
+        monkeypatch.setattr("pellucid.capture.identity.version", lambda _, name=name: name)
+        compiled(experts)(*args)
+        assert outcomes() == ["missed"]
+        compiled(experts)(*args)
+        assert outcomes() == ["found"]
 
 
 def test_another_toolchain_has_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
