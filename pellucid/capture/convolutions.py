@@ -102,7 +102,8 @@ def _transposed(
     """A transposed convolution as one whose channels are the pixels that each pixel of the image spreads to.
 
     Pixel `s * q + r` of the whole result is the sum over `j` of pixel `q - j` times tap `s * j + r`: so each `r` has a
-    window of `taps / s` pixels. Channels are in the order of `r`, so that pixels lie side by side where channels do.
+    window of `taps / s` pixels. Channels are in the order of `r`, so that pixels lie side by side where channels do; in
+    the weight, which is copied anyway, they lie side by side too, as columns of a product are read best.
 
     x: [N, inputs, H, W]. weight: [inputs, outputs, taps, taps]; as many taps as fill such windows, others are ATen's.
     """
@@ -118,8 +119,8 @@ def _transposed(
         min((pad - after) // step, window - 1) for (_, step, pad, after), window in zip(sizes, windows, strict=True)
     ]
     (inputs, outputs, *_), (down, right) = weight.shape, stride
-    taps = weight.reshape(inputs, outputs, windows[0], down, windows[1], right).flip(2, 4).permute(3, 5, 1, 0, 2, 4)
-    spread = taps.reshape(down * right * outputs, inputs, *windows)
+    taps = weight.reshape(inputs, outputs, windows[0], down, windows[1], right).flip(2, 4).permute(2, 4, 0, 3, 5, 1)
+    spread = taps.reshape(*windows, inputs, down * right * outputs).permute(3, 2, 0, 1)
     around = [window - 1 - skip for window, skip in zip(windows, skipped, strict=True)]
     added = None if bias is None else bias.repeat(down * right)
     made = torch.ops.aten.convolution(x, spread, added, [1, 1], around, [1, 1], False, [0, 0], 1)

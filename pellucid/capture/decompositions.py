@@ -67,6 +67,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.nll_loss2d_backward.default: _nll_loss_backward,
         aten._native_batch_norm_legit_no_training.default: _batch_norm_without_training,
         aten.native_group_norm.default: _group_norm,
+        aten._euclidean_dist.default: _euclidean_dist,
         aten.convolution.default: convolution,
         aten.convolution_backward.default: convolution_backward,
     }
@@ -138,6 +139,12 @@ def _of_groups(variances: torch.Tensor, means: torch.Tensor) -> tuple[torch.Tens
         return variances, means
     mean = means.mean(2, keepdim=True)
     return (variances + (means - mean).square()).mean(2, keepdim=True), mean
+
+
+def _euclidean_dist(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Distances of rows by their norms and products, as ATen has them, without copies of both beside their norms."""
+    norms = (each.square().sum(-1, keepdim=True) for each in (x, y))
+    return (next(norms) + next(norms).mT - 2 * (x @ y.mT)).clamp_min(0).sqrt()
 
 
 def _nll_loss_backward(

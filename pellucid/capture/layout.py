@@ -199,6 +199,8 @@ class _ChannelsLast(Relayout):
         """The arguments of a convolution that are to lie channels-last."""
         if node.target is _BACKWARD:
             return (0, 1, 2)
+        if _reads_columns(node):
+            return (0,)
         return (1,) if self._reads_planes(node) else (0, 1)
 
     def _reads_planes(self, node: torch.fx.Node) -> bool:
@@ -210,6 +212,13 @@ class _ChannelsLast(Relayout):
         few = shape[1] <= MOST_SPREAD_CHANNELS and shape[2:] != (1, 1) and math.prod(shape[1:]) <= MOST_SPREAD_TERMS
         ours = node.target is _FORWARD and dtype is torch.float32 and _argument(node, "groups") == 1
         return self._use == "inference" and ours and few
+
+
+def _reads_columns(node: torch.fx.Node) -> bool:
+    """True if the channels of the result lie side by side in the weight: a product reads it best, as it lies."""
+    weight = _argument(node, "weight").meta["val"]
+    by_columns = weight.permute(2, 3, 1, 0).is_contiguous() and not weight.is_contiguous()
+    return by_columns and _argument(node, "groups") == 1
 
 
 def _clones(graph: torch.fx.Graph, use: str) -> set[torch.fx.Node]:

@@ -169,7 +169,10 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
         return max(axes, key=lambda name: estimate(ranges[name]))
 
     columns = found.columns or found.batch
-    row, column = longest(found.rows), (stored_along(kernel, columns) or (longest(columns),))[0]
+    row, column = longest(found.rows), longest(columns)
+    along = stored_along(kernel, columns)
+    if along and estimate(ranges[along[0]]) >= min(COLUMN_STEP, estimate(ranges[column])):
+        column = along[0]
     several = len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS and not found.choice
     right = found.loads[1].buffer
     packed, made = right in roles.frozen, right in roles.made

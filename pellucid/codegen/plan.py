@@ -15,7 +15,8 @@ from pellucid.codegen.vector import VectorChoice, base_lanes, choose, cost, gath
 from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, floordiv, product
-from pellucid.ir.nodes import Kernel, Line, Reduce, axes_of
+from pellucid.ir.nodes import Kernel, Line, Load, Reduce, Store, axes_of
+from pellucid.ir.traffic import LINE
 from pellucid.ir.types import DType
 from pellucid.machine import Machine, kernel_work, time
 from pellucid.machine.work import SYMBOL_GUESS, estimate
@@ -164,7 +165,7 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
     else:
         inner = kept[-1] if kept and not serial else None
     tile, tiled = choice.tiles.axis, choice.tiles.lines
-    outer = tuple(name for name in kept if name not in (inner, tile))
+    outer = _near_last(kernel, tuple(name for name in kept if name not in (inner, tile)))
     wide = frozenset(name for name, axes in axes_of(kernel).items() if vector in axes)
     apart = gathered(kernel, vector, wide)
     sweeps = plan_sweeps(kernel, width if inner is not None and inner == vector else 1, apart - tiled)
@@ -212,6 +213,20 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         ahead=ahead,
         decisions=(*choice.decisions, *sweeps.decisions, parallel, *sums, *decided, *streams, *fetched),
     )
+
+
+def _near_last(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The same axes; those whose points share lines of the cache come last, while a line is still there."""
+    sizes = {param.name: param.dtype.itemsize for param in kernel.params}
+
+    def shares(name: str) -> bool:
+        for access in (line.rhs for line in kernel.body if isinstance(line.rhs, Load | Store)):
+            step = access.index.coefficient(name)
+            if step is not None and 0 < abs(step.value or 0) * sizes[access.buffer] < LINE:
+                return True
+        return False
+
+    return tuple(sorted(axes, key=shares))
 
 
 def _check_in_place(kernel: Kernel) -> None:

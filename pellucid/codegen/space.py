@@ -9,17 +9,18 @@ from collections.abc import Mapping
 
 from pellucid.codegen.names import indices, map_indices
 from pellucid.ir.index import ZERO, Atom, Expr, FloorDiv, Mod, Var, const, exact_div, var
-from pellucid.ir.nodes import Axis, Compute, Const, Kernel, Line, Reduce, Rhs, axes_of
+from pellucid.ir.nodes import Axis, Compute, Const, Kernel, Line, Load, Reduce, Rhs, Store, axes_of
 from pellucid.machine.work import estimate
 
 
 def simplify(kernel: Kernel, lanes: int) -> Kernel:
-    """Drop axes that need no loop, split axes under a division, merge axes that are one in memory, sort the kept ones.
+    """Drop axes that need no loop, split axes under a division, turn those that are read backwards, merge axes that are
+    one in memory, sort the kept ones.
 
     before: `for i0 < 16384, i1 < 512: load x[512*i0 + i1]`
     after:  `for i0 < 8388608: load x[i0]`
     """
-    return sort(merge(split(drop_unused(drop_unit(drop_empty(kernel))), lanes)))
+    return sort(merge(turn(split(drop_unused(drop_unit(drop_empty(kernel))), lanes))))
 
 
 def drop_empty(kernel: Kernel) -> Kernel:
@@ -75,6 +76,22 @@ def split(kernel: Kernel, lanes: int) -> Kernel:
                 break
         else:
             return kernel
+    return kernel
+
+
+def turn(kernel: Kernel) -> Kernel:
+    """Turn kept axes along which neighbours are read backwards, and nothing is accessed forwards: vectors need these.
+
+    before: `for i0 < 8, i1 < 4: store y[4*i0 + i1], load x[8*i1 + 7 - i0]`
+    after:  `for i0 < 8, i1 < 4: store y[28 - 4*i0 + i1], load x[8*i1 + i0]`
+    """
+    if any(store.index.vals() for _, store in kernel.stores()):
+        return kernel  # points that meet are stored in order
+    accesses = [line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store)]
+    for axis in kernel.space:
+        steps = [step.value for index in accesses if (step := index.coefficient(axis.name)) is not None]
+        if axis.name not in kernel.reduced and -1 in steps and 1 not in steps:
+            kernel = _substitute(kernel, kernel.space, {Var(axis.name): axis.extent - 1 - var(axis.name)}, {})
     return kernel
 
 

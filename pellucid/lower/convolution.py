@@ -26,7 +26,7 @@ _DYNAMIC = "convolution: kernels compute images of known sizes, oneDNN others"
 _PLANAR = "convolution: channels do not lie side by side, oneDNN computes it"
 _SINGLE = "convolution: one pixel or one channel is no product of matrices, oneDNN computes it"
 _SHORT = "convolution: a sum of few terms is mostly reading and writing, oneDNN computes it"
-_WEIGHT = "convolution: channels of the weight do not lie side by side, nor in f32 all taps, oneDNN computes it"
+_WEIGHT = "convolution: no channels of the weight lie side by side, nor in f32 all taps, oneDNN computes it"
 _LARGE = "convolution: the weights of a group are too large to be packed at once, oneDNN computes it"
 # Terms from which on gathering windows is worth it, also where that spares a padded copy of the image.
 FEW_TERMS = 32
@@ -152,7 +152,7 @@ def _check_direct(given: Mapping[str, Any], result: torch.Tensor, few: int = FEW
     if ONE in (weight.shape[0], product((shape[0], *shape[2:]))):
         raise NotLowered(_SINGLE)
     by_plane = x.dtype is DType.F32 and _lies_by_plane(weight)
-    if not by_plane and not lies(weight, (0, 2, 3, 1)):
+    if not by_plane and not lies(weight, (0, 2, 3, 1)) and not (given["groups"] == 1 and lies(weight, (2, 3, 1, 0))):
         raise NotLowered(_WEIGHT)
 
 

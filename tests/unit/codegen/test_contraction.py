@@ -88,3 +88,15 @@ def test_an_operand_whose_rows_are_packed_keeps_its_columns() -> None:
 def test_a_small_product_is_for_one_thread() -> None:
     plan = plan_of(product(12, 30, 20))
     assert plan.grain >= (plan.extent.value or 0)
+
+
+def test_columns_are_not_the_few_that_are_stored_side_by_side() -> None:
+    """Pixels of a transposed convolution come from several columns, but channels fill the registers."""
+    text = product(40, 256, 60, at_c="256*m + n")
+    text = (
+        text.replace("n: 256,", "n: 128, p: 2,")
+        .replace("60*n + k]", "60*n + 7680*p + k]")
+        .replace("+ n]", "+ 2*n + p]")
+    )
+    blocks = plan_of(text).blocks
+    assert blocks is not None and blocks.ranges[blocks.column].value == 128

@@ -392,3 +392,27 @@ kernel k(x: f32[{5000 * channels}], o: f32[{5000 * channels}]) {{
 """
     )
     assert bool(kernel.plan.tiled) is squares and (kernel.plan.vector is not None) is squares
+
+
+FLIPPED = """\
+kernel k(w: f32[786432], o: f32[786432]) {
+  axes t: 2, i: 64, p: 8, c: 768
+  a: f32 = load w[12288*i + 16*c - 8*t - p + 15]
+  st: f32 = store o[393216*t + 6144*i + 768*p + c], a
+}
+"""
+
+
+def test_axes_that_are_read_backwards_are_turned() -> None:
+    """Then neighbours are read forwards, in squares. What shares a line with them follows at once."""
+    plan = compile_text(FLIPPED).plan
+    assert plan.tile is not None and plan.tiled
+    (load,) = (load for _, load in plan.kernel.loads())
+    assert load.index.coefficient(plan.tile) == const(1)
+    assert load.index.coefficient(plan.outer[-1]) == const(-8)
+
+
+def test_what_is_stored_forwards_is_not_turned() -> None:
+    text = "kernel k(x: f32[64], o: f32[64]) {\n  axes i: 64\n  a: f32 = load x[63 - i]\n  st: f32 = store o[i], a\n}\n"
+    (store,) = (store for _, store in compile_text(text).plan.kernel.stores())
+    assert store.index.coefficient("i0") == const(1)
