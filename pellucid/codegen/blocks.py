@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from pellucid.codegen.block_sizes import Pricing
-from pellucid.ir.contraction import Choice, Contraction, stride_along
+from pellucid.ir.contraction import Choice, Contraction, lies_evenly, stride_along
 from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product, var
 from pellucid.ir.nodes import Load, Store
 from pellucid.ir.types import DType
@@ -20,6 +20,9 @@ MOST_SHARING = 7
 MOST_STEPS = 2
 # Floats of a line of the cache.
 FLOATS = 16
+
+MATRIX = "matrix"
+"""The name of the number of the matrix that a row has chosen."""
 
 
 class Order(Enum):
@@ -134,12 +137,21 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    """So many matrices, `apart` elements from one another. number: which of them a block reads, from 0 on."""
+
+    count: int
+    apart: Expr
+    number: Expr
+
+
+@dataclass(frozen=True, slots=True)
 class Packing:
     """A right operand of `terms` rows and `columns` columns, packed whole before the program runs.
 
     dtype: of its elements. area: taps of a channel where the operand's terms lie channel by channel and the left one's
     tap by tap, else 1. tiles: it is transformed too, see `Blocks.tiles`. single: its units hold one term each, in f32.
-    groups: see `Blocks.groups`. matrices: among which rows choose, `apart` elements from one another.
+    groups: see `Blocks.groups`. stack: of how many such operands this is the first.
     """
 
     operand: Operand
@@ -150,13 +162,12 @@ class Packing:
     tiles: bool
     single: bool
     groups: Groups | None
-    matrices: int = 1
-    apart: Expr = ZERO
+    stack: Stack
 
     def numel(self, machine: Machine) -> int:
         """How many f32 that makes; of several matrices, each begins a line of the cache."""
         one = self.numel_of_one(machine)
-        return one if self.matrices == 1 else self.matrices * (-(-one // FLOATS) * FLOATS)
+        return one if self.stack.count == 1 else self.stack.count * (-(-one // FLOATS) * FLOATS)
 
     def numel_of_one(self, machine: Machine) -> int:
         """How many f32 a matrix makes, in panels of two registers: those who pack check it."""
@@ -291,15 +302,34 @@ class Blocks:
         if not self.packed:
             return None
         start: dict[Atom, Expr] = {Var("from"): ZERO}
-        right = self.operands()[1]
+        right, stack = self.operands()[1], self.stack()
+        start |= {Var(name): ZERO for name in self._others()}
         terms, columns = self.terms.value, self.ranges[self.column].value
-        assert terms is not None and columns is not None
+        assert terms is not None and columns is not None and stack is not None
         area = area_of(self._terms()[0], self.ranges) if self.planes else 1
         operand = replace(right, start=right.start.substitute(start))
-        choice, single = self.contraction.choice, self.by_channel
-        matrices, apart = (choice.count, choice.apart) if choice else (1, ZERO)
         dtype, tiles = self.contraction.dtype, self.tiles > 0
-        return Packing(operand, dtype, terms, columns, area, tiles, single, self.groups, matrices, apart)
+        return Packing(operand, dtype, terms, columns, area, tiles, self.by_channel, self.groups, stack)
+
+    def stack(self) -> Stack | None:
+        """The matrices of which the right operand of a block is one; None where they do not follow evenly."""
+        choice, axes = self.contraction.choice, self._others()
+        if choice and choice.count:
+            return Stack(choice.count, choice.apart, var(MATRIX))
+        right = self.contraction.loads[1].index
+        if axes and not lies_evenly(right, axes, self.ranges):
+            return None
+        number = ZERO
+        for name in axes:
+            number = number * self.ranges[name] + var(name)
+        count = product(self.ranges[name] for name in axes).value
+        return Stack(count, stride_along(right, axes[-1]) if axes else ZERO, number) if count else None
+
+    def _others(self) -> tuple[str, ...]:
+        """The axes that blocks are not cut along, but of which the right operand has a matrix each, outermost first."""
+        right = self.contraction.loads[1].index
+        axes = right.vars() - {*self.inner, self.column}
+        return tuple(sorted(axes, key=lambda name: -estimate(stride_along(right, name))))
 
     def syms(self) -> frozenset[str]:
         """The size symbols that the operands name."""

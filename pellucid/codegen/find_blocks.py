@@ -110,8 +110,8 @@ def _not_packed(kernel: Kernel, blocks: Blocks) -> str:
     """Why a frozen right operand is read as it lies; empty if it can be packed."""
     right = blocks.contraction.loads[1]
     columns = blocks.ranges[blocks.column]
-    if blocks.pixels or right.index.vars() - {*blocks.inner, blocks.column}:
-        return "the operand is not one matrix but a batch of them"
+    if blocks.pixels or blocks.stack() is None:
+        return "the operand is not one matrix, nor several that follow one another evenly"
     if right.index.syms() or blocks.terms.value is None or columns.value is None:
         return "the operand's sizes are not known"
     if sum(load.buffer == right.buffer for _, load in kernel.loads()) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pellucid.codegen.blocks import Blocks, Edge, Groups, Operand, Packing, Window
+from pellucid.codegen.blocks import MATRIX, Blocks, Edge, Groups, Operand, Packing, Window
 from pellucid.codegen.nest import BLOCK
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
@@ -14,9 +14,6 @@ from pellucid.ir.contraction import stride_along
 from pellucid.ir.index import Expr, var
 from pellucid.ir.nodes import Load, Store
 from pellucid.ir.types import DType
-
-MATRIX = "matrix"
-"""The name of the number of the matrix that a row has chosen."""
 
 KEPT = "kept"
 """The name of what blocks of a loop share."""
@@ -35,8 +32,8 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
         sizes = f"{_groups(packing.groups)}, {packing.columns}, {packing.terms}, {taps}, {numel}"
     elif not packing.tiles:
         sizes += f", {_factor(packing)}"
-    if packing.matrices > 1:
-        function, several = "pack_matrices", f"{packing.matrices}, {index_text(packing.apart, {}, repr)}, "
+    if packing.stack.count > 1:
+        function, several = "pack_matrices", f"{packing.stack.count}, {index_text(packing.stack.apart, {}, repr)}, "
     return (
         f'extern "C" int64_t {name}(void* const* p, const int64_t*, int64_t, int64_t) {{\n'
         f"  pv::{function}<{sizes}>({several}{packing.area}, {matrix}, static_cast<float*>(p[1]));\n"
@@ -240,8 +237,8 @@ class Operands:
             return f"pv::panels_from<float>({packing.operand.buffer}, {sizes})"
         function = "tile_panels_from" if packing.tiles else f"panels_from<{_factor(packing)}>"
         sizes = f"{packing.columns}, {packing.terms}, from"
-        if packing.matrices > 1:
-            function, sizes = f"chosen_{function}", f"{sizes}, {MATRIX}"
+        if packing.stack.count > 1:
+            function, sizes = f"stacked_{function}", f"{sizes}, {self.text(packing.stack.number)}"
         return f"pv::{function}({packing.operand.buffer}, {sizes})"
 
     def window(self, window: Window, dtype: DType) -> str:

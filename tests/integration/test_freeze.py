@@ -441,3 +441,38 @@ def test_parameters_without_memory_are_an_error(make: Callable[[], nn.Module], f
             storage.resize_(size)
             model.weight.copy_(held * 2)
         agrees(compiled, model, x)
+
+
+class Batched(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape) / shape[-2] ** 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.weight)
+
+
+STACKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "batch": (lambda: Batched(3, 64, 80), (3, 50, 64), 3),
+    "two dimensions": (lambda: Batched(2, 3, 64, 33), (2, 3, 70, 64), 6),
+    "pixels of a stride": (lambda: nn.ConvTranspose2d(64, 48, 4, 2, 1), (2, 64, 9, 9), 4),
+    "windows of nine taps": (lambda: nn.ConvTranspose2d(64, 48, 6, 2, 2), (1, 64, 12, 12), 4),
+    "strides that differ": (lambda: nn.ConvTranspose2d(96, 64, (3, 6), (3, 2)), (1, 96, 9, 9), 6),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", STACKS)
+def test_several_matrices_are_packed_one_by_one(name: str, dtype: torch.dtype) -> None:
+    make, shape, count = STACKS[name]
+    torch.manual_seed(0)
+    model, x = make().to(dtype).eval(), torch.randn(shape).to(dtype)
+    with recorded() as records:
+        compiled = frozen(model)
+        agrees(compiled, model, x)
+        with torch.no_grad():
+            model.weight[-1:] *= -3
+        agrees(compiled, model, x)
+    kernels = [kernel for record in records for program in record.programs for kernel in program.kernels.values()]
+    stacks = [kernel.plan.blocks.stack() for kernel in kernels if kernel.packing and kernel.plan.blocks]
+    assert [stack.count for stack in stacks if stack is not None] == [count]

@@ -14,7 +14,7 @@ struct Choices {
   }
 };
 
-// Each of several matrices as panels, from the beginning of a line of the cache on.
+// Each of a stack of matrices as panels, from the beginning of a line of the cache on.
 constexpr int64_t panels_apart(int64_t size) { return (size + LINE / 4 - 1) / (LINE / 4) * (LINE / 4); }
 template <int64_t N, int64_t K, int64_t SIZE, class F, class E>
 inline void pack_matrices(int64_t count, int64_t apart, int64_t area, const Matrix<E>& b, float* to) {
@@ -24,7 +24,7 @@ inline void pack_matrices(int64_t count, int64_t apart, int64_t area, const Matr
     pack_panels<N, K, size, F>(area, Matrix<E>{b.at + i * apart, b.row, b.column}, to + i * panels_apart(size));
 }
 template <class F, class E>
-PV_FN Panels chosen_panels_from(const E* panels, int64_t n, int64_t k, int64_t first, int64_t matrix) {
+PV_FN Panels stacked_panels_from(const E* panels, int64_t n, int64_t k, int64_t first, int64_t matrix) {
   const int64_t size = panels_of(n) * units_of<F>(k) + 1;
   return panels_from<F>((const float*)panels + matrix * panels_apart(size), n, k, first);
 }
