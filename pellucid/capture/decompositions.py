@@ -143,8 +143,8 @@ def _of_groups(variances: torch.Tensor, means: torch.Tensor) -> tuple[torch.Tens
 
 def _euclidean_dist(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Distances of rows by their norms and products, as ATen has them, without copies of both beside their norms."""
-    norms = (each.square().sum(-1, keepdim=True) for each in (x, y))
-    return (next(norms) + next(norms).mT - 2 * (x @ y.mT)).clamp_min(0).sqrt()
+    of_x, of_y = (each.square().sum(-1, keepdim=True) for each in (x, y))
+    return (of_x + of_y.mT - 2 * (x @ y.mT)).clamp_min(0).sqrt()
 
 
 def _nll_loss_backward(

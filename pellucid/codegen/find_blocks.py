@@ -119,6 +119,8 @@ def _not_packed(kernel: Kernel, blocks: Blocks) -> str:
     if columns.value <= FEW_COLUMNS:
         return f"panels of {columns.value} columns would be mostly empty"
     choice, rows = blocks.contraction.choice, estimate(product(blocks.ranges[name] for name in blocks.contraction.rows))
+    if choice and choice.batch:
+        return "its rows are terms that choose where they count"
     if choice and rows <= FEW_ROWS * choice.count:
         return f"{rows} rows choose among {choice.count} matrices: few rows read one where it lies"
     return ""

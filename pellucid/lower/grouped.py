@@ -30,6 +30,7 @@ def grouped_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     ranks = len(left.shape), len(right.shape)
     if ends is None or given["bias"] is not None or ranks not in ((2, 3), (2, 2)):
         raise NotLowered(_FORM)
+    _check(graph, left, right, ends)
     meta = node.meta["val"]
     groups = _groups_of(graph, node, ends, left.shape[0 if ranks == (2, 3) else 1])
     product = _rows_by_matrix if ranks == (2, 3) else _sums_of_groups
@@ -40,20 +41,30 @@ def grouped_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 def expert_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """The same of the library `transformers`, of any type: `input[rows, terms] @ weight[group][terms, columns]`."""
     given = arguments(node, graph)
-    groups = _groups_of(graph, node, given["offs"], given["input"].shape[0])
-    return _rows_by_matrix(graph, node, given["input"], given["weight"], groups, node.meta["val"])
+    rows, weight, ends = given["input"], given["weight"], given["offs"]
+    _check(graph, rows, weight, ends)
+    groups = _groups_of(graph, node, ends, rows.shape[0])
+    return _rows_by_matrix(graph, node, rows, weight, groups, node.meta["val"])
 
 
 @rule("transformers::grouped_mm_fallback_backward.default")
 def expert_product_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """The gradients of `input` and `weight`."""
     given, (of_input, of_weight) = arguments(node, graph), node.meta["val"]
-    rows, weight, grad = given["input"], given["weight"], given["grad_output"]
-    groups = _groups_of(graph, node, given["offs"], rows.shape[0])
+    rows, weight, ends, grad = given["input"], given["weight"], given["offs"], given["grad_output"]
+    _check(graph, grad, weight, ends)
+    groups = _groups_of(graph, node, ends, rows.shape[0])
     return (
         _rows_by_matrix(graph, node, grad, _transposed(weight), groups, of_input),
         _sums_of_groups(graph, node, _transposed(rows), grad, groups, of_weight),
     )
+
+
+def _check(graph: ProgramBuilder, left: TensorRef, right: TensorRef, ends: TensorRef) -> None:
+    """Leave to ATen types that kernels do not multiply, and how many groups nobody knows."""
+    check_types(graph, left, right)
+    if not ends.shape[0].value:
+        raise NotLowered("grouped products: the number of groups is not known")
 
 
 def _transposed(matrix: TensorRef) -> TensorRef:
@@ -78,15 +89,11 @@ def _rows_by_matrix(
     graph: ProgramBuilder, node: torch.fx.Node, left: TensorRef, right: TensorRef, groups: TensorRef, meta: torch.Tensor
 ) -> TensorRef:
     """Each row by the matrix of its group."""
-    check_types(graph, left, right)
-    count = right.shape[0].value
-    if not count:
-        raise NotLowered("grouped products: the number of groups is not known")
     result = graph.new(meta, "product")
     kernel = graph.kernel(node, (*result.shape, left.shape[1]))
     row, column, term = kernel.index
     group = kernel.load(groups.view, groups.dtype, (row,))
-    known = group < count
+    known = group < kernel.size_value(right.shape[0], DType.I64)
     matrix = kernel.load(right.view, right.dtype, (val(group.name), term, column), known)
     terms = kernel.load(left.view, left.dtype, (row, term), known) * matrix
     kernel.store(result.view, result.dtype, (row, column), kernel.reduce("sum", terms, (2,)))
@@ -98,7 +105,6 @@ def _sums_of_groups(
     graph: ProgramBuilder, node: torch.fx.Node, left: TensorRef, right: TensorRef, groups: TensorRef, meta: torch.Tensor
 ) -> TensorRef:
     """A product for each group, over the terms that are of it."""
-    check_types(graph, left, right)
     result = graph.new(meta, "product")
     kernel = graph.kernel(node, (*result.shape, left.shape[1]))
     group, row, column, term = kernel.index

@@ -191,3 +191,18 @@ def test_nests_run_as_the_interpreter_says_in_any_order_of_groups() -> None:
             assert all(error(actual[name], tensor) <= 1e-5 for name, tensor in expected.items())
             checked += 1
     assert checked == 3
+
+
+def test_terms_that_choose_are_not_packed() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 96).bfloat16())
+
+        def forward(self, columns: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            return torch._grouped_mm(columns, self.weight, offs=ends)
+
+    model, args = Sums(), (randn(48, 64, dtype=torch.bfloat16), torch.tensor([10, 64], dtype=torch.int32))
+    with recorded() as records, torch.no_grad():
+        assert error(frozen(model)(*args), model(*args)) <= 1e-2
+    assert ran(records) == (0, 1, 0)
