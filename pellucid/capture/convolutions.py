@@ -26,11 +26,12 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     contiguous, as eager's is.
     """
     stride, padding, dilation, transposed, more, groups = steps
-    if x.dim() == _IMAGES and transposed and groups == 1 and set(dilation) == {1}:
+    known = not any(map(is_symbolic, (*stride, *padding, *dilation, *more, groups)))
+    if x.dim() == _IMAGES and transposed and known and groups == 1 and set(dilation) == {1}:
         return _transposed(x, weight, bias, stride, padding, more)
-    if x.dim() == volumes.DIMENSIONS and not transposed and x.dtype in _KERNELS:
+    if x.dim() == volumes.DIMENSIONS and not transposed and known and x.dtype in _KERNELS:
         return volumes.convolution(x, weight, bias, *steps)
-    if x.dim() == _IMAGES and _is_covered(x, weight, *steps):
+    if x.dim() == _IMAGES and known and _is_covered(x, weight, *steps):
         made = _rows(x) @ _rows(weight).t() if bias is None else torch.addmm(bias, _rows(x), _rows(weight).t())
         return made.view(*made.shape, 1, 1)
     if x.dim() != _LINES:

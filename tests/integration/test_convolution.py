@@ -175,6 +175,15 @@ TRANSPOSED = [
 ]
 
 
+@pytest.mark.parametrize("step", ["stride", "padding", "dilation"])
+@pytest.mark.parametrize("convolve", [F.conv1d, F.conv_transpose1d])
+def test_steps_may_be_known_at_the_call_alone(convolve: Any, step: str) -> None:
+    compiled = torch.compile(lambda x, w, count: convolve(x, w, **{step: count}), backend="pellucid", dynamic=True)
+    for count in (2, 3):
+        x, w = torch.randn(1, 8, 20), torch.randn(8, 8, 4)
+        torch.testing.assert_close(compiled(x, w, count), convolve(x, w, **{step: count}))
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("image", "kernel", "options"), TRANSPOSED)
