@@ -26,12 +26,11 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     contiguous, as eager's is.
     """
     stride, padding, dilation, transposed, more, groups = steps
-    known = not any(map(is_symbolic, (*stride, *padding, *dilation, *more, groups)))
-    if x.dim() == _IMAGES and transposed and known and groups == 1 and set(dilation) == {1}:
-        return _transposed(x, weight, bias, stride, padding, more)
-    if x.dim() == volumes.DIMENSIONS and not transposed and known and x.dtype in _KERNELS:
+    if x.dim() == _IMAGES and transposed and groups == 1:
+        return _transposed(x, weight, bias, stride, padding, dilation, more)
+    if x.dim() == volumes.DIMENSIONS and not transposed and x.dtype in _KERNELS:
         return volumes.convolution(x, weight, bias, *steps)
-    if x.dim() == _IMAGES and known and _is_covered(x, weight, *steps):
+    if x.dim() == _IMAGES and _is_covered(x, weight, *steps):
         made = _rows(x) @ _rows(weight).t() if bias is None else torch.addmm(bias, _rows(x), _rows(weight).t())
         return made.view(*made.shape, 1, 1)
     if x.dim() != _LINES:
@@ -98,6 +97,7 @@ def _transposed(
     bias: torch.Tensor | None,
     stride: list[int],
     padding: list[int],
+    dilation: list[int],
     more: list[int],
 ) -> torch.Tensor:
     """A transposed convolution as one whose channels are the pixels that each pixel of the image spreads to.
@@ -106,11 +106,13 @@ def _transposed(
     window of `taps / s` pixels. Channels are in the order of `r`, so that pixels lie side by side where channels do; in
     the weight, which is copied anyway, they lie side by side too, as columns of a product are read best.
 
-    x: [N, inputs, H, W]. weight: [inputs, outputs, taps, taps]; as many taps as fill such windows, others are ATen's.
+    x: [N, inputs, H, W]. weight: [inputs, outputs, taps, taps]; as many taps as fill such windows. ATen's are others,
+    those that lie apart, and steps that are known at the call alone.
     """
     sizes = [*zip(weight.shape[2:], stride, padding, more, strict=True)]
     empty = any(isinstance(size, int) and size == 0 for size in x.shape)
-    if empty or x.dtype not in _KERNELS or any(map(is_symbolic, weight.shape)):
+    symbolic = any(map(is_symbolic, (*weight.shape, *stride, *padding, *dilation, *more)))
+    if empty or x.dtype not in _KERNELS or symbolic or set(dilation) != {1}:
         return NotImplemented
     if any(pad < after or taps % step for taps, step, pad, after in sizes):
         return NotImplemented

@@ -6,8 +6,8 @@ graph that holds what no text says completely is not resumable.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -82,11 +82,12 @@ def _function_text(function: Any) -> str:
         raise NotResumable(f"it calls {function.name()}, an operator on graphs")
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         namespace = str(function).partition(".")[0]
-        if namespace in _LIBRARIES:
-            return f"{function} of {namespace} {version(namespace)}"
-        if namespace not in _NAMESPACES:
+        if namespace in _NAMESPACES:
+            return str(function)
+        version = getattr(sys.modules.get(namespace), "__version__", None) if namespace in _LIBRARIES else None
+        if version is None:
             raise NotResumable(f"it calls {function}, an operator that is not PyTorch's")
-        return str(function)
+        return f"{function} of {namespace} {version}"
     if name.split(".")[0] not in ("torch", "math", "builtins", "_operator"):
         raise NotResumable(f"it calls {name}, a function that is not PyTorch's")
     return name

@@ -9,6 +9,7 @@ from pellucid.codegen.block_sizes import Pricing
 from pellucid.ir.contraction import Choice, Contraction, lies_evenly, stride_along
 from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product, var
 from pellucid.ir.nodes import Load, Store
+from pellucid.ir.traffic import LINE
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
 from pellucid.machine.kernels import PLACES, TAPS
@@ -18,8 +19,6 @@ from pellucid.machine.work import estimate
 # `channels.h` has it.
 MOST_SHARING = 7
 MOST_STEPS = 2
-# Floats of a line of the cache.
-FLOATS = 16
 
 MATRIX = "matrix"
 """The name of the number of the matrix that a row has chosen."""
@@ -166,8 +165,8 @@ class Packing:
 
     def numel(self, machine: Machine) -> int:
         """How many f32 that makes; of several matrices, each begins a line of the cache."""
-        one = self.numel_of_one(machine)
-        return one if self.stack.count == 1 else self.stack.count * (-(-one // FLOATS) * FLOATS)
+        one, line = self.numel_of_one(machine), LINE // DType.F32.itemsize
+        return one if self.stack.count == 1 else self.stack.count * (-(-one // line) * line)
 
     def numel_of_one(self, machine: Machine) -> int:
         """How many f32 a matrix makes, in panels of two registers: those who pack check it."""

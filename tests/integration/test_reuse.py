@@ -677,7 +677,7 @@ def test_another_version_is_missed(name: str, value: Any, monkeypatch: pytest.Mo
 def test_another_version_of_an_operators_library_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     args = (floats(6, 8), floats(2, 8, 16), torch.tensor([2, 6]))
     for name in ("1.0", "2.0"):
-        monkeypatch.setattr("pellucid.capture.identity.version", lambda _, name=name: name)
+        monkeypatch.setattr("transformers.__version__", name)
         compiled(experts)(*args)
         assert outcomes() == ["missed"]
         compiled(experts)(*args)
@@ -885,10 +885,19 @@ def double(x: Tensor) -> Tensor:
 double.register_fake(torch.empty_like)
 
 
+@torch.library.custom_op("torchvision::pellucid_reuse_double", mutates_args=())
+def of_no_version(x: Tensor) -> Tensor:
+    return x * 2
+
+
+of_no_version.register_fake(torch.empty_like)
+
+
 BYPASSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "reuse": (torch.sin, {"reuse": False}, "the option `reuse` is off"),
     "cond": (cond, {}, "cond"),
     "custom": (lambda x: double(x), {}, "pellucid_reuse"),
+    "a package that is not there": (lambda x: of_no_version(x), {}, "torchvision.pellucid_reuse_double"),
 }
 
 
