@@ -24,7 +24,8 @@ from pellucid.capture.torch_compat import (
 from pellucid.errors import UnsupportedError
 from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Derived
-from pellucid.ir.index import Expr
+from pellucid.ir.index import ZERO, Expr
+from pellucid.ir.nodes import View
 from pellucid.ir.origin import Origin, UserLine, merge
 from pellucid.ir.types import TORCH_DTYPES, DType
 
@@ -63,10 +64,20 @@ def strides_of(tensor: torch.Tensor) -> tuple[Expr, ...]:
     return tuple(stride_of(stride) for stride in tensor.stride())
 
 
+def whole(buffer: str, tensor: torch.Tensor) -> View:
+    """All of a buffer that holds what lies in memory like `tensor`."""
+    return View(buffer, shape_of(tensor), strides_of(tensor), ZERO)
+
+
 def bytes_of(node: torch.fx.Node) -> int:
     """Of the tensors that a node makes, by the sizes at the time of the capture."""
     tensors = [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
     return sum(math.prod(map(size_hint, each.shape)) * each.itemsize for each in tensors)
+
+
+def elements_of(node: torch.fx.Node) -> int:
+    """Of the tensor that a node makes, by its sizes at the time of the capture."""
+    return math.prod(map(size_hint, node.meta["val"].shape))
 
 
 def reachable(

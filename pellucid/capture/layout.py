@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from pellucid.capture.convolution_trial import convolution_seconds
-from pellucid.capture.fx import decide, dtype_of
+from pellucid.capture.fx import decide, dtype_of, elements_of
 from pellucid.capture.relayout import ReadsElements, Refused, Relayout, base_of, check_graph, source_of
+from pellucid.capture.torch_compat import size_hint, without_guards
 from pellucid.capture.transform import may_write, returned
 from pellucid.ir.contraction import MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS, MOST_TAPS
 from pellucid.ir.decision import Decision
@@ -53,21 +55,34 @@ def channels_last(
     nodes = [node for node in graph_module.graph.nodes if _is_planar(node)]
     if not nodes:
         return graph_module, ()
+    relayout = partial(_ChannelsLast, graph_module, reads_elements, use)
     try:
-        check_graph(graph_module.graph)
-        spared = sum(map(_spared, nodes))
-        caused = sum(_caused(node) for node in nodes if _argument(node, "weight") not in frozen)
-        worth = _worth(use, _argument(nodes[0], "input").meta["val"].itemsize)
-        lacking = max(library.lacks_type(dtype_of(_argument(node, "input").meta["val"])) for node in nodes)
-        why = lacking or _weigh(spared, caused, worth)
-        relayout = _ChannelsLast(graph_module, reads_elements, use)
-        result = relayout.run()
-        if not lacking:
-            why = _weigh(spared, caused + relayout.copied, worth)
-            _try_grouped(nodes)
-        return result, (Decision(_RULE, ("convolutions",), True, why),)
+        result, why = _laid_out(nodes, relayout, library, frozen)
     except Refused as refusal:
         return graph_module, (Decision(_RULE, ("convolutions",), False, str(refusal)),)
+    return result, (Decision(_RULE, ("convolutions",), True, why),)
+
+
+def _laid_out(
+    nodes: Sequence[torch.fx.Node],
+    make: Callable[[], _ChannelsLast],
+    library: Library,
+    frozen: Collection[torch.fx.Node],
+) -> tuple[torch.fx.GraphModule, str]:
+    """The graph as `make` lays it out, and why it pays; raises `Refused` where it does not."""
+    check_graph(nodes[0].graph)
+    relayout = make()
+    spared = sum(map(_spared, nodes))
+    caused = sum(_caused(node) for node in nodes if _argument(node, "weight") not in frozen)
+    worth = _worth(relayout.use, _argument(nodes[0], "input").meta["val"].itemsize)
+    lacking = max(library.lacks_type(dtype_of(_argument(node, "input").meta["val"])) for node in nodes)
+    why = lacking or _weigh(spared, caused, worth)
+    with without_guards(nodes[0].graph):
+        result = relayout.run()
+    if not lacking:
+        why = _weigh(spared, caused + relayout.copied, worth)
+        _try_grouped(nodes)
+    return result, why
 
 
 def _worth(use: str, itemsize: int) -> float:
@@ -101,15 +116,15 @@ def _is_grouped(node: torch.fx.Node) -> bool:
         return False
     if node.target is not _FORWARD or not 1 < _argument(node, "groups") < _shape(node, 0)[1]:
         return False
-    return math.prod(node.meta["val"].shape) * math.prod(_shape(node, 1)[1:]) >= _GROUPED_WORK
+    return elements_of(node) * math.prod(_shape(node, 1)[1:]) >= _GROUPED_WORK
 
 
 def _configuration(node: torch.fx.Node) -> tuple[Any, ...]:
     """The arguments of `convolution_seconds` for a call."""
-    sizes = (_argument(node, name).meta["val"].shape for name in ("input", "weight"))
+    sizes = (_shape(node, position) for position in (0, 1))
     steps = (_argument(node, name) for name in ("stride", "padding", "dilation"))
     dtype = _argument(node, "input").meta["val"].dtype
-    return (*map(tuple, sizes), *map(tuple, steps), _argument(node, "groups"), dtype)
+    return (*sizes, *map(tuple, steps), _argument(node, "groups"), dtype)
 
 
 def lay_out_joint(
@@ -140,7 +155,7 @@ def _shape(node: torch.fx.Node, position: int) -> tuple[int, ...]:
     """The sizes of an argument."""
     argument = node.args[position]
     assert isinstance(argument, torch.fx.Node)
-    return tuple(argument.meta["val"].shape)
+    return tuple(map(size_hint, argument.meta["val"].shape))
 
 
 def _spared(node: torch.fx.Node) -> int:
@@ -151,10 +166,10 @@ def _spared(node: torch.fx.Node) -> int:
     """
     image, groups = _argument(node, "input").meta["val"], _argument(node, "groups")
     ours = image.dtype is torch.float32 and node.target is _FORWARD
-    times = 2 if groups > 1 and (ours or groups == image.shape[1]) else 1
+    times = 2 if groups > 1 and (ours or groups == _shape(node, 0)[1]) else 1
     if node.target is _BACKWARD:
         return times * 2 * sum(math.prod(_shape(node, position)) for position in (0, 1))
-    return times * (math.prod(_shape(node, 0)) + math.prod(node.meta["val"].shape))
+    return times * (math.prod(_shape(node, 0)) + elements_of(node))
 
 
 def _caused(node: torch.fx.Node) -> int:
@@ -163,7 +178,8 @@ def _caused(node: torch.fx.Node) -> int:
     Those of one tap lie the same either way, and kernels read those of some taps as they lie.
     """
     weight = _argument(node, "weight").meta["val"]
-    size, taps = math.prod(weight.shape), math.prod(weight.shape[2:])
+    shape = _shape(node, 1)
+    size, taps = math.prod(shape), math.prod(shape[2:])
     if taps == 1:
         return 0
     read = 0 if weight.dtype is torch.float32 and taps <= MOST_TAPS else size
@@ -175,14 +191,14 @@ class _ChannelsLast(Relayout):
 
     def __init__(self, graph_module: torch.fx.GraphModule, reads_elements: ReadsElements, use: str) -> None:
         super().__init__(graph_module, reads_elements, _clones(graph_module.graph, use))
-        self._use = use
+        self.use = use
 
     @property
     def copied(self) -> int:
         """Elements of the copies that were put in, less those left out. `_caused` counts those of weights."""
         weights = {self.new[_argument(node, "weight")] for node in self.new if _is_planar(node)}
         added = [clone for (value, _), clone in self.copies.items() if value not in weights]
-        more, fewer = (sum(node.meta["val"].numel() for node in nodes) for nodes in (added, self.needless))
+        more, fewer = (sum(map(elements_of, nodes)) for nodes in (added, self.needless))
         return max(more - fewer, 0)
 
     def lay_out(self, copy: torch.fx.Node, node: torch.fx.Node) -> bool:
@@ -211,7 +227,7 @@ class _ChannelsLast(Relayout):
         shape, dtype = _shape(node, 1), _argument(node, "input").meta["val"].dtype
         few = shape[1] <= MOST_SPREAD_CHANNELS and shape[2:] != (1, 1) and math.prod(shape[1:]) <= MOST_SPREAD_TERMS
         ours = node.target is _FORWARD and dtype is torch.float32 and _argument(node, "groups") == 1
-        return self._use == "inference" and ours and few
+        return self.use == "inference" and ours and few
 
 
 def _reads_columns(node: torch.fx.Node) -> bool:

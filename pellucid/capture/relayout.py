@@ -15,20 +15,26 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.fx import RESHAPES
+from pellucid.capture.fx import RESHAPES, shape_of, strides_of, whole
 from pellucid.capture.torch_compat import (
-    check_view,
+    depends_on_data,
     elementwise_strides,
     fake_mode_of,
     graph_module_of,
     is_symbolic,
     quiet_fake_tensors,
+    stride_of,
 )
 from pellucid.capture.transform import aliases
+from pellucid.ir.index import Expr
+from pellucid.ir.strides import lies, reshaped
 
 aten = torch.ops.aten
 ReadsElements: TypeAlias = "Callable[[torch.fx.Node], bool]"
 """Whether a call goes by the elements of its arguments alone, in loops that follow their strides."""
+
+Numbers: TypeAlias = "tuple[int | Expr, ...]"
+"""Sizes or strides, of which equal ones are equal in every call."""
 
 # Calls of ATen with a kernel for every layout, and worth it: others are given their arguments as they were captured,
 # since those that only PyTorch itself calls trust their callers to have made them contiguous.
@@ -51,17 +57,19 @@ def check_graph(graph: torch.fx.Graph) -> None:
             raise Refused(f"{node.name} depends on how its argument lies in memory")
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise Refused(f"{node.name} calls a graph of its own")
-    if has_symbols(graph):
-        raise Refused("the sizes are symbolic")
+    if sizes_depend_on_data(graph):
+        raise Refused("sizes depend on data")
 
 
-def has_symbols(graph: torch.fx.Graph) -> bool:
-    """Whether sizes are symbolic: to compare those would add guards."""
-    return any(_is_dynamic(value) for node in graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
+def sizes_depend_on_data(graph: torch.fx.Graph) -> bool:
+    """Whether nobody knows some size: to compare it is an error of Dynamo's."""
+    return any(depends_on_data(size) for node in graph.nodes for size in _sizes(node))
 
 
-def _is_dynamic(value: Any) -> bool:
-    return any(map(is_symbolic, value.shape if isinstance(value, torch.Tensor) else [value]))
+def _sizes(node: torch.fx.Node) -> list[Any]:
+    """The sizes of the tensors that a call returns, and what else it returns."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return [size for each in values for size in (each.shape if isinstance(each, torch.Tensor) else [each])]
 
 
 def _plainest(value: Any) -> Any:
@@ -119,7 +127,7 @@ class Relayout:
 
     def _lies_so_already(self, node: torch.fx.Node) -> bool:
         """True for a copy of what lies by now as the copy would."""
-        return node in self._own_clones and _strides(self.new[source_of(node)]) == _strides(node)
+        return node in self._own_clones and result_strides(self.new[source_of(node)]) == result_strides(node)
 
     def _call(self, node: torch.fx.Node) -> torch.fx.Node:
         if self._takes_any_layout(node):
@@ -137,12 +145,13 @@ class Relayout:
 
     def _evaluated(self, node: torch.fx.Node) -> bool:
         """Compute the fake result of a call; False if it does not take such arguments: a view has not all strides."""
+        captured = _shapes(node)
         try:
             with quiet_fake_tensors():
                 node.meta["val"] = self._evaluate(node)
         except (RuntimeError, ValueError):  # of a fake tensor, ValueError of a view's decomposition
             return False
-        return True
+        return _shapes(node) == captured
 
     def _takes_any_layout(self, node: torch.fx.Node) -> bool:
         """True if a call does the same with the same values in another order in memory, see `_ANY_LAYOUT`.
@@ -167,7 +176,7 @@ class Relayout:
 
     def laid_out(self, value: Any, user: torch.fx.Node, layout: torch.memory_format) -> torch.fx.Node:
         """`value` in memory as `layout` says, made by a copy on behalf of `user` unless it lies so already."""
-        if value.meta["val"].is_contiguous(memory_format=layout):
+        if _lies_so(value.meta["val"], layout):
             return value
         if (value, layout) not in self.copies:
             self.copies[value, layout] = self.called(aten.clone.default, value, user, memory_format=layout)
@@ -189,10 +198,10 @@ class Relayout:
             with self._fake_mode:
                 return whole[0].new_empty_strided(shape, elementwise_strides(*whole), dtype=dtype)
         args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
-        if node.target in RESHAPES:
-            check_view(*args)
         with self._fake_mode, torch.no_grad():
             result = node.target(*args, **kwargs)  # type: ignore[operator]
+            if node.target in RESHAPES:
+                _check_reshaped(args[0], result)
             backward = node.target is aten.convolution_backward.default
             return tuple(map(_plainest, result)) if backward else result
 
@@ -207,13 +216,13 @@ class Relayout:
         new, expected = self.new[node], node.meta.get("val")
         if _is_view(node) and base_of(node) in self._shared:
             return self._view_as_captured(node)
-        if _strides(new) == _strides(node):
+        if result_strides(new) == result_strides(node):
             return new
-        if isinstance(expected, torch.Tensor) and expected.is_contiguous():
+        if isinstance(expected, torch.Tensor) and _lies_so(expected):
             return self.laid_out(new, node, torch.contiguous_format)
         if _is_view(node):
             view = self._view_as_captured(node)
-            if _strides(view) == _strides(node):
+            if result_strides(view) == result_strides(node):
                 return view
         return self.restored(new, node)
 
@@ -229,7 +238,7 @@ class Relayout:
 
     def restored(self, value: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:
         """A copy of `value` that lies as the captured `node` does, which is neither contiguous nor a view."""
-        raise Refused(f"the result {node.name} must have the strides {_strides(node)}")
+        raise Refused(f"the result {node.name} must have the strides {result_strides(node)}")
 
 
 def base_of(node: torch.fx.Node) -> torch.fx.Node:
@@ -253,13 +262,14 @@ def whole_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
         return []
     if not isinstance(result, torch.Tensor) or target._schema.is_mutable or aliases(node):
         return []
+    shape = in_every_call(result.shape)
     values = ((each, each.meta["val"]) for each in node.all_input_nodes)
-    return [each for each, value in values if isinstance(value, torch.Tensor) and value.shape == result.shape]
+    return [each for each, value in values if isinstance(value, torch.Tensor) and in_every_call(value.shape) == shape]
 
 
 def _lies_anew(clone: torch.fx.Node) -> bool:
     """True for a contiguous copy of what lies otherwise: who needs its strides gets a copy, see `_as_captured`."""
-    return clone.meta["val"].is_contiguous() and not source_of(clone).meta["val"].is_contiguous()
+    return _lies_so(clone.meta["val"]) and not _lies_so(source_of(clone).meta["val"])
 
 
 def source_of(clone: torch.fx.Node) -> torch.fx.Node:
@@ -273,10 +283,35 @@ def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
-def _strides(node: torch.fx.Node) -> list[tuple[int, ...]]:
-    return [tensor.stride() for tensor in _tensors(node)]
+def _shapes(node: torch.fx.Node) -> list[Numbers]:
+    return [in_every_call(tensor.shape) for tensor in _tensors(node)]
 
 
-def _place(node: torch.fx.Node) -> list[tuple[tuple[int, ...], int | torch.SymInt]]:
+def result_strides(node: torch.fx.Node) -> list[Numbers]:
+    """The strides of each tensor that a call returns."""
+    return [in_every_call(tensor.stride()) for tensor in _tensors(node)]
+
+
+def _place(node: torch.fx.Node) -> list[Numbers]:
     """Strides, and at which element of its memory it begins: that of a copy's source is another than the copy's."""
-    return [(tensor.stride(), tensor.storage_offset()) for tensor in _tensors(node)]
+    return [in_every_call((*tensor.stride(), tensor.storage_offset())) for tensor in _tensors(node)]
+
+
+def in_every_call(values: Iterable[int | torch.SymInt]) -> Numbers:
+    """Sizes or strides as numbers, or expressions, that are equal only if they are in every call."""
+    return tuple(stride_of(value) if is_symbolic(value) else value for value in values)
+
+
+def _lies_so(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> bool:
+    """True if a tensor lies as `layout` says in every call."""
+    if not any(map(is_symbolic, tensor.shape)):
+        return tensor.is_contiguous(memory_format=layout)
+    return lies(whole("", tensor), (0, 2, 3, 1) if layout is torch.channels_last else range(tensor.dim()))
+
+
+def _check_reshaped(source: torch.Tensor, view: torch.Tensor) -> None:
+    """Raises RuntimeError where there is no such view: fake tensors have some across dimensions of one element."""
+    strides = reshaped(whole("", source), shape_of(view))
+    symbolic = any(map(is_symbolic, view.shape))
+    if strides is None or (symbolic and strides != strides_of(view)):
+        raise RuntimeError(f"no view of shape {tuple(view.shape)} of what lies as {source.stride()}")

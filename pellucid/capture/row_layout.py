@@ -9,8 +9,16 @@ from __future__ import annotations
 import torch
 
 from pellucid.capture.fx import decide, reachable
-from pellucid.capture.relayout import ReadsElements, Refused, Relayout, check_graph, has_symbols, whole_operands
-from pellucid.capture.torch_compat import elementwise_strides
+from pellucid.capture.relayout import (
+    ReadsElements,
+    Refused,
+    Relayout,
+    check_graph,
+    result_strides,
+    sizes_depend_on_data,
+    whole_operands,
+)
+from pellucid.capture.torch_compat import elementwise_strides, without_guards
 from pellucid.capture.transform import aliases
 from pellucid.ir.decision import Decision
 
@@ -30,19 +38,21 @@ def rows_first(
 ) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
     """The graph with such sums lying row by row, or as it is; see the top of this file.
 
-    reads_elements: see `Relayout`. Results of the graph have eager's strides. A graph of symbolic sizes stays as it is.
+    reads_elements: see `Relayout`. Results of the graph have eager's strides.
 
     Before: `add(%columns, %rows)`, whose strides are those of `%columns`.
     After: `add(clone(%columns, memory_format=contiguous_format), %rows)`. The copy becomes a part of the addition.
     """
     graph = graph_module.graph
-    mixed = () if has_symbols(graph) else tuple(node.name for node in graph.nodes if _mixed(node))
-    if not mixed:
-        return graph_module, ()
+    mixed: tuple[str, ...] = ()
     try:
-        check_graph(graph)
-        relayout = _RowsFirst(graph_module, reads_elements)
-        result = relayout.run()
+        with without_guards(graph):
+            mixed = () if sizes_depend_on_data(graph) else tuple(node.name for node in graph.nodes if _mixed(node))
+            if not mixed:
+                return graph_module, ()
+            check_graph(graph)
+            relayout = _RowsFirst(graph_module, reads_elements)
+            result = relayout.run()
     except Refused as refusal:
         return graph_module, (Decision(_RULE, mixed, False, str(refusal)),)
     if not relayout.turned:
@@ -84,7 +94,7 @@ class _RowsFirst(Relayout):
         copy = self.called(aten.permute.default, value, node, order)
         copy = self.called(aten.clone.default, copy, node, memory_format=torch.contiguous_format)
         copy = self.called(aten.permute.default, copy, node, back)
-        return copy if copy.meta["val"].stride() == stride else super().restored(value, node)
+        return copy if result_strides(copy) == result_strides(node) else super().restored(value, node)
 
 
 def _mixed(node: torch.fx.Node) -> bool:

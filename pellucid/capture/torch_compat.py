@@ -312,12 +312,6 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-def check_view(value: torch.Tensor, shape: Sequence[int]) -> None:
-    """Raises RuntimeError if a tensor has no such view. Fake ones have some across dimensions of one element."""
-    with real_tensors(), torch._C._DisablePythonDispatcher():  # which has the rule of fake tensors
-        torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)
-
-
 def decomposed_call(node: torch.fx.Node, table: Mapping[Any, Callable[..., Any]]) -> torch.fx.GraphModule:
     """What a call becomes under a table of decompositions: a graph of its `all_input_nodes`, with fake results."""
     operands = node.all_input_nodes
@@ -363,6 +357,11 @@ def is_symbolic(value: object) -> TypeIs[torch.SymInt | torch.SymFloat | torch.S
     if isinstance(value, torch.SymInt) and isinstance(value.node.hint if value.node.has_hint() else 0, torch.SymInt):
         return False
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def depends_on_data(value: object) -> bool:
+    """True for a number that nothing but the data of tensors decides: it had no value when the graph was captured."""
+    return is_symbolic(value) and not value.node.has_hint()
 
 
 def stride_of(value: int | torch.SymInt) -> Expr:
@@ -526,6 +525,14 @@ def graph_module_of(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.Gr
 def fake_mode_of(graph: torch.fx.Graph) -> Any:
     """The mode under which the tensors that the nodes of a captured graph carry were made: operators run on them."""
     return detect_fake_mode([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
+
+
+@contextmanager
+def without_guards(graph: torch.fx.Graph) -> Iterator[None]:
+    """For what compares sizes as they were when the graph was captured, and must not hold the graph to the outcome."""
+    shape_env = getattr(fake_mode_of(graph), "shape_env", None)
+    with nullcontext() if shape_env is None else shape_env.suppress_guards():
+        yield
 
 
 def user_frames(node: torch.fx.Node) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.relayout import has_symbols
-from pellucid.capture.torch_compat import quiet_fake_tensors
+from pellucid.capture.relayout import Numbers, in_every_call, sizes_depend_on_data
+from pellucid.capture.torch_compat import quiet_fake_tensors, without_guards
 from pellucid.capture.transform import aliases
 from pellucid.errors import InternalError
 
@@ -18,13 +18,14 @@ def verify_views(graph: torch.fx.Graph) -> None:
     """Raise InternalError unless sizes, strides and offset of each view follow from its argument's.
 
     Lowering goes by what was captured of a view. A pass that puts another tensor in the place of its argument must
-    keep where that begins, or views read elsewhere. Graphs with symbolic sizes pass: to compare these adds guards.
+    keep where that begins, or views read elsewhere. Graphs whose sizes depend on data pass: these cannot be compared.
     """
-    if has_symbols(graph):
+    if sizes_depend_on_data(graph):
         return
-    for node in graph.nodes:
-        if aliases(node) and node.target is not operator.getitem and not node.target._schema.is_mutable:
-            _verify_view(node)
+    with without_guards(graph):
+        for node in graph.nodes:
+            if aliases(node) and node.target is not operator.getitem and not node.target._schema.is_mutable:
+                _verify_view(node)
 
 
 def _verify_view(node: torch.fx.Node) -> None:
@@ -40,5 +41,5 @@ def _verify_view(node: torch.fx.Node) -> None:
         raise InternalError(f"{node.format_node()}: {what} captured as {captured}; of its argument they are {found}")
 
 
-def _place(value: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | torch.SymInt]:
-    return tuple(value.shape), value.stride(), value.storage_offset()
+def _place(value: Any) -> tuple[Numbers, ...]:
+    return tuple(map(in_every_call, (value.shape, value.stride(), (value.storage_offset(),))))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pellucid.codegen.nest import chunks
 from pellucid.codegen.plan import Plan, grain_of
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.sweeps import Sweeps
 from pellucid.errors import InternalError
 from pellucid.ir.attention import Attention, AttentionBackward, find_attention, reduces_in_turn
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, Expr, product
+from pellucid.ir.index import ONE, Expr, chunks, product
 from pellucid.ir.nodes import Kernel
 from pellucid.machine import Machine
 from pellucid.machine.attention import GRADIENT_ROWS, Heads

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pellucid.ir.contraction import Contraction
-from pellucid.ir.index import ONE, Expr, product
+from pellucid.ir.index import ONE, Expr, chunks, const, equal_piece, floordiv, product
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
 from pellucid.machine.kernels import AMX_ROWS, DEPTH
-from pellucid.machine.work import estimate
+from pellucid.machine.work import SYMBOL_GUESS, estimate
 
 # The largest block: what is read again lies in the second cache, and what is packed is used often enough.
 ROWS = 240
@@ -111,9 +111,14 @@ def product_pricing(
     found: Contraction, row: str, column: str, ranges: dict[str, Expr], machine: Machine, pack: float
 ) -> Pricing:
     """Of blocks of a product, whose rows are packed too where they are neighbours."""
-    m, n, outer = estimate(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
+    m, n, outer = rows_of(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
     packed, faster = found.loads[0].index.coefficient(row) == ONE, speed_up(found.dtype, machine)
     return Pricing(m, 1, n, outer, machine.cores, 0.0, PACK * faster if packed else 0.0, pack * faster)
+
+
+def rows_of(extent: Expr) -> int:
+    """How many rows there are; many where sizes say it at each call: blocks for few would be slow for many."""
+    return extent.value if extent.value is not None else max(SYMBOL_GUESS, estimate(extent))
 
 
 def product_sizes(
@@ -131,7 +136,7 @@ def product_sizes(
     Rows that are neighbours are packed for each block of columns, so there columns stay many. pack: see `PACK`.
     shared: cores share out rows where each can keep the right operand. made: another kernel makes that.
     """
-    m, n, outer = estimate(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
+    m, n, outer = rows_of(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
     packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
     terms, tiles = estimate(product(ranges[name] for name in found.inner)), machine.isa.by_tiles(found.dtype)
     most, step = (MOST_TILE_ROWS, AMX_ROWS) if tiles else (ROWS, ROW_STEP)
@@ -165,6 +170,37 @@ def product_sizes(
     while (short or few()) and columns > COLUMN_STEP:
         columns = even_pieces(columns, columns // 2, COLUMN_STEP)
     return rows, columns
+
+
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """How many lines a block has where sizes say at each call how many there are, or how long they are.
+
+    pixels: of a line in a block, None for all of it.
+    """
+
+    lines: Expr
+    pixels: Expr | None = None
+
+
+def split_lines(lines: Expr, most: int | Expr, share: int) -> Expr:
+    """The size of even pieces of `lines`, at most `most`. share: they come in such numbers: each core has as many."""
+    return equal_piece(lines, chunks(chunks(lines, most), share) * share)
+
+
+def split_image(lines: Expr, pixels: Expr, most: int, unit: int, share: int) -> Varying:
+    """Even pieces of an image, of at most `most` squares of `unit` by `unit` pixels. share: see `split_lines`.
+
+    As many lines as a block holds of whole lines, or one of a piece of a line.
+    """
+    along = chunks(pixels, unit)
+    width = equal_piece(along, chunks(along, most))
+    return Varying(split_lines(chunks(lines, unit), floordiv(const(most), width), share) * unit, width * unit)
+
+
+def pieces_of_lines(n: int, columns: int, machine: Machine) -> int:
+    """In which numbers pieces of lines have to come, beside those of `n` columns, so that each core has as many."""
+    return machine.cores if -(-n // columns) % machine.cores else 1
 
 
 def waiting(blocks: int, cores: int) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from pellucid.codegen.block_sizes import Pricing
+from pellucid.codegen.block_sizes import Pricing, Varying
 from pellucid.ir.contraction import Choice, Contraction, lies_evenly, stride_along
-from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product, var
+from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, const, product, var
 from pellucid.ir.nodes import Load, Store
 from pellucid.ir.traffic import LINE
 from pellucid.ir.types import DType
@@ -181,6 +181,8 @@ class Packing:
 class Blocks:
     """One block is `rows` points of the axis `row`, with all of `whole`, by `columns` of `column`.
 
+    varying: a block has that much of `row`, and of `whole` if that is a line whose length varies, and `rows` at most.
+
     Sums run over the `terms` of `inner`, in the order of the left operand. window: whether rows and terms of that are
     more than a row and a column of a matrix. pixels: whether terms are pixels, see `Pixels`.
     planes: the right operand's terms lie with the last of `inner` outermost.
@@ -203,6 +205,7 @@ class Blocks:
     ranges: dict[str, Expr]
     window: bool = False
     planes: bool = False
+    varying: Varying | None = None
     pixels: bool = False
     spread: bool = False
     packed: bool = False
@@ -243,13 +246,23 @@ class Blocks:
 
     @property
     def height(self) -> int:
-        """Rows of a block, seen as a matrix."""
-        return self.rows * estimate(product(self.ranges[name] for name in self.whole))
+        """The most rows of a block, seen as a matrix."""
+        return self.rows if self.varying else self.rows * estimate(product(self.ranges[name] for name in self.whole))
 
     @property
     def pixels_of_line(self) -> int:
         """The most rows of a block that follow one another in an image."""
-        return estimate(self.ranges[self.whole[-1]]) if self.whole else self.rows
+        return estimate(self.ranges[self.whole[-1]]) if self.whole and self.pixels_in_piece is None else self.rows
+
+    @property
+    def pixels_in_piece(self) -> Expr | None:
+        """How many pixels of a line a block has; None for all of them."""
+        return self.varying.pixels if self.varying else None
+
+    @property
+    def lines(self) -> Expr:
+        """Points of the axis `row` in a block."""
+        return self.varying.lines if self.varying else const(self.rows)
 
     def sharing(self) -> Sharing:
         """The taps of a depthwise convolution that share the reads of pixels."""
@@ -333,6 +346,9 @@ class Blocks:
     def syms(self) -> frozenset[str]:
         """The size symbols that the operands name."""
         indices = [load.index for load in self.contraction.loads]
+        indices += [self.ranges[name] for name in self.whole]
+        indices += [size for size in (self.lines, self.pixels_in_piece) if size is not None]
+        indices += [each for bound in self.contraction.bounds for each in (bound.position, bound.extent)]
         if choice := self.contraction.choice:
             indices += [choice.load.index, choice.apart]
         return self.terms.syms().union(*(index.syms() for index in indices))
@@ -349,7 +365,9 @@ class Blocks:
 
     def _window(self, load: Load) -> Window:
         taps, channels = self._terms()
-        rows = ((self.row, var("hi") - var("lo")), *((name, self.ranges[name]) for name in self.whole))
+        rows = [(self.row, var("hi") - var("lo")), *((name, self.ranges[name]) for name in self.whole)]
+        if self.pixels_in_piece is not None:
+            rows[-1] = self.whole[-1], var("stop") - var("start")
         return Window(
             load.buffer,
             self._first(load.index),
@@ -376,6 +394,8 @@ class Blocks:
     def _first(self, index: Expr) -> Expr:
         """`index` at the first row, column and term of a block."""
         first: dict[Atom, Expr] = {Var(name): ZERO for name in (*self.inner, *self.whole)}
+        if self.pixels_in_piece is not None:
+            first[Var(self.whole[-1])] = var("start")
         return index.substitute({**first, Var(self.row): var("lo"), Var(self.column): var("from")})
 
 

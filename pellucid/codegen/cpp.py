@@ -223,14 +223,14 @@ class _Printer:
             counter = counters[position]
             count = self.factor(counter.count)
             mine = f"{rest} % {count}" if position else rest
-            scale = "" if counter.part is Part.WHOLE else f" * {counter.step}"
+            scale = "" if counter.part is Part.WHOLE else f" * {self.factor(counter.step)}"
             self.out.line(f"const int64_t {counter.part.first or counter.axis} = {mine}{scale};")
             if position:
                 self.out.line(f"const int64_t t{position} = {rest} / {count};")
                 rest = f"t{position}"
         for counter in counters:
             if counter.part is not Part.WHOLE:
-                end = f"pv::least({counter.part.first} + {counter.step}, {self.text(counter.extent)})"
+                end = f"pv::least({counter.part.first} + {self.factor(counter.step)}, {self.text(counter.extent)})"
                 self.out.line(f"const int64_t {counter.part.last} = {end};")
 
     def factor(self, expr: Expr) -> str:
@@ -393,8 +393,8 @@ class _Printer:
             text = f"pv::{function}<{kind}>({self.pointer(store.buffer, store.index)}, {value}, n{join});"
         else:
             text = f"pv::scatter<{kind}>({store.buffer}, {value}, n, {self.at(store.index)}{join});"
-        block = {self.plan.inner: "lo", self.plan.tile: "from"}
-        first = [f"{axis if axis in self.counters else block.get(axis, axis)} == 0" for axis in once]
+        starts = {self.plan.tile: "from"} | {axis: part.first for part, (axis, _) in self.plan.pieces.items()}
+        first = [f"{axis if axis in self.counters else starts.get(axis, axis)} == 0" for axis in once]
         self.out.line(f"if ({' && '.join(first)}) {text}" if first else text, line.origin)
 
     # ------------------------------------------------------------------------------------------ reductions

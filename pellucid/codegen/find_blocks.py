@@ -15,15 +15,19 @@ from pellucid.codegen.block_sizes import (
     PACK,
     ROWS,
     Pricing,
+    Varying,
     even_pieces,
     few_sums,
     lines_and_columns,
+    pieces_of_lines,
     points_besides,
     product_pricing,
     product_sizes,
     right_fits,
     runners_up,
     speed_up,
+    split_image,
+    split_lines,
 )
 from pellucid.codegen.blocks import Blocks, Groups, Order, area_of, taps_of
 from pellucid.codegen.roles import Roles
@@ -235,7 +239,7 @@ def _tap_gradients(found: Contraction, ranges: dict[str, Expr]) -> Blocks | None
     if not image.windowed or image.columns or len(image.batch) != 1 or image.zeros or len(image.inner) > MOST_ROW_AXES:
         return None
     (channel,), moves = image.batch, image.loads[0].index
-    known = all(ranges[name].value is not None for name in (*image.rows, *image.inner))
+    known = all(ranges[name].value is not None for name in image.rows)
     if not known or any(stride_along(load.index, channel) != ONE for load in image.loads):
         return None
     taps, inner = (
@@ -284,13 +288,16 @@ def _windows(
         return None
     if column in found.batch and (channels or area_of(taps, ranges) > DEPTH):
         return None
-    if len(taps) > MOST_TAP_AXES or any(ranges[name].value is None for name in rows):
+    if len(taps) > MOST_TAP_AXES:
         return None
     whole: list[str] = []
     size = 1
-    while len(rows) > 1 and len(whole) + 1 < MOST_ROW_AXES and size * estimate(ranges[rows[-1]]) <= ROWS:
+    while len(rows) > 1 and len(whole) + 1 < MOST_ROW_AXES and _fits(ranges[rows[-1]], ROWS // size):
         whole.insert(0, rows.pop())
         size *= estimate(ranges[whole[0]])
+    varies = ranges[rows[-1]].value is None
+    if varies and len(rows) > 1 and not whole:
+        whole.insert(0, rows.pop())
     m, n = estimate(ranges[rows[-1]]), estimate(ranges[column])
     outer = points_besides(ranges, (*inner, *whole, rows[-1], column))
     fetch = FETCH if right_fits(found, column, ranges, machine) else 0.0
@@ -303,10 +310,30 @@ def _windows(
     small = packed and (spread is not None or column in found.batch)
     if small:
         gather = pack = 0.0
+    blocks = Blocks(found, rows[-1], tuple(whole), column, inner, ROWS, COLUMNS, ranges, True, planes)
+    blocks = replace(blocks, spread=spread is not None)
+    if varies:
+        columns = even_pieces(n, most, step)
+        return replace(
+            blocks, columns=columns, varying=_varying(blocks, ROWS // size, pieces_of_lines(n, columns, machine))
+        )
     pricing = Pricing(m, size, n, outer, machine.cores, fetch, gather, pack)
     (lines, columns), *others = few_sums(pricing) if small else lines_and_columns(pricing, step, most)
-    blocks = Blocks(found, rows[-1], tuple(whole), column, inner, lines, columns, ranges, True, planes)
-    return replace(blocks, spread=spread is not None, pricing=pricing, sizes=tuple(others))
+    return replace(blocks, rows=lines, columns=columns, pricing=pricing, sizes=tuple(others))
+
+
+def _varying(blocks: Blocks, most: int, share: int) -> Varying:
+    """The pieces of what varies: of lines, at most so many, or of the pixels of lines too. share: see `split_lines`."""
+    lines = blocks.ranges[blocks.row]
+    pixels = blocks.ranges[blocks.whole[-1]] if blocks.whole else ONE
+    if pixels.value is None:
+        return split_image(lines, pixels, ROWS, 1, share)
+    return Varying(split_lines(lines, most, share))
+
+
+def _fits(extent: Expr, most: int) -> bool:
+    """True if an axis has so many points at most, whatever the sizes."""
+    return extent.value is not None and extent.value <= most
 
 
 def _outermost_first(axes: Iterable[str], index: Expr) -> tuple[str, ...]:

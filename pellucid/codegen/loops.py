@@ -101,8 +101,7 @@ class _Builder:
         tiled = level + 1 == self.innermost and axis == self.plan.tile
         opened, closed = self._squares(self.lines if tiled else ())
         kind = Kind.VECTOR if axis == self.plan.vector else Kind.SERIAL
-        chunked = axis == self.plan.inner and self.plan.chunk > 0
-        part = Part.CHUNK if chunked else Part.BLOCK if tiled else Part.WHOLE
+        part = next((part for part, (name, _) in self.plan.pieces.items() if name == axis), Part.WHOLE)
         loop = Loop(kind, axis, self._level_body(level + 1), self._step(kind), part)
         return (*self._defines(level, 0), *opened, loop, *closed, *self._puts(level))
 
@@ -165,8 +164,8 @@ class _Builder:
         ]
 
     def _puts(self, level: int) -> list[Item]:
-        blocks = {self.plan.outer_tile, self.plan.inner if self.plan.chunk else None} - {None}
-        around = (*self.plan.outer, *(axis for k, axis in enumerate(self.inside) if k < level - 1 or axis in blocks))
+        pieces = {axis for axis, _ in self.plan.pieces.values()}
+        around = (*self.plan.outer, *(axis for k, axis in enumerate(self.inside) if k < level - 1 or axis in pieces))
         return [self._put(line, around) for line, _ in self.plan.kernel.stores() if self.level.get(line.out) == level]
 
     def _put(self, line: Line, around: Iterable[str]) -> Put:

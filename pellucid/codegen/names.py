@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from pellucid.codegen.nest import Nest, Parallel, map_lines
+from pellucid.codegen.nest import Counter, Nest, Parallel, map_lines
 from pellucid.ir.index import Atom, Expr, Sym, Val, Var, const, least, sym, val, var
 from pellucid.ir.nodes import (
     Axis,
@@ -142,11 +142,12 @@ def restore(nest: Nest, name: str, buffers: Sequence[str], offsets: Sequence[int
         for param in nest.params
     )
     space = tuple(Axis(axis.name, axis.extent.substitute(sizes)) for axis in nest.space)
-    extents = {axis.name: axis.extent for axis in space}
+
+    def counted(counter: Counter) -> Counter:
+        return replace(counter, extent=counter.extent.substitute(sizes), step=counter.step.substitute(sizes))
+
     body = tuple(
-        replace(item, counters=tuple(replace(each, extent=extents[each.axis]) for each in item.counters))
-        if isinstance(item, Parallel)
-        else item
+        replace(item, counters=tuple(map(counted, item.counters))) if isinstance(item, Parallel) else item
         for item in map_lines(nest.body, change)
     )
     return replace(nest, name=name, params=params, space=space, body=body)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
-from pellucid.ir.index import Expr, floordiv
+from pellucid.ir.index import ONE, Expr, chunks
 from pellucid.ir.nodes import Axis, Line, Param
 
 BLOCK = "block"
@@ -23,7 +23,13 @@ class Part(Enum):
 
     WHOLE = ""
     CHUNK = "lo..hi"
+    PIECE = "start..stop"
     BLOCK = "from..to"
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The names of `first` and `last`; none for the whole axis."""
+        return (self.first, self.last) if self.value else ()
 
     @property
     def first(self) -> str:
@@ -42,18 +48,13 @@ class Counter:
 
     axis: str
     extent: Expr
-    step: int = 1
+    step: Expr = ONE
     part: Part = Part.WHOLE
 
     @property
     def count(self) -> Expr:
         """How many iterations it has."""
         return chunks(self.extent, self.step)
-
-
-def chunks(extent: Expr, step: int) -> Expr:
-    """Number of pieces of `step` points."""
-    return floordiv(extent + (step - 1), step)
 
 
 # ------------------------------------------------------------------------------------------------ steps

@@ -25,16 +25,16 @@ The grammar, with the rules of `ir/parser.py`:
     nest    = "nest" name ["<" names ">"] "(" [param ","]* ")" "{" ["axes" axis ("," axis)*] [lanes] item* "}"
     lanes   = "lanes" number "of" name
     item    = "parallel" [counter ("," counter)*] "{" item* "}" | loop | call | line ["once" names] | step
-    counter = name [part "by" number]
+    counter = name [part "by" expr]
     loop    = "for" name ["in" part] "{" item* "}" | "vector" name ["in" part] "{" item* "}"
             | "blocks" name "by" number "{" item* "}"
-    part    = "lo" "." "." "hi" | "from" "." "." "to"
+    part    = "lo" "." "." "hi" | "start" "." "." "stop" | "from" "." "." "to"
     call    = "call" name name ["into" "block" "[" number "]"] "{" line* "}"
     step    = ("start" | "close" | "finish" | "scratch" | "keep" | "recall") name
             | "start" name "in" "blocks" ["of" number "vectors"]
             | ("read" | "open" | "write") "square" name "along" name
 
-A line that reduces adds to its accumulator. Indices into a block name the first points of its row and column.
+A line that reduces adds to its accumulator. Indices into a block name the ends of its pieces.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from pellucid.codegen.nest import (
     WriteTile,
     steps_of,
 )
-from pellucid.ir.index import Expr
+from pellucid.ir.index import ONE, Expr, text
 from pellucid.ir.nodes import Line, Reduce, Store
 from pellucid.ir.parser import Parser
 from pellucid.ir.printer import print_head, print_line, print_origin, symbols_of, with_comments
@@ -118,7 +118,7 @@ def _items(items: Iterable[Item], indent: str) -> Iterator[tuple[str, Line | Non
 
 
 def _counter(counter: Counter) -> str:
-    piece = f" {counter.part.value} by {counter.step}" if counter.part is not Part.WHOLE else ""
+    piece = f" {counter.part.value} by {text(counter.step)}" if counter.part is not Part.WHOLE else ""
     return counter.axis + piece
 
 
@@ -143,7 +143,7 @@ class _NestParser(Parser):
     def nest(self) -> Nest:
         name, params, space = self.head("nest")
         self.ranges = {axis.name: axis.extent for axis in space}
-        self.axes |= {part.first for part in Part if part.first}
+        self.axes |= {name for part in Part for name in part.ends}
         vector = self.lanes() if self.accept("lanes") else None
         self.lines = self.read_ahead()
         return Nest(name, params, space, vector, self.width, self.items())
@@ -236,12 +236,12 @@ class _NestParser(Parser):
     def counter(self) -> Counter:
         axis = self.one_of(self.ranges, "axis")
         part = self.part()
-        step = self.count() if part is not Part.WHOLE and self.expect("by") else 1
+        step = self.expr() if part is not Part.WHOLE and self.expect("by") else ONE
         return Counter(axis, self.ranges[axis], step, part)
 
     def part(self) -> Part:
-        for part in (Part.CHUNK, Part.BLOCK):
-            if self.accept(part.first):
+        for part in Part:
+            if part.first and self.accept(part.first):
                 self.expect(".")
                 self.expect(".")
                 self.expect(part.last)

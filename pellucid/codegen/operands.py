@@ -93,8 +93,7 @@ class Operands:
                 second = f"[&](int64_t {MATRIX}) PV_INLINE {{ return {second}; }}"
                 function, second = "contract_chosen", f"{second}, {choices}, {chosen.choice.count}"
         if blocks.tiles:
-            pair = 2 * blocks.height // blocks.rows
-            known = f"{pair}, {blocks.columns}, {blocks.ranges[blocks.column]}, {blocks.tiles}, {blocks.channels}"
+            known = f"{blocks.tiles}, {blocks.columns}, {blocks.ranges[blocks.column]}, {blocks.channels}"
             function = "contract_tiles"
         if blocks.groups:
             function, known, sizes = "contract_groups", self.sizes_of_groups(blocks, blocks.groups), "to - from, from"

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pellucid.codegen.ahead import fetched_ahead
 from pellucid.codegen.blocks import Blocks, Order
 from pellucid.codegen.collisions import colliding
-from pellucid.codegen.nest import Counter, Part, chunks
+from pellucid.codegen.nest import Counter, Part
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.sweeps import Sweeps, plan_sweeps
 from pellucid.codegen.vector import VectorChoice, base_lanes, choose, cost, gathered
 from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import Expr, floordiv, product
+from pellucid.ir.index import Expr, chunks, const, floordiv, product
 from pellucid.ir.nodes import Kernel, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.traffic import LINE
 from pellucid.ir.types import DType
@@ -54,7 +54,7 @@ class Plan:
       flattened, the last one fastest; those of a contraction in the order of its `blocks`;
     - one loop for each of the `colliding` axes of a scatter;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
-    - loops over all of the `whole` axes of a block;
+    - loops over all of the `whole` axes of a block, or a piece of the last one, see `Varying` in block_sizes.py;
     - a loop over one block of `tile`, if there is one, see below;
     - for each sweep, loops over `reduced`; the last one by vectors if it is the vector axis, by blocks if it is `tile`.
 
@@ -106,11 +106,22 @@ class Plan:
         """What the parallel loop is flattened from; the last one runs fastest."""
         order = self.blocks.order if self.blocks is not None else Order.ROWS_THEN_COLUMNS
         of = {"outer": [Counter(axis, self.extent_of(axis)) for axis in self.outer], "rows": [], "columns": []}
-        if self.inner is not None and self.chunk:
-            of["rows"] = [Counter(self.inner, self.extent_of(self.inner), self.chunk, Part.CHUNK)]
-        if self.outer_tile is not None:
-            of["columns"] = [Counter(self.outer_tile, self.extent_of(self.outer_tile), self.tile_step, Part.BLOCK)]
+        for part, (axis, step) in self.pieces.items():
+            kind = "columns" if part is Part.BLOCK else "rows"
+            of[kind].append(Counter(axis, self.extent_of(axis), step, part))
         return tuple(counter for part in order.value for counter in of[part])
+
+    @property
+    def pieces(self) -> dict[Part, tuple[str, Expr]]:
+        """The axes of which an iteration of the parallel loop has a piece of so many points."""
+        found: dict[Part, tuple[str, Expr]] = {}
+        if self.inner is not None and self.chunk:
+            found[Part.CHUNK] = self.inner, self.blocks.lines if self.blocks else const(self.chunk)
+        if self.blocks is not None and self.blocks.pixels_in_piece is not None:
+            found[Part.PIECE] = self.whole[-1], self.blocks.pixels_in_piece
+        if self.outer_tile is not None:
+            found[Part.BLOCK] = self.outer_tile, const(self.tile_step)
+        return found
 
     @property
     def way(self) -> str:

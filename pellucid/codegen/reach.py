@@ -88,11 +88,11 @@ def _box(kernel: Kernel, plan: Plan, square: int) -> dict[str, Span] | None:
         box[axis.name] = 0, ends[axis.name] - 1
     rest = np.arange(plan.extent.value or 0, dtype=np.int64)
     for counter in reversed(plan.counters):
-        count = counter.count.value
-        if count is None or counter.axis not in ends:
+        count, step = counter.count.value, counter.step.value
+        if count is None or step is None or counter.axis not in ends:
             return None
-        begin = rest % count * counter.step
-        box[counter.axis] = begin, np.minimum(begin + counter.step, ends[counter.axis]) - 1
+        begin = rest % count * step
+        box[counter.axis] = begin, np.minimum(begin + step, ends[counter.axis]) - 1
         rest = rest // count
     return box
 

@@ -135,8 +135,8 @@ class _Runner:
             rest = iteration
             for counter in reversed(loop.counters):
                 rest, mine = divmod(rest, size_of(counter.count, self.symbols))
-                first = mine * counter.step
-                last = min(first + counter.step, self.extents[counter.axis])
+                step = size_of(counter.step, self.symbols)
+                first, last = mine * step, min((mine + 1) * step, self.extents[counter.axis])
                 if counter.part is Part.WHOLE:
                     self.fix(counter.axis, first, last)
                 else:

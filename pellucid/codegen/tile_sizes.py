@@ -36,6 +36,8 @@ _HELD = 2
 _REACH = 0.66
 # Blocks for each core of which it does not matter which core has which.
 _MANY = 32
+# Pixels of a side of a tile, in the result.
+SIDE = 2
 # Bytes of the weights of all places, of one channel and column.
 _WEIGHTS = 4 * PLACES
 
@@ -45,6 +47,7 @@ class Shape:
     """A convolution: `images` times, `lines` of `pixels`, and their axes. packed: its weights are.
 
     pieces: how many a line was cut into; `images` and `pixels` are those of pieces.
+    known: lines have the same length in every call; else sizes are a guess, and blocks as large as may be.
     """
 
     line: str
@@ -56,6 +59,7 @@ class Shape:
     columns: int
     packed: bool
     pieces: int = 1
+    known: bool = True
 
     def in_pieces(self, count: int) -> Shape:
         """With each line cut into so many."""
@@ -73,9 +77,15 @@ class Shape:
         """Whether weights that are transformed for a block serve the next ones too."""
         return not self.packed and way.order is Order.COLUMNS_FIRST
 
-    def transformed(self, lines: int, machine: Machine) -> int:
-        """Bytes of the transformed pixels of a block."""
-        return 4 * PLACES * self.tiles(lines) * (self.channels + machine.lanes)
+    def transformed(self, machine: Machine) -> int:
+        """Bytes of the transformed pixels of a tile."""
+        return 4 * PLACES * (self.channels + machine.lanes)
+
+    def most_tiles(self, columns: int, machine: Machine) -> int:
+        """Of a block of so many columns: as many as the cache and the stack hold."""
+        weights = 0 if self.packed else PLACES * COLUMN_STEP * min(self.channels, TRANSFORMED)
+        tile = self.transformed(machine) + 4 * (PLACES * COLUMN_STEP + SIDE * SIDE * columns)
+        return min(int(_SHARE * machine.own_cache) // self.transformed(machine), (_STACK - 4 * weights) // tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +111,10 @@ def by_windows(shape: Shape, height: int, machine: Machine) -> float:
 def ranked(shape: Shape, machine: Machine) -> list[tuple[float, Shape, Way]]:
     """The ways that caches and stack hold, with their prices, the cheapest first.
 
-    If they do not hold two lines, lines are cut into pieces of whole tiles.
+    If they do not hold two lines, lines are cut into pieces of whole tiles, wherever they end if sizes are a guess.
     """
-    pieces = (count for count in range(2, shape.pixels // 2 + 1) if shape.pixels % (2 * count) == 0)
+    most = shape.pixels // 2
+    pieces = (count for count in range(2, most + 1) if shape.pixels % (2 * count) == 0 or not shape.known)
     found = _priced(shape, machine) or [each for count in pieces for each in _priced(shape.in_pieces(count), machine)]
     return sorted(found, key=itemgetter(0))
 
@@ -114,16 +125,14 @@ def _priced(shape: Shape, machine: Machine) -> list[tuple[float, Shape, Way]]:
 
 def _ways(shape: Shape, machine: Machine) -> Iterator[Way]:
     """Those that caches and stack hold. Lines come in pairs: so tiles are the same in each."""
-    weights = 0 if shape.packed else PLACES * COLUMN_STEP * min(shape.channels, TRANSFORMED)
     panels = -(-shape.columns // COLUMN_STEP)
     widths = sorted({-(-panels // pieces) * COLUMN_STEP for pieces in range(1, panels + 1)})
     room = machine.last_cache // (_HELD * machine.cores)
     for lines in range(2, shape.lines + 2, 2):
-        transformed, sums = shape.transformed(lines, machine), PLACES * COLUMN_STEP * shape.tiles(lines)
-        if transformed > _SHARE * machine.own_cache:
-            return
         for columns in widths:
-            if transformed + 4 * (sums + weights + lines * shape.pixels * columns) > _STACK:
+            most = shape.most_tiles(columns, machine)
+            larger = lines < shape.lines and shape.tiles(lines + 2) <= most
+            if shape.tiles(lines) > most or (larger and not shape.known):
                 continue
             yield Way(lines, columns, Order.COLUMNS_THEN_ROWS)
             if shape.images > 1 if shape.packed else _WEIGHTS * shape.weights(columns) <= room:

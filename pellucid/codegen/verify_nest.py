@@ -115,7 +115,7 @@ def check_axes(nest: Nest, places: Sequence[Place[Step]]) -> None:
     for place in places:
         call = place.step if isinstance(place.step, Call) else None
         lines = call.lines if call else [place.step.line] if isinstance(place.step, Define | Put) else []
-        known = {*(nest.ranges if call else place.fixed), *(part.first for part in place.pieces)}
+        known = {*(nest.ranges if call else place.fixed), *(name for part in place.pieces for name in part.ends)}
         for line in lines:
             match line.rhs:
                 case IndexValue(index) | Load(_, index) | Store(_, index) if index.vars() - known:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pellucid.codegen.block_sizes import points_besides, runners_up
+from pellucid.codegen.block_sizes import pieces_of_lines, points_besides, runners_up, split_image
 from pellucid.codegen.blocks import Blocks, taps_of
 from pellucid.codegen.phases import in_phases, in_pieces
-from pellucid.codegen.tile_sizes import Shape, by_windows, ranked
+from pellucid.codegen.tile_sizes import SIDE, Shape, Way, by_windows, ranked
 from pellucid.ir.contraction import find_contraction, stride_along
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr
@@ -48,12 +48,20 @@ def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Kernel, 
     decision = Decision("codegen.tiles", subject, ok, why, facts)
     if not ok:
         return kernel, blocks, (decision,)
-    if shape.pieces > 1:
-        phased = in_pieces(phased, shape.pixel, shape.pieces)
-        tiled = _over(tiled, phased)
-    axes = {"row": shape.line, "whole": (shape.pixel,)}
-    sizes = {"rows": way.lines, "columns": way.columns, "tiles": shape.tiles(way.lines), "order": way.order}
-    return phased, replace(tiled, **axes, **sizes), (decision,)
+    return *_tiled(phased, tiled, shape, way, machine), (decision,)
+
+
+def _tiled(kernel: Kernel, blocks: Blocks, shape: Shape, way: Way, machine: Machine) -> tuple[Kernel, Blocks]:
+    """The kernel and its blocks with the lines and columns of `way`."""
+    if shape.pieces > 1 and shape.known:
+        kernel = in_pieces(kernel, shape.pixel, shape.pieces)
+        blocks = _over(blocks, kernel)
+    blocks = replace(blocks, row=shape.line, whole=(shape.pixel,), columns=way.columns, order=way.order)
+    if shape.known:
+        return kernel, replace(blocks, rows=way.lines, tiles=shape.tiles(way.lines), varying=None)
+    most, share = shape.most_tiles(way.columns, machine), pieces_of_lines(shape.columns, way.columns, machine)
+    varying = split_image(blocks.ranges[shape.line], blocks.ranges[shape.pixel], most, SIDE, share)
+    return kernel, replace(blocks, rows=SIDE * SIDE * most, tiles=most, varying=varying)
 
 
 def _shape(kernel: Kernel, blocks: Blocks, machine: Machine) -> tuple[Kernel, Blocks, Shape] | None:
@@ -63,13 +71,13 @@ def _shape(kernel: Kernel, blocks: Blocks, machine: Machine) -> tuple[Kernel, Bl
     """
     found, ranges = blocks.contraction, blocks.ranges
     taps, channels = taps_of(found, blocks.inner)
-    left, right = (load.index for load in found.loads)
+    left = found.loads[0].index
     if found.dtype is not DType.F32 or blocks.by_channel or blocks.spread or blocks.groups or found.batch:
         return None
     if len(found.columns) != 1 or len(taps) != 2 or len(channels) != 1:
         return None
-    known = all(each.value is not None for each in ranges.values()) and not right.syms()
-    if not known or [ranges[name].value for name in taps] != [3, 3]:
+    weights = (*taps, *channels, blocks.column)
+    if any(ranges[name].value is None for name in weights) or [ranges[name].value for name in taps] != [3, 3]:
         return None
     ordered = sorted(found.rows, key=lambda name: -estimate(stride_along(left, name)))
     if len(ordered) < 2:
@@ -86,9 +94,10 @@ def _shape(kernel: Kernel, blocks: Blocks, machine: Machine) -> tuple[Kernel, Bl
             return None
         kernel, blocks = phases, _over(blocks, phases)
     ranges = kernel.ranges
-    lines, pixels = estimate(ranges[line]), estimate(ranges[pixel])
+    lines, pixels = (max(1, estimate(ranges[name])) for name in (line, pixel))
     images = points_besides(ranges, (line, pixel, *blocks.inner, blocks.column))
-    return kernel, blocks, Shape(line, pixel, images, lines, pixels, depth, columns, blocks.packed)
+    known = ranges[pixel].value is not None
+    return kernel, blocks, Shape(line, pixel, images, lines, pixels, depth, columns, blocks.packed, known=known)
 
 
 def _over(blocks: Blocks, kernel: Kernel) -> Blocks:
@@ -100,7 +109,8 @@ def _over(blocks: Blocks, kernel: Kernel) -> Blocks:
 
 def _step(index: Expr, axes: tuple[str, str], taps: tuple[str, ...]) -> int:
     """By how many points of `axes` the taps move, negative if they move back; 0 for all else."""
-    moves, steps = ([stride_along(index, name).value for name in names] for names in (axes, taps))
-    move, step = next(((move, step) for move, step in zip(moves, steps, strict=True) if move), (0, 0))
-    count = step // move if move and step is not None else 0
-    return count if None not in moves and steps == [count * (each or 0) for each in moves] else 0
+    moves, steps = ([stride_along(index, name) for name in names] for names in (axes, taps))
+    known = ((move.value, step.value) for move, step in zip(moves, steps, strict=True) if move.value)
+    move, step = next(known, (0, 0))
+    count = step // move if move and step else 0
+    return count if steps == [count * each for each in moves] else 0

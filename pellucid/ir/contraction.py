@@ -31,6 +31,7 @@ from pellucid.ir.nodes import (
     Line,
     Load,
     Reduce,
+    Rhs,
     Store,
     axes_of,
     operands,
@@ -215,7 +216,7 @@ def groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | None
     near = [name for name in found.inner if left.index.coefficient(name) == ONE]
     channels = next((ranges[name] for name in near if all(name not in b.position.vars() for b in found.bounds)), ONE)
     outputs = ranges[found.columns[0]] if found.columns else ONE
-    known = all(ranges[name].value is not None for name in (group, *found.rows, *found.columns, *found.inner))
+    known = all(ranges[name].value is not None for name in (group, *found.columns, *found.inner))
     if not known or channels == outputs == ONE or left.index.coefficient(group) != channels:
         return None
     others = [
@@ -291,21 +292,28 @@ def _bounds(mask: str | None, lines: Mapping[str, Line]) -> tuple[Bound, ...] | 
     open_ = [] if mask is None else [mask]
     while open_:
         rhs = lines[open_.pop()].rhs
-        if not isinstance(rhs, Compute):
+        if not isinstance(rhs, Compute) or rhs.op not in ("bitwise_and", "lt", "ge"):
             return None
         if rhs.op == "bitwise_and":
             open_ += rhs.args
             continue
-        position, limit = (lines[name].rhs for name in rhs.args[:2])
-        if not isinstance(position, IndexValue) or not isinstance(limit, Const) or position.index.vals():
+        position, limit = lines[rhs.args[0]].rhs, _limit(lines[rhs.args[1]].rhs)
+        if not isinstance(position, IndexValue) or limit is None or position.index.vals():
             return None
         if rhs.op == "lt":
-            found[position.index] = const(int(limit.value))
-        elif rhs.op == "ge" and limit.value == 0:
+            found[position.index] = limit
+        elif limit == ZERO:
             found.setdefault(position.index, ENDLESS)
         else:
             return None
     return tuple(Bound(position, extent) for position, extent in sorted(found.items(), key=repr))
+
+
+def _limit(rhs: Rhs) -> Expr | None:
+    """The size that a line is; None for any other value."""
+    if isinstance(rhs, Const):
+        return const(int(rhs.value))
+    return rhs.index if isinstance(rhs, IndexValue) and not rhs.index.vars() | rhs.index.vals() else None
 
 
 def stride_along(index: Expr, name: str) -> Expr:

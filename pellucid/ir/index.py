@@ -365,6 +365,17 @@ def mod(num: Expr, den: Expr | int, ranges: Mapping[str, Expr] | None = None) ->
     return of_atom(Mod(rest, den))
 
 
+def chunks(extent: Expr, step: Expr | int) -> Expr:
+    """Number of pieces of `step` points, the last of which may have fewer."""
+    return floordiv(extent + (as_expr(step) - 1), step)
+
+
+def equal_piece(extent: Expr, count: Expr) -> Expr:
+    """The size of `count` equal pieces of `extent`, at least 1."""
+    none = floordiv(ONE, extent + 1)  # 1 if there are no points, else 0: so nothing is divided by 0
+    return chunks(extent, count + none) + none
+
+
 def _split(num: Expr, den: Expr) -> tuple[Expr, Expr]:
     """(q, r) with `num == q * den + r`, q taking every term that `den` divides."""
     quotient: dict[Monomial, int] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pellucid.capture.fx import DTYPES, attribute_of, derived_sizes, dtype_of, shape_of
+from pellucid.capture.fx import DTYPES, attribute_of, derived_sizes, dtype_of, shape_of, whole
 from pellucid.capture.torch_compat import is_symbolic
 from pellucid.errors import PellucidError, UnsupportedError
 from pellucid.ir.decision import Decision
@@ -29,7 +29,7 @@ from pellucid.lower import (  # noqa: F401
     shapes,
 )
 from pellucid.lower.extern import CHOSEN, extern_call, fallback_reason, lower_conjugate, lower_effect, lower_extern
-from pellucid.lower.program_builder import ProgramBuilder, Result, overlaps_itself, whole
+from pellucid.lower.program_builder import ProgramBuilder, Result, overlaps_itself
 from pellucid.lower.registry import RULES, TAKES_FLOATS, NotLowered, overload_name
 from pellucid.lower.shapes import is_view, lower_view
 from pellucid.lower.unsigned import check_unsigned

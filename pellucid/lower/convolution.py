@@ -5,14 +5,16 @@ oneDNN keeps the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from pellucid.capture.fx import shape_of
+from pellucid.capture.fx import whole
 from pellucid.ir.contraction import DTYPES, GROUP_WEIGHTS, MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS, MOST_TAPS
 from pellucid.ir.index import ONE, ZERO, const, floordiv, mod, nonnegative, product
+from pellucid.ir.nodes import View
+from pellucid.ir.strides import lies
 from pellucid.ir.types import DType
 from pellucid.lower.contraction import check_rate
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
@@ -22,7 +24,7 @@ _ONEDNN = "convolution: oneDNN computes it"
 OFF = "convolution: oneDNN computes it, as the option `contract` asks"
 _OTHER = "convolution: kernels compute it in f32, bf16 and f16, oneDNN in other types"
 _GROUPED = "convolution: kernels compute several groups in f32, oneDNN in other types"
-_DYNAMIC = "convolution: kernels compute images of known sizes, oneDNN others"
+_DYNAMIC = "convolution: kernels have weights of known sizes, oneDNN computes others"
 _PLANAR = "convolution: channels do not lie side by side, oneDNN computes it"
 _SINGLE = "convolution: one pixel or one channel is no product of matrices, oneDNN computes it"
 _SHORT = "convolution: a sum of few terms is mostly reading and writing, oneDNN computes it"
@@ -53,7 +55,7 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = {**given, "weight": _uncopied(graph, node, given["weight"])}
     unpadded = _unpadded(graph, node, given)
     if unpadded is None:
-        _check_direct(given, node.meta["val"])
+        _check_direct(given, whole(node.name, node.meta["val"]))
     else:
         given = unpadded
     x, weight, bias = given["input"], given["weight"], given["bias"]
@@ -88,7 +90,7 @@ def _uncopied(graph: ProgramBuilder, node: torch.fx.Node, weight: TensorRef) -> 
 
 def _lies_by_plane(weight: TensorRef) -> bool:
     few = nonnegative(const(MOST_TAPS) - product(weight.shape[2:]))
-    return len(weight.shape) == 4 and lies(weight, (0, 1, 2, 3)) and few
+    return len(weight.shape) == 4 and lies(weight.view, (0, 1, 2, 3)) and few
 
 
 def by_dimension(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,15 +115,15 @@ def _unpadded(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, An
         return None
     made = {**given, "input": padded["self"], "padding": (right_first[2], right_first[0])}
     try:
-        _check_direct(made, node.meta["val"], _FEW_UNPADDED)
+        _check_direct(made, whole(node.name, node.meta["val"]), _FEW_UNPADDED)
     except NotLowered:
         return None
     return made
 
 
-def _check_direct(given: Mapping[str, Any], result: torch.Tensor, few: int = FEW_TERMS) -> None:
-    """Leave to oneDNN what it computes faster, and what has no kernel. result: a fake tensor."""
-    x, weight, bias, shape = given["input"], given["weight"], given["bias"], shape_of(result)
+def _check_direct(given: Mapping[str, Any], result: View, few: int = FEW_TERMS) -> None:
+    """Leave to oneDNN what it computes faster, and what has no kernel."""
+    x, weight, bias = given["input"], given["weight"], given["bias"]
     if x.dtype not in DTYPES or {weight.dtype, (bias or x).dtype} != {x.dtype}:
         raise NotLowered(_OTHER)
     if len(weight.shape) != 4 or len(x.shape) != 4 or given["transposed"]:
@@ -131,16 +133,15 @@ def _check_direct(given: Mapping[str, Any], result: torch.Tensor, few: int = FEW
         raise NotLowered(_GROUPED)
     if any(extent == ZERO for extent in weight.shape):
         raise NotLowered(_ONEDNN)
-    known = all(extent.value is not None for extent in (*x.shape, *weight.shape))
-    if _is_one_by_one(given) and given["groups"] == 1:
-        if not is_matrix(x) and not (known and (lies(x, (0, 1, 2, 3)) or x.view.strides[1] == ONE)):
-            raise NotLowered(_PLANAR if known else _DYNAMIC)
-        return
-    if not known:
+    if any(extent.value is None for extent in weight.shape):
         raise NotLowered(_DYNAMIC)
+    if _is_one_by_one(given) and given["groups"] == 1:
+        if not is_matrix(x) and not lies(x.view, (0, 1, 2, 3)) and x.view.strides[1] != ONE:
+            raise NotLowered(_PLANAR)
+        return
     spread = x.dtype is DType.F32 and _is_spread(given)
     planar = x.view.strides[1] != ONE and x.shape[1] != ONE
-    if planar and not (spread and result.is_contiguous(memory_format=torch.channels_last)):
+    if planar and not (spread and lies(result, (0, 2, 3, 1))):
         raise NotLowered(_PLANAR)
     few = _FEW_SPREAD if spread else few
     if given["groups"] == 1 and nonnegative(const(few - 1) - product(weight.shape[1:])):
@@ -149,10 +150,11 @@ def _check_direct(given: Mapping[str, Any], result: torch.Tensor, few: int = FEW
     packed = _WIDTH if mod(each, _LANES) == ZERO else (floordiv(each - 1, _WIDTH) + 1) * _WIDTH
     if given["groups"] != 1 and nonnegative(packed * product(weight.shape[1:]) - GROUP_WEIGHTS - 1):
         raise NotLowered(_LARGE)
-    if ONE in (weight.shape[0], product((shape[0], *shape[2:]))):
+    if ONE in (weight.shape[0], product((result.shape[0], *result.shape[2:]))):
         raise NotLowered(_SINGLE)
     by_plane = x.dtype is DType.F32 and _lies_by_plane(weight)
-    if not by_plane and not lies(weight, (0, 2, 3, 1)) and not (given["groups"] == 1 and lies(weight, (2, 3, 1, 0))):
+    by_column = given["groups"] == 1 and lies(weight.view, (2, 3, 1, 0))
+    if not (by_plane or by_column or lies(weight.view, (0, 2, 3, 1))):
         raise NotLowered(_WEIGHT)
 
 
@@ -172,15 +174,4 @@ def _is_one_by_one(given: Mapping[str, Any]) -> bool:
 
 def is_matrix(tensor: TensorRef) -> bool:
     """True if the pixels of [N, channels, H, W] are rows, or columns, of one matrix."""
-    return lies(tensor, (0, 2, 3, 1)) or (tensor.shape[0] == ONE and lies(tensor, (0, 1, 2, 3)))
-
-
-def lies(tensor: TensorRef, order: Sequence[int]) -> bool:
-    """True if the tensor is dense with its dimensions in this order, the last one innermost."""
-    expected = ONE
-    for dim in reversed(order):
-        extent, stride = tensor.shape[dim], tensor.view.strides[dim]
-        if extent != ONE and stride != expected:
-            return False
-        expected = expected * extent
-    return True
+    return lies(tensor.view, (0, 2, 3, 1)) or (tensor.shape[0] == ONE and lies(tensor.view, (0, 1, 2, 3)))

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from pellucid.ir.index import ONE, ZERO, Expr, const, floordiv, mod, nonnegative, product
+from pellucid.ir.strides import lies
 from pellucid.ir.types import DType
 from pellucid.lower.contraction import DTYPES, check_rate
-from pellucid.lower.convolution import FEW_TERMS, OFF, by_dimension, is_matrix, lies
+from pellucid.lower.convolution import FEW_TERMS, OFF, by_dimension, is_matrix
 from pellucid.lower.extern import extern_call, lower_extern
 from pellucid.lower.kernel_builder import KernelBuilder, Value, both
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
@@ -27,7 +28,8 @@ _KIND = "gradients of convolutions that are transposed, not two-dimensional or o
 _OTHER = "gradients of convolutions: kernels compute them in f32, bf16 and f16"
 _TAPS = "gradients of convolutions: of several taps kernels compute them in f32 alone"
 _PIXELS = "gradient of a weight: where pixels are not the rows of two matrices, kernels compute it in f32 alone"
-_DYNAMIC = "gradients of convolutions: kernels compute images of known sizes, oneDNN others"
+_DYNAMIC = "gradients of convolutions: kernels have weights of known sizes, oneDNN computes others"
+_SPREAD = "gradient of an image: where a window moves by more than a pixel, kernels have images of known sizes"
 _PLANAR = "gradients of convolutions: channels do not lie side by side, oneDNN computes them"
 _STRIDED = "gradient of an image: where a window moves by more than a pixel, oneDNN computes it"
 _OUTSIDE = "gradient of an image: one tap with padding around, oneDNN computes it"
@@ -117,7 +119,7 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
     if gradient.dtype not in DTYPES or len({each.dtype for each in tensors}) > 1:
         raise NotLowered(_OTHER)
     check_rate(graph, gradient.dtype, "gradients of convolutions")
-    if any(extent.value is None for each in tensors for extent in each.shape):
+    if any(extent.value is None for extent in weight.shape):
         raise NotLowered(_DYNAMIC)
     stride, padding, dilation = (given[name] for name in ("stride", "padding", "dilation"))
     call = _Call(gradient, image, weight, stride, padding, dilation, depthwise)
@@ -137,12 +139,14 @@ def _of_image(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tensor
         raise NotLowered(_OUTSIDE)
     if not call.one_tap and call.steps:
         raise NotLowered(_STRIDED)
+    if call.steps and any(extent.value is None for extent in call.gradient.shape):
+        raise NotLowered(_SPREAD)
     if nonnegative(const(FEW_TERMS - 1) - product((call.weight.shape[0], *call.weight.shape[2:]))):
         raise NotLowered(_SMALL)
-    planes = call.one_tap and lies(call.gradient, (0, 1, 2, 3)) and call.gradient.shape[0] == ONE
+    planes = call.one_tap and lies(call.gradient.view, (0, 1, 2, 3)) and call.gradient.shape[0] == ONE
     if call.gradient.view.strides[1] != ONE and not planes:
         raise NotLowered(_PLANAR)
-    if not call.one_tap and not lies(call.weight, (0, 2, 3, 1)):
+    if not call.one_tap and not lies(call.weight.view, (0, 2, 3, 1)):
         raise NotLowered(_PLANAR)
     result = graph.new(node.meta["val"][0], "gradient")
     met = _like(graph, call.gradient, call.weight.shape[1]) if call.steps else result

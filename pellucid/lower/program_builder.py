@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pellucid.capture.fx import dtype_of, origin_of, shape_of, strides_of
+from pellucid.capture.fx import dtype_of, origin_of, shape_of, strides_of, whole
 from pellucid.capture.torch_compat import derived_in, expr_of, is_symbolic, term_of
 from pellucid.errors import InternalError, UnsupportedError
 from pellucid.ir.analysis import arguments_of, reads, writes
@@ -251,11 +251,6 @@ def _output(value: Result) -> View | Expr | None:
             return ONE * value
         case _:
             raise InternalError(f"a graph cannot return {value!r}")
-
-
-def whole(buffer: str, tensor: torch.Tensor) -> View:
-    """All of a buffer that holds what lies in memory like `tensor`."""
-    return View(buffer, shape_of(tensor), strides_of(tensor), ZERO)
 
 
 def storage_extent(view: View) -> Expr:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from pellucid.ir.attention import find_attention
 from pellucid.ir.contraction import find_contraction
-from pellucid.ir.index import ZERO, Expr, Var, product, total
+from pellucid.ir.index import ZERO, Atom, Expr, FloorDiv, Mod, Var, product, total
 from pellucid.ir.nodes import Axis, Buffer, Compute, Kernel, Load, Param, Reduce, Rhs, Store, axes_of
 from pellucid.ir.ops import OPS
 from pellucid.ir.traffic import flops_of, worked
@@ -77,10 +78,28 @@ def evaluations(scope: Collection[str], space: Iterable[Axis]) -> Expr:
 
 
 def estimate(size: Expr) -> int:
-    """`size` as a number: symbols that are not known yet count as a middling size, loop counters as 0."""
+    """`size` as a number: symbols that are not known yet count as a middling size, loop counters as 0.
+
+    A size that is known at the call alone counts as 1 at least: a 512th of another one, or what is left of that behind
+    its first 300 points, is not nothing. A stride may go backwards.
+    """
     if size.value is not None:
         return size.value
-    return size.evaluate(lambda atom: 0 if isinstance(atom, Var) else SYMBOL_GUESS)
+    guess = sum(coefficient * math.prod(map(_guess, monomial)) for monomial, coefficient in size.terms)
+    backwards = all(coefficient < 0 for monomial, coefficient in size.terms if monomial)
+    return guess if guess > 0 or size.vars() or (guess and backwards) else 1
+
+
+def _guess(atom: Atom) -> int:
+    match atom:
+        case Var():
+            return 0
+        case FloorDiv(num, den):
+            return max(estimate(num) // estimate(den), 0 if num.vars() else 1)
+        case Mod(num, den):
+            return estimate(num) % estimate(den)
+        case _:
+            return SYMBOL_GUESS
 
 
 def estimated_bytes(buffer: Buffer | Param) -> int:

@@ -15,8 +15,7 @@ from pellucid.machine.work import estimate
 from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.match_axes import Mismatch
 
-# Columns that a block must be able to have along one axis, or all there are if these are fewer; rows too, unless their
-# axes have known extents: then a block has several of them.
+# Columns that a block must be able to have along one axis, or all there are if these are fewer.
 _LEAST = 32
 
 
@@ -52,13 +51,10 @@ def _check_blocks(first: Kernel, before: Contraction, kernel: Kernel) -> Mismatc
         return Mismatch("contraction", "some of it would run over more than rows and columns of the product")
     if groups_of(first, before) and not groups_of(kernel, after):
         return Mismatch("contraction", "outputs of several groups would no longer be neighbours in memory")
-    for axes in (after.columns, after.rows):
-        extents = [kernel.ranges[name] for name in axes]
-        longest = max(map(estimate, extents), default=1)
-        known = all(extent.value is not None for extent in extents)
-        joined = axes == after.rows and known
-        if not joined and longest < min(estimate(product(extents)), _LEAST):
-            return Mismatch("contraction", f"blocks of {longest} rows or columns would be too small")
+    extents = [kernel.ranges[name] for name in after.columns]
+    longest = max(map(estimate, extents), default=1)
+    if longest < min(estimate(product(extents)), _LEAST):
+        return Mismatch("contraction", f"blocks of {longest} columns would be too small")
     return _check_sets(first, kernel, after)
 
 

@@ -12,7 +12,7 @@ from math import prod
 from pellucid.ir.attention import reduces_in_turn
 from pellucid.ir.contraction import find_contraction
 from pellucid.ir.decision import Decision, Fact
-from pellucid.ir.index import ONE, ZERO, Expr, const, floordiv
+from pellucid.ir.index import ONE, ZERO, Expr, chunks, const, equal_piece
 from pellucid.ir.nodes import Axis, Kernel, Reduce
 from pellucid.machine.work import estimate, kernel_cost
 from pellucid.options import Options
@@ -121,12 +121,13 @@ def _cut_axis(name: str, extent: int, wanted: int) -> Cut:
 
 
 def _cut_unknown(axis: Axis, inside: list[Axis], nanoseconds: float, kernel: Kernel, options: Options) -> Cut:
-    """Chunks of a fixed size, each of them worth a thread by itself."""
+    """Equal chunks, each of them worth a thread by itself, and none longer than the axis."""
     points = prod(max(1, estimate(each.extent)) for each in kernel.space)
     within = points / max(1, estimate(axis.extent))
     each = max(nanoseconds / points * within, 1e-3)
-    size = 1 << max(6, round(2 * (options.min_work_per_thread or LEAST_NS) / each) - 1).bit_length()
-    return Cut(axis.name, floordiv(axis.extent + (size - 1), size), const(size), False)
+    most = 1 << max(6, round(2 * (options.min_work_per_thread or LEAST_NS) / each) - 1).bit_length()
+    size = equal_piece(axis.extent, chunks(axis.extent, most))
+    return Cut(axis.name, chunks(axis.extent, size), size, False)
 
 
 def _step(kernel: Kernel, name: str) -> int:

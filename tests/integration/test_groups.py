@@ -109,15 +109,6 @@ def test_channels_are_shuffled_after_a_grouped_convolution_and_not_within(tmp_pa
     assert_matches([result], [shuffled(x, w)], [shuffled(x.double(), w.double())])
 
 
-def test_batches_of_any_size_are_left_to_onednn(tmp_path: Path) -> None:
-    model, x = nn.Conv2d(16, 16, 3, groups=4).eval(), torch.randn(3, 16, 9, 9)
-    with torch.no_grad():
-        result = torch.compile(model, backend="pellucid", dynamic=True, options={"trace": str(tmp_path)})(x)
-        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
-    (why,) = rules(tmp_path, "lower.fallback")
-    assert "images of known sizes" in why
-
-
 def test_groups_whose_weights_do_not_fit_are_onednns(tmp_path: Path) -> None:
     x, w = torch.randn(1, 500, 4, 4).to(memory_format=LAST), torch.randn(500, 250, 3, 3)
     result = compiled(lambda x, w: F.conv2d(x, w, groups=2), tmp_path)(x, w)

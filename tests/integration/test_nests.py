@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pellucid import pipeline
-from pellucid.codegen.nest import Call, steps_of
+from pellucid.codegen.nest import Call, Part, steps_of
 from pellucid.codegen.nest_text import parse_nest, print_nest
-from pellucid.ir.interp import run_kernel
+from pellucid.ir.interp import run_kernel, size_of
 from pellucid.ir.nodes import Kernel
 from pellucid.ir.types import TORCH_DTYPES
 from pellucid.trace.record import GraphRecord
@@ -95,14 +95,38 @@ def test_nests_of_models_run_as_the_interpreter_says(name: str, records: list[Gr
     assert called >= calls
 
 
-def check_nest(kernel: Kernel, native: Any) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ["first layer", "tiles", "groups", "depthwise"])
+def test_nests_of_images_of_any_size_run_as_the_interpreter_says(name: str, records: list[GraphRecord]) -> None:
+    make, (image,), _ = CASES[name]
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    x = torch.cat([image, image])
+    for dim in (0, 2, 3):
+        torch._dynamo.mark_dynamic(x, dim)
+    with torch.no_grad():
+        compiled(make())(x)
+    program = records[-1].scheduled
+    kernels = [node for node in program.nodes if isinstance(node, Kernel)]
+    assert any(Part.PIECE in native.plan.pieces for native in records[-1].kernels.values())
+    for sizes in ((2, 5, 7), (2, 2, 246), (2, 9, 3)):
+        symbols = dict(zip(program.symbols, sizes, strict=True))
+        for kernel in kernels:
+            nest = records[-1].kernels[kernel.name].nest_of(kernel.name)
+            assert parse_nest(print_nest(nest)) == nest
+            check_nest(kernel, records[-1].kernels[kernel.name], symbols)
+
+
+def check_nest(kernel: Kernel, native: Any, symbols: Mapping[str, int] | None = None) -> None:
     """The nest of a kernel computes what the kernel says, whichever iteration runs first."""
+    symbols = symbols or {}
     buffers = {
-        param.name: randn(param.numel.value or 0).to(TORCH_DTYPES[param.dtype]).clone() for param in kernel.params
+        param.name: randn(size_of(param.numel, symbols)).to(TORCH_DTYPES[param.dtype]).clone()
+        for param in kernel.params
     }
     expected = {name: tensor.clone() for name, tensor in buffers.items()}
-    run_kernel(kernel, expected, {})
+    run_kernel(kernel, expected, symbols)
     for backwards in (False, True):
-        actual = run_loops(native, buffers, {}, backwards=backwards)
+        actual = run_loops(native, buffers, symbols, backwards=backwards)
         for name, tensor in expected.items():
             assert error(actual[name], tensor) <= 1e-4, name

@@ -187,26 +187,28 @@ template <int PLANE>
   return total<Sum>(Column{{none}}) == 0;
 }
 
-// The same as `contract` of windows, two lines and some columns at a time: it needs little memory beside that of tiles.
-// PAIR: pixels of two lines.
-template <int PAIR, int WIDTH, class Right>
+// The same as `contract` of windows, some pixels of a line and some columns at a time: it needs little memory beside that
+// of tiles.
+template <int WIDTH, class Right>
 [[gnu::noinline]] inline void contract_lines(int64_t n, int64_t k, const Window<float>& a, const Right& b, const Sums& c) {
-  constexpr int SOME = 4 * COLUMNS;
+  constexpr int PIXELS = 96, SOME = 4 * COLUMNS;
+  int64_t row = 0;
   for (int64_t i = 0; i < a.rows[0].extent; i++)
-    for (int64_t j = 0; j < a.rows[1].extent; j += 2) {
-      Window<float> pair = a;
-      pair.at += i * a.rows[0].step + j * a.rows[1].step;
-      pair.rows[0].extent = 1, pair.rows[1].extent = least(2, a.rows[1].extent - j);
-      for (Edge& edge : pair.edges) edge.first += i * edge.rows[0] + j * edge.rows[1];
-      const Sums sums = c.from((i * a.rows[1].extent + j) * a.rows[2].extent, 0);
-      for (int64_t column = 0; column < n; column += SOME)
-        contract<PAIR, SOME, WIDTH>(least(SOME, n - column), k, pair, b.from(0, column), sums.from(0, column));
-    }
+    for (int64_t j = 0; j < a.rows[1].extent; j++)
+      for (int64_t l = 0; l < a.rows[2].extent; l += PIXELS) {
+        Window<float> piece = a;
+        piece.at += i * a.rows[0].step + j * a.rows[1].step + l * a.rows[2].step;
+        piece.rows[0].extent = piece.rows[1].extent = 1, piece.rows[2].extent = least(PIXELS, a.rows[2].extent - l);
+        for (Edge& edge : piece.edges) edge.first += i * edge.rows[0] + j * edge.rows[1] + l * edge.rows[2];
+        for (int64_t column = 0; column < n; column += SOME)
+          contract<PIXELS, SOME, WIDTH>(least(SOME, n - column), k, piece, b.from(0, column), c.from(row, column));
+        row += piece.rows[2].extent;
+      }
 }
 
 // The same as `contract` of windows, of which a block has at most TILES tiles, with CHANNELS channels. Weights that are
-// neither packed nor kept are transformed for each block, CHUNK channels at a time. PAIR: see `contract_lines`.
-template <int PAIR, int N, int WIDTH, int TILES, int CHANNELS, class Right, class Kept>
+// neither packed nor kept are transformed for each block, CHUNK channels at a time.
+template <int TILES, int N, int WIDTH, int CHANNELS, class Right, class Kept>
 inline void contract_tiles(int64_t n, int64_t k, const Window<float>& a, const Right& b, const Sums& c, Kept&& kept) {
   constexpr bool PACKED = std::is_same_v<Right, TilePanels>, READY = PACKED || std::decay_t<Kept>::KEEPS;
   constexpr int CHUNK = READY || CHANNELS < TRANSFORMED ? CHANNELS : TRANSFORMED;
@@ -241,8 +243,8 @@ inline void contract_tiles(int64_t n, int64_t k, const Window<float>& a, const R
     finite = sums_of_tiles<SUMS>(a, sums, c.from(0, j));
   }
   if (finite) return;
-  if constexpr (PACKED) contract_lines<PAIR, WIDTH>(n, k, a, b.windows, c);
-  else contract_lines<PAIR, WIDTH>(n, k, a, b, c);
+  if constexpr (PACKED) contract_lines<WIDTH>(n, k, a, b.windows, c);
+  else contract_lines<WIDTH>(n, k, a, b, c);
 }
 
 }  // namespace pv

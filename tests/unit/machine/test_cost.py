@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pellucid.ir.index import floordiv, sym, var
 from pellucid.ir.parser import parse_kernel
 from pellucid.ir.traffic import traffic
 from pellucid.ir.types import DType
@@ -60,3 +61,11 @@ def test_the_longer_of_moving_and_computing_counts_and_says_what_binds() -> None
     assert time(Work(32, 32, 64, 8, steps=1), AVX2, threads=2).limit == "overhead"
     narrow = time(Work(0, 0, 0, flops=10**9, dtype=DType.F64, kind="product"), AVX2)
     assert narrow.nanoseconds > 2 * 10**9 / AVX2.product.f32.one, "doubles are slower"
+
+
+def test_what_is_known_at_the_call_alone_is_not_nothing() -> None:
+    """Of 256 samples, 320 to a token, there is a token, and what follows of it."""
+    length, tokens = sym("s0"), floordiv(sym("s0"), 320)
+    assert estimate(length) == 256 and estimate(tokens) == 1 and estimate(320 * tokens) == 320
+    assert estimate(floordiv(tokens, 2) + 3) == 4 and estimate(tokens - 1) == 1 and estimate(length - 300) == 1
+    assert estimate(floordiv(var("i0"), 4)) == 0 and estimate(-8 * length) == -2048

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pellucid.ir.index import const
-from pellucid.ir.interp import TORCH_DTYPES, run_kernel
+from pellucid.ir.interp import TORCH_DTYPES, run_kernel, size_of
 from pellucid.ir.nodes import Kernel
 from pellucid.ir.parser import parse_kernel
 from pellucid.ir.verify_kernel import verify_kernel
@@ -172,3 +172,14 @@ def test_a_sum_of_squares_is_no_matrix_product() -> None:
     assert squares != text
     (cut,), _ = choose_cuts(parse_kernel(squares), Options())
     assert cut.exact
+
+
+@pytest.mark.parametrize("lines", [0, 1, 10, 5000, 1 << 22])
+def test_chunks_of_an_unknown_axis_are_even_and_none_is_longer_than_the_axis(lines: int) -> None:
+    """Chunks of a size for a guess would be masked but for their first points, and yet be walked over."""
+    text = SUM.format(n="9*s0 - 2700").replace("total(", "total<s0>(")
+    cuts, _ = choose_cuts(parse_kernel(text), Options())
+    (cut,) = cuts
+    size, count = (size_of(each, {"s0": 300 + lines}) for each in (cut.size, cut.count))
+    assert size * max(count - 1, 0) < max(1, 9 * lines) <= max(1, size * count)
+    assert 1 <= size <= max(1, 9 * lines)
