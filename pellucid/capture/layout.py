@@ -93,7 +93,7 @@ def _worth(use: str, itemsize: int) -> float:
 def _weigh(spared: int, caused: int, worth: float) -> str:
     """Why it pays; raises `Refused` if it does not."""
     why = f"spares oneDNN {spared:,} copied elements of activations, costs {caused:,} of weights and at the ends"
-    if spared <= worth * caused:
+    if spared < worth * caused:
         raise Refused(why)
     return why
 

@@ -19,6 +19,7 @@ from pellucid.capture.fx import RESHAPES, shape_of, strides_of, whole
 from pellucid.capture.torch_compat import (
     depends_on_data,
     elementwise_strides,
+    expr_of,
     fake_mode_of,
     graph_module_of,
     is_symbolic,
@@ -34,7 +35,7 @@ ReadsElements: TypeAlias = "Callable[[torch.fx.Node], bool]"
 """Whether a call goes by the elements of its arguments alone, in loops that follow their strides."""
 
 Numbers: TypeAlias = "tuple[int | Expr, ...]"
-"""Sizes or strides, of which equal ones are equal in every call."""
+"""Numbers, or expressions of sizes: equal ones are equal in every call."""
 
 # Calls of ATen with a kernel for every layout, and worth it: others are given their arguments as they were captured,
 # since those that only PyTorch itself calls trust their callers to have made them contiguous.
@@ -192,11 +193,11 @@ class Relayout:
         return call
 
     def _evaluate(self, node: torch.fx.Node) -> Any:
-        whole = [each.meta["val"] for each in whole_operands(node)]
-        if whole:  # asking the operator takes five times as long
-            shape, dtype = whole[0].shape, node.meta["val"].dtype
+        operands = [each.meta["val"] for each in whole_operands(node)]
+        if operands:  # asking the operator takes five times as long
+            shape, dtype = operands[0].shape, node.meta["val"].dtype
             with self._fake_mode:
-                return whole[0].new_empty_strided(shape, elementwise_strides(*whole), dtype=dtype)
+                return operands[0].new_empty_strided(shape, elementwise_strides(*operands), dtype=dtype)
         args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
         with self._fake_mode, torch.no_grad():
             result = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -289,17 +290,21 @@ def _shapes(node: torch.fx.Node) -> list[Numbers]:
 
 def result_strides(node: torch.fx.Node) -> list[Numbers]:
     """The strides of each tensor that a call returns."""
-    return [in_every_call(tensor.stride()) for tensor in _tensors(node)]
+    return [in_every_call(tensor.stride(), stride_of) for tensor in _tensors(node)]
 
 
 def _place(node: torch.fx.Node) -> list[Numbers]:
     """Strides, and at which element of its memory it begins: that of a copy's source is another than the copy's."""
-    return [in_every_call((*tensor.stride(), tensor.storage_offset())) for tensor in _tensors(node)]
+    return [
+        (*in_every_call(tensor.stride(), stride_of), *in_every_call((tensor.storage_offset(),)))
+        for tensor in _tensors(node)
+    ]
 
 
-def in_every_call(values: Iterable[int | torch.SymInt]) -> Numbers:
-    """Sizes or strides as numbers, or expressions, that are equal only if they are in every call."""
-    return tuple(stride_of(value) if is_symbolic(value) else value for value in values)
+def in_every_call(values: Iterable[int | torch.SymInt], expression: Callable[..., Expr] = expr_of) -> Numbers:
+    """Sizes, or with `stride_of` strides, as numbers or expressions that are equal only if they are in every call."""
+    found = (expression(value) if is_symbolic(value) else value for value in values)
+    return tuple(each.value if isinstance(each, Expr) and each.value is not None else each for each in found)
 
 
 def _lies_so(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> bool:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from pellucid.capture.relayout import Numbers, in_every_call, sizes_depend_on_data
-from pellucid.capture.torch_compat import quiet_fake_tensors, without_guards
+from pellucid.capture.torch_compat import quiet_fake_tensors, stride_of, without_guards
 from pellucid.capture.transform import aliases
 from pellucid.errors import InternalError
+from pellucid.ir.index import Expr
 
 
 def verify_views(graph: torch.fx.Graph) -> None:
@@ -41,5 +41,6 @@ def _verify_view(node: torch.fx.Node) -> None:
         raise InternalError(f"{node.format_node()}: {what} captured as {captured}; of its argument they are {found}")
 
 
-def _place(value: Any) -> tuple[Numbers, ...]:
-    return tuple(map(in_every_call, (value.shape, value.stride(), (value.storage_offset(),))))
+def _place(value: torch.Tensor) -> tuple[Numbers, Numbers, int | Expr]:
+    (start,) = in_every_call((value.storage_offset(),))
+    return in_every_call(value.shape), in_every_call(value.stride(), stride_of), start
