@@ -327,18 +327,31 @@ def test_depthwise_convolutions_are_kernels_with_what_follows(
     [
         ((1, 8, 3, 3), {}, "one pixel or one channel"),
         ((6, 8, 1, 3), {}, "few terms"),
-        ((6, 8, 3, 3), {}, "channels do not lie side by side"),
     ],
 )
 def test_other_convolutions_are_onednns(
     tmp_path: Path, shape: tuple[int, ...], options: dict[str, int], why: str
 ) -> None:
-    layout = torch.contiguous_format if "side by side" in why else LAST
-    x, w = torch.randn(1, 8, 6, 6).contiguous(memory_format=layout), torch.randn(shape)
+    x, w = torch.randn(1, 8, 6, 6).contiguous(memory_format=LAST), torch.randn(shape)
     result, rows = traced(lambda x, w: F.conv2d(x, w, **options), tmp_path, x, w)
     check(lambda x, w: F.conv2d(x, w, **options), result, x, w)
     (reason,) = said(rows, "lower.fallback")
     assert why in reason
+
+
+def test_a_convolution_between_planar_tensors_is_a_kernels_unless_they_have_to_be_planar(tmp_path: Path) -> None:
+    x, w = torch.randn(1, 8, 6, 6), torch.randn(6, 8, 3, 3)
+    result, rows = traced(F.conv2d, tmp_path / "free", x, w)
+    check(F.conv2d, result, x, w)
+    assert result.is_contiguous() and not said(rows, "lower.fallback")
+
+    def planar(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x.as_strided(x.shape, x.stride()), w)
+
+    result, rows = traced(planar, tmp_path / "planar", x, w)
+    check(planar, result, x, w)
+    (reason,) = said(rows, "lower.fallback")
+    assert "channels do not lie side by side" in reason
 
 
 class Separable(nn.Module):
