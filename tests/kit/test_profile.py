@@ -69,7 +69,7 @@ COUNTS = {
     # 3 x 3 over 8 channels, 16 of them out, no padding: 14 x 14 places
     "convolution": (
         lambda x, w: F.conv2d(x, w),
-        lambda: (f32(1, 8, 16, 16), f32(16, 8, 3, 3)),
+        lambda: (f32(1, 8, 16, 16).to(memory_format=torch.channels_last), f32(16, 8, 3, 3)),
         (4 * (8 * 16 * 16 + 16 * 8 * 9), 4 * 16 * 14 * 14, 2 * 16 * 14 * 14 * 8 * 9),
     ),
     # two products; scale, maximum, difference, exponential and sum of each score; a quotient of each result
