@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +57,9 @@ def channels_last(
     nodes = [node for node in graph_module.graph.nodes if _is_planar(node)]
     if not nodes:
         return graph_module, ()
-    relayout = partial(_ChannelsLast, graph_module, reads_elements, use)
     try:
+        check_graph(graph_module.graph)
+        relayout = _ChannelsLast(graph_module, reads_elements, use)
         result, why = _laid_out(nodes, relayout, library, frozen)
     except Refused as refusal:
         return graph_module, (Decision(_RULE, ("convolutions",), False, str(refusal)),)
@@ -68,13 +68,11 @@ def channels_last(
 
 def _laid_out(
     nodes: Sequence[torch.fx.Node],
-    make: Callable[[], _ChannelsLast],
+    relayout: _ChannelsLast,
     library: Library,
     frozen: Collection[torch.fx.Node],
 ) -> tuple[torch.fx.GraphModule, str]:
-    """The graph as `make` lays it out, and why it pays; raises `Refused` where it does not."""
-    check_graph(nodes[0].graph)
-    relayout = make()
+    """The graph as `relayout` makes it, and why it pays; raises `Refused` where it does not."""
     spared = sum(map(_spared, nodes))
     caused = sum(_caused(node) for node in nodes if _argument(node, "weight") not in frozen)
     image = _argument(nodes[0], "input").meta["val"]

@@ -44,17 +44,16 @@ def rows_first(
     After: `add(clone(%columns, memory_format=contiguous_format), %rows)`. The copy becomes a part of the addition.
     """
     graph = graph_module.graph
-    mixed: tuple[str, ...] = ()
-    try:
-        with without_guards(graph):
-            mixed = () if sizes_depend_on_data(graph) else tuple(node.name for node in graph.nodes if _mixed(node))
-            if not mixed:
-                return graph_module, ()
+    with without_guards(graph):
+        mixed = () if sizes_depend_on_data(graph) else tuple(node.name for node in graph.nodes if _mixed(node))
+        if not mixed:
+            return graph_module, ()
+        try:
             check_graph(graph)
             relayout = _RowsFirst(graph_module, reads_elements)
             result = relayout.run()
-    except Refused as refusal:
-        return graph_module, (Decision(_RULE, mixed, False, str(refusal)),)
+        except Refused as refusal:
+            return graph_module, (Decision(_RULE, mixed, False, str(refusal)),)
     if not relayout.turned:
         return graph_module, ()
     why = "rows are added to what eager keeps column by column, and norms or products read rows of the sums"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from pellucid.codegen.block_sizes import Pricing, Varying
+from pellucid.codegen.nest import Part
 from pellucid.ir.contraction import Choice, Contraction, lies_evenly, stride_along
 from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, const, product, var
 from pellucid.ir.nodes import Load, Store
@@ -252,17 +253,19 @@ class Blocks:
     @property
     def pixels_of_line(self) -> int:
         """The most rows of a block that follow one another in an image."""
-        return estimate(self.ranges[self.whole[-1]]) if self.whole and self.pixels_in_piece is None else self.rows
+        return estimate(self.ranges[self.whole[-1]]) if self.whole and Part.PIECE not in self.pieces else self.rows
 
     @property
-    def pixels_in_piece(self) -> Expr | None:
-        """How many pixels of a line a block has; None for all of them."""
-        return self.varying.pixels if self.varying else None
+    def pieces(self) -> dict[Part, tuple[str, Expr]]:
+        """The axes of which a block has a piece of so many points."""
+        sizes = self.varying or Varying(const(self.rows))
+        piece = {} if sizes.pixels is None else {Part.PIECE: (self.whole[-1], sizes.pixels)}
+        return {Part.CHUNK: (self.row, sizes.lines), **piece, Part.BLOCK: (self.column, const(self.columns))}
 
-    @property
-    def lines(self) -> Expr:
-        """Points of the axis `row` in a block."""
-        return self.varying.lines if self.varying else const(self.rows)
+    def points(self, axis: str) -> tuple[Expr, Expr]:
+        """The first point of an axis in a block, and how many follow it there, itself included."""
+        part = next((part for part, (name, _) in self.pieces.items() if name == axis), None)
+        return (var(part.first), var(part.last) - var(part.first)) if part else (ZERO, self.ranges[axis])
 
     def sharing(self) -> Sharing:
         """The taps of a depthwise convolution that share the reads of pixels."""
@@ -346,8 +349,7 @@ class Blocks:
     def syms(self) -> frozenset[str]:
         """The size symbols that the operands name."""
         indices = [load.index for load in self.contraction.loads]
-        indices += [self.ranges[name] for name in self.whole]
-        indices += [size for size in (self.lines, self.pixels_in_piece) if size is not None]
+        indices += [self.ranges[name] for name in self.whole] + [size for _, size in self.pieces.values()]
         indices += [each for bound in self.contraction.bounds for each in (bound.position, bound.extent)]
         if choice := self.contraction.choice:
             indices += [choice.load.index, choice.apart]
@@ -365,13 +367,10 @@ class Blocks:
 
     def _window(self, load: Load) -> Window:
         taps, channels = self._terms()
-        rows = [(self.row, var("hi") - var("lo")), *((name, self.ranges[name]) for name in self.whole)]
-        if self.pixels_in_piece is not None:
-            rows[-1] = self.whole[-1], var("stop") - var("start")
         return Window(
             load.buffer,
             self._first(load.index),
-            tuple((extent, stride_along(load.index, name)) for name, extent in rows),
+            tuple((self.points(name)[1], stride_along(load.index, name)) for name in (self.row, *self.whole)),
             tuple((self.ranges[name], stride_along(load.index, name)) for name in taps),
             product(self.ranges[name] for name in channels),
             stride_along(load.index, channels[0]) if channels else ONE,
@@ -393,10 +392,9 @@ class Blocks:
 
     def _first(self, index: Expr) -> Expr:
         """`index` at the first row, column and term of a block."""
-        first: dict[Atom, Expr] = {Var(name): ZERO for name in (*self.inner, *self.whole)}
-        if self.pixels_in_piece is not None:
-            first[Var(self.whole[-1])] = var("start")
-        return index.substitute({**first, Var(self.row): var("lo"), Var(self.column): var("from")})
+        first: dict[Atom, Expr] = {Var(name): ZERO for name in self.inner}
+        first |= {Var(name): self.points(name)[0] for name in (self.row, *self.whole, self.column)}
+        return index.substitute(first)
 
 
 def taps_of(found: Contraction, inner: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

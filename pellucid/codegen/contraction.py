@@ -14,7 +14,7 @@ from itertools import chain
 from pellucid.codegen.blocks import Blocks
 from pellucid.codegen.find_blocks import close_blocks, find_blocks, stored_at_once
 from pellucid.codegen.groups import join_groups
-from pellucid.codegen.nest import BLOCK, Part
+from pellucid.codegen.nest import BLOCK
 from pellucid.codegen.plan import Plan, grain_of
 from pellucid.codegen.roles import Roles
 from pellucid.codegen.sweeps import plan_sweeps
@@ -22,7 +22,7 @@ from pellucid.codegen.variants import CLOSE
 from pellucid.codegen.vector import base_lanes, gathered
 from pellucid.codegen.winograd import by_tiles
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import Expr, chunks, product, var
+from pellucid.ir.index import ZERO, Expr, chunks, product, var
 from pellucid.ir.nodes import CheckIndex, Kernel, Line, Load, Store, axes_of, operands
 from pellucid.machine import Machine
 from pellucid.machine.work import estimate
@@ -57,10 +57,8 @@ def _planned(
     ranges = kernel.ranges
     inside = (blocks.row, *blocks.whole, blocks.column)
     outer = tuple(axis.name for axis in rest.space if axis.name not in inside)
-    extent = product(ranges[name] for name in outer)
-    extent = extent * chunks(ranges[blocks.row], blocks.lines) * chunks(ranges[blocks.column], blocks.columns)
-    if blocks.pixels_in_piece is not None:
-        extent = extent * chunks(ranges[blocks.whole[-1]], blocks.pixels_in_piece)
+    pieces = product(chunks(ranges[name], size) for name, size in blocks.pieces.values())
+    extent = product(ranges[name] for name in outer) * pieces
     at_once = 1 if blocks.by_channel else machine.isa.products(blocks.contraction.dtype)
     steps = blocks.share * estimate(product(ranges.values())) / (machine.lanes * at_once)
     grain, parallel = grain_of(kernel, extent, steps, machine, options)
@@ -136,11 +134,9 @@ def _made_of(lines: Sequence[Line], ends: Iterable[str]) -> tuple[Line, ...]:
 
 
 def _in_block(kernel: Kernel, blocks: Blocks) -> Expr:
-    """Where a sum is in the memory of a block, whose first row is `lo` and whose first column is `from`."""
-    place = var(blocks.row) - var(Part.CHUNK.first)
-    for name in blocks.whole:
-        place = place * kernel.ranges[name] + var(name)
-    if blocks.pixels_in_piece is not None:
-        start, stop = var(Part.PIECE.first), var(Part.PIECE.last)
-        place = (var(blocks.row) - var(Part.CHUNK.first)) * (stop - start) + var(blocks.whole[-1]) - start
-    return place * blocks.columns + (var(blocks.column) - var(Part.BLOCK.first))
+    """Where a sum is in the memory of a block."""
+    place = ZERO
+    for name in (blocks.row, *blocks.whole):
+        first, count = blocks.points(name)
+        place = place * count + var(name) - first
+    return place * blocks.columns + var(blocks.column) - blocks.points(blocks.column)[0]

@@ -14,7 +14,7 @@ from pellucid.codegen.sweeps import Sweeps, plan_sweeps
 from pellucid.codegen.vector import VectorChoice, base_lanes, choose, cost, gathered
 from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import Expr, chunks, const, floordiv, product
+from pellucid.ir.index import Expr, chunks, const, product
 from pellucid.ir.nodes import Kernel, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.traffic import LINE
 from pellucid.ir.types import DType
@@ -114,11 +114,11 @@ class Plan:
     @property
     def pieces(self) -> dict[Part, tuple[str, Expr]]:
         """The axes of which an iteration of the parallel loop has a piece of so many points."""
+        if self.blocks is not None:
+            return self.blocks.pieces
         found: dict[Part, tuple[str, Expr]] = {}
         if self.inner is not None and self.chunk:
-            found[Part.CHUNK] = self.inner, self.blocks.lines if self.blocks else const(self.chunk)
-        if self.blocks is not None and self.blocks.pixels_in_piece is not None:
-            found[Part.PIECE] = self.whole[-1], self.blocks.pixels_in_piece
+            found[Part.CHUNK] = self.inner, const(self.chunk)
         if self.outer_tile is not None:
             found[Part.BLOCK] = self.outer_tile, const(self.tile_step)
         return found
@@ -290,7 +290,7 @@ def _pairwise(
     """The floating point sums that are long enough to need pairwise addition."""
     terms = product(kernel.ranges[name] for name in reduced)
     if vector in reduced:
-        terms = floordiv(terms + (width - 1), width)
+        terms = chunks(terms, width)
     if terms.value is not None and terms.value <= SHORT_SUM:
         return frozenset(), ()
     sums = [

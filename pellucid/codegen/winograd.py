@@ -94,7 +94,7 @@ def _shape(kernel: Kernel, blocks: Blocks, machine: Machine) -> tuple[Kernel, Bl
             return None
         kernel, blocks = phases, _over(blocks, phases)
     ranges = kernel.ranges
-    lines, pixels = (max(1, estimate(ranges[name])) for name in (line, pixel))
+    lines, pixels = estimate(ranges[line]), estimate(ranges[pixel])
     images = points_besides(ranges, (line, pixel, *blocks.inner, blocks.column))
     known = ranges[pixel].value is not None
     return kernel, blocks, Shape(line, pixel, images, lines, pixels, depth, columns, blocks.packed, known=known)

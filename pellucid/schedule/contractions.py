@@ -66,11 +66,12 @@ def _check_sets(first: Kernel, kernel: Kernel, found: Contraction) -> Mismatch |
     for access in (rhs for _, rhs in (*kernel.loads(), *kernel.stores()) if rhs.buffer not in known):
         steps = {name: access.index.coefficient(name) for name in found.columns}
         values = {name: step.value for name, step in steps.items() if step is not None and step.value}
-        name = min(values, key=values.__getitem__, default=None)
-        longest = max(values, key=lambda each: estimate(ranges[each]), default=None)
-        if name and longest and estimate(ranges[name]) < min(_LEAST, estimate(ranges[longest])):
-            name = longest  # along which blocks have their columns then
-        if name is None or values[name] * dtypes[access.buffer].itemsize % SAME_SET:
+        if not values:
+            continue
+        nearest, longest = min(values, key=values.__getitem__), max(values, key=lambda each: estimate(ranges[each]))
+        short = estimate(ranges[nearest]) < min(_LEAST, estimate(ranges[longest]))
+        name = longest if short else nearest  # along which blocks have their columns
+        if values[name] * dtypes[access.buffer].itemsize % SAME_SET:
             continue
         if estimate(ranges[name]) > FEW_ROWS:
             return Mismatch("contraction", f"columns of {access.buffer} lie in one set of the first cache")
