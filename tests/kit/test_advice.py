@@ -344,6 +344,14 @@ def test_the_pages_of_a_program_that_maps_memory_itself_are_not_the_allocators()
     assert found.gain == pytest.approx(1000 / (1000 - 200 * AVX2.page * 1e-3), abs=1e-3)
 
 
+def test_huge_pages_take_the_time_that_the_system_takes():
+    """One fault of 2 MiB takes many times as long as one of 4 KiB."""
+    assert not advice_of(process=Process(cores=2, page_faults=4.0)), "4 ordinary pages are nothing"
+    (found,) = advice_of(process=Process(cores=2, page_faults=4.0, system=800.0))
+    assert found.category == "page-faults" and "4 page faults in each call take 400 of 1000" in found.evidence
+    assert not advice_of(process=Process(cores=2, system=800.0)), "the system does something else"
+
+
 def test_a_block_is_checked_by_running_it_again():
     with pellucid.profile() as p:
         torch.ones(2)

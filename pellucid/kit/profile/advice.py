@@ -31,6 +31,7 @@ _COPIES = (
     "_to_copy",
 )  # not `copy_`, which writes back what is changed in place
 _SPARED_GUARDS = 0.5  # of the guards of MobileNetV2 and of 52 blocks in a sequence, with PyTorch 2.13
+_HUGE = 512  # pages in a huge one
 _SMALL = 5  # times what a call is expected to take: what takes longer does more than to be called
 
 
@@ -135,13 +136,12 @@ def _openmp_runtimes(profile: Profile, machine: Machine) -> Iterator[Found]:
 
 
 def _pages(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """Memory that comes from the system at every call: each page of it is a trip to the kernel."""
+    """Memory that comes from the system at every call: each page of it is a trip to the kernel, which fills it with
+    zeros. A huge page is one fault, and costs many times as much: the time in the system says so."""
     process = profile.process
-    saved = process.page_faults * machine.page * 1e-3
-    evidence = (
-        f"{process.page_faults:.0f} page faults in each call, of {machine.page:.0f} ns each: {saved:.0f} of "
-        f"{profile.microseconds:.0f} µs"
-    )
+    least = process.page_faults * machine.page * 1e-3
+    saved = min(max(least, process.system / max(1, profile.threads)), least * _HUGE)
+    evidence = f"{process.page_faults:.0f} page faults in each call take {saved:.0f} of {profile.microseconds:.0f} µs"
     if process.keeps_memory:
         what = "let the program keep the memory that it maps in each call, instead of asking for it again"
         yield Found("page-faults", what, (), evidence, saved)

@@ -29,9 +29,11 @@ _FASTER = 1.05  # from here on denormal numbers are looked for
 
 @dataclass
 class Watch:
-    """Sums up what is seen. ran, waited: nanoseconds of all threads."""
+    """Sums up what is seen. faults, system: in a call, each time that calls were counted; microseconds of all threads.
+    ran, waited: nanoseconds of all threads."""
 
     faults: list[float] = field(default_factory=list)
+    system: list[float] = field(default_factory=list)
     ran: int = 0
     waited: int = 0
     breaks: list[Event] = field(default_factory=list)
@@ -55,15 +57,18 @@ class Watch:
     def counting(self, calls: int) -> Iterator[None]:
         """So many calls without timers: their page faults count, and whether threads wait for a core."""
         ran, waited = scheduled()
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        before = resource.getrusage(resource.RUSAGE_SELF)
         yield
-        self.faults.append((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) / calls)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        self.faults.append((after.ru_minflt - before.ru_minflt) / calls)
+        self.system.append((after.ru_stime - before.ru_stime) * 1e6 / calls)
         now_ran, now_waited = scheduled()
         self.ran, self.waited = self.ran + max(0, now_ran - ran), self.waited + max(0, now_waited - waited)
 
     def seen(self, flushed: float = 1.0, denormals: tuple[Event, ...] = ()) -> Process:
         return Process(
             page_faults=summarise(self.faults).median if self.faults else 0.0,
+            system=summarise(self.system).median if self.system else 0.0,
             waited=self.waited / max(1, self.ran + self.waited),
             cores=usable_cores(),
             openmp=openmp_runtimes(),
