@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.test_convolution import said, traced
+from tests.integration.traced import said, traced
 from tests.support import assert_matches, tensors, widened
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

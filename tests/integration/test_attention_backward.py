@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.integration.test_attention import ATEN, FLASH, INF, KERNEL, NAN, check, heads
-from tests.integration.test_convolution import said, traced
+from tests.integration.traced import said, traced
 from tests.support import assert_matches, widened
 
 F = torch.nn.functional

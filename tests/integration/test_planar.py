@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.test_convolution import check, said, traced
-from tests.integration.test_written_attention import with_gradients
+from tests.integration.traced import check, said, traced, with_gradients
 from tests.support import assert_matches, widened
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.test_convolution import check, runs_channels_last, said, traced, trains_like_eager
-from tests.integration.test_written_attention import with_gradients
+from tests.integration.traced import check, runs_channels_last, said, traced, trains_like_eager, with_gradients
 from tests.support import assert_matches, widened
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

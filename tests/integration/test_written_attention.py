@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.integration.test_convolution import said, traced
+from tests.integration.traced import decisions, said, traced, with_gradients
 from tests.small_models import VOCABULARY, tokens
 from tests.support import assert_matches, error, widened
 
@@ -226,14 +226,6 @@ CASES = [
 ]
 
 
-def with_gradients(run: Callable[..., Any], *args: Tensor) -> tuple[Tensor, ...]:
-    """A result, and the gradients of all arguments."""
-    given = [each.detach().requires_grad_() for each in args]
-    out = run(*given)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    return (out.detach(), *torch.autograd.grad((out * weights).sum(), given))
-
-
 def trained(function: Form, folder: Path, *args: Tensor, **options: Any) -> tuple[Any, list[dict[str, str]]]:
     """The result and gradients of the compiled function, and the compiler's decisions."""
 
@@ -242,9 +234,7 @@ def trained(function: Form, folder: Path, *args: Tensor, **options: Any) -> tupl
         chosen = {"trace": str(folder), "verify": True}
         return torch.compile(function, backend="pellucid", options=chosen, **options)(*args)
 
-    results = with_gradients(run, *args)
-    _, rows = traced(torch.neg, folder, torch.ones(1))  # reads the decisions
-    return results, rows
+    return with_gradients(run, *args), decisions(folder)
 
 
 @pytest.mark.sampled
