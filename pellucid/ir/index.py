@@ -445,6 +445,8 @@ def _atom_bounds(atom: Atom, ranges: Mapping[str, Expr] | None) -> tuple[Expr, E
             return None if ranges is None or name not in ranges else (ZERO, ranges[name] - 1)
         case Val():
             return None
+        case FloorDiv(num, _) if _is_exact(num):
+            return (of_atom(atom), of_atom(atom)) if nonnegative(num) else None
         case FloorDiv(num, den):
             inner = bounds(num, ranges)
             if inner is None:
@@ -453,6 +455,11 @@ def _atom_bounds(atom: Atom, ranges: Mapping[str, Expr] | None) -> tuple[Expr, E
             return (low, high) if nonnegative(low) else None
         case Mod(_, den):
             return ZERO, den - 1
+
+
+def _is_exact(expr: Expr) -> bool:
+    """Whether symbols alone say what it is, without a remainder, whose divisor says more of its range."""
+    return not any(isinstance(atom, Var | Val | Mod) for atom in expr.atoms())
 
 
 def nonnegative(expr: Expr) -> bool:

@@ -169,6 +169,16 @@ def test_a_quotient_of_negatives_is_not_taken_for_positive():
     assert nonnegative(of_atom(FloorDiv(n - 1, const(4))))
 
 
+def test_sizes_that_are_halved_many_times_are_bounded_once():
+    """As those of images in networks of many stages: looking into each division anew at each level takes 2**40 steps."""
+    size = sym("s0")
+    for _ in range(40):
+        size = floordiv(size + 1, 2)
+    assert bounds(size, {}) == (size, size)
+    assert floordiv(size * var("i") + var("j"), size, {"j": size}) == var("i")
+    assert not in_range(size, size)
+
+
 def test_bounds_are_unknown_without_ranges():
     assert bounds(i, None) is None
     assert bounds(i + val("v0"), RANGES) is None
