@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pellucid.ir.contraction import Contraction
-from pellucid.ir.index import ONE, Expr, chunks, const, equal_piece, floordiv, product
+from pellucid.ir.index import ONE, Expr, as_expr, chunks, const, equal_piece, floordiv, product
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
 from pellucid.machine.kernels import AMX_ROWS, DEPTH
-from pellucid.machine.work import SYMBOL_GUESS, estimate
+from pellucid.machine.work import estimate
 
 # The largest block: what is read again lies in the second cache, and what is packed is used often enough.
 ROWS = 240
@@ -26,6 +26,8 @@ COLUMN_STEP = 32
 ROW_STEP = 2
 # Smaller blocks than these would pack the operands too often.
 FEWEST_ROWS = 48
+# Rows of an unknown number that one core takes rather than let another share them.
+SHARED_ROWS = 16
 # In a convolution, to gather a term for a row takes as long as so many products, which all columns share, and to pack
 # one for a column, which all rows share.
 GATHER = 3.5
@@ -118,7 +120,12 @@ def product_pricing(
 
 def rows_of(extent: Expr) -> int:
     """How many rows there are; many where sizes say it at each call: blocks for few would be slow for many."""
-    return extent.value if extent.value is not None else max(SYMBOL_GUESS, estimate(extent))
+    return extent.value if extent.value is not None else max(2 * ROWS, estimate(extent))
+
+
+def row_step(dtype: DType, machine: Machine) -> int:
+    """Rows of blocks are a multiple of it."""
+    return AMX_ROWS if machine.isa.by_tiles(dtype) else ROW_STEP
 
 
 def product_sizes(
@@ -139,7 +146,7 @@ def product_sizes(
     m, n, outer = rows_of(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
     packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
     terms, tiles = estimate(product(ranges[name] for name in found.inner)), machine.isa.by_tiles(found.dtype)
-    most, step = (MOST_TILE_ROWS, AMX_ROWS) if tiles else (ROWS, ROW_STEP)
+    most, step = MOST_TILE_ROWS if tiles else ROWS, row_step(found.dtype, machine)
     if pack and not tiles and machine.own_cache >= LARGE_CACHE:
         most = 2 * ROWS  # the right operand is packed half as often
     if not (pack or packed) and terms <= DEPTH * machine.isa.terms(found.dtype):
@@ -183,9 +190,28 @@ class Varying:
     pixels: Expr | None = None
 
 
-def split_lines(lines: Expr, most: int | Expr, share: int) -> Expr:
-    """The size of even pieces of `lines`, at most `most`. share: they come in such numbers: each core has as many."""
-    return equal_piece(lines, chunks(chunks(lines, most), share) * share)
+def split_rows(
+    found: Contraction, row: str, column: str, ranges: dict[str, Expr], machine: Machine, sizes: tuple[int, int]
+) -> Varying:
+    """Even pieces of the rows of a product. sizes: the most rows of a block, and its columns; see `product_sizes`.
+
+    Cores share out rows where they would not have as many blocks of columns.
+    """
+    most, columns = sizes
+    outer = points_besides(ranges, (row, column, *found.inner))
+    uneven = outer * -(-estimate(ranges[column]) // columns) % machine.cores > 0
+    step = max(row_step(found.dtype, machine), SHARED_ROWS if uneven else 1)
+    share = machine.cores if uneven else 1
+    return Varying(split_lines(ranges[row], most - most % step, share, step))
+
+
+def split_lines(lines: Expr, most: int | Expr, share: int, step: int = 1) -> Expr:
+    """The size of even pieces of `lines`: a multiple of `step`, and at most `most`, which is one too.
+
+    share: they come in such numbers, so that each core has as many.
+    """
+    pieces = chunks(lines, as_expr(most) * share) * share
+    return equal_piece(lines, pieces * step) * step
 
 
 def split_image(lines: Expr, pixels: Expr, most: int, unit: int, share: int) -> Varying:

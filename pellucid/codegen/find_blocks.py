@@ -28,6 +28,7 @@ from pellucid.codegen.block_sizes import (
     speed_up,
     split_image,
     split_lines,
+    split_rows,
 )
 from pellucid.codegen.blocks import Blocks, Groups, Order, area_of, taps_of
 from pellucid.codegen.roles import Roles
@@ -188,6 +189,9 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
     pack = 0.0 if packed else PACK
     size = partial(product_sizes, found, row, column, ranges, machine, pack, made=made)
     (height, width), apart = size(shared=not found.choice), size(shared=False)
+    if ranges[row].value is None and not found.choice:
+        varying = split_rows(found, row, column, ranges, machine, (height, width))
+        return Blocks(found, row, (), column, found.inner, height, width, ranges, varying=varying)
     pricing = product_pricing(found, row, column, ranges, machine, pack)
     others = (
         apart,

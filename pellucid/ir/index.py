@@ -371,7 +371,9 @@ def chunks(extent: Expr, step: Expr | int) -> Expr:
 
 
 def equal_piece(extent: Expr, count: Expr) -> Expr:
-    """The size of `count` equal pieces of `extent`, at least 1."""
+    """The size of `count` equal pieces of `extent`, at least 1. count: at least 1 if there are points."""
+    if nonnegative(extent - 1):
+        return chunks(extent, count)
     none = floordiv(ONE, extent + 1)  # 1 if there are no points, else 0: so nothing is divided by 0
     return chunks(extent, count + none) + none
 
@@ -462,15 +464,26 @@ def _is_exact(expr: Expr) -> bool:
     return not any(isinstance(atom, Var | Val | Mod) for atom in expr.atoms())
 
 
+@lru_cache(maxsize=65536)
 def nonnegative(expr: Expr) -> bool:
     """True if `expr >= 0` can be shown for all symbols of their least value or more, axis counters being at least 0."""
     constant = 0
     for monomial, coefficient in expr.terms:
         if monomial and (coefficient < 0 or not all(_atom_nonnegative(atom) for atom in monomial)):
             return False
-        if all(isinstance(atom, Sym) and least(atom.name) == 1 for atom in monomial):  # the product is at least 1
+        if all(_atom_positive(atom) for atom in monomial):  # the product is at least 1
             constant += coefficient
     return constant >= 0
+
+
+def _atom_positive(atom: Atom) -> bool:
+    match atom:
+        case Sym(name):
+            return least(name) == 1
+        case FloorDiv(num, den):
+            return nonnegative(num - den)
+        case _:
+            return False
 
 
 def _atom_nonnegative(atom: Atom) -> bool:

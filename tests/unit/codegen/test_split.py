@@ -39,3 +39,21 @@ def test_pieces_of_lines_come_in_shares(share: int) -> None:
         assert 1 <= piece <= 8
         if lines % share == 0 and lines // share in (1, 2, 4, 8, 16):
             assert -(-lines // piece) % share == 0
+
+
+@pytest.mark.parametrize("share", [1, 2, 3])
+@pytest.mark.parametrize(("most", "step"), [(480, 2), (240, 16), (256, 16), (16, 16)])
+def test_pieces_of_rows_are_multiples_of_a_step(most: int, step: int, share: int) -> None:
+    size = split_lines(LINES, most, share, step)
+    for rows in SIZES:
+        piece = sized(size, rows)
+        assert step <= piece <= most and piece % step == 0
+        pieces, fewest = -(-rows // piece), -(-rows // most)
+        assert pieces <= -(-fewest // share) * share, "no more pieces than shares ask for"
+        if rows >= share * share * step and fewest <= share:
+            assert pieces == share
+
+
+def test_sizes_that_are_at_least_one_need_no_care_for_zero() -> None:
+    """Sums of divisions stand in the loop of every kernel, where people read them."""
+    assert str(split_lines(sym("s0"), 480, 1)) == "((s0 - 1) // ((s0 + 479) // 480)) + 1"
