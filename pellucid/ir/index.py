@@ -468,12 +468,25 @@ def _is_exact(expr: Expr) -> bool:
 def nonnegative(expr: Expr) -> bool:
     """True if `expr >= 0` can be shown for all symbols of their least value or more, axis counters being at least 0."""
     constant = 0
-    for monomial, coefficient in expr.terms:
+    for monomial, coefficient in _at_most(expr).terms:
         if monomial and (coefficient < 0 or not all(_atom_nonnegative(atom) for atom in monomial)):
             return False
         if all(_atom_positive(atom) for atom in monomial):  # the product is at least 1
             constant += coefficient
     return constant >= 0
+
+
+def _at_most(expr: Expr) -> Expr:
+    """`expr` or less, with no quotient taken away: `n - 8*(n // 8)` is at least `n - n`."""
+    for monomial, coefficient in expr.terms:
+        for number, atom in enumerate(monomial):
+            if coefficient > 0 or not isinstance(atom, FloorDiv):
+                continue
+            den, rest = atom.den.value, monomial[:number] + monomial[number + 1 :]
+            if den and coefficient % den == 0 and all(_atom_nonnegative(other) for other in rest):
+                quotient, least_of_it = Expr({monomial: coefficient}), Expr({rest: coefficient // den}) * atom.num
+                return _at_most(expr - quotient + least_of_it)
+    return expr
 
 
 def _atom_positive(atom: Atom) -> bool:

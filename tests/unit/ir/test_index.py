@@ -179,6 +179,19 @@ def test_sizes_that_are_halved_many_times_are_bounded_once():
     assert not in_range(size, size)
 
 
+def test_windows_end_within_the_image_that_says_how_many_there_are():
+    """No mask for what a convolution without padding reads, whatever the size: the last window ends with it or before."""
+    height = sym("s0")
+    windows = floordiv(height - 16, 10) + 1
+    place = var("at") * 10 + var("tap")
+    assert in_range(place, height, {"at": windows, "tap": const(16)})
+    assert not in_range(place, height, {"at": windows, "tap": const(17)})
+    assert not in_range(place, height, {"at": windows + 1, "tap": const(16)})
+    width = sym("s1")
+    assert nonnegative(height * width - floordiv(width, 8) * height * 8)
+    assert not nonnegative(sym("n0") * width - floordiv(width, 8) * sym("n0") * 8), "which may be negative"
+
+
 def test_bounds_are_unknown_without_ranges():
     assert bounds(i, None) is None
     assert bounds(i + val("v0"), RANGES) is None
