@@ -13,7 +13,7 @@ from pellucid.capture.fx import decide, dtype_of, elements_of
 from pellucid.capture.relayout import ReadsElements, Refused, Relayout, base_of, check_graph, source_of
 from pellucid.capture.torch_compat import size_hint, without_guards
 from pellucid.capture.transform import may_write, returned
-from pellucid.ir.contraction import DTYPES, MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS, MOST_TAPS
+from pellucid.ir.contraction import DTYPES, MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS, MOST_TAPS, packs_taps
 from pellucid.ir.decision import Decision
 from pellucid.machine.library import Library
 
@@ -184,8 +184,10 @@ def _caused(node: torch.fx.Node) -> int:
     size, taps = math.prod(shape), math.prod(shape[2:])
     if taps == 1:
         return 0
-    read = 0 if weight.dtype is torch.float32 and taps <= MOST_TAPS else size
-    return read + size if node.target is _BACKWARD else read
+    if node.target is _BACKWARD:
+        return size if weight.dtype is torch.float32 and taps <= MOST_TAPS else 2 * size
+    pixels = elements_of(node) // shape[0]
+    return 0 if weight.dtype is torch.float32 and packs_taps(shape, _argument(node, "groups"), pixels) else size
 
 
 class _ChannelsLast(Relayout):

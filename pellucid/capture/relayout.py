@@ -140,7 +140,8 @@ class Relayout:
                 return copy
             self.graph.erase_node(copy)
         copy = self.graph.node_copy(node, self._as_captured)
-        if not self._evaluated(copy):
+        as_it_was = all(_place(self._as_captured(each)) == _place(each) for each in node.all_input_nodes)
+        if not (as_it_was or self._evaluated(copy)):
             raise Refused(f"{node.name} does not take its arguments again")
         return copy
 

@@ -284,6 +284,10 @@ def _windows(
     inner = spread or _outermost_first(found.inner, left.index)
     taps, channels = (inner[:-1], inner[-1:]) if spread else taps_of(found, inner)
     planes = not lies_evenly(right.index, inner, ranges)
+    if planes and not channels:  # the image of one channel was transposed, the weight was not
+        inner = _outermost_first(found.inner, right.index)
+        taps, channels = taps_of(found, inner)
+        planes = not lies_evenly(right.index, inner, ranges)
     if planes and found.dtype is not DType.F32:
         return None
     if planes and not (
@@ -357,7 +361,11 @@ def _spread(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, ...] | No
     bounded = frozenset[str]().union(*(bound.position.vars() for bound in found.bounds))
     left, right = (load.index for load in found.loads)
     few = [name for name in found.inner if name not in bounded and estimate(ranges[name]) <= MOST_SPREAD_CHANNELS]
-    orders = [(_outermost_first((each for each in found.inner if each != name), left), name) for name in few]
+    orders = [
+        (_outermost_first([each for each in found.inner if each != name], operand), name)
+        for operand in (left, right)  # which differ where the image was transposed
+        for name in few
+    ]
     lying = (
         (*taps, name)
         for taps, name in orders

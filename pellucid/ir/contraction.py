@@ -19,7 +19,8 @@ matrices terms choose: both loads have the mask that `v`, loaded for the term, i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pellucid.ir.index import ONE, ZERO, Expr, Val, const, var
@@ -48,12 +49,33 @@ MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS = 4, 192
 MOST_TAPS = 128
 """Taps of a weight in f32 that may lie side by side: a kernel packs those of some channels together."""
 
+_FEW_TAPS, _RUN = 12, 16
+"""Of a weight with so few taps side by side, a kernel takes at least so many channels at a time, a register of them."""
+
+_COLUMNS = 128
+"""Columns of a block, for which windows are gathered once."""
+
 GROUP_WEIGHTS = 192 << 10
 """Floats of the weights of several groups that a block packs on the stack; of a convolution that needs more there is no
 kernel."""
 
 ENDLESS = const(1 << 62)
 """The extent of a bound without an upper end."""
+
+
+def packs_taps(shape: Sequence[int], groups: int, pixels: int) -> bool:
+    """True if a weight in f32 with all taps side by side is as well for a kernel as a channels-last copy of it.
+
+    shape: outputs, channels of a group, taps. pixels: of all results. With many taps a kernel packs few channels at a
+    time, and gathers windows in short runs: for each pixel and term that costs as much as for each output to copy it.
+    """
+    outputs, channels, *sides = shape
+    taps = math.prod(sides)
+    spread = groups == 1 and channels <= MOST_SPREAD_CHANNELS and channels * taps <= MOST_SPREAD_TERMS
+    if taps <= _FEW_TAPS or spread or (groups > 1 and channels < _RUN):
+        return taps <= MOST_TAPS
+    gathered = pixels * groups * -(-outputs // (groups * _COLUMNS))
+    return taps <= MOST_TAPS and gathered < outputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,15 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.fx import whole
-from pellucid.ir.contraction import DTYPES, GROUP_WEIGHTS, MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS, MOST_TAPS
+from pellucid.capture.fx import elements_of, whole
+from pellucid.ir.contraction import (
+    DTYPES,
+    GROUP_WEIGHTS,
+    MOST_SPREAD_CHANNELS,
+    MOST_SPREAD_TERMS,
+    MOST_TAPS,
+    packs_taps,
+)
 from pellucid.ir.index import ONE, ZERO, const, floordiv, mod, nonnegative, product
 from pellucid.ir.nodes import View
 from pellucid.ir.strides import lies
@@ -52,7 +59,7 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     if not graph.contract:
         raise NotLowered(OFF)
     check_rate(graph, given["input"].dtype, "convolution")
-    given = {**given, "weight": _uncopied(graph, node, given["weight"])}
+    given = {**given, "weight": _uncopied(graph, node, given)}
     unpadded = _unpadded(graph, node, given)
     if unpadded is None:
         _check_direct(given, whole(node.name, node.meta["val"]))
@@ -79,13 +86,17 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     return result
 
 
-def _uncopied(graph: ProgramBuilder, node: torch.fx.Node, weight: TensorRef) -> TensorRef:
+def _uncopied(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, Any]) -> TensorRef:
     """The weight, or what it is a channels-last copy of where kernels read that as well: contiguous, with few taps."""
-    source = node.args[1]
+    source, weight = node.args[1], given["weight"]
     if not isinstance(source, torch.fx.Node) or source.target is not torch.ops.aten.clone.default:
         return weight
-    original = graph.value(source.args[0])
-    return original if _lies_by_plane(original) and original.dtype is weight.dtype is DType.F32 else weight
+    original, shape = graph.value(source.args[0]), [size.value for size in weight.shape]
+    if original.dtype is not weight.dtype or weight.dtype is not DType.F32 or not _lies_by_plane(original):
+        return weight
+    known = [size for size in shape if size is not None]
+    reads = len(known) == len(shape) and packs_taps(known, given["groups"], elements_of(node) // max(1, known[0]))
+    return original if reads else weight
 
 
 def _lies_by_plane(weight: TensorRef) -> bool:

@@ -484,6 +484,43 @@ def test_images_of_few_channels_are_read_as_they_lie(
         assert sum(text.count("contract_spread") for text in sources) == (kernel[1] > 1), "one channel has no axis"
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_images_of_few_channels_that_are_transposed_are_multiplied_block_by_block(
+    tmp_path: Path, padding: int, channels: int, dynamic: bool | None
+) -> None:
+    """As spectrograms are; their taps follow one another in another order than those of the weight."""
+    convolution = nn.Conv2d(channels, 24, (5, 7), stride=3, padding=padding).eval()
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = convolution
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.convolution(x.transpose(2, 3)).flatten(2).transpose(1, 2)
+
+    model, x = Transposed().eval(), torch.randn(2, channels, 41, 30)
+    result, rows = traced(model, tmp_path, x, dynamic=dynamic)
+    with torch.no_grad():
+        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
+    assert not said(rows, "lower.fallback") and said(rows, "codegen.contract")
+
+
+@pytest.mark.parametrize(("size", "copied"), [(4, False), (7, False), (24, True)])
+def test_a_weight_of_many_taps_is_copied_for_many_pixels(tmp_path: Path, size: int, copied: bool) -> None:
+    """A kernel packs few of its channels at a time, and gathers windows in runs as short."""
+    model, x = nn.Conv2d(32, 64, 5, padding=2).eval(), torch.randn(1, 32, size, size)
+    x = x.contiguous(memory_format=LAST)
+    result, _ = traced(model, tmp_path, x)
+    with torch.no_grad():
+        assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
+    (table,) = tmp_path.rglob("kernels.csv")
+    names = [row["kernel"] for row in csv.DictReader(table.open())]
+    assert any(name.startswith("clone") for name in names) == copied
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("channels", [3, 20])
 @pytest.mark.parametrize("where", ["image", "weight"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ LAYERS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "depthwise, in steps": (24, lambda: nn.Conv2d(24, 24, 3, 2, 1, groups=24)),
     "groups": (32, lambda: nn.Conv2d(32, 64, 3, padding=1, groups=4)),
     "few channels": (3, lambda: nn.Conv2d(3, 32, 7, 2, 3)),
+    "many taps": (16, lambda: nn.Conv2d(16, 40, 5, padding=2)),
     "transposed": (16, lambda: nn.ConvTranspose2d(16, 24, 4, 2, 1)),
     "residual": (24, lambda: Residual()),
     "tokens": (16, lambda: nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.Flatten(2), nn.GELU())),
@@ -117,6 +119,28 @@ def test_a_network_lies_channels_last_for_images_of_any_size(tmp_path: Path) -> 
             assert [each.stride() for each in results] == [each.stride() for each in eager]
             assert_matches([*results], [*eager], [*copy.deepcopy(module).double()(x.double())])
     assert graphs(tmp_path) == 1
+    assert [row["ok"] for row in decisions(tmp_path, "transform.channels-last")] == ["1"]
+
+
+def test_a_view_whose_sizes_were_rounded_keeps_what_it_was_captured_with(tmp_path: Path) -> None:
+    """Nothing says of sizes that come from floats whether there is such a view; where nothing moved, there is."""
+
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.last(self.first(x).relu())
+            high, wide = math.ceil(y.shape[2] / 2), math.ceil(y.shape[3] / 2)
+            return y.view(y.shape[0] * 32 * high, 2, wide, 2).transpose(1, 2).flatten(1)
+
+    module = Patches().eval()
+    given = [torch.randn(2, 16, *size) for size in ((30, 42), (8, 8), (60, 12))]
+    run = of_any_size(module, tmp_path, given[0])
+    with torch.no_grad():
+        for x in given:
+            assert_matches([run(x)], [module(x)], [copy.deepcopy(module).double()(x.double())])
     assert [row["ok"] for row in decisions(tmp_path, "transform.channels-last")] == ["1"]
 
 

@@ -174,7 +174,8 @@ class Process:
     """What was seen of the process beside times.
 
     page_faults: in a call of the program without timers. system: microseconds of all threads in the system's kernel in
-    such a call. waited: the share of the time in which its threads could run and had no core. cores: that it may use; 0 where nobody looked. openmp: the OpenMP runtimes in it, as paths.
+    such a call. waited: the share of the time in which its threads could run and had no core. cores: that it may use; 0
+    where nobody looked. openmp: the OpenMP runtimes in it, as paths.
     keeps_memory: whether its allocator keeps large blocks that were freed. graph_breaks, recompilations: those while
     the program was compiled, and those after it had run.
     flushed: how many times as fast it is while denormal numbers count as zeros. denormals: calls of operators of eager

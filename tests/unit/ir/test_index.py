@@ -170,7 +170,7 @@ def test_a_quotient_of_negatives_is_not_taken_for_positive():
 
 
 def test_sizes_that_are_halved_many_times_are_bounded_once():
-    """As those of images in networks of many stages: looking into each division anew at each level takes 2**40 steps."""
+    """As of images in networks of many stages: to look into each division anew at each level takes 2**40 steps."""
     size = sym("s0")
     for _ in range(40):
         size = floordiv(size + 1, 2)
@@ -180,7 +180,7 @@ def test_sizes_that_are_halved_many_times_are_bounded_once():
 
 
 def test_windows_end_within_the_image_that_says_how_many_there_are():
-    """No mask for what a convolution without padding reads, whatever the size: the last window ends with it or before."""
+    """No mask for what a convolution without padding reads: its last window ends with the image, or before."""
     height = sym("s0")
     windows = floordiv(height - 16, 10) + 1
     place = var("at") * 10 + var("tap")

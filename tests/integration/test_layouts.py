@@ -216,6 +216,7 @@ def test_a_view_between_convolutions_that_channels_last_has_not_gets_a_copy(tmp_
 @pytest.mark.parametrize("groups", [1, 4, 16])
 @pytest.mark.parametrize("affine", [False, True])
 def test_group_norms_between_convolutions_keep_channels_last(tmp_path: Path, groups: int, affine: bool) -> None:
+    torch.manual_seed(0)  # the gradient of a bias that a norm takes away again is nothing but rounding
     norms = [nn.GroupNorm(groups, 16, affine=affine) for _ in range(2)]
     for norm in norms if affine else []:
         nn.init.normal_(norm.weight)
