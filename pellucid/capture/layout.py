@@ -186,7 +186,7 @@ def _caused(node: torch.fx.Node) -> int:
         return 0
     if node.target is _BACKWARD:
         return size if weight.dtype is torch.float32 and taps <= MOST_TAPS else 2 * size
-    pixels = elements_of(node) // shape[0]
+    pixels = elements_of(node) // max(1, shape[0])
     return 0 if weight.dtype is torch.float32 and packs_taps(shape, _argument(node, "groups"), pixels) else size
 
 

@@ -447,7 +447,7 @@ def _atom_bounds(atom: Atom, ranges: Mapping[str, Expr] | None) -> tuple[Expr, E
             return None if ranges is None or name not in ranges else (ZERO, ranges[name] - 1)
         case Val():
             return None
-        case FloorDiv(num, _) if _is_exact(num):
+        case FloorDiv(num, den) if _is_exact(num) and _is_exact(den):
             return (of_atom(atom), of_atom(atom)) if nonnegative(num) else None
         case FloorDiv(num, den):
             inner = bounds(num, ranges)

@@ -26,6 +26,7 @@ from pellucid.ir.types import DType
 from pellucid.lower.contraction import check_rate
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
+from pellucid.machine.work import estimate
 
 _ONEDNN = "convolution: oneDNN computes it"
 OFF = "convolution: oneDNN computes it, as the option `contract` asks"
@@ -91,12 +92,10 @@ def _uncopied(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, An
     source, weight = node.args[1], given["weight"]
     if not isinstance(source, torch.fx.Node) or source.target is not torch.ops.aten.clone.default:
         return weight
-    original, shape = graph.value(source.args[0]), [size.value for size in weight.shape]
-    if original.dtype is not weight.dtype or weight.dtype is not DType.F32 or not _lies_by_plane(original):
-        return weight
-    known = [size for size in shape if size is not None]
-    reads = len(known) == len(shape) and packs_taps(known, given["groups"], elements_of(node) // max(1, known[0]))
-    return original if reads else weight
+    original, shape = graph.value(source.args[0]), [estimate(size) for size in weight.shape]
+    by_plane = _lies_by_plane(original) and original.dtype is weight.dtype is DType.F32
+    pixels = elements_of(node) // max(1, shape[0])
+    return original if by_plane and packs_taps(shape, given["groups"], pixels) else weight
 
 
 def _lies_by_plane(weight: TensorRef) -> bool:
