@@ -105,7 +105,7 @@ def _mixed(node: torch.fx.Node) -> bool:
 
 
 def _by_rows(tensor: torch.Tensor) -> bool:
-    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    return bool(tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
 
 
 def _rows_are_read(node: torch.fx.Node) -> bool:
