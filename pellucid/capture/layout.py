@@ -186,8 +186,8 @@ def _caused(node: torch.fx.Node) -> int:
         return 0
     if node.target is _BACKWARD:
         return size if weight.dtype is torch.float32 and taps <= MOST_TAPS else 2 * size
-    pixels = elements_of(node) // max(1, shape[0])
-    return 0 if weight.dtype is torch.float32 and packs_taps(shape, _argument(node, "groups"), pixels) else size
+    as_it_lies = packs_taps(shape, _argument(node, "groups"), elements_of(node))
+    return 0 if weight.dtype is torch.float32 and as_it_lies else size
 
 
 class _ChannelsLast(Relayout):

@@ -133,15 +133,14 @@ class Relayout:
     def _call(self, node: torch.fx.Node) -> torch.fx.Node:
         if self._takes_any_layout(node):
             copy = self.graph.node_copy(node, self.new.__getitem__)
-            as_it_was = all(_place(self.new[each]) == _place(each) for each in node.all_input_nodes)
+            as_it_was = _takes_the_same(node, self.new.__getitem__)
             if not self.lay_out(copy, node) and as_it_was:
                 return copy  # its fake result is what it was
             if self._evaluated(copy):
                 return copy
             self.graph.erase_node(copy)
         copy = self.graph.node_copy(node, self._as_captured)
-        as_it_was = all(_place(self._as_captured(each)) == _place(each) for each in node.all_input_nodes)
-        if not (as_it_was or self._evaluated(copy)):
+        if not (_takes_the_same(node, self._as_captured) or self._evaluated(copy)):
             raise Refused(f"{node.name} does not take its arguments again")
         return copy
 
@@ -300,6 +299,11 @@ def _place(node: torch.fx.Node) -> list[Numbers]:
         (*in_every_call(tensor.stride(), stride_of), *in_every_call((tensor.storage_offset(),)))
         for tensor in _tensors(node)
     ]
+
+
+def _takes_the_same(node: torch.fx.Node, new: Callable[[torch.fx.Node], torch.fx.Node]) -> bool:
+    """True if what stands for the operands of a call lies as these do."""
+    return all(_place(new(each)) == _place(each) for each in node.all_input_nodes)
 
 
 def in_every_call(values: Iterable[int | torch.SymInt], expression: Callable[..., Expr] = expr_of) -> Numbers:

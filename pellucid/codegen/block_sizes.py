@@ -9,16 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from pellucid.ir.contraction import Contraction
+from pellucid.ir.contraction import COLUMNS, Contraction
 from pellucid.ir.index import ONE, Expr, as_expr, chunks, const, equal_piece, floordiv, product
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
 from pellucid.machine.kernels import AMX_ROWS, DEPTH
 from pellucid.machine.work import estimate
 
-# The largest block: what is read again lies in the second cache, and what is packed is used often enough.
+# Rows of the largest block: what is read again lies in the second cache.
 ROWS = 240
-COLUMNS = 128
 # Bytes of the second cache from which on it holds twice as many rows, beside what is packed for them.
 LARGE_CACHE = 1 << 20
 # Blocks are multiples of these: columns of two registers of AVX-512; rows of little, so that blocks are equal.
@@ -200,8 +199,9 @@ def split_rows(
     most, columns = sizes
     outer = points_besides(ranges, (row, column, *found.inner))
     uneven = outer * -(-estimate(ranges[column]) // columns) % machine.cores > 0
-    step = max(row_step(found.dtype, machine), SHARED_ROWS if uneven else 1)
-    share = machine.cores if uneven else 1
+    step, share = row_step(found.dtype, machine), 1
+    if uneven:
+        step, share = max(step, SHARED_ROWS), machine.cores
     return Varying(split_lines(ranges[row], most - most % step, share, step))
 
 

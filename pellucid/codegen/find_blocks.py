@@ -8,7 +8,6 @@ from functools import partial
 
 from pellucid.codegen.block_sizes import (
     COLUMN_STEP,
-    COLUMNS,
     FETCH,
     FEWEST_ROWS,
     GATHER,
@@ -33,6 +32,7 @@ from pellucid.codegen.block_sizes import (
 from pellucid.codegen.blocks import Blocks, Groups, Order, area_of, taps_of
 from pellucid.codegen.roles import Roles
 from pellucid.ir.contraction import (
+    COLUMNS,
     GROUP_WEIGHTS,
     MOST_SPREAD_CHANNELS,
     MOST_SPREAD_TERMS,

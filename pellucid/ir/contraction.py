@@ -52,8 +52,8 @@ MOST_TAPS = 128
 _FEW_TAPS, _RUN = 12, 16
 """Of a weight with so few taps side by side, a kernel takes at least so many channels at a time, a register of them."""
 
-_COLUMNS = 128
-"""Columns of a block, for which windows are gathered once."""
+COLUMNS = 128
+"""Columns of the largest block: windows are gathered once for them, and what is packed is used often enough."""
 
 GROUP_WEIGHTS = 192 << 10
 """Floats of the weights of several groups that a block packs on the stack; of a convolution that needs more there is no
@@ -63,18 +63,18 @@ ENDLESS = const(1 << 62)
 """The extent of a bound without an upper end."""
 
 
-def packs_taps(shape: Sequence[int], groups: int, pixels: int) -> bool:
+def packs_taps(shape: Sequence[int], groups: int, results: int) -> bool:
     """True if a weight in f32 with all taps side by side is as well for a kernel as a channels-last copy of it.
 
-    shape: outputs, channels of a group, taps. pixels: of all results. With many taps a kernel packs few channels at a
-    time, and gathers windows in short runs: for each pixel and term that costs as much as for each output to copy it.
+    shape: outputs, channels of a group, taps. results: elements. With many taps a kernel packs few channels at a time,
+    and gathers windows in short runs: for each pixel and term that costs as much as for each output to copy it.
     """
     outputs, channels, *sides = shape
     taps = math.prod(sides)
     spread = groups == 1 and channels <= MOST_SPREAD_CHANNELS and channels * taps <= MOST_SPREAD_TERMS
     if taps <= _FEW_TAPS or spread or (groups > 1 and channels < _RUN):
         return taps <= MOST_TAPS
-    gathered = pixels * groups * -(-outputs // (groups * _COLUMNS))
+    gathered = results // max(1, outputs) * groups * -(-outputs // (groups * COLUMNS))
     return taps <= MOST_TAPS and gathered < outputs
 
 

@@ -422,6 +422,8 @@ def bounds(expr: Expr, ranges: Mapping[str, Expr] | None) -> tuple[Expr, Expr] |
 
     An axis that is missing from `ranges`, or a value, has no known bounds.
     """
+    if _is_exact(expr):
+        return expr, expr
     low, high = ZERO, ZERO
     for monomial, coefficient in expr.terms:
         term_low, term_high = const(coefficient), const(coefficient)
@@ -447,8 +449,6 @@ def _atom_bounds(atom: Atom, ranges: Mapping[str, Expr] | None) -> tuple[Expr, E
             return None if ranges is None or name not in ranges else (ZERO, ranges[name] - 1)
         case Val():
             return None
-        case FloorDiv(num, den) if _is_exact(num) and _is_exact(den):
-            return (of_atom(atom), of_atom(atom)) if nonnegative(num) else None
         case FloorDiv(num, den):
             inner = bounds(num, ranges)
             if inner is None:
@@ -468,7 +468,7 @@ def _is_exact(expr: Expr) -> bool:
 def nonnegative(expr: Expr) -> bool:
     """True if `expr >= 0` can be shown for all symbols of their least value or more, axis counters being at least 0."""
     constant = 0
-    for monomial, coefficient in _at_most(expr).terms:
+    for monomial, coefficient in _without_quotients(expr).terms:
         if monomial and (coefficient < 0 or not all(_atom_nonnegative(atom) for atom in monomial)):
             return False
         if all(_atom_positive(atom) for atom in monomial):  # the product is at least 1
@@ -476,16 +476,16 @@ def nonnegative(expr: Expr) -> bool:
     return constant >= 0
 
 
-def _at_most(expr: Expr) -> Expr:
+def _without_quotients(expr: Expr) -> Expr:
     """`expr` or less, with no quotient taken away: `n - 8*(n // 8)` is at least `n - n`."""
     for monomial, coefficient in expr.terms:
-        for number, atom in enumerate(monomial):
-            if coefficient > 0 or not isinstance(atom, FloorDiv):
+        for number, atom in enumerate(monomial if coefficient < 0 else ()):
+            if not isinstance(atom, FloorDiv):
                 continue
             den, rest = atom.den.value, monomial[:number] + monomial[number + 1 :]
-            if den and coefficient % den == 0 and all(_atom_nonnegative(other) for other in rest):
-                quotient, least_of_it = Expr({monomial: coefficient}), Expr({rest: coefficient // den}) * atom.num
-                return _at_most(expr - quotient + least_of_it)
+            if den and coefficient % den == 0 and all(map(_atom_nonnegative, rest)):
+                less = Expr({rest: coefficient // den}) * atom.num
+                return _without_quotients(expr - Expr({monomial: coefficient}) + less)
     return expr
 
 

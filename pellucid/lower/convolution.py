@@ -94,8 +94,7 @@ def _uncopied(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, An
         return weight
     original, shape = graph.value(source.args[0]), [estimate(size) for size in weight.shape]
     by_plane = _lies_by_plane(original) and original.dtype is weight.dtype is DType.F32
-    pixels = elements_of(node) // max(1, shape[0])
-    return original if by_plane and packs_taps(shape, given["groups"], pixels) else weight
+    return original if by_plane and packs_taps(shape, given["groups"], elements_of(node)) else weight
 
 
 def _lies_by_plane(weight: TensorRef) -> bool:

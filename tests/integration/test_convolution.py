@@ -19,7 +19,15 @@ from pellucid.machine.library import Library
 from pellucid.native.build import default_toolchain
 from pellucid.native.machine import REFERENCE, machine_for
 from pellucid.native.toolchain import has_tiles
-from tests.integration.traced import check, decisions, runs_channels_last, said, traced, trains_like_eager
+from tests.integration.traced import (
+    check,
+    decisions,
+    names_of_kernels,
+    runs_channels_last,
+    said,
+    traced,
+    trains_like_eager,
+)
 from tests.support import assert_matches
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -448,8 +456,7 @@ def test_an_image_that_was_padded_with_zeros_is_read_itself(
     result, _ = traced(padded, tmp_path, x, weight)
     expected = padded(x.double(), weight.double())
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4, equal_nan=True)
-    (table,) = tmp_path.rglob("kernels.csv")
-    assert not [row["kernel"] for row in csv.DictReader(table.open()) if "pad" in row["kernel"]]
+    assert not [name for name in names_of_kernels(tmp_path) if "pad" in name]
 
 
 FEW_CHANNELS = [
@@ -477,8 +484,7 @@ def test_images_of_few_channels_are_read_as_they_lie(
         result, rows = traced(model, tmp_path / str(number), x, freeze=freeze)
         with torch.no_grad():
             assert_matches(result, model(x), copy.deepcopy(model).double()(x.double()))
-        (table,) = (tmp_path / str(number)).rglob("kernels.csv")
-        names = [row["kernel"] for row in csv.DictReader(table.open())]
+        names = names_of_kernels(tmp_path / str(number))
         assert not said(rows, "lower.fallback") and not [name for name in names if name.startswith("clone")]
         sources = [file.read_text() for file in (tmp_path / str(number)).rglob("*.cpp")]
         assert sum(text.count("contract_spread") for text in sources) == (kernel[1] > 1), "one channel has no axis"
@@ -516,9 +522,7 @@ def test_a_weight_of_many_taps_is_copied_for_many_pixels(tmp_path: Path, size: i
     result, _ = traced(model, tmp_path, x)
     with torch.no_grad():
         assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
-    (table,) = tmp_path.rglob("kernels.csv")
-    names = [row["kernel"] for row in csv.DictReader(table.open())]
-    assert any(name.startswith("clone") for name in names) == copied
+    assert any(name.startswith("clone") for name in names_of_kernels(tmp_path)) == copied
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

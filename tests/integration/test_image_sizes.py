@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.integration import traced
 from tests.support import assert_matches, widened
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -68,8 +68,7 @@ def of_any_size(module: nn.Module, folder: Path, x: torch.Tensor, **options: Any
 
 
 def decisions(folder: Path, rule: str) -> list[dict[str, str]]:
-    files = sorted(folder.rglob("decisions.csv"))
-    return [row for file in files for row in csv.DictReader(file.open()) if row["rule"] == rule]
+    return [row for row in traced.decisions(folder) if row["rule"] == rule]
 
 
 def graphs(folder: Path) -> int:

@@ -13,8 +13,6 @@ from torch import nn
 
 from tests.support import assert_matches, widened
 
-F = torch.nn.functional
-
 
 def traced(
     function: Callable[..., Any],
@@ -35,6 +33,12 @@ def traced(
 
 def decisions(folder: Path) -> list[dict[str, str]]:
     return [row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open())]
+
+
+def names_of_kernels(folder: Path) -> list[str]:
+    """Of the one program of a run, calls of ATen included."""
+    (table,) = folder.rglob("kernels.csv")
+    return [row["kernel"] for row in csv.DictReader(table.open())]
 
 
 def said(rows: list[dict[str, str]], rule: str) -> list[str]:
