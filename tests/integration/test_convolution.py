@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -317,7 +316,7 @@ def test_narrow_types(tmp_path: Path, dtype: torch.dtype, freeze: bool) -> None:
     wide = [copy.deepcopy(model).double()(x.double()).relu() for model, x in zip(models, args, strict=True)]
     with torch.no_grad():
         assert_matches(compiled(*args), function(*args), wide)
-    rows = [row for file in tmp_path.rglob("decisions.csv") for row in csv.DictReader(file.open())]
+    rows = decisions(tmp_path)
     assert not said(rows, "lower.fallback") and len(said(rows, "codegen.contract")) == len(layers)
 
 

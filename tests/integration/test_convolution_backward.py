@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from pellucid.native.build import default_toolchain
 from pellucid.native.toolchain import has_tiles
+from tests.integration.traced import decisions
 from tests.support import assert_matches
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -140,8 +140,7 @@ def assert_kernels(
     eager = gradients(function, *tensors, seed=seed)
     assert_matches(made, eager, gradients(function, *(each.double() for each in tensors), seed=seed))
     assert list(map(strides, made)) == list(map(strides, eager))
-    rows = [row for file in folder.rglob("decisions.csv") for row in csv.DictReader(file.open())]
-    left = [row["facts"] for row in rows if row["rule"] == "lower.fallback" and "backward" in row["facts"]]
+    left = [row["facts"] for row in decisions(folder) if row["rule"] == "lower.fallback" and "backward" in row["facts"]]
     if layout is LAST:
         assert bool(left) == (ours != "image weight"), left
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.integration.traced import decisions, said
 from tests.support import assert_matches
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -27,8 +27,7 @@ def compiled(module: Any, folder: Path, **options: bool) -> Any:
 
 
 def rules(folder: Path, rule: str) -> list[str]:
-    rows = [row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open())]
-    return [row["why"] for row in rows if row["rule"] == rule]
+    return said(decisions(folder), rule)
 
 
 def is_by_groups(folder: Path) -> bool:

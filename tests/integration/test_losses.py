@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.integration import traced
 from tests.support import assert_matches, widened
 
 ROWS, CLASSES = 24, 67
@@ -65,7 +65,7 @@ def kept(loss: Loss, *args: Tensor) -> int:
 def decisions(loss: Loss, folder: Path, *args: Tensor) -> list[dict[str, str]]:
     torch._dynamo.reset()
     gradients(torch.compile(loss, backend="pellucid", options={"trace": str(folder)}), *args)
-    return [row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open())]
+    return traced.decisions(folder)
 
 
 @pytest.mark.sampled

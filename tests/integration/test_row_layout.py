@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from tests.integration import traced
 from tests.support import meaningful_strides, randn
 
 F = torch.nn.functional
@@ -31,8 +31,7 @@ def check(function: Any, *calls: tuple[Tensor, ...], folder: Path | None = None)
 
 
 def decisions(folder: Path) -> list[tuple[str, str]]:
-    rows = [row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open())]
-    return [(row["ok"], row["why"]) for row in rows if row["rule"] == "transform.rows"]
+    return [(row["ok"], row["why"]) for row in traced.decisions(folder) if row["rule"] == "transform.rows"]
 
 
 def places_of_sums(folder: Path) -> list[str]:

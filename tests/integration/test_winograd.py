@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.integration.traced import decisions
 from tests.support import assert_matches, widened
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -34,8 +34,7 @@ def compiled(module: nn.Module, folder: Path, **options: object) -> nn.Module:
 
 def decisions_on_tiles(folder: Path) -> list[dict[str, str]]:
     """One for each convolution that may be computed so."""
-    rows = (row for file in sorted(folder.rglob("decisions.csv")) for row in csv.DictReader(file.open()))
-    return [row for row in rows if row["rule"] == "codegen.tiles"]
+    return [row for row in decisions(folder) if row["rule"] == "codegen.tiles"]
 
 
 def decided(folder: Path) -> list[bool]:
