@@ -41,7 +41,7 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def convolution_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: list[int] | None, *more: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of the same, where there are kernels for them: neither transposed nor of several large groups.
+    """The gradients of the same, where there are kernels for them: not of several large groups.
 
     more: the steps, then which gradients are wanted.
     """
@@ -56,7 +56,9 @@ def convolution_backward(
             (rows.t() @ _rows(x)).view(weight.shape) if mask[1] else None,
             rows.sum(0) if mask[2] else None,
         )
-    if x.dim() != _LINES or transposed or (groups > 1 and weight.shape[1] != 1):
+    if x.dim() == _IMAGES and transposed and groups == 1 and x.dtype in _KERNELS:
+        return _transposed_backward(grad, x, weight, *more)
+    if x.dim() != _LINES or (groups > 1 and (transposed or weight.shape[1] != 1)):
         return NotImplemented
     images = (each.unsqueeze(2) for each in (grad, x, weight))
     made = torch.ops.aten.convolution_backward(*images, bias_sizes, *_of_images(*steps), mask)
@@ -134,3 +136,23 @@ def _transposed(
         result = result.narrow(dim, pad - skip * step, (size - 1) * step - 2 * pad + count + after)
     last = torch.channels_last in (suggested_format(x), suggested_format(weight))
     return result.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def _transposed_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *more: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """Those of a transposed convolution: it is the gradient of a convolution, which `grad` is given to as its image.
+
+    That has results beyond `x` where the output padding is a step or more, which dilation allows: ATen's.
+    """
+    stride, padding, dilation, _, after, groups, mask = more
+    symbolic = any(map(is_symbolic, (*stride, *after)))
+    if symbolic or any(size >= step for size, step in zip(after, stride, strict=True)):
+        return NotImplemented
+    steps = stride, padding, dilation, False, [0, 0], groups
+    of_weight = (False, True, False)
+    return (
+        torch.ops.aten.convolution(grad, weight, None, *steps) if mask[0] else None,
+        torch.ops.aten.convolution_backward(x, grad, weight, None, *steps, of_weight)[1] if mask[1] else None,
+        grad.sum((0, 2, 3)) if mask[2] else None,
+    )
