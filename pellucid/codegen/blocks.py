@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -20,6 +22,10 @@ from pellucid.machine.work import estimate
 # `channels.h` has it.
 MOST_SHARING = 7
 MOST_STEPS = 2
+
+# Axes that the rows of a window may have: images, lines, pixels; and its taps.
+MOST_ROW_AXES = 3
+MOST_TAP_AXES = 2
 
 MATRIX = "matrix"
 """The name of the number of the matrix that a row has chosen."""
@@ -98,6 +104,20 @@ class Pixels:
     right: Operand
     axes: tuple[tuple[Expr, Expr, Expr], ...]
     edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Taps of a window, lines of them and those of a line, as they lie in the right operand.
+
+    down: steps from line to line. right, pixel: units from tap to tap and from pixel to pixel, each `unit` steps.
+    """
+
+    extents: tuple[Expr, Expr]
+    down: Expr
+    right: int
+    pixel: int
+    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,12 +321,21 @@ class Blocks:
             (self.ranges[name], stride_along(left.index, name), stride_along(right.index, name)) for name in self.inner
         )
         one, other = self._part(left, self.row, self.inner[-1]), self._part(right, self.inner[-1], self.column)
-        return Pixels(one, other, axes, self._edges(self.inner, self.taps if self.by_channel else ()))
+        return Pixels(one, other, axes, self._edges(self.inner, self.taps))
 
     @property
     def taps(self) -> tuple[str, ...]:
-        """Of a depthwise weight whose gradient this is: its axes, whole in each block."""
-        return (self.row, *self.whole)
+        """Of a weight whose gradient this is: its axes that are whole in each block."""
+        return (self.row, *self.whole) if self.by_channel else self.whole
+
+    def window_of_taps(self) -> Taps:
+        """The same as they lie in the right operand, where terms are pixels that they share."""
+        index, (*above, along) = self.contraction.loads[1].index, self.taps
+        right, pixel = (stride_along(index, name).value for name in (along, self.inner[-1]))
+        assert right and pixel
+        unit = math.gcd(right, pixel)
+        height, down = (self.ranges[above[0]], stride_along(index, above[0])) if above else (ONE, ZERO)
+        return Taps((height, self.ranges[along]), down, right // unit, pixel // unit, unit)
 
     def result(self) -> Operand | None:
         """The part of the result for the same block, if the sums go there at once."""
@@ -407,3 +436,8 @@ def taps_of(found: Contraction, inner: tuple[str, ...]) -> tuple[tuple[str, ...]
 def area_of(taps: tuple[str, ...], ranges: dict[str, Expr]) -> int:
     """How many taps there are."""
     return estimate(product(ranges[name] for name in taps))
+
+
+def outermost_first(axes: Iterable[str], index: Expr) -> tuple[str, ...]:
+    """The axes, those first whose steps through memory are the longest."""
+    return tuple(sorted(axes, key=lambda name: -abs(estimate(stride_along(index, name)))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -29,8 +29,17 @@ from pellucid.codegen.block_sizes import (
     split_lines,
     split_rows,
 )
-from pellucid.codegen.blocks import Blocks, Groups, Order, area_of, taps_of
+from pellucid.codegen.blocks import (
+    MOST_ROW_AXES,
+    MOST_TAP_AXES,
+    Blocks,
+    Groups,
+    area_of,
+    outermost_first,
+    taps_of,
+)
 from pellucid.codegen.roles import Roles
+from pellucid.codegen.weight_gradients import sums_by_channel, sums_over_pixels
 from pellucid.ir.contraction import (
     COLUMNS,
     GROUP_WEIGHTS,
@@ -56,11 +65,6 @@ from pellucid.options import Options
 PLACE = 48.0
 # Taps of a line that can share the reads of pixels, as `groups.h` has it.
 MOST_NEIGHBOURS = 5
-# Channels of a block of a depthwise weight's gradient: a cache line of each pixel.
-TAP_CHANNELS = 16
-# Axes that the rows of a window may have: images, lines, pixels; and its taps.
-MOST_ROW_AXES = 3
-MOST_TAP_AXES = 2
 
 
 def find_blocks(
@@ -77,16 +81,22 @@ def find_blocks(
     found = find_contraction(kernel)
     if found is None or not options.vectorize:
         return None
-    of_taps = _tap_gradients(found, kernel.ranges)
+    of_taps = sums_by_channel(found, kernel.ranges)
     if not of_taps and (not found.rows or not (found.columns or by_channel(found))):
         return None
     if groups:
         blocks = _of_groups(kernel, found, groups, machine)
     else:
-        blocks = of_taps or _pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, roles)
+        blocks = of_taps or sums_over_pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, roles)
     if blocks is None:
         return None
-    facts = (("rows", blocks.height), ("columns", blocks.columns), *_priced(blocks))
+    taps = "share what is packed" if blocks.taps else "one by one"
+    facts = (
+        ("rows", blocks.height),
+        ("columns", blocks.columns),
+        *((("taps", taps),) if blocks.pixels else ()),
+        *_priced(blocks),
+    )
     terms, lines = ", ".join(blocks.inner), ", ".join((blocks.row, *blocks.whole))
     why = f"a sum of products over {terms}: computed in blocks of {lines} and {blocks.column}"
     decision = Decision("codegen.contract", (kernel.name, found.total.out), True, why, facts)
@@ -214,53 +224,6 @@ def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Mach
     return replace(blocks, groups=replace(groups, neighbours=neighbours if neighbours <= MOST_NEIGHBOURS else 1))
 
 
-def _pixels(found: Contraction, ranges: dict[str, Expr], machine: Machine) -> Blocks | None:
-    """Blocks of sums over pixels, in both of whose operands channels lie side by side; None for any other.
-
-    Where pixels do not count, the right operand is zero.
-    """
-    if not found.windowed or (found.bounds and not found.zeros) or len(found.inner) > MOST_ROW_AXES:
-        return None
-    for each in (found.swapped(),) if found.bounds else (found, found.swapped()):
-        left, right = (load.index for load in each.loads)
-        rows = [name for name in each.rows if stride_along(left, name) == ONE]
-        columns = [name for name in each.columns if stride_along(right, name) == ONE]
-        bounded = frozenset[str]().union(*(bound.position.vars() for bound in each.bounds))
-        if not rows or not columns or bounded & {rows[0], columns[0]}:
-            continue
-        inner = tuple(sorted(each.inner, key=lambda name: -estimate(stride_along(left, name))))
-        height, width = product_sizes(each, rows[0], columns[0], ranges, machine, PACK)
-        return Blocks(each, rows[0], (), columns[0], inner, height, width, ranges, pixels=True, order=Order.OUTER_LAST)
-    return None
-
-
-def _tap_gradients(found: Contraction, ranges: dict[str, Expr]) -> Blocks | None:
-    """Blocks of the gradient of a depthwise weight: all taps of some channels, which lie side by side in both operands.
-
-    None for all else, and where whether a line of pixels counts hangs on more than its line of taps.
-    """
-    image = found if found.rows else found.swapped()
-    if not image.windowed or image.columns or len(image.batch) != 1 or image.zeros or len(image.inner) > MOST_ROW_AXES:
-        return None
-    (channel,), moves = image.batch, image.loads[0].index
-    known = all(ranges[name].value is not None for name in image.rows)
-    if not known or any(stride_along(load.index, channel) != ONE for load in image.loads):
-        return None
-    taps, inner = (
-        tuple(sorted(axes, key=lambda name: -abs(estimate(stride_along(moves, name)))))
-        for axes in (image.rows, image.inner)
-    )
-    if not 1 <= len(taps) <= MOST_TAP_AXES or any(ranges[name].value == 0 for name in taps):
-        return None
-    lines, pixels = {taps[0], *inner[:-1]} - {taps[-1]}, {taps[-1], inner[-1]}
-    if not all(bound.position.vars() <= lines or bound.position.vars() <= pixels for bound in image.bounds):
-        return None
-    height = estimate(ranges[taps[0]])
-    return Blocks(
-        image, taps[0], taps[1:], channel, inner, height, TAP_CHANNELS, ranges, pixels=True, order=Order.OUTER_LAST
-    )
-
-
 def by_channel(found: Contraction) -> bool:
     """True for a depthwise convolution: each channel has its own sums, and channels of an image are neighbours."""
     return found.windowed and len(found.batch) == 1 and stride_along(found.loads[0].index, found.batch[0]) == ONE
@@ -281,11 +244,11 @@ def _windows(
     left, right = found.loads
     rows = sorted(found.rows, key=lambda name: -estimate(stride_along(left.index, name)))
     spread = None if groups or column in found.batch else _spread(found, ranges)
-    inner = spread or _outermost_first(found.inner, left.index)
+    inner = spread or outermost_first(found.inner, left.index)
     taps, channels = (inner[:-1], inner[-1:]) if spread else taps_of(found, inner)
     planes = not lies_evenly(right.index, inner, ranges)
     if planes and not channels:  # the image of one channel was transposed, the weight was not
-        inner = _outermost_first(found.inner, right.index)
+        inner = outermost_first(found.inner, right.index)
         taps, channels = taps_of(found, inner)
         planes = not lies_evenly(right.index, inner, ranges)
     if planes and found.dtype is not DType.F32:
@@ -344,10 +307,6 @@ def _fits(extent: Expr, most: int) -> bool:
     return extent.value is not None and extent.value <= most
 
 
-def _outermost_first(axes: Iterable[str], index: Expr) -> tuple[str, ...]:
-    return tuple(sorted(axes, key=lambda name: -abs(estimate(stride_along(index, name)))))
-
-
 def _spread(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, ...] | None:
     """The axes of taps and then of channels, if an image has so few of these that their values are spread.
 
@@ -362,7 +321,7 @@ def _spread(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, ...] | No
     left, right = (load.index for load in found.loads)
     few = [name for name in found.inner if name not in bounded and estimate(ranges[name]) <= MOST_SPREAD_CHANNELS]
     orders = [
-        (_outermost_first([each for each in found.inner if each != name], operand), name)
+        (outermost_first([each for each in found.inner if each != name], operand), name)
         for operand in (left, right)  # which differ where the image was transposed
         for name in few
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pellucid.codegen.blocks import MATRIX, Blocks, Edge, Groups, Operand, Packing, Window
+from pellucid.codegen.blocks import MATRIX, Blocks, Edge, Groups, Operand, Packing, Taps, Window
 from pellucid.codegen.nest import BLOCK
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
@@ -113,8 +113,15 @@ class Operands:
         terms = f"pv::Pixels{{{{{', '.join(axes)}}}, {self.edges(pixels.edges)}}}"
         if blocks.by_channel:
             return self.tap_gradients(blocks, first, second, terms)
-        sizes = self.sizes(blocks)
-        return f"pv::contract_pixels<{sizes}>(hi - lo, to - from, {first}, {second}, {terms}, {self.sums(blocks)});"
+        function, operands = "contract_pixels", f"{first}, {second}, {terms}"
+        if blocks.taps:
+            function, operands = "contract_taps", f"{operands}, {self.taps(blocks.window_of_taps())}"
+        return f"pv::{function}<{self.sizes(blocks)}>(hi - lo, to - from, {operands}, {self.sums(blocks)});"
+
+    def taps(self, taps: Taps) -> str:
+        """The taps that share what is packed."""
+        extents = [*map(self.text, taps.extents)]
+        return f"pv::Taps{{{', '.join((*extents, self.text(taps.down)))}, {taps.right}, {taps.pixel}, {taps.unit}}}"
 
     def tap_gradients(self, blocks: Blocks, image: str, gradient: str, terms: str) -> str:
         """The sums over pixels for the taps of some channels."""
@@ -126,7 +133,8 @@ class Operands:
 
     def sizes(self, blocks: Blocks) -> str:
         """What the compiler knows of sizes: rows and columns of a block, and all columns (0: not known)."""
-        return f"{blocks.height}, {blocks.columns}, {blocks.ranges[blocks.column].value or 0}"
+        rows = blocks.rows if blocks.pixels else blocks.height
+        return f"{rows}, {blocks.columns}, {blocks.ranges[blocks.column].value or 0}"
 
     def sizes_of_groups(self, blocks: Blocks, groups: Groups) -> str:
         """The same for groups: columns of a block, what a group has, taps, and the pixels of a line."""

@@ -35,6 +35,7 @@ _PARTS = {
     "dots": re.compile(r"\bpv::(?:contract|attend)\w*<").search,
     "halves": _has_halves,
     "windows": re.compile(r"\bpv::(?:Window|contract_pixels)<").search,
+    "taps": re.compile(r"\bpv::contract_taps<").search,
     "attention": re.compile(r"\bpv::attend\w*<").search,
     "spread": re.compile(r"\bpv::contract_spread<").search,
 }

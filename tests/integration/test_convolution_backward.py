@@ -81,6 +81,40 @@ def test_gradients_that_are_sums_of_products_are_kernels(
     assert_kernels(function, tensors, layout, ours, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("image", "kernel", "options", "ours"),
+    [
+        ((1, 64, 16, 15), (64, 32, 2, 2), {"stride": 2}, "image weight"),
+        ((2, 40, 13, 17), (40, 36, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}, "image weight"),
+        ((1, 24, 9, 11), (24, 20, 3, 3), {"padding": 2, "dilation": 2}, "image weight"),
+        ((1, 48, 1, 100), (48, 32, 1, 16), {"stride": (1, 8), "padding": (0, 4)}, "image weight"),
+        (
+            (2, 48, 6, 7),
+            (48, 32, 5, 4),
+            {"stride": (3, 2), "padding": (2, 1), "output_padding": (2, 0)},
+            "image weight",
+        ),
+        ((2, 24, 9, 11), (24, 3, 4, 4), {"stride": 2, "padding": 1}, "image"),
+        ((1, 24, 9, 11), (24, 20, 3, 3), {"stride": 2, "dilation": 3, "output_padding": 2}, ""),
+        ((2, 24, 9, 7), (24, 12, 3, 3), {"stride": 2, "groups": 2}, ""),
+    ],
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_transposed_convolutions_are_those_of_convolutions(
+    tmp_path: Path,
+    image: tuple[int, ...],
+    kernel: tuple[int, ...],
+    options: dict[str, Any],
+    ours: str,
+    layout: torch.memory_format,
+    bias: bool,
+) -> None:
+    tensors = [torch.randn(image).contiguous(memory_format=layout), torch.randn(kernel).contiguous(memory_format=LAST)]
+    tensors += [torch.randn(kernel[1] * options.get("groups", 1))] if bias else []
+    assert_kernels(lambda *tensors: F.conv_transpose2d(*tensors, **options), tensors, layout, ours, tmp_path)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("image", "kernel", "options", "ours"),
@@ -143,6 +177,58 @@ def assert_kernels(
     left = [row["facts"] for row in decisions(folder) if row["rule"] == "lower.fallback" and "backward" in row["facts"]]
     if layout is LAST:
         assert bool(left) == (ours != "image weight"), left
+
+
+# Image, weight and how the window moves; whether its taps share what is packed of a line of pixels.
+TAPS = [
+    ((1, 32, 1, 500), (32, 32, 1, 11), {"padding": (0, 25), "dilation": (1, 5)}, True),
+    ((2, 33, 1, 57), (40, 33, 1, 7), {"padding": (0, 3)}, True),
+    ((2, 32, 20, 33), (48, 32, 3, 5), {"padding": (1, 2), "stride": (1, 2)}, True),
+    ((2, 20, 19, 33), (17, 20, 3, 5), {"padding": (4, 8), "dilation": (4, 4), "stride": (1, 2)}, True),
+    ((1, 24, 9, 1500), (70, 24, 3, 2), {"padding": (1, 60), "dilation": (1, 130)}, True),
+    ((1, 40, 300, 1), (16, 40, 5, 1), {"padding": (2, 0)}, True),
+    ((3, 40, 14, 14), (40, 40, 3, 3), {"dilation": 2}, True),
+    ((1, 24, 9, 700), (24, 24, 3, 3), {"padding": 1}, True),
+    (
+        (1, 96, 30, 40),
+        (96, 96, 1, 3),
+        {"padding": (0, 1), "stride": (1, 9)},
+        False,
+    ),  # few units of what is packed count
+    ((1, 24, 5, 400), (24, 24, 1, 3), {"padding": (0, 190), "dilation": (1, 190)}, False),  # taps reach too far
+    ((1, 24, 9, 400), (24, 24, 3, 1), {"padding": (1, 0)}, False),  # taps of a line do not meet the same pixels
+    ((1, 256, 7, 7), (256, 256, 3, 3), {"padding": 1}, False),  # much of it would be zeros
+]
+
+
+@pytest.mark.parametrize(("image", "kernel", "options", "shared"), TAPS)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_taps_that_move_as_pixels_do_share_what_is_packed(
+    tmp_path: Path,
+    image: tuple[int, ...],
+    kernel: tuple[int, ...],
+    options: dict[str, Any],
+    shared: bool,
+    layout: torch.memory_format,
+    dynamic: bool,
+) -> None:
+    """Lines, pieces of them, lines of taps, steps, dilation and edges; images of any size; both layouts of weights."""
+    x, w = torch.randn(image).to(memory_format=LAST), torch.randn(kernel).to(memory_format=layout)
+    seed = torch.randn_like(F.conv2d(x, w, **options)).to(memory_format=LAST)
+
+    def function(seed: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.grad.conv2d_weight(x, w.shape, seed * 2, **options)
+
+    torch._dynamo.reset()
+    if dynamic:
+        for tensor in (x, seed):
+            torch._dynamo.mark_dynamic(tensor, 3) if tensor.shape[3] > 1 else None
+    compiled = torch.compile(function, backend="pellucid", options={"trace": str(tmp_path), "verify": True})
+    made = compiled(seed, x, w)
+    assert_matches(made, function(seed, x, w), function(seed.double(), x.double(), w.double()))
+    facts = [row["facts"] for row in decisions(tmp_path) if row["rule"] == "codegen.contract"]
+    assert len(facts) == 1 and ("share what is packed" in facts[0]) == shared, facts
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

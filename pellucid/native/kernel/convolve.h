@@ -124,6 +124,103 @@ inline void contract_pixels(
   add(true);
 }
 
+// The taps of a window: `pixel` units of the right operand lie between neighbouring pixels, `right` between taps of a
+// line, and `down` elements between lines of taps. A unit is `unit` elements.
+struct Taps { int64_t height, width, down, right, pixel, unit; };
+
+// Whether line j counts for a tap, with `down` the line of the tap.
+PV_FN bool line_counts(const Pixels& pixels, int64_t j, int64_t down) {
+  bool all = true;
+  for (const Edge& edge : pixels.edges)
+    if (edge.rows[2] == 0 && edge.taps[1] == 0)
+      all &= uint64_t(edge.first + j * edge.rows[1] + down * edge.taps[0]) < uint64_t(edge.extent);
+  return all;
+}
+
+// How many pieces of at most so many points make up so many, and how many points one of so many pieces has.
+PV_FN int64_t pieces_of(int64_t all, int64_t most) { return (all + most - 1) / most; }
+
+// Those of `span` units, from the one on that the first tap meets at pixel k of a line, that lie inside of the image.
+PV_FN Span span_of_units(const Pixels& pixels, int64_t k, int64_t pixel, int64_t span) {
+  Span counted{0, span};
+  for (const Edge& edge : pixels.edges)
+    if (edge.rows[2] != 0)
+      counted.keep(reached(edge.extent, edge.first + k * edge.rows[2], edge.rows[2] / pixel, span));
+  return counted;
+}
+
+// Panels of `span` rows of the right operand, of which those that do not count are zero. panel: from one to the next.
+inline void pack_units(
+    const Matrix<float>& b, const Span& counted, int64_t span, int64_t n, float* panels, int64_t panel) {
+  const int64_t some = counted.last > counted.first ? counted.last - counted.first : 0, first = some > 0 ? counted.first : 0;
+  const int64_t last = first + some;
+  for (float* to = panels; to < panels + panels_of(n) / COLUMNS * panel; to += panel) {
+    std::memset(to, 0, size_t(first * COLUMNS) * sizeof(float));
+    std::memset(to + last * COLUMNS, 0, size_t((span - last) * COLUMNS) * sizeof(float));
+  }
+  if (some > 0) pack_columns(b.from(first, 0), some, n, panels + first * COLUMNS, panel);
+}
+
+// Rows of the right operand that lie in lines of so many, with a gap after each line.
+struct RowsOfLines {
+  const float* at;
+  int64_t step, line, gap, left;
+  PV_FN ColumnReg read(int j) const { return read_column(at + j); }
+  PV_FN void next() {
+    at += step;
+    if (--left == 0) at += gap, left = line;
+  }
+};
+
+// The sums of `contract_pixels` for all taps of a window, which share what is packed: c[m, taps, n]. Some lines of pixels
+// are taken at a time, or a piece of a line. Of the image that is packed for each line of taps, edges included, and taps of
+// that line begin at different units.
+template <int M, int N, int WIDTH>
+inline void contract_taps(int64_t m, int64_t n, const float* left, const float* right, const Pixels& pixels,
+                          const Taps& taps, const Sums& c) {
+  static_assert(N % COLUMNS == 0);
+  constexpr int64_t ROOM = 2 * DEPTH;  // units of a panel
+  alignas(64) float columns[N * ROOM];
+  alignas(64) float rows[(M + ROWS - 1) / ROWS * ROW_PANEL];
+  const auto& [images, lines, line] = pixels.axes;
+  if (images.extent * lines.extent * line.extent == 0) return clear(m * taps.height * taps.width, n, c);
+  const int64_t halo = (taps.width - 1) * taps.right + 1;
+  const int64_t pieces = pieces_of(line.extent, least(DEPTH, (ROOM - halo) / taps.pixel + 1));
+  const int64_t piece = pieces_of(line.extent, pieces), span = (piece - 1) * taps.pixel + halo;
+  const int64_t most = pieces > 1 ? 1 : least(DEPTH / piece, ROOM / span);
+  const LeftRows left_rows{Matrix<float>{rows, 1, ROWS}, ROW_PANEL};
+  Beside beside;
+  // The sums over `high` lines of `wide` pixels, from pixel k of line j of image i on.
+  const auto add = [&](int64_t i, int64_t j, int64_t k, int64_t high, int64_t wide, bool more, bool past) PV_INLINE {
+    const float* pixel = left + i * images.left + j * lines.left + k * line.left;
+    for (int64_t l = 0; l < high; l++)
+      pack_rows(Matrix<float>{pixel + l * lines.left, 1, line.left}, m, wide, rows + l * wide * ROWS);
+    const Span counted = span_of_units(pixels, k, taps.pixel, span);
+    for (int64_t t = 0; t < taps.height; t++) {
+      const float* image = right + i * images.right + j * lines.right + k * line.right + t * taps.down;
+      for (int64_t l = 0; l < high; l++)
+        pack_units(Matrix<float>{image + l * lines.right, taps.unit, 1},
+                   line_counts(pixels, j + l, t) ? counted : Span{0, 0}, span, n, columns + l * span * COLUMNS, ROOM * COLUMNS);
+      for (int64_t first = 0; first < n; first += COLUMNS)
+        for (int64_t u = 0; u < taps.width; u++) {
+          const float* at = columns + first * ROOM + u * taps.right * COLUMNS;
+          const int64_t step = taps.pixel * COLUMNS, tap = t * taps.width + u;
+          const Sums sums{c.at + tap * c.step + first, taps.height * taps.width * c.step, more, past};
+          panel<WIDTH>(beside, m, n - first, high * wide, left_rows,
+                       RowsOfLines{at, step, wide, span * COLUMNS - wide * step, wide}, sums);
+        }
+    }
+  };
+  bool more = false;
+  for (int64_t i = 0; i < images.extent; i++)
+    for (int64_t j = 0; j < lines.extent; j += most)
+      for (int64_t k = 0; k < line.extent; k += piece) {
+        const bool last = i + 1 == images.extent && j + most >= lines.extent && k + piece >= line.extent;
+        add(i, j, k, least(most, lines.extent - j), least(piece, line.extent - k), more, c.past && last);
+        more = true;
+      }
+}
+
 // b[k, n] as panels of f32, whatever the type: taps are multiplied one by one. channels: of a tap, where the terms of b
 // lie channel by channel, else 1.
 template <class E> PV_FN void pack_taps(const Matrix<E>& b, int64_t k, int64_t n, int64_t channels, float* panels) {

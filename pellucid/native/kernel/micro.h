@@ -174,17 +174,16 @@ PV_SHARED void pack_rows(const A& a, int64_t m, int64_t k, float* panels) {
   const int64_t whole = k / T;
   for (int64_t from = 0; from < units_of<E>(k); from += GROUP) {
     const int64_t to = least(from + GROUP, whole);
-    float* panel = panels;
-    int64_t i = 0;
-    for (; i + COLUMN <= m; i += ROWS, panel += ROW_PANEL)  // what is too much is overwritten by the next column
-      for (int64_t j = from; j < to; j++) {
+    const auto pack = [&](int64_t i, const auto& some) PV_INLINE {
+      float* panel = panels + i / ROWS * ROW_PANEL;
+      for (int64_t j = from; j < to; j++) {  // what is too much is overwritten by the next column
         prefetch_unit<ROWS>(a(i, (j + AHEAD) * T), a.column);
-        write_column(panel + j * ROWS, read_across(a(i, j * T), a.column));
+        write_column(panel + j * ROWS, read_across(a(i, j * T), a.column, some));
       }
-    for (; i < m; i += ROWS, panel += ROW_PANEL)
-      for (int64_t j = from * T; j < to * T; j++)
-        for (int64_t r = 0; r < least(ROWS, m - i); r++)
-          ((Factor<E>*)(panel + j / T * ROWS + r))[j % T] = factor_of(*a(i + r, j));
+    };
+    int64_t i = 0;
+    for (; i + COLUMN <= m; i += ROWS) pack(i, All<COLUMN>());
+    for (; i < m; i += ROWS) pack(i, Some<COLUMN>(m - i));
   }
   if (whole * T == k) return;
   for (int64_t i = 0; i < m; i++) {

@@ -63,6 +63,9 @@ namespace pv {
   PV_WINDOWS(TEMPLATE, bf16) PV_PAIRS(PV_FINITE, TEMPLATE) PV_COPIED(TEMPLATE)
 #define PV_SHARED_windows_f16(TEMPLATE) PV_WINDOWS(TEMPLATE, f16)
 
+#define PV_SHARED_taps_float(TEMPLATE)                                                                     \
+  PV_TILES(TEMPLATE, float, 2, RowsOfLines) PV_TILES(TEMPLATE, float, 1, RowsOfLines)
+
 #define PV_SHARED_attention_float(TEMPLATE) PV_WEIGHTS(TEMPLATE, float) PV_MASKS(TEMPLATE, float)
 #define PV_SHARED_attention_bf16(TEMPLATE) PV_PAIRS(PV_WEIGHTS, TEMPLATE) PV_MASKS(TEMPLATE, bf16)
 #define PV_SHARED_attention_f16(TEMPLATE) PV_MASKS(TEMPLATE, f16)
@@ -76,6 +79,7 @@ namespace pv {
   PV_SHARED_halves_float(TEMPLATE) PV_SHARED_halves_bf16(TEMPLATE) PV_SHARED_halves_f16(TEMPLATE)          \
   PV_SHARED_dots_float(TEMPLATE) PV_SHARED_dots_bf16(TEMPLATE) PV_SHARED_dots_f16(TEMPLATE)                \
   PV_SHARED_windows_float(TEMPLATE) PV_SHARED_windows_bf16(TEMPLATE) PV_SHARED_windows_f16(TEMPLATE)       \
+  PV_SHARED_taps_float(TEMPLATE)                                                                           \
   PV_SHARED_attention_float(TEMPLATE) PV_SHARED_attention_bf16(TEMPLATE) PV_SHARED_attention_f16(TEMPLATE) \
   PV_SHARED_spread_float(TEMPLATE)
 

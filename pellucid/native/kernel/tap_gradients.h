@@ -14,15 +14,6 @@ PV_FN Span span_in_line(const Pixels& pixels, int64_t right) {
       span.keep(reached(edge.extent, edge.first + right * edge.taps[1], edge.rows[2], all));
   return span;
 }
-// Whether line j counts for a tap, with `down` the line of the tap.
-PV_FN bool line_counts(const Pixels& pixels, int64_t j, int64_t down) {
-  bool all = true;
-  for (const Edge& edge : pixels.edges)
-    if (edge.rows[2] == 0 && edge.taps[1] == 0)
-      all &= uint64_t(edge.first + j * edge.rows[1] + down * edge.taps[0]) < uint64_t(edge.extent);
-  return all;
-}
-
 // One register of channels of both operands, at the first pixel of a line and, of the image, at the first tap.
 template <class E> struct TapLine {
   const E *image, *gradient;

@@ -55,14 +55,14 @@ template <class E> PV_FN ColumnReg read_along(const E* p) {
   if constexpr (TERMS<E> == 2) return read_column((const float*)p);
   else return load<E>(p, All<COLUMN>()).r[0];
 }
-// COLUMN neighbouring units whose terms lie `step` apart.
-template <class E> PV_FN ColumnReg read_across(const E* p, int64_t step) {
+// COLUMN neighbouring units whose terms lie `step` apart, or n of them and zeros.
+template <class E, class N = All<COLUMN>> PV_FN ColumnReg read_across(const E* p, int64_t step, const N& n = {}) {
   if constexpr (TERMS<E> == 2) {
-    const auto even = convert<uint32_t>(load<uint16_t>((const uint16_t*)p, All<COLUMN>()));
-    const auto odd = convert<uint32_t>(load<uint16_t>((const uint16_t*)(p + step), All<COLUMN>()));
+    const auto even = convert<uint32_t>(load<uint16_t>((const uint16_t*)p, n));
+    const auto odd = convert<uint32_t>(load<uint16_t>((const uint16_t*)(p + step), n));
     return (ColumnReg)(even.r[0] | odd.r[0] << 16);
   } else {
-    return load<E>(p, All<COLUMN>()).r[0];
+    return load<E>(p, n).r[0];
   }
 }
 // COLUMNS of them, copied: each register that is written takes its words from both lines at once.
