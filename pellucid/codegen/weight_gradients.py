@@ -83,7 +83,7 @@ def _move_alike(blocks: Blocks, window: Taps) -> bool:
         [stride_along(bound.position, name) for name in (blocks.taps[-1], blocks.inner[-1])]
         for bound in blocks.contraction.bounds
     ]
-    return all(tap * window.pixel == pixel * window.right for tap, pixel in steps)
+    return all(tap * window.pixel == pixel * window.right and estimate(pixel) >= 0 for tap, pixel in steps)
 
 
 def _line_by_line(found: Contraction, taps: tuple[str, ...], inner: tuple[str, ...]) -> bool:

@@ -152,8 +152,8 @@ PV_FN Span span_of_units(const Pixels& pixels, int64_t k, int64_t pixel, int64_t
 // Panels of `span` rows of the right operand, of which those that do not count are zero. panel: from one to the next.
 inline void pack_units(
     const Matrix<float>& b, const Span& counted, int64_t span, int64_t n, float* panels, int64_t panel) {
-  const int64_t some = counted.last > counted.first ? counted.last - counted.first : 0, first = some > 0 ? counted.first : 0;
-  const int64_t last = first + some;
+  const int64_t some = counted.last > counted.first ? counted.last - counted.first : 0;
+  const int64_t first = some > 0 ? counted.first : 0, last = first + some;
   for (float* to = panels; to < panels + panels_of(n) / COLUMNS * panel; to += panel) {
     std::memset(to, 0, size_t(first * COLUMNS) * sizeof(float));
     std::memset(to + last * COLUMNS, 0, size_t((span - last) * COLUMNS) * sizeof(float));
@@ -172,9 +172,9 @@ struct RowsOfLines {
   }
 };
 
-// The sums of `contract_pixels` for all taps of a window, which share what is packed: c[m, taps, n]. Some lines of pixels
-// are taken at a time, or a piece of a line. Of the image that is packed for each line of taps, edges included, and taps of
-// that line begin at different units.
+// The sums of `contract_pixels` for all taps of a window, which share what is packed: c[m, taps, n]. Some lines of
+// pixels are taken at a time, or a piece of a line. Of the image, what a line of taps reaches is packed for each such
+// line, with zeros beyond the edges: each of its taps begins at another unit of that.
 template <int M, int N, int WIDTH>
 inline void contract_taps(int64_t m, int64_t n, const float* left, const float* right, const Pixels& pixels,
                           const Taps& taps, const Sums& c) {
@@ -186,8 +186,8 @@ inline void contract_taps(int64_t m, int64_t n, const float* left, const float* 
   if (images.extent * lines.extent * line.extent == 0) return clear(m * taps.height * taps.width, n, c);
   const int64_t halo = (taps.width - 1) * taps.right + 1;
   const int64_t pieces = pieces_of(line.extent, least(DEPTH, (ROOM - halo) / taps.pixel + 1));
-  const int64_t piece = pieces_of(line.extent, pieces), span = (piece - 1) * taps.pixel + halo;
-  const int64_t most = pieces > 1 ? 1 : least(DEPTH / piece, ROOM / span);
+  const int64_t piece = pieces_of(line.extent, pieces);
+  const int64_t most = pieces > 1 ? 1 : least(DEPTH / piece, ROOM / ((piece - 1) * taps.pixel + halo));
   const LeftRows left_rows{Matrix<float>{rows, 1, ROWS}, ROW_PANEL};
   Beside beside;
   // The sums over `high` lines of `wide` pixels, from pixel k of line j of image i on.
@@ -195,12 +195,14 @@ inline void contract_taps(int64_t m, int64_t n, const float* left, const float* 
     const float* pixel = left + i * images.left + j * lines.left + k * line.left;
     for (int64_t l = 0; l < high; l++)
       pack_rows(Matrix<float>{pixel + l * lines.left, 1, line.left}, m, wide, rows + l * wide * ROWS);
+    const int64_t span = (wide - 1) * taps.pixel + halo;
     const Span counted = span_of_units(pixels, k, taps.pixel, span);
     for (int64_t t = 0; t < taps.height; t++) {
       const float* image = right + i * images.right + j * lines.right + k * line.right + t * taps.down;
       for (int64_t l = 0; l < high; l++)
         pack_units(Matrix<float>{image + l * lines.right, taps.unit, 1},
-                   line_counts(pixels, j + l, t) ? counted : Span{0, 0}, span, n, columns + l * span * COLUMNS, ROOM * COLUMNS);
+                   line_counts(pixels, j + l, t) ? counted : Span{}, span, n, columns + l * span * COLUMNS,
+                   ROOM * COLUMNS);
       for (int64_t first = 0; first < n; first += COLUMNS)
         for (int64_t u = 0; u < taps.width; u++) {
           const float* at = columns + first * ROOM + u * taps.right * COLUMNS;
