@@ -117,14 +117,14 @@ def _is_grouped(node: torch.fx.Node) -> bool:
     """True for a convolution of several groups, not depthwise, that oneDNN computes and that is worth a trial."""
     if _argument(node, "input").meta["val"].dtype is torch.float32:
         return False
-    if node.target is not _FORWARD or not 1 < _argument(node, "groups") < _shape(node, 0)[1]:
+    if node.target is not _FORWARD or not 1 < _argument(node, "groups") < _shape(node, "input")[1]:
         return False
-    return elements_of(node) * math.prod(_shape(node, 1)[1:]) >= _GROUPED_WORK
+    return elements_of(node) * math.prod(_shape(node, "weight")[1:]) >= _GROUPED_WORK
 
 
 def _configuration(node: torch.fx.Node) -> tuple[Any, ...]:
     """The arguments of `convolution_seconds` for a call."""
-    sizes = (_shape(node, position) for position in (0, 1))
+    sizes = (_shape(node, name) for name in ("input", "weight"))
     steps = (_argument(node, name) for name in ("stride", "padding", "dilation"))
     dtype = _argument(node, "input").meta["val"].dtype
     return (*sizes, *map(tuple, steps), _argument(node, "groups"), dtype)
@@ -145,7 +145,9 @@ def lay_out_joint(
 
 def _is_planar(node: torch.fx.Node) -> bool:
     """True for a convolution over two dimensions, or its backward, that is not transposed."""
-    return node.target in (_FORWARD, _BACKWARD) and len(_shape(node, 0)) == 4 and not _argument(node, "transposed")
+    return (
+        node.target in (_FORWARD, _BACKWARD) and len(_shape(node, "input")) == 4 and not _argument(node, "transposed")
+    )
 
 
 def _argument(node: torch.fx.Node, name: str) -> Any:
@@ -154,11 +156,9 @@ def _argument(node: torch.fx.Node, name: str) -> Any:
     return node.args[position]
 
 
-def _shape(node: torch.fx.Node, position: int) -> tuple[int, ...]:
+def _shape(node: torch.fx.Node, name: str) -> tuple[int, ...]:
     """The sizes of an argument."""
-    argument = node.args[position]
-    assert isinstance(argument, torch.fx.Node)
-    return tuple(map(size_hint, argument.meta["val"].shape))
+    return tuple(map(size_hint, _argument(node, name).meta["val"].shape))
 
 
 def _spared(node: torch.fx.Node) -> int:
@@ -169,10 +169,10 @@ def _spared(node: torch.fx.Node) -> int:
     """
     image, groups = _argument(node, "input").meta["val"], _argument(node, "groups")
     ours = image.dtype is torch.float32 and node.target is _FORWARD
-    times = 2 if groups > 1 and (ours or groups == _shape(node, 0)[1]) else 1
-    if node.target is _BACKWARD:
-        return times * 2 * sum(math.prod(_shape(node, position)) for position in (0, 1))
-    return times * (math.prod(_shape(node, 0)) + elements_of(node))
+    read = ("grad_output", "input") if node.target is _BACKWARD else ("input",)
+    times = 2 if groups > 1 and (ours or groups == _shape(node, read[0])[1]) else 1
+    elements = sum(math.prod(_shape(node, name)) for name in read)
+    return times * (2 * elements if node.target is _BACKWARD else elements + elements_of(node))
 
 
 def _caused(node: torch.fx.Node) -> int:
@@ -181,7 +181,7 @@ def _caused(node: torch.fx.Node) -> int:
     Those of one tap lie the same either way, and kernels read those of some taps as they lie.
     """
     weight = _argument(node, "weight").meta["val"]
-    shape = tuple(map(size_hint, weight.shape))
+    shape = _shape(node, "weight")
     size, taps = math.prod(shape), math.prod(shape[2:])
     if taps == 1 or _reads_columns(node):
         return 0
@@ -229,7 +229,7 @@ class _ChannelsLast(Relayout):
 
         The weight alone then says how the result lies. In training, backward reads the image too.
         """
-        shape, dtype = _shape(node, 1), _argument(node, "input").meta["val"].dtype
+        shape, dtype = _shape(node, "weight"), _argument(node, "input").meta["val"].dtype
         few = shape[1] <= MOST_SPREAD_CHANNELS and shape[2:] != (1, 1) and math.prod(shape[1:]) <= MOST_SPREAD_TERMS
         ours = node.target is _FORWARD and dtype is torch.float32 and _argument(node, "groups") == 1
         return self.use == "inference" and ours and few

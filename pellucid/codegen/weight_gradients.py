@@ -45,7 +45,7 @@ def sums_over_pixels(found: Contraction, ranges: dict[str, Expr], machine: Machi
         bounded = frozenset[str]().union(*(bound.position.vars() for bound in each.bounds))
         if not rows or not columns or bounded & {rows[0], columns[0]}:
             continue
-        inner = tuple(sorted(each.inner, key=lambda name: -estimate(stride_along(left, name))))
+        inner = outermost_first(each.inner, left)
         height, width = product_sizes(each, rows[0], columns[0], ranges, machine, PACK)
         order = Order.OUTER_LAST
         ways.append(Blocks(each, rows[0], (), columns[0], inner, height, width, ranges, pixels=True, order=order))

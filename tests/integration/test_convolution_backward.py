@@ -189,15 +189,11 @@ TAPS = [
     ((1, 40, 300, 1), (16, 40, 5, 1), {"padding": (2, 0)}, True),
     ((3, 40, 14, 14), (40, 40, 3, 3), {"dilation": 2}, True),
     ((1, 24, 9, 700), (24, 24, 3, 3), {"padding": 1}, True),
-    (
-        (1, 96, 30, 40),
-        (96, 96, 1, 3),
-        {"padding": (0, 1), "stride": (1, 9)},
-        False,
-    ),  # few units of what is packed count
-    ((1, 24, 5, 400), (24, 24, 1, 3), {"padding": (0, 190), "dilation": (1, 190)}, False),  # taps reach too far
-    ((1, 24, 9, 400), (24, 24, 3, 1), {"padding": (1, 0)}, False),  # taps of a line do not meet the same pixels
-    ((1, 256, 7, 7), (256, 256, 3, 3), {"padding": 1}, False),  # much of it would be zeros
+    # Few units of what is packed count; taps reach too far, or do not meet the pixels of a line; much would be zeros.
+    ((1, 96, 30, 40), (96, 96, 1, 3), {"padding": (0, 1), "stride": (1, 9)}, False),
+    ((1, 24, 5, 400), (24, 24, 1, 3), {"padding": (0, 190), "dilation": (1, 190)}, False),
+    ((1, 24, 9, 400), (24, 24, 3, 1), {"padding": (1, 0)}, False),
+    ((1, 256, 7, 7), (256, 256, 3, 3), {"padding": 1}, False),
 ]
 
 
@@ -221,9 +217,9 @@ def test_taps_that_move_as_pixels_do_share_what_is_packed(
         return torch.nn.grad.conv2d_weight(x, w.shape, seed * 2, **options)
 
     torch._dynamo.reset()
-    if dynamic:
-        for tensor in (x, seed):
-            torch._dynamo.mark_dynamic(tensor, 3) if tensor.shape[3] > 1 else None
+    for tensor in (x, seed):
+        if dynamic and tensor.shape[3] > 1:
+            torch._dynamo.mark_dynamic(tensor, 3)
     compiled = torch.compile(function, backend="pellucid", options={"trace": str(tmp_path), "verify": True})
     made = compiled(seed, x, w)
     assert_matches(made, function(seed, x, w), function(seed.double(), x.double(), w.double()))

@@ -137,16 +137,14 @@ PV_FN bool line_counts(const Pixels& pixels, int64_t j, int64_t down) {
   return all;
 }
 
-// How many pieces of at most so many points make up so many, and how many points one of so many pieces has.
-PV_FN int64_t pieces_of(int64_t all, int64_t most) { return (all + most - 1) / most; }
-
-// Those of `span` units, from the one on that the first tap meets at pixel k of a line, that lie inside of the image.
-PV_FN Span span_of_units(const Pixels& pixels, int64_t k, int64_t pixel, int64_t span) {
-  Span counted{0, span};
+// Of `all` places in a line of the image, a `parts`-th of a pixel's step from one another, those that lie inside. The
+// first one is where the tap `right` meets pixel k; what hangs on lines is nothing to it.
+PV_FN Span span_in_line(const Pixels& pixels, int64_t k, int64_t right, int64_t parts, int64_t all) {
+  Span span{0, all};
   for (const Edge& edge : pixels.edges)
-    if (edge.rows[2] != 0)
-      counted.keep(reached(edge.extent, edge.first + k * edge.rows[2], edge.rows[2] / pixel, span));
-  return counted;
+    if (edge.rows[2] != 0 || edge.taps[1] != 0)
+      span.keep(reached(edge.extent, edge.first + k * edge.rows[2] + right * edge.taps[1], edge.rows[2] / parts, all));
+  return span;
 }
 
 // Panels of `span` rows of the right operand, of which those that do not count are zero. panel: from one to the next.
@@ -185,9 +183,8 @@ inline void contract_taps(int64_t m, int64_t n, const float* left, const float* 
   const auto& [images, lines, line] = pixels.axes;
   if (images.extent * lines.extent * line.extent == 0) return clear(m * taps.height * taps.width, n, c);
   const int64_t halo = (taps.width - 1) * taps.right + 1;
-  const int64_t pieces = pieces_of(line.extent, least(DEPTH, (ROOM - halo) / taps.pixel + 1));
-  const int64_t piece = pieces_of(line.extent, pieces);
-  const int64_t most = pieces > 1 ? 1 : least(DEPTH / piece, ROOM / ((piece - 1) * taps.pixel + halo));
+  const int64_t piece = equal_part(line.extent, least(DEPTH, (ROOM - halo) / taps.pixel + 1));
+  const int64_t most = piece < line.extent ? 1 : least(DEPTH / piece, ROOM / ((piece - 1) * taps.pixel + halo));
   const LeftRows left_rows{Matrix<float>{rows, 1, ROWS}, ROW_PANEL};
   Beside beside;
   // The sums over `high` lines of `wide` pixels, from pixel k of line j of image i on.
@@ -196,7 +193,7 @@ inline void contract_taps(int64_t m, int64_t n, const float* left, const float* 
     for (int64_t l = 0; l < high; l++)
       pack_rows(Matrix<float>{pixel + l * lines.left, 1, line.left}, m, wide, rows + l * wide * ROWS);
     const int64_t span = (wide - 1) * taps.pixel + halo;
-    const Span counted = span_of_units(pixels, k, taps.pixel, span);
+    const Span counted = span_in_line(pixels, k, 0, taps.pixel, span);
     for (int64_t t = 0; t < taps.height; t++) {
       const float* image = right + i * images.right + j * lines.right + k * line.right + t * taps.down;
       for (int64_t l = 0; l < high; l++)

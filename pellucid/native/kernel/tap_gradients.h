@@ -5,15 +5,6 @@
 // pixels line by line. Where not all taps of a line count, each has pixels of its own.
 namespace pv {
 
-// The pixels of a line for which tap `right` of a line counts, as far as that hangs on the two of them alone.
-PV_FN Span span_in_line(const Pixels& pixels, int64_t right) {
-  const int64_t all = pixels.axes[2].extent;
-  Span span{0, all};
-  for (const Edge& edge : pixels.edges)
-    if (edge.rows[2] != 0 || edge.taps[1] != 0)
-      span.keep(reached(edge.extent, edge.first + right * edge.taps[1], edge.rows[2], all));
-  return span;
-}
 // One register of channels of both operands, at the first pixel of a line and, of the image, at the first tap.
 template <class E> struct TapLine {
   const E *image, *gradient;
@@ -71,7 +62,7 @@ template <int HEIGHT, int WIDTH, int W, class E, class N>
     const Pixels& pixels, int64_t j, const TapLine<E>& line, int u, const N& n, const Sums& c) {
   constexpr int H = TAP_LINES<HEIGHT, W>;
   Span spans[W];
-  for (int k = 0; k < W; k++) spans[k] = span_in_line(pixels, u + k);
+  for (int k = 0; k < W; k++) spans[k] = span_in_line(pixels, 0, u + k, 1, pixels.axes[2].extent);
   const auto from = [&](int t) PV_INLINE {
     TapLine<E> at = line;
     at.image += t * line.down + u * line.right;
