@@ -58,11 +58,38 @@ def convolution_backward(
         )
     if x.dim() == _IMAGES and transposed and groups == 1 and x.dtype in _KERNELS:
         return _transposed_backward(grad, x, weight, *more)
+    if x.dim() == _IMAGES and mask[0] and _spreads_in_groups(x, weight, *steps):
+        others = torch.ops.aten.convolution_backward(grad, x, weight, bias_sizes, *steps, [False, *mask[1:]])
+        return _of_image_by_groups(grad, weight, *steps), *others[1:]
     if x.dim() != _LINES or (groups > 1 and (transposed or weight.shape[1] != 1)):
         return NotImplemented
     images = (each.unsqueeze(2) for each in (grad, x, weight))
     made = torch.ops.aten.convolution_backward(*images, bias_sizes, *_of_images(*steps), mask)
     return tuple(each if each is None or each.dim() == 1 else _line(each) for each in made)
+
+
+def _spreads_in_groups(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:
+    """Whether the gradient of an image of several groups, of more than a channel each, is such a convolution itself."""
+    stride, padding, dilation, transposed, _, groups = steps
+    if groups == 1 or transposed or groups == x.shape[1] == weight.shape[0] or x.dtype not in _KERNELS:
+        return False
+    if any(map(is_symbolic, (*weight.shape, *stride, *padding, *dilation))) or 0 in (*x.shape, *weight.shape):
+        return False
+    reach = zip(weight.shape[2:], padding, dilation, strict=True)
+    return set(stride) == {1} and all(pad <= (taps - 1) * apart for taps, pad, apart in reach)
+
+
+def _of_image_by_groups(grad: torch.Tensor, weight: torch.Tensor, *steps: Any) -> torch.Tensor:
+    """The gradient as an image, with the taps from the last one on: outputs of a group are its channels.
+
+    weight: [outputs, channels of a group, H, W]; it is copied as channels-last.
+    """
+    stride, padding, dilation, *_, groups = steps
+    outputs, channels, *taps = weight.shape
+    by_group = weight.reshape(groups, outputs // groups, channels, *taps).flip(3, 4).permute(0, 2, 3, 4, 1)
+    turned = by_group.reshape(groups * channels, *taps, outputs // groups).permute(0, 3, 1, 2)
+    around = [(count - 1) * apart - pad for count, pad, apart in zip(taps, padding, dilation, strict=True)]
+    return torch.ops.aten.convolution(grad, turned, None, stride, around, dilation, False, [0, 0], groups)
 
 
 def _is_covered(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:

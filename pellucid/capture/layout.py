@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.convolution_trial import convolution_seconds
 from pellucid.capture.fx import decide, dtype_of, elements_of
 from pellucid.capture.relayout import ReadsElements, Refused, Relayout, base_of, check_graph, source_of
 from pellucid.capture.torch_compat import size_hint, without_guards
@@ -28,10 +27,6 @@ _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.defaul
 _WORTH = {"inference": (1.0, 0.15), "training": (0.01, 0.6)}
 # Types without kernels must spare more than they cause.
 _NO_KERNELS = 1 + 1e-9
-# How much longer grouped convolutions may take channels-last, and the multiplications from which they are tried: fewer
-# take microseconds, which neither matter nor can be told from noise.
-_GROUPED_SLOWER = 1.2
-_GROUPED_WORK = 1_000_000
 
 
 def channels_last(
@@ -84,7 +79,6 @@ def _laid_out(
         result = relayout.run()
     if not lacking:
         why = _weigh(spared, caused + relayout.copied, worth)
-        _try_grouped(nodes)
     return result, why
 
 
@@ -99,35 +93,6 @@ def _weigh(spared: int, caused: int, worth: float) -> str:
     if spared < worth * caused:
         raise Refused(why)
     return why
-
-
-def _try_grouped(nodes: Sequence[torch.fx.Node]) -> None:
-    """Refuse if the convolutions of several groups, but for depthwise ones, are slower channels-last on this machine.
-
-    oneDNN's kernels for those gain by it on some processors and lose on others; nothing that we can see tells which.
-    Ours, for f32, run channels-last alone.
-    """
-    tried = [convolution_seconds(*_configuration(node)) for node in nodes if _is_grouped(node)]
-    planar, last = (sum(seconds) for seconds in zip(*tried, strict=True)) if tried else (0.0, 0.0)
-    if last > _GROUPED_SLOWER * planar:
-        raise Refused(f"grouped convolutions take {last / planar:.2f} times as long channels-last on this machine")
-
-
-def _is_grouped(node: torch.fx.Node) -> bool:
-    """True for a convolution of several groups, not depthwise, that oneDNN computes and that is worth a trial."""
-    if _argument(node, "input").meta["val"].dtype is torch.float32:
-        return False
-    if node.target is not _FORWARD or not 1 < _argument(node, "groups") < _shape(node, "input")[1]:
-        return False
-    return elements_of(node) * math.prod(_shape(node, "weight")[1:]) >= _GROUPED_WORK
-
-
-def _configuration(node: torch.fx.Node) -> tuple[Any, ...]:
-    """The arguments of `convolution_seconds` for a call."""
-    sizes = (_shape(node, name) for name in ("input", "weight"))
-    steps = (_argument(node, name) for name in ("stride", "padding", "dilation"))
-    dtype = _argument(node, "input").meta["val"].dtype
-    return (*sizes, *map(tuple, steps), _argument(node, "groups"), dtype)
 
 
 def lay_out_joint(
@@ -168,7 +133,7 @@ def _spared(node: torch.fx.Node) -> int:
     channels that lie side by side it takes twice the time. So does any of several groups that kernels compute.
     """
     image, groups = _argument(node, "input").meta["val"], _argument(node, "groups")
-    ours = image.dtype is torch.float32 and node.target is _FORWARD
+    ours = dtype_of(image) in DTYPES and node.target is _FORWARD
     read = ("grad_output", "input") if node.target is _BACKWARD else ("input",)
     times = 2 if groups > 1 and (ours or groups == _shape(node, read[0])[1]) else 1
     elements = sum(math.prod(_shape(node, name)) for name in read)

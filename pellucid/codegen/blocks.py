@@ -191,8 +191,9 @@ class Packing:
 
     def numel_of_one(self, machine: Machine) -> int:
         """How many f32 a matrix makes, in panels of two registers: those who pack check it."""
-        panel = 2 * machine.lanes
-        units = -(-self.terms // (1 if self.single else machine.isa.terms(self.dtype)))
+        panel, terms = 2 * machine.lanes, machine.isa.terms(self.dtype)
+        single = self.single or (self.groups is not None and self.groups.channels % terms != 0)
+        units = -(-self.terms // (1 if single else terms))
         transformed = PLACES * self.terms // TAPS if self.tiles else 0
         columns = self.groups.packed(self.columns, machine) if self.groups else self.columns
         return -(-columns // panel) * panel * (units + transformed) + 1

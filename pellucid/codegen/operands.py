@@ -29,7 +29,7 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
     sizes, several = f"{packing.columns}, {packing.terms}, {numel}", ""
     if packing.groups:
         function, taps = "pack_all_groups", packing.terms // packing.groups.channels
-        sizes = f"{_groups(packing.groups)}, {packing.columns}, {packing.terms}, {taps}, {numel}"
+        sizes = f"{_groups(packing.groups, packing.dtype)}, {packing.columns}, {taps}, {numel}"
     elif not packing.tiles:
         sizes += f", {_factor(packing)}"
     if packing.stack.count > 1:
@@ -47,9 +47,9 @@ def _factor(packing: Packing) -> str:
     return "float" if packing.single or packing.dtype is DType.F32 else f"pv::Factor<{CPP_TYPE[packing.dtype]}>"
 
 
-def _groups(groups: Groups) -> str:
+def _groups(groups: Groups, dtype: DType) -> str:
     """The type that says how groups fill registers."""
-    return f"pv::Groups<{groups.outputs}, {groups.channels}, {groups.together}>"
+    return f"pv::Groups<{CPP_TYPE[dtype]}, {groups.outputs}, {groups.channels}, {groups.together}>"
 
 
 @dataclass(frozen=True)
@@ -239,9 +239,9 @@ class Operands:
     def panels(self, packing: Packing) -> str:
         """The panels of an operand that was packed."""
         if packing.groups:
-            place = f"{_groups(packing.groups)}::packed"
-            sizes = f"{place}({packing.columns}), {packing.terms}, {place}(from)"
-            return f"pv::panels_from<float>({packing.operand.buffer}, {sizes})"
+            groups = _groups(packing.groups, packing.dtype)
+            sizes = f"{groups}::packed({packing.columns}), {packing.terms}, {groups}::packed(from)"
+            return f"pv::panels_from<{groups}::F>({packing.operand.buffer}, {sizes})"
         function = "tile_panels_from" if packing.tiles else f"panels_from<{_factor(packing)}>"
         sizes = f"{packing.columns}, {packing.terms}, from"
         if packing.stack.count > 1:

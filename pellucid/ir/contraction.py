@@ -232,7 +232,7 @@ def groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | None
 
     So do all outputs, wherever they are stored. None for any other contraction, depthwise convolutions among them.
     """
-    if len(found.batch) != 1 or len(found.columns) > 1 or found.dtype is not DType.F32 or not found.rows:
+    if len(found.batch) != 1 or len(found.columns) > 1 or not found.rows:
         return None
     ranges, (group,), (left, _) = kernel.ranges, found.batch, found.loads
     near = [name for name in found.inner if left.index.coefficient(name) == ONE]

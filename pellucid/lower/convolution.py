@@ -31,7 +31,6 @@ from pellucid.machine.work import estimate
 _ONEDNN = "convolution: oneDNN computes it"
 OFF = "convolution: oneDNN computes it, as the option `contract` asks"
 _OTHER = "convolution: kernels compute it in f32, bf16 and f16, oneDNN in other types"
-_GROUPED = "convolution: kernels compute several groups in f32, oneDNN in other types"
 _DYNAMIC = "convolution: kernels have weights of known sizes, oneDNN computes others"
 _PLANAR = "convolution: channels do not lie side by side, oneDNN computes it"
 _SINGLE = "convolution: one pixel or one channel is no product of matrices, oneDNN computes it"
@@ -137,9 +136,6 @@ def _check_direct(given: Mapping[str, Any], result: View, few: int = FEW_TERMS) 
         raise NotLowered(_OTHER)
     if len(weight.shape) != 4 or len(x.shape) != 4 or given["transposed"]:
         raise NotLowered(_ONEDNN)
-    depthwise = given["groups"] == weight.shape[0].value == x.shape[1].value
-    if given["groups"] != 1 and x.dtype is not DType.F32 and not depthwise:
-        raise NotLowered(_GROUPED)
     if any(extent == ZERO for extent in weight.shape):
         raise NotLowered(_ONEDNN)
     if any(extent.value is None for extent in weight.shape):

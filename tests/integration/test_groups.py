@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 F = torch.nn.functional
 LAST = torch.channels_last
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def compiled(module: Any, folder: Path, **options: bool) -> Any:
@@ -48,6 +49,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize(
     ("shape", "outputs", "groups", "taps", "options"),
@@ -60,6 +62,7 @@ class Block(nn.Module):
         ((1, 64, 7, 7), 128, 2, 3, {}),  # two registers share a pixel
         ((3, 12, 6, 5), 24, 12, (1, 3), {"padding": (0, 1)}),  # two outputs for a channel
         ((1, 24, 8, 8), 8, 8, 5, {"padding": 2}),  # one output of three channels
+        ((1, 42, 6, 6), 64, 2, 3, {"padding": 1}),  # an odd number of channels, which are no pairs
         ((1, 40, 3, 260), 16, 4, 3, {"padding": (1, 4), "bias": False}),  # a line is more than a block
     ],
 )
@@ -71,21 +74,26 @@ def test_grouped_convolutions_are_kernels_with_what_follows(
     taps: Any,
     options: dict[str, Any],
     freeze: bool,
+    dtype: torch.dtype,
 ) -> None:
-    model = Block(shape[1], outputs, taps, groups=groups, **options).eval()
-    x = torch.randn(shape).to(memory_format=LAST)
+    model = Block(shape[1], outputs, taps, groups=groups, **options).to(dtype).to(memory_format=LAST).eval()
+    x = torch.randn(shape).to(dtype).to(memory_format=LAST)
     with torch.no_grad():
         result = compiled(model, tmp_path, freeze=freeze)(x)
         assert is_by_groups(tmp_path) and not rules(tmp_path, "lower.fallback")
         assert_matches([result], [model(x)], [copy.deepcopy(model).double()(x.double())])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["image", "weight"])
-@pytest.mark.parametrize("channels", [4, 24])
-def test_what_is_not_finite_stays_in_its_group(tmp_path: Path, channels: int, where: str, bad: float) -> None:
+@pytest.mark.parametrize("channels", [4, 7, 24])
+def test_what_is_not_finite_stays_in_its_group(
+    tmp_path: Path, channels: int, where: str, bad: float, dtype: torch.dtype
+) -> None:
     """A tap outside of the image adds nothing, and other groups do not see what is not finite."""
-    x, w = torch.randn(1, 2 * channels, 6, 7).to(memory_format=LAST), torch.randn(2 * channels, channels, 3, 3)
+    sizes = (1, 2 * channels, 6, 7), (2 * channels, channels, 3, 3)
+    x, w = (torch.randn(each).to(dtype).to(memory_format=LAST) for each in sizes)
     (x[0, channels] if where == "image" else w[channels, 3])[0, 0] = bad
     result = compiled(lambda x, w: F.conv2d(x, w, padding=1, groups=2), tmp_path)(x, w)
     expected = torch.zeros(2 * channels, 6, 7, dtype=torch.bool)
@@ -116,12 +124,51 @@ def test_groups_whose_weights_do_not_fit_are_onednns(tmp_path: Path) -> None:
     assert_matches([result], [F.conv2d(x, w, groups=2)], [F.conv2d(x.double(), w.double(), groups=2)])
 
 
-def test_training_computes_grouped_convolutions_forward(tmp_path: Path) -> None:
-    model, x = Block(32, 32, 3, padding=1, groups=8), torch.randn(2, 32, 12, 12).to(memory_format=LAST)
-    reference = copy.deepcopy(model).double()
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(
+    ("channels", "outputs", "groups", "taps", "options"),
+    [
+        (32, 32, 8, 3, {"padding": 1}),
+        (32, 64, 2, 3, {"padding": 1}),
+        (24, 36, 4, (3, 5), {"padding": (0, 2), "dilation": (1, 2)}),
+        (30, 15, 5, 1, {"bias": False}),
+        (40, 20, 20, 3, {"padding": 2}),  # the gradient of the image has an edge without zeros around
+    ],
+)
+def test_gradients_of_images_are_convolutions_of_groups(
+    tmp_path: Path,
+    channels: int,
+    outputs: int,
+    groups: int,
+    taps: Any,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    model = nn.Conv2d(channels, outputs, taps, groups=groups, **options).to(dtype).to(memory_format=LAST)
+    x = torch.randn(2, channels, 12, 13).to(dtype).to(memory_format=LAST).requires_grad_()
+    g = torch.randn_like(model(x))
+    eager, wide = copy.deepcopy(model), copy.deepcopy(model).double()
+
+    def gradients(module: Any, x: Tensor) -> list[Tensor]:
+        return [*torch.autograd.grad(module(x), [x, *model_of[module].parameters()], g.to(x.dtype))]
+
+    run = compiled(model, tmp_path)
+    model_of = {run: model, eager: eager, wide: wide}
+    results = gradients(run, x)
+    expected = [gradients(eager, x), gradients(wide, x.detach().double().requires_grad_())]
+    assert_matches(results, *expected)
+    sources = [file.read_text() for file in tmp_path.rglob("*.cpp")]
+    assert sum("contract_groups" in source for source in sources) == 2
+
+
+@pytest.mark.parametrize("options", [{"stride": 2, "padding": 1}, {"padding": 3}])
+def test_gradients_of_other_images_of_groups_are_onednns(tmp_path: Path, options: dict[str, int]) -> None:
+    model = nn.Conv2d(32, 32, 3, groups=8, **options).to(memory_format=LAST)
+    x = torch.randn(2, 32, 12, 12).to(memory_format=LAST).requires_grad_()
     compiled(model, tmp_path)(x).square().mean().backward()
-    reference(x.double()).square().mean().backward()
-    assert is_by_groups(tmp_path)
-    gradient, exact = model.convolution.weight.grad, reference.convolution.weight.grad
-    assert gradient is not None and exact is not None
-    torch.testing.assert_close(gradient.double(), exact, rtol=1e-3, atol=1e-6)
+    (reason,) = rules(tmp_path, "lower.fallback")
+    assert "of groups of several channels" in reason
+    reference, y = copy.deepcopy(model).double(), x.detach().double().requires_grad_()
+    reference(y).square().mean().backward()
+    assert x.grad is not None and y.grad is not None
+    torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-3, atol=1e-6)

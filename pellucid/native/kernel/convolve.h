@@ -77,16 +77,6 @@ struct PlacedColumns {
   PV_FN const float* operator()(int64_t i, int64_t j) const { return rows(j, i); }
 };
 
-PV_FN bool all_finite(const float* p, int64_t n) {
-  ColumnReg sums[4] = {};  // that do not wait for one another
-  int64_t i = 0;
-  for (; i + 4 * COLUMN <= n; i += 4 * COLUMN)
-    for (int k = 0; k < 4; k++) sums[k] = multiply_add(read_column(p + i + k * COLUMN), ColumnReg{}, sums[k]);
-  bool all = total<Sum>(Column{{(sums[0] + sums[1]) + (sums[2] + sums[3])}}) == 0;
-  for (; i < n; i++) all &= __builtin_isfinite(p[i]);
-  return all;
-}
-
 // c[m, n] = sum over pixels of left[pixel, m] * right[pixel, n], or times zero where a pixel does not count: that
 // matters where left is not finite. It is the gradient of a weight for one tap. WIDTH: see `panel`.
 template <int M, int N, int WIDTH>

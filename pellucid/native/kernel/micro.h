@@ -112,23 +112,24 @@ struct InOrder {
   PV_FN int64_t operator()(int64_t i) const { return i; }
 };
 
-// Terms from `first` on, the beginning of a unit, element by element. panel: from one panel to the next.
-template <class B, class Place>
+// Terms from `first` on, the beginning of a unit, element by element. F: what units are made of. panel: from one panel to
+// the next.
+template <class F, class B, class Place>
 [[gnu::noinline]] inline void pack_elements(
     const B& b, int64_t first, int64_t k, int64_t n, float* panels, int64_t panel, const Place& place) {
-  using E = typename B::Element;
-  constexpr int T = TERMS<E>;
+  constexpr int T = TERMS<F>;
   const int64_t columns = panels_of(n);
-  for (int64_t i = first; i < units_of<E>(k) * T; i++)
+  for (int64_t i = first; i < units_of<F>(k) * T; i++)
     for (int64_t j = 0; j < columns; j++) {
-      auto* unit = (Factor<E>*)(panels + j / COLUMNS * panel + place(i / T) * COLUMNS + j % COLUMNS);
-      unit[i % T] = i < k && j < n ? factor_of(*b(i, j)) : Factor<E>{};
+      auto* unit = (F*)(panels + j / COLUMNS * panel + place(i / T) * COLUMNS + j % COLUMNS);
+      unit[i % T] = i < k && j < n ? factor_of<F>(*b(i, j)) : F{};
     }
 }
 template <class B, class Place = InOrder>
 PV_SHARED void pack_columns(
     const B& b, int64_t k, int64_t n, float* panels, int64_t panel = COLUMN_PANEL, const Place& place = {}) {
-  constexpr int T = TERMS<typename B::Element>;
+  using F = Factor<typename B::Element>;
+  constexpr int T = TERMS<F>;
   const int64_t whole = n / COLUMNS * COLUMNS;  // columns
   int64_t done = 0;                             // units
   if (b.column == 1) {
@@ -158,8 +159,8 @@ PV_SHARED void pack_columns(
       }
   }
   if (whole < n && b.column == 1)
-    pack_elements(b.from(0, whole), 0, done * T, n - whole, panels + whole / COLUMNS * panel, panel, place);
-  if (done * T < k) pack_elements(b, done * T, k, n, panels, panel, place);
+    pack_elements<F>(b.from(0, whole), 0, done * T, n - whole, panels + whole / COLUMNS * panel, panel, place);
+  if (done * T < k) pack_elements<F>(b, done * T, k, n, panels, panel, place);
 }
 
 // Panels of ROWS rows, for matrices whose columns lie in memory: panel p holds a[p * ROWS + i, j] at [p][j][i], with j
@@ -188,7 +189,7 @@ PV_SHARED void pack_rows(const A& a, int64_t m, int64_t k, float* panels) {
   if (whole * T == k) return;
   for (int64_t i = 0; i < m; i++) {
     auto* unit = (Factor<E>*)(panels + i / ROWS * ROW_PANEL + whole * ROWS + i % ROWS);
-    unit[0] = factor_of(*a(i, k - 1)), unit[1] = Factor<E>{};
+    unit[0] = factor_of<Factor<E>>(*a(i, k - 1)), unit[1] = Factor<E>{};
   }
 }
 
@@ -217,7 +218,7 @@ PV_SHARED void copy_rows(const Matrix<E>& a, int64_t m, int64_t k, float* rows, 
     if (a.column == 1)
       for (; done + COLUMN <= k / T; done += COLUMN) write_column(rows + done, read_along(a(i, done * T)));
     auto* to = (Factor<E>*)rows;
-    for (int64_t j = done * T; j < units_of<E>(k) * T; j++) to[j] = j < k ? factor_of(*a(i, j)) : Factor<E>{};
+    for (int64_t j = done * T; j < units_of<E>(k) * T; j++) to[j] = j < k ? factor_of<Factor<E>>(*a(i, j)) : Factor<E>{};
   }
 }
 

@@ -80,8 +80,8 @@ template <class E> PV_FN void copy_across(const E* p, int64_t step, float* to) {
   }
 }
 
-template <class E> PV_FN Factor<E> factor_of(E a) {
-  if constexpr (is_factor<E>) return a;
+template <class F, class E> PV_FN F factor_of(E a) {
+  if constexpr (std::is_same_v<E, F>) return a;
   else return load(&a);
 }
 

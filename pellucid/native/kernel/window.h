@@ -121,19 +121,26 @@ PV_SHARED void gather_rows(const Window<E>& w, int64_t term, int64_t depth, Fact
   for (int64_t row = 0; row < w.height(); row++) rows[row * TERMS_AT_ONCE<E> + depth] = Factor<E>{};
 }
 
-// True if k units of all panels of n columns are finite: then zeros add nothing. F: what the units hold.
+// True if n units are finite. F: what they hold; if that is not float, n is a multiple of COLUMN.
+template <class F = float> PV_FN bool all_finite(const float* p, int64_t n) {
+  ColumnReg sums[4] = {};  // that do not wait for one another
+  int64_t i = 0;
+  const auto add = [&](int k) PV_INLINE {
+    sums[k] = multiply_units<F>(read_column(p + i + k * COLUMN), ColumnReg{}, sums[k]);
+  };
+  for (; i + 4 * COLUMN <= n; i += 4 * COLUMN)
+    for (int k = 0; k < 4; k++) add(k);
+  for (; i + COLUMN <= n; i += COLUMN) add(0);
+  bool all = total<Sum>(Column{{(sums[0] + sums[1]) + (sums[2] + sums[3])}}) == 0;
+  for (; i < n; i++) all &= __builtin_isfinite(p[i]);
+  return all;
+}
+// True if k units of all panels of n columns are finite: then zeros add nothing.
 template <class F>
 PV_SHARED bool finite(int64_t k, int64_t n, const float* panels) {
-  ColumnReg sums[4] = {};  // that do not wait for one another
-  for (int64_t j = 0; j < n; j += COLUMNS, panels += COLUMN_PANEL)
-    for (int64_t i = 0; i < k; i += 2) {
-      const float *one = panels + i * COLUMNS, *other = panels + least(i + 1, k - 1) * COLUMNS;
-      sums[0] = multiply_units<F>(read_column(one), ColumnReg{}, sums[0]);
-      sums[1] = multiply_units<F>(read_column(one + COLUMN), ColumnReg{}, sums[1]);
-      sums[2] = multiply_units<F>(read_column(other), ColumnReg{}, sums[2]);
-      sums[3] = multiply_units<F>(read_column(other + COLUMN), ColumnReg{}, sums[3]);
-    }
-  return total<Sum>(Column{{(sums[0] + sums[1]) + (sums[2] + sums[3])}}) == 0;
+  bool all = true;
+  for (int64_t j = 0; all && j < n; j += COLUMNS, panels += COLUMN_PANEL) all = all_finite<F>(panels, k * COLUMNS);
+  return all;
 }
 
 // The same as `contract`, term by term: for weights that are not finite, which zeros would make NaN.
