@@ -61,7 +61,7 @@ def convolution_backward(
     if x.dim() == _IMAGES and mask[0] and _spreads_in_groups(x, weight, *steps):
         others = torch.ops.aten.convolution_backward(grad, x, weight, bias_sizes, *steps, [False, *mask[1:]])
         return _of_image_by_groups(grad, weight, *steps), *others[1:]
-    if x.dim() != _LINES or (groups > 1 and (transposed or weight.shape[1] != 1)):
+    if x.dim() != _LINES or (groups > 1 and transposed):
         return NotImplemented
     images = (each.unsqueeze(2) for each in (grad, x, weight))
     made = torch.ops.aten.convolution_backward(*images, bias_sizes, *_of_images(*steps), mask)

@@ -121,6 +121,12 @@ def _argument(node: torch.fx.Node, name: str) -> Any:
     return node.args[position]
 
 
+def _groups(node: torch.fx.Node) -> int:
+    """The number of groups, which the call may say alone: then as it was at the capture."""
+    groups = _argument(node, "groups")
+    return size_hint(groups.meta["val"] if isinstance(groups, torch.fx.Node) else groups)
+
+
 def _shape(node: torch.fx.Node, name: str) -> tuple[int, ...]:
     """The sizes of an argument."""
     return tuple(map(size_hint, _argument(node, name).meta["val"].shape))
@@ -132,7 +138,7 @@ def _spared(node: torch.fx.Node) -> int:
     The backward reads its two for each of two gradients. A depthwise convolution gains as much again: without
     channels that lie side by side it takes twice the time. So does any of several groups that kernels compute.
     """
-    image, groups = _argument(node, "input").meta["val"], _argument(node, "groups")
+    image, groups = _argument(node, "input").meta["val"], _groups(node)
     ours = dtype_of(image) in DTYPES and node.target is _FORWARD
     read = ("grad_output", "input") if node.target is _BACKWARD else ("input",)
     times = 2 if groups > 1 and (ours or groups == _shape(node, read[0])[1]) else 1
@@ -152,7 +158,7 @@ def _caused(node: torch.fx.Node) -> int:
         return 0
     if node.target is _BACKWARD:
         return size if weight.dtype is torch.float32 and taps <= MOST_TAPS else 2 * size
-    as_it_lies = packs_taps(shape, _argument(node, "groups"), elements_of(node))
+    as_it_lies = packs_taps(shape, _groups(node), elements_of(node))
     return 0 if weight.dtype is torch.float32 and as_it_lies else size
 
 
@@ -196,7 +202,7 @@ class _ChannelsLast(Relayout):
         """
         shape, dtype = _shape(node, "weight"), _argument(node, "input").meta["val"].dtype
         few = shape[1] <= MOST_SPREAD_CHANNELS and shape[2:] != (1, 1) and math.prod(shape[1:]) <= MOST_SPREAD_TERMS
-        ours = node.target is _FORWARD and dtype is torch.float32 and _argument(node, "groups") == 1
+        ours = node.target is _FORWARD and dtype is torch.float32 and _groups(node) == 1
         return self.use == "inference" and ours and few
 
 
@@ -204,7 +210,7 @@ def _reads_columns(node: torch.fx.Node) -> bool:
     """True if the channels of the result lie side by side in the weight: a product reads it best, as it lies."""
     weight = _argument(node, "weight").meta["val"]
     by_columns = weight.permute(2, 3, 1, 0).is_contiguous() and not weight.is_contiguous()
-    return by_columns and _argument(node, "groups") == 1
+    return by_columns and _groups(node) == 1
 
 
 def _clones(graph: torch.fx.Graph, use: str) -> set[torch.fx.Node]:

@@ -124,9 +124,11 @@ class Taps:
 class Groups:
     """Groups of a convolution, each with so many `outputs`, its columns, and `channels`; see `codegen/groups.py`.
 
-    together: groups that share a register. neighbours: taps of a line that lie as far apart as its pixels, else 1.
+    image: the line that loads it. together: groups that share a register. neighbours: taps of a line that lie as far
+    apart as its pixels, else 1.
     """
 
+    image: str
     count: int
     outputs: int
     channels: int

@@ -39,7 +39,7 @@ from pellucid.codegen.blocks import (
     taps_of,
 )
 from pellucid.codegen.roles import Roles
-from pellucid.codegen.weight_gradients import sums_by_channel, sums_over_pixels
+from pellucid.codegen.weight_gradients import sums_by_channel, sums_by_group, sums_over_pixels
 from pellucid.ir.contraction import (
     COLUMNS,
     GROUP_WEIGHTS,
@@ -211,8 +211,12 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
 
 
 def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Machine) -> Blocks | None:
-    """Blocks of a convolution of several groups; None if terms do not line up."""
-    (column,), ranges = found.columns, kernel.ranges
+    """Blocks of a convolution of several groups, or of its weight's gradient; None if terms do not line up."""
+    ranges = kernel.ranges
+    of_taps = sums_by_group(found, ranges, groups)
+    if of_taps or len(found.columns) != 1:
+        return of_taps
+    (column,) = found.columns
     blocks = _windows(found, ranges, column, machine, groups=groups)
     if blocks is None:
         return None

@@ -1,7 +1,7 @@
-"""Convolutions of several groups, which `native/kernel/groups.h` computes: their columns are those of all groups.
+"""Convolutions of several groups (`native/kernel/groups.h`), and gradients of their weights (`tap_gradients.h`).
 
-A kernel has an axis of groups and one of the outputs of a group. Blocks have several groups, whose columns are
-neighbours wherever they are stored: so both axes become one, and all else is as in a convolution of one group.
+A kernel has an axis of groups and one of the outputs of a group. Blocks have the columns of several groups, which are
+neighbours in what is loaded and stored: so both axes become one, and all else is as with one group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pellucid.codegen.blocks import Groups
 from pellucid.codegen.names import map_indices
-from pellucid.ir.contraction import find_contraction, groups_of
+from pellucid.ir.contraction import find_contraction, find_groups
 from pellucid.ir.index import ZERO, Atom, Expr, Var, const, floordiv, var
 from pellucid.ir.nodes import Axis, Kernel, Line
 from pellucid.machine import Machine
@@ -32,11 +32,11 @@ def join_groups(kernel: Kernel, machine: Machine) -> Joined:
     after:    `for i0 < 9, i2 < 128, i3 < 8: load x[256*i0 + 8*(i2 // 4) + i3], load w[8*i2 + i3]`
     of_first: `for i0 < 9, i2 < 128, i3 < 8: load x[256*i0 + i3], load w[8*i2 + i3]`
     """
-    found = find_contraction(kernel)
-    sizes = found and groups_of(kernel, found)
-    if not found or not sizes:
+    contraction = find_contraction(kernel)
+    groups = contraction and find_groups(kernel, contraction)
+    if not groups:
         return Joined(kernel, kernel, None)
-    count, outputs, channels = sizes
+    found, (count, outputs, channels) = groups
     (group,) = found.batch
     (column,) = found.columns or found.batch
 
@@ -56,4 +56,4 @@ def join_groups(kernel: Kernel, machine: Machine) -> Joined:
         Kernel(kernel.name, kernel.params, space, tuple(joined(line, image) for line in kernel.body))
         for image in (floordiv(var(column), outputs), ZERO)
     )
-    return Joined(whole, of_first, Groups(count, outputs, channels, together))
+    return Joined(whole, of_first, Groups(found.left.out, count, outputs, channels, together))

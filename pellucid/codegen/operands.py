@@ -111,7 +111,7 @@ class Operands:
         axes = [f"{{{', '.join(map(self.text, axis))}}}" for axis in pixels.axes]
         axes = ["{1, 0, 0}"] * (3 - len(axes)) + axes
         terms = f"pv::Pixels{{{{{', '.join(axes)}}}, {self.edges(pixels.edges)}}}"
-        if blocks.by_channel:
+        if blocks.by_channel or blocks.groups:
             return self.tap_gradients(blocks, first, second, terms)
         function, operands = "contract_pixels", f"{first}, {second}, {terms}"
         if blocks.taps:
@@ -124,11 +124,14 @@ class Operands:
         return f"pv::Taps{{{', '.join((*extents, self.text(taps.down)))}, {taps.right}, {taps.pixel}, {taps.unit}}}"
 
     def tap_gradients(self, blocks: Blocks, image: str, gradient: str, terms: str) -> str:
-        """The sums over pixels for the taps of some channels."""
+        """The sums over pixels for the taps of some channels, of several groups too."""
         moves = blocks.contraction.loads[0].index
         sizes = ["1"] * (2 - len(blocks.taps)) + [str(blocks.ranges[name].value) for name in blocks.taps]
         steps = ["0"] * (2 - len(blocks.taps)) + [self.text(stride_along(moves, name)) for name in blocks.taps]
         operands = f"{image}, {gradient}, {terms}, {', '.join(steps)}, {self.sums(blocks)}"
+        if groups := blocks.groups:
+            sizes += map(str, (groups.count, groups.outputs, groups.channels, groups.together))
+            return f"pv::contract_group_gradients<{', '.join(sizes)}>(hi - lo, to - from, from, {operands});"
         return f"pv::contract_tap_gradients<{', '.join(sizes)}>(to - from, {operands});"
 
     def sizes(self, blocks: Blocks) -> str:

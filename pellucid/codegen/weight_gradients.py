@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pellucid.codegen.block_sizes import COLUMN_STEP, PACK, ROWS, Pricing, even_pieces, product_sizes
-from pellucid.codegen.blocks import MOST_ROW_AXES, MOST_TAP_AXES, Blocks, Order, Taps, outermost_first
-from pellucid.ir.contraction import COLUMNS, Bound, Contraction, stride_along
-from pellucid.ir.index import ONE, Expr
+from pellucid.codegen.blocks import MOST_ROW_AXES, MOST_TAP_AXES, Blocks, Groups, Order, Taps, outermost_first
+from pellucid.ir.contraction import COLUMNS, Bound, Contraction, channels_among, stride_along
+from pellucid.ir.index import ONE, Expr, product
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
 from pellucid.machine.kernels import DEPTH
@@ -162,4 +162,30 @@ def sums_by_channel(found: Contraction, ranges: dict[str, Expr]) -> Blocks | Non
     height = estimate(ranges[taps[0]])
     return Blocks(
         image, taps[0], taps[1:], channel, inner, height, TAP_CHANNELS, ranges, pixels=True, order=Order.OUTER_LAST
+    )
+
+
+def sums_by_group(found: Contraction, ranges: dict[str, Expr], groups: Groups) -> Blocks | None:
+    """The same of a convolution of several groups: all taps of some channels, for the outputs of groups in registers.
+
+    found: that of the first group's image, see `join_groups`.
+    """
+    image = found if found.left.out == groups.image else found.swapped()
+    channel = channels_among(image.loads[0], image.rows, image.bounds)
+    if not channel or len(image.columns) != 1 or image.batch:
+        return None
+    (column,), moves = image.columns, image.loads[0].index
+    taps = outermost_first((name for name in image.rows if name != channel), moves)
+    inner = outermost_first(image.inner, moves)
+    if image.zeros or max(len(taps) - MOST_TAP_AXES, len(inner) - MOST_ROW_AXES) > 0:
+        return None
+    if any(not ranges[name].value for name in taps) or stride_along(image.loads[1].index, column) != ONE:
+        return None
+    if image.bounds and not (taps and _line_by_line(image, taps, inner)):
+        return None
+    most = ROWS * COLUMNS // (groups.period * estimate(product(ranges[name] for name in taps)))
+    rows = even_pieces(groups.channels, max(1, most), 1)
+    order = Order.OUTER_LAST
+    return Blocks(
+        image, channel, taps, column, inner, rows, groups.period, ranges, pixels=True, groups=groups, order=order
     )

@@ -20,7 +20,7 @@ matrices terms choose: both loads have the mask that `v`, loaded for the term, i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pellucid.ir.index import ONE, ZERO, Expr, Val, const, var
@@ -227,18 +227,36 @@ def _step(index: Expr, name: str) -> int:
     return stride_along(index, name).value or 0
 
 
-def groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | None:
-    """(groups, outputs and channels of each) of a convolution of several groups whose channels lie side by side.
+def find_groups(kernel: Kernel, found: Contraction) -> tuple[Contraction, tuple[int, int, int]] | None:
+    """`found`, with the image as its left operand, and the number of groups, outputs and channels of each.
 
-    So do all outputs, wherever they are stored. None for any other contraction, depthwise convolutions among them.
+    It is a convolution of several groups whose channels lie side by side, or the gradient of its weight, of which
+    outputs are columns too, and channels are rows. None for any other contraction, as of depthwise convolutions.
+    """
+    ways = ((each, _groups_of(kernel, each)) for each in (found, found.swapped()))
+    return next(((each, sizes) for each, sizes in ways if sizes), None)
+
+
+def channels_among(load: Load, axes: Iterable[str], bounds: Iterable[Bound]) -> str | None:
+    """The one of `axes` along which what is loaded lies side by side, wherever it counts."""
+    bounded = frozenset[str]().union(*(bound.position.vars() for bound in bounds))
+    return next((name for name in axes if load.index.coefficient(name) == ONE and name not in bounded), None)
+
+
+def _groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | None:
+    """The sizes of groups of a contraction whose left operand is an image, and whose outputs lie evenly everywhere.
+
+    Those of a convolution are stored side by side.
     """
     if len(found.batch) != 1 or len(found.columns) > 1 or not found.rows:
         return None
     ranges, (group,), (left, _) = kernel.ranges, found.batch, found.loads
-    near = [name for name in found.inner if left.index.coefficient(name) == ONE]
-    channels = next((ranges[name] for name in near if all(name not in b.position.vars() for b in found.bounds)), ONE)
+    term, row = (channels_among(left, axes, found.bounds) for axes in (found.inner, found.rows))
+    channels = ranges[term or row] if term or row else ONE
     outputs = ranges[found.columns[0]] if found.columns else ONE
-    known = all(ranges[name].value is not None for name in (group, *found.columns, *found.inner))
+    forward = term is not None or row is None
+    window = found.inner if forward else found.rows
+    known = all(ranges[name].value is not None for name in (group, *found.columns, *window))
     if not known or channels == outputs == ONE or left.index.coefficient(group) != channels:
         return None
     others = [
@@ -247,7 +265,9 @@ def groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | None
         if isinstance(line.rhs, Load | Store | IndexValue) and line.out != found.left.out
     ]
     steps = [(index.coefficient(group), index.coefficient(name)) for index in others for name in found.columns]
-    if not stored_along(kernel, found.columns or found.batch) or any(b is None or a != b * outputs for a, b in steps):
+    if forward and not stored_along(kernel, found.columns or found.batch):
+        return None
+    if any(b is None or a != b * outputs for a, b in steps):
         return None
     count, each, parts = (extent.value for extent in (ranges[group], outputs, channels))
     assert count is not None and each is not None and parts is not None

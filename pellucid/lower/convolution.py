@@ -138,7 +138,7 @@ def _check_direct(given: Mapping[str, Any], result: View, few: int = FEW_TERMS) 
         raise NotLowered(_ONEDNN)
     if any(extent == ZERO for extent in weight.shape):
         raise NotLowered(_ONEDNN)
-    if any(extent.value is None for extent in weight.shape):
+    if any(extent.value is None for extent in weight.shape) or not isinstance(given["groups"], int):
         raise NotLowered(_DYNAMIC)
     if _is_one_by_one(given) and given["groups"] == 1:
         if not is_matrix(x) and not lies(x.view, (0, 1, 2, 3)) and x.view.strides[1] != ONE:

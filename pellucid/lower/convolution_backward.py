@@ -2,8 +2,9 @@
 
 That of the image is a convolution of the result's gradient; where steps are wider than one, for a single tap alone.
 That of the weight is, for each tap, a product of two matrices, whose terms are pixels. The bias's is a sum over pixels.
-Of depthwise convolutions both are sums for each channel. In bf16 and f16 kernels compute these, and those of one tap,
-which are products of matrices.
+Of depthwise convolutions both are sums for each channel, and of those of several groups that of the weight is one for
+each pair of channels of a group (of the image: `capture/convolutions.py`). In bf16 and f16 kernels compute these, and
+those of one tap, which are products of matrices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from pellucid.lower.kernel_builder import KernelBuilder, Value, both
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
 
-_KIND = "gradients of convolutions that are transposed, not two-dimensional or of groups of several channels: oneDNN's"
+_KIND = "gradients of convolutions that are transposed or not two-dimensional: oneDNN computes them"
+_GROUPED = "gradient of an image of groups of several channels: oneDNN computes it"
 _OTHER = "gradients of convolutions: kernels compute them in f32, bf16 and f16"
 _TAPS = "gradients of convolutions: of several taps kernels compute them in f32 alone"
 _PIXELS = "gradient of a weight: where pixels are not the rows of two matrices, kernels compute it in f32 alone"
@@ -34,8 +36,11 @@ _PLANAR = "gradients of convolutions: channels do not lie side by side, oneDNN c
 _STRIDED = "gradient of an image: where a window moves by more than a pixel, oneDNN computes it"
 _OUTSIDE = "gradient of an image: one tap with padding around, oneDNN computes it"
 _NARROW = "gradient of a weight: panels of few channels would be mostly empty, oneDNN computes it"
+_WIDE = "gradient of a weight: of groups of many channels in bf16 oneDNN multiplies pairs, kernels do not"
 _SMALL = "gradients of convolutions: sums of few terms, or few of them, are no product of matrices for a kernel"
 _LONG = "gradient of a weight: few channels leave threads idle, oneDNN shares out the pixels"
+# Channels of a group that are many.
+_MANY_CHANNELS = 48
 # Channels of an image that fill half a panel.
 _FEW_CHANNELS = 16
 # Elements of a weight that are too few for several threads, and the pixels from which on that matters.
@@ -53,7 +58,11 @@ class _Call:
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
-    depthwise: bool
+    groups: int
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups == self.image.shape[1].value == self.weight.shape[0].value != 1
 
     @property
     def one_tap(self) -> bool:
@@ -88,7 +97,9 @@ def convolution_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     results: list[TensorRef | None] = [None, None, None]
     refusal: NotLowered | None = None
     left = [False, False, False]
-    gradients = (_of_image_by_channel, _of_weight_by_channel) if call.depthwise else (_of_image, _of_weight)
+    gradients = (_of_image, _of_weight)
+    if call.groups > 1:
+        gradients = (_of_image_by_channel, _of_weight_by_channel if call.depthwise else _of_weight_by_group)
     for position, compute in enumerate(gradients):
         try:
             results[position] = compute(graph, node, call) if wanted[position] else None
@@ -113,22 +124,21 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
     if not graph.contract:
         raise NotLowered(OFF)
     tensors = gradient, image, weight = tuple(given[name] for name in ("grad_output", "input", "weight"))
-    depthwise = given["groups"] == image.shape[1].value == weight.shape[0].value != 1
-    if len(image.shape) != 4 or given["transposed"] or not (given["groups"] == 1 or depthwise):
+    if len(image.shape) != 4 or given["transposed"]:
         raise NotLowered(_KIND)
     if gradient.dtype not in DTYPES or len({each.dtype for each in tensors}) > 1:
         raise NotLowered(_OTHER)
     check_rate(graph, gradient.dtype, "gradients of convolutions")
-    if any(extent.value is None for extent in weight.shape):
+    if any(extent.value is None for extent in weight.shape) or not isinstance(given["groups"], int):
         raise NotLowered(_DYNAMIC)
     stride, padding, dilation = (given[name] for name in ("stride", "padding", "dilation"))
-    call = _Call(gradient, image, weight, stride, padding, dilation, depthwise)
-    if call.narrow and not (depthwise or call.one_tap):
+    call = _Call(gradient, image, weight, stride, padding, dilation, given["groups"])
+    if call.narrow and call.groups == 1 and not call.one_tap:
         raise NotLowered(_TAPS)
-    counts = (*weight.shape[: 1 if depthwise else 2], call.pixels)
+    counts = (*weight.shape[: 1 if call.depthwise else 2], call.pixels)
     if any(extent.value in (0, 1) for extent in counts) or ZERO in weight.shape:
         raise NotLowered(_SMALL)
-    if depthwise and any(each.view.strides[1] != ONE for each in (gradient, image)):
+    if call.groups > 1 and any(each.view.strides[1] != ONE for each in (gradient, image)):
         raise NotLowered(_PLANAR)
     return call
 
@@ -199,6 +209,8 @@ def _of_image_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call
     Taps are counted from the last one, so that they move as pixels do. With steps, loops look at each tap: oneDNN is
     faster than those in f32, and takes four times as long in bf16.
     """
+    if not call.depthwise:
+        raise NotLowered(_GROUPED)
     if call.steps and not call.narrow:
         raise NotLowered(_STRIDED)
     result = graph.new(node.meta["val"][0], "gradient")
@@ -232,6 +244,27 @@ def _of_weight_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Cal
     )
     total = kernel.reduce("sum", terms, (3, 4, 5))
     kernel.store(result.view, result.dtype, (channel, ZERO, height, width), total)
+    graph.emit(kernel)
+    return result
+
+
+def _of_weight_by_group(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
+    """For each output, channel of its group and tap, the sum over pixels of the gradient times the image."""
+    outputs, channels, *taps = call.weight.shape
+    if call.gradient.dtype is DType.BF16 and nonnegative(channels - _MANY_CHANNELS):
+        raise NotLowered(_WIDE)
+    each = floordiv(outputs, call.groups)
+    result = graph.new(node.meta["val"][1], "gradient")
+    space = (const(call.groups), each, channels, *taps, call.gradient.shape[0], *call.gradient.shape[2:])
+    kernel = graph.kernel(node, space)
+    group, number, channel, height, width, image, *pixel = kernel.index
+    output, place = group * each + number, call.met(pixel, (height, width))
+    inside = kernel.within(place, call.image.shape[2:])
+    terms = kernel.load(call.image.view, call.image.dtype, (image, group * channels + channel, *place), inside) * (
+        kernel.load(call.gradient.view, call.gradient.dtype, (image, output, *pixel), inside)
+    )
+    total = kernel.reduce("sum", terms, (5, 6, 7))
+    kernel.store(result.view, result.dtype, (output, channel, height, width), total)
     graph.emit(kernel)
     return result
 

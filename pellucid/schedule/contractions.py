@@ -7,7 +7,7 @@ there; a line over the summed axis would have no loop to stand in.
 from __future__ import annotations
 
 from pellucid.ir.attention import reduces_in_turn
-from pellucid.ir.contraction import Contraction, find_contraction, groups_of
+from pellucid.ir.contraction import Contraction, find_contraction, find_groups
 from pellucid.ir.index import product
 from pellucid.ir.nodes import Kernel
 from pellucid.machine.kernels import FEW_ROWS, SAME_SET
@@ -49,7 +49,7 @@ def _check_blocks(first: Kernel, before: Contraction, kernel: Kernel) -> Mismatc
     after = find_contraction(kernel)
     if after is None:
         return Mismatch("contraction", "some of it would run over more than rows and columns of the product")
-    if groups_of(first, before) and not groups_of(kernel, after):
+    if find_groups(first, before) and not find_groups(kernel, after):
         return Mismatch("contraction", "outputs of several groups would no longer be neighbours in memory")
     extents = [kernel.ranges[name] for name in after.columns]
     longest = max(map(estimate, extents), default=1)

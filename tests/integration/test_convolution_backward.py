@@ -31,7 +31,7 @@ GRADIENTS = [
     ((2, 24, 9, 8), (40, 24, 1, 1), {"stride": 2, "padding": 1}, "weight"),
     ((1, 24, 3, 3), (40, 24, 3, 3), {"padding": 4}, "image weight"),
     ((2, 3, 9, 9), (40, 3, 3, 3), {"padding": 1}, "image"),
-    ((2, 24, 9, 7), (40, 12, 3, 3), {"padding": 1, "groups": 2}, ""),
+    ((2, 24, 9, 7), (40, 12, 3, 3), {"padding": 1, "groups": 2}, "image weight"),
     ((1, 130, 6, 6), (260, 130, 3, 3), {"padding": 1}, "image weight"),
     ((2, 40, 9, 7), (40, 1, 3, 3), {"padding": 1, "groups": 40}, "image weight"),
     ((1, 19, 15, 14), (19, 1, 7, 7), {"padding": 3, "groups": 19}, "image weight"),

@@ -135,7 +135,7 @@ def test_groups_whose_weights_do_not_fit_are_onednns(tmp_path: Path) -> None:
         (40, 20, 20, 3, {"padding": 2}),  # the gradient of the image has an edge without zeros around
     ],
 )
-def test_gradients_of_images_are_convolutions_of_groups(
+def test_gradients_are_kernels(
     tmp_path: Path,
     channels: int,
     outputs: int,
@@ -157,18 +157,76 @@ def test_gradients_of_images_are_convolutions_of_groups(
     results = gradients(run, x)
     expected = [gradients(eager, x), gradients(wide, x.detach().double().requires_grad_())]
     assert_matches(results, *expected)
-    sources = [file.read_text() for file in tmp_path.rglob("*.cpp")]
-    assert sum("contract_groups" in source for source in sources) == 2
+    sources = "".join(file.read_text() for file in tmp_path.rglob("*.cpp"))
+    assert sources.count("contract_groups<") == 2 and sources.count("contract_group_gradients<") == 1
+    assert not rules(tmp_path, "lower.fallback")
 
 
 @pytest.mark.parametrize("options", [{"stride": 2, "padding": 1}, {"padding": 3}])
-def test_gradients_of_other_images_of_groups_are_onednns(tmp_path: Path, options: dict[str, int]) -> None:
+def test_gradients_of_other_images_are_onednns(tmp_path: Path, options: dict[str, int]) -> None:
+    """With wider steps, or zeros around that only zeros meet; that of the weight is a kernel."""
     model = nn.Conv2d(32, 32, 3, groups=8, **options).to(memory_format=LAST)
     x = torch.randn(2, 32, 12, 12).to(memory_format=LAST).requires_grad_()
     compiled(model, tmp_path)(x).square().mean().backward()
     (reason,) = rules(tmp_path, "lower.fallback")
-    assert "of groups of several channels" in reason
+    assert "of an image of groups of several channels" in reason
+    assert any("contract_group_gradients<" in file.read_text() for file in tmp_path.rglob("*.cpp"))
     reference, y = copy.deepcopy(model).double(), x.detach().double().requires_grad_()
     reference(y).square().mean().backward()
-    assert x.grad is not None and y.grad is not None
-    torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-3, atol=1e-6)
+    for mine, exact in ((x, y), (model.weight, reference.weight), (model.bias, reference.bias)):
+        assert mine is not None and mine.grad is not None and exact is not None and exact.grad is not None
+        torch.testing.assert_close(mine.grad.double(), exact.grad, rtol=1e-3, atol=1e-6)
+
+
+def gradients_of(g: Tensor, x: Tensor, w: Tensor, groups: int) -> list[Tensor]:
+    steps = [1, 1], [1, 1], [1, 1], False, [0, 0], groups
+    return list(torch.ops.aten.convolution_backward(g, x, w, None, *steps, [True, True, False])[:2])
+
+
+@pytest.mark.parametrize("where", ["gradient", "image"])
+@pytest.mark.parametrize("groups", [2, 4, 16])
+def test_gradients_that_are_not_finite_are_eagers(tmp_path: Path, groups: int, where: str) -> None:
+    """Beside an edge, where a tap outside of the image adds nothing, and within."""
+    g, x = (torch.randn(1, 32, 9, 9).to(memory_format=LAST) for _ in range(2))
+    w = torch.randn(32, 32 // groups, 3, 3)
+    bad = g if where == "gradient" else x
+    bad[0, 5, 0, 3], bad[0, 31, 4, 8] = math.inf, math.nan
+    results = compiled(gradients_of, tmp_path)(g, x, w, groups)
+    for result, expected in zip(results, gradients_of(g, x, w, groups), strict=True):
+        assert torch.equal(result.isnan(), expected.isnan()) and torch.equal(result.isinf(), expected.isinf())
+
+
+def test_gradients_of_any_number_of_images_of_any_size(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    options = {"trace": str(tmp_path)}
+    run = torch.compile(lambda g, x, w: gradients_of(g, x, w, 4), backend="pellucid", dynamic=True, options=options)
+    w = torch.randn(24, 6, 3, 3)
+    torch._dynamo.mark_static(w)
+    for shape in ((2, 24, 9, 7), (3, 24, 5, 30), (1, 24, 60, 2)):
+        g, x = (torch.randn(shape).to(memory_format=LAST) for _ in range(2))
+        wide = gradients_of(g.double(), x.double(), w.double(), 4)
+        assert_matches(run(g, x, w), gradients_of(g, x, w, 4), wide)
+    assert not rules(tmp_path, "lower.fallback")
+
+
+def test_what_the_call_says_of_groups_is_left_to_onednn() -> None:
+    """Of groups, and of sizes of weights, that are known at the call alone."""
+    torch._dynamo.reset()
+    run = torch.compile(gradients_of, backend="pellucid", dynamic=True)
+    forward = torch.compile(lambda x, w, groups: F.conv2d(x, w, groups=groups), backend="pellucid", dynamic=True)
+    for groups in (2, 4):
+        g, x = (torch.randn(1, 24, 9, 7).to(memory_format=LAST) for _ in range(2))
+        w = torch.randn(24, 24 // groups, 3, 3)
+        wide = gradients_of(g.double(), x.double(), w.double(), groups)
+        assert_matches(run(g, x, w, groups), gradients_of(g, x, w, groups), wide)
+        exact = F.conv2d(x.double(), w.double(), groups=groups)
+        assert_matches([forward(x, w, groups)], [F.conv2d(x, w, groups=groups)], [exact])
+
+
+def test_gradients_of_wide_groups_in_bf16_are_onednns(tmp_path: Path) -> None:
+    g, x = (torch.randn(1, 96, 6, 6).bfloat16().to(memory_format=LAST) for _ in range(2))
+    w = torch.randn(96, 48, 3, 3).bfloat16()
+    results = compiled(gradients_of, tmp_path)(g, x, w, 2)
+    (reason,) = rules(tmp_path, "lower.fallback")
+    assert "oneDNN multiplies pairs" in reason
+    assert_matches(results, gradients_of(g, x, w, 2), gradients_of(g.double(), x.double(), w.double(), 2))

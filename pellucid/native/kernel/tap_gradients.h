@@ -1,54 +1,64 @@
-// Gradients of the weights of depthwise convolutions, summed in f32: for each tap and channel a sum over pixels.
+// Gradients of the weights of convolutions of several groups, depthwise ones among them, summed in f32: for each tap,
+// channel and output of a group a sum over pixels.
 //
-// A block is all taps of some channels. Line by line of the result's gradient, the taps of a window have their sums in
-// registers: they share the reads of the gradient. What came out of a line is added to the block, so that each sum adds
-// pixels line by line. Where not all taps of a line count, each has pixels of its own.
+// A block is all taps of some outputs, whose gradients fill registers; each lane has a channel of its group. For some lines
+// of the result's gradient, the taps of a window have their sums in registers: they share the reads of the gradient. What
+// came out of these is added to the block. Where not all taps of a line count, each has pixels of its own.
 namespace pv {
 
-// One register of channels of both operands, at the first pixel of a line and, of the image, at the first tap.
-template <class E> struct TapLine {
+// One register of both operands, at the first pixel of a line and, of the image, at the first tap. So many lines follow
+// one another in which all taps count, or it is one line.
+template <class E> struct TapLines {
   const E *image, *gradient;
-  int64_t pixel, other;  // steps from pixel to pixel
-  int64_t down, right;   // steps from tap to tap
+  const Pixels& pixels;
+  int64_t down, right;  // steps from tap to tap
+  int64_t first, count;
+  PV_FN const TermAxis& lines() const { return pixels.axes[1]; }
+  PV_FN const TermAxis& line() const { return pixels.axes[2]; }
 };
 
-// c[t, u] += sum over a line's pixels, for H x W taps of lines of `width`; spans: of each u.
-template <int H, int W, class E, class N>
-PV_FN void add_line(const TapLine<E>& line, const Span (&spans)[W], const N& n, int64_t width, Sums c) {
+// c[t, u] += sum over the pixels of lines, for H x W taps of lines of `width`; spans: of each u. n: the lanes in use.
+// read: what these have of the image, from which `image` is the first tap.
+template <int H, int W, class E, class N, class Read>
+PV_FN void add_lines(const TapLines<E>& lines, const E* image, const Span (&spans)[W], const N& n, const Read& read,
+                     int64_t width, Sums c) {
   ColumnReg sum[H][W] = {};
-  const auto image = [&](int64_t k, int t, int u) PV_INLINE {
-    return load(line.image + k * line.pixel + t * line.down + u * line.right, n).r[0];
-  };
-  const auto gradient = [&](int64_t k) PV_INLINE { return load(line.gradient + k * line.other, n).r[0]; };
   Span shared = spans[0];
 #pragma GCC unroll 8
   for (int u = 1; u < W; u++) shared.keep(spans[u]);
   if (shared.last < shared.first) shared = {spans[0].first, spans[0].first};
-  for (int64_t k = shared.first; k < shared.last; k++) {
-    const ColumnReg each = gradient(k);
-#pragma GCC unroll 4
-    for (int t = 0; t < H; t++)
-#pragma GCC unroll 8
-      for (int u = 0; u < W; u++) sum[t][u] = multiply_add(each, image(k, t, u), sum[t][u]);
-  }
-#pragma GCC unroll 8
-  for (int u = 0; u < W; u++) {
-    const auto alone = [&](int64_t first, int64_t last) PV_INLINE {
-      for (int64_t k = first; k < last; k++) {
-        const ColumnReg each = gradient(k);
-#pragma GCC unroll 4
-        for (int t = 0; t < H; t++) sum[t][u] = multiply_add(each, image(k, t, u), sum[t][u]);
-      }
+  for (int64_t l = 0; l < lines.count; l++) {
+    const E *first = image + l * lines.lines().left, *gradients = lines.gradient + l * lines.lines().right;
+    const auto at = [&](int64_t k, int t, int u) PV_INLINE {
+      return read(first + k * lines.line().left + t * lines.down + u * lines.right);
     };
-    alone(spans[u].first, least(shared.first, spans[u].last));
-    alone(shared.last > spans[u].first ? shared.last : spans[u].first, spans[u].last);
+    const auto gradient = [&](int64_t k) PV_INLINE { return load(gradients + k * lines.line().right, n).r[0]; };
+    for (int64_t k = shared.first; k < shared.last; k++) {
+      const ColumnReg each = gradient(k);
+#pragma GCC unroll 4
+      for (int t = 0; t < H; t++)
+#pragma GCC unroll 8
+        for (int u = 0; u < W; u++) sum[t][u] = multiply_add(each, at(k, t, u), sum[t][u]);
+    }
+#pragma GCC unroll 8
+    for (int u = 0; u < W; u++) {
+      const auto alone = [&](int64_t from, int64_t to) PV_INLINE {
+        for (int64_t k = from; k < to; k++) {
+          const ColumnReg each = gradient(k);
+#pragma GCC unroll 4
+          for (int t = 0; t < H; t++) sum[t][u] = multiply_add(each, at(k, t, u), sum[t][u]);
+        }
+      };
+      alone(spans[u].first, least(shared.first, spans[u].last));
+      alone(shared.last > spans[u].first ? shared.last : spans[u].first, spans[u].last);
+    }
   }
 #pragma GCC unroll 4
   for (int t = 0; t < H; t++)
 #pragma GCC unroll 8
     for (int u = 0; u < W; u++) {
       float* to = c.at + (t * width + u) * c.step;
-      write_column(to, read_column(to) + sum[t][u]);
+      store<float>(to, Column{{load<float>(to, n).r[0] + sum[t][u]}}, n);
     }
 }
 
@@ -56,47 +66,104 @@ PV_FN void add_line(const TapLine<E>& line, const Span (&spans)[W], const N& n, 
 template <int WIDTH> constexpr int TAPS_AT_ONCE = WIDTH < 7 ? WIDTH : 7;
 template <int HEIGHT, int W> constexpr int TAP_LINES = W <= 4 && HEIGHT >= 3 ? 3 : W <= 5 && HEIGHT >= 2 ? 2 : 1;
 
-// The same for the taps of HEIGHT x WIDTH from column u on, of all lines of them that count for line j.
-template <int HEIGHT, int WIDTH, int W, class E, class N>
-[[gnu::noinline, gnu::noipa]] inline void add_taps(
-    const Pixels& pixels, int64_t j, const TapLine<E>& line, int u, const N& n, const Sums& c) {
+// The same for the taps of HEIGHT x WIDTH from column u on, of all lines of them that count, and for all channels.
+// channels: calls its argument with the number of each channel, which is so many elements further, and how it is read.
+template <int HEIGHT, int WIDTH, int W, class E, class N, class Channels>
+[[gnu::noinline, gnu::noipa]] inline void add_some(
+    const TapLines<E>& lines, int u, const N& n, const Channels& channels, const Sums& c) {
   constexpr int H = TAP_LINES<HEIGHT, W>;
   Span spans[W];
-  for (int k = 0; k < W; k++) spans[k] = span_in_line(pixels, 0, u + k, 1, pixels.axes[2].extent);
-  const auto from = [&](int t) PV_INLINE {
-    TapLine<E> at = line;
-    at.image += t * line.down + u * line.right;
-    return at;
-  };
+  for (int k = 0; k < W; k++) spans[k] = span_in_line(lines.pixels, 0, u + k, 1, lines.line().extent);
   for (int t = 0; t < HEIGHT;) {
     int counted = 0;
-    while (counted < H && t + counted < HEIGHT && line_counts(pixels, j, t + counted)) counted++;
-    if (counted == H) add_line<H, W>(from(t), spans, n, WIDTH, c.from(t * WIDTH + u, 0));
-    else if (counted > 0) add_line<1, W>(from(t), spans, n, WIDTH, c.from(t * WIDTH + u, 0));
+    while (counted < H && t + counted < HEIGHT && line_counts(lines.pixels, lines.first, t + counted)) counted++;
+    channels([&](int64_t channel, int64_t further, const auto& read) PV_INLINE {
+      const E* image = lines.image + t * lines.down + u * lines.right + further;
+      const Sums sums = c.from(channel * HEIGHT * WIDTH + t * WIDTH + u, 0);
+      if (counted == H) add_lines<H, W>(lines, image, spans, n, read, WIDTH, sums);
+      else if (counted > 0) add_lines<1, W>(lines, image, spans, n, read, WIDTH, sums);
+    });
     t += counted == H ? H : 1;
   }
 }
+// The same for all taps.
+template <int HEIGHT, int WIDTH, class E, class N, class Channels>
+PV_FN void add_taps(const TapLines<E>& lines, const N& n, const Channels& channels, const Sums& c) {
+  constexpr int W = TAPS_AT_ONCE<WIDTH>, REST = WIDTH % W;
+  for (int u = 0; u + W <= WIDTH; u += W) add_some<HEIGHT, WIDTH, W>(lines, u, n, channels, c);
+  if constexpr (REST > 0) add_some<HEIGHT, WIDTH, REST>(lines, WIDTH - REST, n, channels, c);
+}
+
+// Pixels that are added one after the other: more would round too often.
+constexpr int64_t MOST_PIXELS = 64;
+
+// Lines from line j on that are taken together.
+template <int HEIGHT> PV_FN int64_t lines_from(const Pixels& pixels, int64_t j) {
+  const auto whole = [&](int64_t line) PV_INLINE {
+    int64_t counted = 0;
+    while (counted < HEIGHT && line_counts(pixels, line, counted)) counted++;
+    return counted == HEIGHT;
+  };
+  int64_t count = 1;
+  if (!whole(j)) return count;
+  while (j + count < pixels.axes[1].extent && (count + 1) * pixels.axes[2].extent <= MOST_PIXELS && whole(j + count)) count++;
+  return count;
+}
+
+// Calls each(lines, first column, lanes) for all lines of pixels and registers of n columns.
+template <int HEIGHT, class E, class Each>
+PV_FN void for_lines(
+    int64_t n, const E* image, const E* gradient, const Pixels& pixels, int64_t down, int64_t right, const Each& each) {
+  const auto &images = pixels.axes[0], &lines = pixels.axes[1];
+  for (int64_t i = 0; i < images.extent; i++)
+    for (int64_t j = 0, count; j < lines.extent; j += count) {
+      count = lines_from<HEIGHT>(pixels, j);
+      TapLines<E> some{image + i * images.left + j * lines.left, gradient + i * images.right + j * lines.right,
+                       pixels, down, right, j, count};
+      int64_t first = 0;
+      for (; first + COLUMN <= n; first += COLUMN, some.gradient += COLUMN) each(some, first, All<COLUMN>());
+      if (first < n) each(some, first, Some<COLUMN>(n - first));
+    }
+}
 
 // c[taps, n] = sum over pixels of the image, at the tap, times the gradient, channel by channel, for windows of HEIGHT x
-// WIDTH taps that lie `down` and `right` apart. Columns from n on, up to a whole register, are overwritten.
+// WIDTH taps that lie `down` and `right` apart.
 template <int HEIGHT, int WIDTH, class E>
 inline void contract_tap_gradients(
     int64_t n, const E* image, const E* gradient, const Pixels& pixels, int64_t down, int64_t right, const Sums& c) {
-  const auto &images = pixels.axes[0], &lines = pixels.axes[1], &line = pixels.axes[2];
-  const auto channels = [&](int64_t i, int64_t j, int64_t first, const auto& lanes) PV_INLINE {
-    constexpr int W = TAPS_AT_ONCE<WIDTH>, REST = WIDTH % W;
-    const TapLine<E> at{image + i * images.left + j * lines.left + first,
-                        gradient + i * images.right + j * lines.right + first, line.left, line.right, down, right};
-    for (int u = 0; u + W <= WIDTH; u += W) add_taps<HEIGHT, WIDTH, W>(pixels, j, at, u, lanes, c.from(0, first));
-    if constexpr (REST > 0) add_taps<HEIGHT, WIDTH, REST>(pixels, j, at, WIDTH - REST, lanes, c.from(0, first));
+  clear(HEIGHT * WIDTH, n, c);
+  for_lines<HEIGHT>(n, image, gradient, pixels, down, right,
+                    [&](const TapLines<E>& lines, int64_t first, const auto& lanes) PV_INLINE {
+                      const auto own = [&](const auto& each) PV_INLINE {
+                        each(0, first, [=](const E* at) PV_INLINE { return load(at, lanes).r[0]; });
+                      };
+                      add_taps<HEIGHT, WIDTH>(lines, lanes, own, c.from(0, first));
+                    });
+}
+
+// c[channels, taps, n] = the same for groups of OUT columns and IN channels, TOGETHER of which share a register: columns
+// begin with a group, and there are as many as `groups.h` has before registers begin anew. image: of the first group.
+template <int HEIGHT, int WIDTH, int COUNT, int OUT, int IN, int TOGETHER, class E>
+inline void contract_group_gradients(
+    int64_t channels, int64_t n, int64_t from, const E* image, const E* gradient, const Pixels& pixels, int64_t down,
+    int64_t right, const Sums& c) {
+  using G = Groups<float, OUT, IN, TOGETHER>;
+  const int64_t group = from / OUT;
+  const Some<COLUMN> in(least(TOGETHER, COUNT - group) * IN);
+  const auto shared = [&](const auto& each) PV_INLINE {
+    [&]<int... C>(std::integer_sequence<int, C...>) PV_INLINE {
+      (each(C, 0, [=](const E* at) PV_INLINE { return G::template pick<C>(load(at, in).r[0]); }), ...);
+    }(std::make_integer_sequence<int, IN>());
   };
-  clear(HEIGHT * WIDTH, (n + COLUMN - 1) / COLUMN * COLUMN, c);
-  for (int64_t i = 0; i < images.extent; i++)
-    for (int64_t j = 0; j < lines.extent; j++) {
-      int64_t first = 0;
-      for (; first + COLUMN <= n; first += COLUMN) channels(i, j, first, All<COLUMN>());
-      if (first < n) channels(i, j, first, Some<COLUMN>(n - first));
-    }
+  const auto alone = [&](const auto& each) PV_INLINE {
+    for (int64_t k = 0; k < channels; k++) each(k, k, [](const E* at) PV_INLINE { return spread(load(at)); });
+  };
+  clear(channels * HEIGHT * WIDTH, n, c);
+  for_lines<HEIGHT>(n, image + group * IN, gradient, pixels, down, right,
+                    [&](const TapLines<E>& lines, int64_t first, const auto& lanes) PV_INLINE {
+                      if constexpr (G::SHARED) add_taps<HEIGHT, WIDTH>(lines, lanes, shared, c.from(0, first));
+                      else add_taps<HEIGHT, WIDTH>(lines, lanes, alone, c.from(0, first));
+                    });
 }
 
 }  // namespace pv
