@@ -55,6 +55,9 @@ _FEW_TAPS, _RUN = 12, 16
 COLUMNS = 128
 """Columns of the largest block: windows are gathered once for them, and what is packed is used often enough."""
 
+_FEW_OF_GROUP = 8
+"""Of a gradient with one tap, outputs and channels of a group that are too few for a product of matrices."""
+
 GROUP_WEIGHTS = 192 << 10
 """Floats of the weights of several groups that a block packs on the stack; of a convolution that needs more there is no
 kernel."""
@@ -252,9 +255,12 @@ def _groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | Non
         return None
     ranges, (group,), (left, _) = kernel.ranges, found.batch, found.loads
     term, row = (channels_among(left, axes, found.bounds) for axes in (found.inner, found.rows))
-    channels = ranges[term or row] if term or row else ONE
+    near = term or row
+    channels = ranges[near] if near else ONE
     outputs = ranges[found.columns[0]] if found.columns else ONE
     forward = term is not None or row is None
+    if not forward and len(found.rows) == 1 and any((size.value or 0) > _FEW_OF_GROUP for size in (channels, outputs)):
+        return None  # one tap of large groups: products of matrices
     window = found.inner if forward else found.rows
     known = all(ranges[name].value is not None for name in (group, *found.columns, *window))
     if not known or channels == outputs == ONE or left.index.coefficient(group) != channels:
