@@ -67,6 +67,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.nll_loss2d_backward.default: _nll_loss_backward,
         aten._native_batch_norm_legit_no_training.default: _batch_norm_without_training,
         aten.native_group_norm.default: _group_norm,
+        aten._weight_norm_interface_backward.default: _weight_norm_backward,
         aten._euclidean_dist.default: _euclidean_dist,
         aten.convolution.default: convolution,
         aten.convolution_backward.default: convolution_backward,
@@ -139,6 +140,18 @@ def _of_groups(variances: torch.Tensor, means: torch.Tensor) -> tuple[torch.Tens
         return variances, means
     mean = means.mean(2, keepdim=True)
     return (variances + (means - mean).square()).mean(2, keepdim=True), mean
+
+
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of `v` and `g`, for which `v * (g / norms)` was the weight: norms of all dimensions but `dim`."""
+    others = [each for each in range(v.dim()) if each != dim % v.dim()]
+    wide = computed(norms.dtype)
+    grad, values, scale, norms = (each.to(wide) for each in (grad, v, g, norms))
+    along = (grad * values).sum(others, keepdim=True) / norms
+    of_v = (grad - values * (along / norms)) * (scale / norms)
+    return of_v.to(v.dtype).contiguous(), along.to(g.dtype)
 
 
 def _euclidean_dist(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -234,3 +234,25 @@ def test_softmax_of_no_elements_is_empty(dim: int) -> None:
     for result, expected in zip(results, rows(x), strict=True):
         assert result.shape == expected.shape
         assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("shape", "dim"), [((24, 8, 5), 0), ((24, 8, 5), 2), ((7, 30), 0), ((1, 3, 4, 5), 3)])
+def test_gradients_of_normed_weights_are_as_accurate_as_eagers(
+    shape: tuple[int, ...], dim: int, transposed: bool, dtype: torch.dtype
+) -> None:
+    sizes = [size if each == dim else 1 for each, size in enumerate(shape)]
+    tensors = [torch.randn(each).to(dtype) for each in (shape, sizes, shape)]
+    if transposed:
+        tensors[2] = tensors[2].mT.contiguous().mT
+
+    def gradients(norm: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        v, g, seed = tensors
+        v, g = (each.clone().requires_grad_() for each in (v, g))
+        return list(torch.autograd.grad(norm(v, g, dim), (v, g), seed))
+
+    torch._dynamo.reset()
+    made = gradients(torch.compile(torch._weight_norm, backend="pellucid"), *tensors)
+    wide = gradients(torch._weight_norm, *(each.double() for each in tensors))
+    assert_matches(made, gradients(torch._weight_norm, *tensors), wide)
