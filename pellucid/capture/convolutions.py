@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pellucid.capture import volumes
-from pellucid.capture.torch_compat import contiguous_strides, is_symbolic, suggested_format
+from pellucid.capture.torch_compat import contiguous_strides, convolution_format, is_symbolic, suggested_format
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.types import TORCH_DTYPES
 
@@ -22,8 +22,8 @@ _KERNELS = frozenset(TORCH_DTYPES[each] for each in DTYPES)
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *steps: Any) -> torch.Tensor:
     """Over one dimension as over two, of images of one line, as ATen does: what is known of images serves both.
 
-    steps: stride, padding, dilation, whether transposed, output padding and groups, as ATen takes them. The result is
-    contiguous, as eager's is.
+    steps: stride, padding, dilation, whether transposed, output padding and groups, as ATen takes them. The result of
+    lines lies as eager's does: as the weight, whatever the lines are.
     """
     stride, padding, dilation, transposed, more, groups = steps
     if x.dim() == _IMAGES and transposed and groups == 1:
@@ -35,7 +35,10 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return made.view(*made.shape, 1, 1)
     if x.dim() != _LINES:
         return NotImplemented
-    return _line(torch.ops.aten.convolution(x.unsqueeze(2), weight.unsqueeze(2), bias, *_of_images(*steps)))
+    image = torch.ops.aten.convolution(x.unsqueeze(2), weight.unsqueeze(2), bias, *_of_images(*steps))
+    if suggested_format(weight.unsqueeze(2)) is torch.channels_last:
+        return image.contiguous(memory_format=torch.channels_last).squeeze(2)
+    return _line(image)
 
 
 def convolution_backward(
@@ -60,7 +63,8 @@ def convolution_backward(
         return _transposed_backward(grad, x, weight, *more)
     if x.dim() == _IMAGES and mask[0] and _spreads_in_groups(x, weight, *steps):
         others = torch.ops.aten.convolution_backward(grad, x, weight, bias_sizes, *steps, [False, *mask[1:]])
-        return _of_image_by_groups(grad, weight, *steps), *others[1:]
+        of_image = _of_image_by_groups(grad, weight, *steps)
+        return of_image.contiguous(memory_format=convolution_format(x, weight, None, *steps)), *others[1:]
     if x.dim() != _LINES or (groups > 1 and transposed):
         return NotImplemented
     images = (each.unsqueeze(2) for each in (grad, x, weight))

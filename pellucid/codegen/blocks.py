@@ -124,11 +124,12 @@ class Taps:
 class Groups:
     """Groups of a convolution, each with so many `outputs`, its columns, and `channels`; see `codegen/groups.py`.
 
-    image: the line that loads it. together: groups that share a register. neighbours: taps of a line that lie as far
-    apart as its pixels, else 1.
+    image: the line that loads it. backward: whether it is the gradient of the weight. together: groups that share a
+    register. neighbours: taps of a line that lie as far apart as its pixels, else 1.
     """
 
     image: str
+    backward: bool
     count: int
     outputs: int
     channels: int

@@ -46,6 +46,7 @@ from pellucid.ir.contraction import (
     MOST_SPREAD_CHANNELS,
     MOST_SPREAD_TERMS,
     Contraction,
+    channels_among,
     find_contraction,
     is_affine,
     lies_evenly,
@@ -213,14 +214,15 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
 def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Machine) -> Blocks | None:
     """Blocks of a convolution of several groups, or of its weight's gradient; None if terms do not line up."""
     ranges = kernel.ranges
-    of_taps = sums_by_group(found, ranges, groups)
-    if of_taps or len(found.columns) != 1:
-        return of_taps
+    if groups.backward:
+        return sums_by_group(found, ranges, groups)
     (column,) = found.columns
     blocks = _windows(found, ranges, column, machine, groups=groups)
     if blocks is None:
         return None
-    taps, _ = taps_of(found, blocks.inner)
+    taps, channels = taps_of(found, blocks.inner)
+    if area_of(channels, ranges) != groups.channels:  # their order in memory says nothing: all strides are equal
+        return None
     pixel = (blocks.row, *blocks.whole)[-1]
     moves = [found.loads[0].index, *(bound.position for bound in found.bounds)]
     near = bool(taps) and all(stride_along(move, taps[-1]) == stride_along(move, pixel) for move in moves)
@@ -248,7 +250,7 @@ def _windows(
     left, right = found.loads
     rows = sorted(found.rows, key=lambda name: -estimate(stride_along(left.index, name)))
     spread = None if groups or column in found.batch else _spread(found, ranges)
-    inner = spread or outermost_first(found.inner, left.index)
+    inner = spread or _channels_last(found)
     taps, channels = (inner[:-1], inner[-1:]) if spread else taps_of(found, inner)
     planes = not lies_evenly(right.index, inner, ranges)
     if planes and not channels:  # the image of one channel was transposed, the weight was not
@@ -295,6 +297,13 @@ def _windows(
     pricing = Pricing(m, size, n, outer, machine.cores, fetch, gather, pack)
     (lines, columns), *others = few_sums(pricing) if small else lines_and_columns(pricing, step, most)
     return replace(blocks, rows=lines, columns=columns, pricing=pricing, sizes=tuple(others))
+
+
+def _channels_last(found: Contraction) -> tuple[str, ...]:
+    """The summed axes as they lie in an image; of equal strides, as in lines of one pixel, that of channels last."""
+    channels = channels_among(found.loads[0], found.inner, found.bounds)
+    others = outermost_first((name for name in found.inner if name != channels), found.loads[0].index)
+    return (*others, channels) if channels else others
 
 
 def _varying(blocks: Blocks, most: int, share: int) -> Varying:

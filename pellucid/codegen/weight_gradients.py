@@ -87,8 +87,11 @@ def _move_alike(blocks: Blocks, window: Taps) -> bool:
 
 
 def _line_by_line(found: Contraction, taps: tuple[str, ...], inner: tuple[str, ...]) -> bool:
-    """True if what counts hangs on lines of taps and of pixels, or on taps and pixels of a line, outermost first."""
-    lines, line = {taps[0], *inner[:-1]} - {taps[-1]}, {taps[-1], inner[-1]}
+    """True if what counts hangs on lines of taps and of pixels, or on taps and pixels of a line, outermost first.
+
+    What is outermost of three axes of pixels are images: where a step from line to line is longer, it is the lines.
+    """
+    lines, line = {taps[0], *inner[-2:-1]} - {taps[-1]}, {taps[-1], inner[-1]}
     return all(bound.position.vars() <= lines or bound.position.vars() <= line for bound in found.bounds)
 
 

@@ -246,6 +246,12 @@ def channels_among(load: Load, axes: Iterable[str], bounds: Iterable[Bound]) -> 
     return next((name for name in axes if load.index.coefficient(name) == ONE and name not in bounded), None)
 
 
+def groups_are_rows(found: Contraction) -> bool:
+    """True for the gradient of a weight: channels of a group of the image, the left operand, are rows, not terms."""
+    term, row = (channels_among(found.loads[0], axes, found.bounds) for axes in (found.inner, found.rows))
+    return row is not None and term is None
+
+
 def _groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | None:
     """The sizes of groups of a contraction whose left operand is an image, and whose outputs lie evenly everywhere.
 
@@ -254,14 +260,13 @@ def _groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | Non
     if len(found.batch) != 1 or len(found.columns) > 1 or not found.rows:
         return None
     ranges, (group,), (left, _) = kernel.ranges, found.batch, found.loads
-    term, row = (channels_among(left, axes, found.bounds) for axes in (found.inner, found.rows))
-    near = term or row
+    backward = groups_are_rows(found)
+    window = found.rows if backward else found.inner
+    near = channels_among(left, window, found.bounds)
     channels = ranges[near] if near else ONE
     outputs = ranges[found.columns[0]] if found.columns else ONE
-    forward = term is not None or row is None
-    if not forward and len(found.rows) == 1 and any((size.value or 0) > _FEW_OF_GROUP for size in (channels, outputs)):
+    if backward and len(found.rows) == 1 and any((size.value or 0) > _FEW_OF_GROUP for size in (channels, outputs)):
         return None  # one tap of large groups: products of matrices
-    window = found.inner if forward else found.rows
     known = all(ranges[name].value is not None for name in (group, *found.columns, *window))
     if not known or channels == outputs == ONE or left.index.coefficient(group) != channels:
         return None
@@ -271,7 +276,7 @@ def _groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | Non
         if isinstance(line.rhs, Load | Store | IndexValue) and line.out != found.left.out
     ]
     steps = [(index.coefficient(group), index.coefficient(name)) for index in others for name in found.columns]
-    if forward and not stored_along(kernel, found.columns or found.batch):
+    if not backward and not stored_along(kernel, found.columns or found.batch):
         return None
     if any(b is None or a != b * outputs for a, b in steps):
         return None

@@ -126,6 +126,20 @@ def test_lines_are_convolved_like_images(
         assert len(said(rows, "codegen.contract")) == 1
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
+@pytest.mark.parametrize("convolve", [F.conv1d, F.conv_transpose1d])
+def test_results_of_lines_lie_as_the_weight_does(convolve: Any, order: tuple[int, ...], groups: int) -> None:
+    weight = torch.randn(8, 8 // groups, 3).permute(order).contiguous().permute([order.index(k) for k in range(3)])
+    for x in (torch.randn(2, 8, 16), torch.randn(2, 16, 8).mT):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: convolve(x, weight, padding=1, groups=groups), backend="pellucid")
+        expected = convolve(x, weight, padding=1, groups=groups)
+        result = compiled(x)
+        torch.testing.assert_close(result, expected)
+        assert result.stride() == expected.stride()
+
+
 TRANSPOSED = [
     ((1, 8, 20), (8, 6, 4), {"stride": 2, "padding": 1}),
     ((2, 8, 9), (8, 5, 16), {"stride": 8, "padding": 4}),

@@ -230,3 +230,39 @@ def test_gradients_of_wide_groups_in_bf16_are_onednns(tmp_path: Path) -> None:
     (reason,) = rules(tmp_path, "lower.fallback")
     assert "oneDNN multiplies pairs" in reason
     assert_matches(results, gradients_of(g, x, w, 2), gradients_of(g.double(), x.double(), w.double(), 2))
+
+
+# Images whose lines, or whose steps from line to line, are too short for their strides to say which axis is which.
+DEGENERATE = [
+    ((2, 4, 1, 1), (4, 2, 1, 3), {"padding": (0, 1), "groups": 2}),
+    ((1, 16, 1, 60), (16, 2, 1, 1), {"padding": (0, 1), "groups": 8}),
+    ((1, 4, 5, 1), (4, 2, 3, 3), {"padding": 1, "groups": 2}),
+    ((1, 4, 5, 3), (4, 2, 3, 3), {"padding": (1, 0), "groups": 2}),
+    ((1, 4, 1, 1), (4, 2, 5, 3), {"padding": (3, 2), "stride": (1, 2), "groups": 2}),
+    ((2, 16, 8, 1), (16, 2, 3, 3), {"padding": 1, "groups": 8}),
+    ((2, 4, 1, 8), (4, 1, 3, 3), {"padding": (2, 1), "stride": 2, "groups": 4}),
+    ((2, 4, 2, 8), (4, 2, 3, 3), {"padding": (2, 1), "stride": 3, "groups": 2}),
+    ((2, 4, 2, 8), (4, 1, 3, 3), {"padding": (2, 1), "stride": 3, "groups": 4}),
+    ((2, 48, 2, 8), (48, 48, 3, 3), {"padding": (2, 1), "stride": 3}),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(("image", "kernel", "options"), DEGENERATE)
+def test_images_of_few_pixels(
+    image: tuple[int, ...], kernel: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    x, w = (torch.randn(each).to(dtype) for each in (image, kernel))
+
+    def results(function: Any, x: Tensor, w: Tensor, g: Tensor) -> list[Tensor]:
+        x, w = (each.detach().clone().requires_grad_() for each in (x, w))
+        y = function(x, w)
+        return [y, *torch.autograd.grad(y, (x, w), g)]
+
+    def convolved(x: Tensor, w: Tensor) -> Tensor:
+        return F.conv2d(x, w, **options)
+
+    torch._dynamo.reset()
+    g = torch.randn_like(convolved(x, w))
+    made = results(torch.compile(convolved, backend="pellucid"), x, w, g)
+    assert_matches(made, results(convolved, x, w, g), results(convolved, *(each.double() for each in (x, w, g))))
