@@ -236,6 +236,8 @@ def find_groups(kernel: Kernel, found: Contraction) -> tuple[Contraction, tuple[
     It is a convolution of several groups whose channels lie side by side, or the gradient of its weight, of which
     outputs are columns too, and channels are rows. None for any other contraction, as of depthwise convolutions.
     """
+    if found.choice:
+        return None
     ways = ((each, _groups_of(kernel, each)) for each in (found, found.swapped()))
     return next(((each, sizes) for each, sizes in ways if sizes), None)
 
