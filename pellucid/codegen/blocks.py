@@ -433,7 +433,7 @@ class Blocks:
 def taps_of(found: Contraction, inner: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes of taps, and that of channels: the last one, if its terms are neighbours that count or not together."""
     last = inner[-1]
-    together = all(last not in bound.position.vars() for bound in found.bounds)
+    together = last not in found.bounded
     return (inner[:-1], inner[-1:]) if together and stride_along(found.loads[0].index, last) == ONE else (inner, ())
 
 

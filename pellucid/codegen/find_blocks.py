@@ -46,7 +46,6 @@ from pellucid.ir.contraction import (
     MOST_SPREAD_CHANNELS,
     MOST_SPREAD_TERMS,
     Contraction,
-    channels_among,
     find_contraction,
     is_affine,
     lies_evenly,
@@ -301,7 +300,7 @@ def _windows(
 
 def _channels_last(found: Contraction) -> tuple[str, ...]:
     """The summed axes as they lie in an image; of equal strides, as in lines of one pixel, that of channels last."""
-    channels = channels_among(found.loads[0], found.inner, found.bounds)
+    channels = found.channels_among(found.inner)
     others = outermost_first((name for name in found.inner if name != channels), found.loads[0].index)
     return (*others, channels) if channels else others
 
@@ -330,9 +329,8 @@ def _spread(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, ...] | No
         return None
     if not 1 < len(found.inner) <= MOST_TAP_AXES + 1:
         return None
-    bounded = frozenset[str]().union(*(bound.position.vars() for bound in found.bounds))
     left, right = (load.index for load in found.loads)
-    few = [name for name in found.inner if name not in bounded and estimate(ranges[name]) <= MOST_SPREAD_CHANNELS]
+    few = [name for name in found.inner if name not in found.bounded and estimate(ranges[name]) <= MOST_SPREAD_CHANNELS]
     orders = [
         (outermost_first([each for each in found.inner if each != name], operand), name)
         for operand in (left, right)  # which differ where the image was transposed

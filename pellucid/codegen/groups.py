@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pellucid.codegen.blocks import Groups
 from pellucid.codegen.names import map_indices
-from pellucid.ir.contraction import find_contraction, find_groups, groups_are_rows
+from pellucid.ir.contraction import find_contraction, find_groups
 from pellucid.ir.index import ZERO, Atom, Expr, Var, const, floordiv, var
 from pellucid.ir.nodes import Axis, Kernel, Line
 from pellucid.machine import Machine
@@ -51,10 +51,9 @@ def join_groups(kernel: Kernel, machine: Machine) -> Joined:
     columns = Axis(column, const(count * outputs))
     rest = [axis for axis in kernel.space if axis.name == column or axis.name != group]
     space = tuple(columns if axis.name == column else axis for axis in rest)
-    backward = groups_are_rows(found)
     together = max(1, min(machine.lanes // outputs, machine.lanes // channels))
     whole, of_first = (
         Kernel(kernel.name, kernel.params, space, tuple(joined(line, image) for line in kernel.body))
         for image in (floordiv(var(column), outputs), ZERO)
     )
-    return Joined(whole, of_first, Groups(found.left.out, backward, count, outputs, channels, together))
+    return Joined(whole, of_first, Groups(found.left.out, found.groups_are_rows, count, outputs, channels, together))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pellucid.codegen.block_sizes import COLUMN_STEP, PACK, ROWS, Pricing, even_pieces, product_sizes
 from pellucid.codegen.blocks import MOST_ROW_AXES, MOST_TAP_AXES, Blocks, Groups, Order, Taps, outermost_first
-from pellucid.ir.contraction import COLUMNS, Bound, Contraction, channels_among, stride_along
+from pellucid.ir.contraction import COLUMNS, Bound, Contraction, stride_along
 from pellucid.ir.index import ONE, Expr, product
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
@@ -42,8 +42,7 @@ def sums_over_pixels(found: Contraction, ranges: dict[str, Expr], machine: Machi
         left, right = (load.index for load in each.loads)
         rows = [name for name in each.rows if stride_along(left, name) == ONE]
         columns = [name for name in each.columns if stride_along(right, name) == ONE]
-        bounded = frozenset[str]().union(*(bound.position.vars() for bound in each.bounds))
-        if not rows or not columns or bounded & {rows[0], columns[0]}:
+        if not rows or not columns or each.bounded & {rows[0], columns[0]}:
             continue
         inner = outermost_first(each.inner, left)
         height, width = product_sizes(each, rows[0], columns[0], ranges, machine, PACK)
@@ -174,7 +173,7 @@ def sums_by_group(found: Contraction, ranges: dict[str, Expr], groups: Groups) -
     found: that of the first group's image, see `join_groups`.
     """
     image = found if found.left.out == groups.image else found.swapped()
-    channel = channels_among(image.loads[0], image.rows, image.bounds)
+    channel = image.channels_among(image.rows)
     if not channel or len(image.columns) != 1 or image.batch:
         return None
     (column,), moves = image.columns, image.loads[0].index

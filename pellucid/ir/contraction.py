@@ -139,6 +139,21 @@ class Contraction:
         """True if the left operand is read in windows: its terms are those of several axes, or some do not count."""
         return bool(self.bounds) or len(self.inner) > 1
 
+    @property
+    def bounded(self) -> frozenset[str]:
+        """The axes on which it hangs whether a term counts."""
+        return frozenset[str]().union(*(bound.position.vars() for bound in self.bounds))
+
+    def channels_among(self, axes: Iterable[str]) -> str | None:
+        """The one of `axes` along which the left operand lies side by side, wherever it counts."""
+        index = self.loads[0].index
+        return next((name for name in axes if index.coefficient(name) == ONE and name not in self.bounded), None)
+
+    @property
+    def groups_are_rows(self) -> bool:
+        """True for the gradient of a weight: channels of the image, the left operand, are rows, not terms."""
+        return self.channels_among(self.rows) is not None and self.channels_among(self.inner) is None
+
     def swapped(self) -> Contraction:
         """The same with the operands exchanged, rows for columns."""
         assert self.choice is None or self.choice.batch
@@ -242,18 +257,6 @@ def find_groups(kernel: Kernel, found: Contraction) -> tuple[Contraction, tuple[
     return next(((each, sizes) for each, sizes in ways if sizes), None)
 
 
-def channels_among(load: Load, axes: Iterable[str], bounds: Iterable[Bound]) -> str | None:
-    """The one of `axes` along which what is loaded lies side by side, wherever it counts."""
-    bounded = frozenset[str]().union(*(bound.position.vars() for bound in bounds))
-    return next((name for name in axes if load.index.coefficient(name) == ONE and name not in bounded), None)
-
-
-def groups_are_rows(found: Contraction) -> bool:
-    """True for the gradient of a weight: channels of a group of the image, the left operand, are rows, not terms."""
-    term, row = (channels_among(found.loads[0], axes, found.bounds) for axes in (found.inner, found.rows))
-    return row is not None and term is None
-
-
 def _groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | None:
     """The sizes of groups of a contraction whose left operand is an image, and whose outputs lie evenly everywhere.
 
@@ -262,9 +265,9 @@ def _groups_of(kernel: Kernel, found: Contraction) -> tuple[int, int, int] | Non
     if len(found.batch) != 1 or len(found.columns) > 1 or not found.rows:
         return None
     ranges, (group,), (left, _) = kernel.ranges, found.batch, found.loads
-    backward = groups_are_rows(found)
+    backward = found.groups_are_rows
     window = found.rows if backward else found.inner
-    near = channels_among(left, window, found.bounds)
+    near = found.channels_among(window)
     channels = ranges[near] if near else ONE
     outputs = ranges[found.columns[0]] if found.columns else ONE
     if backward and len(found.rows) == 1 and any((size.value or 0) > _FEW_OF_GROUP for size in (channels, outputs)):

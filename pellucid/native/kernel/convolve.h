@@ -216,10 +216,9 @@ template <class E> PV_FN void pack_taps(const Matrix<E>& b, int64_t k, int64_t n
   if constexpr (std::is_same_v<E, float>) {
     if (channels > 1) return pack_columns(b, k, n, panels, COLUMN_PANEL, ByTap(k / channels, channels));
     return pack_columns(b, k, n, panels);
+  } else {
+    pack_elements<float>(b, 0, k, n, panels, COLUMN_PANEL, InOrder());
   }
-  for (int64_t j = 0; j < (n + COLUMN - 1) / COLUMN * COLUMN; j++)
-    for (int64_t tap = 0; tap < k; tap++)
-      panels[j / COLUMNS * COLUMN_PANEL + tap * COLUMNS + j % COLUMNS] = j < n ? load(b(tap, j)) : 0.0f;
 }
 
 }  // namespace pv
