@@ -13,6 +13,7 @@ from pellucid.schedule.fuse import fuse
 from pellucid.schedule.hoist import hoist
 from pellucid.schedule.normalize import normalize
 from pellucid.schedule.order import order
+from pellucid.schedule.parts import split_parts
 from pellucid.schedule.two_phase import split_reductions
 
 __all__ = ["schedule"]
@@ -32,6 +33,13 @@ def schedule(program: Program, options: Options, machine: Machine = AVX2) -> tup
         decisions += [*few, *fused]
         program = remove_dead(program)
     program = remove_dead(clean_up(program))  # a load that repeats another may have been the last use of its buffer
+    if options.fusion:
+        program, parted, apart = split_parts(program, machine)
+        decisions += parted
+        if apart:
+            program, fused = fuse(normalize(program), options, machine, apart)
+            decisions += fused
+            program = remove_dead(clean_up(program))
     program, split = split_reductions(program, options)
     decisions += split
     program, hoisted = hoist(program, machine)

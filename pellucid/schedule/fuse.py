@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from pellucid.ir.decision import Decision, DecisionLog
@@ -14,12 +15,17 @@ from pellucid.schedule.naming import name_kernels
 from pellucid.schedule.vertical import fuse_vertically
 
 
-def fuse(program: Program, options: Options, machine: Machine) -> tuple[Program, list[Decision]]:
+def fuse(
+    program: Program, options: Options, machine: Machine, apart: Collection[str] = ()
+) -> tuple[Program, list[Decision]]:
     """Merge kernels where that is legal and pays: along data flow first, then side by side.
+
+    apart: see `FusionGraph`.
+
 
     Before: one kernel per operator. After: one kernel per stretch of operators between library calls.
     """
-    graph, log = FusionGraph(program, machine), DecisionLog()
+    graph, log = FusionGraph(program, machine, apart), DecisionLog()
     fuse_vertically(graph, options, log)
     fuse_horizontally(graph, options, log)
     groups = graph.groups()

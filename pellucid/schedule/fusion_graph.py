@@ -9,6 +9,7 @@ that grows beyond a fixed budget is given up, and the merge refused.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pellucid.ir.analysis import reads, writes
@@ -67,12 +68,14 @@ class Joint:
 class FusionGraph:
     """The nodes of a program, their order, who reads and writes each buffer, and the machine that it is for.
 
-    fusions: made so far.
+    apart: buffers of which several nodes store elements, never the same: if there are any, it is their nodes that are
+    to merge with others. fusions: made so far.
     """
 
-    def __init__(self, program: Program, machine: Machine) -> None:
+    def __init__(self, program: Program, machine: Machine, apart: Collection[str] = ()) -> None:
         self.program = program
         self.machine = machine
+        self.apart = frozenset(apart)
         self._count = 0
         self.fusions = 0
         self.buffers = {buffer.name: buffer for buffer in program.buffers}
@@ -85,6 +88,10 @@ class FusionGraph:
             self._enter(self._members[place], program.nodes[place])
             for buffer in self._members[place].written:
                 self.writers.setdefault(buffer, []).append(place)
+
+    def concerns(self, node: Node) -> bool:
+        """Whether `node` is to merge with others."""
+        return not self.apart or not self.apart.isdisjoint(writes(node))
 
     def group(self, position: int) -> Group:
         """The group that the node at `position` of the program belongs to."""

@@ -24,23 +24,31 @@ _SHARED_PART = 4
 
 
 def fuse_horizontally(graph: FusionGraph, options: Options, log: DecisionLog) -> None:
-    """Merge each kernel with the nearest earlier ones that load the same elements, or that are tiny like it.
+    """Merge each kernel with the nearest earlier ones that load the same elements, store into the same buffer or are
+    tiny like it.
 
     Before: `a = x.sum(-1)`, `b = x.amax(-1)` in two kernels. After: one kernel that loads `x` once.
     """
-    neighbours = _Neighbours()
+    neighbours = _Neighbours(graph.apart)
     for group in graph.groups():
-        if not isinstance(group.node, Kernel) or group.merged_into is not None:
+        if not isinstance(group.node, Kernel) or group.merged_into is not None or not graph.concerns(group.node):
             continue
         for other in list(neighbours.of(group)):
             group, other = survivor(group), survivor(other)
-            if other is group or other in group.before or other in group.after:
+            beside = not graph.apart.isdisjoint(other.written) and not graph.apart.isdisjoint(group.written)
+            if other is group or (not beside and (other in group.before or other in group.after)):
                 continue
             subject = (other.parts[-1], group.parts[-1])
             shared = not set(other.read).isdisjoint(group.read)
             merged = merge_groups(graph, other, group, options)
             if isinstance(merged, Group):
-                why = "they load the same elements" if shared else "both are tiny"
+                why = (
+                    "they load the same elements"
+                    if shared
+                    else "they store side by side"
+                    if beside
+                    else "both are tiny"
+                )
                 log.add(Decision("fuse.horizontal", subject, True, why))
             elif shared:
                 log.add(refusal(subject, merged, (("direction", "horizontal"),)))
@@ -48,21 +56,27 @@ def fuse_horizontally(graph: FusionGraph, options: Options, log: DecisionLog) ->
 
 
 class _Neighbours:
-    """The kernels seen so far, by what they load and by how many points they have."""
+    """The kernels seen so far, by what they load, what they store together, and how many points they have."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: frozenset[str]) -> None:
+        self._apart = apart
+        self._writers: dict[str, list[Group]] = {}
         self._readers: dict[str, list[Group]] = {}
         self._tiny: dict[Expr, list[Group]] = {}
 
     def add(self, group: Group) -> None:
         for buffer in group.read:
             self._readers.setdefault(buffer, []).append(group)
+        for buffer in self._apart.intersection(group.written):
+            self._writers.setdefault(buffer, []).append(group)
         self._tiny.setdefault(_points(group.kernel), []).append(group)
 
     def of(self, group: Group) -> Iterator[Group]:
         """Kernels that might share the loops of `group`, each once."""
         points = _points(group.kernel)
         found: dict[Group, None] = {}
+        for buffer in self._apart.intersection(group.written):
+            found.update(dict.fromkeys(map(survivor, reversed(self._writers.get(buffer, [])))))
         for buffer in group.read:
             for other in reversed(self._readers.get(buffer, [])[-_CANDIDATES:]):
                 other = survivor(other)

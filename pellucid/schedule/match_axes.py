@@ -163,7 +163,7 @@ def _strides(side: _Digits, index: Expr) -> dict[str, Expr] | None:
 def _explain(left: _Digits, right: _Digits, a: list[str], b: list[str], one: Expr, other: Expr) -> Mismatch | None:
     """None if all digits found a partner and the constant parts agree, else the reason in words."""
     if not a and not b:
-        base_a, base_b = _at_zero(one), _at_zero(other)
+        base_a, base_b = at_zero(one), at_zero(other)
         if base_a == base_b:
             return None
         if base_a.vals() or base_b.vals():
@@ -178,7 +178,8 @@ def _explain(left: _Digits, right: _Digits, a: list[str], b: list[str], one: Exp
     return Mismatch("different-loop-orders", f"the points of {one} and of {other} do not line up")
 
 
-def _at_zero(index: Expr) -> Expr:
+def at_zero(index: Expr) -> Expr:
+    """What an index is at the first point of all axes."""
     return index.substitute({Var(name): ZERO for name in index.vars()})
 
 

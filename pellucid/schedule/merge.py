@@ -13,19 +13,22 @@ from pellucid.schedule.match_axes import Match, Mismatch
 from pellucid.schedule.rewrite import Rewrite, make_kernel
 
 
-def merge_kernels(first: Kernel, second: Kernel, match: Match, dead: Collection[str] = ()) -> Kernel | Mismatch:
+def merge_kernels(
+    first: Kernel, second: Kernel, match: Match, dead: Collection[str] = (), apart: Collection[str] = ()
+) -> Kernel | Mismatch:
     """One kernel that does the work of `first` and then of `second`, over the space of `match`.
 
     Values and lines of the two must have different names.
 
-    dead: buffers that `first` stores and that nobody but `second` loads.
+    dead: buffers that `first` stores and that nobody but `second` loads. apart: buffers of which both may store
+    elements, never the same.
 
     Before: `first` stores `B[i] = v`, `second` loads `w = B[i]` and stores `C[i] = w + w`.
     After: `C[i] = v + v`, and before that `B[i] = v` unless B is dead.
     """
     head, tail = match.first.lines(first.body), match.second.lines(second.body)
     lines, loaded, stored = _contents(head)
-    refusal = _check_forwarding(stored, tail)
+    refusal = _check_forwarding(stored, tail, apart)
     if refusal is not None:
         return refusal
     values: dict[str, Line] = {}
@@ -129,7 +132,7 @@ def _inherit(line: Line, heirs: list[Origin]) -> Line:
     return replace(line, origin=merge([line.origin, *heirs]))
 
 
-def _check_forwarding(stored: Mapping[str, Store], tail: Iterable[Line]) -> Mismatch | None:
+def _check_forwarding(stored: Mapping[str, Store], tail: Iterable[Line], apart: Collection[str]) -> Mismatch | None:
     """Every load of a stored buffer must read the very element that is stored at the same point."""
     for line in tail:
         match line.rhs:
@@ -140,7 +143,7 @@ def _check_forwarding(stored: Mapping[str, Store], tail: Iterable[Line]) -> Mism
                 same = index.vars() == stored[buffer].index.vars()
                 constant = (index - stored[buffer].index).value
                 return Mismatch("different-offset" if same and constant is not None else "different-loop-orders", where)
-            case Store(buffer) if buffer in stored:
+            case Store(buffer) if buffer in stored and buffer not in apart:
                 return Mismatch("mutation", f"both write {buffer}")
             case _:
                 pass

@@ -11,7 +11,7 @@ from pellucid.machine.work import estimate, estimated_bytes
 from pellucid.options import Options
 from pellucid.schedule.contractions import check_epilogue, check_neighbours
 from pellucid.schedule.fusion_graph import FusionGraph, Group
-from pellucid.schedule.match_axes import Anchor, Match, Mismatch, match_axes, same_order
+from pellucid.schedule.match_axes import Anchor, Match, Mismatch, at_zero, match_axes, same_order
 from pellucid.schedule.merge import merge_kernels
 from pellucid.schedule.worth import check_strides
 
@@ -61,7 +61,7 @@ def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options)
     if not (options.loop_orders or same_order(first, second, match)):
         return Mismatch("different-loop-orders", "their loops differ in order, and option loop_orders is off")
     dead = [buffer for buffer in joint.first.written if not graph.needed_outside(buffer, joint.first, joint.second)]
-    kernel = merge_kernels(first, second, match, dead)
+    kernel = merge_kernels(first, second, match, dead, graph.apart)
     if isinstance(kernel, Mismatch):
         return kernel
     refused = check_limits(kernel, options) or _check_parallel(kernel) or check_epilogue(first, kernel)
@@ -97,8 +97,16 @@ def _match(graph: FusionGraph, first: Kernel, second: Kernel) -> Match | Mismatc
         if len(anchor[0].vars()) == len(first.space) and len(anchor[1].vars()) == len(second.space):
             return match_axes(first, second, [anchor])
         return match_axes(first, second, [anchor], _shared_loads(graph, first, loads))
+    beside = _stored_beside(graph, first, second)
     shared = _shared_loads(graph, first, loads)
-    return match_axes(first, second, shared[:1], shared[1:])
+    return match_axes(first, second, beside, shared) if beside else match_axes(first, second, shared[:1], shared[1:])
+
+
+def _stored_beside(graph: FusionGraph, first: Kernel, second: Kernel) -> list[Anchor]:
+    """Where both kernels store the same number of elements of one buffer, as if they began at the same one."""
+    begun = {store.buffer: store.index - at_zero(store.index) for _, store in first.stores()}
+    both = [store for _, store in second.stores() if store.buffer in begun and store.buffer in graph.apart]
+    return [(begun[store.buffer], store.index - at_zero(store.index)) for store in both[:1]]
 
 
 def _shared_loads(graph: FusionGraph, first: Kernel, loads: Iterable[Load]) -> list[Anchor]:

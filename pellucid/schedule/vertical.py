@@ -24,7 +24,7 @@ def fuse_vertically(graph: FusionGraph, options: Options, log: DecisionLog) -> N
     After: one kernel.
     """
     for position, node in enumerate(graph.program.nodes):
-        if isinstance(node, Kernel):
+        if isinstance(node, Kernel) and graph.concerns(node):
             _visit(graph, position, options, log)
 
 

@@ -1,0 +1,221 @@
+"""Kernels that compute otherwise in each part of an axis become a kernel for each part.
+
+So a `cat` needs no masks, and what makes one of its tensors can store it where it belongs:
+
+    before: `for i0 < 96: c = i0 < 64; store y[i0], where c, (load a[i0] if c), (load b[i0 - 64] if not c)`
+    after:  `for i0 < 64: store y[i0], load a[i0]`
+            `for i0 < 32: store y[i0 + 64], load b[i0]`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from pellucid.ir.analysis import reads, writes
+from pellucid.ir.decision import Decision
+from pellucid.ir.index import Expr, const, var
+from pellucid.ir.nodes import (
+    Axis,
+    Buffer,
+    CheckIndex,
+    Compute,
+    Const,
+    IndexValue,
+    Kernel,
+    Line,
+    Load,
+    Node,
+    Program,
+    Reduce,
+    Rhs,
+)
+from pellucid.ir.types import DType
+from pellucid.machine import Machine, kernel_work, moving, starting, time
+from pellucid.machine.tiles import striding
+from pellucid.machine.work import estimate, estimated_bytes, kernel_cost
+from pellucid.schedule.canonical import canonical_kernel
+from pellucid.schedule.rewrite import Rewrite, live_lines, make_kernel, unique_name
+
+STEP = "parts"
+MOST_PARTS = 16
+
+
+def split_parts(program: Program, machine: Machine) -> tuple[Program, list[Decision], frozenset[str]]:
+    """`program` with such kernels split where that pays, and the buffers that their parts store together."""
+    users = _Users(program)
+    taken = {node.name for node in program.nodes}
+    nodes: list[Node] = []
+    decisions: list[Decision] = []
+    apart: set[str] = set()
+    for node in program.nodes:
+        ways = list(_ways(node)) if isinstance(node, Kernel) and users.makes_alone(node) else []
+        if isinstance(node, Kernel) and ways:
+            parts, decision = _decided(node, ways, users, machine)
+            decisions.append(decision)
+            if decision.ok:
+                nodes += [replace(part, name=unique_name(f"{node.name}_part", taken)) for part in parts]
+                apart.update(writes(node))
+                continue
+        nodes.append(node)
+    return replace(program, nodes=tuple(nodes)), decisions, frozenset(apart)
+
+
+class _Users:
+    """Who stores each buffer of a program, and how many nodes read it."""
+
+    def __init__(self, program: Program) -> None:
+        self._buffers = {buffer.name: buffer for buffer in program.buffers}
+        self._makers: dict[str, list[Node]] = {}
+        self._readers: dict[str, int] = {}
+        for node in program.nodes:
+            for name in writes(node):
+                self._makers.setdefault(name, []).append(node)
+            for name in reads(node):
+                self._readers[name] = self._readers.get(name, 0) + 1
+
+    def makes_alone(self, kernel: Kernel) -> bool:
+        """Whether a kernel makes what it stores, of which it loads nothing."""
+        stored = writes(kernel)
+        alone = all(self._makers[name] == [kernel] for name in stored)
+        return alone and bool(stored) and {*stored}.isdisjoint(reads(kernel))
+
+    def passed_on(self, kernel: Kernel) -> Iterator[Buffer]:
+        """What other kernels make for this one alone, and may store for it elsewhere."""
+        for name in {load.buffer for _, load in kernel.loads()}:
+            alone = self._buffers[name].role == "temp" and self._readers[name] == 1
+            if alone and all(isinstance(maker, Kernel) for maker in self._makers.get(name, [])):
+                yield self._buffers[name]
+
+
+def _decided(
+    kernel: Kernel, ways: Sequence[tuple[Kernel, ...]], users: _Users, machine: Machine
+) -> tuple[tuple[Kernel, ...], Decision]:
+    """The way whose parts take least time, and whether that is less than what the whole kernel takes.
+
+    What other kernels make for a part alone need not be stored and read once more.
+    """
+    prices = [sum(_price(part, machine) for part in parts) for parts in ways]
+    apart = min(prices)
+    parts, whole, spared = ways[prices.index(apart)], _price(kernel, machine), 0.0
+    for buffer in users.passed_on(kernel):
+        size = estimated_bytes(buffer)
+        spared += moving(machine, size, size, size, machine.cores) + starting(machine, machine.cores)
+    ok = apart - spared < whole
+    facts = (("ns_whole", round(whole)), ("ns_parts", round(apart)), ("ns_spared", round(spared)))
+    more = "less" if ok else "more"
+    why = f"{len(parts)} kernels with fewer masks take {more} time than one that chooses at each point"
+    return parts, Decision("schedule.parts", (kernel.name,), ok, why, facts)
+
+
+def _price(kernel: Kernel, machine: Machine) -> float:
+    plain = canonical_kernel(kernel)
+    steps = estimate(kernel_cost(plain).work) / machine.lanes
+    return time(kernel_work(plain, steps), machine, machine.cores).nanoseconds + striding(plain, machine)
+
+
+# ------------------------------------------------------------------------------------------------- parts of a kernel
+
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    """A value that is true before the point `bound` of an axis if it is `below`, and from there on if not."""
+
+    axis: str
+    bound: int
+    below: bool
+
+    def within(self, axis: str, first: int, last: int) -> bool | None:
+        """What it is at the points from `first` up to `last`; None if it is not the same at all of them."""
+        if axis != self.axis or first < self.bound < last:
+            return None
+        return (last <= self.bound) == self.below
+
+
+def _ways(kernel: Kernel) -> Iterator[tuple[Kernel, ...]]:
+    """The ways to split a kernel: by parts of one axis, or of each where that makes a difference."""
+    stored = [store.index for _, store in kernel.stores()]
+    if any(isinstance(line.rhs, Reduce | CheckIndex) for line in kernel.body) or any(index.vals() for index in stored):
+        return
+    axes = [name for name in kernel.ranges if all(name in index.vars() for index in stored)]
+    for axis in axes:
+        parts = _along(kernel, axis)
+        if len(parts) > 1:
+            yield parts
+    parts = (kernel,)
+    for axis in axes:
+        parts = tuple(each for part in parts for each in _along(part, axis))
+    if 1 < len(parts) <= MOST_PARTS:
+        yield parts
+
+
+def _along(kernel: Kernel, axis: str) -> tuple[Kernel, ...]:
+    """A kernel for each part of an axis if one of them reads less; else the kernel itself."""
+    conditions, extent = _conditions(kernel), kernel.ranges[axis].value if axis in kernel.ranges else None
+    bounds = {each.bound for each in conditions.values() if each.axis == axis and 0 < each.bound < (extent or 0)}
+    if extent is None or not 0 < len(bounds) < MOST_PARTS:
+        return (kernel,)
+    parts = tuple(_part(kernel, conditions, axis, *ends) for ends in pairwise((0, *sorted(bounds), extent)))
+    return parts if any(_loaded(part) < _loaded(kernel) for part in parts) else (kernel,)
+
+
+def _loaded(kernel: Kernel) -> int:
+    return sum(1 for _ in kernel.loads())
+
+
+def _conditions(kernel: Kernel) -> dict[str, _Condition]:
+    """The values of a kernel that compare a position with a number."""
+    values = {line.out: line.rhs for line in kernel.body}
+    found: dict[str, _Condition] = {}
+    for line in kernel.body:
+        match line.rhs:
+            case Compute("lt" | "ge" as op, (left, right)):
+                position, number = values[left], values[right]
+                if isinstance(position, IndexValue) and isinstance(number, Const):
+                    for axis in position.index.vars():
+                        shift = (position.index - var(axis)).value
+                        if shift is not None:
+                            found[line.out] = _Condition(axis, int(number.value) - shift, op == "lt")
+            case _:
+                pass
+    return found
+
+
+def _part(kernel: Kernel, conditions: Mapping[str, _Condition], axis: str, first: int, last: int) -> Kernel:
+    """A kernel at the points of an axis from `first` up to `last`, where conditions that are known are gone."""
+    space = tuple(Axis(each.name, const(last - first)) if each.name == axis else each for each in kernel.space)
+    moved: dict[str, Expr] = {axis: var(axis) + first}
+    if last - first == 1:
+        space, moved = tuple(each for each in space if each.name != axis), {axis: const(first)}
+    known: dict[str, bool] = {}
+    renamed: dict[str, str] = {}
+    rewrite = Rewrite(renamed, moved, {}, {each.name: each.extent for each in space})
+    body: list[Line] = []
+    for line in kernel.body:
+        always = conditions[line.out].within(axis, first, last) if line.out in conditions else None
+        line = rewrite.line(line)
+        rhs = _simplified(line, known) if always is None else Const(always)
+        if isinstance(rhs, str):
+            renamed[line.out] = rhs
+            continue
+        if isinstance(rhs, Const) and line.dtype is DType.BOOL:
+            known[line.out] = bool(rhs.value)
+        body.append(replace(line, rhs=rhs, origin=line.origin.step(STEP)))
+    return make_kernel(kernel.name, space, live_lines(body), {param.name: param for param in kernel.params})
+
+
+def _simplified(line: Line, known: Mapping[str, bool]) -> Rhs | str:
+    """What a line computes where some conditions are known, or the name of what it is equal to."""
+    match line.rhs:
+        case Compute("where", (condition, chosen, other)) if condition in known:
+            return chosen if known[condition] else other
+        case Compute("bitwise_and" | "bitwise_or" as op, (left, right)) if left in known or right in known:
+            value, rest = (known[left], right) if left in known else (known[right], left)
+            return rest if value == (op == "bitwise_and") else Const(value)
+        case Compute("bitwise_not", (arg,)) if arg in known:
+            return Const(not known[arg])
+        case Load(buffer, index, str(mask), other) if mask in known:
+            return Load(buffer, index) if known[mask] else Const(float(other) if line.dtype.is_float else other)
+        case _:
+            return line.rhs
