@@ -39,6 +39,7 @@ from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
+from pellucid.machine.tiles import is_near
 
 FARTHEST = 1 << 48
 """A bound of positions from which any position can be subtracted."""
@@ -359,10 +360,19 @@ class _Printer:
         mask = "" if load.mask is None else f", {self.arg(load.mask, True)}{other}"
         if line.out not in self.plan.gathered:
             return f"pv::load<{CPP_TYPE[self.dtypes[load.buffer]]}>({self.pointer(load.buffer, load.index)}, n{mask})"
-        if load.mask is not None and not self.is_wide(load.mask):
+        if load.mask is None or not self.is_wide(load.mask):
+            near = self.near(load.index)
+            kind, place = CPP_TYPE[self.dtypes[load.buffer]], self.pointer(load.buffer, load.index)
             gathered = f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)})"
-            return f"{load.mask} ? {gathered} : pv::splat<{self.plan.width}>({scalar_text(load.other, line.dtype)})"
+            text = f"pv::load_every<{near}, {kind}>({place}, n)" if near else gathered
+            other = f"pv::splat<{self.plan.width}>({scalar_text(load.other, line.dtype)})"
+            return text if load.mask is None else f"{load.mask} ? {text} : {other}"
         return f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)}{mask})"
+
+    def near(self, index: Expr) -> int:
+        """The elements from one lane to the next if these are few; else 0."""
+        step = None if index.vals() & self.plan.wide else index.coefficient(str(self.plan.vector))
+        return int(step.value or 0) if step is not None and is_near(step) else 0
 
     def fetch(self, line: Line) -> None:
         if line.out in self.plan.ahead:
@@ -391,6 +401,8 @@ class _Printer:
         elif line.out not in self.plan.gathered:
             function = "update" if join else "stream" if store.buffer in self.plan.streamed else "store"
             text = f"pv::{function}<{kind}>({self.pointer(store.buffer, store.index)}, {value}, n{join});"
+        elif (near := self.near(store.index)) and not join:
+            text = f"pv::store_every<{near}, {kind}>({self.pointer(store.buffer, store.index)}, {value}, n);"
         else:
             text = f"pv::scatter<{kind}>({store.buffer}, {value}, n, {self.at(store.index)}{join});"
         starts = {self.plan.tile: "from"} | {axis: part.first for part, (axis, _) in self.plan.pieces.items()}

@@ -19,7 +19,7 @@ from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import OPS
 from pellucid.machine import Machine, kernel_work, time
-from pellucid.machine.tiles import GATHER_COST, SQUARES, Tiling, tiling, told
+from pellucid.machine.tiles import GATHER_COST, NEAR_COST, SQUARES, Tiling, is_near, tiling, told
 from pellucid.machine.work import SYMBOL_GUESS, estimate
 
 
@@ -28,6 +28,7 @@ class Access(Enum):
 
     UNIFORM = "the same element for every lane"
     UNIT = "neighbouring elements"
+    NEAR = "every second, third or fourth element"
     GATHER = "elements apart"
 
 
@@ -66,7 +67,7 @@ def access(index: Expr, axis: str, wide_values: frozenset[str]) -> Access:
         return Access.GATHER
     if step.value == 0:
         return Access.UNIFORM
-    return Access.UNIT if step.value == 1 else Access.GATHER
+    return Access.UNIT if step.value == 1 else Access.NEAR if is_near(step) else Access.GATHER
 
 
 def gathered(kernel: Kernel, vector: str | None, wide: frozenset[str]) -> frozenset[str]:
@@ -200,7 +201,9 @@ def _line_cost(
         return points * (_operator_cost(line) if isinstance(line.rhs, Compute) else 1)
     match line.rhs:
         case Load(_, index) | Store(_, index):
-            return points * GATHER_COST if access(index, axis, wide_values) is Access.GATHER else steps
+            return {Access.GATHER: points * GATHER_COST, Access.NEAR: points * NEAR_COST}.get(
+                access(index, axis, wide_values), steps
+            )
         case Compute():
             each = _operator_cost(line)
             return points * (each + LANEWISE_COST) if is_lanewise(line) else steps * each

@@ -11,12 +11,12 @@ order of its loops makes contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, Expr, Var
-from pellucid.ir.nodes import Kernel, Line, Load, Store, axes_of
+from pellucid.ir.index import ONE, ZERO, Expr, Var
+from pellucid.ir.nodes import Kernel, Load, Store, axes_of
 from pellucid.ir.traffic import LINE
 from pellucid.machine.cost import issuing, moving
 from pellucid.machine.model import Machine
@@ -27,6 +27,11 @@ SQUARES = (16, 32)
 
 GATHER_COST = 3.0
 """Instructions for each lane of a vector whose elements lie apart in memory."""
+MOST_APART = 4
+"""Elements from one lane to the next of accesses that are made of neighbouring registers, from each of which lanes are
+taken."""
+NEAR_COST = 0.5
+"""Instructions for each lane of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,11 @@ def _strides(index: Expr, vector: str) -> bool:
     return not index.vals() and step is not None and step.value not in (0, 1)
 
 
+def is_near(step: Expr | None) -> bool:
+    """Whether lanes so many elements apart are taken from neighbouring registers."""
+    return step is not None and step.value is not None and 1 < step.value <= MOST_APART
+
+
 def told(kernel: Kernel, tiles: Tiling) -> tuple[Decision, ...]:
     """One decision for each access that is made in squares."""
     found: list[Decision] = []
@@ -103,13 +113,11 @@ def striding(kernel: Kernel, machine: Machine) -> float:
 
     kernel: in canonical form. An access that strides touches a cache line for each element, or a part of one where the
     stride is short, in the nearest cache that holds the lines of one loop over the vector axis until the next one.
+    Vectors along an axis of few points would be mostly empty.
     """
-    lanes = machine.lanes
-    prices = (
-        sum(_apart(kernel, line, axis.name, machine) for line in _striding(kernel, axis.name, lanes, machine))
-        for axis in kernel.space
-    )
-    return min(prices, default=0.0)
+    long = [axis.name for axis in kernel.space if estimate(axis.extent) >= machine.lanes // 2]
+    axes = long or [axis.name for axis in kernel.space]
+    return min((_striding_along(kernel, name, machine) for name in axes), default=0.0)
 
 
 def strides_somewhere(kernel: Kernel) -> bool:
@@ -122,22 +130,26 @@ def strides_somewhere(kernel: Kernel) -> bool:
     return True
 
 
-def _striding(kernel: Kernel, axis: str, lanes: int, machine: Machine) -> Iterator[Line]:
-    tiles = tiling(kernel, axis, lanes, machine).lines
+def _striding_along(kernel: Kernel, axis: str, machine: Machine) -> float:
+    """The same along one axis. Of a cache line that several accesses touch, each has a part of its own."""
+    tiles = tiling(kernel, axis, machine.lanes, machine).lines
+    idle: dict[tuple[object, ...], int] = {}
+    points: dict[tuple[object, ...], int] = {}
+    spent = 0.0
     for line in kernel.body:
         if isinstance(line.rhs, Load | Store) and line.out not in tiles and _strides(line.rhs.index, axis):
-            yield line
-
-
-def _apart(kernel: Kernel, line: Line, axis: str, machine: Machine) -> float:
-    assert isinstance(line.rhs, Load | Store)
-    points = 1
-    for name in line.rhs.index.vars():
-        points *= max(1, estimate(kernel.ranges[name]))
-    step = line.rhs.index.coefficient(axis)
-    each = LINE if step is None else min(LINE, abs(estimate(step)) * line.dtype.itemsize)
-    lines = LINE * max(1, estimate(kernel.ranges[axis]))
-    # A line is read before a part of it is written.
-    written = each * points if isinstance(line.rhs, Store) else 0
-    threads = machine.cores
-    return issuing(machine, GATHER_COST * points, threads) + moving(machine, each * points, written, lines, threads)
+            index, step = line.rhs.index, line.rhs.index.coefficient(axis)
+            count = math.prod(max(1, estimate(kernel.ranges[name])) for name in index.vars())
+            spent += issuing(machine, (NEAR_COST if is_near(step) else GATHER_COST) * count, machine.cores)
+            each = LINE if step is None else min(LINE, abs(estimate(step)) * line.dtype.itemsize)
+            begin = index.substitute({Var(name): ZERO for name in index.vars()})
+            place = begin if begin.value is None else begin.value * line.dtype.itemsize // each
+            lines = type(line.rhs), line.rhs.buffer, index - begin, place
+            points[lines] = count
+            idle[lines] = idle.get(lines, each) - line.dtype.itemsize
+    held = LINE * max(1, estimate(kernel.ranges[axis]))
+    for lines, rest in idle.items():
+        vain = max(0, rest) * points[lines]
+        # A line of which a part is written is read before.
+        spent += moving(machine, vain, vain if lines[0] is Store else 0, held, machine.cores)
+    return spent

@@ -9,7 +9,7 @@ So a `cat` needs no masks, and what makes one of its tensors can store it where 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -36,6 +36,7 @@ from pellucid.machine import Machine, kernel_work, moving, starting, time
 from pellucid.machine.tiles import striding
 from pellucid.machine.work import estimate, estimated_bytes, kernel_cost
 from pellucid.schedule.canonical import canonical_kernel
+from pellucid.schedule.cleanup import share_lines
 from pellucid.schedule.rewrite import Rewrite, live_lines, make_kernel, unique_name
 
 STEP = "parts"
@@ -96,7 +97,7 @@ def _decided(
 
     What other kernels make for a part alone need not be stored and read once more.
     """
-    prices = [sum(_price(part, machine) for part in parts) for parts in ways]
+    prices = [sum(_price(each, machine) for each in _side_by_side(parts)) for parts in ways]
     apart = min(prices)
     parts, whole, spared = ways[prices.index(apart)], _price(kernel, machine), 0.0
     for buffer in users.passed_on(kernel):
@@ -107,6 +108,21 @@ def _decided(
     more = "less" if ok else "more"
     why = f"{len(parts)} kernels with fewer masks take {more} time than one that chooses at each point"
     return parts, Decision("schedule.parts", (kernel.name,), ok, why, facts)
+
+
+def _side_by_side(parts: Iterable[Kernel]) -> Iterator[Kernel]:
+    """Parts with equal axes as one kernel, which they are to become."""
+    alike: dict[tuple[Axis, ...], list[Kernel]] = {}
+    for part in parts:
+        alike.setdefault(part.space, []).append(part)
+    for space, kernels in alike.items():
+        params = {param.name: param for kernel in kernels for param in kernel.params}
+        body = [
+            line
+            for number, kernel in enumerate(kernels)
+            for line in Rewrite({each.out: f"{each.out}.{number}" for each in kernel.body}).lines(kernel.body)
+        ]
+        yield make_kernel(kernels[0].name, space, share_lines(tuple(body)), params)
 
 
 def _price(kernel: Kernel, machine: Machine) -> float:

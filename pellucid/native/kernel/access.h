@@ -175,6 +175,103 @@ template <class T, int W, class N, class F> PV_FN void scatter(T* p, const Vec<V
   for (int k = 0; k < used; k++) ((Raw<T>*)p)[at(k)] = from[k];
 }
 
+// Element k * S, where lanes hold elements of registers before the s-th, of L lanes, which begins `early`.
+constexpr int lane_of(int k, int S, int s, int L, int early) {
+  const int element = k * S;
+  if (element < s * L) return s == 1 ? element : k;
+  return element < (s + 1) * L ? L + element - s * L + early : 0;
+}
+// One register of every S-th element from p on, S being small: from S neighbouring registers, lanes are taken. `load`
+// gets the s-th of them. EARLY: by how many elements the last one begins early.
+template <int S, class R, class T, int EARLY, class F> PV_FN R every(F load) {
+  constexpr int L = sizeof(R) / sizeof(T);
+  R out = load(std::integral_constant<int, 0>());
+  repeat<S - 1>([&](auto N) PV_INLINE {
+    constexpr int s = decltype(N)::value + 1, early = s == S - 1 ? EARLY : 0;
+    const R next = load(std::integral_constant<int, s>());
+    out = [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
+      return __builtin_shufflevector(out, next, lane_of(K, S, s, L, early)...);
+    }(std::make_integer_sequence<int, L>());
+  });
+  return out;
+}
+// Nothing behind the last lane is read: where all lanes are in use, the last register begins early.
+template <int S, class T, int W> PV_FN Vec<Value<T>, W> load_every(const T* p, All<W>) {
+  using V = Vec<Raw<T>, W>;
+  using U = typename RegisterOf<Raw<T>, V::lanes>::unaligned;
+  return widen<T, W>(build<V, V::count>([&](auto K) PV_INLINE {
+    return every<S, typename V::reg, Raw<T>, S - 1>([&](auto N) PV_INLINE {
+      constexpr int s = decltype(N)::value, first = (decltype(K)::value * S + s) * V::lanes - (s == S - 1 ? s : 0);
+      return (typename V::reg)*(const U*)((const Raw<T>*)p + first);
+    });
+  }));
+}
+
+// Whether single lanes of a register are loaded and stored by one instruction.
+template <class T, class R>
+constexpr bool lanes_alone = sizeof(R) == REGISTER && (sizeof(T) == 4 || sizeof(T) == 8);
+#ifdef __AVX512F__
+template <class R, class T> PV_FN R load_lanes(const T* p, uint64_t bits) {
+  if constexpr (sizeof(T) == 8) return (R)_mm512_maskz_loadu_epi64(bits, p);
+  else return (R)_mm512_maskz_loadu_epi32(bits, p);
+}
+template <class R, class T> PV_FN void store_lanes(T* p, R a, uint64_t bits) {
+  if constexpr (sizeof(T) == 8) _mm512_mask_storeu_epi64(p, bits, (__m512i)a);
+  else _mm512_mask_storeu_epi32(p, bits, (__m512i)a);
+}
+#else
+template <class R, class T> PV_FN __m256i lanes_of_bits(uint64_t bits) {
+  return [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
+    return (__m256i)Reg<IntOfSize<sizeof(T)>, int(sizeof(R) / sizeof(T))>{-IntOfSize<sizeof(T)>(bits >> K & 1)...};
+  }(std::make_integer_sequence<int, int(sizeof(R) / sizeof(T))>());
+}
+template <class R, class T> PV_FN R load_lanes(const T* p, uint64_t bits) {
+  if constexpr (sizeof(T) == 8) return (R)_mm256_maskload_epi64((const long long*)p, lanes_of_bits<R, T>(bits));
+  else return (R)_mm256_maskload_epi32((const int*)p, lanes_of_bits<R, T>(bits));
+}
+template <class R, class T> PV_FN void store_lanes(T* p, R a, uint64_t bits) {
+  if constexpr (sizeof(T) == 8) _mm256_maskstore_epi64((long long*)p, lanes_of_bits<R, T>(bits), (__m256i)a);
+  else _mm256_maskstore_epi32((int*)p, lanes_of_bits<R, T>(bits), (__m256i)a);
+}
+#endif
+// The bits of the first n lanes, none for n below 0.
+PV_FN uint64_t bits_below(int64_t n) { return n < 0 ? 0 : _bzhi_u64(~0ull, uint32_t(n < 64 ? n : 64)); }
+
+template <int S, class T, int W> PV_FN Vec<Value<T>, W> load_every(const T* p, const Some<W>& n) {
+  using V = Vec<Raw<T>, W>;
+  if constexpr (!lanes_alone<Raw<T>, typename V::reg>) {
+    return gather<W>(p, n, [](int k) PV_INLINE { return k * S; });
+  } else {
+    const int64_t elements = n.n * S - (S - 1);
+    return widen<T, W>(build<V, V::count>([&](auto K) PV_INLINE {
+      return every<S, typename V::reg, Raw<T>, 0>([&](auto N) PV_INLINE {
+        constexpr int first = (decltype(K)::value * S + decltype(N)::value) * V::lanes;
+        return load_lanes<typename V::reg>((const Raw<T>*)p + first, bits_below(elements - first));
+      });
+    }));
+  }
+}
+// Lane k becomes element k * S of p, for the first n lanes.
+template <int S, class T, int W, class N> PV_FN void store_every(T* p, const Vec<Value<T>, W>& a, const N& n) {
+  using V = Vec<Raw<T>, W>;
+  constexpr int L = V::lanes;
+  if constexpr (!lanes_alone<Raw<T>, typename V::reg>) {
+    scatter(p, a, n, [](int k) PV_INLINE { return k * S; });
+  } else {
+    const V raw = shrink<T, W>(a);
+    const int64_t elements = active(n) * S - (S - 1);
+    repeat<V::count * S>([&](auto P) PV_INLINE {
+      constexpr int k = decltype(P)::value / S, first = decltype(P)::value % S * L;
+      [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
+        constexpr uint64_t bits = (((first + K) % S == 0 ? uint64_t(1) << K : 0) | ...);
+        store_lanes((Raw<T>*)p + k * S * L + first,
+                    __builtin_shufflevector(raw.r[k], raw.r[k], ((first + K) / S)...),
+                    bits & bits_below(elements - (k * S * L + first)));
+      }(std::make_integer_sequence<int, L>());
+    });
+  }
+}
+
 // Row i and row i + S of a square exchange the blocks that lie across its diagonal.
 template <int S, class V> PV_FN void exchange(typename V::reg& upper, typename V::reg& lower) {
   constexpr int L = V::lanes;

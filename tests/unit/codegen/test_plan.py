@@ -381,7 +381,7 @@ kernel k<s0>(x: f32[(4*s0 + 131071) // 131072], o: f32[1]) {
 
 @pytest.mark.parametrize(("channels", "squares"), [(3, False), (40, True)])
 def test_squares_that_would_be_mostly_empty_are_not_made(channels: int, squares: bool) -> None:
-    """An image of three channels becomes channels-last without vectors, which is faster than rows of three lanes."""
+    """An image of three channels becomes channels-last by vectors of its pixels, not by rows of three lanes."""
     kernel = compile_text(
         f"""\
 kernel k(x: f32[{5000 * channels}], o: f32[{5000 * channels}]) {{
@@ -391,7 +391,8 @@ kernel k(x: f32[{5000 * channels}], o: f32[{5000 * channels}]) {{
 }}
 """
     )
-    assert bool(kernel.plan.tiled) is squares and (kernel.plan.vector is not None) is squares
+    assert bool(kernel.plan.tiled) is squares and kernel.plan.vector == "i0"
+    assert ("pv::store_every<3, float>" in kernel.source) is not squares
 
 
 FLIPPED = """\

@@ -112,14 +112,17 @@ def print_without_makers(program: Program) -> str:
 
 
 def test_a_buffer_that_others_write_too_is_left_alone() -> None:
-    text = CAT.replace("  output view", """\
+    text = CAT.replace(
+        "  output view",
+        """\
   kernel again(x: f32[{left}], z: f32[{whole}]) {{
     axes i: {left}
     v: f32 = load x[i]
     st: f32 = store z[i], v
   }}
 
-  output view""")
+  output view""",
+    )
     places = {"position": "j", "of_a": "64*i + j", "of_b": "64*i + j - 64"}
     before = parse_program(text.format(rows=256, columns=128, end=64, left=16384, right=16384, whole=32768, **places))
     _, decisions = schedule(before, Options(), AVX2)
