@@ -35,7 +35,7 @@ from pellucid.codegen.nest import (
 from pellucid.codegen.operands import Operands
 from pellucid.codegen.plan import Plan
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
-from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, var
+from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, val, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
@@ -361,13 +361,22 @@ class _Printer:
         if line.out not in self.plan.gathered:
             return f"pv::load<{CPP_TYPE[self.dtypes[load.buffer]]}>({self.pointer(load.buffer, load.index)}, n{mask})"
         if load.mask is None or not self.is_wide(load.mask):
-            near = self.near(load.index)
-            kind, place = CPP_TYPE[self.dtypes[load.buffer]], self.pointer(load.buffer, load.index)
-            gathered = f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)})"
-            text = f"pv::load_every<{near}, {kind}>({place}, n)" if near else gathered
+            text = self.apart(load)
             other = f"pv::splat<{self.plan.width}>({scalar_text(load.other, line.dtype)})"
             return text if load.mask is None else f"{load.mask} ? {text} : {other}"
         return f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)}{mask})"
+
+    def apart(self, load: Load) -> str:
+        """What loads elements that do not lie side by side, whatever the mask says."""
+        kind, width = CPP_TYPE[self.dtypes[load.buffer]], self.plan.width
+        if near := self.near(load.index):
+            return f"pv::load_every<{near}, {kind}>({self.pointer(load.buffer, load.index)}, n)"
+        wide = sorted(load.index.vals() & self.plan.wide)
+        rest = load.index - val(wide[0]) if len(wide) == 1 and load.buffer in self.params else None
+        if rest is not None and self.plan.vector not in rest.vars() and not rest.vals() & self.plan.wide:
+            left = self.text(self.params[load.buffer].numel - rest)
+            return f"pv::gather_from<{kind}>({self.pointer(load.buffer, rest)}, n, {wide[0]}, {left})"
+        return f"pv::gather<{width}>({load.buffer}, n, {self.at(load.index)})"
 
     def near(self, index: Expr) -> int:
         """The elements from one lane to the next if these are few; else 0."""

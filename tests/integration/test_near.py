@@ -10,7 +10,8 @@ import torch
 
 from tests.support import compiled
 
-TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8]
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+TYPES = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8]
 
 
 def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -56,6 +57,34 @@ def test_what_is_made_of_such(name: str) -> None:
         torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bfloat16], ids=str)
+def test_positions_near_and_far(dtype: torch.dtype) -> None:
+    """Those of a vector lie in few registers, or do not; some at the end of the tensor."""
+    gather = compiled(lambda x, i: torch.gather(x, 1, i) + 1, dynamic=False)
+    x = numbers(5, 333, dtype=dtype)
+    rising = torch.arange(333)
+    others = (rising * 5).clamp(max=332), rising * 7 % 333, rising % 64 + 269
+    for index in (rising, rising.flip(0), rising // 3, *others):
+        positions = index.expand(5, -1)
+        assert torch.equal(gather(x, positions), torch.gather(x, 1, positions) + 1)
+    wrong = rising.clone()
+    for place, value in ((332, 333), (17, -1), (0, 1 << 40)):
+        wrong[place] = value
+        with pytest.raises((IndexError, RuntimeError)):
+            gather(x, wrong.expand(5, -1))
+        wrong[place] = 0
+    assert torch.equal(gather(x, wrong.expand(5, -1)), torch.gather(x, 1, wrong.expand(5, -1)) + 1)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest"])
+@pytest.mark.parametrize("size", [(128, 200), (40, 31), (7, 333)], ids=str)
+def test_images_are_resized(mode: str, size: tuple[int, int]) -> None:
+    x = torch.randn(2, 3, 60, 75)
+    function = compiled(lambda x: torch.nn.functional.interpolate(x, size=size, mode=mode))
+    expected = torch.nn.functional.interpolate(x, size=size, mode=mode)
+    torch.testing.assert_close(function(x), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("length", [64, 21])
 def test_nothing_behind_the_last_element_is_read_or_written(length: int) -> None:
     """The page behind it may not be touched: that would end the process."""
@@ -79,4 +108,6 @@ def test_nothing_behind_the_last_element_is_read_or_written(length: int) -> None
         compiled(doubled)(x)
         assert torch.equal(x, expected)
         assert torch.equal(compiled(lambda x, step=step: x[::step] + 1)(x), x[::step] + 1)
+        last = numel - 1 - torch.arange(min(numel, 48)).flip(0)
+        assert torch.equal(compiled(lambda x, i: x[i] * 2)(x, last), x[last] * 2)
     assert libc.mprotect(start + page, page, mmap.PROT_READ | mmap.PROT_WRITE) == 0

@@ -158,6 +158,39 @@ PV_FN Vec<Value<T>, W> gather(const T* p, const N& n, F at, const Vec<bool, W>& 
   for (int k = 0; k < used; k++) out.lane[k] = on[k] ? load(p + at(k)) : other;
   return from_lanes(out);
 }
+// The bits of the first n lanes, none for n below 0.
+PV_FN uint64_t bits_below(int64_t n) { return n < 0 ? 0 : _bzhi_u64(~0ull, uint32_t(n < 64 ? n : 64)); }
+// Element at[k] of p, of which there are `numel`, in lane k. Where they lie within four registers from that of the first
+// lane on, as those of an image that is resized do, these are loaded whole, and lanes are taken by number.
+template <class T, int W, class N>
+PV_FN Vec<Value<T>, W> gather_from(const T* p, const N& n, const Vec<int64_t, W>& at, int64_t numel) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(T) == 4 && W == 16) {
+    const __m512i first = _mm512_broadcastq_epi64(_mm512_castsi512_si128((__m512i)at.r[0]));
+    const __m512i low = _mm512_sub_epi64((__m512i)at.r[0], first), high = _mm512_sub_epi64((__m512i)at.r[1], first);
+    const __m512i span = _mm512_set1_epi64(64);
+    const uint32_t near = _mm512_kunpackb(_mm512_cmplt_epu64_mask(high, span), _mm512_cmplt_epu64_mask(low, span));
+    const uint32_t used = uint32_t(bits_below(active(n)));
+    if (__builtin_expect((near & used) == used, 1)) {
+      const int64_t begin = _mm_cvtsi128_si64(_mm512_castsi512_si128(first));
+      const T* q = p + begin;
+      const uint64_t there = bits_below(numel - begin);
+      const __m512i number = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi64_epi32(low)),
+                                                _mm512_cvtepi64_epi32(high), 1);
+      const auto part = [&](int k) PV_INLINE { return _mm512_maskz_loadu_epi32(uint16_t(there >> k), q + k); };
+      __m512i found = _mm512_permutex2var_epi32(part(0), number, part(16));
+      const uint32_t beyond = _mm512_cmpgt_epi32_mask(number, _mm512_set1_epi32(31)) & used;
+      if (beyond) {
+        const __m512i farther = _mm512_permutex2var_epi32(part(32), number, part(48));
+        found = _mm512_mask_blend_epi32(beyond, found, farther);
+      }
+      return widen<T, W>(Vec<Raw<T>, W>{{(Reg<Raw<T>, W>)found}});
+    }
+  }
+#endif
+  const auto lane = lanes(at);
+  return gather<W>(p, n, [&](int k) PV_INLINE { return lane[k]; });
+}
 // Memory joined with a value by `join`; scatters one lane after the other, so that lanes may name the same element.
 template <class T, class J> PV_FN void update(T* p, Value<T> a, J join) { store(p, join(load(p), a)); }
 template <class T, int W, class N, class J> PV_FN void update(T* p, const Vec<Value<T>, W>& a, const N& n, J join) {
@@ -234,9 +267,6 @@ template <class R, class T> PV_FN void store_lanes(T* p, R a, uint64_t bits) {
   else _mm256_maskstore_epi32((int*)p, lanes_of_bits<R, T>(bits), (__m256i)a);
 }
 #endif
-// The bits of the first n lanes, none for n below 0.
-PV_FN uint64_t bits_below(int64_t n) { return n < 0 ? 0 : _bzhi_u64(~0ull, uint32_t(n < 64 ? n : 64)); }
-
 template <int S, class T, int W> PV_FN Vec<Value<T>, W> load_every(const T* p, const Some<W>& n) {
   using V = Vec<Raw<T>, W>;
   if constexpr (!lanes_alone<Raw<T>, typename V::reg>) {

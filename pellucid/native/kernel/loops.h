@@ -25,11 +25,14 @@ PV_FN int64_t check_index(int64_t a, int64_t size, bool wrap, int64_t& status, i
 template <int W, class N>
 PV_FN Vec<int64_t, W> check_index(const Vec<int64_t, W>& a, int64_t size, bool wrap, int64_t& status, int64_t check,
                                   const N& n) {
-  auto lane = lanes(a);
-  const int64_t used = active(n);
-  for (int k = 0; k < used; k++) lane.lane[k] = check_index(lane[k], size, wrap, status, check);
-  for (int k = int(used); k < W; k++) lane.lane[k] = 0;
-  return from_lanes(lane);
+  const int64_t added = wrap ? size : 0;
+  const auto index = map<int64_t>([&](auto x) PV_INLINE { return x + (x < 0 ? added : 0); }, a);
+  const auto outside = both(compare<LE>(splat<W>(uint64_t(size)), as<uint64_t>(index)), n);
+  if (__builtin_expect(any(outside), 0)) {
+    const auto lane = lanes(a);
+    for (int k = 0; k < active(n); k++) check_index(lane[k], size, wrap, status, check);
+  }
+  return where(both(compare<LT>(as<uint64_t>(index), splat<W>(uint64_t(size))), n), index, splat<W>(int64_t(0)));
 }
 
 // ------------------------------------------------------------------------------------------------ loops
