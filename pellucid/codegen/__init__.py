@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from pellucid.codegen.attention import plan_attention
 from pellucid.codegen.compete import compete
-from pellucid.codegen.contraction import plan_contraction
+from pellucid.codegen.contraction import compared_with_loops, plan_contraction
 from pellucid.codegen.copies import raw_copies
 from pellucid.codegen.cpp import print_kernel
 from pellucid.codegen.linemap import annotate_source
@@ -153,12 +153,16 @@ def _plans(kernel: Kernel, machine: Machine, options: Options, roles: Roles) -> 
     if attention is not None:
         yield attention
         return
-    contracted = False
-    for plan in plan_contraction(kernel, machine, options, roles):
-        contracted = True
-        yield plan
-    if not contracted:
-        yield from plan_loops(kernel, machine, options)
+    blocks, decisions = plan_contraction(kernel, machine, options, roles), tuple[Decision, ...]()
+    first = next(blocks, None)
+    if first is not None:
+        decisions = compared_with_loops(kernel, first, machine)
+        if all(each.ok for each in decisions):
+            yield replace(first, decisions=(*first.decisions, *decisions))
+            yield from blocks
+            return
+    for plan in plan_loops(kernel, machine, options):
+        yield replace(plan, decisions=(*decisions, *plan.decisions))
 
 
 def _written(

@@ -19,14 +19,18 @@ from pellucid.codegen.plan import Plan, grain_of
 from pellucid.codegen.roles import Roles
 from pellucid.codegen.sweeps import plan_sweeps
 from pellucid.codegen.variants import CLOSE
-from pellucid.codegen.vector import base_lanes, gathered
+from pellucid.codegen.vector import base_lanes, choose, cost, gathered
 from pellucid.codegen.winograd import by_tiles
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ZERO, Expr, chunks, product, var
-from pellucid.ir.nodes import CheckIndex, Kernel, Line, Load, Store, axes_of, operands
+from pellucid.ir.nodes import CheckIndex, Const, Kernel, Line, Load, Store, axes_of, operands
+from pellucid.ir.types import DType
 from pellucid.machine import Machine
 from pellucid.machine.work import estimate
 from pellucid.options import Options
+
+MOST_LOOPED = 8
+"""Results for each pixel up to which loops over the pixels are thought of."""
 
 
 def plan_contraction(kernel: Kernel, machine: Machine, options: Options, roles: Roles) -> Iterator[Plan]:
@@ -42,6 +46,29 @@ def plan_contraction(kernel: Kernel, machine: Machine, options: Options, roles: 
     whole, blocks, tiles = by_tiles(blocks, joined.kernel, machine)
     for each in chain((blocks,), close_blocks(blocks, CLOSE)):
         yield _planned(whole, each, (*decisions, *tiles), machine, options, roles.unread)
+
+
+def compared_with_loops(kernel: Kernel, plan: Plan, machine: Machine) -> tuple[Decision, ...]:
+    """Whether a convolution of few results for each pixel, in f32, takes less time by `plan`, whose blocks have mostly
+    empty columns, than by loops over the pixels; nothing is asked of others."""
+    blocks = plan.blocks
+    assert blocks is not None
+    contraction, ranges = blocks.contraction, kernel.ranges
+    columns = estimate(product(ranges[name] for name in contraction.columns))
+    one_image = contraction.windowed and not contraction.batch and contraction.dtype is DType.F32
+    if not one_image or columns > MOST_LOOPED:
+        return ()
+    terms = estimate(product(ranges[name] for name in (*contraction.batch, *contraction.rows, *contraction.inner)))
+    gathered_and_multiplied = terms * (1 + blocks.columns / machine.lanes)
+    total = contraction.total
+    summed = replace(total, rhs=Const(0.0))
+    rest = replace(plan.kernel, body=tuple(summed if line.out == total.out else line for line in plan.kernel.body))
+    apart = gathered_and_multiplied + cost(rest, plan.vector, machine.lanes)
+    together = choose(kernel, machine, enabled=True).price
+    facts = (("instructions", round(apart)), ("by_loops", round(together)))
+    ok = apart <= together
+    why = f"blocks whose columns are {columns} take {'less' if ok else 'more'} instructions than loops over the pixels"
+    return (Decision("codegen.blocks", (kernel.name,), ok, why, facts),)
 
 
 def _planned(

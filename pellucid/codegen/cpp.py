@@ -364,7 +364,13 @@ class _Printer:
             text = self.apart(load)
             other = f"pv::splat<{self.plan.width}>({scalar_text(load.other, line.dtype)})"
             return text if load.mask is None else f"{load.mask} ? {text} : {other}"
+        if self.is_uniform(load.index):
+            return f"pv::load_one<{self.plan.width}>({self.pointer(load.buffer, load.index)}, n{mask})"
         return f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)}{mask})"
+
+    def is_uniform(self, index: Expr) -> bool:
+        """Whether all lanes have the same element."""
+        return self.plan.vector not in index.vars() and not index.vals() & self.plan.wide
 
     def apart(self, load: Load) -> str:
         """What loads elements that do not lie side by side, whatever the mask says."""
@@ -373,7 +379,7 @@ class _Printer:
             return f"pv::load_every<{near}, {kind}>({self.pointer(load.buffer, load.index)}, n)"
         wide = sorted(load.index.vals() & self.plan.wide)
         rest = load.index - val(wide[0]) if len(wide) == 1 and load.buffer in self.params else None
-        if rest is not None and self.plan.vector not in rest.vars() and not rest.vals() & self.plan.wide:
+        if rest is not None and self.is_uniform(rest):
             left = self.text(self.params[load.buffer].numel - rest)
             return f"pv::gather_from<{kind}>({self.pointer(load.buffer, rest)}, n, {wide[0]}, {left})"
         return f"pv::gather<{width}>({load.buffer}, n, {self.at(load.index)})"

@@ -49,6 +49,7 @@ class VectorChoice:
     """The vector axis (None: scalar code), lanes per step, accesses made in squares, and the reasons.
 
     rivals: the best way along each other axis, and how many times as high its price is, the cheapest first.
+    price: estimated instructions of one call.
     """
 
     axis: str | None
@@ -56,6 +57,7 @@ class VectorChoice:
     tiles: Tiling
     decisions: tuple[Decision, ...]
     rivals: tuple[tuple[float, str, int], ...] = ()
+    price: float = 0.0
 
 
 def access(index: Expr, axis: str, wide_values: frozenset[str]) -> Access:
@@ -120,7 +122,8 @@ def choose(kernel: Kernel, machine: Machine, enabled: bool) -> VectorChoice:
     )
     if price >= scalar:
         why = f"vectors along {best}, the best axis, would cost more than scalar code: {_obstacle(kernel, best)}"
-        return VectorChoice(None, 1, Tiling(), (Decision("codegen.vectorize", (kernel.name,), False, why, facts),))
+        decision = Decision("codegen.vectorize", (kernel.name,), False, why, facts)
+        return VectorChoice(None, 1, Tiling(), (decision,), price=scalar)
     width = lanes * unroll(kernel, best, lanes, machine)
     rest = sorted({name for name, _ in prices} - {best})
     ways = (min((way for way in prices if way[0] == name), key=rank) for name in rest)
@@ -130,7 +133,7 @@ def choose(kernel: Kernel, machine: Machine, enabled: bool) -> VectorChoice:
     chosen = Decision("codegen.vectorize", (kernel.name,), True, why, (*facts, ("width", width)))
     tiles = tiling(kernel, best, width, machine)
     reasons = (chosen, *told(kernel, tiles), *_lane_by_lane(kernel, best, tiles.lines))
-    return VectorChoice(best, width, tiles, reasons, tuple(rivals))
+    return VectorChoice(best, width, tiles, reasons, tuple(rivals), price)
 
 
 def _priced(

@@ -33,7 +33,7 @@ OFF = "convolution: oneDNN computes it, as the option `contract` asks"
 _OTHER = "convolution: kernels compute it in f32, bf16 and f16, oneDNN in other types"
 _DYNAMIC = "convolution: kernels have weights of known sizes, oneDNN computes others"
 _PLANAR = "convolution: channels do not lie side by side, oneDNN computes it"
-_SINGLE = "convolution: one pixel or one channel is no product of matrices, oneDNN computes it"
+_SINGLE = "convolution: of one pixel, or one channel of another type than f32, oneDNN computes it"
 _SHORT = "convolution: a sum of few terms is mostly reading and writing, oneDNN computes it"
 _WEIGHT = "convolution: no channels of the weight lie side by side, nor in f32 all taps, oneDNN computes it"
 _LARGE = "convolution: the weights of a group are too large to be packed at once, oneDNN computes it"
@@ -144,6 +144,8 @@ def _check_direct(given: Mapping[str, Any], result: View, few: int = FEW_TERMS) 
         if not is_matrix(x) and not lies(x.view, (0, 1, 2, 3)) and x.view.strides[1] != ONE:
             raise NotLowered(_PLANAR)
         return
+    if _is_one_sum(given, result):
+        return
     spread = x.dtype is DType.F32 and _is_spread(given)
     planar = x.view.strides[1] != ONE and x.shape[1] != ONE
     if planar and not (spread and lies(result, (0, 2, 3, 1))):
@@ -168,6 +170,12 @@ def _is_spread(given: Mapping[str, Any]) -> bool:
     shape = given["weight"].shape
     few = nonnegative(const(MOST_SPREAD_CHANNELS) - shape[1])
     return given["groups"] == 1 and few and nonnegative(const(MOST_SPREAD_TERMS) - product(shape[1:]))
+
+
+def _is_one_sum(given: Mapping[str, Any], result: View) -> bool:
+    """True if all channels and taps of the image make one channel, in f32: a reduction over lines of pixels."""
+    pixels = nonnegative(result.shape[2] * result.shape[3] - FEW_TERMS)
+    return given["input"].dtype is DType.F32 and given["weight"].shape[0] == ONE and pixels
 
 
 def _is_one_by_one(given: Mapping[str, Any]) -> bool:

@@ -158,6 +158,12 @@ PV_FN Vec<Value<T>, W> gather(const T* p, const N& n, F at, const Vec<bool, W>& 
   for (int k = 0; k < used; k++) out.lane[k] = on[k] ? load(p + at(k)) : other;
   return from_lanes(out);
 }
+// The same element in each lane that is on: it is read if there is one.
+template <int W, class T, class N>
+PV_FN Vec<Value<T>, W> load_one(const T* p, const N& n, const Vec<bool, W>& mask, Value<T> other) {
+  return where(mask, splat<W>(any(both(mask, n)) ? load(p) : other), splat<W>(other));
+}
+
 // The bits of the first n lanes, none for n below 0.
 PV_FN uint64_t bits_below(int64_t n) { return n < 0 ? 0 : _bzhi_u64(~0ull, uint32_t(n < 64 ? n : 64)); }
 // Element at[k] of p, of which there are `numel`, in lane k. Where they lie within four registers from that of the first
