@@ -19,6 +19,7 @@ from pellucid.ir.nodes import Kernel, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.traffic import LINE
 from pellucid.ir.types import DType
 from pellucid.machine import Machine, kernel_work, time
+from pellucid.machine.tiles import is_near
 from pellucid.machine.work import SYMBOL_GUESS, estimate
 from pellucid.options import Options
 
@@ -54,7 +55,8 @@ class Plan:
       flattened, the last one fastest; those of a contraction in the order of its `blocks`;
     - one loop for each of the `colliding` axes of a scatter;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
-    - loops over all of the `whole` axes of a block, or a piece of the last one, see `Varying` in block_sizes.py;
+    - loops over all of the `whole` axes: of a block, or a piece of the last one, see `Varying` in block_sizes.py; else
+      those whose points lie between the elements of a vector;
     - a loop over one block of `tile`, if there is one, see below;
     - for each sweep, loops over `reduced`; the last one by vectors if it is the vector axis, by blocks if it is `tile`.
 
@@ -177,6 +179,8 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         inner = kept[-1] if kept and not serial else None
     tile, tiled = choice.tiles.axis, choice.tiles.lines
     outer = _near_last(kernel, tuple(name for name in kept if name not in (inner, tile)))
+    whole = _between(kernel, vector, outer) if inner is not None and inner == vector and tile is None else ()
+    outer = tuple(name for name in outer if name not in whole)
     wide = frozenset(name for name, axes in axes_of(kernel).items() if vector in axes)
     apart = gathered(kernel, vector, wide)
     sweeps = plan_sweeps(kernel, width if inner is not None and inner == vector else 1, apart - tiled)
@@ -221,6 +225,7 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         extent=extent,
         grain=grain,
         steps=work,
+        whole=whole,
         ahead=ahead,
         decisions=(*choice.decisions, *sweeps.decisions, parallel, *sums, *decided, *streams, *fetched),
     )
@@ -238,6 +243,19 @@ def _near_last(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:
         return False
 
     return tuple(sorted(axes, key=shares))
+
+
+def _between(kernel: Kernel, vector: str | None, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes whose few points lie between the elements of a vector: in cache lines that are to be touched once."""
+    found: list[str] = []
+    for index in (line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store)):
+        step = index.coefficient(str(vector))
+        if not index.vals() and step is not None and is_near(step):
+            for name in axes:
+                own, extent = index.coefficient(name), kernel.ranges[name].value
+                if own is not None and own.value and extent and abs(own.value) * extent <= (step.value or 0):
+                    found.append(name)
+    return tuple(dict.fromkeys(found))
 
 
 def _check_in_place(kernel: Kernel) -> None:
