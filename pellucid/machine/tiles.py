@@ -5,6 +5,8 @@ read along i and transposed, which makes vectors along j for W points of i. A st
 W vectors are collected, transposed, and written as rows. In a kernel that reduces, the rows are those of W kept points,
 and the squares follow one another along the innermost reduced axis, in each sweep that needs them.
 
+Elements two to four apart need no squares: lanes are taken from each of as many neighbouring registers.
+
 Code generation makes the squares; the scheduler asks what they leave, before it puts accesses into one kernel that no
 order of its loops makes contiguous.
 """
