@@ -6,6 +6,8 @@ Each returns NotImplemented for what stays as it is.
 
 from __future__ import annotations
 
+import math
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,6 +18,10 @@ from pellucid.ir.contraction import DTYPES
 from pellucid.ir.types import TORCH_DTYPES
 
 _LINES, _IMAGES = 3, 4  # dimensions of what a convolution over one dimension gets, and over two
+_EXCESS = 1.2
+"""How many times as many windows as pixels make a transposed convolution a product whose results are added."""
+_MOST_PARTS = 16
+"""Results that are added for a pixel."""
 _KERNELS = frozenset(TORCH_DTYPES[each] for each in DTYPES)
 
 
@@ -154,6 +160,8 @@ def _transposed(
     skipped = [
         min((pad - after) // step, window - 1) for (_, step, pad, after), window in zip(sizes, windows, strict=True)
     ]
+    if _has_few_pixels(x, windows, skipped):
+        return _spread(x, weight, bias, sizes, windows)
     (inputs, outputs, *_), (down, right) = weight.shape, stride
     taps = weight.reshape(inputs, outputs, windows[0], down, windows[1], right).flip(2, 4).permute(2, 4, 0, 3, 5, 1)
     spread = taps.reshape(*windows, inputs, down * right * outputs).permute(3, 2, 0, 1)
@@ -165,8 +173,59 @@ def _transposed(
     result = placed.reshape(batch, outputs, height * down, width * right)
     for dim, (size, skip, (count, step, pad, after)) in enumerate(zip(x.shape[2:], skipped, sizes, strict=True), 2):
         result = result.narrow(dim, pad - skip * step, (size - 1) * step - 2 * pad + count + after)
+    return _lying_as(result, x, weight)
+
+
+def _lying_as(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A result with eager's strides: channels-last if either operand is."""
     last = torch.channels_last in (suggested_format(x), suggested_format(weight))
     return result.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def _has_few_pixels(x: torch.Tensor, windows: list[int], skipped: list[int]) -> bool:
+    """Whether windows that only partly lie in the image are a large part of all; in f32, as sums are rounded before
+    they are added."""
+    if x.dtype is not torch.float32 or any(map(is_symbolic, x.shape[2:])):
+        return False
+    if x.shape[2:] != (1, 1) and math.prod(windows) > _MOST_PARTS:
+        return False
+    positions = [size + window - 1 - 2 * skip for size, window, skip in zip(x.shape[2:], windows, skipped, strict=True)]
+    return math.prod(positions) >= _EXCESS * math.prod(x.shape[2:])
+
+
+def _spread(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    sizes: list[tuple[int, int, int, int]],
+    windows: list[int],
+) -> torch.Tensor:
+    """A transposed convolution as one product, of each pixel and all taps, whose results are added where they meet."""
+    batch, inputs, height, width = x.shape
+    (taps_down, down, above, more_down), (taps_right, right, before, more_right) = sizes
+    rows = x.permute(0, 2, 3, 1).reshape(-1, inputs) @ weight.reshape(inputs, -1)
+    spread = rows.view(batch, height, width, -1, windows[0], down, windows[1], right)
+    if height == width == 1:
+        total = spread.reshape(batch, -1, taps_down, taps_right)
+    else:
+        parts = (_placed(spread, k, j) for k in range(windows[0]) for j in range(windows[1]))
+        total = reduce(torch.add, parts)
+    tall = (height - 1) * down - 2 * above + taps_down + more_down
+    wide = (width - 1) * right - 2 * before + taps_right + more_right
+    made = total[:, :, above : above + tall, before : before + wide]
+    return _lying_as(made if bias is None else made + bias.view(-1, 1, 1), x, weight)
+
+
+def _placed(spread: torch.Tensor, down: int, right: int) -> torch.Tensor:
+    """What each pixel adds to the one so many steps down and to the right, within the whole result.
+
+    spread: [N, H, W, outputs, windows down, steps down, windows right, steps right].
+    """
+    batch, height, width, _, windows_down, steps_down, windows_right, steps_right = spread.shape
+    part = spread[:, :, :, :, down, :, right].permute(0, 3, 1, 4, 2, 5)
+    part = part.reshape(batch, -1, height * steps_down, width * steps_right)
+    after_right, after_down = (windows_right - 1 - right) * steps_right, (windows_down - 1 - down) * steps_down
+    return torch.nn.functional.pad(part, [right * steps_right, after_right, down * steps_down, after_down])
 
 
 def _transposed_backward(

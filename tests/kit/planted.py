@@ -733,7 +733,7 @@ def plant_pellucid_bad_fusion() -> None:
     """A consumer that loads what another point stores is given the value of its own point."""
     from pellucid.schedule import merge
 
-    patch(merge, "_check_forwarding", lambda original: lambda stored, tail: None)
+    patch(merge, "_check_forwarding", lambda original: lambda stored, tail, apart: None)
 
 
 @planted("pellucid", "wrong", "scheduling", "sum", summed)

@@ -103,7 +103,7 @@ def test_the_fusion_that_makes_a_fault(monkeypatch):
     subject = subject_of("pellucid")
     (graph,) = subject.graphs(Case("centred", *centred()))
     assert wrong_fusion(graph, subject) is None
-    monkeypatch.setattr(merge, "_check_forwarding", lambda stored, tail: None)
+    monkeypatch.setattr(merge, "_check_forwarding", lambda stored, tail, apart: None)
     found = wrong_fusion(graph, subject)
     assert found is not None and (found.first, found.second) == (("exp",), ("sub",))
 
