@@ -129,7 +129,7 @@ PV_INTRINSIC(round, _mm256_round_ps(x, 8), _mm256_round_pd(x, 8))
   PV_INTRINSIC(name, PV_SLEEF_F(symbol, ulp)(x), PV_SLEEF_D(symbol, ulp)(x))
 PV_SLEEF(exp2, exp2, u10) PV_SLEEF(expm1, expm1, u10)
 PV_SLEEF(log, log, u10) PV_SLEEF(log2, log2, u10) PV_SLEEF(log10, log10, u10) PV_SLEEF(log1p, log1p, u10)
-PV_SLEEF(sin, sin, u10) PV_SLEEF(cos, cos, u10) PV_SLEEF(tan, tan, u10)
+PV_SLEEF(sin_sleef, sin, u10) PV_SLEEF(cos_sleef, cos, u10) PV_SLEEF(tan, tan, u10)
 PV_SLEEF(asin, asin, u10) PV_SLEEF(acos, acos, u10) PV_SLEEF(atan, atan, u10)
 PV_SLEEF(sinh_sleef, sinh, u10) PV_SLEEF(cosh_sleef, cosh, u10)
 PV_SLEEF(asinh_sleef, asinh, u10) PV_SLEEF(acosh_sleef, acosh, u10) PV_SLEEF(atanh, atanh, u10)
@@ -173,7 +173,7 @@ template <class T, int W> PV_FN Vec<T, W> asinh(const Vec<T, W>& a) {
   return where(gt(size, splat<W>(squares_overflow<T>)), copysign(large, a), asinh_sleef(a));
 }
 
-// exp, tanh and erf of floats are written out: models spend their time in them, and a call would spill all registers.
+// exp, tanh, erf, sin and cos of floats are written out: models spend their time in them, and a call would spill all registers.
 // The polynomials are least-maximum-error fits; each function is within 2 ulp of the exact result.
 
 // The polynomial c0 + c1*x + c2*x^2 + ...
@@ -287,6 +287,58 @@ template <class T, int W> PV_FN Vec<T, W> erf(const Vec<T, W>& a) {
     q = fma(q, t, lookup(ERF[1], k));
     const auto base = where(eq(centre, splat<W>(0.0f)), t, lookup(ERF[0], k));
     return copysign(fma(q, t, base), a);
+  }
+}
+
+// |x| = q * pi/2 + r with q = round(|x| / (pi/2)) and pi/2 as the sum of three floats (Cody and Waite 1980): the first
+// difference is exact up to the limit, what the second one loses (Knuth's two-sum) goes into `low`, the rest of r. sin and
+// cos of r take turns, by q, and so do their signs.
+constexpr float MOST_REDUCED = 30000;
+template <int W> struct Turned { Vec<int32_t, W> quarter; Vec<float, W> sine, cosine; };
+template <int W> PV_FN Turned<W> turned(const Vec<float, W>& size) {
+  const auto q = round(mul(size, splat<W>(0x1.45f306p-1f))), second = splat<W>(0x1.777a5cp-25f);
+  const auto first = fma(q, splat<W>(-0x1.921fb6p+0f), size);
+  const auto more = mul(q, second), r = add(first, more), took = sub(r, first);
+  const auto lost = add(sub(first, sub(r, took)), sub(more, took));
+  const auto low = fma(q, splat<W>(0x1.ee59dap-50f), add(lost, fma(q, second, neg(more))));
+  const auto square = mul(r, r);
+  const auto s = polynomial(square, -0.166666552f, 0.0083321603f, -0.000195152155f);
+  const auto c = polynomial(square, -0.5f, 0.0416666456f, -0.00138873153f, 2.4433080e-05f);
+  const auto sine = add(r, fma(mul(r, square), s, low));
+  return {convert<int32_t>(q), sine, add(fma(square, c, mul(neg(r), low)), splat<W>(1.0f))};
+}
+// One of two values by the parity of a quarter, negative in the third and the fourth.
+template <int W>
+PV_FN Vec<float, W> of_quarter(const Vec<int32_t, W>& n, const Vec<float, W>& even, const Vec<float, W>& odd) {
+  const auto parity = map<int32_t>([](auto x) PV_INLINE { return x & 1; }, n);
+  const auto chosen = as<int32_t>(where(compare<EQ>(parity, splat<W>(0)), even, odd));
+  return as<float>(map<int32_t>([](auto x, auto y) PV_INLINE { return x ^ (y >> 1 << 31); }, chosen, n));
+}
+template <int W> [[gnu::cold, gnu::noinline]] inline Vec<float, W> sin_large(const Vec<float, W>& a) {
+  return sin_sleef(a);
+}
+template <int W> [[gnu::cold, gnu::noinline]] inline Vec<float, W> cos_large(const Vec<float, W>& a) {
+  return cos_sleef(a);
+}
+template <class T, int W> PV_FN Vec<T, W> sin(const Vec<T, W>& a) {
+  if constexpr (sizeof(T) == 8) return sin_sleef(a);
+  else {
+    const auto size = abs(a);
+    if (__builtin_expect(any(gt(size, splat<W>(MOST_REDUCED))), 0)) return sin_large(a);
+    const auto parts = turned(size);
+    const auto minus = map<int32_t>([](auto x) PV_INLINE { return x & INT32_MIN; }, as<int32_t>(a));
+    const auto made = as<int32_t>(of_quarter(parts.quarter, parts.sine, parts.cosine));
+    return as<float>(map<int32_t>([](auto x, auto y) PV_INLINE { return x ^ y; }, made, minus));
+  }
+}
+template <class T, int W> PV_FN Vec<T, W> cos(const Vec<T, W>& a) {
+  if constexpr (sizeof(T) == 8) return cos_sleef(a);
+  else {
+    const auto size = abs(a);
+    if (__builtin_expect(any(gt(size, splat<W>(MOST_REDUCED))), 0)) return cos_large(a);
+    const auto parts = turned(size);
+    const auto next = map<int32_t>([](auto x) PV_INLINE { return x + 1; }, parts.quarter);
+    return of_quarter(next, parts.sine, parts.cosine);
   }
 }
 
