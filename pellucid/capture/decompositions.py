@@ -43,7 +43,7 @@ _NORMS = """
 _SHAPES = """
     diag_embed diagonal_backward eye new_empty new_full new_ones new_zeros ones ones_like
     pixel_shuffle pixel_unshuffle select_backward slice_backward stack tril triu unfold_backward zeros
-    zeros_like _unsafe_index linspace roll diagonal_copy
+    zeros_like _unsafe_index linspace roll diagonal_copy im2col
 """
 
 _LINEAR_ALGEBRA = "addr dot mv vdot addmv"

@@ -25,12 +25,13 @@ _PADS = ("reflection_pad3d", "replication_pad3d")
 def with_eagers_strides() -> dict[Any, Callable[..., Any]]:
     """The decompositions by operator."""
     aten = torch.ops.aten
-    log_sigmoid, roll = (decomposition_table([name]) for name in ("log_sigmoid_forward", "roll"))
+    log_sigmoid, roll, fold = (decomposition_table([name]) for name in ("log_sigmoid_forward", "roll", "col2im"))
     return {
         **{norm: _first_in(suggested_format, made) for norm, made in decomposition_table(_NORMS).items()},
         **{pad: _padded(decomposition) for pad, decomposition in decomposition_table(_PADS).items()},
         aten.roll.default: _rolled(roll[aten.roll.default]),
         aten.log_sigmoid_forward.default: _first_in(_contiguous, log_sigmoid[aten.log_sigmoid_forward.default]),
+        aten.col2im.default: _folded(fold[aten.col2im.default]),
         aten.as_strided_scatter.default: _scattered,
         aten.native_dropout_backward.default: _dropout_backward,
         aten.isin.Tensor_Tensor: _isin,
@@ -125,6 +126,17 @@ def _padded(decomposition: Callable[..., Any]) -> Callable[..., Any]:
         return NotImplemented if suggested_format(x) is torch.contiguous_format else decomposition(x, padding)
 
     return pad
+
+
+def _folded(decomposition: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`fold`: contiguous, where PyTorch's is a part of a padded image."""
+
+    def fold(*args: Any) -> torch.Tensor:
+        made = decomposition(*args)
+        empty = any(isinstance(size, int) and size == 0 for size in made.shape)
+        return made.new_empty(made.shape) if empty else made.contiguous()
+
+    return fold
 
 
 def _scattered(x: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, offset: Any = None) -> torch.Tensor:

@@ -97,3 +97,24 @@ def test_unknown_sizes_choose_at_each_point() -> None:
     for size in (3, 70, 1):
         x, y = torch.randn(size, 33), torch.randn(5, 33)
         assert torch.equal(function(x, y), torch.cat([x * 2, y]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [(3, {"padding": 1}), ((2, 3), {"stride": 2}), (3, {"stride": 2, "padding": (1, 2), "dilation": 2}), ((4, 2), {})],
+)
+def test_windows_are_laid_out_and_added_up(kernel: int, options: dict[str, int], dynamic: bool) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return F.fold(F.unfold(x, kernel, **options).sin(), x.shape[2:], kernel, **options)  # type: ignore[arg-type]
+
+    torch._dynamo.reset()
+    run = compiled(function, dynamic=dynamic)
+    for size in ((2, 3, 13, 11), (1, 1, 9, 8)):
+        x, y = (torch.randn(size, generator=torch.manual_seed(1), requires_grad=True) for _ in range(2))
+        result, expected = run(x), function(y)
+        assert result.stride() == expected.stride()
+        torch.testing.assert_close(result, expected)
+        result.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
