@@ -378,9 +378,10 @@ class _Printer:
         if near := self.near(load.index):
             return f"pv::load_every<{near}, {kind}>({self.pointer(load.buffer, load.index)}, n)"
         wide = sorted(load.index.vals() & self.plan.wide)
-        rest = load.index - val(wide[0]) if len(wide) == 1 and load.buffer in self.params else None
-        if rest is not None and self.is_uniform(rest):
-            left = self.text(self.params[load.buffer].numel - rest)
+        numel = self.params[load.buffer].numel.value if load.buffer in self.params else None
+        rest = load.index - val(wide[0]) if len(wide) == 1 else None
+        if numel is not None and rest is not None and self.is_uniform(rest):
+            left = self.text(const(numel) - rest)
             return f"pv::gather_from<{kind}>({self.pointer(load.buffer, rest)}, n, {wide[0]}, {left})"
         return f"pv::gather<{width}>({load.buffer}, n, {self.at(load.index)})"
 

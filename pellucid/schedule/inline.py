@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pellucid.ir.attention import reduces_in_turn
-from pellucid.ir.index import Expr, FloorDiv, Mod, in_range, product, total
+from pellucid.ir.index import Expr, FloorDiv, Mod, in_range, nonnegative, product, total
 from pellucid.ir.nodes import Buffer, CheckIndex, Compute, Kernel, Line, Load, Param, Reduce, Store, axes_of, operands
 from pellucid.ir.types import DType
 from pellucid.machine.work import estimate
@@ -154,7 +154,7 @@ def inline(graph: FusionGraph, recipe: Recipe, consumer: Kernel) -> Inlined | Mi
         if (load.index, load.mask) in known:
             values[line.out] = known[load.index, load.mask]
             continue
-        if load.mask is not None and _may_fail(recipe.lines):
+        if _may_fail(recipe.lines) and not _looks_everywhere(load, consumer, numel):
             return Mismatch("cost", "it may fail at points at which the consumer does not look")
         point = solve(recipe.kernel, recipe.store.index, numel, consumer, load.index, load.mask)
         if isinstance(point, Mismatch):
@@ -180,6 +180,12 @@ def _divisions(kernel: Kernel) -> int:
     """How many divisions the index expressions of `kernel` need."""
     atoms = {atom for index in indices(kernel.body) for atom in index.atoms()}
     return sum(isinstance(atom, FloorDiv | Mod) for atom in atoms)
+
+
+def _looks_everywhere(load: Load, consumer: Kernel, numel: Expr) -> bool:
+    """Whether a load, which leaves out none, has as many points as its buffer has elements."""
+    points = product(consumer.ranges[name] for name in load.index.vars())
+    return load.mask is None and nonnegative(points - numel)
 
 
 def _may_fail(lines: Iterable[Line]) -> bool:

@@ -57,10 +57,11 @@ def test_what_is_made_of_such(name: str) -> None:
         torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bfloat16], ids=str)
-def test_positions_near_and_far(dtype: torch.dtype) -> None:
+def test_positions_near_and_far(dtype: torch.dtype, dynamic: bool) -> None:
     """Those of a vector lie in few registers, or do not; some at the end of the tensor."""
-    gather = compiled(lambda x, i: torch.gather(x, 1, i) + 1, dynamic=False)
+    gather = compiled(lambda x, i: torch.gather(x, 1, i) + 1, dynamic=dynamic)
     x = numbers(5, 333, dtype=dtype)
     rising = torch.arange(333)
     others = (rising * 5).clamp(max=332), rising * 7 % 333, rising % 64 + 269

@@ -92,6 +92,23 @@ def test_gradients_of_parts() -> None:
             torch.testing.assert_close(mine, eager)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w, i: torch.cat([w, w[i]])[:60] * 1,
+        lambda w, i: w[i].roll(3)[:10] * 1,
+        lambda w, i: F.pad(w[i], (-25, 3)) * 1,
+        lambda w, i: w[i][:10] * 1,
+    ],
+)
+def test_positions_that_no_part_needs_are_checked(function: Function) -> None:
+    positions = torch.arange(40)
+    assert torch.equal(compiled(function)(torch.arange(50), positions), function(torch.arange(50), positions))
+    positions[20] = 50
+    with pytest.raises(IndexError):
+        compiled(function)(torch.arange(50), positions)
+
+
 def test_unknown_sizes_choose_at_each_point() -> None:
     function = torch.compile(lambda x, y: torch.cat([x * 2, y], 0), backend="pellucid", dynamic=True)
     for size in (3, 70, 1):
