@@ -18,7 +18,7 @@ from pellucid.ir.contraction import DTYPES
 from pellucid.ir.types import TORCH_DTYPES
 
 _LINES, _IMAGES = 3, 4  # dimensions of what a convolution over one dimension gets, and over two
-_EXCESS = 1.2
+_EXCESS = 1.5
 """How many times as many windows as pixels make a transposed convolution a product whose results are added."""
 _MOST_PARTS = 16
 """Results that are added for a pixel."""
