@@ -171,13 +171,22 @@ def _transposed(
     batch, _, height, width = made.shape
     placed = made.reshape(batch, down, right, outputs, height, width).permute(0, 3, 4, 1, 5, 2)
     result = placed.reshape(batch, outputs, height * down, width * right)
+    return _cut(result, x, weight, sizes, skipped)
+
+
+def _cut(
+    result: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    sizes: list[tuple[int, int, int, int]],
+    skipped: list[int],
+) -> torch.Tensor:
+    """What padding leaves of a whole result, with eager's strides: channels-last if either operand is.
+
+    sizes: taps, step, padding and output padding of both dimensions. skipped: windows before it that it lacks.
+    """
     for dim, (size, skip, (count, step, pad, after)) in enumerate(zip(x.shape[2:], skipped, sizes, strict=True), 2):
         result = result.narrow(dim, pad - skip * step, (size - 1) * step - 2 * pad + count + after)
-    return _lying_as(result, x, weight)
-
-
-def _lying_as(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A result with eager's strides: channels-last if either operand is."""
     last = torch.channels_last in (suggested_format(x), suggested_format(weight))
     return result.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
@@ -202,7 +211,7 @@ def _spread(
 ) -> torch.Tensor:
     """A transposed convolution as one product, of each pixel and all taps, whose results are added where they meet."""
     batch, inputs, height, width = x.shape
-    (taps_down, down, above, more_down), (taps_right, right, before, more_right) = sizes
+    (taps_down, down, *_), (taps_right, right, *_) = sizes
     rows = x.permute(0, 2, 3, 1).reshape(-1, inputs) @ weight.reshape(inputs, -1)
     spread = rows.view(batch, height, width, -1, windows[0], down, windows[1], right)
     if height == width == 1:
@@ -210,10 +219,7 @@ def _spread(
     else:
         parts = (_placed(spread, k, j) for k in range(windows[0]) for j in range(windows[1]))
         total = reduce(torch.add, parts)
-    tall = (height - 1) * down - 2 * above + taps_down + more_down
-    wide = (width - 1) * right - 2 * before + taps_right + more_right
-    made = total[:, :, above : above + tall, before : before + wide]
-    return _lying_as(made if bias is None else made + bias.view(-1, 1, 1), x, weight)
+    return _cut(total if bias is None else total + bias.view(-1, 1, 1), x, weight, sizes, [0, 0])
 
 
 def _placed(spread: torch.Tensor, down: int, right: int) -> torch.Tensor:

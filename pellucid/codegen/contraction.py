@@ -58,7 +58,7 @@ def compared_with_loops(kernel: Kernel, plan: Plan, machine: Machine) -> tuple[D
     one_image = contraction.windowed and not contraction.batch and contraction.dtype is DType.F32
     if not one_image or columns > MOST_LOOPED:
         return ()
-    terms = estimate(product(ranges[name] for name in (*contraction.batch, *contraction.rows, *contraction.inner)))
+    terms = estimate(product(ranges[name] for name in (*contraction.rows, *contraction.inner)))
     gathered_and_multiplied = terms * (1 + blocks.columns / machine.lanes)
     total = contraction.total
     summed = replace(total, rhs=Const(0.0))

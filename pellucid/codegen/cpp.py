@@ -35,11 +35,11 @@ from pellucid.codegen.nest import (
 from pellucid.codegen.operands import Operands
 from pellucid.codegen.plan import Plan
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
+from pellucid.codegen.vector import Access, access
 from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, val, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
-from pellucid.machine.tiles import is_near
 
 FARTHEST = 1 << 48
 """A bound of positions from which any position can be subtracted."""
@@ -370,7 +370,7 @@ class _Printer:
 
     def is_uniform(self, index: Expr) -> bool:
         """Whether all lanes have the same element."""
-        return self.plan.vector not in index.vars() and not index.vals() & self.plan.wide
+        return access(index, str(self.plan.vector), self.plan.wide) is Access.UNIFORM
 
     def apart(self, load: Load) -> str:
         """What loads elements that do not lie side by side, whatever the mask says."""
@@ -387,8 +387,9 @@ class _Printer:
 
     def near(self, index: Expr) -> int:
         """The elements from one lane to the next if these are few; else 0."""
-        step = None if index.vals() & self.plan.wide else index.coefficient(str(self.plan.vector))
-        return int(step.value or 0) if step is not None and is_near(step) else 0
+        near = access(index, str(self.plan.vector), self.plan.wide) is Access.NEAR
+        step = index.coefficient(str(self.plan.vector)) if near else None
+        return int(step.value or 0) if step is not None else 0
 
     def fetch(self, line: Line) -> None:
         if line.out in self.plan.ahead:

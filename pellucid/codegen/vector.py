@@ -32,6 +32,9 @@ class Access(Enum):
     GATHER = "elements apart"
 
 
+LANE_COST = {Access.NEAR: NEAR_COST, Access.GATHER: GATHER_COST}
+"""Instructions for each lane of an access; of others, for each vector."""
+
 # Operators that the prelude computes one lane at a time, for integers or for every type.
 LANEWISE_INT = frozenset({"floordiv", "truncdiv", "remainder", "fmod", "pow"})
 LANEWISE = frozenset({"floordiv", "shl", "shr"})
@@ -204,12 +207,11 @@ def _line_cost(
         return points * (_operator_cost(line) if isinstance(line.rhs, Compute) else 1)
     match line.rhs:
         case Load(_, index) | Store(_, index):
-            return {Access.GATHER: points * GATHER_COST, Access.NEAR: points * NEAR_COST}.get(
-                access(index, axis, wide_values), steps
-            )
+            each = LANE_COST.get(access(index, axis, wide_values))
+            return steps if each is None else points * each
         case Compute():
-            each = _operator_cost(line)
-            return points * (each + LANEWISE_COST) if is_lanewise(line) else steps * each
+            spent = _operator_cost(line)
+            return points * (spent + LANEWISE_COST) if is_lanewise(line) else steps * spent
         case _:
             return steps
 

@@ -173,6 +173,11 @@ class Expr:
         """Names of the size symbols it depends on."""
         return frozenset(atom.name for atom in self.atoms() if isinstance(atom, Sym))
 
+    @property
+    def at_zero(self) -> Expr:
+        """What it is where all axes are 0."""
+        return self.substitute({Var(name): ZERO for name in self.vars()})
+
     def coefficient(self, name: str) -> Expr | None:
         """c where `self == c * Var(name) + rest` and rest is free of that axis; None if there is no such c.
 

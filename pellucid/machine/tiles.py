@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, ZERO, Expr, Var
+from pellucid.ir.index import ONE, Expr, Var
 from pellucid.ir.nodes import Kernel, Load, Store, axes_of
 from pellucid.ir.traffic import LINE
 from pellucid.machine.cost import issuing, moving
@@ -144,7 +144,7 @@ def _striding_along(kernel: Kernel, axis: str, machine: Machine) -> float:
             count = math.prod(max(1, estimate(kernel.ranges[name])) for name in index.vars())
             spent += issuing(machine, (NEAR_COST if is_near(step) else GATHER_COST) * count, machine.cores)
             each = LINE if step is None else min(LINE, abs(estimate(step)) * line.dtype.itemsize)
-            begin = index.substitute({Var(name): ZERO for name in index.vars()})
+            begin = index.at_zero
             place = begin if begin.value is None else begin.value * line.dtype.itemsize // each
             lines = type(line.rhs), line.rhs.buffer, index - begin, place
             points[lines] = count

@@ -22,7 +22,6 @@ def fuse(
 
     apart: see `FusionGraph`.
 
-
     Before: one kernel per operator. After: one kernel per stretch of operators between library calls.
     """
     graph, log = FusionGraph(program, machine, apart), DecisionLog()

@@ -42,13 +42,8 @@ def fuse_horizontally(graph: FusionGraph, options: Options, log: DecisionLog) ->
             shared = not set(other.read).isdisjoint(group.read)
             merged = merge_groups(graph, other, group, options)
             if isinstance(merged, Group):
-                why = (
-                    "they load the same elements"
-                    if shared
-                    else "they store side by side"
-                    if beside
-                    else "both are tiny"
-                )
+                alone = "they store side by side" if beside else "both are tiny"
+                why = "they load the same elements" if shared else alone
                 log.add(Decision("fuse.horizontal", subject, True, why))
             elif shared:
                 log.add(refusal(subject, merged, (("direction", "horizontal"),)))

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pellucid.ir.index import ONE, ZERO, Expr, Var, exact_div, product, var
+from pellucid.ir.index import ONE, ZERO, Expr, exact_div, product, var
 from pellucid.ir.nodes import Axis, Kernel, Reduce
 from pellucid.ir.ops import REDUCTIONS
 from pellucid.schedule.rewrite import Rewrite
@@ -163,7 +163,7 @@ def _strides(side: _Digits, index: Expr) -> dict[str, Expr] | None:
 def _explain(left: _Digits, right: _Digits, a: list[str], b: list[str], one: Expr, other: Expr) -> Mismatch | None:
     """None if all digits found a partner and the constant parts agree, else the reason in words."""
     if not a and not b:
-        base_a, base_b = at_zero(one), at_zero(other)
+        base_a, base_b = one.at_zero, other.at_zero
         if base_a == base_b:
             return None
         if base_a.vals() or base_b.vals():
@@ -176,11 +176,6 @@ def _explain(left: _Digits, right: _Digits, a: list[str], b: list[str], one: Exp
     if size_a != size_b:
         return Mismatch("different-numel", f"one touches {size_a} elements, the other {size_b}")
     return Mismatch("different-loop-orders", f"the points of {one} and of {other} do not line up")
-
-
-def at_zero(index: Expr) -> Expr:
-    """What an index is at the first point of all axes."""
-    return index.substitute({Var(name): ZERO for name in index.vars()})
 
 
 def _pair_in_order(left: _Digits, right: _Digits) -> bool:

@@ -112,7 +112,7 @@ def _as_load(line: Line, value: Line) -> list[Line]:
         lines.append(replace(line, out=f"{line.out}.cast", rhs=Compute("cast", (name,))))
         name = lines[-1].out
     if line.rhs.mask is not None:
-        other = replace(line, out=f"{line.out}.other", rhs=Const(_scalar(line.rhs.other, line.dtype)))
+        other = replace(line, out=f"{line.out}.other", rhs=Const(scalar_of(line.rhs.other, line.dtype)))
         lines += [
             other,
             replace(line, out=f"{line.out}.where", rhs=Compute("where", (line.rhs.mask, name, other.out))),
@@ -122,7 +122,8 @@ def _as_load(line: Line, value: Line) -> list[Line]:
     return lines
 
 
-def _scalar(value: Scalar, dtype: DType) -> Scalar:
+def scalar_of(value: Scalar, dtype: DType) -> Scalar:
+    """A number as a constant of a type has it."""
     return float(value) if dtype.is_float else value
 
 

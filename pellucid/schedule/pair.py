@@ -11,7 +11,7 @@ from pellucid.machine.work import estimate, estimated_bytes
 from pellucid.options import Options
 from pellucid.schedule.contractions import check_epilogue, check_neighbours
 from pellucid.schedule.fusion_graph import FusionGraph, Group
-from pellucid.schedule.match_axes import Anchor, Match, Mismatch, at_zero, match_axes, same_order
+from pellucid.schedule.match_axes import Anchor, Match, Mismatch, match_axes, same_order
 from pellucid.schedule.merge import merge_kernels
 from pellucid.schedule.worth import check_strides
 
@@ -104,9 +104,9 @@ def _match(graph: FusionGraph, first: Kernel, second: Kernel) -> Match | Mismatc
 
 def _stored_beside(graph: FusionGraph, first: Kernel, second: Kernel) -> list[Anchor]:
     """Where both kernels store the same number of elements of one buffer, as if they began at the same one."""
-    begun = {store.buffer: store.index - at_zero(store.index) for _, store in first.stores()}
-    both = [store for _, store in second.stores() if store.buffer in begun and store.buffer in graph.apart]
-    return [(begun[store.buffer], store.index - at_zero(store.index)) for store in both[:1]]
+    begun = {store.buffer: store.index for _, store in first.stores() if store.buffer in graph.apart}
+    both = [(begun[store.buffer], store.index) for _, store in second.stores() if store.buffer in begun]
+    return [(one - one.at_zero, other - other.at_zero) for one, other in both[:1]]
 
 
 def _shared_loads(graph: FusionGraph, first: Kernel, loads: Iterable[Load]) -> list[Anchor]:

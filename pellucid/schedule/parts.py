@@ -37,6 +37,8 @@ from pellucid.machine.tiles import striding
 from pellucid.machine.work import estimate, estimated_bytes, kernel_cost
 from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.cleanup import share_lines
+from pellucid.schedule.fusion_graph import FusionGraph
+from pellucid.schedule.merge import scalar_of
 from pellucid.schedule.rewrite import Rewrite, live_lines, make_kernel, unique_name
 
 STEP = "parts"
@@ -45,15 +47,17 @@ MOST_PARTS = 16
 
 def split_parts(program: Program, machine: Machine) -> tuple[Program, list[Decision], frozenset[str]]:
     """`program` with such kernels split where that pays, and the buffers that their parts store together."""
-    users = _Users(program)
+    ways = {node.name: _ways(node) for node in program.nodes if isinstance(node, Kernel)}
+    if not any(ways.values()):
+        return program, [], frozenset()
+    graph = FusionGraph(program, machine)
     taken = {node.name for node in program.nodes}
     nodes: list[Node] = []
     decisions: list[Decision] = []
     apart: set[str] = set()
     for node in program.nodes:
-        ways = list(_ways(node)) if isinstance(node, Kernel) and users.makes_alone(node) else []
-        if isinstance(node, Kernel) and ways:
-            parts, decision = _decided(node, ways, users, machine)
+        if isinstance(node, Kernel) and ways[node.name] and _makes_alone(graph, node):
+            parts, decision = _decided(graph, node, ways[node.name])
             decisions.append(decision)
             if decision.ok:
                 nodes += [replace(part, name=unique_name(f"{node.name}_part", taken)) for part in parts]
@@ -63,44 +67,33 @@ def split_parts(program: Program, machine: Machine) -> tuple[Program, list[Decis
     return replace(program, nodes=tuple(nodes)), decisions, frozenset(apart)
 
 
-class _Users:
-    """Who stores each buffer of a program, and how many nodes read it."""
+def _makes_alone(graph: FusionGraph, kernel: Kernel) -> bool:
+    """Whether a kernel alone makes what it stores, of which it loads nothing."""
+    stored = writes(kernel)
+    return all(len(graph.writers[name]) == 1 for name in stored) and {*stored}.isdisjoint(reads(kernel))
 
-    def __init__(self, program: Program) -> None:
-        self._buffers = {buffer.name: buffer for buffer in program.buffers}
-        self._makers: dict[str, list[Node]] = {}
-        self._readers: dict[str, int] = {}
-        for node in program.nodes:
-            for name in writes(node):
-                self._makers.setdefault(name, []).append(node)
-            for name in reads(node):
-                self._readers[name] = self._readers.get(name, 0) + 1
 
-    def makes_alone(self, kernel: Kernel) -> bool:
-        """Whether a kernel makes what it stores, of which it loads nothing."""
-        stored = writes(kernel)
-        alone = all(self._makers[name] == [kernel] for name in stored)
-        return alone and bool(stored) and {*stored}.isdisjoint(reads(kernel))
-
-    def passed_on(self, kernel: Kernel) -> Iterator[Buffer]:
-        """What other kernels make for this one alone, and may store for it elsewhere."""
-        for name in {load.buffer for _, load in kernel.loads()}:
-            alone = self._buffers[name].role == "temp" and self._readers[name] == 1
-            if alone and all(isinstance(maker, Kernel) for maker in self._makers.get(name, [])):
-                yield self._buffers[name]
+def _passed_on(graph: FusionGraph, kernel: Kernel) -> Iterator[Buffer]:
+    """What other kernels make for this one alone, and may store for it elsewhere."""
+    for name in reads(kernel):
+        makers = (graph.program.nodes[position] for position in graph.writers.get(name, ()))
+        alone = graph.buffers[name].role == "temp" and len(graph.readers[name]) == 1
+        if alone and all(isinstance(maker, Kernel) for maker in makers):
+            yield graph.buffers[name]
 
 
 def _decided(
-    kernel: Kernel, ways: Sequence[tuple[Kernel, ...]], users: _Users, machine: Machine
+    graph: FusionGraph, kernel: Kernel, ways: Sequence[tuple[Kernel, ...]]
 ) -> tuple[tuple[Kernel, ...], Decision]:
     """The way whose parts take least time, and whether that is less than what the whole kernel takes.
 
     What other kernels make for a part alone need not be stored and read once more.
     """
+    machine = graph.machine
     prices = [sum(_price(each, machine) for each in _side_by_side(parts)) for parts in ways]
     apart = min(prices)
     parts, whole, spared = ways[prices.index(apart)], _price(kernel, machine), 0.0
-    for buffer in users.passed_on(kernel):
+    for buffer in _passed_on(graph, kernel):
         size = estimated_bytes(buffer)
         spared += moving(machine, size, size, size, machine.cores) + starting(machine, machine.cores)
     ok = apart - spared < whole
@@ -149,21 +142,17 @@ class _Condition:
         return (last <= self.bound) == self.below
 
 
-def _ways(kernel: Kernel) -> Iterator[tuple[Kernel, ...]]:
+def _ways(kernel: Kernel) -> list[tuple[Kernel, ...]]:
     """The ways to split a kernel: by parts of one axis, or of each where that makes a difference."""
     stored = [store.index for _, store in kernel.stores()]
     if any(isinstance(line.rhs, Reduce | CheckIndex) for line in kernel.body) or any(index.vals() for index in stored):
-        return
+        return []
     axes = [name for name in kernel.ranges if all(name in index.vars() for index in stored)]
-    for axis in axes:
-        parts = _along(kernel, axis)
-        if len(parts) > 1:
-            yield parts
+    found = [parts for axis in axes if len(parts := _along(kernel, axis)) > 1]
     parts = (kernel,)
     for axis in axes:
         parts = tuple(each for part in parts for each in _along(part, axis))
-    if 1 < len(parts) <= MOST_PARTS:
-        yield parts
+    return [*found, parts] if 1 < len(parts) <= MOST_PARTS and parts not in found else found
 
 
 def _along(kernel: Kernel, axis: str) -> tuple[Kernel, ...]:
@@ -232,6 +221,6 @@ def _simplified(line: Line, known: Mapping[str, bool]) -> Rhs | str:
         case Compute("bitwise_not", (arg,)) if arg in known:
             return Const(not known[arg])
         case Load(buffer, index, str(mask), other) if mask in known:
-            return Load(buffer, index) if known[mask] else Const(float(other) if line.dtype.is_float else other)
+            return Load(buffer, index) if known[mask] else Const(scalar_of(other, line.dtype))
         case _:
             return line.rhs

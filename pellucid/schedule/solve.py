@@ -85,7 +85,7 @@ def intervals(body: Iterable[Line], mask: str, ranges: Mapping[str, Expr]) -> li
             case Compute("ge" | "lt" as op, (left, right)):
                 position, bound = _size_of(lines[left]), _size_of(lines[right])
                 if position is not None and bound is not None and position.vars() and not bound.vars():
-                    base = position.substitute({Var(name): ZERO for name in position.vars()})
+                    base = position.at_zero
                     (low if op == "ge" else high)[position - base] = bound - base
             case _:
                 pass

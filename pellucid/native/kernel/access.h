@@ -246,33 +246,9 @@ template <int S, class T, int W> PV_FN Vec<Value<T>, W> load_every(const T* p, A
   }));
 }
 
-// Whether single lanes of a register are loaded and stored by one instruction.
+// Whether lanes of a register are loaded and stored alone by one instruction.
 template <class T, class R>
 constexpr bool lanes_alone = sizeof(R) == REGISTER && (sizeof(T) == 4 || sizeof(T) == 8);
-#ifdef __AVX512F__
-template <class R, class T> PV_FN R load_lanes(const T* p, uint64_t bits) {
-  if constexpr (sizeof(T) == 8) return (R)_mm512_maskz_loadu_epi64(bits, p);
-  else return (R)_mm512_maskz_loadu_epi32(bits, p);
-}
-template <class R, class T> PV_FN void store_lanes(T* p, R a, uint64_t bits) {
-  if constexpr (sizeof(T) == 8) _mm512_mask_storeu_epi64(p, bits, (__m512i)a);
-  else _mm512_mask_storeu_epi32(p, bits, (__m512i)a);
-}
-#else
-template <class R, class T> PV_FN __m256i lanes_of_bits(uint64_t bits) {
-  return [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
-    return (__m256i)Reg<IntOfSize<sizeof(T)>, int(sizeof(R) / sizeof(T))>{-IntOfSize<sizeof(T)>(bits >> K & 1)...};
-  }(std::make_integer_sequence<int, int(sizeof(R) / sizeof(T))>());
-}
-template <class R, class T> PV_FN R load_lanes(const T* p, uint64_t bits) {
-  if constexpr (sizeof(T) == 8) return (R)_mm256_maskload_epi64((const long long*)p, lanes_of_bits<R, T>(bits));
-  else return (R)_mm256_maskload_epi32((const int*)p, lanes_of_bits<R, T>(bits));
-}
-template <class R, class T> PV_FN void store_lanes(T* p, R a, uint64_t bits) {
-  if constexpr (sizeof(T) == 8) _mm256_maskstore_epi64((long long*)p, lanes_of_bits<R, T>(bits), (__m256i)a);
-  else _mm256_maskstore_epi32((int*)p, lanes_of_bits<R, T>(bits), (__m256i)a);
-}
-#endif
 template <int S, class T, int W> PV_FN Vec<Value<T>, W> load_every(const T* p, const Some<W>& n) {
   using V = Vec<Raw<T>, W>;
   if constexpr (!lanes_alone<Raw<T>, typename V::reg>) {

@@ -100,6 +100,20 @@ template <int W> PV_FN Vec<bool, W> first_lanes(int64_t n) {
   return from_bits<64, W>([&](auto) PV_INLINE { return bits; });
 }
 
+// The lanes of one register whose bits are set.
+template <class R, class T> PV_FN R load_lanes(const T* p, uint64_t bits) {
+  if constexpr (sizeof(T) == 8) return narrow<R>(_mm512_maskz_loadu_epi64(bits, p));
+  else if constexpr (sizeof(T) == 4) return narrow<R>(_mm512_maskz_loadu_epi32(bits, p));
+  else if constexpr (sizeof(T) == 2) return narrow<R>(_mm512_maskz_loadu_epi16(bits, p));
+  else return narrow<R>(_mm512_maskz_loadu_epi8(bits, p));
+}
+template <class R, class T> PV_FN void store_lanes(T* p, R a, uint64_t bits) {
+  if constexpr (sizeof(T) == 8) _mm512_mask_storeu_epi64(p, bits, full(a));
+  else if constexpr (sizeof(T) == 4) _mm512_mask_storeu_epi32(p, bits, full(a));
+  else if constexpr (sizeof(T) == 2) _mm512_mask_storeu_epi16(p, bits, full(a));
+  else _mm512_mask_storeu_epi8(p, bits, full(a));
+}
+
 // A mask without any lane takes a branch: `cat`, `pad` and `roll` load nothing from one side nearly everywhere, and an
 // instruction whose lanes are all off takes hundreds of cycles where its address may not be read.
 template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool, W>& m) {
@@ -107,25 +121,15 @@ template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool
   return build<V, V::count>([&](auto K) PV_INLINE {
     constexpr int k = decltype(K)::value;
     const uint64_t bits = bits_of<k, V::lanes>(m);
-    const T* q = p + k * V::lanes;
     using R = typename V::reg;
-    if (bits == 0) return R();
-    if constexpr (sizeof(T) == 8) return narrow<R>(_mm512_maskz_loadu_epi64(bits, q));
-    else if constexpr (sizeof(T) == 4) return narrow<R>(_mm512_maskz_loadu_epi32(bits, q));
-    else if constexpr (sizeof(T) == 2) return narrow<R>(_mm512_maskz_loadu_epi16(bits, q));
-    else return narrow<R>(_mm512_maskz_loadu_epi8(bits, q));
+    return bits == 0 ? R() : load_lanes<R>(p + k * V::lanes, bits);
   });
 }
 template <class T, int W> PV_FN void store_masked(T* p, const Vec<T, W>& a, const Vec<bool, W>& m) {
   using V = Vec<T, W>;
   repeat<V::count>([&](auto K) PV_INLINE {
     constexpr int k = decltype(K)::value;
-    const uint64_t bits = bits_of<k, V::lanes>(m);
-    T* q = p + k * V::lanes;
-    if constexpr (sizeof(T) == 8) _mm512_mask_storeu_epi64(q, bits, full(a.r[k]));
-    else if constexpr (sizeof(T) == 4) _mm512_mask_storeu_epi32(q, bits, full(a.r[k]));
-    else if constexpr (sizeof(T) == 2) _mm512_mask_storeu_epi16(q, bits, full(a.r[k]));
-    else _mm512_mask_storeu_epi8(q, bits, full(a.r[k]));
+    store_lanes(p + k * V::lanes, a.r[k], bits_of<k, V::lanes>(m));
   });
 }
 #else
@@ -190,6 +194,24 @@ template <int W> PV_FN Vec<bool, W> first_lanes(int64_t n) {
   });
 }
 
+// The lanes of one register whose bits are set, 4 or 8 bytes each; R is as wide as registers are.
+template <class R, class T> PV_FN __m256i lanes_of_bits(uint64_t bits) {
+  return [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
+    return (__m256i)Reg<IntOfSize<sizeof(T)>, int(sizeof(R) / sizeof(T))>{-IntOfSize<sizeof(T)>(bits >> K & 1)...};
+  }(std::make_integer_sequence<int, int(sizeof(R) / sizeof(T))>());
+}
+template <class R, class T> PV_FN R load_chosen(const T* p, __m256i on) {
+  if constexpr (sizeof(T) == 8) return (R)_mm256_maskload_epi64((const long long*)p, on);
+  else return (R)_mm256_maskload_epi32((const int*)p, on);
+}
+template <class R, class T> PV_FN R load_lanes(const T* p, uint64_t bits) {
+  return load_chosen<R>(p, lanes_of_bits<R, T>(bits));
+}
+template <class R, class T> PV_FN void store_lanes(T* p, R a, uint64_t bits) {
+  if constexpr (sizeof(T) == 8) _mm256_maskstore_epi64((long long*)p, lanes_of_bits<R, T>(bits), (__m256i)a);
+  else _mm256_maskstore_epi32((int*)p, lanes_of_bits<R, T>(bits), (__m256i)a);
+}
+
 // A mask of which every lane is on or off takes a branch: what `cat` and `pad` load is of one side nearly everywhere.
 // The lanes that a mixed mask leaves out may lie outside of the tensor, so they are not read.
 template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool, W>& m) {
@@ -202,9 +224,7 @@ template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool
   } else if constexpr (sizeof(T) >= 4) {
     const auto wide = convert<IntOfSize<sizeof(T)>>(int_lanes(m));
     result = build<V, V::count>([&](auto K) PV_INLINE {
-      const T* q = p + decltype(K)::value * V::lanes;
-      if constexpr (sizeof(T) == 8) return (typename V::reg)_mm256_maskload_epi64((const long long*)q, (__m256i)wide.r[K]);
-      else return (typename V::reg)_mm256_maskload_epi32((const int*)q, (__m256i)wide.r[K]);
+      return load_chosen<typename V::reg>(p + decltype(K)::value * V::lanes, (__m256i)wide.r[K]);
     });
   } else {
     alignas(32) int32_t on[W];

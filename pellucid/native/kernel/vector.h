@@ -173,8 +173,8 @@ template <class T, int W> PV_FN Vec<T, W> asinh(const Vec<T, W>& a) {
   return where(gt(size, splat<W>(squares_overflow<T>)), copysign(large, a), asinh_sleef(a));
 }
 
-// exp, tanh, erf, sin and cos of floats are written out: models spend their time in them, and a call would spill all registers.
-// The polynomials are least-maximum-error fits; each function is within 2 ulp of the exact result.
+// exp, tanh, erf, sin and cos of floats are written out: models spend their time in them, and a call would spill all
+// registers. The polynomials are least-maximum-error fits; each function is within 2 ulp of the exact result.
 
 // The polynomial c0 + c1*x + c2*x^2 + ...
 template <int W> PV_FN Vec<float, W> polynomial(const Vec<float, W>&, float c) { return splat<W>(c); }
@@ -310,35 +310,33 @@ template <int W> PV_FN Turned<W> turned(const Vec<float, W>& size) {
 // One of two values by the parity of a quarter, negative in the third and the fourth.
 template <int W>
 PV_FN Vec<float, W> of_quarter(const Vec<int32_t, W>& n, const Vec<float, W>& even, const Vec<float, W>& odd) {
-  const auto parity = map<int32_t>([](auto x) PV_INLINE { return x & 1; }, n);
-  const auto chosen = as<int32_t>(where(compare<EQ>(parity, splat<W>(0)), even, odd));
-  return as<float>(map<int32_t>([](auto x, auto y) PV_INLINE { return x ^ (y >> 1 << 31); }, chosen, n));
+  const auto chosen = where(compare<EQ>(bitwise_and(n, splat<W>(1)), splat<W>(0)), even, odd);
+  const auto minus = map<int32_t>([](auto x) PV_INLINE { return x >> 1 << 31; }, n);
+  return as<float>(bitwise_xor(as<int32_t>(chosen), minus));
 }
-template <int W> [[gnu::cold, gnu::noinline]] inline Vec<float, W> sin_large(const Vec<float, W>& a) {
-  return sin_sleef(a);
-}
-template <int W> [[gnu::cold, gnu::noinline]] inline Vec<float, W> cos_large(const Vec<float, W>& a) {
-  return cos_sleef(a);
-}
+// A call of f that no register is spilled for where it is not made.
+template <class F, class V> [[gnu::cold, gnu::noinline]] inline V seldom(F f, const V& a) { return f(a); }
 template <class T, int W> PV_FN Vec<T, W> sin(const Vec<T, W>& a) {
   if constexpr (sizeof(T) == 8) return sin_sleef(a);
   else {
     const auto size = abs(a);
-    if (__builtin_expect(any(gt(size, splat<W>(MOST_REDUCED))), 0)) return sin_large(a);
+    if (__builtin_expect(any(gt(size, splat<W>(MOST_REDUCED))), 0)) {
+      return seldom([](const auto& x) PV_INLINE { return sin_sleef(x); }, a);
+    }
     const auto parts = turned(size);
-    const auto minus = map<int32_t>([](auto x) PV_INLINE { return x & INT32_MIN; }, as<int32_t>(a));
-    const auto made = as<int32_t>(of_quarter(parts.quarter, parts.sine, parts.cosine));
-    return as<float>(map<int32_t>([](auto x, auto y) PV_INLINE { return x ^ y; }, made, minus));
+    const auto minus = bitwise_and(as<int32_t>(a), splat<W>(INT32_MIN));
+    return as<float>(bitwise_xor(as<int32_t>(of_quarter(parts.quarter, parts.sine, parts.cosine)), minus));
   }
 }
 template <class T, int W> PV_FN Vec<T, W> cos(const Vec<T, W>& a) {
   if constexpr (sizeof(T) == 8) return cos_sleef(a);
   else {
     const auto size = abs(a);
-    if (__builtin_expect(any(gt(size, splat<W>(MOST_REDUCED))), 0)) return cos_large(a);
+    if (__builtin_expect(any(gt(size, splat<W>(MOST_REDUCED))), 0)) {
+      return seldom([](const auto& x) PV_INLINE { return cos_sleef(x); }, a);
+    }
     const auto parts = turned(size);
-    const auto next = map<int32_t>([](auto x) PV_INLINE { return x + 1; }, parts.quarter);
-    return of_quarter(next, parts.sine, parts.cosine);
+    return of_quarter(add(parts.quarter, splat<W>(1)), parts.sine, parts.cosine);
   }
 }
 
