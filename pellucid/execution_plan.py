@@ -62,8 +62,8 @@ class PlannedBuffer:
     span: Span | None
 
     def nbytes(self, size: Numbers) -> int:
-        """size: of the symbols."""
-        return size(self.numel) * self.dtype.itemsize
+        """size: of the symbols. Zero where an extent is: the position of the last element is then below zero."""
+        return max(0, size(self.numel)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

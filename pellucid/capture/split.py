@@ -38,6 +38,7 @@ def split(graph_module: torch.fx.GraphModule, refused: Mapping[str, str] | None 
     multiplies, which is told the size of `n` as an argument.
     """
     nodes = _live(graph_module.graph)
+    _complete(nodes)
     _name_sizes(nodes)
     eager = _eager(graph_module, nodes, refused or {})
     if not eager and _is_whole(nodes):
@@ -56,6 +57,13 @@ def _live(graph: torch.fx.Graph) -> list[Node]:
             live.add(node)
             live.update(node.all_input_nodes)
     return [node for node in graph.nodes if node in live]
+
+
+def _complete(nodes: list[Node]) -> None:
+    """Give calls the results that AOTAutograd leaves out where backward draws the numbers of forward again."""
+    for node in nodes:
+        if "val" not in node.meta and isinstance(node.target, torch._ops.HigherOrderOperator):
+            node.meta["val"] = fake_result(node)
 
 
 def _name_sizes(nodes: list[Node]) -> None:

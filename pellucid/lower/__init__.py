@@ -24,6 +24,7 @@ from pellucid.lower import (  # noqa: F401
     grouped,
     pointwise,
     pool,
+    random,
     reduce,
     scatter,
     shapes,

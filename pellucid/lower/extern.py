@@ -21,7 +21,7 @@ from pellucid.lower.registry import overload_name
 
 # Why ATen computes an operator although it is known well; everything else lacks a lowering.
 _GEMM = "matrix multiplication of integers: ATen's BLAS computes it"
-_RANDOM = "random numbers come from eager's own stream"
+RANDOM = "random numbers come from eager's own stream"
 CHOSEN: dict[str, str] = {
     "_int_mm.default": _GEMM,
 }
@@ -85,7 +85,7 @@ def fallback_reason(node: torch.fx.Node) -> str:
     if name in CHOSEN:
         return CHOSEN[name]
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-        return _RANDOM
+        return RANDOM
     return f"there is no lowering for {node.target}"
 
 

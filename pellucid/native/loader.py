@@ -86,6 +86,8 @@ def _library() -> ctypes.PyDLL:
     lib.pellucid_in_place.restype = ctypes.c_bool
     lib.pellucid_place.argtypes = [ctypes.py_object]
     lib.pellucid_place.restype = ctypes.c_uint64
+    lib.pellucid_draw.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_uint64]
+    lib.pellucid_draw.restype = None
     lib.pellucid_flush_denormals.argtypes = [ctypes.c_bool]
     lib.pellucid_flush_denormals.restype = None
     lib.pellucid_init.argtypes = [ctypes.c_void_p, ctypes.c_int64]

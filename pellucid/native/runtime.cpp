@@ -5,6 +5,7 @@
 #include "denormals.h"
 #include "fingerprint.h"
 #include "run.h"
+#include "twister.h"
 
 namespace pellucid {
 namespace {
@@ -205,6 +206,29 @@ uint64_t place_of_all(PyObject* tensors) {
   return hash;
 }
 
+// ------------------------------------------------------------------------------------------------ random numbers
+
+constexpr int64_t kDrawn = 1 << 14;  // numbers that are worth a thread
+
+struct Draw {
+  char* state;  // see `Twister`
+  const Twister from;
+  bool* mask;
+  int64_t count;
+  uint64_t limit;
+};
+
+// The numbers of one thread, which walks the stream up to them: that takes half as long as to compare what it passes.
+void draw_share(void* data) {
+  const Draw& draw = *static_cast<Draw*>(data);
+  const int64_t n = omp_get_num_threads(), i = omp_get_thread_num();
+  const int64_t begin = draw.count * i / n, end = draw.count * (i + 1) / n;
+  Twister twister = draw.from;
+  twister.skip(2 * begin);
+  twister.below(draw.limit, draw.mask + begin, end - begin);
+  if (i == n - 1) twister.save(draw.state);
+}
+
 // ------------------------------------------------------------------------------------------------ fork
 
 // libgomp's threads do not survive a fork, and a child that still counts on them waits for ever. So the team of the
@@ -315,6 +339,14 @@ bool pellucid_in_place(PyObject* tensors, const int64_t* storages, const int64_t
 }
 
 uint64_t pellucid_place(PyObject* tensors) { return place_of_all(tensors); }
+
+// Which of the next `count` numbers of a generator are below the limit. state: its own, changed as ATen changes it.
+void pellucid_draw(char* state, bool* mask, int64_t count, uint64_t limit) {
+  Draw draw{state, Twister(state), mask, count, limit};
+  const int64_t threads = std::min(count / kDrawn, torch_threads());
+  if (threads <= 1) draw_share(&draw);
+  else GOMP_parallel(draw_share, &draw, static_cast<unsigned>(threads), 0);
+}
 
 bool pellucid_contended() { return contention.contended(); }
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+import pellucid.native.random  # noqa: F401 (registers the operator that draws)
 from pellucid.native.encode import Template
 from pellucid.native.instance import Call, ExternSlot, Result, Slot, Strips
 from pellucid.native.loader import library

@@ -25,6 +25,7 @@ FILES = (
     "stack.h",
     "contention.h",
     "denormals.h",
+    "twister.h",
     "fingerprint.h",
     "instance.h",
     "memory.h",
@@ -38,7 +39,7 @@ FILES = (
 )
 """The first one is compiled; it includes the others."""
 
-FLAGS = ("-std=c++20", "-O2", "-fPIC", "-w")
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-w")
 
 STUB = "libtorch_cpu.so"
 STUB_FLAGS = ("-shared", "-nostdlib", f"-Wl,-soname,{STUB}", "-x", "c++", os.devnull)

@@ -183,6 +183,22 @@ def test_dynamic_sizes_that_may_become_empty() -> None:
         assert torch.equal(run(x), function(x))
 
 
+def test_temporaries_of_no_element_are_not_below_zero_bytes() -> None:
+    """A slice of no row keeps its tensor's strides: its last element would be some rows before the first."""
+    rows = (slice(0, 0, 2), slice(None), slice(0, None, 2), slice(0, None, 4))
+
+    def function(x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        near = torch.gather(torch.cat([x.relu(), x.sin()], 2), 3, index)
+        y = x.clone()
+        some = y[rows]
+        y[rows] = torch.where(some > 0, some, some * 0.1)
+        return x, y, x.roll(6, 0), near
+
+    x, index = torch.randn(1, 1, 33, 40), torch.randint(0, 40, (1, 1, 4, 5))
+    run = torch.compile(function, backend="pellucid", dynamic=True)
+    assert all(map(torch.equal, run(x, index), function(x, index)))
+
+
 @pytest.mark.parametrize("index", [10, -1])
 def test_an_index_out_of_range_raises_with_the_users_line(index: int) -> None:
     run = compiled(lambda i, w: F.embedding(i, w) + 1)
