@@ -179,13 +179,19 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         inner = kept[-1] if kept and not serial else None
     tile, tiled = choice.tiles.axis, choice.tiles.lines
     outer = _near_last(kernel, tuple(name for name in kept if name not in (inner, tile)))
-    whole = _between(kernel, vector, outer) if inner is not None and inner == vector and tile is None else ()
-    outer = tuple(name for name in outer if name not in whole)
     wide = frozenset(name for name, axes in axes_of(kernel).items() if vector in axes)
     apart = gathered(kernel, vector, wide)
     sweeps = plan_sweeps(kernel, width if inner is not None and inner == vector else 1, apart - tiled)
     work = cost(kernel, vector, base_lanes(kernel, machine) if vector else 1, tiled)
     points = max(1, estimate(product(kernel.ranges[name] for name in {*kept, *([inner] if inner else [])})))
+    pairwise, sums = _pairwise(kernel, reduced, vector, width)
+    abreast, decided, whole = 0, (), ()
+    if inner is not None and inner == vector and tile is None:
+        if not meeting and len(sweeps.order) == len(reduced) == 1:
+            around = estimate(product(kernel.ranges[name] for name in outer))
+            abreast, decided = _abreast(kernel, inner, width, pairwise, around, machine)
+        whole = () if abreast else _between(kernel, vector, outer)
+    outer = tuple(name for name in outer if name not in whole)
     blocks = chunks(kernel.ranges[tile], width) if tile in kept else 1
     extent = product(kernel.ranges[name] for name in outer) * blocks
     chunk = 0
@@ -194,11 +200,6 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         if meeting:
             wanted = max(wanted, min(SCATTER_STEPS * width, estimate(kernel.ranges[inner]) // SCATTER_STEPS))
         chunk = _chunk(kernel.ranges[inner], width, wanted)
-    pairwise, sums = _pairwise(kernel, reduced, vector, width)
-    abreast, decided = 0, ()
-    alone = tile is None and not meeting and len(sweeps.order) == len(reduced) == 1
-    if alone and inner is not None and inner == vector:
-        abreast, decided = _abreast(kernel, inner, width, pairwise, estimate(extent), machine)
     chunk = abreast * width or chunk
     if chunk and inner is not None:
         extent = extent * chunks(kernel.ranges[inner], chunk)

@@ -186,6 +186,29 @@ kernel k(x: f32[{rows * columns}], w: f32[{columns}], m: f32[{rows}], o: f32[{co
         assert error <= 2 * theirs + 1e-4 and (got[columns:] == 7).all()
 
 
+def test_sums_abreast_whose_results_lie_side_by_side() -> None:
+    """Three sums for each column, which lie between the elements of a vector of them."""
+    rows, columns = 3000, 1500
+    text = f"""\
+kernel k(w: f32[{rows * columns}], x: f32[{3 * rows}], o: f32[{3 * columns}]) {{
+  axes i: {columns}, j: 3, k: {rows}
+  a: f32 = load w[i + {columns}*k]
+  b: f32 = load x[j + 3*k]
+  c: f32 = maximum a, b
+  d: f32 = sum c over k
+  st: f32 = store o[3*i + j], d
+}}
+"""
+    ((kernel, address),) = native([text])
+    assert kernel.plan.abreast > 1
+    w, x = torch.randn(rows, columns), torch.randn(rows, 3)
+    out = torch.full((3 * columns + 64,), 7.0)
+    call(kernel, address, {"w": w, "x": x, "o": out})
+    terms = torch.maximum(w[:, :, None], x[:, None]).double()
+    error = (out[: 3 * columns].view(columns, 3) - terms.sum(0)).abs().max()
+    assert error <= 2 * (terms.float().sum(0) - terms.sum(0)).abs().max() + 1e-4 and (out[3 * columns :] == 7).all()
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_sums_abreast_need_little_of_a_threads_stack(dynamic: bool) -> None:
     x = torch.randn(4096, 2048, dtype=torch.float64)
