@@ -139,7 +139,7 @@ def product_sizes(
 ) -> tuple[int, int]:
     """Rows and columns of a block: as many as the caches like, fewer where that makes too few blocks for threads.
 
-    Rows that are neighbours are packed for each block of columns, so there columns stay many. pack: see `PACK`.
+    Rows that are neighbours are packed for each block of columns, so there sizes have a price. pack: see `PACK`.
     shared: cores share out rows where each can keep the right operand. made: another kernel makes that.
     """
     m, n, outer = rows_of(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
@@ -158,13 +158,14 @@ def product_sizes(
         if speed_up(found.dtype, machine) * (pack / share - pack / rows) < FETCH:
             return share, columns
 
+    if packed:
+        return _packed_sizes(product_pricing(found, row, column, ranges, machine, pack), most, step)
+
     def few() -> bool:
         return outer * -(-m // rows) * -(-n // columns) < ENOUGH_BLOCKS
 
-    while packed and few() and rows > 2 * FEWEST_ROWS:
-        rows = even_pieces(rows, rows // 2, step)
     row_blocks = outer * -(-m // rows)
-    if not packed and 5 * rows * terms * found.dtype.itemsize > 2 * machine.own_cache:
+    if 5 * rows * terms * found.dtype.itemsize > 2 * machine.own_cache:
         # Each block of columns reads its rows anew, from beyond the cache: few of them, if cores have equal shares.
         widths = [even_pieces(n, limit, COLUMN_STEP) for limit in range(COLUMNS, 0, -COLUMN_STEP)]
         width = min(widths, key=lambda width: max(WAIT, waiting(row_blocks * -(-n // width), cores)))
@@ -176,6 +177,21 @@ def product_sizes(
     while (short or few()) and columns > COLUMN_STEP:
         columns = even_pieces(columns, columns // 2, COLUMN_STEP)
     return rows, columns
+
+
+def _packed_sizes(pricing: Pricing, most: int, step: int) -> tuple[int, int]:
+    """The cheapest rows and columns of a block for which both operands are packed. most, step: of rows."""
+    m, n = pricing.m, pricing.n
+    heights = {even_pieces(m, limit, step) for limit in range(min(FEWEST_ROWS, most), most + 1, step)}
+    widths = {even_pieces(n, limit, COLUMN_STEP) for limit in range(COLUMN_STEP, COLUMNS + 1, COLUMN_STEP)}
+
+    def price(rows: int, columns: int) -> float:
+        blocks = pricing.outer * -(-m // rows) * -(-n // columns)
+        uneven = -(-n // columns) * columns / even_pieces(n, n, COLUMN_STEP) if blocks < ENOUGH_BLOCKS else 1.0
+        return uneven * pricing(rows, columns)
+
+    sizes = [(rows, columns) for rows in heights for columns in widths]
+    return min(sizes, key=lambda each: (price(*each), -each[0] * each[1]))
 
 
 @dataclass(frozen=True, slots=True)
