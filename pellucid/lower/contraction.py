@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from pellucid.ir.contraction import DTYPES
-from pellucid.ir.nodes import View
 from pellucid.ir.types import DType
 from pellucid.lower.kernel_builder import broadcast_index
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
@@ -50,7 +49,7 @@ def _lower(
     Before: `%mm = aten.mm(%x, %w)`. After: `v3: f32 = sum v2 over i2` with `v2: f32 = mul v0, v1`.
     """
     check_types(graph, left, right, *([added] if added else []))
-    _check_speed(graph, left.view, right.view)
+    _check_speed(graph, left, right)
     result = graph.new(node.meta["val"], "product")
     kernel = graph.kernel(node, (*result.shape, left.shape[-1]))
     *batch, row, column, term = kernel.index
@@ -85,8 +84,8 @@ def check_rate(graph: ProgramBuilder, dtype: DType, what: str) -> None:
         raise NotLowered(f"{what}: {reason}")
 
 
-def _check_speed(graph: ProgramBuilder, left: View, right: View) -> None:
+def _check_speed(graph: ProgramBuilder, left: TensorRef, right: TensorRef) -> None:
     """Leave to ATen what it computes faster."""
-    reason = graph.library.prefers_product(left, right)
+    reason = graph.library.prefers_product(left.view, right.view, left.dtype)
     if reason:
         raise NotLowered(f"{_WHAT}: {reason}")

@@ -21,9 +21,11 @@ _LONG = "few rows and columns leave threads idle, ATen's BLAS shares out the ter
 
 # How much less than their own peak kernels can expect of a type that ATen computes without instructions for it.
 _UNAIDED = 8.0
-# Terms of a sum, and elements of a result, that are too much for one thread and too little for two.
+# Terms of a sum, and elements of a result, that are too much for one thread and too little for two; and rows, or
+# columns, from which on threads share them out all the same, ahead of ATen.
 _MANY_TERMS = 4096
 _FEW_ELEMENTS = 1024
+_SHARED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Library:
             return ""
         return f"ATen reaches {library:.2g} operations per nanosecond in {dtype.value}"
 
-    def prefers_product(self, left: View, right: View) -> str:
+    def prefers_product(self, left: View, right: View, dtype: DType) -> str:
         """Why not to multiply these (..., m, k) and (..., k, n). Symbols count as large where that is in doubt."""
         (m, k), n = left.shape[-2:], right.shape[-1]
         if ONE not in (m, n, k):
@@ -55,8 +57,10 @@ class Library:
                 return _TRANSPOSED
             if ONE not in right.strides[-2:]:
                 return _STRIDED
-        few = nonnegative(as_expr(_FEW_ELEMENTS) - product((*left.shape[:-1], n)))
-        return _LONG if nonnegative(k - _MANY_TERMS) and few else ""
+        rows = product(left.shape[:-1])
+        few = nonnegative(as_expr(_FEW_ELEMENTS) - rows * n)
+        shared = dtype is DType.F32 and any(nonnegative(each - _SHARED) for each in (rows, n))
+        return _LONG if nonnegative(k - _MANY_TERMS) and few and not shared else ""
 
     def attention_times(self, heads: Heads) -> tuple[float, float]:
         """Nanoseconds of an attention on one thread: of the kernel and of ATen's fused one."""

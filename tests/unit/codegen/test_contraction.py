@@ -80,9 +80,13 @@ def test_blocks_are_equal_and_enough() -> None:
     assert small.blocks is not None and small.blocks.columns < 128 and (small.extent.value or 0) >= ENOUGH_BLOCKS
 
 
-def test_an_operand_whose_rows_are_packed_keeps_its_columns() -> None:
-    plan = plan_of(product(480, 256, 600, at_a="m + 480*k"))
-    assert plan.blocks is not None and plan.blocks.columns >= 64 and plan.blocks.rows <= 120
+@pytest.mark.parametrize(("m", "n"), [(480, 256), (96, 96), (256, 256), (768, 768)])
+def test_where_both_operands_are_packed_blocks_are_large_and_equal(m: int, n: int) -> None:
+    """As many for each core as for the others: (96, 64) and (96, 32) would not be."""
+    plan, cores = plan_of(product(m, n, 600, at_a=f"m + {m}*k")), AVX2.cores
+    blocks = plan.blocks
+    assert blocks is not None and blocks.columns >= 64 and blocks.rows >= 48
+    assert (plan.extent.value or 0) % cores == 0 and n % blocks.columns == 0
 
 
 def test_a_small_product_is_for_one_thread() -> None:
