@@ -21,11 +21,12 @@ _LONG = "few rows and columns leave threads idle, ATen's BLAS shares out the ter
 
 # How much less than their own peak kernels can expect of a type that ATen computes without instructions for it.
 _UNAIDED = 8.0
-# Terms of a sum, and elements of a result, that are too much for one thread and too little for two; and rows, or
-# columns, from which on threads share them out all the same, ahead of ATen.
+# Terms of a sum, and elements of a result, that are too much for one thread and too little for two. In f32 threads are
+# ahead of ATen all the same where they share out so many columns, or rows of so few columns.
 _MANY_TERMS = 4096
 _FEW_ELEMENTS = 1024
 _SHARED = 64
+_FEW_COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class Library:
                 return _STRIDED
         rows = product(left.shape[:-1])
         few = nonnegative(as_expr(_FEW_ELEMENTS) - rows * n)
-        shared = dtype is DType.F32 and any(nonnegative(each - _SHARED) for each in (rows, n))
+        few_columns = nonnegative(rows - _SHARED) and nonnegative(as_expr(_FEW_COLUMNS) - n)
+        shared = dtype is DType.F32 and (nonnegative(n - _SHARED) or few_columns)
         return _LONG if nonnegative(k - _MANY_TERMS) and few and not shared else ""
 
     def attention_times(self, heads: Heads) -> tuple[float, float]:
