@@ -118,7 +118,7 @@ def joint_passes(joint: torch.fx.GraphModule, options: Options) -> torch.fx.Grap
     joint = joint_rows_first(lay_out_joint(joint, has_loops, Library(machine)), has_loops)
     for node, decision in in_chunks(joint) if options.chunk else ():
         decide(node, decision)
-    return keep_less(joint, machine) if options.recompute else joint
+    return keep_less(joint, machine, has_loops) if options.recompute else joint
 
 
 def graph_passes(

@@ -7,7 +7,7 @@ it keeps the two numbers of each row, and the input, which mostly is in memory a
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from pellucid.capture.torch_compat import (
     compute_again,
     decomposed_call,
     elementwise_strides,
+    keep,
     kept_results,
     size_hint,
 )
@@ -35,8 +36,12 @@ _LOG_SOFTMAX, _SOFTMAX = aten._log_softmax.default, aten._softmax.default
 _FUSED = frozenset("_to_copy full_like gather index index_select".split())
 
 
-def keep_less(joint: torch.fx.GraphModule, machine: Machine) -> torch.fx.GraphModule:
-    """A joint graph, changed so that the partitioner keeps less.
+def keep_less(
+    joint: torch.fx.GraphModule, machine: Machine, has_loops: Callable[[torch.fx.Node], bool]
+) -> torch.fx.GraphModule:
+    """A joint graph, changed so that the partitioner keeps less, but nothing is computed again by a call of ATen.
+
+    has_loops: whether a call becomes loops.
 
     Before: `%y = _log_softmax(%x)`, of which backward computes `exp(detach(%y))`.
     After: `%m = amax(%x); %l = log(sum(exp(%x - %m))); %y = %x - %m - %l`, and `exp(%y)`: so `%m` and `%l` are kept.
@@ -45,6 +50,8 @@ def keep_less(joint: torch.fx.GraphModule, machine: Machine) -> torch.fx.GraphMo
     for node in joint.graph.nodes:
         if node.target in _COUNTS:
             compute_again(node)
+        elif torch.Tag.pointwise in getattr(node.target, "tags", ()) and not has_loops(node):
+            keep(node)  # the partitioner takes it for a part of a kernel, which would cost nothing
     forward = _forward_of(joint.graph)
     for node in [node for node in joint.graph.nodes if node.target in (_LOG_SOFTMAX, _SOFTMAX)]:
         if not forward.issuperset(_readers(node)):
