@@ -15,7 +15,7 @@ from pellucid.native.build import default_toolchain
 from pellucid.native.machine import machine_for
 from pellucid.native.toolchain import has_tiles
 from tests.integration.traced import decisions
-from tests.support import assert_matches
+from tests.support import assert_matches, recorded_fallbacks
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -82,6 +82,40 @@ def test_gradients_that_are_sums_of_products_are_kernels(
         return F.conv2d(*tensors, **options)
 
     assert_kernels(function, tensors, layout, ours, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "options"),
+    [
+        ((2, 1, 13, 17), (2, 1, 3, 3), {"padding": 1}),
+        ((1, 8, 9, 11), (1, 8, 5, 3), {"padding": (2, 1)}),
+        ((1, 1, 9, 9), (1, 1, 7, 7), {"padding": 3}),
+        ((2, 1, 20, 9), (16, 1, 3, 2), {"dilation": 2}),
+        ((1, 3, 5, 6), (1, 3, 4, 4), {"padding": 3}),
+    ],
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradients_of_images_are_loops_where_image_or_result_has_one_channel(
+    image: tuple[int, ...], kernel: tuple[int, ...], options: dict[str, Any], layout: torch.memory_format, dynamic: bool
+) -> None:
+    x, weight = torch.randn(image).contiguous(memory_format=layout), torch.randn(kernel)
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, weight, **options).square().sum()
+
+    torch._dynamo.reset()
+    run = torch.compile(function, backend="pellucid", options={"verify": True})
+    leaves = [x.clone().requires_grad_(), x.clone().requires_grad_(), x.double().requires_grad_()]
+    if dynamic:
+        torch._dynamo.mark_dynamic(leaves[0], (2, 3))
+    with recorded_fallbacks() as found:
+        ours, eagers, exact = (
+            torch.autograd.grad(call(leaf, weight.to(leaf.dtype)), leaf)[0]
+            for call, leaf in zip((run, function, function), leaves, strict=True)
+        )
+    assert_matches([ours], [eagers], [exact])
+    assert ours.stride() == eagers.stride() and "aten::convolution_backward.default" not in found
 
 
 @pytest.mark.parametrize(
