@@ -78,9 +78,10 @@ class _Call:
         return self.gradient.dtype is not DType.F32
 
     @property
-    def single(self) -> bool:
+    def by_loops(self) -> bool:
         """Whether the image or the result has one channel: sums over taps are loops over pixels then."""
-        return self.groups == 1 and ONE in self.weight.shape[:2]
+        several = not self.one_tap and self.pixels != ONE
+        return several and self.groups == 1 and ONE in self.weight.shape[:2] and not self.narrow and not self.steps
 
     @property
     def pixels(self) -> Expr:
@@ -141,8 +142,7 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
     if call.narrow and call.groups == 1 and not call.one_tap:
         raise NotLowered(_TAPS)
     counts = (*weight.shape[: 1 if call.depthwise else 2], call.pixels)
-    by_loops = call.single and not call.narrow and not call.one_tap and not call.steps and call.pixels.value != 1
-    if ZERO in (*counts, *weight.shape) or (ONE in counts and not by_loops):
+    if ZERO in (*counts, *weight.shape) or (ONE in counts and not call.by_loops):
         raise NotLowered(_SMALL)
     if call.groups > 1 and any(each.view.strides[1] != ONE for each in (gradient, image)):
         raise NotLowered(_PLANAR)
@@ -157,12 +157,12 @@ def _of_image(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tensor
         raise NotLowered(_STRIDED)
     if call.steps and any(extent.value is None for extent in call.gradient.shape):
         raise NotLowered(_SPREAD)
-    if not call.single and nonnegative(const(FEW_TERMS - 1) - product((call.weight.shape[0], *call.weight.shape[2:]))):
+    if not call.by_loops and nonnegative(const(FEW_TERMS - 1) - product((call.weight.shape[0], *call.weight.shape[2:]))):
         raise NotLowered(_SMALL)
     planes = call.one_tap and lies(call.gradient.view, (0, 1, 2, 3)) and call.gradient.shape[0] == ONE
-    if call.gradient.view.strides[1] != ONE and not planes and not call.single:
+    if call.gradient.view.strides[1] != ONE and not planes and not call.by_loops:
         raise NotLowered(_PLANAR)
-    if not call.one_tap and not call.single and not lies(call.weight.view, (0, 2, 3, 1)):
+    if not call.one_tap and not call.by_loops and not lies(call.weight.view, (0, 2, 3, 1)):
         raise NotLowered(_PLANAR)
     result = graph.new(node.meta["val"][0], "gradient")
     met = _like(graph, call.gradient, call.weight.shape[1]) if call.steps else result
@@ -185,7 +185,7 @@ def _of_image(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tensor
 def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
     """sum over pixels of the gradient times the image, for each output, channel and tap."""
     outputs, channels, *taps = call.weight.shape
-    if call.single:
+    if call.by_loops:
         raise NotLowered(_SMALL)
     few = nonnegative(const(_FEW_ELEMENTS) - product(call.weight.shape))
     if few and nonnegative(call.pixels - _MANY_PIXELS):
