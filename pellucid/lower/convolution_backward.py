@@ -157,7 +157,8 @@ def _of_image(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tensor
         raise NotLowered(_STRIDED)
     if call.steps and any(extent.value is None for extent in call.gradient.shape):
         raise NotLowered(_SPREAD)
-    if not call.by_loops and nonnegative(const(FEW_TERMS - 1) - product((call.weight.shape[0], *call.weight.shape[2:]))):
+    terms_of_each = product((call.weight.shape[0], *call.weight.shape[2:]))
+    if not call.by_loops and nonnegative(const(FEW_TERMS - 1) - terms_of_each):
         raise NotLowered(_SMALL)
     planes = call.one_tap and lies(call.gradient.view, (0, 1, 2, 3)) and call.gradient.shape[0] == ONE
     if call.gradient.view.strides[1] != ONE and not planes and not call.by_loops:
