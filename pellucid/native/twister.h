@@ -11,7 +11,11 @@ namespace {
 constexpr int64_t kWords = 624, kAhead = 397;
 
 // For the widest registers that the processor has: the library serves all of them.
+#ifdef __clang__
+#define PELLUCID_WIDEST  // whose clones were not tried
+#else
 #define PELLUCID_WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
 
 inline uint32_t twisted(uint32_t word, uint32_t after) {
   return ((word & 0x8000'0000) | (after & 0x7fff'ffff)) >> 1 ^ (0 - (after & 1) & 0x9908'b0df);
