@@ -53,6 +53,7 @@ def keep_less(
         elif torch.Tag.pointwise in getattr(node.target, "tags", ()) and not has_loops(node):
             keep(node)  # the partitioner takes it for a part of a kernel, which would cost nothing
     forward = _forward_of(joint.graph)
+    _keep_what_is_compared(joint.graph, forward)
     for node in [node for node in joint.graph.nodes if node.target in (_LOG_SOFTMAX, _SOFTMAX)]:
         if not forward.issuperset(_readers(node)):
             decision = _statistics_pay(node, forward, machine)
@@ -68,6 +69,17 @@ def _skip_detached(graph: torch.fx.Graph) -> None:
     """Let calls read what was detached: the partitioner computes nothing again that passes through `detach`."""
     for node in graph.find_nodes(op="call_function", target=aten.detach.default):
         node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output")
+
+
+def _keep_what_is_compared(graph: torch.fx.Graph, forward: set[torch.fx.Node]) -> None:
+    """Have memory round what backward compares with a result of forward: `x == amax(x)` would be true nowhere for an `x`
+    in bf16 or f16 that backward computes again, in f32.
+    """
+    for equal in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
+        narrow = [node for node in equal.all_input_nodes if node.meta["val"].dtype in (torch.bfloat16, torch.float16)]
+        for node in reachable(narrow, lambda each: () if each in forward else each.all_input_nodes):
+            if equal not in forward and node in forward and node.op == "call_function":
+                keep(_base(node))
 
 
 def _forward_of(graph: torch.fx.Graph) -> set[torch.fx.Node]:

@@ -8,12 +8,14 @@ Where a slice holds at most one written element, one kernel over the result choo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from pellucid.capture.torch_compat import expr_of, fake_mode_of
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, Expr, Mod, as_expr, floordiv, nonnegative, of_atom
 from pellucid.ir.nodes import View
@@ -23,7 +25,7 @@ from pellucid.lower.kernel_builder import KernelBuilder, Value, broadcast_index
 from pellucid.lower.pointwise import check_fits
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
-from pellucid.lower.shapes import check_ranks, checked_position, clamped, inside
+from pellucid.lower.shapes import check_ranks, checked_position, inside
 
 # The join of each reduction that `scatter_reduce` and `scatter` name.
 _JOINS = {"sum": "add", "add": "add", "prod": "mul", "multiply": "mul", "amax": "maximum", "amin": "minimum"}
@@ -310,7 +312,7 @@ def slice_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x, source = given["self"], given["src"]
     dim, step = given["dim"] % len(x.shape), given["step"]
-    start = clamped(given["start"], x.shape[dim], ZERO)
+    start = _start_of_slice(node, dim, given)
     result = graph.new(node.meta["val"], "slice_scatter")
     kernel = graph.kernel(node, result.shape)
     position = kernel.index[dim]
@@ -329,6 +331,20 @@ def slice_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     kernel.store(result.view, result.dtype, kernel.index, value)
     graph.emit(kernel)
     return result
+
+
+def _start_of_slice(node: torch.fx.Node, dim: int, given: Mapping[str, Any]) -> Expr:
+    """Where a slice begins, as PyTorch decides about bounds that are symbols: from the end, or beyond it.
+
+    given: the arguments of the call by name, but for these symbols.
+    """
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    bounds = [values.get(name) for name in ("start", "end")]
+    start, end = (bound.meta["val"] if isinstance(bound, torch.fx.Node) else bound for bound in bounds)
+    with fake_mode_of(node.graph) or nullcontext():
+        line = torch.empty(node.meta["val"].shape[dim], device="meta")
+        return expr_of(torch.ops.aten.slice.Tensor(line, 0, start, end, given["step"]).storage_offset())
 
 
 @rule("select_scatter.default")

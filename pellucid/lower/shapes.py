@@ -167,17 +167,6 @@ def constant_pad(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     return result
 
 
-def clamped(bound: Any, size: Expr, default: Expr) -> Expr:
-    """A slice bound as eager normalises it: negative ones count from the end, all are cut to the dimension."""
-    if bound is None:
-        return default
-    bound = as_expr(bound)
-    if bound.value is None or size.value is None:
-        return bound
-    position = bound.value + size.value if bound.value < 0 else bound.value
-    return as_expr(min(max(position, 0), size.value))
-
-
 @rule("flip.default")
 def flip(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)

@@ -127,6 +127,36 @@ def test_bounds_that_dynamo_refuses_are_refused_before_any_backend(backend: str)
         torch.compile(lambda x: x[:, : x.shape[1] // 2] * 2, backend=backend)(x)
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda n: slice(-1, n),
+        lambda n: slice(2 * n - 7, None, 2),
+        lambda n: slice(n + 3, 1, 3),
+        lambda n: slice(-n, n - 2),
+        lambda n: slice(n // 2, -1),
+        lambda n: slice(-2, n // 2),
+        lambda n: slice(n - 9, n + 9, 3),
+    ],
+    ids=["from the end", "of either sign", "empty", "all but two", "to the end", "mixed", "beyond"],
+)
+def test_slices_of_dynamic_bounds_are_assigned(rows: Callable[[int], slice]) -> None:
+    """What a bound counts from, and where it is cut off, follows from its sign and from the size."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        some = rows(x.shape[0])
+        z = x * 2
+        z[some] = y[some] + 1
+        y[some] += 7.0
+        return z, torch.slice_scatter(x, y[some], 0, some.start, some.stop, some.step or 1)
+
+    run = torch.compile(function, backend="pellucid", dynamic=True, options={"verify": True})
+    for shape in ((6, 5), (17, 3), (3, 4), (2, 16), (9, 2)):
+        x, y = torch.randn(shape), torch.randn(shape)
+        changed, expected = y.clone(), function(x, other := y.clone())
+        assert all(map(torch.equal, run(x, changed), expected)) and torch.equal(changed, other)
+
+
 def test_half_of_a_dynamic_size_is_compiled_once() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("pellucid")

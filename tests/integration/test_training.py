@@ -317,6 +317,27 @@ def test_what_aten_computes_is_not_computed_again_for_backward() -> None:
     assert torch.allclose(ours, torch.autograd.grad(function(x).sum(), x)[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "greatest",
+    [lambda x: x.abs().amax(-1), lambda x: x.neg().amin(0), lambda x: x.norm(math.inf, 1)],
+    ids=["amax", "amin", "norm"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_greatest_of_rounded_numbers_is_found_again(
+    greatest: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    """Backward compares each number with the greatest, which is rounded: none would be equal if they were not."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return greatest(x[:, None] * y[None])
+
+    torch._dynamo.reset()
+    args = [torch.randn(rows, 3).to(dtype).requires_grad_() for rows in (17, 31)]
+    ours = torch.autograd.grad(compiled(function)(*args).sum(), args)
+    for got, eager in zip(ours, torch.autograd.grad(function(*args).sum(), args), strict=True):
+        assert torch.allclose(got.float(), eager.float(), rtol=0.05, atol=0.05)
+
+
 class Pairs(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Made by tensor operators, so that worker processes use PyTorch's threads."""
 
