@@ -72,8 +72,9 @@ def _skip_detached(graph: torch.fx.Graph) -> None:
 
 
 def _keep_what_is_compared(graph: torch.fx.Graph, forward: set[torch.fx.Node]) -> None:
-    """Have memory round what backward compares with a result of forward: `x == amax(x)` would be true nowhere for an `x`
-    in bf16 or f16 that backward computes again, in f32.
+    """Have memory round what backward compares with a result of forward, as in `x == amax(x)`.
+
+    That would be true nowhere for an `x` in bf16 or f16 that backward computes again, in f32.
     """
     for equal in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
         narrow = [node for node in equal.all_input_nodes if node.meta["val"].dtype in (torch.bfloat16, torch.float16)]
