@@ -8,7 +8,7 @@ Where a slice holds at most one written element, one kernel over the result choo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -312,7 +312,7 @@ def slice_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given = arguments(node, graph)
     x, source = given["self"], given["src"]
     dim, step = given["dim"] % len(x.shape), given["step"]
-    start = _start_of_slice(node, dim, given)
+    start = _start_of_slice(node, dim)
     result = graph.new(node.meta["val"], "slice_scatter")
     kernel = graph.kernel(node, result.shape)
     position = kernel.index[dim]
@@ -333,18 +333,15 @@ def slice_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     return result
 
 
-def _start_of_slice(node: torch.fx.Node, dim: int, given: Mapping[str, Any]) -> Expr:
-    """Where a slice begins, as PyTorch decides about bounds that are symbols: from the end, or beyond it.
-
-    given: the arguments of the call by name, but for these symbols.
-    """
+def _start_of_slice(node: torch.fx.Node, dim: int) -> Expr:
+    """Where a slice begins, as PyTorch decides about bounds that are symbols: from the end, or beyond it."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    bounds = [values.get(name) for name in ("start", "end")]
-    start, end = (bound.meta["val"] if isinstance(bound, torch.fx.Node) else bound for bound in bounds)
+    said = (values.get("start"), values.get("end"), values.get("step", 1))
+    numbers = [number.meta["val"] if isinstance(number, torch.fx.Node) else number for number in said]
     with fake_mode_of(node.graph) or nullcontext():
         line = torch.empty(node.meta["val"].shape[dim], device="meta")
-        return expr_of(torch.ops.aten.slice.Tensor(line, 0, start, end, given["step"]).storage_offset())
+        return expr_of(torch.ops.aten.slice.Tensor(line, 0, *numbers).storage_offset())
 
 
 @rule("select_scatter.default")

@@ -168,7 +168,8 @@ def test_the_same_bits(name: str, freeze: bool, small: Path) -> None:
     run = compiled(model, small, freeze=freeze)
     results, made = called(run, x)
     assert same(results, plain) and same(called(run, x)[0], plain)
-    if freeze or name == "depthwise":  # blocks that pack are as many as threads
+    joined = name == "branches"  # of what is joined several kernels write a part each, which no chain has
+    if (freeze and not joined) or name == "depthwise":  # blocks that pack are as many as threads
         assert chains(made)
     assert all(len(chain.parts) == 3 for chain in chains(made))
     assert_matches(results, called(model, x)[0], called(model.double(), widened(x))[0])
