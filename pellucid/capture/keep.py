@@ -76,10 +76,11 @@ def _keep_what_is_compared(graph: torch.fx.Graph, forward: set[torch.fx.Node]) -
 
     That would be true nowhere for an `x` in bf16 or f16 that backward computes again, in f32.
     """
-    for equal in graph.find_nodes(op="call_function", target=aten.eq.Tensor):
+    in_backward = (node for node in graph.find_nodes(op="call_function", target=aten.eq.Tensor) if node not in forward)
+    for equal in in_backward:
         narrow = [node for node in equal.all_input_nodes if node.meta["val"].dtype in (torch.bfloat16, torch.float16)]
         for node in reachable(narrow, lambda each: () if each in forward else each.all_input_nodes):
-            if equal not in forward and node in forward and node.op == "call_function":
+            if node in forward and node.op == "call_function":
                 keep(_base(node))
 
 

@@ -143,23 +143,22 @@ def product_sizes(
     shared: cores share out rows where each can keep the right operand. made: another kernel makes that.
     """
     m, n, outer = rows_of(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
-    packed, cores = found.loads[0].index.coefficient(row) == ONE, machine.cores
-    terms, tiles = estimate(product(ranges[name] for name in found.inner)), machine.isa.by_tiles(found.dtype)
+    cores, tiles = machine.cores, machine.isa.by_tiles(found.dtype)
+    terms = estimate(product(ranges[name] for name in found.inner))
     most, step = MOST_TILE_ROWS if tiles else ROWS, row_step(found.dtype, machine)
     if pack and not tiles and machine.own_cache >= LARGE_CACHE:
         most = 2 * ROWS  # the right operand is packed half as often
-    if not (pack or packed) and terms <= DEPTH * machine.isa.terms(found.dtype):
+    if found.loads[0].index.coefficient(row) == ONE:
+        return _packed_sizes(product_pricing(found, row, column, ranges, machine, pack), most, step)
+    if not pack and terms <= DEPTH * machine.isa.terms(found.dtype):
         most, step = TILE_ROWS_IN_ONE_GO if tiles else ROWS_IN_ONE_GO, ROW_STEP
     rows, columns = even_pieces(m, most, step), even_pieces(n, COLUMNS, COLUMN_STEP)
     many = ranges[row].value is not None and m >= cores * FEWEST_ROWS
-    if shared and many and outer < cores and not packed and right_fits(found, column, ranges, machine):
+    if shared and many and outer < cores and right_fits(found, column, ranges, machine):
         pieces = cores * -(-m // (cores * most))
         share = even_pieces(m, -(-m // pieces), step)
         if speed_up(found.dtype, machine) * (pack / share - pack / rows) < FETCH:
             return share, columns
-
-    if packed:
-        return _packed_sizes(product_pricing(found, row, column, ranges, machine, pack), most, step)
 
     def few() -> bool:
         return outer * -(-m // rows) * -(-n // columns) < ENOUGH_BLOCKS

@@ -218,16 +218,16 @@ struct Draw {
   uint64_t limit;
 };
 
-// The numbers of one thread, which walks the stream up to them: that takes half as long as to compare what it passes.
-void draw_share(void* data) {
-  const Draw& draw = *static_cast<Draw*>(data);
-  const int64_t n = omp_get_num_threads(), i = omp_get_thread_num();
+// The numbers of thread i of n, which walks the stream up to them: that takes half as long as to compare what it passes.
+void draw_part(const Draw& draw, int64_t i, int64_t n) {
   const int64_t begin = draw.count * i / n, end = draw.count * (i + 1) / n;
   Twister twister = draw.from;
   twister.skip(2 * begin);
   twister.below(draw.limit, draw.mask + begin, end - begin);
   if (i == n - 1) twister.save(draw.state);
 }
+
+void draw_share(void* draw) { draw_part(*static_cast<Draw*>(draw), omp_get_thread_num(), omp_get_num_threads()); }
 
 // ------------------------------------------------------------------------------------------------ fork
 
@@ -344,7 +344,7 @@ uint64_t pellucid_place(PyObject* tensors) { return place_of_all(tensors); }
 void pellucid_draw(char* state, bool* mask, int64_t count, uint64_t limit) {
   Draw draw{state, Twister(state), mask, count, limit};
   const int64_t threads = std::min(count / kDrawn, torch_threads());
-  if (threads <= 1) draw_share(&draw);
+  if (threads <= 1) draw_part(draw, 0, 1);
   else GOMP_parallel(draw_share, &draw, static_cast<unsigned>(threads), 0);
 }
 
