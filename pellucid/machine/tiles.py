@@ -132,6 +132,13 @@ def strides_somewhere(kernel: Kernel) -> bool:
     return True
 
 
+def _loops_around(kernel: Kernel, index: Expr) -> frozenset[str]:
+    """The axes for each point of which an access is made: a sweep that reduces runs anew for all that is kept."""
+    if index.vars().isdisjoint(kernel.reduced):
+        return index.vars()
+    return index.vars().union(axis.name for axis in kernel.space if axis.name not in kernel.reduced)
+
+
 def _striding_along(kernel: Kernel, axis: str, machine: Machine) -> float:
     """The same along one axis. Of a cache line that several accesses touch, each has a part of its own."""
     tiles = tiling(kernel, axis, machine.lanes, machine).lines
@@ -141,7 +148,7 @@ def _striding_along(kernel: Kernel, axis: str, machine: Machine) -> float:
     for line in kernel.body:
         if isinstance(line.rhs, Load | Store) and line.out not in tiles and _strides(line.rhs.index, axis):
             index, step = line.rhs.index, line.rhs.index.coefficient(axis)
-            count = math.prod(max(1, estimate(kernel.ranges[name])) for name in index.vars())
+            count = math.prod(max(1, estimate(kernel.ranges[name])) for name in _loops_around(kernel, index))
             spent += issuing(machine, (NEAR_COST if is_near(step) else GATHER_COST) * count, machine.cores)
             each = LINE if step is None else min(LINE, abs(estimate(step)) * line.dtype.itemsize)
             begin = index.at_zero

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pellucid.ir.contraction import find_contraction
@@ -27,10 +27,7 @@ def check_strides(machine: Machine, first: Kernel, second: Kernel, merged: Kerne
 
     What follows a contraction is written block by block, whatever its order.
     """
-    if not strides_somewhere(merged) or find_contraction(first) is not None:
-        return None
-    apart = striding(canonical_kernel(merged), machine)
-    lost = apart and apart - sum(striding(canonical_kernel(kernel), machine) for kernel in (first, second))
+    lost = 0.0 if find_contraction(first) is not None else _striding_more(machine, (first, second), merged)
     if lost <= 0:
         return None
     work, parts = kernel_work(merged, 0), [kernel_work(kernel, 0) for kernel in (first, second)]
@@ -44,6 +41,14 @@ def check_strides(machine: Machine, first: Kernel, second: Kernel, merged: Kerne
         f"whatever the loop order, some accesses of both together would lie apart in memory: that costs {lost:.3g} ns"
         f" and saves {gain:.3g} ns",
     )
+
+
+def _striding_more(machine: Machine, apart: Sequence[Kernel], together: Kernel) -> float:
+    """Nanoseconds that accesses take longer where one kernel makes them all, and no loop order serves them together."""
+    if not strides_somewhere(together):
+        return 0.0
+    spent = striding(canonical_kernel(together), machine)
+    return max(0.0, spent and spent - sum(striding(canonical_kernel(kernel), machine) for kernel in apart))
 
 
 def is_trivial(recipe: Recipe) -> bool:
@@ -63,6 +68,9 @@ def inlining_costs(
     work, expensive = _work(inlined.kernel, inlined.copied)
     again = issuing(machine, work / machine.lanes, threads)
     price = again + moving(machine, _bytes_added(consumer.kernel, inlined), 0, held, threads)
+    found = find_contraction(inlined.kernel)
+    if found is None or not (found.rows and found.columns):  # whose blocks read operands in any order
+        price += _striding_more(machine, (recipe.kernel, consumer.kernel), inlined.kernel)
     # What is dear is computed again only where that takes less than a kernel more.
     pays = price <= gain and len(recipe.lines) <= _MOST_LINES and not (expensive and again > starting(machine, threads))
     return pays, (("ns_saved", round(gain)), ("ns_spent", round(price)), ("lines", len(recipe.lines)))

@@ -18,7 +18,7 @@ from pellucid.options import Options
 from pellucid.schedule import schedule
 from pellucid.schedule.inline import recipe_of
 from pellucid.schedule.match_axes import Mismatch
-from tests.unit.schedule.build import ProgramBuilder, Tensor, kernels, scheduled
+from tests.unit.schedule.build import ProgramBuilder, Tensor, check_same, kernels, scheduled
 
 
 def refusals(program: Program) -> set[str]:
@@ -78,6 +78,22 @@ def test_where_loading_again_is_dear_they_are_merged_all_the_same() -> None:
     after, decisions = schedule(in_two_orders(256), Options(), machine)
     assert not [each for each in decisions if each.rule == "fuse.strided"]
     assert len(kernels(after)) == 1
+
+
+def turned(rows: int) -> Program:
+    """A vector against so many rows, after its elements were brought into another order."""
+    b = ProgramBuilder()
+    vector = b.copy(b.input(1, 9, 32).permute(0, 2, 1)).merge(1)
+    assert vector is not None
+    return b.finish(b.reduce("sum", b.op("mul", vector, b.input(rows, 32 * 9)), 1))
+
+
+def test_what_each_row_reads_anew_is_brought_into_its_order_once() -> None:
+    after, decisions = schedule(turned(256), Options())
+    refused = [dict(each.facts)["category"] for each in decisions if each.rule == "fuse.inline" and not each.ok]
+    assert "cost" in refused and len(kernels(after)) == 2
+    check_same(turned(256), after)
+    assert len(kernels(scheduled(turned(1)))) == 1  # a call costs more
 
 
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm, log_softmax, lambda b, x, *_: softmax(b, x)])
