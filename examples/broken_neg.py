@@ -1,7 +1,6 @@
 """Compilers that are broken on purpose, for docs/debugging.md: each function breaks `neg` and returns a program.
 
-Targets for the kit, such as `pellucid check examples/broken_neg.py:pellucid_wrong_result`. A fault is planted into the
-process that calls the function, and is gone with it.
+Targets for the kit: `pellucid check examples/broken_neg.py:pellucid_wrong_result`. A fault ends with its process.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class InternalError(PellucidError):
     code = "internal"
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    """`did you mean inductor?` where a known name is like this one; else empty."""
-    found = difflib.get_close_matches(name, list(known), n=1)
+def near(name: str, known: Iterable[str], alike: float = 0.6) -> str:
+    """`did you mean inductor?` where a known name is like this one; else empty. alike: at least, from 0 to 1."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=alike)
     return f"did you mean {found[0]}?" if found else ""
 
 

@@ -67,6 +67,9 @@ class Options:
 VARIABLES = ("PELLUCID_CACHE_DIR", "PELLUCID_CXXFLAGS")
 """What the environment can set beside options: the store's directory, and more flags for the compiler."""
 
+_ALIKE = 0.87
+"""Of names of variables, which all begin alike."""
+
 _VARIANTS = re.compile(r"on|off|\d+|k_\w+(,k_\w+)*", re.ASCII)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -101,7 +104,7 @@ def check_environment() -> None:
     known = (*(f"PELLUCID_{field.name.upper()}" for field in fields(Options)), *VARIABLES)
     for name in sorted(os.environ):
         if name.startswith("PELLUCID_") and name not in known:
-            hint = near(name, known) or f"known are {', '.join(known)}"
+            hint = near(name, known, _ALIKE) or f"known are {', '.join(known)}"
             warn(f"the environment variable {name} means nothing to Pellucid: {hint}")
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from pellucid.background import in_the_end, when_made
-from pellucid.capture.fx import first_line
+from pellucid.capture.fx import first_calls, first_line
 from pellucid.capture.identity import identity, shares_memory
 from pellucid.capture.resume import Captured, NotResumable, Witness, adopt, counted, resume, traces, unmet
 from pellucid.capture.torch_compat import artifact_logger, structured_artifact
@@ -160,7 +160,8 @@ def _about(graph: torch.fx.GraphModule, parts: Mapping[str, str]) -> dict[str, A
     """What the store says of a program beside its graphs: each part as a few letters, to tell whether it is another."""
     short = {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in parts.items()}
     line, threads = first_line(graph.graph), torch.get_num_threads()
-    return {"line": line, "threads": threads, "versions": _versions(), "parts": short}
+    calls = first_calls(graph.graph)
+    return {"line": line, "calls": calls, "threads": threads, "versions": _versions(), "parts": short}
 
 
 def _nearest(line: str, short: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,13 @@ def first_line(graph: torch.fx.Graph) -> str:
             if not frame["file"].startswith(_TORCH):
                 return f"{frame['file']}:{frame['line']}"
     return ""
+
+
+def first_calls(graph: torch.fx.Graph, count: int = 3) -> str:
+    """What a graph calls first, `linear, relu, linear`."""
+    targets = (node.target for node in graph.nodes if node.op.startswith("call"))
+    names = (getattr(each, "_opname", "") or getattr(each, "__name__", str(each)) for each in targets)
+    return ", ".join(islice(names, count))
 
 
 def merge_origin(kept: torch.fx.Node, dropped: torch.fx.Node) -> None:

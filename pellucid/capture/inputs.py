@@ -37,7 +37,8 @@ class TensorInput:
         differ = [(str(one), str(other)) for one, other in zip(found, wanted, strict=True) if one != other]
         if differ:
             what, asked = (", ".join(each) for each in zip(*differ, strict=True))
-            raise UserError(f"{self.name} is {what}, and the program was exported for {asked}")
+            hint = "convert it first, or export the program with such an example"
+            raise UserError(f"{self.name} is {what}, and the program was exported for {asked}", hint=hint)
         return value.shape
 
 
@@ -66,7 +67,8 @@ class ConstantInput:
     def sizes_of(self, value: object) -> tuple[int, ...]:
         """None. Raises UserError for any other value."""
         if type(value) is not type(self.value) or (value != self.value and value == value):
-            raise UserError(f"{self.name} is {value!r}, and the program was exported for {self.value!r} alone")
+            what = f"{self.name} is {value!r}, and the program was exported for {self.value!r} alone"
+            raise UserError(what, hint="export it once more, with this value")
         return ()
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pellucid.cli.exits import Exit
-from pellucid.cli.terminal import OUTPUT_FOLDER, SECONDS, err, out
+from pellucid.cli.terminal import OUTPUT_FOLDER, SECONDS, err, out, unwritable
+from pellucid.errors import UserError
 from pellucid.kit.shown import plain
 from pellucid.printing import relative, show
 
@@ -94,9 +95,10 @@ class Target:
     def about(self, takes_more: bool = False) -> dict[str, Any]:
         """The fields of the request. A script is run and captured first, as its graphs are what can be looked into."""
         if self.more and not takes_more:
-            raise click.UsageError(
-                f"one TARGET too many: {' '.join(self.words)}; a script is given as -- python SCRIPT.py"
-            )
+            first, rest = self.words[0], " ".join(self.more)
+            there = os.path.exists(first.partition(":")[0])
+            what = f"one TARGET too many: {rest}" if there else f"{first} is neither a TARGET nor Python"
+            raise click.UsageError(f"{what}; a script is given as -- python SCRIPT.py")
         target, backend, options = self.words[0], self.backend, dict(self.options)
         if self.is_script:
             target = self._captured()
@@ -158,11 +160,14 @@ class Target:
 
 
 def new_run(name: str) -> Path:
-    """A folder below `pellucid_runs` that is not there yet."""
+    """A folder below `pellucid_runs` that is not there yet. Raises UserError where none can be made."""
     plain_name = re.sub(r"\W+", "_", name).strip("_") or "program"
     stem = Path("pellucid_runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{plain_name}"
     names = (stem.with_name(f"{stem.name}-{n}") if n else stem for n in itertools.count())
-    return next(path for path in names if not path.exists())
+    folder = next(path for path in names if not path.exists())
+    if why := unwritable(folder):
+        raise UserError(f"cannot write to {folder}: {why}", hint="give a folder that is writable with -o")
+    return folder
 
 
 _SHARED = (

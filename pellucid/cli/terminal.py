@@ -61,12 +61,17 @@ class _Output(click.Path):
         file = Path(os.fsdecode(path))
         if not self.dir_okay and not file.parent.exists():
             self.fail(f"cannot write to {value}: there is no folder {file.parent}; make it first", param, ctx)
-        made = (file, *file.parents)[not self.dir_okay :]
-        try:
-            with TemporaryDirectory(dir=next(each for each in made if each.exists())):
-                return path
-        except OSError as error:
-            self.fail(f"cannot write to {value}: {error.strerror}", param, ctx)
+        why = unwritable(file if self.dir_okay else file.parent)
+        return self.fail(f"cannot write to {value}: {why}", param, ctx) if why else path
+
+
+def unwritable(folder: Path) -> str:
+    """Why nothing can be written into a folder, which need not be there; empty if it can."""
+    try:
+        with TemporaryDirectory(dir=next(each for each in (folder, *folder.parents) if each.exists())):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 class _Quantity(click.ParamType):

@@ -316,7 +316,7 @@ def from_text(text: str, source: str) -> Machine:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"{source} describes no machine: {said}", hint="`pellucid doctor --remeasure` makes such a file"
+            f"{source} describes no machine: {said}", hint="`pellucid doctor -o FILE` writes such a file"
         ) from error
     bad = [name for name, value in machine.figures.items() if not (math.isfinite(value) and value > 0)]
     if bad or machine.cores < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -225,6 +226,8 @@ def explain(failed: CompilerFailed, what: str, hint: str) -> ToolchainError:
     if failed.killed:
         what = f"the C++ compiler was killed, twice: {what}"
         hint = "most often the machine, or the container, has run out of memory: give it more, or run less beside"
+    elif flags := os.environ.get("PELLUCID_CXXFLAGS"):
+        hint = f"PELLUCID_CXXFLAGS is {flags!r}: try without it; else {hint}"
     return ToolchainError(
         what, hint=hint, context={"command": shlex.join(failed.command), "output": failed.output[-2000:].strip()}
     )

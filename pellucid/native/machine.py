@@ -79,7 +79,8 @@ def _given(file: str) -> Machine:
     try:
         return from_text(Path(file).read_text(), file)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the machine {file} cannot be read: {error}", hint="PELLUCID_MACHINE names a file") from error
+        hint = "`pellucid doctor -o FILE` writes such a file; `reference` stands for the built-in machine"
+        raise UserError(f"the machine {file} cannot be read: {error}", hint=hint) from error
 
 
 def _read(path: Path) -> Machine | None:

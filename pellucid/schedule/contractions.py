@@ -25,7 +25,7 @@ def check_neighbours(first: Kernel, second: Kernel) -> Mismatch | None:
         if reduces_in_turn(kernel):
             return Mismatch("attention", f"{kernel.name} is an attention, which runs as a whole")
     if find_contraction(second) is not None:
-        return Mismatch("contraction", f"{second.name} multiplies matrices as they lie in memory")
+        return Mismatch("contraction", f"{second.name} is a product of matrices, which reads its operands from memory")
     if find_contraction(first) is None:
         return None
     stored = {store.buffer for _, store in first.stores()}
@@ -81,13 +81,13 @@ def _check_sets(first: Kernel, kernel: Kernel, found: Contraction) -> Mismatch |
 def check_operands(before: Kernel, after: Kernel) -> Mismatch | None:
     """Refuse to compute operands again: each element is read for many points."""
     if reduces_in_turn(before):
-        return Mismatch("attention", f"{before.name} is an attention, which reads its operands as they lie in memory")
+        return Mismatch("attention", f"{before.name} is an attention, which reads its operands from memory")
     one = find_contraction(before)
     if one is None:
         return None
     other = find_contraction(after)
     if other is None or _operands(one) != _operands(other):
-        return Mismatch("contraction", f"{before.name} multiplies matrices as they lie in memory")
+        return Mismatch("contraction", f"{before.name} is a product of matrices, which reads its operands from memory")
     return None
 
 

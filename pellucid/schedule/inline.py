@@ -61,7 +61,7 @@ def recipe_of(producer: Kernel, buffer: str) -> Recipe | Mismatch:
         if line.out in needed and not isinstance(line.rhs, Store):
             line = replace(line, rhs=stored.get(line.out, line.rhs))
             if isinstance(line.rhs, Reduce):
-                return Mismatch("reduction-axes", f"{buffer} is the result of a reduction")
+                return Mismatch("reduction-axes", f"{buffer} depends on a reduction, which each reader would repeat")
             needed.update(operands(line.rhs))
             lines.append(line)
     return Recipe(producer, tuple(reversed(lines)), store)

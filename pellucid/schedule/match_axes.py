@@ -220,7 +220,7 @@ def _check_scopes(left: _Digits, right: _Digits) -> Mismatch | None:
     reduced_left, reduced_right = left.names(left.reduced), right.names(right.reduced)
     reduced = set(reduced_left) | set(reduced_right)
     if reduced_left and reduced_right and set(reduced_left) != set(reduced_right):
-        return Mismatch("reduction-axes", "they reduce over different axes")
+        return Mismatch("reduction-axes", "the two reduce over different axes")
     for side in (left, right):
         own = {axis.name for axis in side.ordered()}
         if own not in (full, full - reduced):

@@ -478,6 +478,10 @@ def test_a_variable_that_means_nothing_is_named(monkeypatch) -> None:
     with pytest.warns(UserWarning, match="PELLUCID_VECTORISE means nothing.*did you mean PELLUCID_VECTORIZE") as caught:
         make_options()
     assert caught[0].filename == __file__
+    monkeypatch.setenv("PELLUCID_BACKEND", "1")
+    check_environment.cache_clear()
+    with pytest.warns(UserWarning, match="PELLUCID_BACKEND means nothing to Pellucid: known are PELLUCID_TRACE, "):
+        make_options()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_options()  # said once

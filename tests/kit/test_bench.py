@@ -291,6 +291,7 @@ def test_an_operator_has_the_same_numbers_each_time():
     ("word", "message"),
     [
         ("aten.bnm(f32[2])", "PyTorch has no operator aten.bnm"),
+        ("aten.relo(f32[2])", "did you mean aten.relu"),
         ("relu(f32[2])", "unknown operator relu"),
         ("aten.relu(q7[2])", "there is no type q7"),
         ("aten.relu(f32[2xq])", "f32[2xq] is no tensor"),
@@ -368,9 +369,12 @@ def test_graphs_and_kernels_of_a_run(target, tmp_path):
 
 def test_a_backend_is_given_its_options():
     case = Case("double", lambda x: x + x, (torch.ones(4),))
-    result = compare(case, Settings(subjects=("pellucid:vectorize=False", "pellucid:no_such=1"), budget=0.05))
-    _, scalar, wrong = result.subjects
-    assert scalar.good and scalar.kernels == 1 and wrong.failure is not None and "no_such" in wrong.failure
+    _, scalar = compare(case, Settings(subjects=("pellucid:vectorize=False",), budget=0.05)).subjects
+    assert scalar.good and scalar.kernels == 1
+    with pytest.raises(UserError, match="no_such"):
+        compare(case, Settings(subjects=("pellucid:no_such=1",)))
+    with pytest.raises(UnknownName, match="unknown backend 'pelucid': did you mean pellucid"):
+        compare(case, Settings(subjects=("pelucid",)))
     with pytest.raises(UserError, match="'freezing' is no setting"):
         bench(["foo2"], Settings(subjects=("inductor:freezing",)))
 

@@ -136,6 +136,7 @@ def test_the_command_prints_a_verdict_and_json():
         (str(HERE), "is no run"),
         (f"{HERE}/planted.py:nothing", "has no function nothing"),
         (f"{HERE}/__init__.py:__name__", "has no function __name__"),
+        (f"{HERE}/planted.py:drop", "cannot be called without graph, target"),
     ],
 )
 def test_a_target_that_is_none(target, message):
@@ -147,6 +148,11 @@ def test_a_name_that_is_nearly_right_is_told_the_right_one():
     with pytest.raises(UserError) as raised:
         load_case(f"{HERE}/planted.py:mixd")
     assert raised.value.hint == "did you mean mixed?"
+
+
+def test_arguments_are_a_sequence():
+    with pytest.raises(UserError, match="args must be a tuple or list, not Tensor"):
+        check(torch.relu, torch.randn(4))  # type: ignore[arg-type]
 
 
 @pytest.mark.sampled

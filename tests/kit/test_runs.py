@@ -176,7 +176,7 @@ def test_what_changed_between_two_runs(mixed_run, tmp_path):
         "others are of the new kernels"
     )
     reasons_of_flip = next(change.before for what, change in decisions.items() if what.endswith("fusion of div flip"))
-    assert "do not line up" in reasons_of_flip and "result of a reduction" in reasons_of_flip
+    assert "do not line up" in reasons_of_flip and "depends on a reduction" in reasons_of_flip
 
 
 @pytest.mark.slow

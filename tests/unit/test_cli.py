@@ -95,6 +95,7 @@ def test_a_bad_report_exits_with_1(monkeypatch):
         (["profile", "no.py:x", "--trace", f"{__file__}/trace.json"], "cannot write to "),
         (["profile", "no.py:x", "-o", "/proc/no/run"], "cannot write to /proc/no/run: "),
         (["doctor", "-o", "/no-dir/machine.json"], "there is no folder /no-dir; make it first"),
+        (["check", "pyhton", "train.py"], "pyhton is neither a TARGET nor Python; a script is given as -- python"),
     ],
 )
 def test_a_wrong_call_exits_with_255_and_says_what_would_be_right(args, complaint):
@@ -115,6 +116,14 @@ def test_in_a_terminal_a_wrong_call_is_told_in_whole_words(args, monkeypatch):
 def test_a_folder_that_is_written_to_is_not_made_before(tmp_path):
     OUTPUT_FOLDER.convert(str(tmp_path / "a" / "run"), None, None)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("words", [["minify", "a.py:f"], ["testgen", "a.py:f"], ["explain", "--", "python", "a.py"]])
+def test_a_working_folder_that_cannot_be_written_is_told_before_the_work(words, monkeypatch):
+    monkeypatch.chdir("/proc")
+    result = run(*words)
+    assert result.exit_code == Exit.FAILED
+    assert "cannot write to pellucid_runs" in result.stderr and "with -o" in result.stderr
 
 
 def test_a_folder_that_has_a_run_is_told_before_the_program_runs(tmp_path):

@@ -107,13 +107,14 @@ def bench(
 
 
 def compare(case: Case, settings: Settings, progress: Progress = lambda doing, done: None) -> ModelResult:
-    """Measure a program in this process; `settings.cold` does not apply.
+    """Measure a program in this process; `settings.cold` does not apply. Raises as `bench` for what does not exist.
 
     >>> own = Case("double", lambda x: x + x, (torch.ones(4),))
     >>> result = compare(own, Settings(subjects=("aot_eager",), budget=0.1))
     >>> [(s.name, s.error, s.accurate) for s in result.subjects]
     [('eager', 0.0, True), ('aot_eager', 0.0, True)]
     """
+    _check_settings(settings)
     gc.collect()  # what Dynamo watches should die before Dynamo forgets it
     torch._dynamo.reset()  # so that no subject meets the limit on recompilations for what others left
     with torch.set_grad_enabled(settings.train), ExitStack() as engines:
@@ -316,11 +317,15 @@ class _Part:
         return _Part(self.progress, program, self.begin + length * begin, self.begin + length * end)
 
 
-def _check(words: Sequence[str], settings: Settings) -> None:
+def _check_settings(settings: Settings) -> None:
     if settings.dtype not in DTYPES:
         raise UnknownName("dtype", settings.dtype, sorted(DTYPES))
     for subject in settings.names:
         check_subject(subject, settings.train)
+
+
+def _check(words: Sequence[str], settings: Settings) -> None:
+    _check_settings(settings)
     for word in words:
         if settings.train and word in MODELS and not MODELS[word].sized:
             raise UnknownName("model with parameters to train", word, sorted(name for name in MODELS if is_sized(name)))

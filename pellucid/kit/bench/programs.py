@@ -118,7 +118,9 @@ def _operator(word: str, found: re.Match[str]) -> Case:
         op = getattr(getattr(torch.ops, namespace), name)
         op = getattr(op, overload) if overload else op
     except AttributeError:
-        raise UserError(f"PyTorch has no operator {word.partition('(')[0]}", hint=_FORMS) from None
+        known = (f"{namespace}.{each}" for each in dir(torch.ops.aten)) if namespace == "aten" else ()
+        asked = word.partition("(")[0]
+        raise UserError(f"PyTorch has no operator {asked}", hint=near(asked, known) or _FORMS) from None
     generator = torch.Generator().manual_seed(SEED)
     args, kwargs = [], {}
     for each in pieces(arguments):

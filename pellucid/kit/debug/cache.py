@@ -46,8 +46,8 @@ _COUNTED = {
 class Item:
     """An entry of the store. key: under which it lies. made, used: seconds since 1970. size: in bytes.
 
-    line: of the user's program where a graph begins. graphs: what it became: kind, calls, kernels. kernels: names, of a
-    trial the fastest one first.
+    line: of the user's program where a graph begins. calls: what it calls first. graphs: what it became: kind, calls,
+    kernels. kernels: names, of a trial the fastest one first.
     threads: for which a graph was compiled. problem: what is wrong with it, or why it is not used here; where that was
     not asked, empty.
     """
@@ -59,6 +59,7 @@ class Item:
     made: float
     used: float
     line: str = ""
+    calls: str = ""
     graphs: tuple[dict[str, Any], ...] = ()
     kernels: tuple[str, ...] = ()
     threads: int = 0
@@ -258,6 +259,7 @@ def _item(entry: Entry, why: str = "") -> Item:
         made=entry.made,
         used=entry.used,
         line=str(about.get("line", "")),
+        calls=str(about.get("calls", "")),
         graphs=tuple(about.get("graphs", ())),
         kernels=tuple(sorted(kernels, key=lambda each: each != fastest)),
         threads=int(about.get("threads", 0)),
@@ -333,8 +335,12 @@ def _what(item: Item) -> tuple[Any, ...]:
         return (name(item.kernels[0], "", f" of {len(item.kernels)}"),)
     if item.kind != PROGRAM:
         return (name(item.name),)
-    graphs = "; ".join(f"{each['kind']}: {each['nodes']} calls, {each['kernels']} kernels" for each in item.graphs)
-    return (place(item.line) if item.line else name(item.name), sentence(f"{graphs}; {item.threads} threads"))
+    graphs = "; ".join(
+        f"{each['kind']}: {_counted('call', each['nodes'])}, {_counted('kernel', each['kernels'])}"
+        for each in item.graphs
+    )
+    begins = place(item.line) if item.line else sentence(f"{item.calls}, ...") if item.calls else name(item.name)
+    return (begins, sentence(f"{graphs}; {_counted('thread', item.threads)}"))
 
 
 def _keys(root: str, keys: Sequence[Key]) -> Iterator[RenderableType]:
@@ -359,7 +365,7 @@ def _sizes(found: Sizes) -> Iterator[RenderableType]:
 
 
 def _of_kernels(kind: str, kernels: int) -> str:
-    return f" of {kernels} kernels" if kind == KERNELS else ""
+    return f" of {_counted('kernel', kernels)}" if kind == KERNELS else ""
 
 
 def _verified(found: Verified) -> Iterator[RenderableType]:
@@ -409,7 +415,10 @@ def _many_of(items: Sequence[Item]) -> str:
 
 
 def _many(kind: str, count: int) -> str:
-    one = _COUNTED[kind]
+    return _counted(_COUNTED[kind], count)
+
+
+def _counted(one: str, count: int) -> str:
     return f"{count} {one if count == 1 else one.removesuffix('y') + 'ies' if one.endswith('y') else one + 's'}"
 
 

@@ -228,7 +228,7 @@ def _allocator() -> Check:
     """Whether memory that was freed is faulted in again: told by doing it."""
     named = ", ".join(_loaded(_ALLOCATORS)) or "the C library's"
     share, pages = faults_per_page(), _LARGE // resource.getpagesize()
-    found = f"{named}; {share * pages:.0f} page faults for a tensor of {pages} pages that was there before"
+    found = f"{named}; {share * pages:.0f} page faults for a new tensor of {pages} pages, as large as one just freed"
     if share > 1 / 16:
         remedy = f"LD_PRELOAD of jemalloc or tcmalloc, or {KEEP_PAGES}: for eager and for calls of ATen"
         settings = {name: value for name, _, value in (each.partition("=") for each in KEEP_PAGES.split())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,10 @@ class Case:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Case:
-        """The program `fn(*args, **kwargs)` under its own name."""
+        """The program `fn(*args, **kwargs)` under its own name. Raises UserError for args that are no sequence."""
+        if not isinstance(args, tuple | list):
+            what = f"args must be a tuple or list, not {type(args).__name__}"
+            raise UserError(what, hint="give (x,) for one tensor x")
         return cls(getattr(fn, "__name__", type(fn).__name__), fn, tuple(args), dict(kwargs or {}))
 
     def fresh(self) -> Case:
@@ -102,7 +106,19 @@ def load_case_file(target: str) -> Callable[[], Any]:
     if not callable(make):
         callables = [each for each, value in vars(module).items() if callable(value)]
         raise UserError(f"{file} has no function {name}", hint=near(name, callables) or _FORM)
+    if needed := _needed(make):
+        raise UserError(f"{target} cannot be called without {', '.join(needed)}: it makes no program", hint=_FORM)
     return make
+
+
+def _needed(make: Callable[..., Any]) -> list[str]:
+    """The parameters that a call must give."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except ValueError:  # of a builtin that has none
+        return []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
 
 
 def no_run(folder: Path) -> UserError:
