@@ -7,6 +7,7 @@ Each returns NotImplemented for what stays as it is.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -22,6 +23,16 @@ _EXCESS = 1.5
 """How many times as many windows as pixels make a transposed convolution a product whose results are added."""
 _MOST_PARTS = 16
 """Results that are added for a pixel."""
+_MANY_PIXELS = 512
+"""Of images: a copy of a weight takes as long as its products with 70 pixels (AMD EPYC, Zen 4)."""
+_MOST_OF_PHASE = 32
+"""Outputs of a transposed convolution that is computed by phases."""
+_FEW_INPUTS = 32
+"""Channels of an image in bf16 or f16 that leave a register of the products of a phase half empty, or more."""
+_MOST_OUTPUTS = 16
+"""Of a convolution that is computed by taps: a block of more columns is filled by outputs alone."""
+_MOST_ROWS = 1.25
+"""What such a product makes, next to the image."""
 _KERNELS = frozenset(TORCH_DTYPES[each] for each in DTYPES)
 
 
@@ -39,6 +50,8 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if x.dim() == _IMAGES and _is_covered(x, weight, *steps):
         made = _rows(x) @ _rows(weight).t() if bias is None else torch.addmm(bias, _rows(x), _rows(weight).t())
         return made.view(*made.shape, 1, 1)
+    if x.dim() == _IMAGES and _has_few_outputs(x, weight, *steps):
+        return _by_taps(x, weight, bias, padding, dilation)
     if x.dim() != _LINES:
         return NotImplemented
     image = torch.ops.aten.convolution(x.unsqueeze(2), weight.unsqueeze(2), bias, *_of_images(*steps))
@@ -111,6 +124,43 @@ def _is_covered(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:
     return planar and x.shape[2:] == weight.shape[2:] != (1, 1) and 0 not in x.shape
 
 
+def _has_few_outputs(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:
+    """Whether a convolution has so few outputs that it is faster by taps. What these give takes about as much memory as
+    the image, of which oneDNN makes a copy."""
+    stride, padding, dilation, transposed, _, groups = steps
+    if transposed or groups != 1 or x.dtype is not torch.float32 or weight.dtype is not x.dtype:
+        return False
+    if any(map(is_symbolic, (*weight.shape, *stride, *padding, *dilation))) or set(stride) != {1}:
+        return False
+    outputs, inputs, *taps = weight.shape
+    reach = [apart * (count - 1) for count, apart in zip(taps, dilation, strict=True)]
+    small = any(not is_symbolic(size) and size <= far for size, far in zip(x.shape[2:], reach, strict=True))
+    count = math.prod(taps)
+    return not small and count > 1 and 0 < outputs <= _MOST_OUTPUTS and outputs * count <= _MOST_ROWS * inputs
+
+
+def _by_taps(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: list[int], dilation: list[int]
+) -> torch.Tensor:
+    """A convolution of few outputs as one product, of all taps and each pixel, whose results are added where they meet.
+
+    Before: `y[o, q] = sum over c and taps t of w[o, c, t] * x[c, q + t]`.
+    After: `p[t, o, q] = sum over c of w[o, c, t] * x[c, q]`, and `y[o, q] = sum over t of p[t, o, q + t]`.
+    """
+    batch, _, height, width = x.shape
+    outputs, inputs, *taps = weight.shape
+    rows = weight.permute(2, 3, 0, 1).reshape(-1, inputs)
+    made = torch.matmul(rows, x.flatten(2)).view(batch, *taps, outputs, height, width)
+    around = [
+        [(pad - apart * at, pad - apart * (count - 1 - at)) for at in range(count)]
+        for count, pad, apart in zip(taps, padding, dilation, strict=True)
+    ]
+    pad = torch.ops.aten.constant_pad_nd
+    moved = (pad(made[:, i, j], [*around[1][j], *around[0][i]]) for i in range(taps[0]) for j in range(taps[1]))
+    total = reduce(torch.add, moved)
+    return _as_eagers(total if bias is None else total + bias.view(-1, 1, 1), x, weight)
+
+
 def _rows(images: torch.Tensor) -> torch.Tensor:
     """A row for each image, or for each channel of the result."""
     return images.flatten(1)
@@ -154,7 +204,7 @@ def _transposed(
     if empty or x.dtype not in _KERNELS or symbolic or set(dilation) != {1}:
         return NotImplemented
     if any(pad < after or taps % step for taps, step, pad, after in sizes):
-        return NotImplemented
+        return _by_phase(x, weight, bias, sizes) if _has_phases(x, weight, sizes) else NotImplemented
     windows = [taps // step for taps, step, _, _ in sizes]
     # Windows before the result, and as many after it, that need not be computed.
     skipped = [
@@ -174,6 +224,74 @@ def _transposed(
     return _cut(result, x, weight, sizes, skipped)
 
 
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """Every `step`-th pixel of a result along one dimension: a convolution by every `step`-th tap, the last one first.
+
+    taps: which. padding: around the image, at both ends. begin: where the phase begins in what that gives.
+    """
+
+    taps: slice
+    padding: int
+    begin: int
+
+
+def _phases(taps: int, step: int, pad: int, more: int) -> list[_Phase]:
+    """Those of a dimension, each with as many pixels as the first one, which may be one more than there are.
+
+    Pixel `m` of phase `at` is number `f = step * m + at + pad` of the whole result: the sum over pixels `i` of the
+    image, times tap `f - step * i`.
+    """
+    found: list[_Phase] = []
+    for at in range(step):
+        ahead, first = divmod(at + pad, step)
+        window = len(range(first, taps, step))
+        padding = max(0, window - 1 - ahead, _pixels_of_phase(0, taps, step, pad, more) + ahead)
+        found.append(_Phase(slice(first, None, step), padding, ahead + 1 - window + padding))
+    return found
+
+
+def _pixels_of_phase(size: Any, taps: int, step: int, pad: int, more: int) -> Any:
+    return size - 1 - (2 * pad - taps - more) // step
+
+
+def _has_phases(x: torch.Tensor, weight: torch.Tensor, sizes: list[tuple[int, int, int, int]]) -> bool:
+    """Whether each phase has taps of its own, and is faster than oneDNN, which is slow where outputs are few: there are
+    enough pixels to pay for a copy of the weight at every call."""
+    inputs, outputs, *_ = weight.shape
+    if any(taps < step for taps, step, _, _ in sizes) or outputs > _MOST_OF_PHASE:
+        return False
+    if x.dtype is not torch.float32 and inputs < _FEW_INPUTS:
+        return False
+    pixels = (x.shape[0], *x.shape[2:])
+    return any(map(is_symbolic, pixels)) or math.prod(pixels) >= _MANY_PIXELS
+
+
+def _by_phase(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: list[tuple[int, int, int, int]]
+) -> torch.Tensor:
+    """A transposed convolution whose taps fill no equal windows, as a convolution for each phase of both dimensions.
+
+    Before: `y = conv_transpose(x, w)` of 3 taps with stride 2 and padding 1, in one dimension.
+    After: `y[0::2] = conv(x, w[1:2])` and `y[1::2] = conv(x, w[0::2].flip(0))`.
+    """
+    down, right = (_phases(*each) for each in sizes)
+    counts = [_pixels_of_phase(size, *each) for size, each in zip(x.shape[2:], sizes, strict=True)]
+    lines: list[torch.Tensor] = []
+    for one in down:
+        parts: list[torch.Tensor] = []
+        for other in right:
+            taps = weight[:, :, one.taps, other.taps].flip(2, 3).transpose(0, 1)
+            around = [one.padding, other.padding]
+            made = torch.ops.aten.convolution(x, taps, bias, [1, 1], around, [1, 1], False, [0, 0], 1)
+            parts.append(made.narrow(2, one.begin, counts[0]).narrow(3, other.begin, counts[1]))
+        lines.append(torch.stack(parts, 4).flatten(3))
+    result = torch.stack(lines, 3).flatten(2, 3)
+    for dim, (size, (taps, step, pad, more)) in enumerate(zip(x.shape[2:], sizes, strict=True), 2):
+        result = result.narrow(dim, 0, (size - 1) * step - 2 * pad + taps + more)
+    return _as_eagers(result, x, weight)
+
+
 def _cut(
     result: torch.Tensor,
     x: torch.Tensor,
@@ -181,14 +299,19 @@ def _cut(
     sizes: list[tuple[int, int, int, int]],
     skipped: list[int],
 ) -> torch.Tensor:
-    """What padding leaves of a whole result, with eager's strides: channels-last if either operand is.
+    """What padding leaves of a whole result, with eager's strides.
 
     sizes: taps, step, padding and output padding of both dimensions. skipped: windows before it that it lacks.
     """
     for dim, (size, skip, (count, step, pad, after)) in enumerate(zip(x.shape[2:], skipped, sizes, strict=True), 2):
         result = result.narrow(dim, pad - skip * step, (size - 1) * step - 2 * pad + count + after)
+    return _as_eagers(result, x, weight)
+
+
+def _as_eagers(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A result with eager's strides: channels-last if either operand is."""
     last = torch.channels_last in (suggested_format(x), suggested_format(weight))
-    return result.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    return result.clone(memory_format=torch.channels_last) if last else result.contiguous()
 
 
 def _has_few_pixels(x: torch.Tensor, windows: list[int], skipped: list[int]) -> bool:

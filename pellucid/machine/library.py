@@ -15,8 +15,8 @@ from pellucid.machine.kernels import FEW_ROWS
 from pellucid.machine.model import Machine
 from pellucid.machine.reference import AVX2
 
-_TRANSPOSED = "with AVX2, ATen's BLAS is faster where columns of the left operand lie in memory"
-_STRIDED = "neither rows nor columns of the right operand lie in memory, ATen copies it first"
+_TRANSPOSED = "with AVX2, ATen's BLAS is faster where columns of the left operand are contiguous"
+_STRIDED = "neither rows nor columns of the right operand are contiguous, so ATen copies it first"
 _LONG = "few rows and columns leave threads idle, ATen's BLAS shares out the terms"
 
 # How much less than their own peak kernels can expect of a type that ATen computes without instructions for it.

@@ -159,6 +159,10 @@ TRANSPOSED = [
     ((3, 8, 1, 1), (8, 6, 6, 6), {"stride": 2, "padding": 2, "output_padding": 1}),
     ((2, 8, 4, 4), (8, 6, 4, 4), {"stride": 2, "padding": 1}),
     ((2, 8, 3, 1), (8, 6, 4, 6), {"stride": (1, 2), "padding": (0, 2)}),
+    ((1, 16, 24, 23), (16, 6, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
+    ((2, 16, 20, 17), (16, 6, 5, 4), {"stride": (3, 2), "padding": (0, 3)}),
+    ((4, 32, 12, 11), (32, 6, 7, 3), {"stride": (2, 3), "padding": (3, 0), "output_padding": (1, 2)}),
+    ((2, 16, 300), (16, 6, 5), {"stride": 3, "padding": 4, "output_padding": 2}),
 ]
 
 
@@ -232,6 +236,31 @@ def test_a_transposed_convolution_of_symbolic_sizes(tmp_path: Path) -> None:
     for length in (5, 9):
         x = torch.randn(2, 8, length)
         check(lambda x: F.conv_transpose1d(x, w.to(x.dtype), stride=2, padding=1), compiled(x), x)
+
+
+@pytest.mark.parametrize("where", ["image", "weight"])
+def test_phases_reach_what_eager_reaches(tmp_path: Path, where: str) -> None:
+    """Three taps with a stride of two: what is not finite is multiplied with no tap, or pixel, more than there."""
+
+    def spread(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv_transpose2d(x, w, stride=2, padding=1, output_padding=1)
+
+    x, w = torch.randn(2, 16, 16, 17), torch.randn(16, 6, 3, 3)
+    (x[0, 3] if where == "image" else w[3, 2])[0, 0] = float("inf")
+    result, rows = traced(spread, tmp_path, x, w)
+    assert not said(rows, "lower.fallback")
+    assert torch.equal(result.isfinite(), spread(x.double(), w.double()).isfinite())
+
+
+def test_phases_of_symbolic_sizes() -> None:
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        return F.conv_transpose2d(x, w.to(x.dtype), stride=2, padding=1, output_padding=1)
+
+    w = torch.randn(8, 6, 3, 3)
+    compiled = torch.compile(spread, backend="pellucid", dynamic=True)
+    for size in (5, 9):
+        x = torch.randn(2, 8, size, size + 1)
+        check(spread, compiled(x), x)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -314,7 +343,7 @@ def test_few_results_for_each_pixel_are_loops(
 @pytest.mark.parametrize(
     ("shape", "options", "why"),
     [
-        ((1, 8, 3, 3), {}, "one pixel, or one channel"),
+        ((1, 8, 3, 3), {"stride": 2}, "one pixel, or one channel"),
         ((6, 8, 1, 3), {}, "few terms"),
     ],
 )
@@ -326,6 +355,40 @@ def test_other_convolutions_are_onednns(
     check(lambda x, w: F.conv2d(x, w, **options), result, x, w)
     (reason,) = said(rows, "lower.fallback")
     assert why in reason
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("outputs", "taps", "options"),
+    [
+        (3, (3, 3), {"padding": 1}),
+        (1, (5, 5), {"padding": (3, 0)}),
+        (4, (3, 2), {"dilation": (2, 3), "padding": (2, 4)}),
+        (2, (1, 7), {"padding": (2, 3)}),
+    ],
+)
+def test_few_outputs_are_products_of_taps(
+    tmp_path: Path, outputs: int, taps: tuple[int, int], options: dict[str, Any], last: bool
+) -> None:
+    """What is not finite reaches as far as taps do, and what lies beside the image adds nothing."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x.relu(), w.to(x.dtype), b.to(x.dtype), **options)
+
+    x, w, b = torch.randn(2, 32, 9, 11), torch.randn(outputs, 32, *taps), torch.randn(outputs)
+    x = x.contiguous(memory_format=LAST) if last else x
+    result, rows = traced(function, tmp_path, x, w, b)
+    check(function, result, x, w, b)
+    assert result.stride() == function(x, w, b).stride()
+    assert len(said(rows, "codegen.contract")) == 1 and not said(rows, "lower.fallback")
+    x[0, 0, 3, 5] = float("nan")
+    again = torch.compile(function, backend="pellucid")(x, w, b)
+    torch.testing.assert_close(again, function(x, w, b), equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+def test_few_outputs_train_like_eagers(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 3, 3, padding=1), nn.Tanh())
+    trains_like_eager(model, tmp_path, torch.randn(2, 32, 8, 9).requires_grad_())
 
 
 @pytest.mark.parametrize("freeze", [False, True])
