@@ -252,6 +252,7 @@ def _phases(taps: int, step: int, pad: int, more: int) -> list[_Phase]:
 
 
 def _pixels_of_phase(size: Any, taps: int, step: int, pad: int, more: int) -> Any:
+    """Of the first phase of a dimension, which has most. size: of the image."""
     return size - 1 - (2 * pad - taps - more) // step
 
 

@@ -69,7 +69,7 @@ def inlining_costs(
     again = issuing(machine, work / machine.lanes, threads)
     price = again + moving(machine, _bytes_added(consumer.kernel, inlined), 0, held, threads)
     found = find_contraction(inlined.kernel)
-    if found is None or not (found.rows and found.columns):  # whose blocks read operands in any order
+    if not (found and found.rows and found.columns):  # blocks of a product read their operands in any order
         price += _striding_more(machine, (recipe.kernel, consumer.kernel), inlined.kernel)
     # What is dear is computed again only where that takes less than a kernel more.
     pays = price <= gain and len(recipe.lines) <= _MOST_LINES and not (expensive and again > starting(machine, threads))
