@@ -42,7 +42,7 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     steps: stride, padding, dilation, whether transposed, output padding and groups, as ATen takes them. The result of
     lines lies as eager's does: as the weight, whatever the lines are.
     """
-    stride, padding, dilation, transposed, more, groups = steps
+    stride, padding, dilation, transposed, more, groups = steps = _by_dimension(x.dim() - 2, *steps)
     if x.dim() == _IMAGES and transposed and groups == 1:
         return _transposed(x, weight, bias, stride, padding, dilation, more)
     if x.dim() == volumes.DIMENSIONS and not transposed and x.dtype in _KERNELS:
@@ -58,6 +58,22 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if suggested_format(weight.unsqueeze(2)) is torch.channels_last:
         return image.contiguous(memory_format=torch.channels_last).squeeze(2)
     return _line(image)
+
+
+def _by_dimension(
+    rank: int,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    more: list[int],
+    groups: int,
+) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
+    """The steps, with one for each dimension where one stands for all."""
+    stride, padding, dilation, more = (
+        each * rank if len(each) == 1 else each for each in (stride, padding, dilation, more)
+    )
+    return stride, padding, dilation, transposed, more, groups
 
 
 def convolution_backward(
