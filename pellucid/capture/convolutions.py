@@ -7,6 +7,7 @@ Each returns NotImplemented for what stays as it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -42,7 +43,7 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     steps: stride, padding, dilation, whether transposed, output padding and groups, as ATen takes them. The result of
     lines lies as eager's does: as the weight, whatever the lines are.
     """
-    stride, padding, dilation, transposed, more, groups = steps = _by_dimension(x.dim() - 2, *steps)
+    stride, padding, dilation, transposed, more, groups = steps = _by_dimension(x.dim() - 2, steps)
     if x.dim() == _IMAGES and transposed and groups == 1:
         return _transposed(x, weight, bias, stride, padding, dilation, more)
     if x.dim() == volumes.DIMENSIONS and not transposed and x.dtype in _KERNELS:
@@ -60,20 +61,9 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return _line(image)
 
 
-def _by_dimension(
-    rank: int,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    more: list[int],
-    groups: int,
-) -> tuple[list[int], list[int], list[int], bool, list[int], int]:
+def _by_dimension(rank: int, steps: Sequence[Any]) -> tuple[Any, ...]:
     """The steps, with one for each dimension where one stands for all."""
-    stride, padding, dilation, more = (
-        each * rank if len(each) == 1 else each for each in (stride, padding, dilation, more)
-    )
-    return stride, padding, dilation, transposed, more, groups
+    return tuple(each * rank if isinstance(each, list | tuple) and len(each) == 1 else each for each in steps)
 
 
 def convolution_backward(
@@ -83,10 +73,10 @@ def convolution_backward(
 
     more: the steps, then which gradients are wanted.
     """
-    *steps, mask = more
-    *_, transposed, _, groups = steps
+    mask = more[-1]
+    *_, transposed, _, groups = steps = _by_dimension(x.dim() - 2, more[:-1])
     if x.dim() == volumes.DIMENSIONS and not transposed and x.dtype in _KERNELS:
-        return volumes.convolution_backward(grad, x, weight, bias_sizes, *more)
+        return volumes.convolution_backward(grad, x, weight, bias_sizes, *steps, mask)
     if x.dim() == _IMAGES and _is_covered(x, weight, *steps):
         rows = _rows(grad)
         return (
@@ -95,7 +85,7 @@ def convolution_backward(
             rows.sum(0) if mask[2] else None,
         )
     if x.dim() == _IMAGES and transposed and groups == 1 and x.dtype in _KERNELS:
-        return _transposed_backward(grad, x, weight, *more)
+        return _transposed_backward(grad, x, weight, *steps, mask)
     if x.dim() == _IMAGES and mask[0] and _spreads_in_groups(x, weight, *steps):
         others = torch.ops.aten.convolution_backward(grad, x, weight, bias_sizes, *steps, [False, *mask[1:]])
         of_image = _of_image_by_groups(grad, weight, *steps)
@@ -237,7 +227,8 @@ def _transposed(
     batch, _, height, width = made.shape
     placed = made.reshape(batch, down, right, outputs, height, width).permute(0, 3, 4, 1, 5, 2)
     result = placed.reshape(batch, outputs, height * down, width * right)
-    return _cut(result, x, weight, sizes, skipped)
+    begins = [pad - skip * step for skip, (_, step, pad, _) in zip(skipped, sizes, strict=True)]
+    return _cut(result, x, weight, sizes, begins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,9 +295,7 @@ def _by_phase(
             parts.append(made.narrow(2, one.begin, counts[0]).narrow(3, other.begin, counts[1]))
         lines.append(torch.stack(parts, 4).flatten(3))
     result = torch.stack(lines, 3).flatten(2, 3)
-    for dim, (size, (taps, step, pad, more)) in enumerate(zip(x.shape[2:], sizes, strict=True), 2):
-        result = result.narrow(dim, 0, (size - 1) * step - 2 * pad + taps + more)
-    return _as_eagers(result, x, weight)
+    return _cut(result, x, weight, sizes, [0, 0])
 
 
 def _cut(
@@ -314,14 +303,14 @@ def _cut(
     x: torch.Tensor,
     weight: torch.Tensor,
     sizes: list[tuple[int, int, int, int]],
-    skipped: list[int],
+    begins: list[int],
 ) -> torch.Tensor:
-    """What padding leaves of a whole result, with eager's strides.
+    """The result that begins at a pixel of a larger one, with eager's strides.
 
-    sizes: taps, step, padding and output padding of both dimensions. skipped: windows before it that it lacks.
+    sizes: taps, step, padding and output padding of both dimensions. begins: of the result, in both.
     """
-    for dim, (size, skip, (count, step, pad, after)) in enumerate(zip(x.shape[2:], skipped, sizes, strict=True), 2):
-        result = result.narrow(dim, pad - skip * step, (size - 1) * step - 2 * pad + count + after)
+    for dim, (size, begin, (count, step, pad, after)) in enumerate(zip(x.shape[2:], begins, sizes, strict=True), 2):
+        result = result.narrow(dim, begin, (size - 1) * step - 2 * pad + count + after)
     return _as_eagers(result, x, weight)
 
 
@@ -359,7 +348,8 @@ def _spread(
     else:
         parts = (_placed(spread, k, j) for k in range(windows[0]) for j in range(windows[1]))
         total = reduce(torch.add, parts)
-    return _cut(total if bias is None else total + bias.view(-1, 1, 1), x, weight, sizes, [0, 0])
+    begins = [pad for _, _, pad, _ in sizes]
+    return _cut(total if bias is None else total + bias.view(-1, 1, 1), x, weight, sizes, begins)
 
 
 def _placed(spread: torch.Tensor, down: int, right: int) -> torch.Tensor:

@@ -95,7 +95,7 @@ class Tap:
 
 
 def _way(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> _Lines | _Gathered | _Summed | None:
-    stride, padding, dilation = (list(each) * (3 // len(each)) for each in steps[:3])  # one may stand for all
+    stride, padding, dilation = map(list, steps[:3])
     groups = steps[-1]
     if any(map(is_symbolic, (*x.shape, *weight.shape))) or 0 in (*x.shape, *weight.shape):
         return None

@@ -337,7 +337,9 @@ def test_few_results_for_each_pixel_are_loops(
     assert not said(rows, "lower.fallback")
     assert kernel[0] == 1 or last or looped(rows) == 1
     x[0, 0, 0, 5], x[-1, -1, -1, -1] = float("nan"), float("-inf")
-    torch.testing.assert_close(torch.compile(function, backend="pellucid")(x, w, b), function(x, w, b), equal_nan=True)
+    again = torch.compile(function, backend="pellucid")(x, w, b)
+    check(function, again, x, w, b)
+    assert torch.equal(again.isfinite(), function(x, w, b).isfinite())
 
 
 @pytest.mark.parametrize(
@@ -383,7 +385,8 @@ def test_few_outputs_are_products_of_taps(
     assert len(said(rows, "codegen.contract")) == 1 and not said(rows, "lower.fallback")
     x[0, 0, 3, 5] = float("nan")
     again = torch.compile(function, backend="pellucid")(x, w, b)
-    torch.testing.assert_close(again, function(x, w, b), equal_nan=True, rtol=1e-4, atol=1e-4)
+    check(function, again, x, w, b)
+    assert torch.equal(again.isfinite(), function(x, w, b).isfinite())
 
 
 def test_few_outputs_train_like_eagers(tmp_path: Path) -> None:
