@@ -20,6 +20,7 @@ from pellucid.capture.fx import decide, decided_jointly
 from pellucid.capture.keep import computed_again, keep_less, kept
 from pellucid.capture.layout import channels_last, lay_out_joint
 from pellucid.capture.outline import Outline, Segment, outline_text, with_compiled_graphs
+from pellucid.capture.resize import expand_resizes
 from pellucid.capture.row_layout import joint_rows_first, rows_first
 from pellucid.capture.split import split
 from pellucid.capture.torch_compat import artifact_logger, donated_of, parameters_of, real_tensors
@@ -115,7 +116,9 @@ def joint_passes(joint: torch.fx.GraphModule, options: Options) -> torch.fx.Grap
     """Forward and backward as one graph, after our own passes on it."""
     machine = machine_for(options.machine)
     joint = fuse_joint_attention(joint, machine) if options.contract else joint
-    joint = joint_rows_first(lay_out_joint(joint, has_loops, Library(machine)), has_loops)
+    joint = lay_out_joint(joint, has_loops, Library(machine))
+    expand_resizes(joint.graph)
+    joint = joint_rows_first(joint, has_loops)
     for node, decision in in_chunks(joint) if options.chunk else ():
         decide(node, decision)
     return keep_less(joint, machine, has_loops) if options.recompute else joint
@@ -137,6 +140,8 @@ def graph_passes(
         graph, _ = transform(graph)  # copies that nobody needs any more
     frozen = frozen_nodes(graph) if options.freeze else ()
     graph, laid_out = channels_last(graph, has_loops, Library(machine), frozen=frozen)
+    if expand_resizes(graph.graph):
+        graph, _ = transform(graph)  # axes of the same sizes have the same weights
     graph, turned = rows_first(graph, has_loops)
     return graph, decisions + divided + fused + laid_out + turned
 

@@ -15,6 +15,7 @@ import torch
 from pellucid.capture.convolutions import convolution, convolution_backward
 from pellucid.capture.eager_strides import with_eagers_strides
 from pellucid.capture.fx import computed
+from pellucid.capture.resize import resizes
 from pellucid.capture.torch_compat import decomposition_table, suggested_format
 from pellucid.ir.unsigned import is_unsigned
 
@@ -72,7 +73,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.convolution.default: convolution,
         aten.convolution_backward.default: convolution_backward,
     }
-    return {**table, **with_eagers_strides(), **own}
+    return {**table, **with_eagers_strides(), **resizes(), **own}
 
 
 def _batch_norm_without_training(

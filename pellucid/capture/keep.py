@@ -15,13 +15,12 @@ import torch
 from pellucid.capture.fx import bytes_of, decide, dependent_on_tangents, reachable
 from pellucid.capture.torch_compat import (
     compute_again,
-    decomposed_call,
     elementwise_strides,
     keep,
     kept_results,
     size_hint,
 )
-from pellucid.capture.transform import aliases
+from pellucid.capture.transform import aliases, decompose
 from pellucid.ir.decision import Decision
 from pellucid.ir.ops import OPS
 from pellucid.machine import Machine, issuing, moving
@@ -59,7 +58,7 @@ def keep_less(
             decision = _statistics_pay(node, forward, machine)
             if decision.ok:
                 _round_inputs(joint.graph, node, set())
-            decide(_in_parts(joint.graph, node) if decision.ok else node, decision)
+            decide(decompose(joint.graph, node, _PARTS)[0] if decision.ok else node, decision)
     joint.graph.eliminate_dead_code()
     joint.recompile()
     return joint
@@ -218,21 +217,6 @@ def _round_inputs(graph: torch.fx.Graph, user: torch.fx.Node, seen: set[torch.fx
             _round_inputs(graph, x, seen)
 
 
-def _in_parts(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
-    """Put the parts of a softmax in its place; the first of them."""
-    parts = decomposed_call(node, {_LOG_SOFTMAX: _log_softmax, _SOFTMAX: _softmax})
-    made = dict(zip(parts.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
-    calls = [part for part in parts.graph.nodes if part.op == "call_function"]
-    with graph.inserting_before(node):
-        for part in calls:
-            made[part] = graph.node_copy(part, made.__getitem__)
-            made[part].meta = {**node.meta, "val": part.meta["val"]}
-    (result,) = parts.graph.output_node().all_input_nodes
-    node.replace_all_uses_with(made[result])
-    graph.erase_node(node)
-    return made[calls[0]]
-
-
 def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     shifted, exponential = _shifted(x, dim)
     result = shifted - exponential.sum(dim, keepdim=True).log()
@@ -250,3 +234,6 @@ def _shifted(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     wide = x if x.dtype is torch.float64 else x.float()
     shifted = wide - wide.amax(dim, keepdim=True)
     return shifted, shifted.exp()
+
+
+_PARTS = {_LOG_SOFTMAX: _log_softmax, _SOFTMAX: _softmax}

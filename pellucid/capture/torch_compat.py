@@ -16,7 +16,9 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._C import DispatchKey
 from torch._decomp import get_decompositions
+from torch._decomp.decompositions import upsample_compute_output_size
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.source import ConstantSource
@@ -35,7 +37,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import CallMethodKey, DimDynamic, ShapeEnv, resolve_unbacked_bindings
+from torch.fx.experimental.symbolic_shapes import (
+    CallMethodKey,
+    DimDynamic,
+    ShapeEnv,
+    resolve_unbacked_bindings,
+    statically_known_true,
+)
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
@@ -79,6 +87,7 @@ __all__ = [
     "fake_symbols",
     "graph_module_of",
     "is_fake",
+    "is_known",
     "is_symbolic",
     "is_unshared",
     "kept_results",
@@ -92,6 +101,7 @@ __all__ = [
     "quiet_fake_tensors",
     "real_tensors",
     "repro_after",
+    "resized_shape",
     "size_hint",
     "stride_of",
     "structured_artifact",
@@ -140,16 +150,50 @@ def capture_with_aot(
     def partition(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         return min_cut_rematerialization_partition(joint(graph), *args, **kwargs)
 
-    return aot_module_simplified(
-        graph_module,
-        example_inputs,
-        fw_compiler=cast(Any, forward),
-        bw_compiler=cast(Any, _out_of_sight(backward)),
-        inference_compiler=cast(Any, _with_parameters(inference)),
-        decompositions=decompositions,
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )
+    with _differentiated_whole(decompositions):
+        return aot_module_simplified(
+            graph_module,
+            example_inputs,
+            fw_compiler=cast(Any, forward),
+            bw_compiler=cast(Any, _out_of_sight(backward)),
+            inference_compiler=cast(Any, _with_parameters(inference)),
+            decompositions=decompositions,
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )
+
+
+@contextmanager
+def _differentiated_whole(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Operators of `interpolate` whose gradients the table decomposes come to autograd whole.
+
+    Otherwise PyTorch's own decompositions would take effect before, and gradients be those of their parts. `.vec`, by
+    which `interpolate` calls them, is what the table makes of it.
+    """
+    forms = [form for form in decompositions if form.__name__.endswith(".vec") and _has_gradient(form, decompositions)]
+    operators = [operator for form in forms for operator in (form, form.overloadpacket.default)]
+    saved = [(operator, dict(operator.py_kernels)) for operator in operators]
+    try:
+        for operator, kernels in saved:
+            for key in _BEFORE_GRADIENTS & kernels.keys():
+                del operator.py_kernels[key]
+                if operator in forms:
+                    operator.py_kernels[key] = decompositions[operator]
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, kernels in saved:
+            operator.py_kernels.clear()
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
+
+
+_BEFORE_GRADIENTS = {DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd}
+
+
+def _has_gradient(operator: Any, decompositions: Mapping[Any, object]) -> bool:
+    packet = getattr(torch.ops.aten, f"{operator.overloadpacket.__name__}_backward", None)
+    return packet is not None and packet.default in decompositions
 
 
 def _with_parameters(compiler: Compiler) -> Compiler:
@@ -282,6 +326,11 @@ def decomposition_table(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
     return get_decompositions(packets)
 
 
+def resized_shape(before: Sequence[Any], after: Sequence[Any] | None, scales: Sequence[float] | None) -> Sequence[Any]:
+    """The sizes that `interpolate` gives an image of shape `before`, of which either sizes or scales are given."""
+    return cast(Sequence[Any], upsample_compute_output_size(before, after, scales))
+
+
 def suggested_format(x: torch.Tensor) -> torch.memory_format:
     """The memory format in which ATen makes a result that follows the layout of `x`."""
     return suggest_memory_format(x)
@@ -357,6 +406,11 @@ def is_symbolic(value: object) -> TypeIs[torch.SymInt | torch.SymFloat | torch.S
     if isinstance(value, torch.SymInt) and isinstance(value.node.hint if value.node.has_hint() else 0, torch.SymInt):
         return False
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether it holds whatever the sizes are: no size is looked at."""
+    return statically_known_true(condition)
 
 
 def depends_on_data(value: object) -> bool:

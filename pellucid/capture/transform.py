@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from pellucid.capture.fx import merge_origin, strides_of
 from pellucid.capture.operators import may_draw
-from pellucid.capture.torch_compat import expr_of, graph_module_of
+from pellucid.capture.torch_compat import decomposed_call, expr_of, graph_module_of
 from pellucid.ir.decision import Decision
 
 
@@ -43,6 +43,23 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
             seen.setdefault(key, mapping[node])
     graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node) and node.op != "get_attr")
     return graph_module_of(graph_module, graph), tuple(decisions)
+
+
+def decompose(
+    graph: torch.fx.Graph, node: torch.fx.Node, table: Mapping[Any, Callable[..., Any]]
+) -> list[torch.fx.Node]:
+    """Put the parts of a call with one result in its place, by decompositions; the calls that they are."""
+    parts = decomposed_call(node, table)
+    made = dict(zip(parts.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+    calls = [part for part in parts.graph.nodes if part.op == "call_function"]
+    with graph.inserting_before(node):
+        for part in calls:
+            made[part] = graph.node_copy(part, made.__getitem__)
+            made[part].meta = {**node.meta, "val": part.meta["val"]}
+    (result,) = parts.graph.output_node().all_input_nodes
+    node.replace_all_uses_with(made[result])
+    graph.erase_node(node)
+    return [made[part] for part in calls]
 
 
 def _is_exact_copy(node: torch.fx.Node, mapping: Mapping[torch.fx.Node, torch.fx.Node]) -> bool:

@@ -83,11 +83,6 @@ KNOWN: tuple[Known, ...] = (
         direction="forward",
     ),
     Known(
-        "nn.functional.interpolate.bilinear,nn.functional.interpolate.bicubic,nn.functional.upsample_bilinear",
-        "eager computes bytes in fixed point; PyTorch breaks the operator up into floats when it captures a graph",
-        dtype="u8",
-    ),
-    Known(
         "_batch_norm_with_update",
         "RuntimeError: PyTorch's fake result has the saved statistics in f32, eager returns them in the input's type",
         dtype="bf16,f16",

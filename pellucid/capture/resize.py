@@ -1,0 +1,359 @@
+"""Resized images (`interpolate`) and their gradients, one axis after the other.
+
+PyTorch's decompositions gather what a result is interpolated from along all axes at once, and their gradients scatter.
+Weights are products of those along each axis: axis by axis, 2 K elements are read in place of K * K. Along the last
+axis of an image that becomes n times as large, neighbours lie side by side and are weighed alike for every n-th result.
+In a gradient each element sums what it takes part in: the results near it are candidates, each of which weighs this
+element or does not.
+
+Gradients are decomposed while a graph is captured; the operators themselves later, as it matters how images lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial, reduce
+from typing import Any
+
+import torch
+
+from pellucid.capture.fx import computed
+from pellucid.capture.torch_compat import (
+    decomposition_table,
+    is_known,
+    is_symbolic,
+    real_tensors,
+    resized_shape,
+    suggested_format,
+)
+from pellucid.capture.transform import decompose
+
+aten = torch.ops.aten
+
+_CUBIC = -0.75  # the coefficient of ATen's cubic convolution (Keys 1981)
+_SLACK = 0.05
+"""Of numbers of results: ATen rounds to float32 where a result lies among the elements."""
+_REGISTER = 16
+"""Channels that lie side by side and fill a register: no axis is an expensive one."""
+
+Number = Any  # a tensor, or a number that is known
+
+
+@dataclass(frozen=True, slots=True)
+class _Interpolation:
+    """What a result is computed from, which lies among the elements of an axis.
+
+    first: of these elements, counted from the one below the result. weights: theirs, by how far the result lies above
+    the one below it, in elements. below, above: an element serves results that lie at most so far from it. clamped:
+    results before the first element count as lying there.
+    """
+
+    first: int
+    weights: Callable[[Number], list[Number]]
+    below: int
+    above: int
+    clamped: bool = False
+
+
+def _cubic(share: Number) -> list[Number]:
+    return [_far(share + 1), _near(share), _near(1 - share), _far(2 - share)]
+
+
+def _near(distance: Number) -> Number:
+    return ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance * distance + 1
+
+
+def _far(distance: Number) -> Number:
+    return ((_CUBIC * distance - 5 * _CUBIC) * distance + 8 * _CUBIC) * distance - 4 * _CUBIC
+
+
+_NEAREST = _Interpolation(0, lambda share: [1], below=0, above=1)
+_LINEAR = _Interpolation(0, lambda share: [1 - share, share], below=1, above=1, clamped=True)
+_BICUBIC = _Interpolation(-1, _cubic, below=2, above=2)
+_KINDS = {
+    **{f"upsample_nearest{dims}d": _NEAREST for dims in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{dims}d": _NEAREST for dims in (1, 2, 3)},
+    **dict.fromkeys(("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"), _LINEAR),
+    "upsample_bicubic2d": _BICUBIC,
+}
+
+
+def resizes() -> dict[Any, Callable[..., Any]]:
+    """Decompositions for while a graph is captured: of gradients, and of `.vec`, which `interpolate` calls.
+
+    The latter leaves the operator whole if it has no gradient or that is decomposed here, and is PyTorch's otherwise.
+    """
+    table: dict[Any, Callable[..., Any]] = {}
+    for name, kind in _KINDS.items():
+        axes = partial(_axes, kind, "exact" in name)
+        table[getattr(aten, f"{name}_backward").default] = _gradient(kind, axes)
+        table[getattr(aten, name).vec] = _by_scales(getattr(aten, name).default, axes, _theirs(name))
+    return table
+
+
+def expand_resizes(graph: torch.fx.Graph) -> bool:
+    """Put loops in the place of resizes, whose arguments lie as they will; whether there are any."""
+    resized = [node for node in graph.nodes if node.op == "call_function" and node.target in _expansions()]
+    for node in resized:
+        decompose(graph, node, {**_expansions(), **decomposition_table(("_unsafe_index", "rsub"))})
+    return bool(resized)
+
+
+@lru_cache(maxsize=1)
+def _expansions() -> dict[Any, Callable[..., Any]]:
+    return {
+        getattr(aten, name).default: _resize(kind, partial(_axes, kind, "exact" in name), _theirs(name))
+        for name, kind in _KINDS.items()
+    }
+
+
+def _theirs(name: str) -> Callable[..., torch.Tensor]:
+    """PyTorch's decomposition."""
+    return decomposition_table([name])[getattr(aten, name).default]
+
+
+# ------------------------------------------------------------------------------------------------------- axes
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """An axis, of which `before` elements become `after` results: number k lies at (k + shift) * step - drop."""
+
+    before: Any
+    after: Any
+    step: float
+    shift: float
+    drop: float
+
+    def positions(self, results: Number) -> Number:
+        """Where results of these numbers lie among the elements."""
+        return (results + self.shift) * self.step - self.drop
+
+    @property
+    def start(self) -> float:
+        """Where the first result lies."""
+        return float(self.positions(0))
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether there are n results for each element, or n elements for each result, that lie alike."""
+        more, less = self.more, self.less
+        return abs(self.step * more - less) < 1e-9 and is_known(self.before * more == self.after * less)
+
+    @property
+    def more(self) -> int:
+        """Results for each element, where it is regular."""
+        return max(round(1 / self.step), 1)
+
+    @property
+    def less(self) -> int:
+        """Elements for each result, where it is regular."""
+        return max(round(self.step), 1)
+
+
+Axes = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], list[_Axis]]
+"""The axes that are resized, by sizes before and after, and what else operators take; none: it is not done here."""
+
+
+def _axes(
+    kind: _Interpolation, exact: bool, before: Sequence[Any], after: Sequence[Any], rest: Sequence[Any]
+) -> list[_Axis]:
+    aligned, scales = (False, rest) if kind is _NEAREST else (rest[0], rest[1:])
+    shift = 0.0 if aligned or (kind is _NEAREST and not exact) else 0.5
+    scales = [*scales, *[None] * (len(before) - len(scales))]
+    axes = [
+        _Axis(old, new, _step(old, new, aligned, scale), shift, 0.0 if kind is _NEAREST else shift)
+        for old, new, scale in zip(before, after, scales, strict=True)
+    ]
+    return axes if all(_is_served(kind, axis) for axis in axes) else []
+
+
+def _step(before: Any, after: Any, aligned: bool, scale: float | None) -> Any:
+    """As ATen has it. Any step does for a single result, and for results of a single element."""
+    if aligned and is_known(after == 1):
+        return before
+    if aligned:
+        return 1 / after if is_known(before == 1) else (before - 1) / (after - 1)
+    return 1 / scale if scale else before / after
+
+
+def _is_served(kind: _Interpolation, axis: _Axis) -> bool:
+    if is_symbolic(axis.step) or axis.step <= 0:
+        return False
+    sizes_known = not is_symbolic(axis.before) and not is_symbolic(axis.after)
+    return (sizes_known or axis.is_regular) and (kind is not _NEAREST or _is_exact(axis))
+
+
+def _lies_within(axis: _Axis) -> bool:
+    """Whether results lie among the elements: operators may be called with scales that sizes do not have."""
+    return axis.is_regular or bool(axis.positions(axis.after - 1) < axis.before)
+
+
+def _is_exact(axis: _Axis) -> bool:
+    """Whether every n-th result has the same nearest element as ATen, which computes it in float32."""
+    if not axis.is_regular or axis.more & (axis.more - 1) == 0:
+        return True
+    if is_symbolic(axis.after):
+        return False
+    with real_tensors():
+        results = torch.arange(axis.after)
+        return torch.equal(axis.positions(results.to(torch.float32)).to(torch.int64), results // axis.more)
+
+
+# -------------------------------------------------------------------------------------------------- operators
+
+
+def _by_scales(operator: Any, axes: Axes, theirs: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """What `interpolate` calls, with sizes or with scales, which are the last of its arguments."""
+
+    def call(x: torch.Tensor, sizes: Sequence[Any] | None, *rest: Any) -> torch.Tensor:
+        *aligned, scales = rest
+        after = resized_shape(x.shape, sizes, scales)
+        given = *aligned, *(scales or [None] * len(after))
+        whole = not x.is_floating_point() or axes(x.shape[2:], after, given)
+        return (operator if whole else theirs)(x, after, *given)
+
+    return call
+
+
+def _resize(kind: _Interpolation, axes: Axes, theirs: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """The operator; theirs: for what is not done here. ATen has an arithmetic of its own for bytes."""
+
+    def resize(x: torch.Tensor, after: Sequence[Any], *rest: Any) -> torch.Tensor:
+        if kind is not _NEAREST and not x.is_floating_point():
+            return NotImplemented
+        found = axes(x.shape[2:], after, rest)
+        if not found:
+            return theirs(x, after, *rest)
+        laid_out = suggested_format(x)
+        if kind is not _BICUBIC and laid_out is not torch.contiguous_format and not is_known(x.shape[1] < _REGISTER):
+            return _at_once(kind, x.to(computed(x.dtype)), found).to(x.dtype).contiguous(memory_format=laid_out)
+        return _by_axes(x, laid_out, found, [axis.step < 1 for axis in found], partial(_resized, kind))
+
+    return resize
+
+
+def _gradient(kind: _Interpolation, axes: Axes) -> Callable[..., torch.Tensor]:
+    """The gradient of the operator. ATen's of cubic weights is contiguous."""
+
+    def gradient(grad: torch.Tensor, after: Sequence[Any], before: Sequence[Any], *rest: Any) -> torch.Tensor:
+        found = axes(before[2:], after, rest)
+        if not found or not all(map(_lies_within, found)):
+            return NotImplemented
+        laid_out = torch.contiguous_format if kind is _BICUBIC else suggested_format(grad)
+        return _by_axes(grad, laid_out, found, [axis.step > 1 for axis in found], partial(_summed, kind))
+
+    return gradient
+
+
+def _by_axes(
+    x: torch.Tensor,
+    laid_out: torch.memory_format,
+    axes: list[_Axis],
+    grow: list[bool],
+    along: Callable[[torch.Tensor, int, _Axis], torch.Tensor],
+) -> torch.Tensor:
+    """`x` with each axis done: those that shrink first, and the last one, whose neighbours are expensive, while there
+    are few elements.
+    """
+    channels_last = suggested_format(x) is not torch.contiguous_format
+    result = (x.movedim(1, -1) if channels_last else x).to(computed(x.dtype))
+    order = sorted(range(len(axes)), key=lambda number: (grow[number], -number if grow[number] else number))
+    for number in order:
+        result = along(result, number + (1 if channels_last else 2), axes[number])
+    return (result.movedim(-1, 1) if channels_last else result).to(x.dtype).clone(memory_format=laid_out)
+
+
+def _at_once(kind: _Interpolation, x: torch.Tensor, axes: list[_Axis], *found: torch.Tensor) -> torch.Tensor:
+    """Results along all axes. found: numbers of elements along the first of them."""
+    if len(found) == len(axes):
+        return aten._unsafe_index(x, [None, None, *found])
+    axis, behind = axes[len(found)], len(axes) - len(found) - 1
+    taps = _taps(kind, axis, torch.arange(axis.after, device=x.device), x.dtype)
+    return _sum(
+        _weighed(_at_once(kind, x, axes, *found, index.view(-1, *[1] * behind)), weight, behind)
+        for index, weight in taps
+    )
+
+
+def _resized(kind: _Interpolation, x: torch.Tensor, dim: int, axis: _Axis) -> torch.Tensor:
+    """Results along one dimension."""
+    behind = x.dim() - dim - 1
+    if kind is _NEAREST and axis.is_regular and axis.more > 1:
+        return x.unsqueeze(dim + 1).expand(*x.shape[: dim + 1], axis.more, *x.shape[dim + 1 :]).flatten(dim, dim + 1)
+    if not axis.is_regular or (axis.more > 1 and behind):
+        taps = _taps(kind, axis, torch.arange(axis.after, device=x.device), x.dtype)
+        return _sum(_weighed(_at(x, dim, index), weight, behind) for index, weight in taps)
+    if axis.more == 1:
+        below = math.floor(axis.start)
+        weights = enumerate(kind.weights(axis.start - below), below + kind.first)
+        return _sum(_weighed(_near_by(kind, x, dim, by, axis.less), weight) for by, weight in weights)
+    position = axis.positions(torch.arange(axis.more, device=x.device).to(x.dtype))
+    lowest = position.floor()
+    parts = []
+    for by, weight in enumerate(kind.weights(position - lowest), kind.first):
+        lower, upper = (_near_by(kind, x, dim, each).unsqueeze(-1) for each in (by - 1, by))
+        parts.append(torch.where(lowest < 0, lower, upper) * weight)
+    return _sum(parts).flatten(-2)
+
+
+def _near_by(kind: _Interpolation, x: torch.Tensor, dim: int, by: int, step: int = 1) -> torch.Tensor:
+    """For every element along a dimension whose number `step` divides: the one `by` later, or the outermost one."""
+    if 0 <= by < step:
+        return aten.slice(x, dim, by, None, step)
+    size = x.shape[dim]
+    beyond = abs(by) if is_symbolic(size) else min(abs(by), size)
+    edge = x.narrow(dim, size - 1 if by > 0 else 0, 1)
+    if kind.clamped and by < 0:  # a result that counts as lying at the first element weighs the second one by zero
+        edge = edge + 0 * x.narrow(dim, min(1, size - 1), 1)
+    kept = x.narrow(dim, beyond if by > 0 else 0, size - beyond)
+    parts = [kept, *[edge] * beyond] if by > 0 else [*[edge] * beyond, kept]
+    return aten.slice(torch.cat(parts, dim), dim, 0, None, step)
+
+
+def _summed(kind: _Interpolation, grad: torch.Tensor, dim: int, axis: _Axis) -> torch.Tensor:
+    """The gradient of elements along one dimension, from that of results."""
+    if kind is _NEAREST and axis.is_regular and axis.more > 1:
+        return grad.unflatten(dim, (axis.before, axis.more)).sum(dim + 1)
+    element = torch.arange(axis.before, device=grad.device)
+    least = ((element - kind.below - axis.start) / axis.step - _SLACK).ceil().clamp(min=0)
+    # What is clamped at the first elements comes from the first results.
+    least = torch.where(element <= kind.below, 0, least).to(torch.int64)
+    many = math.floor((kind.below + kind.above + max(-axis.start, 0)) / axis.step + 2 * _SLACK) + 1
+    results = least + torch.arange(many, device=grad.device).unsqueeze(1)
+    there, results = results < axis.after, results.clamp(max=axis.after - 1)
+    taps = [((index == element) & there, weight) for index, weight in _taps(kind, axis, results, grad.dtype)]
+    hit = reduce(torch.logical_or, (hit for hit, _ in taps))
+    weight = _sum(torch.where(hit, weight, 0) for hit, weight in taps).to(grad.dtype)
+    hit, weight = (each.view(*results.shape, *[1] * (grad.dim() - dim - 1)) for each in (hit, weight))
+    return torch.where(hit, _at(grad, dim, results) * weight, 0).sum(dim)
+
+
+def _taps(
+    kind: _Interpolation, axis: _Axis, results: torch.Tensor, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, Number]]:
+    """What results of these numbers are computed from: numbers of elements, and their weights."""
+    position = axis.positions(results.to(torch.float32 if kind is _NEAREST else dtype))
+    if kind.clamped:
+        position = position.clamp(min=0)
+    lowest = position.floor().clamp(max=axis.before - 1)
+    weights = enumerate(kind.weights((position - lowest).clamp(0, 1)), kind.first)
+    return [((lowest.to(torch.int64) + by).clamp(0, axis.before - 1), weight) for by, weight in weights]
+
+
+def _weighed(x: torch.Tensor, weight: Number, behind: int = 0) -> torch.Tensor:
+    """`x`, each element by its weight, of the dimension that has `behind` dimensions behind it."""
+    if isinstance(weight, torch.Tensor):
+        return x * weight.view(-1, *[1] * behind)
+    return x if weight == 1 else x * weight
+
+
+def _at(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """Elements of these numbers along a dimension, in whose place are those of `index`."""
+    return aten._unsafe_index(x, [*[None] * dim, index])
+
+
+def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    return reduce(torch.add, parts)
