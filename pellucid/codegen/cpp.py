@@ -35,7 +35,7 @@ from pellucid.codegen.nest import (
 from pellucid.codegen.operands import Operands
 from pellucid.codegen.plan import Plan
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
-from pellucid.codegen.vector import Access, access
+from pellucid.codegen.vector import Access, access, touches, woven
 from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, val, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.origin import Origin, merge
@@ -64,6 +64,7 @@ class _Printer:
         self.checks = [line.out for line in plan.kernel.body if isinstance(line.rhs, CheckIndex)]
         self.needs_lanes = self._values_in_indices()
         self.counters: set[str] = set()
+        self.interleaved: dict[str, str] = {}
 
     def _values_in_indices(self) -> set[str]:
         """Vector values that some index uses: their lanes are needed one by one."""
@@ -82,7 +83,7 @@ class _Printer:
         stored = {store.buffer for _, store in self.plan.kernel.stores()}
         for k, param in enumerate(self.plan.kernel.params):
             qualifier = "" if param.name in stored else "const "
-            users = (line.origin for line in self.plan.kernel.body if _touches(line, param.name))
+            users = (line.origin for line in self.plan.kernel.body if touches(line, param.name))
             kind = f"{qualifier}{CPP_TYPE[param.dtype]}*"
             out.line(f"{kind} {param.name} = static_cast<{kind}>(p[{k}]);", merge(users))
         for name in self._symbols():
@@ -174,9 +175,17 @@ class _Printer:
             case Kind.SERIAL:
                 lo, hi = self.range(loop)
                 i = loop.axis
+                together = self.woven(loop)
+                for line, store in together:
+                    kind, number = CPP_TYPE[self.dtypes[store.buffer]], line.out[1:]
+                    self.out.line(f"pv::Interleaved<{hi}, {kind}, {self.plan.width}> w{number};", line.origin)
+                    self.interleaved[line.out] = i
                 self.open(f"for (int64_t {i} = {lo}; {i} < {hi}; {i}++) {{", origin)
                 self.inside(loop)
                 self.close("}")
+                for line, store in together:
+                    begin = self.pointer(store.buffer, store.index.substitute({Var(i): const(0)}))
+                    self.out.line(f"w{line.out[1:]}.write({begin}, n);", line.origin)
             case Kind.VECTOR:
                 lo, hi = self.range(loop)
                 steps = "whole_steps" if self.exact(loop) else "steps"
@@ -192,6 +201,13 @@ class _Printer:
                 self.close("}")
             case _:
                 assert_never(loop.kind)
+
+    def woven(self, loop: Loop) -> list[tuple[Line, Store]]:
+        """The stores that write all elements between their lanes at the points of this loop."""
+        stores = [item.line for item in loop.body if isinstance(item, Put) and not item.once]
+        apart = [line for line in stores if line.out in self.plan.gathered]
+        found = [line for line in apart if woven(self.plan.kernel, line, str(self.plan.vector)) == loop.axis]
+        return [(line, line.rhs) for line in found if isinstance(line.rhs, Store)]
 
     def open(self, text: str, origin: Origin) -> None:
         self.out.line(text, origin)
@@ -412,6 +428,8 @@ class _Printer:
         join = f", [](auto a, auto b) PV_INLINE {{ return pv::{store.join}(a, b); }}" if store.join else ""
         if line.out in self.plan.tiled:
             text = f"y{line.out[1:]}.put({self.plan.tile} - from, {value});"
+        elif line.out in self.interleaved:
+            text = f"w{line.out[1:]}.put({self.interleaved[line.out]}, {value});"
         elif not wide:
             function = "update" if join else "store"
             text = f"pv::{function}({self.pointer(store.buffer, store.index)}, {value}{join});"
@@ -522,10 +540,6 @@ class _Printer:
             f"const auto {line.out} = pv::load{kind}({self.scratch_place(line)}{self.scratch_use(line)});",
             line.origin,
         )
-
-
-def _touches(line: Line, buffer: str) -> bool:
-    return isinstance(line.rhs, Load | Store) and line.rhs.buffer == buffer
 
 
 def _origins(items: Iterable[Item]) -> list[Origin]:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from pellucid.codegen.collisions import colliding
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import Expr
+from pellucid.ir.index import ONE, Expr
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import OPS
 from pellucid.machine import Machine, kernel_work, time
@@ -43,6 +43,8 @@ _Way: TypeAlias = "tuple[str | None, int]"
 """A vector axis, or None, and lanes."""
 
 TILE_COST = 0.5
+WOVEN_COST = 0.25
+"""Instructions for each lane of a store whose registers hold what lies between the lanes as well."""
 LANEWISE_COST = 2.0
 TOTAL_COST = 16.0
 
@@ -73,6 +75,26 @@ def access(index: Expr, axis: str, wide_values: frozenset[str]) -> Access:
     if step.value == 0:
         return Access.UNIFORM
     return Access.UNIT if step.value == 1 else Access.NEAR if is_near(step) else Access.GATHER
+
+
+def woven(kernel: Kernel, line: Line, vector: str) -> str | None:
+    """The axis along which a store writes all elements between its lanes, so that whole registers hold them.
+
+    Before: `store b[2*i0 + i1], v3` with lanes along `i0`, and two points of `i1`. After: `i1`.
+    """
+    assert isinstance(line.rhs, Store)
+    index, step = line.rhs.index, line.rhs.index.coefficient(vector)
+    if line.rhs.join or index.vals() or step is None or not is_near(step):
+        return None
+    if sum(touches(other, line.rhs.buffer) for other in kernel.body) > 1:
+        return None  # they are written later than where the store is
+    kept = (axis for axis in kernel.space if axis.name not in kernel.reduced and axis.extent == step)
+    return next((axis.name for axis in kept if index.coefficient(axis.name) == ONE), None)
+
+
+def touches(line: Line, buffer: str) -> bool:
+    """Whether it loads from the buffer, or stores there."""
+    return isinstance(line.rhs, Load | Store) and line.rhs.buffer == buffer
 
 
 def gathered(kernel: Kernel, vector: str | None, wide: frozenset[str]) -> frozenset[str]:
@@ -194,18 +216,30 @@ def cost(kernel: Kernel, axis: str | None, lanes: int, tiled: frozenset[str] = f
         axes = depends[line.out] | (inner if isinstance(line.rhs, Reduce) else frozenset())
         points = prod(extents[name] for name in axes)
         steps = points * -(-extents[axis] // lanes) / extents[axis] if axis in axes and axis is not None else points
-        spent += TILE_COST * points if line.out in tiled else _line_cost(line, axis, axes, points, steps, wide_values)
+        spent += (
+            TILE_COST * points
+            if line.out in tiled
+            else _line_cost(kernel, line, axis, axes, points, steps, wide_values)
+        )
         if isinstance(line.rhs, Reduce) and axis in inner:
             spent += TOTAL_COST * prod(extents[name] for name in depends[line.out])
     return spent
 
 
 def _line_cost(
-    line: Line, axis: str | None, axes: frozenset[str], points: float, steps: float, wide_values: frozenset[str]
+    kernel: Kernel,
+    line: Line,
+    axis: str | None,
+    axes: frozenset[str],
+    points: float,
+    steps: float,
+    wide_values: frozenset[str],
 ) -> float:
     if axis is None or axis not in axes:
         return points * (_operator_cost(line) if isinstance(line.rhs, Compute) else 1)
     match line.rhs:
+        case Store() if woven(kernel, line, axis):
+            return points * WOVEN_COST
         case Load(_, index) | Store(_, index):
             each = LANE_COST.get(access(index, axis, wide_values))
             return steps if each is None else points * each

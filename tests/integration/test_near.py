@@ -8,7 +8,7 @@ import mmap
 import pytest
 import torch
 
-from tests.support import compiled
+from tests.support import compiled, recorded
 
 NO_ACCESS = 0  # PROT_NONE
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -35,6 +35,43 @@ def test_every_so_many(dtype: torch.dtype, step: int) -> None:
         x = numbers(lines, length * step, dtype=dtype)
         assert torch.equal(take(x), x[:, ::step] + x[:, step - 1 :: step])
         assert torch.equal(put(x[:, :length]), spread(x[:, :length]))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("many", [2, 3, 4])
+def test_what_lies_between_lanes_is_written_with_them(dtype: torch.dtype, many: int) -> None:
+    """By whole registers, each of which holds all parts; the last vector of a line has some lanes."""
+
+    def woven(x: torch.Tensor) -> torch.Tensor:
+        return (x.unsqueeze(-1) + torch.arange(many).to(x.dtype)).flatten(-2)
+
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(-1).expand(*x.shape, many).flatten(-2)
+
+    for function in (woven, repeated):
+        torch._dynamo.reset()
+        with recorded() as graphs:
+            run = compiled(function, dynamic=False)
+            for lines, length in ((3, 640), (40, 37), (64, 3)):
+                x = numbers(lines, length, dtype=dtype)
+                assert torch.equal(run(x), function(x))
+        (program,) = graphs[0].programs
+        assert any(f"Interleaved<{many}," in kernel.source for kernel in program.kernels.values())
+
+
+def test_what_is_written_may_be_what_is_read() -> None:
+    """Pairs change places in memory that holds both: nothing is written before it is read."""
+
+    def swap(x: torch.Tensor) -> None:
+        pairs = x.view(*x.shape[:-1], -1, 2)
+        pairs.copy_(pairs.flip(-1) * 2)
+
+    run = compiled(swap)
+    x = torch.randn(33, 74)
+    expected = x.clone()
+    swap(expected)
+    run(x)
+    assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("name", ["shuffle", "unshuffle", "pairs", "planes", "chosen", "reduced"])

@@ -149,6 +149,12 @@ def test_few_elements(mode: str, lines: int) -> None:
         check_gradient(function, compiled(function), x)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
+def test_no_image(mode: str, dtype: torch.dtype) -> None:
+    check(resized({"mode": mode, "scale_factor": 2.0}), (torch.zeros(0, 3, 4, 5, dtype=dtype),))
+
+
 @pytest.mark.parametrize("mode", ["nearest", "linear"])
 def test_lines(mode: str) -> None:
     function, x = resized({"mode": mode, "scale_factor": 2.5}), torch.randn(3, 4, 37)

@@ -284,6 +284,40 @@ template <int S, class T, int W, class N> PV_FN void store_every(T* p, const Vec
   }
 }
 
+// Lane k of the i-th of S vectors becomes element k * S + i: what S stores of every S-th element write, in whole
+// registers.
+template <int S, class T, int W> struct Interleaved {
+  using V = Vec<Raw<T>, W>;
+  V parts[S];
+
+  PV_FN void put(int64_t i, const Vec<Value<T>, W>& a) { parts[i] = shrink<T, W>(a); }
+
+  PV_FN void write(T* p, All<W>) const {
+    using U = typename RegisterOf<Raw<T>, V::lanes>::unaligned;
+    repeat<V::count * S>([&](auto P) PV_INLINE {
+      constexpr int k = decltype(P)::value / S, first = decltype(P)::value % S * V::lanes;
+      typename V::reg out = parts[0].r[k];
+      repeat<S - 1>([&](auto N) PV_INLINE {
+        constexpr int i = decltype(N)::value + 1;
+        out = [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
+          return __builtin_shufflevector(out, parts[i].r[k], lane_of_part(first + K, S, i, V::lanes, K)...);
+        }(std::make_integer_sequence<int, V::lanes>());
+      });
+      *(U*)((Raw<T>*)p + k * S * V::lanes + first) = out;
+    });
+  }
+  PV_FN void write(T* p, const Some<W>& n) const {
+    for (int i = 0; i < S; i++) store_every<S>(p + i, widen<T, W>(parts[i]), n);
+  }
+
+  // Where `element` of what is written is, once the i-th part joins: in that one, or in lane `lane` of what is made
+  // already, which to begin with is the first part as it is.
+  static constexpr int lane_of_part(int element, int s, int i, int lanes, int lane) {
+    if (element % s == i) return lanes + element / s;
+    return i > 1 ? lane : element % s == 0 ? element / s : 0;
+  }
+};
+
 // Row i and row i + S of a square exchange the blocks that lie across its diagonal.
 template <int S, class V> PV_FN void exchange(typename V::reg& upper, typename V::reg& lower) {
   constexpr int L = V::lanes;
