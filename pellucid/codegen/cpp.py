@@ -35,11 +35,12 @@ from pellucid.codegen.nest import (
 from pellucid.codegen.operands import Operands
 from pellucid.codegen.plan import Plan
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
-from pellucid.codegen.vector import Access, access, touches, woven
+from pellucid.codegen.vector import Access, access
 from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, val, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
+from pellucid.machine.tiles import touches, woven
 
 FARTHEST = 1 << 48
 """A bound of positions from which any position can be subtracted."""
@@ -204,6 +205,8 @@ class _Printer:
 
     def woven(self, loop: Loop) -> list[tuple[Line, Store]]:
         """The stores that write all elements between their lanes at the points of this loop."""
+        if loop.part is not Part.WHOLE:
+            return []
         stores = [item.line for item in loop.body if isinstance(item, Put) and not item.once]
         apart = [line for line in stores if line.out in self.plan.gathered]
         found = [line for line in apart if woven(self.plan.kernel, line, str(self.plan.vector)) == loop.axis]

@@ -15,11 +15,11 @@ from typing import TypeAlias
 
 from pellucid.codegen.collisions import colliding
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, Expr
+from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import OPS
 from pellucid.machine import Machine, kernel_work, time
-from pellucid.machine.tiles import GATHER_COST, NEAR_COST, SQUARES, Tiling, is_near, tiling, told
+from pellucid.machine.tiles import GATHER_COST, NEAR_COST, SQUARES, WOVEN_COST, Tiling, is_near, tiling, told, woven
 from pellucid.machine.work import SYMBOL_GUESS, estimate
 
 
@@ -43,8 +43,6 @@ _Way: TypeAlias = "tuple[str | None, int]"
 """A vector axis, or None, and lanes."""
 
 TILE_COST = 0.5
-WOVEN_COST = 0.25
-"""Instructions for each lane of a store whose registers hold what lies between the lanes as well."""
 LANEWISE_COST = 2.0
 TOTAL_COST = 16.0
 
@@ -75,26 +73,6 @@ def access(index: Expr, axis: str, wide_values: frozenset[str]) -> Access:
     if step.value == 0:
         return Access.UNIFORM
     return Access.UNIT if step.value == 1 else Access.NEAR if is_near(step) else Access.GATHER
-
-
-def woven(kernel: Kernel, line: Line, vector: str) -> str | None:
-    """The axis along which a store writes all elements between its lanes, so that whole registers hold them.
-
-    Before: `store b[2*i0 + i1], v3` with lanes along `i0`, and two points of `i1`. After: `i1`.
-    """
-    assert isinstance(line.rhs, Store)
-    index, step = line.rhs.index, line.rhs.index.coefficient(vector)
-    if line.rhs.join or index.vals() or step is None or not is_near(step):
-        return None
-    if sum(touches(other, line.rhs.buffer) for other in kernel.body) > 1:
-        return None  # they are written later than where the store is
-    kept = (axis for axis in kernel.space if axis.name not in kernel.reduced and axis.extent == step)
-    return next((axis.name for axis in kept if index.coefficient(axis.name) == ONE), None)
-
-
-def touches(line: Line, buffer: str) -> bool:
-    """Whether it loads from the buffer, or stores there."""
-    return isinstance(line.rhs, Load | Store) and line.rhs.buffer == buffer
 
 
 def gathered(kernel: Kernel, vector: str | None, wide: frozenset[str]) -> frozenset[str]:

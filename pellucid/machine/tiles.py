@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, Expr, Var
-from pellucid.ir.nodes import Kernel, Load, Store, axes_of
+from pellucid.ir.nodes import Kernel, Line, Load, Store, axes_of
 from pellucid.ir.traffic import LINE
 from pellucid.machine.cost import issuing, moving
 from pellucid.machine.model import Machine
@@ -34,6 +34,8 @@ MOST_APART = 4
 taken."""
 NEAR_COST = 0.5
 """Instructions for each lane of these."""
+WOVEN_COST = 0.25
+"""The same of stores whose registers hold what lies between the lanes as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def tiling(kernel: Kernel, vector: str | None, width: int, machine: Machine) -> 
                 # A store in place would come after the loads of other points, and one that joins reads memory itself;
                 # one that misses an axis is done once.
                 fits = buffer not in loaded and not join and depends[line.out] == everywhere
+                fits = fits and not woven(kernel, line, vector)
             case _:
                 continue
         # A square in more than four parts gains nothing.
@@ -94,6 +97,26 @@ def _strides(index: Expr, vector: str) -> bool:
 def is_near(step: Expr | None) -> bool:
     """Whether lanes so many elements apart are taken from neighbouring registers."""
     return step is not None and step.value is not None and 1 < step.value <= MOST_APART
+
+
+def woven(kernel: Kernel, line: Line, vector: str) -> str | None:
+    """The axis along which a store writes all elements between its lanes, so that whole registers hold them.
+
+    Before: `store b[2*i0 + i1], v3` with lanes along `i0`, and two points of `i1`. After: `i1`.
+    """
+    assert isinstance(line.rhs, Store)
+    index, step = line.rhs.index, line.rhs.index.coefficient(vector)
+    if line.rhs.join or index.vals() or step is None or not is_near(step):
+        return None
+    if sum(touches(other, line.rhs.buffer) for other in kernel.body) > 1:
+        return None  # they are written later than where the store is
+    kept = (axis for axis in kernel.space if axis.name not in kernel.reduced and axis.extent == step)
+    return next((axis.name for axis in kept if index.coefficient(axis.name) == ONE), None)
+
+
+def touches(line: Line, buffer: str) -> bool:
+    """Whether it loads from the buffer, or stores there."""
+    return isinstance(line.rhs, Load | Store) and line.rhs.buffer == buffer
 
 
 def told(kernel: Kernel, tiles: Tiling) -> tuple[Decision, ...]:

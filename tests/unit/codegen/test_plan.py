@@ -392,7 +392,7 @@ kernel k(x: f32[{5000 * channels}], o: f32[{5000 * channels}]) {{
 """
     )
     assert bool(kernel.plan.tiled) is squares and kernel.plan.vector == "i0"
-    assert ("pv::store_every<3, float>" in kernel.source) is not squares
+    assert ("pv::Interleaved<3, float, 16>" in kernel.source) is not squares
 
 
 FLIPPED = """\
