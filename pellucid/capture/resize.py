@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from typing import Any
 
+import numpy as np
 import torch
 
 from pellucid.capture.fx import computed
@@ -24,7 +25,6 @@ from pellucid.capture.torch_compat import (
     decomposition_table,
     is_known,
     is_symbolic,
-    real_tensors,
     resized_shape,
     suggested_format,
 )
@@ -186,6 +186,11 @@ def _is_served(kind: _Interpolation, axis: _Axis) -> bool:
     return (sizes_known or axis.is_regular) and (kind is not _NEAREST or _is_exact(axis))
 
 
+def _stays(kind: _Interpolation, axis: _Axis) -> bool:
+    """Whether an axis keeps its size: ATen then weighs each element by one and, once more, by zero."""
+    return kind.clamped and is_known(axis.before == axis.after)
+
+
 def _lies_within(axis: _Axis) -> bool:
     """Whether results lie among the elements: operators may be called with scales that sizes do not have."""
     return axis.is_regular or bool(axis.positions(axis.after - 1) < axis.before)
@@ -197,9 +202,9 @@ def _is_exact(axis: _Axis) -> bool:
         return True
     if is_symbolic(axis.after):
         return False
-    with real_tensors():
-        results = torch.arange(axis.after)
-        return torch.equal(axis.positions(results.to(torch.float32)).to(torch.int64), results // axis.more)
+    results = np.arange(axis.after)
+    found = axis.positions(results.astype(np.float32)).astype(np.int64)
+    return np.array_equal(found, results // axis.more)
 
 
 # -------------------------------------------------------------------------------------------------- operators
@@ -282,6 +287,8 @@ def _at_once(kind: _Interpolation, x: torch.Tensor, axes: list[_Axis], *found: t
 def _resized(kind: _Interpolation, x: torch.Tensor, dim: int, axis: _Axis) -> torch.Tensor:
     """Results along one dimension."""
     behind = x.dim() - dim - 1
+    if _stays(kind, axis):
+        return x + 0 * x
     if kind is _NEAREST and axis.is_regular and axis.more > 1:
         return x.unsqueeze(dim + 1).expand(*x.shape[: dim + 1], axis.more, *x.shape[dim + 1 :]).flatten(dim, dim + 1)
     if not axis.is_regular or (axis.more > 1 and behind):
@@ -318,6 +325,8 @@ def _summed(kind: _Interpolation, grad: torch.Tensor, dim: int, axis: _Axis) -> 
     """The gradient of elements along one dimension, from that of results."""
     if kind is _NEAREST and axis.is_regular and axis.more > 1:
         return grad.unflatten(dim, (axis.before, axis.more)).sum(dim + 1)
+    if _stays(kind, axis):
+        return grad + 0 * grad
     element = torch.arange(axis.before, device=grad.device)
     least = ((element - kind.below - axis.start) / axis.step - _SLACK).ceil().clamp(min=0)
     # What is clamped at the first elements comes from the first results.
@@ -336,6 +345,8 @@ def _taps(
     kind: _Interpolation, axis: _Axis, results: torch.Tensor, dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, Number]]:
     """What results of these numbers are computed from: numbers of elements, and their weights."""
+    if _stays(kind, axis):
+        return [(results, 1), (results, 0)]
     position = axis.positions(results.to(torch.float32 if kind is _NEAREST else dtype))
     if kind.clamped:
         position = position.clamp(min=0)

@@ -121,6 +121,33 @@ def test_what_is_not_finite_stays_where_eager_has_it(name: str, place: tuple[int
         assert torch.equal(found.isfinite(), theirs.isfinite())
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["planar", "channels-last"])
+@pytest.mark.parametrize("size", [(1, 3), (4, 3), (2, 5), (2, 3)], ids=str)
+def test_an_axis_that_keeps_its_size_weighs_by_zero_too(size: tuple[int, int], last: bool) -> None:
+    function, x = resized({"mode": "bilinear", "size": size}), torch.ones(1, 20, 2, 3)
+    x[0, 0, 0, 0] = torch.inf
+    x = x.contiguous(memory_format=LAST) if last else x
+    run = compiled(function)
+    assert torch.equal(run(x).nan_to_num(7, 8, 9), function(x).nan_to_num(7, 8, 9))
+    weight = torch.ones_like(function(x))
+    weight[0, 1, 0, 1] = torch.inf
+    found, theirs = (gradients(call, x, weight) for call in (run, function))
+    assert torch.equal(found.nan_to_num(7, 8, 9), theirs.nan_to_num(7, 8, 9))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+@pytest.mark.parametrize("scale", [2.0, 3.0, 1.7])
+def test_inside_of_transforms(mode: str, scale: float) -> None:
+    function = resized({"mode": mode, "scale_factor": scale})
+
+    def transformed(x: torch.Tensor) -> tuple[Any, ...]:
+        gradient = torch.func.grad(lambda y: function(y).pow(2).sum())
+        each = torch.func.vmap(lambda y: gradient(y.unsqueeze(0)))
+        return gradient(x), each(x), torch.func.jvp(function, (x,), (x * 2,))[1]
+
+    check(transformed, (image(2, 3, 6, 7),))
+
+
 @pytest.mark.parametrize("name", RESIZES)
 def test_sizes_that_are_not_known(name: str) -> None:
     function = resized(RESIZES[name])
