@@ -86,32 +86,31 @@ def resizes() -> dict[Any, Callable[..., Any]]:
     The latter leaves the operator whole if it has no gradient or that is decomposed here, and is PyTorch's otherwise.
     """
     table: dict[Any, Callable[..., Any]] = {}
+    theirs = decomposition_table(tuple(_KINDS))
     for name, kind in _KINDS.items():
-        axes = partial(_axes, kind, "exact" in name)
+        operator, axes = getattr(aten, name), partial(_axes, kind, "exact" in name)
         table[getattr(aten, f"{name}_backward").default] = _gradient(kind, axes)
-        table[getattr(aten, name).vec] = _by_scales(getattr(aten, name).default, axes, _theirs(name))
+        table[operator.vec] = _by_scales(operator.default, axes, theirs[operator.default])
     return table
 
 
 def expand_resizes(graph: torch.fx.Graph) -> bool:
     """Put loops in the place of resizes, whose arguments lie as they will; whether there are any."""
-    resized = [node for node in graph.nodes if node.op == "call_function" and node.target in _expansions()]
+    table = _expansions()
+    resized = [node for node in graph.nodes if node.op == "call_function" and node.target in table]
     for node in resized:
-        decompose(graph, node, {**_expansions(), **decomposition_table(("_unsafe_index", "rsub"))})
+        decompose(graph, node, table)
     return bool(resized)
 
 
 @lru_cache(maxsize=1)
 def _expansions() -> dict[Any, Callable[..., Any]]:
-    return {
-        getattr(aten, name).default: _resize(kind, partial(_axes, kind, "exact" in name), _theirs(name))
-        for name, kind in _KINDS.items()
-    }
-
-
-def _theirs(name: str) -> Callable[..., torch.Tensor]:
-    """PyTorch's decomposition."""
-    return decomposition_table([name])[getattr(aten, name).default]
+    """Decompositions of the operators, and of what these call that has no rule of lowering."""
+    table = decomposition_table((*_KINDS, "_unsafe_index", "rsub"))
+    for name, kind in _KINDS.items():
+        operator = getattr(aten, name).default
+        table[operator] = _resize(kind, partial(_axes, kind, "exact" in name), table[operator])
+    return table
 
 
 # ------------------------------------------------------------------------------------------------------- axes
