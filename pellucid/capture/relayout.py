@@ -41,7 +41,8 @@ Numbers: TypeAlias = "tuple[int | Expr, ...]"
 # since those that only PyTorch itself calls trust their callers to have made them contiguous.
 _ANY_LAYOUT = frozenset(
     "convolution convolution_backward mm addmm bmm baddbmm upsample_nearest2d _upsample_nearest_exact2d"
-    " upsample_bilinear2d upsample_bicubic2d upsample_nearest2d_backward upsample_bilinear2d_backward".split()
+    " upsample_bilinear2d upsample_bicubic2d upsample_nearest2d_backward _upsample_nearest_exact2d_backward"
+    " upsample_bilinear2d_backward upsample_bicubic2d_backward".split()
 )
 # Calls whose meaning depends on how their argument lies in memory.
 _BY_STRIDES = (aten.as_strided.default, aten.as_strided_.default, aten.set_.source_Tensor, aten.resize_.default)

@@ -6,7 +6,8 @@ axis of an image that becomes n times as large, neighbours lie side by side and 
 In a gradient each element sums what it takes part in: the results near it are candidates, each of which weighs this
 element or does not.
 
-Gradients are decomposed while a graph is captured; the operators themselves later, as it matters how images lie.
+Both become loops after layouts are decided, as it matters how images lie; but gradients of symbolic sizes while a graph
+is captured, since PyTorch cannot compute their fake results.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ _KINDS = {
 
 
 def resizes() -> dict[Any, Callable[..., Any]]:
-    """Decompositions for while a graph is captured: of gradients, and of `.vec`, which `interpolate` calls.
+    """Decompositions for while a graph is captured: of gradients of symbolic sizes, and of `.vec`, which `interpolate`
+    calls.
 
     The latter leaves the operator whole if it has no gradient or that is decomposed here, and is PyTorch's otherwise.
     """
@@ -89,7 +91,7 @@ def resizes() -> dict[Any, Callable[..., Any]]:
     theirs = decomposition_table(tuple(_KINDS))
     for name, kind in _KINDS.items():
         operator, axes = getattr(aten, name), partial(_axes, kind, "exact" in name)
-        table[getattr(aten, f"{name}_backward").default] = _gradient(kind, axes)
+        table[_backward(name)] = _unless_known(_gradient(kind, axes))
         table[operator.vec] = _by_scales(operator.default, axes, theirs[operator.default])
     return table
 
@@ -105,12 +107,28 @@ def expand_resizes(graph: torch.fx.Graph) -> bool:
 
 @lru_cache(maxsize=1)
 def _expansions() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of the operators, and of what these call that has no rule of lowering."""
+    """Decompositions of the operators and their gradients, and of what these call that has no rule of lowering."""
     table = decomposition_table((*_KINDS, "_unsafe_index", "rsub"))
     for name, kind in _KINDS.items():
-        operator = getattr(aten, name).default
-        table[operator] = _resize(kind, partial(_axes, kind, "exact" in name), table[operator])
+        operator, axes = getattr(aten, name).default, partial(_axes, kind, "exact" in name)
+        table[operator] = _resize(kind, axes, table[operator])
+        table[_backward(name)] = _gradient(kind, axes)
     return table
+
+
+def _backward(name: str) -> Any:
+    """The operator that computes gradients of the one of this name."""
+    return getattr(aten, f"{name}_backward").default
+
+
+def _unless_known(gradient: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The decomposition of a gradient, if a size is symbolic."""
+
+    def decomposed(grad: torch.Tensor, after: Sequence[Any], before: Sequence[Any], *rest: Any) -> torch.Tensor:
+        symbolic = any(map(is_symbolic, (*grad.shape, *before)))
+        return gradient(grad, after, before, *rest) if symbolic else NotImplemented
+
+    return decomposed
 
 
 # ------------------------------------------------------------------------------------------------------- axes
