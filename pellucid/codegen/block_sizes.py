@@ -45,6 +45,8 @@ FEW_SUMS = 2048
 FEW_SUMS_OF_LINE = 6144
 # Blocks from which on no thread waits long for another.
 ENOUGH_BLOCKS = 16
+# The part of its time that a panel takes of which columns fill but one register.
+HALF_PANEL = 0.65
 # Choices that a decision keeps beside the one that was made.
 RUNNERS_UP = 3
 # How much longer than with equal shares cores may take before blocks become smaller.
@@ -77,6 +79,14 @@ class Pricing:
         fetched = self.fetch if pieces % self.cores else 0.0
         each = uneven + self.gather / min(columns, self.n) + self.pack / (lines * self.size) + fetched
         return each * waiting(blocks, self.cores)
+
+    def empty(self, lines: int, columns: int, machine: Machine) -> float:
+        """How much longer products take because columns leave registers empty, or the last block's are fewer."""
+        pieces = -(-self.n // columns)
+        few = self.outer * -(-self.m // lines) * pieces < ENOUGH_BLOCKS
+        registers = -(-(min(columns, self.n) if few else self.n) // machine.lanes)
+        panels = registers // 2 + registers % 2 * HALF_PANEL
+        return panels * (pieces if few else 1) * 2 * machine.lanes / self.n
 
 
 def runners_up(price: float, others: Iterable[tuple[float, str]]) -> str:

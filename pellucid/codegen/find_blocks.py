@@ -53,8 +53,8 @@ from pellucid.ir.contraction import (
     stride_along,
 )
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, Expr, product
-from pellucid.ir.nodes import Kernel, Store
+from pellucid.ir.index import ONE, ZERO, Expr, product
+from pellucid.ir.nodes import Kernel, Load, Store
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
 from pellucid.machine.kernels import DEPTH, FEW_COLUMNS, FEW_ROWS
@@ -63,6 +63,9 @@ from pellucid.options import Options
 
 # What it takes, in a convolution of several groups, to find the place of a tap for a row.
 PLACE = 48.0
+# To load or to store a number whose neighbours lie apart takes as long as so many products, if these are as near, and
+# at most so many times as long.
+APART, NEAR, FAR = 20.0, 64, 16.0
 # Taps of a line that can share the reads of pixels, as `groups.h` has it.
 MOST_NEIGHBOURS = 5
 
@@ -196,18 +199,47 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
     blocks = _windows(found, ranges, column, machine, packed) if found.windowed or several else None
     if blocks or found.windowed:
         return blocks
+    one = _product(found, row, column, ranges, machine, packed, made)
+    if found.choice or {load.buffer for load in found.loads} & roles.frozen:
+        return one
+    made = found.loads[0].buffer in roles.made
+    other = _product(found.swapped(), column, row, ranges, machine, False, made)
+    return min(one, other, key=partial(_time_of_product, kernel, machine))
+
+
+def _product(
+    found: Contraction, row: str, column: str, ranges: dict[str, Expr], machine: Machine, packed: bool, made: bool
+) -> Blocks:
+    """Blocks of a product, of rows along one axis. packed: before the program runs. made: the right operand is."""
     pack = 0.0 if packed else PACK
     size = partial(product_sizes, found, row, column, ranges, machine, pack, made=made)
     (height, width), apart = size(shared=not found.choice), size(shared=False)
+    pricing = product_pricing(found, row, column, ranges, machine, pack)
+    blocks = Blocks(found, row, (), column, found.inner, height, width, ranges, pricing=pricing)
     if ranges[row].value is None and not found.choice:
         varying = split_rows(found, row, column, ranges, machine, (height, width))
-        return Blocks(found, row, (), column, found.inner, height, width, ranges, varying=varying)
-    pricing = product_pricing(found, row, column, ranges, machine, pack)
+        return replace(blocks, varying=varying, pricing=None)
     others = (
         apart,
         *((height, even_pieces(pricing.n, wide, COLUMN_STEP)) for wide in (2 * width, width // 2, 4 * width)),
     )
-    return Blocks(found, row, (), column, found.inner, height, width, ranges, pricing=pricing, sizes=others)
+    return replace(blocks, sizes=others)
+
+
+def _time_of_product(kernel: Kernel, machine: Machine, blocks: Blocks) -> float:
+    """What a product takes for each term, next to one whose columns fill registers and are stored side by side."""
+    found, ranges = blocks.contraction, blocks.ranges
+    pricing = blocks.pricing or product_pricing(found, blocks.row, blocks.column, ranges, machine, PACK)
+    own = (found.left.out, found.right.out)
+    others = [line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store) and line.out not in own]
+    apart = sum(_apart(stride_along(index, blocks.column)) for index in others)
+    time = pricing.empty(blocks.rows, blocks.columns, machine) * pricing(blocks.rows, blocks.columns)
+    return time + apart / max(1, estimate(blocks.terms))
+
+
+def _apart(stride: Expr) -> float:
+    """What it takes to load or to store a number whose neighbours are so many elements apart."""
+    return 0.0 if stride in (ZERO, ONE) else APART * min(max(1.0, estimate(stride) / NEAR), FAR)
 
 
 def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Machine) -> Blocks | None:
