@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from pellucid.ir.contraction import COLUMNS, Contraction
+from pellucid.ir.contraction import COLUMNS, Contraction, stride_along
 from pellucid.ir.index import ONE, Expr, as_expr, chunks, const, equal_piece, floordiv, product
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
-from pellucid.machine.kernels import AMX_ROWS, DEPTH
+from pellucid.machine.kernels import AMX_ROWS, DEPTH, FEW_ROWS, SAME_SET
 from pellucid.machine.work import estimate
 
 # Rows of the largest block: what is read again lies in the second cache.
@@ -46,7 +46,7 @@ FEW_SUMS_OF_LINE = 6144
 # Blocks from which on no thread waits long for another.
 ENOUGH_BLOCKS = 16
 # The part of its time that a panel takes of which columns fill but one register.
-HALF_PANEL = 0.65
+HALF_PANEL = 0.6
 # Choices that a decision keeps beside the one that was made.
 RUNNERS_UP = 3
 # How much longer than with equal shares cores may take before blocks become smaller.
@@ -121,10 +121,15 @@ def lines_and_columns(pricing: Pricing, step: int, most: int) -> list[tuple[int,
 def product_pricing(
     found: Contraction, row: str, column: str, ranges: dict[str, Expr], machine: Machine, pack: float
 ) -> Pricing:
-    """Of blocks of a product, whose rows are packed too where they are neighbours."""
+    """Of blocks of a product, whose rows are packed too where they are neighbours, or lie in one set of the first cache
+    and the second does not hold them."""
     m, n, outer = rows_of(ranges[row]), estimate(ranges[column]), points_besides(ranges, (row, column, *found.inner))
-    packed, faster = found.loads[0].index.coefficient(row) == ONE, speed_up(found.dtype, machine)
-    return Pricing(m, 1, n, outer, machine.cores, 0.0, PACK * faster if packed else 0.0, pack * faster)
+    size, faster = found.dtype.itemsize, speed_up(found.dtype, machine)
+    apart = stride_along(found.loads[0].index, row)
+    one_set = m > FEW_ROWS and apart.value and apart.value * size % SAME_SET == 0
+    copied = one_set and 2 * m * estimate(product(ranges[name] for name in found.inner)) * size > machine.own_cache
+    gather = PACK * faster if apart == ONE or copied else 0.0
+    return Pricing(m, 1, n, outer, machine.cores, 0.0, gather, pack * faster)
 
 
 def rows_of(extent: Expr) -> int:

@@ -217,6 +217,7 @@ class Blocks:
     tiles: how many of 2 x 2 pixels a block has, if its sums are computed by tiles (`codegen/winograd.py`), else 0.
     order: in which they follow one another.
     groups: of a convolution, where a column is made of the channels of its group; the contraction is that of the first.
+    turned: what runs over a block has its vectors along rows, as results lie, and gathers the sums.
     pricing, sizes: of other rows and columns that could have been chosen.
     """
 
@@ -238,6 +239,7 @@ class Blocks:
     tiles: int = 0
     order: Order = Order.ROWS_THEN_COLUMNS
     groups: Groups | None = None
+    turned: bool = False
     pricing: Pricing | None = None
     sizes: tuple[tuple[int, int], ...] = ()
 

@@ -89,21 +89,22 @@ def _planned(
     at_once = 1 if blocks.by_channel else machine.isa.products(blocks.contraction.dtype)
     steps = blocks.share * estimate(product(ranges.values())) / (machine.lanes * at_once)
     grain, parallel = grain_of(kernel, extent, steps, machine, options)
-    wide = frozenset(name for name, axes in axes_of(rest).items() if blocks.column in axes)
+    along, around = (blocks.row, blocks.column) if blocks.turned else (blocks.column, blocks.row)
+    wide = frozenset(name for name, axes in axes_of(rest).items() if along in axes)
     streamed, streams = _streamed(rest, wide, unread, machine)
     return Plan(
         kernel=rest,
         outer=outer,
-        inner=blocks.row,
+        inner=around,
         chunk=blocks.rows,
         whole=blocks.whole,
         colliding=(),
         reduced=(),
-        vector=blocks.column,
+        vector=along,
         width=base_lanes(rest, machine),
         wide=wide,
-        gathered=gathered(rest, blocks.column, wide),
-        tile=blocks.column,
+        gathered=gathered(rest, along, wide),
+        tile=along,
         tiled=frozenset(),
         sweeps=plan_sweeps(rest, 1),
         pairwise=frozenset(),

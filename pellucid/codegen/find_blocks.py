@@ -63,8 +63,12 @@ from pellucid.options import Options
 
 # What it takes, in a convolution of several groups, to find the place of a tap for a row.
 PLACE = 48.0
+# How much longer a product takes before its operands are exchanged: prices are not exact.
+CLEAR = 1.03
+# To gather a sum of a block takes as long as so many products.
+GATHER_SUM = 50.0
 # To load or to store a number whose neighbours lie apart takes as long as so many products, if these are as near, and
-# at most so many times as long.
+# at most so many times as long: see `_apart`.
 APART, NEAR, FAR = 20.0, 64, 16.0
 # Taps of a line that can share the reads of pixels, as `groups.h` has it.
 MOST_NEIGHBOURS = 5
@@ -199,23 +203,24 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
     blocks = _windows(found, ranges, column, machine, packed) if found.windowed or several else None
     if blocks or found.windowed:
         return blocks
-    one = _product(found, row, column, ranges, machine, packed, made)
+    one = _product(kernel, found, row, column, machine, packed, made)
     if found.choice or {load.buffer for load in found.loads} & roles.frozen:
         return one
     made = found.loads[0].buffer in roles.made
-    other = _product(found.swapped(), column, row, ranges, machine, False, made)
-    return min(one, other, key=partial(_time_of_product, kernel, machine))
+    other = _product(kernel, found.swapped(), column, row, machine, False, made)
+    return other if CLEAR * _time_of_product(kernel, machine, other) < _time_of_product(kernel, machine, one) else one
 
 
 def _product(
-    found: Contraction, row: str, column: str, ranges: dict[str, Expr], machine: Machine, packed: bool, made: bool
+    kernel: Kernel, found: Contraction, row: str, column: str, machine: Machine, packed: bool, made: bool
 ) -> Blocks:
     """Blocks of a product, of rows along one axis. packed: before the program runs. made: the right operand is."""
-    pack = 0.0 if packed else PACK
+    ranges, pack = kernel.ranges, 0.0 if packed else PACK
     size = partial(product_sizes, found, row, column, ranges, machine, pack, made=made)
     (height, width), apart = size(shared=not found.choice), size(shared=False)
     pricing = product_pricing(found, row, column, ranges, machine, pack)
     blocks = Blocks(found, row, (), column, found.inner, height, width, ranges, pricing=pricing)
+    blocks = replace(blocks, turned=_is_turned(kernel, blocks))
     if ranges[row].value is None and not found.choice:
         varying = split_rows(found, row, column, ranges, machine, (height, width))
         return replace(blocks, varying=varying, pricing=None)
@@ -230,16 +235,24 @@ def _time_of_product(kernel: Kernel, machine: Machine, blocks: Blocks) -> float:
     """What a product takes for each term, next to one whose columns fill registers and are stored side by side."""
     found, ranges = blocks.contraction, blocks.ranges
     pricing = blocks.pricing or product_pricing(found, blocks.row, blocks.column, ranges, machine, PACK)
-    own = (found.left.out, found.right.out)
-    others = [line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store) and line.out not in own]
-    apart = sum(_apart(stride_along(index, blocks.column)) for index in others)
+    apart = GATHER_SUM + _apart(kernel, found, blocks.row) if blocks.turned else _apart(kernel, found, blocks.column)
     time = pricing.empty(blocks.rows, blocks.columns, machine) * pricing(blocks.rows, blocks.columns)
     return time + apart / max(1, estimate(blocks.terms))
 
 
-def _apart(stride: Expr) -> float:
-    """What it takes to load or to store a number whose neighbours are so many elements apart."""
-    return 0.0 if stride in (ZERO, ONE) else APART * min(max(1.0, estimate(stride) / NEAR), FAR)
+def _is_turned(kernel: Kernel, blocks: Blocks) -> bool:
+    """Whether it takes less time to gather sums than to load and to store what lies apart along columns."""
+    found, row, column = blocks.contraction, blocks.row, blocks.column
+    along = all(stride_along(store.index, row) == ONE for _, store in kernel.stores())
+    return along and GATHER_SUM + _apart(kernel, found, row) < _apart(kernel, found, column)
+
+
+def _apart(kernel: Kernel, found: Contraction, axis: str) -> float:
+    """What it takes to load and to store, for each sum, the numbers whose neighbours along an axis lie apart."""
+    own = (found.left.out, found.right.out)
+    others = (line.rhs for line in kernel.body if isinstance(line.rhs, Load | Store) and line.out not in own)
+    steps = (stride_along(other.index, axis) for other in others)
+    return sum(APART * min(max(1.0, estimate(step) / NEAR), FAR) for step in steps if step not in (ZERO, ONE))
 
 
 def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Machine) -> Blocks | None:

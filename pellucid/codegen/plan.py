@@ -151,7 +151,9 @@ class Plan:
     @property
     def tile_step(self) -> int:
         """Points of `tile` in one block."""
-        return self.blocks.columns if self.blocks else self.width
+        if self.blocks is None:
+            return self.width
+        return self.blocks.rows if self.tile == self.blocks.row else self.blocks.columns
 
     @property
     def outer_tile(self) -> str | None:

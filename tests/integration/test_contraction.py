@@ -381,3 +381,30 @@ def test_few_rows_or_columns_of_many_terms(rows: int, columns: int, ours: bool) 
     found = compiled(lambda x, y: x @ y, torch.randn(rows, 5000), torch.randn(5000, columns))
     assert any(isinstance(node, Extern) for node, _ in found) != ours
     compiled(lambda x, y: x.t() @ y, torch.randn(5000, rows), torch.randn(5000, columns))
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(16, 768, 256), (32, 200, 320), (300, 128, 10), (500, 96, 3), (150, 96, 17), (40, 80, 300)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
+def test_the_columns_of_the_result_may_be_rows_of_blocks(m: int, k: int, n: int, dtype: torch.dtype) -> None:
+    x, w, b, r = (torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (n,), (m, n)))
+    compiled(lambda x, w: x @ w.t(), x, w)
+    compiled(lambda x, w: (w @ x.t()).t().contiguous(), x, w)
+    compiled(lambda x, w, b, r: F.gelu(F.linear(x, w, b)) + r, x, w, b, r)
+    compiled(lambda x, w, b, r: F.linear(x, w, b).tanh() + r, x, w, b, r, dynamic=True)
+    compiled(lambda x, w: x.t().contiguous().t() @ w.t().contiguous(), x, w)
+
+
+@pytest.mark.parametrize(("m", "n"), [(16, 300), (32, 300), (300, 16)])
+def test_then_what_is_not_finite_stays_and_nothing_is_read_after_it_was_written(m: int, n: int) -> None:
+    x, w, r = torch.randn(m, 80), torch.randn(n, 80), torch.randn(m, n)
+    x[3, 5], w[7, 2] = torch.inf, torch.nan
+
+    def function(x: torch.Tensor, w: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = r.clone().addmm_(x, w.t())
+        return y, y.view(-1)[1:].relu()
+
+    compiled(function, x, w, r)
+    compiled(lambda x, w, r: (x @ w.t()).t().contiguous() * r.t(), x, w, r)
+    compiled(lambda x, w: torch.stack((x @ w.t(), x @ w.t() + 1), -1), x, w)

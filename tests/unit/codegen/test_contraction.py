@@ -70,6 +70,30 @@ def test_columns_are_the_axis_along_which_the_result_lies(target: Machine) -> No
         assert plan.extent_of(plan.blocks.column).value == extent
 
 
+@pytest.mark.parametrize("target", [AVX2, AVX512])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "columns", "along_rows"),
+    [
+        (32, 768, 768, 32, True),  # the weight is read where it lies: nothing is packed for few rows
+        (32, 768, 3072, 768, False),  # of which rows lie in one set of the cache
+        (128, 768, 768, 768, False),
+        (512, 512, 512, 512, False),
+    ],
+)
+def test_the_operand_with_the_cheaper_blocks_gives_the_columns(
+    target: Machine, m: int, n: int, k: int, columns: int, along_rows: bool
+) -> None:
+    plan = plan_of(product(m, n, k), target)
+    assert plan.blocks is not None and plan.blocks.ranges[plan.blocks.column].value == columns
+    assert plan.blocks.turned == along_rows == (plan.vector == plan.blocks.row)
+
+
+def test_few_columns_are_rows_of_blocks_where_registers_are_wide() -> None:
+    """What is stored apart lies near."""
+    blocks = plan_of(product(1024, 10, 768), AVX512).blocks
+    assert blocks is not None and not blocks.turned and blocks.ranges[blocks.column].value == 1024
+
+
 def test_blocks_are_equal_and_enough() -> None:
     plan = plan_of(product(1024, 1024, 512))
     assert plan.blocks is not None
