@@ -259,7 +259,10 @@ def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Mach
     """Blocks of a convolution of several groups, or of its weight's gradient; None if terms do not line up."""
     ranges = kernel.ranges
     if groups.backward:
-        return sums_by_group(found, ranges, groups)
+        of_weight = sums_by_group(found, ranges, groups, machine)
+        if of_weight is None or of_weight.rows < machine.lanes // 2:
+            return of_weight
+        return replace(of_weight, turned=bool(stored_along(kernel, (of_weight.row,))))
     (column,) = found.columns
     blocks = _windows(found, ranges, column, machine, groups=groups)
     if blocks is None:

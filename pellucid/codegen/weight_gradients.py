@@ -167,7 +167,9 @@ def sums_by_channel(found: Contraction, ranges: dict[str, Expr]) -> Blocks | Non
     )
 
 
-def sums_by_group(found: Contraction, ranges: dict[str, Expr], groups: Groups) -> Blocks | None:
+def sums_by_group(
+    found: Contraction, ranges: dict[str, Expr], groups: Groups, machine: Machine
+) -> Blocks | None:
     """The same of a convolution of several groups: all taps of some channels, for the outputs of groups in registers.
 
     found: that of the first group's image, see `join_groups`.
@@ -185,9 +187,9 @@ def sums_by_group(found: Contraction, ranges: dict[str, Expr], groups: Groups) -
         return None
     if image.bounds and not (taps and _line_by_line(image, taps, inner)):
         return None
-    most = ROWS * COLUMNS // (groups.period * estimate(product(ranges[name] for name in taps)))
+    # Of one register, so that there are many channels, along which the result lies.
+    columns = machine.lanes if groups.period % machine.lanes == 0 else groups.period
+    most = ROWS * COLUMNS // (columns * estimate(product(ranges[name] for name in taps)))
     rows = even_pieces(groups.channels, max(1, most), 1)
     order = Order.OUTER_LAST
-    return Blocks(
-        image, channel, taps, column, inner, rows, groups.period, ranges, pixels=True, groups=groups, order=order
-    )
+    return Blocks(image, channel, taps, column, inner, rows, columns, ranges, pixels=True, groups=groups, order=order)
