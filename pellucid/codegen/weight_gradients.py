@@ -167,9 +167,7 @@ def sums_by_channel(found: Contraction, ranges: dict[str, Expr]) -> Blocks | Non
     )
 
 
-def sums_by_group(
-    found: Contraction, ranges: dict[str, Expr], groups: Groups, machine: Machine
-) -> Blocks | None:
+def sums_by_group(found: Contraction, ranges: dict[str, Expr], groups: Groups, machine: Machine) -> Blocks | None:
     """The same of a convolution of several groups: all taps of some channels, for the outputs of groups in registers.
 
     found: that of the first group's image, see `join_groups`.
