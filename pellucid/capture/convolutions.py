@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from pellucid.capture import volumes
-from pellucid.capture.torch_compat import contiguous_strides, convolution_format, is_symbolic, suggested_format
+from pellucid.capture.torch_compat import (
+    contiguous_strides,
+    convolution_format,
+    is_known,
+    is_symbolic,
+    suggested_format,
+)
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.types import TORCH_DTYPES
 
@@ -34,6 +40,8 @@ _MOST_OUTPUTS = 16
 """Of a convolution that is computed by taps: a block of more columns is filled by outputs alone."""
 _MOST_ROWS = 1.25
 """What such a product makes, next to the image."""
+_FEW_CHANNELS, _MANY_OUTPUTS = 16, 32
+"""Of a weight whose gradient is a product with windows of lines: fewer channels, and at least as many outputs."""
 _KERNELS = frozenset(TORCH_DTYPES[each] for each in DTYPES)
 
 
@@ -92,9 +100,43 @@ def convolution_backward(
         return of_image.contiguous(memory_format=convolution_format(x, weight, None, *steps)), *others[1:]
     if x.dim() != _LINES or (groups > 1 and transposed):
         return NotImplemented
+    if mask[1] and _has_few_channels(grad, x, weight, *steps):
+        others = [mask[0], False, False]
+        of_image = (
+            torch.ops.aten.convolution_backward(grad, x, weight, bias_sizes, *steps, others)[0] if mask[0] else None
+        )
+        return of_image, _of_weight_by_windows(grad, x, weight, *steps), grad.sum((0, 2)) if mask[2] else None
     images = (each.unsqueeze(2) for each in (grad, x, weight))
     made = torch.ops.aten.convolution_backward(*images, bias_sizes, *_of_images(*steps), mask)
     return tuple(each if each is None or each.dim() == 1 else _line(each) for each in made)
+
+
+def _has_few_channels(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:
+    """Whether the gradient of a weight over lines is a product with the windows of `x`: oneDNN is slow for so few
+    channels. Windows lie in `x` where it has one channel, and are at most as large as `grad` else."""
+    stride, padding, dilation, transposed, _, groups = steps
+    if transposed or groups != 1 or x.dtype not in _KERNELS or weight.dtype is not x.dtype:
+        return False
+    if any(map(is_symbolic, (*weight.shape, *stride, *padding, *dilation))) or 0 in (*x.shape, *weight.shape):
+        return False
+    outputs, channels, taps = weight.shape
+    if channels >= _FEW_CHANNELS or outputs < _MANY_OUTPUTS or (channels > 1 and channels * taps > outputs):
+        return False
+    windows = (x.shape[2] + 2 * padding[0] - dilation[0] * (taps - 1) - 1) // stride[0] + 1
+    return is_known(windows == grad.shape[2])
+
+
+def _of_weight_by_windows(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> torch.Tensor:
+    """The gradient as a product, for each line, of that of the result and what its taps meet.
+
+    `w[o, c, k] = sum over n and q of g[n, o, q] * x[n, c, s * q + d * k - p]`, where zeros lie around `x`.
+    """
+    (stride,), (padding,), (dilation,), *_ = steps
+    outputs, channels, taps = weight.shape
+    padded = torch.ops.aten.constant_pad_nd(x, [padding, padding]) if padding else x
+    windows = padded.unfold(2, dilation * (taps - 1) + 1, stride)[..., ::dilation]
+    met = windows.permute(0, 2, 1, 3).flatten(2)
+    return torch.bmm(grad, met).sum(0).view(outputs, channels, taps)
 
 
 def _spreads_in_groups(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:

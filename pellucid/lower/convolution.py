@@ -42,6 +42,8 @@ FEW_TERMS = 32
 _FEW_UNPADDED = 16
 # The same where nothing is gathered, as channels are few.
 _FEW_SPREAD = 8
+# Outputs of an image of one channel that oneDNN is slow for.
+_MANY_OUTPUTS = 64
 # Columns whose weights a kernel packs together where groups fill registers of so many lanes; else it packs a group's.
 _WIDTH, _LANES = 32, 16
 
@@ -150,7 +152,8 @@ def _check_direct(given: Mapping[str, Any], result: View, few: int = FEW_TERMS) 
     planar = x.view.strides[1] != ONE and x.shape[1] != ONE
     if planar and not (spread and lies(result, (0, 2, 3, 1))):
         raise NotLowered(_PLANAR)
-    few = _FEW_SPREAD if spread else few
+    many = weight.shape[1] == ONE and nonnegative(weight.shape[0] - _MANY_OUTPUTS)
+    few = (2 if many else _FEW_SPREAD) if spread else few
     if given["groups"] == 1 and nonnegative(const(few - 1) - product(weight.shape[1:])):
         raise NotLowered(_SHORT)
     each = floordiv(weight.shape[0], given["groups"])

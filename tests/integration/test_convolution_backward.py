@@ -264,6 +264,50 @@ def test_taps_that_move_as_pixels_do_share_what_is_packed(
     assert len(facts) == 1 and ("share what is packed" in facts[0]) == shared, facts
 
 
+# Line, weight, and what says how the window moves; whether the gradient of the weight is a product with windows.
+LINES = [
+    ((2, 1, 300), (40, 1, 10), {"stride": 5}, True),
+    ((1, 1, 90), (64, 1, 7), {"padding": 3}, True),
+    ((3, 3, 50), (33, 3, 5), {"padding": (4,), "dilation": 2, "stride": 2}, True),
+    ((2, 15, 40), (64, 15, 3), {"padding": 1}, True),
+    ((2, 1, 40), (32, 1, 40), {}, True),
+    ((2, 3, 40), (32, 3, 11), {}, False),  # windows would be larger than the result
+    ((2, 16, 40), (64, 16, 3), {}, False),
+    ((2, 4, 40), (16, 4, 3), {}, False),
+    ((2, 4, 40), (64, 2, 3), {"groups": 2}, False),
+]
+
+
+@pytest.mark.parametrize(("line", "kernel", "options", "by_windows"), LINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradients_of_weights_over_lines_of_few_channels_are_products_with_windows(
+    line: tuple[int, ...],
+    kernel: tuple[int, ...],
+    options: dict[str, Any],
+    by_windows: bool,
+    dtype: torch.dtype,
+    dynamic: bool,
+) -> None:
+    tensors = [torch.randn(line, dtype=dtype), torch.randn(kernel, dtype=dtype), torch.randn(kernel[0], dtype=dtype)]
+
+    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(x, w, b, **options).tanh()
+
+    torch._dynamo.reset()
+    if dynamic:
+        torch._dynamo.mark_dynamic(tensors[0], 2)
+    seed = torch.randn_like(function(*tensors))
+    with recorded_fallbacks() as found:
+        made = gradients(torch.compile(function, backend="pellucid"), *tensors, seed=seed)
+    wide = gradients(function, *(each.double() for each in tensors), seed=seed.double())
+    for one, other, exact in zip(made, gradients(function, *tensors, seed=seed), wide, strict=True):
+        assert_matches(one, other, exact)
+        assert one.stride() == other.stride()
+    if by_windows and dtype is torch.float32 and "stride" not in options:  # oneDNN computes gradients of strided lines
+        assert "aten::convolution_backward.default" not in found
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("groups", [1, 24])
