@@ -237,13 +237,13 @@ def _time_of_product(kernel: Kernel, machine: Machine, blocks: Blocks) -> float:
     pricing = blocks.pricing or product_pricing(found, blocks.row, blocks.column, ranges, machine, PACK)
     apart = GATHER_SUM + _apart(kernel, found, blocks.row) if blocks.turned else _apart(kernel, found, blocks.column)
     time = pricing.empty(blocks.rows, blocks.columns, machine) * pricing(blocks.rows, blocks.columns)
-    return time + apart / max(1, estimate(blocks.terms))
+    return time + apart * speed_up(found.dtype, machine) / max(1, estimate(blocks.terms))
 
 
 def _is_turned(kernel: Kernel, blocks: Blocks) -> bool:
     """Whether it takes less time to gather sums than to load and to store what lies apart along columns."""
     found, row, column = blocks.contraction, blocks.row, blocks.column
-    along = all(stride_along(store.index, row) == ONE for _, store in kernel.stores())
+    along = all(store.index.coefficient(row) == ONE for _, store in kernel.stores())
     return along and GATHER_SUM + _apart(kernel, found, row) < _apart(kernel, found, column)
 
 
@@ -251,8 +251,9 @@ def _apart(kernel: Kernel, found: Contraction, axis: str) -> float:
     """What it takes to load and to store, for each sum, the numbers whose neighbours along an axis lie apart."""
     own = (found.left.out, found.right.out)
     others = (line.rhs for line in kernel.body if isinstance(line.rhs, Load | Store) and line.out not in own)
-    steps = (stride_along(other.index, axis) for other in others)
-    return sum(APART * min(max(1.0, estimate(step) / NEAR), FAR) for step in steps if step not in (ZERO, ONE))
+    steps = (other.index.coefficient(axis) for other in others)
+    near = (NEAR * FAR if step is None else estimate(step) for step in steps if step not in (ZERO, ONE))
+    return sum(APART * min(max(1.0, step / NEAR), FAR) for step in near)
 
 
 def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Machine) -> Blocks | None:
