@@ -200,6 +200,23 @@ def test_gradients_that_are_not_finite_are_eagers(tmp_path: Path, groups: int, w
         assert torch.equal(result.isnan(), expected.isnan()) and torch.equal(result.isinf(), expected.isinf())
 
 
+@pytest.mark.parametrize(
+    ("channels", "outputs", "groups"), [(16, 96, 2), (64, 64, 4), (18, 36, 3), (96, 96, 2), (16, 16, 16)]
+)
+def test_many_taps_are_as_exact_as_eagers(tmp_path: Path, channels: int, outputs: int, groups: int) -> None:
+    """Of a line, as of wav2vec 2.0's positions: sums of thousands of terms, and weights that lie along channels."""
+    x, w = torch.randn(2, channels, 80), torch.randn(outputs, channels // groups, 128)
+
+    def gradients(x: Tensor, w: Tensor, seed: Tensor) -> list[Tensor]:
+        steps = [1], [64], [1], False, [0], groups
+        of = torch.ops.aten.convolution_backward(seed, x, w, None, *steps, [True, True, False])[:2]
+        return [nn.functional.conv1d(x, w, padding=64, groups=groups), *of]
+
+    seed = torch.randn(2, outputs, 81)
+    wide = gradients(x.double(), w.double(), seed.double())
+    assert_matches(compiled(gradients, tmp_path)(x, w, seed), gradients(x, w, seed), wide)
+
+
 def test_gradients_of_any_number_of_images_of_any_size(tmp_path: Path) -> None:
     torch._dynamo.reset()
     options = {"trace": str(tmp_path)}

@@ -46,13 +46,14 @@ template <class E, int OUT, int IN, int TOGETHER> struct Groups {
   }
 };
 
-// c[P, registers of columns] = sums over taps of P pixels, for the first `rows` of them. Tap t of pixel i, and tap
-// t + u of pixel i - u, lies at places[t * (P + T - 1) + i]. in, out: the lanes in use of units, and of columns.
+// c[P, registers of columns] = sums over taps of P pixels, for the first `rows` of them, added to what is there if asked.
+// Tap t of pixel i, and tap t + u of pixel i - u, lies at places[t * (P + T - 1) + i]. in, out: the lanes in use of
+// units, and of columns.
 // Asked for ahead: the weights of the next taps, or of the next panel, and the channels of the next register.
 template <class G, int P, int T, class E, class In, class Out>
 [[gnu::noinline, gnu::noipa]] inline void group_sums(
     int64_t taps, const E* const* places, int64_t channel, const float* weights, int64_t rows, const In& in,
-    const Out& out, Sums c) {
+    const Out& out, Sums c, bool adds) {
   using F = typename G::F;
   constexpr int R = G::REGISTERS, U = G::UNITS;
   ColumnReg sum[P][R] = {};
@@ -90,6 +91,7 @@ template <class G, int P, int T, class E, class In, class Out>
 #pragma GCC unroll 2
     for (int r = 0; r < R && i < rows; r++) {
       float* to = c.at + i * c.step + r * COLUMN;
+      if (adds) sum[i][r] = load<float>(to, out).r[0] + sum[i][r];
       if constexpr (!std::is_same_v<Out, All<COLUMN>>) store<float>(to, Column{{sum[i][r]}}, out);
       else c.past ? stream_register(to, sum[i][r]) : write_column(to, sum[i][r]);
     }
@@ -178,6 +180,8 @@ inline void contract_groups(int64_t n, int64_t from, const Window<E>& a, const R
   }
   if (a.padded && !a.zeros && !panels.finite) return groups_each<G, OUT, IN>(n, from, a, panels, c);
   const E* places[AREA / T * (P + T - 1)];
+  // Taps that are summed in order, as in `contract.h`, before these partial sums are: most windows have no more units.
+  constexpr int64_t MOST = 4 * DEPTH / (T * G::UNITS), SOME = MOST > 0 ? MOST : 1;
   int64_t row = 0;
   for (int64_t i = 0; i < a.rows[0].extent; i++)
     for (int64_t j = 0; j < a.rows[1].extent; j++)
@@ -189,7 +193,9 @@ inline void contract_groups(int64_t n, int64_t from, const Window<E>& a, const R
             const int64_t group = (from + column) / OUT;
             const auto sums = [&](const auto& in, const auto& out) PV_INLINE {
               const float* weights = panels(0, G::packed(column));
-              group_sums<G, P, T>(AREA / T, places, group * IN, weights, rows, in, out, c.from(row, column));
+              for (int64_t t = 0; t < AREA / T; t += SOME)
+                group_sums<G, P, T>(least(SOME, AREA / T - t), places + t * (P + T - 1), group * IN,
+                                    weights + t * T * G::UNITS * COLUMNS, rows, in, out, c.from(row, column), t > 0);
             };
             constexpr bool whole = G::PERIOD % COLUMN == 0 && COUNT % TOGETHER == 0;
             constexpr bool all_read = !G::SHARED || (whole && TOGETHER * G::UNITS == COLUMN);
