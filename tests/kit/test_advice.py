@@ -180,17 +180,17 @@ def test_a_function_that_stays_python_because_its_loop_breaks_the_graph_is_named
 @pytest.mark.alone
 def test_parameters_that_are_packed_at_each_call_are_named():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512))
-    found = profiled(model, (torch.randn(16, 512),))
-    assert [row.packed for row in found.kernels] == [512 * 1024] * 2
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512))
+    found = profiled(model, (torch.randn(16, 1024),))
+    assert [row.packed for row in found.kernels] == [1024 * 1024, 512 * 1024]
     (advice,) = (each for each in found.advice if each.category == "unfrozen")
     assert (
         advice.check.endswith("--option freeze=True")
         and "kernels that pack a parameter at each call: 2" in advice.evidence
     )
-    frozen = profiled(model, (torch.randn(16, 512),), options={"freeze": True})
+    frozen = profiled(model, (torch.randn(16, 1024),), options={"freeze": True})
     assert not any(row.packed for row in frozen.kernels)
-    given = profiled(torch.nn.functional.linear, (torch.randn(16, 512), torch.randn(512, 512)))
+    given = profiled(torch.nn.functional.linear, (torch.randn(16, 1024), torch.randn(512, 1024)))
     assert not any(row.packed for row in given.kernels), "an argument is no parameter"
 
 
