@@ -198,32 +198,27 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
     if along and estimate(ranges[along[0]]) >= min(COLUMN_STEP, estimate(ranges[column])):
         column = along[0]
     several = len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS and not found.choice
-    right = found.loads[1].buffer
-    packed, made = right in roles.frozen, right in roles.made
+    packed = found.loads[1].buffer in roles.frozen
     blocks = _windows(found, ranges, column, machine, packed) if found.windowed or several else None
     if blocks or found.windowed:
         return blocks
-    one = _product(kernel, found, row, column, machine, packed, made)
+    one = _product(kernel, found, row, column, machine, roles)
     if found.choice or {load.buffer for load in found.loads} & roles.frozen:
         return one
-    made = found.loads[0].buffer in roles.made
-    other = _product(kernel, found.swapped(), column, row, machine, False, made)
+    other = _product(kernel, found.swapped(), column, row, machine, roles)
     return other if CLEAR * _time_of_product(kernel, machine, other) < _time_of_product(kernel, machine, one) else one
 
 
-def _product(
-    kernel: Kernel, found: Contraction, row: str, column: str, machine: Machine, packed: bool, made: bool
-) -> Blocks:
-    """Blocks of a product, of rows along one axis. packed: before the program runs. made: the right operand is."""
-    ranges, pack = kernel.ranges, 0.0 if packed else PACK
-    size = partial(product_sizes, found, row, column, ranges, machine, pack, made=made)
+def _product(kernel: Kernel, found: Contraction, row: str, column: str, machine: Machine, roles: Roles) -> Blocks:
+    """Blocks of a product, of rows along one axis."""
+    ranges, right = kernel.ranges, found.loads[1].buffer
+    pack = 0.0 if right in roles.frozen else PACK
+    size = partial(product_sizes, found, row, column, ranges, machine, pack, made=right in roles.made)
     (height, width), apart = size(shared=not found.choice), size(shared=False)
-    pricing = product_pricing(found, row, column, ranges, machine, pack)
-    blocks = Blocks(found, row, (), column, found.inner, height, width, ranges, pricing=pricing)
-    blocks = replace(blocks, turned=_is_turned(kernel, blocks))
+    pricing, turned = product_pricing(found, row, column, ranges, machine, pack), _is_turned(kernel, found, row, column)
+    blocks = Blocks(found, row, (), column, found.inner, height, width, ranges, turned=turned, pricing=pricing)
     if ranges[row].value is None and not found.choice:
-        varying = split_rows(found, row, column, ranges, machine, (height, width))
-        return replace(blocks, varying=varying, pricing=None)
+        return replace(blocks, varying=split_rows(found, row, column, ranges, machine, (height, width)))
     others = (
         apart,
         *((height, even_pieces(pricing.n, wide, COLUMN_STEP)) for wide in (2 * width, width // 2, 4 * width)),
@@ -233,16 +228,15 @@ def _product(
 
 def _time_of_product(kernel: Kernel, machine: Machine, blocks: Blocks) -> float:
     """What a product takes for each term, next to one whose columns fill registers and are stored side by side."""
-    found, ranges = blocks.contraction, blocks.ranges
-    pricing = blocks.pricing or product_pricing(found, blocks.row, blocks.column, ranges, machine, PACK)
+    found, pricing = blocks.contraction, blocks.pricing
+    assert pricing is not None
     apart = GATHER_SUM + _apart(kernel, found, blocks.row) if blocks.turned else _apart(kernel, found, blocks.column)
     time = pricing.empty(blocks.rows, blocks.columns, machine) * pricing(blocks.rows, blocks.columns)
     return time + apart * speed_up(found.dtype, machine) / max(1, estimate(blocks.terms))
 
 
-def _is_turned(kernel: Kernel, blocks: Blocks) -> bool:
+def _is_turned(kernel: Kernel, found: Contraction, row: str, column: str) -> bool:
     """Whether it takes less time to gather sums than to load and to store what lies apart along columns."""
-    found, row, column = blocks.contraction, blocks.row, blocks.column
     along = all(store.index.coefficient(row) == ONE for _, store in kernel.stores())
     return along and GATHER_SUM + _apart(kernel, found, row) < _apart(kernel, found, column)
 

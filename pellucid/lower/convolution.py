@@ -42,8 +42,8 @@ FEW_TERMS = 32
 _FEW_UNPADDED = 16
 # The same where nothing is gathered, as channels are few.
 _FEW_SPREAD = 8
-# Outputs of an image of one channel that oneDNN is slow for.
-_MANY_OUTPUTS = 64
+# The same for an image of one channel and so many outputs, which oneDNN is slow for.
+_FEW_OF_MANY, _MANY_OUTPUTS = 2, 64
 # Columns whose weights a kernel packs together where groups fill registers of so many lanes; else it packs a group's.
 _WIDTH, _LANES = 32, 16
 
@@ -152,8 +152,9 @@ def _check_direct(given: Mapping[str, Any], result: View, few: int = FEW_TERMS) 
     planar = x.view.strides[1] != ONE and x.shape[1] != ONE
     if planar and not (spread and lies(result, (0, 2, 3, 1))):
         raise NotLowered(_PLANAR)
-    many = weight.shape[1] == ONE and nonnegative(weight.shape[0] - _MANY_OUTPUTS)
-    few = (2 if many else _FEW_SPREAD) if spread else few
+    if spread:
+        many = weight.shape[1] == ONE and nonnegative(weight.shape[0] - _MANY_OUTPUTS)
+        few = _FEW_OF_MANY if many else _FEW_SPREAD
     if given["groups"] == 1 and nonnegative(const(few - 1) - product(weight.shape[1:])):
         raise NotLowered(_SHORT)
     each = floordiv(weight.shape[0], given["groups"])
