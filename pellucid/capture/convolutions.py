@@ -113,30 +113,60 @@ def convolution_backward(
 
 def _has_few_channels(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:
     """Whether the gradient of a weight over lines is a product with the windows of `x`: oneDNN is slow for so few
-    channels. Windows lie in `x` where it has one channel, and are at most as large as `grad` else."""
-    stride, padding, dilation, transposed, _, groups = steps
+    channels. Windows lie in `x` where it has one channel, and are at most as large as `grad` else.
+
+    Products are rounded for each line, so types narrower than f32 have one line.
+    """
+    (stride,), (padding,), (dilation,), transposed, _, groups = steps
     if transposed or groups != 1 or x.dtype not in _KERNELS or weight.dtype is not x.dtype:
         return False
-    if any(map(is_symbolic, (*weight.shape, *stride, *padding, *dilation))) or 0 in (*x.shape, *weight.shape):
+    if any(map(is_symbolic, (*weight.shape, stride, padding, dilation))) or 0 in (*x.shape, *weight.shape):
+        return False
+    if x.dtype.itemsize < torch.float32.itemsize and not is_known(x.shape[0] == 1):
         return False
     outputs, channels, taps = weight.shape
     if channels >= _FEW_CHANNELS or outputs < _MANY_OUTPUTS or (channels > 1 and channels * taps > outputs):
         return False
-    windows = (x.shape[2] + 2 * padding[0] - dilation[0] * (taps - 1) - 1) // stride[0] + 1
-    return is_known(windows == grad.shape[2])
+    if is_symbolic(x.shape[2]) and padding:  # whether a window lies in `x` is not known
+        return False
+    first, last = _whole_windows(x, weight, *steps)
+    count = (x.shape[2] + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
+    return is_known(count == grad.shape[2]) and is_known(first < last)
+
+
+def _whole_windows(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> tuple[Any, Any]:
+    """The first place of a result all of whose taps lie in `x`, and the place behind the last one."""
+    (stride,), (padding,), (dilation,), *_ = steps
+    return -(-padding // stride), (x.shape[2] + padding - dilation * (weight.shape[2] - 1) - 1) // stride + 1
 
 
 def _of_weight_by_windows(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> torch.Tensor:
     """The gradient as a product, for each line, of that of the result and what its taps meet.
 
-    `w[o, c, k] = sum over n and q of g[n, o, q] * x[n, c, s * q + d * k - p]`, where zeros lie around `x`.
+    `w[o, c, k] = sum over n and q of g[n, o, q] * x[n, c, s * q + d * k - p]`. Taps beyond `x` add nothing, whatever
+    `g` is there: places where some are beyond are summed apart.
     """
     (stride,), (padding,), (dilation,), *_ = steps
-    outputs, channels, taps = weight.shape
-    padded = torch.ops.aten.constant_pad_nd(x, [padding, padding]) if padding else x
-    windows = padded.unfold(2, dilation * (taps - 1) + 1, stride)[..., ::dilation]
-    met = windows.permute(0, 2, 1, 3).flatten(2)
-    return torch.bmm(grad, met).sum(0).view(outputs, channels, taps)
+    span = dilation * (weight.shape[2] - 1) + 1
+
+    def windows(line: torch.Tensor) -> torch.Tensor:
+        return line.unfold(-1, span, stride)[..., ::dilation]  # [..., places, taps]
+
+    def at_edge(of_places: torch.Tensor, line: torch.Tensor, *beyond: Any) -> torch.Tensor:
+        meets = windows(torch.ops.aten.constant_pad_nd(line.new_ones(line.shape[2], dtype=torch.bool), beyond))
+        met = windows(torch.ops.aten.constant_pad_nd(line, beyond))
+        return torch.where(meets, of_places[:, :, None, :, None] * met[:, None], 0).sum((0, 3))
+
+    first, last = _whole_windows(x, weight, *steps)
+    begin, end = first * stride - padding, (last - 1) * stride - padding + span
+    met = windows(x[:, :, begin:end]).permute(0, 2, 1, 3).flatten(2)
+    made = torch.bmm(grad[:, :, first:last], met).sum(0).view(weight.shape)
+    if first:
+        made = made + at_edge(grad[:, :, :first], x[:, :, : begin - stride + span], padding, 0)
+    if behind := grad.shape[2] - last:
+        rest = x[:, :, end - span + stride :]
+        made = made + at_edge(grad[:, :, last:], rest, 0, (behind - 1) * stride + span - rest.shape[2])
+    return made
 
 
 def _spreads_in_groups(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:

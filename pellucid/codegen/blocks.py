@@ -248,6 +248,17 @@ class Blocks:
         return product(self.ranges[name] for name in self.inner)
 
     @property
+    def pixel(self) -> str:
+        """The innermost axis of rows."""
+        return (self.row, *self.whole)[-1]
+
+    @property
+    def stride(self) -> int:
+        """From row to row of its memory. Gathered columns of an even number of cache lines would share few sets."""
+        line = LINE // DType.F32.itemsize
+        return self.columns + (line if self.turned and self.columns % (2 * line) == 0 else 0)
+
+    @property
     def channels(self) -> int:
         """Of an image whose sums are computed by tiles."""
         terms = self.terms.value
@@ -295,7 +306,7 @@ class Blocks:
 
     def sharing(self) -> Sharing:
         """The taps of a depthwise convolution that share the reads of pixels."""
-        tap, pixel = self.inner[-1], (self.row, *self.whole)[-1]
+        tap, pixel = self.inner[-1], self.pixel
         found, count = self.contraction, self.ranges[tap].value
         moves = [found.loads[0].index, *(bound.position for bound in found.bounds)]
         for step in range(1, MOST_STEPS + 1):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 
 from pellucid.codegen.blocks import Blocks
-from pellucid.codegen.find_blocks import close_blocks, find_blocks, stored_at_once
+from pellucid.codegen.find_blocks import close_blocks, find_blocks, stored_at_once, turned_as_results_lie
 from pellucid.codegen.groups import join_groups
 from pellucid.codegen.nest import BLOCK
 from pellucid.codegen.plan import Plan, grain_of
@@ -44,6 +44,7 @@ def plan_contraction(kernel: Kernel, machine: Machine, options: Options, roles: 
         return
     blocks, decisions = found
     whole, blocks, tiles = by_tiles(blocks, joined.kernel, machine)
+    blocks = turned_as_results_lie(whole, blocks, machine)
     for each in chain((blocks,), close_blocks(blocks, CLOSE)):
         yield _planned(whole, each, (*decisions, *tiles), machine, options, roles.unread)
 
@@ -89,15 +90,16 @@ def _planned(
     at_once = 1 if blocks.by_channel else machine.isa.products(blocks.contraction.dtype)
     steps = blocks.share * estimate(product(ranges.values())) / (machine.lanes * at_once)
     grain, parallel = grain_of(kernel, extent, steps, machine, options)
-    along, around = (blocks.row, blocks.column) if blocks.turned else (blocks.column, blocks.row)
+    lines = (blocks.row, *blocks.whole)
+    first, *others, along = (*lines[:-1], blocks.column, lines[-1]) if blocks.turned else (*lines, blocks.column)
     wide = frozenset(name for name, axes in axes_of(rest).items() if along in axes)
     streamed, streams = _streamed(rest, wide, unread, machine)
     return Plan(
         kernel=rest,
         outer=outer,
-        inner=around,
+        inner=first,
         chunk=blocks.rows,
-        whole=blocks.whole,
+        whole=tuple(others),
         colliding=(),
         reduced=(),
         vector=along,
@@ -167,4 +169,4 @@ def _in_block(kernel: Kernel, blocks: Blocks) -> Expr:
     for name in (blocks.row, *blocks.whole):
         first, count = blocks.points(name)
         place = place * count + var(name) - first
-    return place * blocks.columns + var(blocks.column) - blocks.points(blocks.column)[0]
+    return place * blocks.stride + var(blocks.column) - blocks.points(blocks.column)[0]

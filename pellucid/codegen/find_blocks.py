@@ -235,10 +235,26 @@ def _time_of_product(kernel: Kernel, machine: Machine, blocks: Blocks) -> float:
     return time + apart * speed_up(found.dtype, machine) / max(1, estimate(blocks.terms))
 
 
-def _is_turned(kernel: Kernel, found: Contraction, row: str, column: str) -> bool:
-    """Whether it takes less time to gather sums than to load and to store what lies apart along columns."""
+def turned_as_results_lie(kernel: Kernel, blocks: Blocks, machine: Machine) -> Blocks:
+    """Blocks of a convolution, of which what runs over one has its vectors along pixels if results lie plane by plane.
+
+    Lines of few pixels fill a part of each vector.
+    """
+    if not blocks.window:
+        return blocks
+    pixels = estimate(blocks.ranges[blocks.pixel])
+    filled = pixels / (-(-pixels // machine.lanes) * machine.lanes)
+    turned = _is_turned(kernel, blocks.contraction, blocks.pixel, blocks.column, filled)
+    return replace(blocks, turned=turned)
+
+
+def _is_turned(kernel: Kernel, found: Contraction, row: str, column: str, filled: float = 1.0) -> bool:
+    """Whether it takes less time to gather sums than to load and to store what lies apart along columns.
+
+    filled: how much of the vectors along rows is.
+    """
     along = all(store.index.coefficient(row) == ONE for _, store in kernel.stores())
-    return along and GATHER_SUM + _apart(kernel, found, row) < _apart(kernel, found, column)
+    return along and (GATHER_SUM + _apart(kernel, found, row)) / filled < _apart(kernel, found, column)
 
 
 def _apart(kernel: Kernel, found: Contraction, axis: str) -> float:

@@ -88,7 +88,7 @@ class _Builder:
         total = blocks.contraction.total
         if blocks.stored:
             return (Parallel(counters, (Call("contract", total, self.plan.called, 0),)),)
-        block = Call("contract", total, self.plan.called, blocks.height * blocks.columns)
+        block = Call("contract", total, self.plan.called, blocks.height * blocks.stride)
         return (*self._defines(0, 0), Parallel(counters, (block, *self._level_body(1))))
 
     def _level_body(self, level: int) -> tuple[Item, ...]:

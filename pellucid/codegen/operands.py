@@ -163,7 +163,7 @@ class Operands:
         """Where the sums of a block go."""
         result = blocks.result()
         if result is None:
-            return f"pv::Sums{{{BLOCK}, {blocks.columns}, false}}"
+            return f"pv::Sums{{{BLOCK}, {blocks.stride}, false}}"
         past = flag_text(result.buffer in self.streamed)
         return f"pv::Sums{{{self.pointer(result.buffer, result.start)}, {self.text(result.row)}, false, {past}}}"
 

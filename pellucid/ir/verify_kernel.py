@@ -126,11 +126,13 @@ def check_reductions(kernel: Kernel) -> None:
 
 
 def check_store_axes(kernel: Kernel) -> None:
-    """A stored value does not vary along an axis that the store's index ignores, unless its extent is 1.
+    """A stored value does not vary along an axis that the store's index ignores, unless there is one point or none.
 
     A scatter may: the same place may be named at every point of an axis, and points that meet follow one another.
     """
     scopes, extents = axes_of(kernel), kernel.ranges
+    if ZERO in extents.values():
+        return
     for line, store in kernel.stores():
         if store.index.vals():
             continue

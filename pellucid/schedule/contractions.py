@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pellucid.ir.attention import reduces_in_turn
 from pellucid.ir.contraction import Contraction, find_contraction, find_groups
-from pellucid.ir.index import product
+from pellucid.ir.index import ONE, product
 from pellucid.ir.nodes import Kernel
 from pellucid.machine.kernels import FEW_ROWS, SAME_SET
 from pellucid.machine.work import estimate
@@ -59,7 +59,12 @@ def _check_blocks(first: Kernel, before: Contraction, kernel: Kernel) -> Mismatc
 
 
 def _check_sets(first: Kernel, kernel: Kernel, found: Contraction) -> Mismatch | None:
-    """Refuse buffers whose columns meet in one set of the first cache: a kernel of its own walks over them in tiles."""
+    """Refuse buffers whose columns meet in one set of the first cache: a kernel of its own walks over them in tiles.
+
+    All that lies along rows may: what runs over a block then has its vectors along these.
+    """
+    if any(all(store.index.coefficient(row) == ONE for _, store in kernel.stores()) for row in found.rows):
+        return None
     known = {param.name for param in first.params}
     ranges = kernel.ranges
     dtypes = {param.name: param.dtype for param in kernel.params}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pellucid.capture import convolutions
 from pellucid.ir.types import DType
 from pellucid.machine.library import Library
 from pellucid.native.build import default_toolchain
@@ -288,24 +289,54 @@ def test_gradients_of_weights_over_lines_of_few_channels_are_products_with_windo
     by_windows: bool,
     dtype: torch.dtype,
     dynamic: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    products, of_weight = [], convolutions._of_weight_by_windows
+    monkeypatch.setattr(convolutions, "_of_weight_by_windows", lambda *args: products.append(args) or of_weight(*args))
     tensors = [torch.randn(line, dtype=dtype), torch.randn(kernel, dtype=dtype), torch.randn(kernel[0], dtype=dtype)]
 
     def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return F.conv1d(x, w, b, **options).tanh()
 
+    compiled = torch.compile(function, backend="pellucid")
+
+    def run(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        if dynamic:
+            torch._dynamo.maybe_mark_dynamic(x, 2)
+        return compiled(x, *others)
+
     torch._dynamo.reset()
-    if dynamic:
-        torch._dynamo.mark_dynamic(tensors[0], 2)
     seed = torch.randn_like(function(*tensors))
     with recorded_fallbacks() as found:
-        made = gradients(torch.compile(function, backend="pellucid"), *tensors, seed=seed)
+        made = gradients(run, *tensors, seed=seed)
     wide = gradients(function, *(each.double() for each in tensors), seed=seed.double())
     for one, other, exact in zip(made, gradients(function, *tensors, seed=seed), wide, strict=True):
         assert_matches(one, other, exact)
         assert one.stride() == other.stride()
-    if by_windows and dtype is torch.float32 and "stride" not in options:  # oneDNN computes gradients of strided lines
+    refused = (dtype is torch.bfloat16 and line[0] > 1) or (dynamic and "padding" in options)
+    assert len(products) == (by_windows and dtype is not torch.float64 and not refused)
+    if products and dtype is torch.float32 and "stride" not in options:  # oneDNN computes images' gradients of those
         assert "aten::convolution_backward.default" not in found
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize(("taps", "options"), [(3, {"padding": 1}), (10, {"padding": 3, "stride": 2}), (5, {})])
+def test_taps_beyond_a_line_of_few_channels_add_nothing(
+    bad: float, channels: int, taps: int, options: dict[str, Any]
+) -> None:
+    tensors = torch.randn(2, channels, 40), torch.randn(64, channels, taps)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(x, w, **options)
+
+    seed = torch.randn_like(function(*tensors))
+    seed[0, 0, 0], seed[1, 3, -1], seed[0, 5, 7] = bad, bad, bad
+    torch._dynamo.reset()
+    made = gradients(torch.compile(function, backend="pellucid"), *tensors, seed=seed)
+    for one, other in zip(made, gradients(function, *tensors, seed=seed), strict=True):
+        assert torch.equal(one.isfinite(), other.isfinite())
+        torch.testing.assert_close(one, other, equal_nan=True, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

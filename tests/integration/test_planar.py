@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,42 @@ def test_a_result_that_is_stored_planar_is_still_a_product(tmp_path: Path, taps:
     assert len(said(rows, "codegen.contract")) == 2
 
 
-@pytest.mark.parametrize(("size", "apart"), [(32, True), (30, False)])
-def test_columns_that_meet_in_one_set_are_stored_by_themselves(tmp_path: Path, size: int, apart: bool) -> None:
-    """Channels of a planar result of 32 x 32 pixels lie 4096 bytes apart."""
-    model, x = Tail(3, 1, 1).eval(), torch.randn(1, 16, size, size)
-    result, rows = traced(model, tmp_path, x)
-    with torch.no_grad():
-        assert_matches([result], [model(x)], [Tail.forward(model.double(), x.double())])
-    assert any("lie in one set of the first cache" in row["why"] for row in rows) is apart
+@pytest.mark.parametrize("size", [(32, 32), (30, 34), (7, 64), (512,), (300,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_planar_results_are_stored_by_vectors_along_pixels(
+    tmp_path: Path, size: tuple[int, ...], dtype: torch.dtype, dynamic: bool
+) -> None:
+    """Also where channels lie 4096 bytes apart, in one set of the first cache, as those of 32 x 32 pixels do."""
+    layer = (nn.Conv2d if len(size) == 2 else nn.Conv1d)(64, 70, 3, padding=1, dtype=dtype).requires_grad_(False)
+    x, planar = (torch.randn(2, channels, *size, dtype=dtype) for channels in (64, 70))
+
+    def function(x: torch.Tensor, planar: torch.Tensor) -> torch.Tensor:
+        return layer.to(x.dtype)(x).relu() + planar
+
+    result, _ = traced(function, tmp_path, x, planar, dynamic=dynamic)
+    check(function, result, x, planar)
+    assert result.is_contiguous()
+    (epilogue,) = (text for text in loops(tmp_path) if "call contract" in text)
+    (vector,) = re.findall(r"vector (i\d+)", epilogue)
+    assert re.search(rf"\bstore b\d+_\w+\[(?:.* \+ )?{vector}\]", epilogue), epilogue
+
+
+def test_columns_that_meet_in_one_set_are_loaded_by_themselves(tmp_path: Path) -> None:
+    """What is added lies plane by plane, some 4096 bytes apart, and the result does not."""
+    tensors = torch.randn(1, 16, 32, 32), torch.randn(64, 16, 3, 3), torch.randn(1, 64, 32, 32)
+
+    def function(x: torch.Tensor, w: torch.Tensor, planar: torch.Tensor) -> torch.Tensor:
+        return (F.conv2d(x, w, padding=1) + planar).contiguous(memory_format=torch.channels_last)
+
+    result, rows = traced(function, tmp_path, *tensors)
+    check(function, result, *tensors)
+    assert any("lie in one set of the first cache" in row["why"] for row in rows)
+
+
+def loops(folder: Path) -> list[str]:
+    """The texts of nests."""
+    return "\n".join(file.read_text() for file in folder.rglob("loops.txt")).split("nest ")
 
 
 @pytest.mark.parametrize("clone", [torch.Tensor.contiguous, torch.Tensor.clone])

@@ -288,6 +288,7 @@ def test_a_broken_kernel_in_a_program():
         body("m: bool = const 1", "a: f32 = load x[16*i + j - 9] if m else 0", STORE),  # masked: may be anywhere
         body("a: f32 = load x[99]", "st: f32 = store y[16*i + j], a", axes="i: 0, j: 16"),  # no point at all
         body(LOAD, "st: f32 = store y[j], a", axes="i: 1, j: 16"),
+        body(LOAD, "st: f32 = store y[j], a", axes="i: 4, j: 0"),
         body("a: f32 = load x[i + j + k]", "st: f32 = store y[i + j + k], a", axes="i: 4, j: 4, k: 0"),
         body(LOAD, "b: f32 = sum a over j", "st: f32 = store y[i], b", axes="i: 4, j: 0"),
         body(LOAD, "st: f32 = store y[3*j + i], a", axes="i: 3, j: 16"),
