@@ -41,6 +41,8 @@ ROWS_ABREAST = 8
 TILES = 16
 # Vectors of a row that one thread adds at a time when it scatters rows, and pieces of a row that threads may share.
 SCATTER_STEPS = 8
+# Vectors of such a piece, at least, where the second cache holds all rows.
+FEWEST_STEPS = 4
 # Outer iterations from which on the inner axis need not be cut to keep all threads busy.
 ENOUGH_ITERATIONS = 512
 # Barriers that the work of one more thread should take as long as, unless the option `min_work_per_thread` says.
@@ -177,6 +179,8 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         inner, reduced = None, (*reduced, str(vector))
     elif vector is not None:
         inner = vector
+    elif meeting and not kernel.reduced:
+        inner = next((name for name in reversed(kept) if _points_of_line(kernel, name) > 1), None)
     else:
         inner = kept[-1] if kept and not serial else None
     tile, tiled = choice.tiles.axis, choice.tiles.lines
@@ -200,8 +204,9 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
     if inner is not None and (tile in kept or estimate(extent) < ENOUGH_ITERATIONS):
         wanted = TILES * width if tile in kept else CHUNK_WORK * points / max(work, 1)
         if meeting:
-            wanted = max(wanted, min(SCATTER_STEPS * width, estimate(kernel.ranges[inner]) // SCATTER_STEPS))
-        chunk = _chunk(kernel.ranges[inner], width, wanted)
+            chunk = _columns_of_thread(kernel, inner, width, wanted, machine)
+        else:
+            chunk = _chunk(kernel.ranges[inner], width, wanted)
     chunk = abreast * width or chunk
     if chunk and inner is not None:
         extent = extent * chunks(kernel.ranges[inner], chunk)
@@ -248,6 +253,30 @@ def _near_last(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(axes, key=shares))
 
 
+def _columns_of_thread(kernel: Kernel, inner: str, width: int, wanted: float, machine: Machine) -> int:
+    """Points of the inner axis per parallel iteration of a scatter, as `_chunk` gives them, in whole lines of the cache.
+
+    Threads that share rows which the second cache holds wait for each other's lines: only wide rows are worth that.
+    """
+    step, extent = max(width, _points_of_line(kernel, inner)), estimate(kernel.ranges[inner])
+    scattered = {store.buffer for _, store in kernel.stores() if store.index.vals()}
+    sizes = (estimate(each.numel) * each.dtype.itemsize for each in kernel.params if each.name in scattered)
+    if sum(sizes) <= machine.own_cache and extent < FEWEST_STEPS * SCATTER_STEPS * step:
+        return 0
+    return _chunk(kernel.ranges[inner], step, max(wanted, min(SCATTER_STEPS * step, extent // SCATTER_STEPS)))
+
+
+def _points_of_line(kernel: Kernel, axis: str) -> int:
+    """How many points of an axis share a line of the cache in what is scattered: these are for one thread."""
+    sizes = {param.name: param.dtype.itemsize for param in kernel.params}
+    found = 1
+    for _, store in kernel.stores():
+        step = store.index.coefficient(axis)
+        if store.index.vals() and step is not None and step.value:
+            found = max(found, LINE // (abs(step.value) * sizes[store.buffer]))
+    return found
+
+
 def _between(kernel: Kernel, vector: str | None, axes: tuple[str, ...]) -> tuple[str, ...]:
     """The axes whose few points lie between the elements of a vector: in cache lines that are to be touched once."""
     found: list[str] = []
@@ -276,13 +305,13 @@ def _check_in_place(kernel: Kernel) -> None:
             )
 
 
-def _chunk(extent: Expr, width: int, wanted: float) -> int:
-    """Points of the inner axis per parallel iteration, about `wanted`, a multiple of `width`; 0 for the whole axis.
+def _chunk(extent: Expr, step: int, wanted: float) -> int:
+    """Points of the inner axis per parallel iteration, about `wanted`, a multiple of `step`; 0 for the whole axis.
 
     The axis is cut only when at least two pieces come out of it.
     """
-    steps = max(1, round(wanted / width))
-    chunk = width << (steps - 1).bit_length()
+    steps = max(1, round(wanted / step))
+    chunk = step << (steps - 1).bit_length()
     return chunk if extent.value is None or extent.value >= 2 * chunk else 0
 
 

@@ -52,3 +52,26 @@ def test_points_that_meet_run_one_after_the_other() -> None:
     assert native.extent.value == 1
     (reason,) = [decision.why for decision in native.decisions if decision.rule == "codegen.vectorize"]
     assert "one after the other" in reason
+
+
+PLANAR = """
+kernel planar(at: i64[100], x: f32[{columns}00], y: f32[{numel}]) {{
+  axes i0: {columns}, i1: 100
+  v0: i64 = load at[i1]
+  v1: i64 = check v0, {rows}
+  v2: f32 = load x[100*i0 + i1]
+  s0: f32 = store add y[{columns}*[v1] + i0], v2
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "cut"), [(24, 169, False), (256, 20, False), (512, 20, True), (256, 200_000, True)]
+)
+def test_threads_do_not_write_to_lines_of_one_another(columns: int, rows: int, cut: bool) -> None:
+    """Columns of a place share lines of the cache: a thread has whole ones, or all where rows are few and narrow."""
+    text = PLANAR.format(columns=columns, rows=rows, numel=columns * rows)
+    plan = generate(parse_kernel(text), Options(), machine_for()).plan
+    assert (plan.vector, plan.colliding, plan.inner) == (None, ("i1",), "i0")
+    assert bool(plan.chunk) == cut and plan.chunk % 16 == 0
+    assert plan.extent.value == (columns // plan.chunk if cut else 1)
