@@ -254,7 +254,7 @@ def _near_last(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _columns_of_thread(kernel: Kernel, inner: str, width: int, wanted: float, machine: Machine) -> int:
-    """Points of the inner axis per parallel iteration of a scatter, as `_chunk` gives them, in whole lines of the cache.
+    """Points of the inner axis per parallel iteration of a scatter, as `_chunk` gives them, in whole cache lines.
 
     Threads that share rows which the second cache holds wait for each other's lines: only wide rows are worth that.
     """
