@@ -172,13 +172,15 @@ class Stack:
 class Packing:
     """A right operand of `terms` rows and `columns` columns, packed whole before the program runs.
 
-    dtype: of its elements. area: taps of a channel where the operand's terms lie channel by channel and the left one's
-    tap by tap, else 1. tiles: it is transformed too, see `Blocks.tiles`. single: its units hold one term each, in f32.
-    groups: see `Blocks.groups`. stack: of how many such operands this is the first.
+    dtype: of its elements. cast: what these have in memory instead, else None. area: taps of a channel where the
+    operand's terms lie channel by channel and the left one's tap by tap, else 1. tiles: it is transformed
+    too, see `Blocks.tiles`. single: its units hold one term each, in f32. groups: see `Blocks.groups`. stack: of how
+    many such operands this is the first.
     """
 
     operand: Operand
     dtype: DType
+    cast: DType | None
     terms: int
     columns: int
     area: int
@@ -369,8 +371,8 @@ class Blocks:
         assert terms is not None and columns is not None and stack is not None
         area = area_of(self._terms()[0], self.ranges) if self.planes else 1
         operand = replace(right, start=right.start.substitute(start))
-        dtype, tiles = self.contraction.dtype, self.tiles > 0
-        return Packing(operand, dtype, terms, columns, area, tiles, self.by_channel, self.groups, stack)
+        dtype, cast, tiles = self.contraction.dtype, self.contraction.cast, self.tiles > 0
+        return Packing(operand, dtype, cast, terms, columns, area, tiles, self.by_channel, self.groups, stack)
 
     def stack(self) -> Stack | None:
         """The matrices of which the right operand of a block is one; None where they do not follow evenly."""

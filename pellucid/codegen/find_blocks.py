@@ -88,11 +88,13 @@ def find_blocks(
     found = find_contraction(kernel)
     if found is None or not options.vectorize:
         return None
-    of_taps = sums_by_channel(found, kernel.ranges)
+    of_taps = None if found.cast else sums_by_channel(found, kernel.ranges)
     if not of_taps and (not found.rows or not (found.columns or by_channel(found))):
         return None
     if groups:
         blocks = _of_groups(kernel, found, groups, machine)
+    elif found.cast:
+        blocks = _lines(kernel, found, machine, roles)
     else:
         blocks = of_taps or sums_over_pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, roles)
     if blocks is None:
@@ -197,13 +199,13 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
     along = stored_along(kernel, columns)
     if along and estimate(ranges[along[0]]) >= min(COLUMN_STEP, estimate(ranges[column])):
         column = along[0]
-    several = len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS and not found.choice
+    several = len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS and not (found.choice or found.cast)
     packed = found.loads[1].buffer in roles.frozen
     blocks = _windows(found, ranges, column, machine, packed) if found.windowed or several else None
     if blocks or found.windowed:
         return blocks
     one = _product(kernel, found, row, column, machine, roles)
-    if found.choice or {load.buffer for load in found.loads} & roles.frozen:
+    if found.choice or found.cast or {load.buffer for load in found.loads} & roles.frozen:
         return one
     other = _product(kernel, found.swapped(), column, row, machine, roles)
     return other if CLEAR * _time_of_product(kernel, machine, other) < _time_of_product(kernel, machine, one) else one

@@ -23,8 +23,8 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
     """The function `name` that packs an operand, see `CppPacking`."""
     operand = packing.operand
     start, row, column = (index_text(each, {}, repr) for each in (operand.start, operand.row, operand.column))
-    kind = CPP_TYPE[packing.dtype]
-    matrix = f"pv::Matrix<{kind}>{{static_cast<const {kind}*>(p[0]) + {start}, {row}, {column}}}"
+    pointer = f"static_cast<const {CPP_TYPE[packing.cast or packing.dtype]}*>(p[0])"
+    matrix = _matrix(f"{{{pointer} + {start}, {row}, {column}}}", packing.dtype, packing.cast)
     function = "pack_tiles" if packing.tiles else "pack_panels"
     sizes, several = f"{packing.columns}, {packing.terms}, {numel}", ""
     if packing.groups:
@@ -40,6 +40,13 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
         "  return 0;\n"
         "}\n"
     )
+
+
+def _matrix(fields: str, dtype: DType, cast: DType | None) -> str:
+    """A `pv::Matrix` of `dtype`, or of what is cast to that as it is read."""
+    if cast is None:
+        return f"pv::Matrix<{CPP_TYPE[dtype]}>{fields}"
+    return f"pv::casting<{CPP_TYPE[dtype]}>(pv::Matrix<{CPP_TYPE[cast]}>{fields})"
 
 
 def _factor(packing: Packing) -> str:
@@ -77,7 +84,8 @@ class Operands:
         packing, chosen = blocks.packing(), blocks.chosen()
         if chosen and not packing:
             right = replace(right, start=right.start + chosen.choice.apart * var(MATRIX))
-        second = self.panels(packing) if packing else self.matrix(right, blocks.contraction.dtype)
+        found = blocks.contraction
+        second = self.panels(packing) if packing else self.matrix(right, found.dtype, found.cast)
         function, known = "contract", self.sizes(blocks)
         if blocks.spread:
             function, known = "contract_spread", str(blocks.columns)
@@ -235,9 +243,9 @@ class Operands:
         start = self.pointer(operand.buffer, operand.start)
         return f"{{{start}, {self.text(operand.row)}, {self.text(operand.column)}}}"
 
-    def matrix(self, operand: Operand, dtype: DType) -> str:
+    def matrix(self, operand: Operand, dtype: DType, cast: DType | None = None) -> str:
         """A `pv::Matrix`."""
-        return f"pv::Matrix<{CPP_TYPE[dtype]}>{self.strided(operand)}"
+        return _matrix(self.strided(operand), dtype, cast)
 
     def panels(self, packing: Packing) -> str:
         """The panels of an operand that was packed."""

@@ -12,6 +12,11 @@ edges, both loads have one mask, so that what lies outside adds nothing, whateve
 padded with zeros before, the left load alone has it: what lies outside adds zeros times weights. Of several groups, the
 batch is the axis of groups.
 
+The right operand of a product may have integers of one byte in memory, which are cast as they are read:
+
+v1: i8 = load b[n*i2 + i1]
+v2: f32 = cast v1
+
 Rows may choose their right operand among matrices: `load b[k*n*v + n*i2 + i1]`, where `v` is loaded for the row.
 Both loads have the mask that `v` is less than their number, so the sums of other rows are 0. In the gradient of these
 matrices terms choose: both loads have the mask that `v`, loaded for the term, is the position on the axis of matrices.
@@ -38,10 +43,14 @@ from pellucid.ir.nodes import (
     operands,
     remembered,
 )
+from pellucid.ir.ops import ROUNDING
 from pellucid.ir.types import DType
 
 DTYPES = frozenset({DType.F32, DType.BF16, DType.F16})
 """The types that operands may have in memory."""
+
+CASTS = frozenset({DType.I8, DType.U8})
+"""What may be cast to these as it is read: each of `DTYPES` has all of their values."""
 
 MOST_SPREAD_CHANNELS, MOST_SPREAD_TERMS = 4, 192
 """An image in f32 with so few channels is read where it lies, for sums of so many terms (`codegen/find_blocks.py`)."""
@@ -107,7 +116,8 @@ class Choice:
 class Contraction:
     """The lines of a contraction, and what its kept axes are.
 
-    left, right, product, total: the lines `v0` to `v3` above. dtype: of both operands, in memory.
+    left, right, product, total: the lines of both loads, of the product and of the sum. dtype: of both operands, in
+        memory. cast: what the right operand has there instead, None if that is `dtype`.
     rows, columns: kept axes of the left and of the right operand alone; the result lies along columns rather than
         rows, and bounds are about rows. batch: kept axes of both.
     inner: the axes that are summed over. bounds: where terms count; everywhere without any.
@@ -127,6 +137,7 @@ class Contraction:
     bounds: tuple[Bound, ...] = ()
     zeros: bool = False
     choice: Choice | None = None
+    cast: DType | None = None
 
     @property
     def loads(self) -> tuple[Load, Load]:
@@ -156,7 +167,7 @@ class Contraction:
 
     def swapped(self) -> Contraction:
         """The same with the operands exchanged, rows for columns."""
-        assert self.choice is None or self.choice.batch
+        assert self.cast is None and (self.choice is None or self.choice.batch)
         return replace(self, left=self.right, right=self.left, rows=self.columns, columns=self.rows)
 
 
@@ -171,7 +182,7 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
     parts = _sum_of_products(kernel)
     if parts is None:
         return None
-    left, right, product, total = parts
+    left, right, casts, product, total = parts
     assert isinstance(left.rhs, Load) and isinstance(right.rhs, Load) and isinstance(total.rhs, Reduce)
     lines = {line.out: line for line in kernel.body}
     dtypes = {param.name: param.dtype for param in kernel.params}
@@ -182,7 +193,7 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
     if bounds is None:
         return None
     scopes, inner = axes_of(kernel), frozenset(total.rhs.axes)
-    mine = {left.out, right.out, product.out} | _made_of(mask, lines)
+    mine = {left.out, right.out, product.out, *casts} | _made_of(mask, lines)
     if any(scopes[line.out] & inner and line.out not in mine for line in kernel.body):
         return None
     right_index = _of_first(right.rhs).index if choice else right.rhs.index
@@ -202,6 +213,9 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
         return None
     dtype = dtypes[left.rhs.buffer]
     found = Contraction(left, right, product, total, dtype, batch, rows, columns, named(inner), bounds, zeros, choice)
+    if casts:
+        plain = rows and columns and not (found.windowed or choice)
+        return replace(found, cast=dtypes[right.rhs.buffer]) if plain else None
     if choice and not _can_choose(found, choice, kernel):
         return None
     if bounds:
@@ -212,8 +226,9 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
     return found.swapped() if turned and not _reads_windows(found, kernel.ranges) else found
 
 
-def _sum_of_products(kernel: Kernel) -> tuple[Line, Line, Line, Line] | None:
-    """The lines `v0` to `v3` above, if `v3` is the only reduction; what is indexed by values comes second."""
+def _sum_of_products(kernel: Kernel) -> tuple[Line, Line, tuple[str, ...], Line, Line] | None:
+    """The loads of both operands, the names of what casts the second one, the product and the sum, if that is the only
+    reduction; what is indexed by values comes second."""
     lines = {line.out: line for line in kernel.body}
     dtypes = {param.name: param.dtype for param in kernel.params}
     reductions = [line for line in kernel.body if isinstance(line.rhs, Reduce)]
@@ -224,12 +239,34 @@ def _sum_of_products(kernel: Kernel) -> tuple[Line, Line, Line, Line] | None:
     product = lines[total.rhs.arg]
     if total.rhs.op != "sum" or not isinstance(product.rhs, Compute) or product.rhs.op != "mul":
         return None
-    left, right = (lines[name] for name in product.rhs.args)
+    (left, mine), (right, casts) = (_uncast(lines[name], lines) for name in product.rhs.args)
     if not (isinstance(left.rhs, Load) and isinstance(right.rhs, Load) and left.rhs.other == right.rhs.other == 0):
         return None
-    if dtypes[left.rhs.buffer] not in DTYPES or dtypes[left.rhs.buffer] is not dtypes[right.rhs.buffer]:
+    if mine or left.rhs.index.vals():
+        left, mine, right, casts = right, casts, left, mine
+    one, other = (dtypes[load.buffer] for load in (left.rhs, right.rhs))
+    if mine or one not in DTYPES or (other not in CASTS if casts else other is not one):
         return None
-    return (right, left, product, total) if left.rhs.index.vals() else (left, right, product, total)
+    return left, right, casts, product, total
+
+
+def _uncast(line: Line, lines: Mapping[str, Line]) -> tuple[Line, tuple[str, ...]]:
+    """The line whose value `line` casts to a float, itself if it does not, and the names of the casts."""
+    casts: list[str] = []
+    while isinstance(line.rhs, Compute) and line.rhs.op in ("cast", *ROUNDING.values()) and line.dtype.is_float:
+        casts.append(line.out)
+        line = lines[line.rhs.args[0]]
+    return line, tuple(casts)
+
+
+def is_cast(kernel: Kernel) -> bool:
+    """Whether all that a kernel does is to cast what a contraction could cast itself."""
+    lines, stores, loads = {line.out: line for line in kernel.body}, list(kernel.stores()), list(kernel.loads())
+    if len(stores) != 1 or len(loads) != 1 or stores[0][1].join:
+        return False
+    line, casts = _uncast(lines[stores[0][1].arg], lines)
+    param = next(param for param in kernel.params if param.name == loads[0][1].buffer)
+    return bool(casts) and isinstance(line.rhs, Load) and param.dtype in CASTS
 
 
 def _reads_windows(found: Contraction, ranges: dict[str, Expr]) -> bool:
@@ -251,7 +288,7 @@ def find_groups(kernel: Kernel, found: Contraction) -> tuple[Contraction, tuple[
     It is a convolution of several groups whose channels lie side by side, or the gradient of its weight, of which
     outputs are columns too, and channels are rows. None for any other contraction, as of depthwise convolutions.
     """
-    if found.choice:
+    if found.choice or found.cast:
         return None
     ways = ((each, _groups_of(kernel, each)) for each in (found, found.swapped()))
     return next(((each, sizes) for each, sizes in ways if sizes), None)

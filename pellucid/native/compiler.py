@@ -35,6 +35,7 @@ _PARTS = {
     "products": re.compile(r"\bpv::\w*(?:contract|attend|pack)\w*<").search,
     "dots": re.compile(r"\bpv::(?:contract|attend)\w*<").search,
     "halves": _has_halves,
+    "casts": re.compile(r"\bpv::casting<").search,
     "windows": re.compile(r"\bpv::(?:Window|contract_pixels)<").search,
     "taps": re.compile(r"\bpv::contract_taps<").search,
     "attention": re.compile(r"\bpv::attend\w*<").search,

@@ -91,9 +91,17 @@ def check_operands(before: Kernel, after: Kernel) -> Mismatch | None:
     if one is None:
         return None
     other = find_contraction(after)
+    if other is not None and other.cast and not one.cast:  # integers that the kernel casts where it reads them
+        return None
     if other is None or _operands(one) != _operands(other):
         return Mismatch("contraction", f"{before.name} is a product of matrices, which reads its operands from memory")
     return None
+
+
+def casts_operand(kernel: Kernel) -> bool:
+    """Whether a kernel is a product that casts an operand as it reads it: less is read than of what is cast before."""
+    found = find_contraction(kernel)
+    return found is not None and found.cast is not None
 
 
 def _operands(found: Contraction) -> frozenset[str]:

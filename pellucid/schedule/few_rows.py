@@ -1,7 +1,7 @@
 """Products of few rows whose weights are computed: the rows are summed side by side, in one loop over the weights.
 
-A contraction reads its operands as they lie in memory, so weights that are integers there would be written as floats
-and read again. With so few rows that takes longer than all else:
+A contraction reads its operands as they lie in memory, or casts them at most, so weights that are computed would be
+written as floats and read again. With so few rows that takes longer than all else:
 
     before: `for i0 < 4, i1 < 512, i2 < 256: sum x[256*i0 + i2] * w[256*i1 + i2]`     w = float of q
     after:  `for i1 < 512, i2 < 256: sum x[i2] * w[256*i1 + i2], sum x[i2 + 256] * w[256*i1 + i2], ...`
@@ -17,9 +17,9 @@ from itertools import product
 from math import prod
 
 from pellucid.ir.analysis import writes
-from pellucid.ir.contraction import Contraction, find_contraction
+from pellucid.ir.contraction import Contraction, find_contraction, is_cast
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import Expr, const
+from pellucid.ir.index import ONE, Expr, const
 from pellucid.ir.nodes import Buffer, Kernel, Line, Node, Program, Reduce, axes_of
 from pellucid.machine.work import estimated_bytes
 from pellucid.schedule.rewrite import Rewrite, make_kernel, unique_name
@@ -40,7 +40,7 @@ def sum_rows_together(program: Program) -> tuple[Program, list[Decision]]:
     for node in program.nodes:
         found = _of_few_rows(node) if isinstance(node, Kernel) else None
         if isinstance(node, Kernel) and found is not None and found.loads[1].buffer in makers:
-            decision = _decided(node, found.loads[1].buffer, makers, buffers)
+            decision = _decided(node, found, makers, buffers)
             decisions.append(decision)
             node = _without_rows(node, found.rows) if decision.ok else node
         nodes.append(node)
@@ -51,7 +51,7 @@ def sum_rows_together(program: Program) -> tuple[Program, list[Decision]]:
 def _of_few_rows(kernel: Kernel) -> Contraction | None:
     """The product of a few rows, or columns, that a kernel is, with these as its rows."""
     found = find_contraction(kernel)
-    if found is None or found.windowed or found.batch or found.choice:
+    if found is None or found.windowed or found.batch or found.choice or found.cast:
         return None
     for each in (found, found.swapped()):
         if 1 < prod(kernel.ranges[name].value or MOST_ROWS + 1 for name in each.rows) <= MOST_ROWS:
@@ -59,8 +59,17 @@ def _of_few_rows(kernel: Kernel) -> Contraction | None:
     return None
 
 
-def _decided(kernel: Kernel, name: str, makers: Mapping[str, Node], buffers: Mapping[str, Buffer]) -> Decision:
-    """Whether the weights `name` are computed in the loop of their product."""
+def _decided(kernel: Kernel, found: Contraction, makers: Mapping[str, Node], buffers: Mapping[str, Buffer]) -> Decision:
+    """Whether weights are computed in the loop of their product."""
+    name = found.loads[1].buffer
+    maker, (terms,) = makers[name], found.inner
+    if (
+        isinstance(maker, Kernel)
+        and is_cast(maker)
+        and all(load.index.coefficient(terms) == ONE for load in found.loads)
+    ):
+        why = f"{name} is cast: dot products of rows do that as they read it"
+        return Decision("schedule.few_rows", (kernel.name,), False, why)
     made_of, whole = _bytes_of(name, makers, buffers), estimated_bytes(buffers[name])
     ok = LESS * made_of <= whole
     then = "rows are summed side by side, so that it need not be in memory" if ok else "it is read as it lies"

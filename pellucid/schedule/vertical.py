@@ -9,7 +9,7 @@ from pellucid.ir.analysis import reads
 from pellucid.ir.decision import Decision, DecisionLog, Fact
 from pellucid.ir.nodes import Buffer, Extern, Kernel
 from pellucid.options import Options
-from pellucid.schedule.contractions import check_operands
+from pellucid.schedule.contractions import casts_operand, check_operands
 from pellucid.schedule.fusion_graph import FusionGraph, Group
 from pellucid.schedule.inline import follows_totals, inline, reads_few, recipe_of, with_totals
 from pellucid.schedule.match_axes import Mismatch
@@ -98,7 +98,7 @@ class _Question:
         refused = check_operands(self.group.kernel, inlined.kernel)
         if refused is not None:
             return self._refused(refused, facts)
-        if not is_trivial(recipe):
+        if not is_trivial(recipe) and not casts_operand(inlined.kernel):
             pays, numbers = inlining_costs(self.graph, recipe, self.producer, self.group, inlined)
             facts += numbers
             if not pays:

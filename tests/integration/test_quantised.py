@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,62 @@ def test_weights_of_few_rows_are_not_written_as_floats(weights: bool, dtype: tor
         param.numel.value == 200 * 96 and param.dtype is not DType.I8 for node in nodes for param in node.params
     )
     assert rows > 1 or len(nodes) == 1
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("rows", [2, 4, 5, 8, 9, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("integer", [torch.int8, torch.uint8])
+@pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
+@pytest.mark.parametrize("terms", [200, 131])
+def test_products_cast_bytes_as_they_read_them(
+    rows: int, dtype: torch.dtype, integer: torch.dtype, layout: str, terms: int
+) -> None:
+    weight = integers(integer, 70 * terms * 2).view(70, 2 * terms)
+    weight = {"rows": weight[:, :terms], "columns": weight[:, :terms].T.contiguous().T, "strided": weight[:, ::2]}[
+        layout
+    ]
+    nodes = nodes_of(lambda x, q: F.linear(x, q.to(x.dtype)).relu(), torch.randn(rows, terms, dtype=dtype), weight)
+    assert all(isinstance(node, Kernel) for node in nodes)
+    assert not any(param.numel.value == 70 * terms and param.dtype.is_float for node in nodes for param in node.params)
+    found = [find_contraction(node) for node in nodes if isinstance(node, Kernel)]
+    if rows > 4 or layout == "rows":
+        assert [each and each.cast for each in found] == [DType.I8 if integer is torch.int8 else DType.U8]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, q: F.linear(x, q.to(torch.uint8).to(x.dtype)),  # negative numbers become others
+        lambda x, q: F.linear(x, q.to(torch.bool).to(x.dtype)),
+        lambda x, q: F.linear(x, q.to(x.dtype) * 0.5),
+        lambda x, q: F.linear(x, q.to(torch.int16).to(x.dtype)),
+        lambda x, q: F.linear(x.to(torch.int8).to(x.dtype), q.to(x.dtype)),
+        lambda x, q: q.to(x.dtype) @ x.T,
+        lambda x, q: F.linear(x, q.to(x.dtype)) + q.to(x.dtype).sum(1),
+        lambda x, q: torch.einsum("ik,jk->ji", x, q.to(x.dtype)).contiguous(),
+    ],
+)
+@pytest.mark.parametrize("rows", [7, 40])
+def test_other_casts_are_those_of_eager(function: Callable[..., Tensor], rows: int) -> None:
+    nodes_of(function, torch.randn(rows, 200) * 20, integers(torch.int8, 96 * 200).view(96, 200))
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_bytes_are_cast_in_networks_that_are_frozen_or_dynamic_or_train(freeze: bool, dynamic: bool) -> None:
+    model = nn.Sequential(ByRow(200, 96, False), nn.GELU(), ByRow(96, 64, False))
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="pellucid", dynamic=dynamic, options={"freeze": freeze, "verify": True})
+    for rows in (9, 40, 3):
+        x = torch.randn(rows, 200)
+        with torch.no_grad():
+            assert_matches(run(x), model(x), copy.deepcopy(model)(x.double()))
+    if not freeze:
+        one, other, exact = (torch.randn(9, 200).requires_grad_() for _ in range(3))
+        other.data, exact = one.data.clone(), one.detach().double().requires_grad_()
+        made = [torch.autograd.grad(call(x).sum(), x)[0] for call, x in ((run, one), (model, other), (model, exact))]
+        assert_matches([made[0]], [made[1]], [made[2]])
 
 
 def test_weights_of_more_rows_or_of_floats_are_read_as_they_lie() -> None:

@@ -6,6 +6,9 @@ template <class T> struct Element { using raw = T; using value = T; };
 template <> struct Element<bf16> { using raw = uint16_t; using value = float; };
 template <> struct Element<f16> { using raw = uint16_t; using value = float; };
 template <> struct Element<bool> { using raw = uint8_t; using value = bool; };
+// An integer of one byte, which is cast to E, float or narrower, as it is loaded.
+template <class Integer, class E> struct Cast { Integer raw; };
+template <class Integer, class E> struct Element<Cast<Integer, E>> { using raw = Integer; using value = float; };
 template <class T> using Raw = typename Element<T>::raw;
 template <class T> using Value = typename Element<T>::value;
 
@@ -22,7 +25,7 @@ template <class T> PV_FN Value<T> widen(Raw<T> a) {
   if constexpr (std::is_same_v<T, bf16>) return from_bits(uint32_t(a) << 16);
   else if constexpr (std::is_same_v<T, f16>) return _cvtsh_ss(a);
   else if constexpr (std::is_same_v<T, bool>) return a != 0;
-  else return a;
+  else return Value<T>(a);
 }
 template <class T> PV_FN Raw<T> shrink(Value<T> a) {
   if constexpr (std::is_same_v<T, bf16>) return bf16_bits(a);
@@ -41,6 +44,8 @@ template <class T, int W> PV_FN Vec<Value<T>, W> widen(const Vec<Raw<T>, W>& a) 
 #endif
   } else if constexpr (std::is_same_v<T, bool>) {
     return compare<NE>(a, splat<W>(uint8_t(0)));
+  } else if constexpr (!std::is_same_v<Raw<T>, Value<T>>) {
+    return convert<float>(convert<int32_t>(a));
   } else {
     return a;
   }

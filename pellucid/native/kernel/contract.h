@@ -27,7 +27,7 @@ inline void pack_panels(int64_t area, const Matrix<E>& b, float* to) {
           const E* at = t < k && j < n ? b(t % channels * area + t / channels, j) : nullptr;
           finite &= !at || __builtin_isfinite(load(at));
           if constexpr (T == 1) *next++ = at ? load(at) : 0.0f;
-          else *next++ = at ? *at : F{};
+          else *next++ = at ? factor_of<F>(*at) : F{};
         }
   to[SIZE - 1] = finite;
 }
@@ -99,7 +99,8 @@ PV_FN void clear(int64_t m, int64_t n, const Sums& c) {
 }
 
 // c[m, n] = a[m, k] @ b[k, n], where columns from n on, up to a multiple of COLUMNS, may be overwritten. M is the
-// largest m and N, a multiple of COLUMNS, the largest n of any call. WIDTH: see `panel`. B: Matrix<E> or Panels.
+// largest m and N, a multiple of COLUMNS, the largest n of any call. WIDTH: see `panel`. B: a Matrix, whose elements E is
+// made of too, or Panels.
 template <int M, int N, int WIDTH, class E, class B>
 inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const B& b, const Sums& c) {
   constexpr int T = TERMS<E>;
@@ -137,11 +138,13 @@ inline void contract(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const 
         column(j, Rows{b(t / T, j), COLUMNS});
       }
     } else {
+      using Other = typename B::Element;
+      constexpr bool MAY_LIE = std::is_same_v<Other, float> || M <= FEW_ROWS;
       const bool lies = m <= FEW_ROWS && b.column == 1 && k % T == 0;
-      const int64_t in_place = lies && (std::is_same_v<E, float> || M <= FEW_ROWS) ? n / COLUMNS * COLUMNS : 0;
+      const int64_t in_place = lies && MAY_LIE ? n / COLUMNS * COLUMNS : 0;
       for (int64_t j = 0; j < in_place; j += COLUMNS) {
-        beside.ahead = {b(t + AHEAD * T, j), b.row * T * int64_t(sizeof(E))};
-        if constexpr (std::is_same_v<E, float> || M <= FEW_ROWS) column(j, LyingRows<E>{b(t, j), b.row});
+        beside.ahead = {b(t + AHEAD * T, j), b.row * T * int64_t(sizeof(Other))};
+        if constexpr (MAY_LIE) column(j, LyingRows<Other>{b(t, j), b.row});
       }
       const int64_t wide = b.column == 1 ? ACROSS : COLUMNS;
       for (int64_t first = in_place; first < n; first += wide) {

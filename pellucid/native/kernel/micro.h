@@ -226,8 +226,8 @@ PV_SHARED void copy_rows(const Matrix<E>& a, int64_t m, int64_t k, float* rows, 
 
 // c[R, J] (+)= a[R, k] @ b[k, J], where the terms of both are neighbours. Every `turns`-th column of the next J ones is
 // asked for, from column `turn` on.
-template <int R, int J, class E>
-[[gnu::noinline]] inline void dots(int64_t k, Matrix<E> a, Matrix<E> b, Sums c, int turn, int turns) {
+template <int R, int J, class E, class B>
+[[gnu::noinline]] inline void dots(int64_t k, Matrix<E> a, Matrix<B> b, Sums c, int turn, int turns) {
   constexpr int STEP = TERMS<E> * COLUMN;
   ColumnReg sum[R][J] = {};
   int64_t t = 0;
@@ -255,14 +255,14 @@ template <int R, int J, class E>
 }
 
 // The same for two to R rows, or one if R is.
-template <int R, int J, class E>
-PV_FN void dot_group(int64_t rows, int64_t k, Matrix<E> a, Matrix<E> b, Sums c, int turn, int turns) {
+template <int R, int J, class E, class B>
+PV_FN void dot_group(int64_t rows, int64_t k, Matrix<E> a, Matrix<B> b, Sums c, int turn, int turns) {
   if (rows == R) dots<R, J>(k, a, b, c, turn, turns);
   else if constexpr (R > 2) dot_group<R - 1, J>(rows, k, a, b, c, turn, turns);
 }
 // The same for m rows in equal groups of at most MOST: each asks for its part of the next columns.
-template <int MOST, int J, class E>
-PV_FN void dot_rows(int64_t m, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
+template <int MOST, int J, class E, class B>
+PV_FN void dot_rows(int64_t m, int64_t k, const Matrix<E>& a, const Matrix<B>& b, const Sums& c) {
   const int groups = int((m + MOST - 1) / MOST);
   int64_t i = 0;
   for (int group = 0; group < groups; group++) {
@@ -272,16 +272,16 @@ PV_FN void dot_rows(int64_t m, int64_t k, const Matrix<E>& a, const Matrix<E>& b
   }
 }
 // J columns share the reads of a, and stay in the cache until all rows have read them; what is left of n goes one by one.
-template <int MOST, int J, class E>
-PV_FN void dot_columns(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
+template <int MOST, int J, class E, class B>
+PV_FN void dot_columns(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<B>& b, const Sums& c) {
   int64_t j = 0;
   for (; j + J <= n; j += J) dot_rows<MOST, J>(m, k, a, b.from(0, j), c.from(0, j));
   for (; j < n; j++) dot_rows<MOST, 1>(m, k, a, b.from(0, j), c.from(0, j));
 }
 // Rows and columns of a group: their sums and terms fill the registers.
-template <class E>
+template <class E, class B>
 PV_SHARED void dot_block(
-    int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<E>& b, const Sums& c) {
+    int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<B>& b, const Sums& c) {
   constexpr bool MANY = REGISTER == 64;  // 32 registers, not 16
   if (m == 1) return dot_columns<1, 8>(m, n, k, a, b, c);
   if (m == 2) return dot_columns<2, MANY ? 8 : 6>(m, n, k, a, b, c);

@@ -9,8 +9,12 @@ namespace pv {
   TEMPLATE void pack_columns(const Matrix<E>&, int64_t, int64_t, float*, int64_t, const InOrder&);         \
   TEMPLATE void pack_rows(const Matrix<E>&, int64_t, int64_t, float*);                                     \
   TEMPLATE void copy_rows(const Matrix<E>&, int64_t, int64_t, float*, int64_t);
-#define PV_DOTS(TEMPLATE, E)                                                                               \
-  TEMPLATE void dot_block(int64_t, int64_t, int64_t, const Matrix<E>&, const Matrix<E>&, const Sums&);
+#define PV_DOTS(TEMPLATE, E, B)                                                                            \
+  TEMPLATE void dot_block(int64_t, int64_t, int64_t, const Matrix<E>&, const Matrix<B>&, const Sums&);
+#define PV_CASTS(TEMPLATE, E, B)                                                                           \
+  PV_DOTS(TEMPLATE, E, B)                                                                                  \
+  PV_TILES(TEMPLATE, Factor<E>, 2, NarrowRows<B>) PV_TILES(TEMPLATE, Factor<E>, 1, NarrowRows<B>)          \
+  TEMPLATE void pack_columns(const Matrix<B>&, int64_t, int64_t, float*, int64_t, const InOrder&);
 #define PV_WINDOWS(TEMPLATE, E)                                                                            \
   TEMPLATE void pack_columns(const Matrix<E>&, int64_t, int64_t, float*, int64_t, const ByTap&);           \
   TEMPLATE void gather_rows(const Window<E>&, int64_t, int64_t, Factor<E>*);                               \
@@ -51,9 +55,19 @@ namespace pv {
   PV_PAIRS(PV_TILES, TEMPLATE, 1, Rows) PV_TILES(TEMPLATE, Factor<bf16>, 1, LyingRows<bf16>)
 #define PV_SHARED_halves_f16(TEMPLATE) PV_TILES(TEMPLATE, float, 1, LyingRows<f16>)
 
-#define PV_SHARED_dots_float(TEMPLATE) PV_DOTS(TEMPLATE, float)
-#define PV_SHARED_dots_bf16(TEMPLATE) PV_DOTS(TEMPLATE, bf16)
-#define PV_SHARED_dots_f16(TEMPLATE) PV_DOTS(TEMPLATE, f16)
+#define PV_SHARED_dots_float(TEMPLATE) PV_DOTS(TEMPLATE, float, float)
+#define PV_SHARED_dots_bf16(TEMPLATE) PV_DOTS(TEMPLATE, bf16, bf16)
+#define PV_SHARED_dots_f16(TEMPLATE) PV_DOTS(TEMPLATE, f16, f16)
+
+// Right operands that are cast as they are read.
+template <class E> using CastSigned = Cast<int8_t, E>;
+template <class E> using CastUnsigned = Cast<uint8_t, E>;
+#define PV_SHARED_casts_float(TEMPLATE)                                                                    \
+  PV_CASTS(TEMPLATE, float, CastSigned<float>) PV_CASTS(TEMPLATE, float, CastUnsigned<float>)
+#define PV_SHARED_casts_bf16(TEMPLATE)                                                                     \
+  PV_CASTS(TEMPLATE, bf16, CastSigned<bf16>) PV_CASTS(TEMPLATE, bf16, CastUnsigned<bf16>)
+#define PV_SHARED_casts_f16(TEMPLATE)                                                                      \
+  PV_CASTS(TEMPLATE, f16, CastSigned<f16>) PV_CASTS(TEMPLATE, f16, CastUnsigned<f16>)
 
 #define PV_SHARED_windows_float(TEMPLATE)                                                                  \
   PV_WINDOWS(TEMPLATE, float) PV_FINITE(TEMPLATE, float)                                                   \
@@ -78,6 +92,7 @@ namespace pv {
   PV_SHARED_products_float(TEMPLATE) PV_SHARED_products_bf16(TEMPLATE) PV_SHARED_products_f16(TEMPLATE)    \
   PV_SHARED_halves_float(TEMPLATE) PV_SHARED_halves_bf16(TEMPLATE) PV_SHARED_halves_f16(TEMPLATE)          \
   PV_SHARED_dots_float(TEMPLATE) PV_SHARED_dots_bf16(TEMPLATE) PV_SHARED_dots_f16(TEMPLATE)                \
+  PV_SHARED_casts_float(TEMPLATE) PV_SHARED_casts_bf16(TEMPLATE) PV_SHARED_casts_f16(TEMPLATE)             \
   PV_SHARED_windows_float(TEMPLATE) PV_SHARED_windows_bf16(TEMPLATE) PV_SHARED_windows_f16(TEMPLATE)       \
   PV_SHARED_taps_float(TEMPLATE)                                                                           \
   PV_SHARED_attention_float(TEMPLATE) PV_SHARED_attention_bf16(TEMPLATE) PV_SHARED_attention_f16(TEMPLATE) \

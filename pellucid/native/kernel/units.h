@@ -23,6 +23,7 @@ template <class E> struct FactorOf { using type = float; };
 #ifdef __AVX512BF16__
 template <> struct FactorOf<bf16> { using type = bf16; };
 #endif
+template <class Integer, class E> struct FactorOf<Cast<Integer, E>> : FactorOf<E> {};
 template <class E> using Factor = typename FactorOf<E>::type;
 template <class E> constexpr int TERMS = int(sizeof(float) / sizeof(Factor<E>));
 // How many units hold so many terms; the last one may hold one term and zero.
@@ -50,14 +51,31 @@ template <class F> PV_FN ColumnReg multiply_units(ColumnReg a, ColumnReg b, Colu
   return multiply_add(a, b, c);
 }
 
+// Units of two floats whose bits beyond bf16 are zero.
+PV_FN ColumnReg pair_up(ColumnReg even, ColumnReg odd) {
+  using Bits = Reg<uint32_t, COLUMN>;
+  return (ColumnReg)((Bits)even >> 16 | (Bits)odd);
+}
+
 // COLUMN units whose terms are neighbours, all of them or those of each unit.
 template <class E> PV_FN ColumnReg read_along(const E* p) {
-  if constexpr (TERMS<E> == 2) return read_column((const float*)p);
-  else return load<E>(p, All<COLUMN>()).r[0];
+  if constexpr (TERMS<E> == 2 && is_factor<E>) {
+    return read_column((const float*)p);
+  } else if constexpr (TERMS<E> == 2) {
+    const auto all = load<E>(p, All<COLUMNS>());
+    return [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
+      return pair_up(__builtin_shufflevector(all.r[0], all.r[1], (2 * K)...),
+                     __builtin_shufflevector(all.r[0], all.r[1], (2 * K + 1)...));
+    }(std::make_integer_sequence<int, COLUMN>());
+  } else {
+    return load<E>(p, All<COLUMN>()).r[0];
+  }
 }
 // COLUMN neighbouring units whose terms lie `step` apart, or n of them and zeros.
 template <class E, class N = All<COLUMN>> PV_FN ColumnReg read_across(const E* p, int64_t step, const N& n = {}) {
-  if constexpr (TERMS<E> == 2) {
+  if constexpr (TERMS<E> == 2 && !is_factor<E>) {
+    return pair_up(load<E>(p, n).r[0], load<E>(p + step, n).r[0]);
+  } else if constexpr (TERMS<E> == 2) {
     const auto even = convert<uint32_t>(load<uint16_t>((const uint16_t*)p, n));
     const auto odd = convert<uint32_t>(load<uint16_t>((const uint16_t*)(p + step), n));
     return (ColumnReg)(even.r[0] | odd.r[0] << 16);
@@ -67,7 +85,7 @@ template <class E, class N = All<COLUMN>> PV_FN ColumnReg read_across(const E* p
 }
 // COLUMNS of them, copied: each register that is written takes its words from both lines at once.
 template <class E> PV_FN void copy_across(const E* p, int64_t step, float* to) {
-  if constexpr (TERMS<E> == 2) {
+  if constexpr (TERMS<E> == 2 && is_factor<E>) {
     const auto even = load<uint16_t>((const uint16_t*)p, All<COLUMNS>()).r[0];
     const auto odd = load<uint16_t>((const uint16_t*)(p + step), All<COLUMNS>()).r[0];
     [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
@@ -82,7 +100,8 @@ template <class E> PV_FN void copy_across(const E* p, int64_t step, float* to) {
 
 template <class F, class E> PV_FN F factor_of(E a) {
   if constexpr (std::is_same_v<E, F>) return a;
-  else return load(&a);
+  else if constexpr (std::is_same_v<F, float>) return load(&a);
+  else return F{bf16_bits(load(&a))};
 }
 
 // A matrix as it lies: element (i, j) is at[i * row + j * column].
@@ -93,6 +112,9 @@ template <class E> struct Matrix {
   PV_FN const E* operator()(int64_t i, int64_t j) const { return at + i * row + j * column; }
   PV_FN Matrix from(int64_t i, int64_t j) const { return {(*this)(i, j), row, column}; }
 };
+template <class E, class Integer> PV_FN Matrix<Cast<Integer, E>> casting(const Matrix<Integer>& a) {
+  return {(const Cast<Integer, E>*)a.at, a.row, a.column};
+}
 template <class E> PV_FN Matrix<E> transposed(const Matrix<E>& a) { return {a.at, a.column, a.row}; }
 
 // The rows of a left operand as the micro-kernel reads them: `rows` holds the first ROWS of them, and each next ROWS lie
