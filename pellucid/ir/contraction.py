@@ -242,9 +242,9 @@ def _sum_of_products(kernel: Kernel) -> tuple[Line, Line, tuple[str, ...], Line,
     (left, mine), (right, casts) = (_uncast(lines[name], lines) for name in product.rhs.args)
     if not (isinstance(left.rhs, Load) and isinstance(right.rhs, Load) and left.rhs.other == right.rhs.other == 0):
         return None
+    one, other = dtypes[left.rhs.buffer], dtypes[right.rhs.buffer]
     if mine or left.rhs.index.vals():
-        left, mine, right, casts = right, casts, left, mine
-    one, other = (dtypes[load.buffer] for load in (left.rhs, right.rhs))
+        left, mine, one, right, casts, other = right, casts, other, left, mine, one
     if mine or one not in DTYPES or (other not in CASTS if casts else other is not one):
         return None
     return left, right, casts, product, total
