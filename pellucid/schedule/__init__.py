@@ -15,6 +15,7 @@ from pellucid.schedule.normalize import normalize
 from pellucid.schedule.order import order
 from pellucid.schedule.parts import split_parts
 from pellucid.schedule.two_phase import split_reductions
+from pellucid.schedule.unread import cut_unread
 
 __all__ = ["schedule"]
 
@@ -28,9 +29,10 @@ def schedule(program: Program, options: Options, machine: Machine = AVX2) -> tup
     program = remove_dead(program)
     program = normalize(program)
     if options.fusion:
+        program, cut = cut_unread(program)
         program, few = sum_rows_together(program)
         program, fused = fuse(program, options, machine)
-        decisions += [*few, *fused]
+        decisions += [*cut, *few, *fused]
         program = remove_dead(program)
     program = remove_dead(clean_up(program))  # a load that repeats another may have been the last use of its buffer
     if options.fusion:
