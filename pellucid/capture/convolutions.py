@@ -162,7 +162,7 @@ def _of_weight_by_windows(grad: torch.Tensor, x: torch.Tensor, weight: torch.Ten
     met = windows(x[:, :, begin:end]).permute(0, 2, 1, 3).flatten(2)
     made = torch.bmm(grad[:, :, first:last], met).sum(0).view(weight.shape)
     if first:
-        made = made + at_edge(grad[:, :, :first], x[:, :, : begin - stride + span], padding, 0)
+        made = made + at_edge(grad[:, :, :first], x[:, :, : max(0, begin - stride + span)], padding, 0)
     if behind := grad.shape[2] - last:
         rest = x[:, :, end - span + stride :]
         made = made + at_edge(grad[:, :, last:], rest, 0, (behind - 1) * stride + span - rest.shape[2])

@@ -321,10 +321,22 @@ def test_gradients_of_weights_over_lines_of_few_channels_are_products_with_windo
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("channels", [1, 2])
-@pytest.mark.parametrize(("taps", "options"), [(3, {"padding": 1}), (10, {"padding": 3, "stride": 2}), (5, {})])
+@pytest.mark.parametrize(
+    ("taps", "options"),
+    [
+        (3, {"padding": 1}),
+        (10, {"padding": 3, "stride": 2}),
+        (5, {}),
+        (1, {"padding": 2, "stride": 2}),  # places all of whose taps lie beyond
+        (1, {"padding": 12, "stride": 2}),
+        (2, {"padding": 5, "stride": 5}),
+        (3, {"padding": 7, "stride": 4, "dilation": 2}),
+    ],
+)
 def test_taps_beyond_a_line_of_few_channels_add_nothing(
     bad: float, channels: int, taps: int, options: dict[str, Any]
 ) -> None:
+    """Eager's zeros beyond some lines make NaN of an infinite gradient: there are fewer of these here, never more."""
     tensors = torch.randn(2, channels, 40), torch.randn(64, channels, taps)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -335,8 +347,9 @@ def test_taps_beyond_a_line_of_few_channels_add_nothing(
     torch._dynamo.reset()
     made = gradients(torch.compile(function, backend="pellucid"), *tensors, seed=seed)
     for one, other in zip(made, gradients(function, *tensors, seed=seed), strict=True):
-        assert torch.equal(one.isfinite(), other.isfinite())
-        torch.testing.assert_close(one, other, equal_nan=True, atol=1e-4, rtol=1e-4)
+        known = other.isfinite()
+        assert one[known].isfinite().all()
+        torch.testing.assert_close(one[known], other[known], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
