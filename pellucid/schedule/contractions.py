@@ -17,6 +17,8 @@ from pellucid.schedule.match_axes import Mismatch
 
 # Columns that a block must be able to have along one axis, or all there are if these are fewer.
 _LEAST = 32
+_FEW_SETS = 4
+"""Of the first cache, which do not hold the lines of all columns of a block."""
 
 
 def check_neighbours(first: Kernel, second: Kernel) -> Mismatch | None:
@@ -59,7 +61,7 @@ def _check_blocks(first: Kernel, before: Contraction, kernel: Kernel) -> Mismatc
 
 
 def _check_sets(first: Kernel, kernel: Kernel, found: Contraction) -> Mismatch | None:
-    """Refuse buffers whose columns meet in one set of the first cache: a kernel of its own walks over them in tiles.
+    """Refuse buffers whose columns meet in few sets of the first cache: a kernel of its own walks over them in tiles.
 
     All that lies along rows may: what runs over a block then has its vectors along these.
     """
@@ -76,10 +78,10 @@ def _check_sets(first: Kernel, kernel: Kernel, found: Contraction) -> Mismatch |
         nearest, longest = min(values, key=values.__getitem__), max(values, key=lambda each: estimate(ranges[each]))
         short = estimate(ranges[nearest]) < min(_LEAST, estimate(ranges[longest]))
         name = longest if short else nearest  # along which blocks have their columns
-        if values[name] * dtypes[access.buffer].itemsize % SAME_SET:
+        if values[name] * dtypes[access.buffer].itemsize % (SAME_SET // _FEW_SETS):
             continue
         if estimate(ranges[name]) > FEW_ROWS:
-            return Mismatch("contraction", f"columns of {access.buffer} lie in one set of the first cache")
+            return Mismatch("contraction", f"columns of {access.buffer} lie in few sets of the first cache")
     return None
 
 
