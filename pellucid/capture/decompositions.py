@@ -72,8 +72,26 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten._euclidean_dist.default: _euclidean_dist,
         aten.convolution.default: convolution,
         aten.convolution_backward.default: convolution_backward,
+        aten.index_add.default: _added_wide(aten.index_add.default),
+        aten.scatter_add.default: _added_wide(aten.scatter_add.default),
+        aten.scatter_reduce.two: _added_wide(aten.scatter_reduce.two),
     }
     return {**table, **with_eagers_strides(), **resizes(), **own}
+
+
+def _added_wide(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`scatter` with sums in f32 of what is bf16 or f16, as eager has them: rounded at each addition, they would be as
+    inexact as many."""
+
+    def added(
+        x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *args: Any, **options: Any
+    ) -> torch.Tensor:
+        wide, reduction = computed(x.dtype), next((each for each in args if isinstance(each, str)), "sum")
+        if wide is x.dtype or source.dtype is not x.dtype or reduction != "sum":
+            return NotImplemented
+        return scatter(x.to(wide), dim, index, source.to(wide), *args, **options).to(x.dtype)
+
+    return added
 
 
 def _batch_norm_without_training(
