@@ -88,13 +88,11 @@ def find_blocks(
     found = find_contraction(kernel)
     if found is None or not options.vectorize:
         return None
-    of_taps = None if found.cast else sums_by_channel(found, kernel.ranges)
+    of_taps = sums_by_channel(found, kernel.ranges)
     if not of_taps and (not found.rows or not (found.columns or by_channel(found))):
         return None
     if groups:
         blocks = _of_groups(kernel, found, groups, machine)
-    elif found.cast:
-        blocks = _lines(kernel, found, machine, roles)
     else:
         blocks = of_taps or sums_over_pixels(found, kernel.ranges, machine) or _lines(kernel, found, machine, roles)
     if blocks is None:

@@ -33,7 +33,7 @@ def sums_over_pixels(found: Contraction, ranges: dict[str, Expr], machine: Machi
 
     Where pixels do not count, the right operand is zero.
     """
-    if found.dtype is not DType.F32 or found.choice or len(found.inner) > MOST_ROW_AXES:
+    if found.dtype is not DType.F32 or found.choice or found.cast or len(found.inner) > MOST_ROW_AXES:
         return None
     if found.bounds and not found.zeros:
         return None

@@ -119,6 +119,12 @@ class _Cut:
     def numel(self) -> Expr:
         return product(part.count for part in self.parts.values())
 
+    @property
+    def strides(self) -> dict[str, Expr]:
+        """Of the parts, in a buffer that has nothing else."""
+        counts = (part.count for part in self.parts.values())
+        return dict(zip(self.parts, accumulate(counts, mul, initial=ONE), strict=False))
+
     def is_whole(self, axis: str) -> bool:
         return self.parts[axis] == _Part(ZERO, ONE, self.extents[axis])
 
@@ -128,18 +134,16 @@ class _Cut:
         Neighbouring axes that are whole stay together if what an index says of them would have to be taken apart.
         """
         rest = index - total(self.weights[axis] * point[axis] for axis in self.parts if not self.is_whole(axis))
-        place, weight = ZERO, ONE
+        place, strides = ZERO, self.strides
         for whole, run in groupby(self.parts, key=self.is_whole):
             axes = list(run)
-            divided = any(isinstance(atom, FloorDiv | Mod) for axis in axes for atom in point[axis].atoms())
-            if whole and divided:
+            if whole and any(isinstance(atom, FloorDiv | Mod) for axis in axes for atom in point[axis].atoms()):
                 low, high = self.weights[axes[0]], self.weights[axes[-1]] * self.extents[axes[-1]]
-                place += weight * mod(floordiv(rest, low, ranges), floordiv(high, low), ranges)
+                place += strides[axes[0]] * mod(floordiv(rest, low, ranges), floordiv(high, low), ranges)
+                continue
             for axis in axes:
-                if not (whole and divided):
-                    part = self.parts[axis]
-                    place += weight * floordiv(point[axis] - part.first, part.step, ranges)
-                weight = weight * self.parts[axis].count
+                part = self.parts[axis]
+                place += strides[axis] * floordiv(point[axis] - part.first, part.step, ranges)
         return place
 
     def kernels(self, kernel: Kernel, store: Store, readers: Iterable[Kernel], buffer: Buffer) -> Iterable[Kernel]:
@@ -151,12 +155,9 @@ class _Cut:
         ]
         ranges = {axis.name: axis.extent for axis in space}
         moved = {
-            axis: self.parts[axis].step * var(axis) + self.parts[axis].first
-            for axis in self.parts
-            if not self.is_whole(axis)
+            axis: part.step * var(axis) + part.first for axis, part in self.parts.items() if not self.is_whole(axis)
         }
-        weights = accumulate((part.count for part in self.parts.values()), mul, initial=ONE)
-        place = total(weight * var(axis) for axis, weight in zip(self.parts, weights, strict=False))
+        place = total(stride * var(axis) for axis, stride in self.strides.items())
         lines = [
             replace(line, rhs=replace(line.rhs, buffer=buffer.name, index=place)) if line.rhs == store else new
             for line, new in zip(kernel.body, Rewrite(axes=moved, ranges=ranges).lines(kernel.body), strict=True)
