@@ -47,6 +47,7 @@ from pellucid.native.panels import Packer
 from pellucid.options import Options
 from pellucid.schedule import schedule
 from pellucid.schedule.freeze import part, with_inputs
+from pellucid.schedule.in_place import change_in_place
 from pellucid.schedule.pad import pad
 from pellucid.segments import Segments
 from pellucid.strips import Chain, in_strips
@@ -179,11 +180,15 @@ def _why_not_frozen(unit: Unit, options: Options) -> tuple[Decision, ...]:
 
 
 def _schedule(unit: Unit, options: Options) -> Step:
-    program, decisions = schedule(unit.lowered, options, unit.machine)
-    if not options.pad:
-        return replace(unit, scheduled=program), tuple(decisions)
-    program, values, padded = pad(program, unit.values, unit.machine)
-    return replace(unit, scheduled=program, values=values), (*decisions, *padded)
+    program, values, decisions = unit.lowered, unit.values, list[Decision]()
+    if options.reuse_memory:
+        program, values, decisions = change_in_place(program, values)
+    program, scheduled = schedule(program, options, unit.machine)
+    decisions += scheduled
+    if options.pad:
+        program, values, padded = pad(program, values, unit.machine)
+        decisions += padded
+    return replace(unit, scheduled=program, values=values), tuple(decisions)
 
 
 def _codegen(unit: Unit, options: Options) -> Step:

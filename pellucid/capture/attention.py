@@ -24,6 +24,7 @@ from pellucid.capture.written_attention import (
     Replaced,
     Written,
     reader_beside,
+    repeated_from,
     reshaped_from,
     source_of,
     transposed_from,
@@ -32,7 +33,7 @@ from pellucid.capture.written_attention import (
 )
 from pellucid.ir.contraction import DTYPES as KERNEL_DTYPES
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ONE, ZERO, Expr, exact_div
+from pellucid.ir.index import ONE, ZERO, Expr
 from pellucid.machine import Machine
 from pellucid.machine.attention import MOST_COLUMNS, Heads
 
@@ -196,7 +197,7 @@ class _Fusion:
         ):
             raise NotWritten("heads or batches have the same queries and keys, whose weights would be computed again")
         self._shared: tuple[Node, Node] | tuple[()] = ()
-        groups = [_group_of(each, per_key) for each in (key, value)]
+        groups = [repeated_from(each, per_key) for each in (key, value)]
         if None in groups or groups[0].meta["val"].shape[1] != groups[1].meta["val"].shape[1]:  # type: ignore[union-attr]
             return query, key, value
         if gradients is not None:
@@ -393,21 +394,6 @@ class _Fusion:
             after.meta = {**results.meta, "val": results.meta["val"][position]}
             made.append(after)
         return tuple(made)
-
-
-def _group_of(node: Node, shape: tuple[Expr, ...]) -> Node | None:
-    """What was repeated for each head of a group: (batch, shared, 1, keys, size); None if nothing was."""
-    at: Node | None = node
-    while at is not None:
-        source: Any = at.args[0] if at.target is aten.expand.default else None
-        if source is not None and reshaped_from(at) is None:
-            one, many = shape_of(source.meta["val"]), shape_of(at.meta["val"])
-            fits = (
-                len(many) == 5 and one == (*many[:2], ONE, *many[3:]) and (many[0], *many[3:]) == (shape[0], *shape[2:])
-            )
-            return source if fits and exact_div(shape[1], many[1]) == many[2] else None
-        at = reshaped_from(at)
-    return None
 
 
 def _group_total(product: Node, shape: tuple[Expr, ...]) -> Node | None:

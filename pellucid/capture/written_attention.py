@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from pellucid.capture.fx import attribute_of, shape_of
 from pellucid.capture.torch_compat import real_tensors
-from pellucid.ir.index import ONE, Expr
+from pellucid.ir.index import ONE, Expr, exact_div
 
 aten = torch.ops.aten
 
@@ -218,6 +218,21 @@ def source_of(node: Node, shape: tuple[Expr, ...]) -> Node | None:
             found = at
         at = reshaped_from(at)
     return found
+
+
+def repeated_from(node: Node, shape: tuple[Expr, ...]) -> Node | None:
+    """What was repeated for each head of a group: (batch, shared, 1, keys, size); None if nothing was."""
+    at: Node | None = node
+    while at is not None:
+        source: Any = at.args[0] if at.target is aten.expand.default else None
+        if source is not None and reshaped_from(at) is None:
+            one, many = shape_of(source.meta["val"]), shape_of(at.meta["val"])
+            fits = (
+                len(many) == 5 and one == (*many[:2], ONE, *many[3:]) and (many[0], *many[3:]) == (shape[0], *shape[2:])
+            )
+            return source if fits and exact_div(shape[1], many[1]) == many[2] else None
+        at = reshaped_from(at)
+    return None
 
 
 def _order(node: Node) -> list[int]:

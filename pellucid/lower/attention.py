@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from pellucid.capture.written_attention import repeated_from
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, Expr, as_expr, exact_div
@@ -45,7 +46,7 @@ def attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     query: (batch, heads, rows, size). key, value: (batch, heads or a divisor of it, keys, size). All of one type: f32,
     bf16 or f16. mask: of this type or f32, and broadcast to (batch, heads, rows, keys).
     """
-    given = arguments(node, graph)
+    given = _unrepeated(graph, node)
     formula = _Formula.of(graph, node, given)
     _check_speed(graph, node, given["query"], given["key"], given["is_causal"])
     first, second = node.meta["val"]
@@ -187,6 +188,19 @@ class _Formula:
 def _unless(value: Value, number: float, instead: float) -> Value:
     """`value`, but `instead` where it is `number`."""
     return value.builder.where(value.op("eq", number), value.builder.const(instead, value.dtype), value)
+
+
+def _unrepeated(graph: ProgramBuilder, node: torch.fx.Node) -> Mapping[str, Any]:
+    """The arguments of a call, keys and values as they were before they were repeated for the heads of a group."""
+    given = arguments(node, graph)
+    found: dict[str, TensorRef] = {}
+    for name, argument in zip(("key", "value"), node.args[1:3], strict=True):
+        source = repeated_from(argument, given[name].shape)  # type: ignore[arg-type]
+        if source is not None:
+            tensor = graph.value(source)
+            shape, strides = ((*each[:2], *each[3:]) for each in (tensor.view.shape, tensor.view.strides))
+            found[name] = TensorRef(replace(tensor.view, shape=shape, strides=strides), tensor.dtype)
+    return {**given, **found} if len({each.shape for each in found.values()}) == 1 and len(found) == 2 else given
 
 
 def _is_read(node: torch.fx.Node, position: int) -> bool:

@@ -3,7 +3,8 @@
 A general scatter is two kernels: a copy of the tensor that is written to, and a kernel over the written values whose
 store's index depends on the index tensor. Points that meet in one element happen in order, so results are the same on
 every run and for every number of threads; where eager leaves open which of several values stays, the last one does.
-Where a slice holds at most one written element, one kernel over the result chooses between old and new instead.
+Where a slice holds at most one written element, one kernel over the result chooses between old and new instead, and so
+it does for written slices; but not where an input is changed, which then happens in place (`schedule/in_place.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,15 @@ from pellucid.lower.kernel_builder import KernelBuilder, Value, broadcast_index
 from pellucid.lower.pointwise import check_fits
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
-from pellucid.lower.shapes import check_ranks, checked_position, inside
+from pellucid.lower.shapes import check_ranks, checked_position, inside, is_view
 
 # The join of each reduction that `scatter_reduce` and `scatter` name.
 _JOINS = {"sum": "add", "add": "add", "prod": "mul", "multiply": "mul", "amax": "maximum", "amin": "minimum"}
+# Operators whose result is their first argument but for some elements.
+_CHANGES = frozenset(
+    "index_add index_copy index_fill scatter scatter_add scatter_reduce index_put _unsafe_index_put slice_scatter"
+    " select_scatter diagonal_scatter".split()
+)
 
 
 def _copied(graph: ProgramBuilder, node: torch.fx.Node, x: TensorRef) -> TensorRef:
@@ -36,6 +42,21 @@ def _copied(graph: ProgramBuilder, node: torch.fx.Node, x: TensorRef) -> TensorR
     result = graph.new(node.meta["val"], op_name(node))
     graph.copy(node, x, result)
     return result
+
+
+def _changes_input(node: torch.fx.Node) -> bool:
+    """Whether what an operator makes of an input, or of part of it, is what that holds in the end."""
+    given: Any = node
+    while given.op == "call_function" and (is_view(given) or op_name(given) in _CHANGES):
+        given = given.args[0]
+    changed = [node]
+    for each in changed if given.op == "placeholder" else ():
+        for user in each.users:
+            if op_name(user) == "copy_" and user.args[0] is given:
+                return True
+            if op_name(user) in _CHANGES and user not in changed:
+                changed.append(user)
+    return False
 
 
 def _constant(graph: ProgramBuilder, node: torch.fx.Node, number: float) -> TensorRef:
@@ -144,6 +165,8 @@ def _chosen(graph: ProgramBuilder, node: torch.fx.Node, single: bool) -> bool:
     why = "one index per row: each element of the row is the value, where the index names it, or what was there"
     if not single:
         why = "there is not exactly one index for each row: values go to their places in a copy, in order"
+    elif _changes_input(node):
+        single, why = False, "an input changes: values go to their places in it"
     return graph.decide(Decision("lower.scatter", (node.name,), single, why)).ok
 
 
@@ -306,6 +329,23 @@ def _masked_put(
 # ------------------------------------------------------------------------------------------------ into views
 
 
+def _write_part(
+    graph: ProgramBuilder,
+    node: torch.fx.Node,
+    result: TensorRef,
+    source: TensorRef,
+    strides: tuple[Expr, ...],
+    offset: Expr,
+) -> TensorRef:
+    """`result`, whose elements from `offset` on and with these strides get the values of `source`."""
+    part = View(result.view.buffer, source.shape, strides, offset)
+    kernel = graph.kernel(node, source.shape)
+    value = kernel.load(source.view, source.dtype, kernel.index).to(result.dtype)
+    kernel.store(part, result.dtype, kernel.index, value)
+    graph.emit(kernel)
+    return result
+
+
 @rule("slice_scatter.default")
 def slice_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """A choice per element: that of the source where the position lies in the slice."""
@@ -313,6 +353,11 @@ def slice_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     x, source = given["self"], given["src"]
     dim, step = given["dim"] % len(x.shape), given["step"]
     start = _start_of_slice(node, dim)
+    if _changes_input(node):
+        result = _copied(graph, node, x)
+        steps = result.view.strides
+        strides = (*steps[:dim], steps[dim] * step, *steps[dim + 1 :])
+        return _write_part(graph, node, result, source, strides, steps[dim] * start)
     result = graph.new(node.meta["val"], "slice_scatter")
     kernel = graph.kernel(node, result.shape)
     position = kernel.index[dim]
@@ -354,6 +399,10 @@ def select_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
         chosen = chosen + x.shape[dim]
         if not nonnegative(chosen):
             raise NotLowered("a dynamic position that may count from the end")
+    if _changes_input(node):
+        result = _copied(graph, node, x)
+        steps = result.view.strides
+        return _write_part(graph, node, result, source, steps[:dim] + steps[dim + 1 :], steps[dim] * chosen)
     result = graph.new(node.meta["val"], "select_scatter")
     kernel = graph.kernel(node, result.shape)
     here = kernel.position(kernel.index[dim]).op("eq", kernel.size_value(chosen, DType.I64))
@@ -377,8 +426,4 @@ def diagonal_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     steps = result.view.strides
     kept = tuple(step for d, step in enumerate(steps) if d not in (first, second))
     start = steps[second] * offset if offset >= 0 else steps[first] * -offset
-    diagonal = View(result.view.buffer, source.shape, (*kept, steps[first] + steps[second]), start)
-    kernel = graph.kernel(node, source.shape)
-    kernel.store(diagonal, result.dtype, kernel.index, kernel.load(source.view, source.dtype, kernel.index))
-    graph.emit(kernel)
-    return result
+    return _write_part(graph, node, result, source, (*kept, steps[first] + steps[second]), start)

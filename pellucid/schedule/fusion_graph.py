@@ -82,6 +82,7 @@ class FusionGraph:
         self.readers: dict[str, dict[Group, None]] = {}
         self.writers: dict[str, list[int]] = {}
         self._members = [Group(node, place, (node.name,)) for place, node in enumerate(program.nodes)]
+        self._places = {node.name: place for place, node in enumerate(program.nodes)}
         for place, earlier in enumerate(dependencies(program.nodes)):
             for other in earlier:
                 self._link(self._members[other], self._members[place])
@@ -114,10 +115,10 @@ class FusionGraph:
         writer = self.last_writer(buffer, position)
         return None if writer is None else self.group(writer)
 
-    def is_mutated(self, buffer: str) -> bool:
-        """True if the contents of `buffer` change between its readers."""
-        written = len(self.writers.get(buffer, ()))
-        return written > 1 or (written == 1 and self.buffers[buffer].role == "input")
+    def is_changed(self, buffer: str, *groups: Group) -> bool:
+        """True if a node writes `buffer` that does not run before all nodes of these groups."""
+        writers = self.writers.get(buffer)
+        return bool(writers) and any(self._places[part] <= writers[-1] for group in groups for part in group.parts)
 
     def needed_outside(self, buffer: str, *inside: Group) -> bool:
         """True if somebody besides the groups `inside` wants `buffer` in memory."""

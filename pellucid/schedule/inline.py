@@ -15,7 +15,7 @@ from pellucid.ir.index import Expr, FloorDiv, Mod, in_range, nonnegative, produc
 from pellucid.ir.nodes import Buffer, CheckIndex, Compute, Kernel, Line, Load, Param, Reduce, Store, axes_of, operands
 from pellucid.ir.types import DType
 from pellucid.machine.work import estimate
-from pellucid.schedule.fusion_graph import FusionGraph
+from pellucid.schedule.fusion_graph import FusionGraph, Group
 from pellucid.schedule.match_axes import Mismatch
 from pellucid.schedule.merge import forward
 from pellucid.schedule.normalize import split_axes
@@ -136,13 +136,15 @@ def reads_few(consumer: Kernel, buffer: Buffer) -> bool:
     return 4 * estimate(total(points)) < estimate(buffer.numel)
 
 
-def inline(graph: FusionGraph, recipe: Recipe, consumer: Kernel) -> Inlined | Mismatch:
-    """`consumer` with every load of the recipe's buffer replaced by a copy of its lines.
+def inline(graph: FusionGraph, recipe: Recipe, producer: Group, group: Group) -> Inlined | Mismatch:
+    """The kernel of `group` with every load of the recipe's buffer replaced by a copy of its lines, from `producer`.
 
     Before: `load B[n + i]` where `B[j] = neg(load A[j])`. After: `neg(load A[n + i])`.
     """
-    buffer = recipe.store.buffer
-    if graph.is_mutated(buffer) or any(graph.is_mutated(load.buffer) for load in loads_of(recipe.lines)):
+    buffer, consumer = recipe.store.buffer, group.kernel
+    if len(graph.writers[buffer]) > 1 or any(
+        graph.is_changed(load.buffer, producer, group) for load in loads_of(recipe.lines)
+    ):
         return Mismatch("mutation", "a buffer that it needs is overwritten later")
     numel = graph.buffers[buffer].numel
     copies: dict[str, list[Line]] = {}

@@ -92,7 +92,7 @@ class _Question:
         recipe = recipe_of(kernel, self.buffer)
         if isinstance(recipe, Mismatch):
             return self._refused(recipe, facts)
-        inlined = inline(self.graph, recipe, self.group.kernel)
+        inlined = inline(self.graph, recipe, self.producer, self.group)
         if isinstance(inlined, Mismatch):
             return self._refused(inlined, facts)
         refused = check_operands(self.group.kernel, inlined.kernel)

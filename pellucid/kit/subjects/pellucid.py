@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from pellucid.ir.nodes import Compute, Extern, Kernel, Program, Reduce, View
 from pellucid.ir.origin import GLUE, merge
 from pellucid.ir.printer import print_program
 from pellucid.ir.types import TORCH_DTYPES
-from pellucid.kit.programs.graphs import Graph, GraphCompiler, through_aot
+from pellucid.kit.programs.graphs import Graph, GraphCompiler, calls_of, is_view, through_aot
 from pellucid.kit.subjects.base import (
     AsTraced,
     Captured,
@@ -216,7 +216,7 @@ class PellucidCompiled(Compiled):
     def _watch(self, unit: Unit) -> dict[str, NodeProbe]:
         """A probe for each node of a program; called while the graph is compiled, once per program."""
         assert unit.plan is not None
-        complete = _completed(unit.plan, unit.values)
+        complete = _completed(unit.plan, unit.values, _changes(unit.graph))
         kernels = {node.name: node for node in unit.scheduled.nodes if isinstance(node, Kernel)}
         probes: dict[str, NodeProbe] = {}
         for call in unit.plan.calls:
@@ -290,22 +290,33 @@ def _step(
             return Step(call.name, call.op, call.origin, read, written, values, reason=call.reason)
 
 
-def _completed(plan: ExecutionPlan, values: Mapping[str, View]) -> dict[str, list[str]]:
+def _changes(graph: torch.fx.GraphModule) -> frozenset[str]:
+    """The calls that make new values; those that copy them into an input do not."""
+    return frozenset(
+        node.name for node in calls_of(graph) if not is_view(node) and node.target is not torch.ops.aten.copy_.default
+    )
+
+
+def _completed(plan: ExecutionPlan, values: Mapping[str, View], changes: Collection[str]) -> dict[str, list[str]]:
     """By node, the FX nodes whose result is in memory once it has run, and was not before.
 
     A result may be stored in parts, as a concatenation is: it is complete after the last node that writes its buffer,
-    before anything changes the buffer in place. What is a view of an earlier result is not listed again.
+    before anything changes the buffer in place. What is a view of an earlier result is not listed again. An input has
+    the last of the changes that are made where it lies.
     """
+    inputs = {buffer.name for buffer in plan.buffers if buffer.place is Place.ARGUMENT}
     owner: dict[str, str] = {}
     for name, view in values.items():
-        owner.setdefault(view.buffer, name)
+        if view.buffer not in inputs:
+            owner.setdefault(view.buffer, name)
+        elif name in changes:
+            owner[view.buffer] = name
     writers: dict[str, str] = {}
     for call in plan.calls:
         for buffer in written_by(call):
             writers[buffer] = call.name
-    inputs = {buffer.name for buffer in plan.buffers if buffer.place is Place.ARGUMENT}
     complete: dict[str, list[str]] = {call.name: [] for call in plan.calls}
     for buffer, name in owner.items():
-        if buffer in writers and buffer not in inputs:
+        if buffer in writers:
             complete[writers[buffer]].append(name)
     return complete
