@@ -32,7 +32,7 @@ from pellucid.lower.shapes import check_ranks, checked_position, inside, is_view
 _JOINS = {"sum": "add", "add": "add", "prod": "mul", "multiply": "mul", "amax": "maximum", "amin": "minimum"}
 # Operators whose result is their first argument but for some elements.
 _CHANGES = frozenset(
-    "index_add index_copy index_fill scatter scatter_add scatter_reduce index_put _unsafe_index_put slice_scatter"
+    "index_add index_copy index_fill scatter scatter_add scatter_reduce index_put unsafe_index_put slice_scatter"
     " select_scatter diagonal_scatter".split()
 )
 
@@ -52,7 +52,7 @@ def _changes_input(node: torch.fx.Node) -> bool:
     changed = [node]
     for each in changed if given.op == "placeholder" else ():
         for user in each.users:
-            if op_name(user) == "copy_" and user.args[0] is given:
+            if user.target is torch.ops.aten.copy_.default and user.args[0] is given:
                 return True
             if op_name(user) in _CHANGES and user not in changed:
                 changed.append(user)
