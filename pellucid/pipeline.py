@@ -196,7 +196,9 @@ def _codegen(unit: Unit, options: Options) -> Step:
     still = frozenset((*unit.frozen.names, *unit.frozen.made)) if unit.frozen else frozenset[str]()
     read = {name for node in unit.scheduled.nodes for name in reads(node)}
     unread = frozenset(buffer.name for buffer in unit.scheduled.buffers if buffer.name not in read)
-    roles = Roles(still, unread, made=frozenset(name for node in nodes for name in writes(node)))
+    made = frozenset(name for node in nodes for name in writes(node))
+    given = frozenset(buffer.name for buffer in unit.scheduled.buffers if buffer.role == "input")
+    roles = Roles(still, unread, made, given)
     kernels = {node.name: generate(node, options, unit.machine, roles) for node in nodes}
 
     def all_of(node: Kernel) -> Iterator[CppKernel]:

@@ -145,7 +145,7 @@ def generate_all(kernel: Kernel, options: Options, machine: Machine, roles: Role
     mine = roles.renamed({name: f"p{k}" for k, name in enumerate(simple.buffers)})
     part, offsets = from_first_touched(simple.kernel, mine.frozen)
     for plan in _plans(part, machine, options, mine):
-        yield _written(kernel, part, plan, simple, offsets, machine)
+        yield _written(kernel, part, replace(plan, guarded=mine.given), simple, offsets, machine)
 
 
 def _plans(kernel: Kernel, machine: Machine, options: Options, roles: Roles) -> Iterator[Plan]:

@@ -445,6 +445,8 @@ class _Printer:
             text = f"pv::scatter<{kind}>({store.buffer}, {value}, n, {self.at(store.index)}{join});"
         starts = {self.plan.tile: "from"} | {axis: part.first for part, (axis, _) in self.plan.pieces.items()}
         first = [f"{axis if axis in self.counters else starts.get(axis, axis)} == 0" for axis in once]
+        if self.checks and store.index.vals() and store.buffer in self.plan.guarded:
+            first.append("status == 0")
         self.out.line(f"if ({' && '.join(first)}) {text}" if first else text, line.origin)
 
     # ------------------------------------------------------------------------------------------ reductions

@@ -71,6 +71,7 @@ class Plan:
     abreast: vectors of a chunk whose sums advance side by side, by blocks of the reduced axis; 0 if the sums of each
     vector are finished before the next one begins.
     streamed: buffers that are written past the caches.
+    guarded: buffers that stay as they are where a position is out of range.
     ahead: loads that fetch what is needed later, and the index of that, see ahead.py.
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.
     steps: vector instructions of a call, for the machine model; of a middling size where sizes are symbols.
@@ -104,6 +105,7 @@ class Plan:
     rows: Rows | None = None
     called: tuple[Line, ...] = ()
     ahead: Mapping[str, Expr] = field(default_factory=dict)
+    guarded: frozenset[str] = frozenset()
 
     @property
     def counters(self) -> tuple[Counter, ...]:
