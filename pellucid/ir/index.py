@@ -349,7 +349,7 @@ def floordiv(num: Expr, den: Expr | int, ranges: Mapping[str, Expr] | None = Non
     den = as_expr(den)
     if num.value is not None and den.value is not None:
         return const(num.value // den.value)
-    quotient, rest = _split(num, den)
+    quotient, rest = _divided(num, den, ranges)
     if in_range(rest, den, ranges):
         return quotient
     return quotient + of_atom(FloorDiv(rest, den))
@@ -364,7 +364,7 @@ def mod(num: Expr, den: Expr | int, ranges: Mapping[str, Expr] | None = None) ->
     den = as_expr(den)
     if num.value is not None and den.value is not None:
         return const(num.value % den.value)
-    _, rest = _split(num, den)
+    _, rest = _divided(num, den, ranges)
     if in_range(rest, den, ranges):
         return rest
     return of_atom(Mod(rest, den))
@@ -381,6 +381,14 @@ def equal_piece(extent: Expr, count: Expr) -> Expr:
         return chunks(extent, count)
     none = floordiv(ONE, extent + 1)  # 1 if there are no points, else 0: so nothing is divided by 0
     return chunks(extent, count + none) + none
+
+
+def _divided(num: Expr, den: Expr, ranges: Mapping[str, Expr] | None) -> tuple[Expr, Expr]:
+    """(q, r) as of `_split`, with one multiple less where that brings r into range: the last row of `n` is `n - 1`."""
+    quotient, rest = _split(num, den)
+    if den.value is None and in_range(rest + den, den, ranges):
+        return quotient - 1, rest + den
+    return quotient, rest
 
 
 def _split(num: Expr, den: Expr) -> tuple[Expr, Expr]:
@@ -473,7 +481,7 @@ def _is_exact(expr: Expr) -> bool:
 def nonnegative(expr: Expr) -> bool:
     """True if `expr >= 0` can be shown for all symbols of their least value or more, axis counters being at least 0."""
     constant = 0
-    for monomial, coefficient in _without_quotients(expr).terms:
+    for monomial, coefficient in _without_multiples(_without_quotients(expr)).terms:
         if monomial and (coefficient < 0 or not all(_atom_nonnegative(atom) for atom in monomial)):
             return False
         if all(_atom_positive(atom) for atom in monomial):  # the product is at least 1
@@ -491,6 +499,18 @@ def _without_quotients(expr: Expr) -> Expr:
             if den and coefficient % den == 0 and all(map(_atom_nonnegative, rest)):
                 less = Expr({rest: coefficient // den}) * atom.num
                 return _without_quotients(expr - Expr({monomial: coefficient}) + less)
+    return expr
+
+
+def _without_multiples(expr: Expr) -> Expr:
+    """`expr` or less, with nothing taken away of which it has a multiple: `n*m - n` is at least 0 for `m` of 1 or more."""
+    for monomial, coefficient in expr.terms:
+        if coefficient >= 0 or not monomial or not all(map(_atom_nonnegative, monomial)):
+            continue
+        for larger, count in expr.terms:
+            rest = _divide_term(larger, count, Expr({monomial: 1})) if count + coefficient >= 0 else None
+            if rest is not None and larger != monomial and all(map(_atom_positive, rest[0])):
+                return _without_multiples(expr - Expr({larger: -coefficient, monomial: coefficient}))
     return expr
 
 

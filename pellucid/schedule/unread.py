@@ -149,15 +149,17 @@ class _Cut:
     def kernels(self, kernel: Kernel, store: Store, readers: Iterable[Kernel], buffer: Buffer) -> Iterable[Kernel]:
         """The kernel, cut, and its readers, with a buffer that has these parts alone."""
         param = Param(buffer.name, buffer.dtype, buffer.numel)
-        space = [
-            replace(axis, extent=self.parts[axis.name].count) if axis.name in self.parts else axis
-            for axis in kernel.space
-        ]
+        counts = {axis: part.count for axis, part in self.parts.items()}
+        space = [replace(axis, extent=counts.get(axis.name, axis.extent)) for axis in kernel.space]
+        space = [axis for axis in space if axis.name not in counts or axis.extent != ONE]
         ranges = {axis.name: axis.extent for axis in space}
+        counters = {axis: var(axis) if axis in ranges else ZERO for axis in self.parts}
         moved = {
-            axis: part.step * var(axis) + part.first for axis, part in self.parts.items() if not self.is_whole(axis)
+            axis: part.step * counters[axis] + part.first
+            for axis, part in self.parts.items()
+            if axis not in ranges or not self.is_whole(axis)
         }
-        place = total(stride * var(axis) for axis, stride in self.strides.items())
+        place = total(stride * counters[axis] for axis, stride in self.strides.items())
         lines = [
             replace(line, rhs=replace(line.rhs, buffer=buffer.name, index=place)) if line.rhs == store else new
             for line, new in zip(kernel.body, Rewrite(axes=moved, ranges=ranges).lines(kernel.body), strict=True)

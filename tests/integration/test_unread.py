@@ -76,6 +76,19 @@ def test_scores_of_the_last_token_take_no_others(tmp_path: Path) -> None:
     assert len(reasons) == 5 and sum("every 20 from 19 to 59" in why for why in reasons) == 3, reasons
 
 
+def test_scores_of_the_last_token_where_sizes_are_symbols() -> None:
+    model = Scores().eval()
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="pellucid", dynamic=True, options={"verify": True})
+    with recorded() as records, torch.no_grad():
+        for shape in ((3, 20, 16), (5, 7, 16), (2, 31, 16)):
+            x = torch.randn(shape)
+            assert_matches([run(x)], [model(x)], [copy.deepcopy(model).double()(x.double())])
+    (record,) = records
+    assert sum(each.rule == "schedule.unread" for each in record.decisions) == 5
+    assert all(len(axis.extent.syms()) < 2 for node in record.scheduled.nodes for axis in node.space)
+
+
 def test_what_is_returned_is_whole() -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = F.linear(x, w)

@@ -101,6 +101,14 @@ def test_nonnegative_is_never_wrong(a: Expr, env: dict[str, int]):
     assert not nonnegative(a) or value(a, env) >= 0
 
 
+def test_nonnegative_knows_multiples() -> None:
+    maybe_none = sym("u0")
+    for shown in (n * m - n, 3 * n * m * m - 2 * n * m - n, n * maybe_none - maybe_none, n * n - n):
+        assert nonnegative(shown)
+    for unknown in (n * m - n - m, n * m - 2 * n, n * maybe_none - n, n * m - n - 1, n - n * n):
+        assert not nonnegative(unknown)
+
+
 @given(exprs(), divisors, environments)
 @settings(deadline=None)
 def test_in_range_is_never_wrong(a: Expr, size: Expr, env: dict[str, int]):
@@ -155,6 +163,9 @@ def test_division_takes_out_what_is_whole():
     assert floordiv(i * 8 + j, 8, {"j": const(8)}) == i
     assert mod(i * 8 + j, 8, {"j": const(8)}) == j
     assert floordiv(i * n + j, n, {"j": n}) == i
+    assert floordiv(i * n + n - 1, n) == i and mod(i * n + n - 1, n) == n - 1
+    assert floordiv(i * n * 4 + 4 * n - 4 + j, 4 * n, {"j": const(4)}) == i
+    assert floordiv(i * n - 1, n) == i - 1
     assert floordiv(i * 8 + 11, 8) == i + 1
     assert floordiv(i * 8 + j + 9, 8) == i + 1 + of_atom(FloorDiv(j + 1, const(8)))
     assert mod(i - 1, 4) == of_atom(Mod(i + 3, const(4)))

@@ -49,7 +49,7 @@ def reader(name: str, axes: str, index: str, to: str, mask: str = "") -> str:
 
 def axes(program: Program) -> dict[str, int | None]:
     kernel = next(node for node in program.nodes if isinstance(node, Kernel) and node.name == "sums")
-    return {axis.name: axis.extent.value for axis in kernel.space}
+    return {"i": 1, "j": 1} | {axis.name: axis.extent.value for axis in kernel.space}
 
 
 FIRST = reader("first", "i: 10, j: 5", "5*i + j", "5*i + j")
