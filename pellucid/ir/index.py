@@ -503,7 +503,7 @@ def _without_quotients(expr: Expr) -> Expr:
 
 
 def _without_multiples(expr: Expr) -> Expr:
-    """`expr` or less, with nothing taken away of which it has a multiple: `n*m - n` is at least 0 for `m` of 1 or more."""
+    """`expr` or less, with nothing taken away of which it has a multiple: `n*m - n` is at least 0."""
     for monomial, coefficient in expr.terms:
         if coefficient >= 0 or not monomial or not all(map(_atom_nonnegative, monomial)):
             continue
