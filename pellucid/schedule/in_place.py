@@ -28,121 +28,156 @@ def change_in_place(program: Program, values: Mapping[str, View]) -> tuple[Progr
 
     values: where it puts what, by name; they are returned as they lie afterwards, without what is changed later.
     """
-    decisions: list[Decision] = []
-    for kernel in reversed(_kernels(program)):  # the last link of a chain first: the others find their copy back then
-        copy = _copy_of(kernel, program)
-        if copy is None or not any(copy.target in writes(node) for node in program.nodes if node.name != kernel.name):
+    editor, decisions = _Editor(program), list[Decision]()
+    for position in sorted(editor.copies, reverse=True):  # the last link of a chain first: the others find theirs then
+        copy = editor.copy_at(position) if position in editor.copies else None
+        if copy is None or len(editor.writers[copy.target]) == 1:
             continue
-        back = copy.back(program)
-        refusal = copy.refusal(program, back)
+        name, refusal = program.nodes[position].name, editor.refusal(copy)
         if not refusal:
-            program, values = copy.removed(program, back), copy.moved(values, given=bool(back))
+            editor.remove(copy)
+            values = copy.moved(values)
         why = refusal or f"nobody needs {copy.source} as it was: it is changed where it lies"
-        decisions.append(Decision("schedule.in_place", (kernel.name, copy.source), not refusal, why))
-    return program, values, decisions[::-1]
+        decisions.append(Decision("schedule.in_place", (name, copy.source), not refusal, why))
+    return editor.program(), values, decisions[::-1]
+
+
+class _Editor:
+    """The nodes of a program by their positions, some of which are taken out, and who reads and writes each buffer.
+
+    copies: what kernels load and store that do nothing else with it.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._given = program
+        self.nodes: dict[int, Node] = dict(enumerate(program.nodes))
+        self.buffers = {buffer.name: buffer for buffer in program.buffers}
+        self.returned = {view.buffer for view in program.outputs if isinstance(view, View)}
+        self._renamed: list[_Copy] = []
+        self.readers: dict[str, set[int]] = {name: set() for name in self.buffers}
+        self.writers: dict[str, set[int]] = {name: set() for name in self.buffers}
+        for position, node in self.nodes.items():
+            self._enter(position, node)
+        kernels = ((position, node) for position, node in self.nodes.items() if isinstance(node, Kernel))
+        self.copies = {position: found for position, kernel in kernels if (found := _moved(kernel)) is not None}
+
+    def _enter(self, position: int, node: Node) -> None:
+        for name in reads(node):
+            self.readers[name].add(position)
+        for name in writes(node):
+            self.writers[name].add(position)
+
+    def copy_at(self, position: int) -> _Copy | None:
+        """The copy at a position, if it makes a whole temporary in which the elements lie as in their own buffer."""
+        load, store = self.copies[position]
+        offset = load.index - store.index
+        if self.buffers[store.buffer].role != "temp" or offset.vars() or not self._is_all(position, store):
+            return None
+        return _Copy(position, self._back(load.buffer, store.buffer, offset), load.buffer, store.buffer, offset)
+
+    def _back(self, source: str, target: str, offset: Expr) -> int | None:
+        """Where all of `target` is put where it came from."""
+        for position in sorted(self.writers[source] & self.readers[target] & self.copies.keys()):
+            load, store = self.copies[position]
+            if store.index - load.index == offset and self._is_all(position, load):
+                return position
+        return None
+
+    def _is_all(self, position: int, access: Load | Store) -> bool:
+        kernel = self.nodes[position]
+        return isinstance(kernel, Kernel) and radix(kernel, access.index, self.buffers[access.buffer].numel) is not None
+
+    def refusal(self, copy: _Copy) -> str:
+        """Why the source of a copy cannot hold what its target does; empty if it can."""
+        source, target, start = copy.source, copy.target, copy.start
+        given, end = self.buffers[source].role != "temp", len(self._given.nodes) if copy.back is None else copy.back
+        if given and copy.back is None:
+            return f"{source} is the caller's, and is to stay as it is"
+        if source in self.returned or (given and target in self.returned):
+            return f"the caller gets {source} and {target}, which may not share memory"
+        for position in sorted(self.readers[source] | self.writers[source]):
+            if start < position < end:
+                return f"{self.nodes[position].name} needs {source} as it was"
+        for position in sorted(self.writers[target]):
+            if position > end or isinstance(self.nodes[position], Extern):
+                return f"{self.nodes[position].name} changes {target} by itself"
+        later = min((position for position in self.writers[source] if position > end), default=None)
+        for position in sorted(self.readers[target]):
+            if later is not None and position >= later:
+                return f"{self.nodes[position].name} needs {target}, and {source} is changed before"
+        return ""
+
+    def remove(self, copy: _Copy) -> None:
+        """Have `source` for `target`, and take out this copy and the one back."""
+        for position in (copy.start, *(() if copy.back is None else (copy.back,))):
+            del self.nodes[position], self.copies[position]
+            for name in (copy.source, copy.target):
+                self.readers[name].discard(position)
+                self.writers[name].discard(position)
+        for position in self.readers.pop(copy.target) | self.writers.pop(copy.target):
+            self.nodes[position] = copy.node(self.nodes[position], self.buffers[copy.source])
+            self._enter(position, self.nodes[position])
+            if position in self.copies:
+                load, store = (copy.rhs(each) for each in self.copies[position])
+                assert isinstance(load, Load) and isinstance(store, Store)
+                self.copies[position] = load, store
+        del self.buffers[copy.target]
+        self.returned = {copy.source if name == copy.target else name for name in self.returned}
+        self._renamed.append(copy)
+
+    def program(self) -> Program:
+        """What is left."""
+        outputs = self._given.outputs
+        for copy in self._renamed:
+            outputs = tuple(copy.view(each) if isinstance(each, View) else each for each in outputs)
+        nodes = tuple(self.nodes[position] for position in sorted(self.nodes))
+        return replace(self._given, buffers=tuple(self.buffers.values()), nodes=nodes, outputs=outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A kernel that makes a temporary, `target`, of the elements of `source` that lie side by side from `offset` on."""
+    """A kernel that makes a temporary, `target`, of the elements of `source` that lie side by side from `offset` on.
 
-    kernel: Kernel
+    start: its position. back: that of the kernel that puts all of `target` where it came from, if there is one.
+    """
+
+    start: int
+    back: int | None
     source: str
     target: str
     offset: Expr
 
-    def back(self, program: Program) -> str:
-        """The kernel that puts all of `target` where it came from; empty if there is none."""
-        numel = program.buffer(self.target).numel
-        for kernel in _kernels(program):
-            match _moved(kernel):
-                case Load(self.target, loaded), Store(self.source, stored) if stored - loaded == self.offset:
-                    if radix(kernel, loaded, numel) is not None:
-                        return kernel.name
-                case _:
-                    pass
-        return ""
-
-    def refusal(self, program: Program, back: str) -> str:
-        """Why `source` cannot hold what `target` does; empty if it can. back: the kernel that puts it there."""
-        names = [node.name for node in program.nodes]
-        start, end = names.index(self.kernel.name), names.index(back) if back else len(names)
-        given = program.buffer(self.source).role != "temp"
-        returned = {view.buffer for view in program.outputs if isinstance(view, View)}
-        if given and not back:
-            return f"{self.source} is the caller's, and is to stay as it is"
-        if self.source in returned or (given and self.target in returned):
-            return f"the caller gets {self.source} and {self.target}, which may not share memory"
-        changed = False
-        for position, node in enumerate(program.nodes):
-            if start < position < end and self.source in (*reads(node), *writes(node)):
-                return f"{node.name} needs {self.source} as it was"
-            if self.target in writes(node) and (position > end or isinstance(node, Extern)):
-                return f"{node.name} changes {self.target} by itself"
-            changed |= position > end and self.source in writes(node)
-            if changed and self.target in reads(node):
-                return f"{node.name} needs {self.target}, and {self.source} is changed before"
-        return ""
-
-    def removed(self, program: Program, back: str) -> Program:
-        """The program with `source` for `target`, without this copy and the one back."""
-        buffer = program.buffer(self.source)
-        return replace(
-            program,
-            buffers=tuple(each for each in program.buffers if each.name != self.target),
-            nodes=tuple(
-                self._node(node, buffer) for node in program.nodes if node.name not in (self.kernel.name, back)
-            ),
-            outputs=tuple(self._view(each) if isinstance(each, View) else each for each in program.outputs),
-        )
-
-    def moved(self, values: Mapping[str, View], *, given: bool) -> Mapping[str, View]:
+    def moved(self, values: Mapping[str, View]) -> Mapping[str, View]:
         """The values, those of `target` in `source`; what a temporary held before is nowhere in the end."""
-        return {name: self._view(view) for name, view in values.items() if given or view.buffer != self.source}
+        given = self.back is not None
+        return {name: self.view(view) for name, view in values.items() if given or view.buffer != self.source}
 
-    def _node(self, node: Node, buffer: Buffer) -> Node:
-        if self.target not in (*reads(node), *writes(node)):
-            return node
+    def node(self, node: Node, buffer: Buffer) -> Node:
+        """A node with `source`, which is this buffer, for `target`."""
         match node:
             case Extern():
-                args = tuple(self._argument(each) for each in node.args)
-                kwargs = tuple((name, self._argument(each)) for name, each in node.kwargs)
+                args = tuple(self.argument(each) for each in node.args)
+                kwargs = tuple((name, self.argument(each)) for name, each in node.kwargs)
                 return replace(node, args=args, kwargs=kwargs)
             case Kernel():
-                lines = [replace(line, rhs=self._rhs(line.rhs)) for line in node.body]
+                lines = [replace(line, rhs=self.rhs(line.rhs)) for line in node.body]
                 params = {each.name: each for each in (*node.params, Param(buffer.name, buffer.dtype, buffer.numel))}
                 return make_kernel(node.name, node.space, lines, params)
 
-    def _rhs(self, rhs: Rhs) -> Rhs:
+    def rhs(self, rhs: Rhs) -> Rhs:
         if not isinstance(rhs, Load | Store) or rhs.buffer != self.target:
             return rhs
         return replace(rhs, buffer=self.source, index=rhs.index + self.offset)
 
-    def _argument(self, argument: Arg) -> Arg:
+    def argument(self, argument: Arg) -> Arg:
         if isinstance(argument, tuple):
-            return tuple(self._argument(each) for each in argument)
-        return self._view(argument) if isinstance(argument, View) else argument
+            return tuple(self.argument(each) for each in argument)
+        return self.view(argument) if isinstance(argument, View) else argument
 
-    def _view(self, view: View) -> View:
+    def view(self, view: View) -> View:
         if view.buffer != self.target:
             return view
         return replace(view, buffer=self.source, offset=view.offset + self.offset)
-
-
-def _kernels(program: Program) -> list[Kernel]:
-    return [node for node in program.nodes if isinstance(node, Kernel)]
-
-
-def _copy_of(kernel: Kernel, program: Program) -> _Copy | None:
-    """The copy that a kernel is, if it makes a whole temporary, in which the elements lie as they do in their own."""
-    found = _moved(kernel)
-    if found is None:
-        return None
-    load, store = found
-    target, offset = program.buffer(store.buffer), load.index - store.index
-    if target.role != "temp" or offset.vars() or radix(kernel, store.index, target.numel) is None:
-        return None
-    return _Copy(kernel, load.buffer, store.buffer, offset)
 
 
 def _moved(kernel: Kernel) -> tuple[Load, Store] | None:
