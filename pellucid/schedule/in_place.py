@@ -99,7 +99,7 @@ class _Editor:
             if start < position < end:
                 return f"{self.nodes[position].name} needs {source} as it was"
         for position in sorted(self.writers[target]):
-            if position > end or isinstance(self.nodes[position], Extern):
+            if not start <= position <= end or isinstance(self.nodes[position], Extern):
                 return f"{self.nodes[position].name} changes {target} by itself"
         later = min((position for position in self.writers[source] if position > end), default=None)
         for position in sorted(self.readers[target]):

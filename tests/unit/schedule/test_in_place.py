@@ -115,6 +115,8 @@ def test_copies_around_a_change_are_gone(nodes: str, left: list[str]) -> None:
          "reader needs x as it was"),
         (AROUND + change("again", "x", "i") + read("reader", "y"), "reader needs y, and x is changed before"),
         (AROUND + change("again", "y", "i") + read("reader", "y"), "again changes y by itself"),
+        (change("before", "w", "i") + copy("there", "x", "w") + change("change", "w") + copy("back", "w", "x")
+         + read("reader", "x"), "before changes w by itself"),
         (copy("there", "x", "y") + change("change", "y") + copy("out", "y", "z"),
          "x is the caller's, and is to stay as it is"),
         (read("before", "x", "y") + copy("on", "y", "w") + change("change", "w") + read("reader", "y"),
