@@ -17,6 +17,7 @@ from pellucid.capture.eager_strides import with_eagers_strides
 from pellucid.capture.fx import computed
 from pellucid.capture.resize import resizes
 from pellucid.capture.torch_compat import decomposition_table, suggested_format
+from pellucid.capture.transformer_layers import encoder_layer, multi_head_attention
 from pellucid.ir.unsigned import is_unsigned
 
 _POINTWISE = """
@@ -72,6 +73,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten._euclidean_dist.default: _euclidean_dist,
         aten.convolution.default: convolution,
         aten.convolution_backward.default: convolution_backward,
+        aten._native_multi_head_attention.default: multi_head_attention,
+        aten._transformer_encoder_layer_fwd.default: encoder_layer,
         aten.index_add.default: _added_wide(aten.index_add.default),
         aten.scatter_add.default: _added_wide(aten.scatter_add.default),
         aten.scatter_reduce.two: _added_wide(aten.scatter_reduce.two),
