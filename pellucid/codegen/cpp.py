@@ -186,7 +186,7 @@ class _Printer:
                 self.close("}")
                 for line, store in together:
                     begin = self.pointer(store.buffer, store.index.substitute({Var(i): const(0)}))
-                    self.out.line(f"w{line.out[1:]}.write({begin}, n);", line.origin)
+                    self.out.line(f"{self.guard(store)}w{line.out[1:]}.write({begin}, n);", line.origin)
             case Kind.VECTOR:
                 lo, hi = self.range(loop)
                 steps = "whole_steps" if self.exact(loop) else "steps"
@@ -352,7 +352,9 @@ class _Printer:
         corner, step = self.corner(line.rhs.index)
         past = flag_text(line.rhs.buffer in self.plan.streamed)
         place = line.rhs.buffer if corner == "0" else f"{line.rhs.buffer} + {corner}"
-        self.out.line(f"y{line.out[1:]}.write<{past}>({place}, {step}, to - from, n);", line.origin)
+        self.out.line(
+            f"{self.guard(line.rhs)}y{line.out[1:]}.write<{past}>({place}, {step}, to - from, n);", line.origin
+        )
 
     def corner(self, index: Expr) -> tuple[str, str]:
         """Where a square starts, and the step from row to row."""
@@ -445,9 +447,13 @@ class _Printer:
             text = f"pv::scatter<{kind}>({store.buffer}, {value}, n, {self.at(store.index)}{join});"
         starts = {self.plan.tile: "from"} | {axis: part.first for part, (axis, _) in self.plan.pieces.items()}
         first = [f"{axis if axis in self.counters else starts.get(axis, axis)} == 0" for axis in once]
-        if self.checks and store.index.vals() and store.buffer in self.plan.guarded:
-            first.append("status == 0")
-        self.out.line(f"if ({' && '.join(first)}) {text}" if first else text, line.origin)
+        collected = line.out in self.plan.tiled or line.out in self.interleaved
+        guard = "" if collected else self.guard(store)
+        self.out.line(guard + (f"if ({' && '.join(first)}) {text}" if first else text), line.origin)
+
+    def guard(self, store: Store) -> str:
+        """What a store to the caller's memory begins with in a kernel that may fail: nothing is stored after that."""
+        return "if (status == 0) " if self.checks and store.buffer in self.plan.guarded else ""
 
     # ------------------------------------------------------------------------------------------ reductions
 

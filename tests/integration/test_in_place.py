@@ -124,6 +124,34 @@ def test_layers_of_one_cache(tmp_path: Path) -> None:
     assert len(names_of_kernels(tmp_path)) == 6
 
 
+def lines_of_one(x: Tensor, n: Tensor) -> Tensor:
+    x[0, 2:4] = n[:2]
+    return x * 2
+
+
+def a_column(x: Tensor, n: Tensor) -> Tensor:
+    x[:, 1] = n[: x.shape[0]]
+    return x * 2
+
+
+def all_of_it(x: Tensor, n: Tensor) -> Tensor:
+    x[0:1].index_fill_(1, torch.tensor([0, 2]), 0.7)
+    x[x < -0.3] = -0.2
+    return x.exp()
+
+
+@pytest.mark.parametrize("change", [lines_of_one, a_column, all_of_it])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_parts_that_are_all_there_is(change: Any, dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    run = torch.compile(change, backend="pellucid", dynamic=dynamic, options={"verify": True})
+    for shape in ((1, 6), (2, 7), (1, 8), (5, 6)):
+        mine, new = torch.randn(shape), torch.randn(6)
+        eager = mine.clone()
+        assert torch.equal(run(mine, new), change(eager, new)) or change is all_of_it
+        assert torch.equal(mine, eager)
+
+
 def test_what_is_read_later_keeps_its_values(tmp_path: Path) -> None:
     def step(cache: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
         old = cache.clone()
@@ -176,6 +204,37 @@ def test_a_wrong_position_is_an_error() -> None:
     with pytest.raises(IndexError, match="30"):
         run(cache, torch.ones(4, 1, 8), torch.tensor([30]))
     assert cache.sum() == 32
+
+
+def looked_up(cache: Tensor, table: Tensor, at: Tensor) -> None:
+    cache.copy_(table[at])
+
+
+def looked_up_in_columns(cache: Tensor, table: Tensor, at: Tensor) -> None:
+    cache.t().copy_(table[at].t().exp())
+
+
+def looked_up_in_part(cache: Tensor, table: Tensor, at: Tensor) -> None:
+    cache[:, 1:-1] += table[at][:, 2:]
+
+
+def looked_up_between(cache: Tensor, table: Tensor, at: Tensor) -> None:
+    cache.copy_(torch.stack([table[at], table[at] * 2], -1).flatten(1)[:, : cache.shape[1]])
+
+
+@pytest.mark.parametrize("size", [(3, 6), (40, 70)])
+@pytest.mark.parametrize("change", [looked_up, looked_up_in_columns, looked_up_in_part, looked_up_between])
+def test_what_is_looked_up_at_a_wrong_position_is_not_stored(change: Any, size: tuple[int, int]) -> None:
+    run = torch.compile(change, backend="pellucid", options={"verify": True})
+    cache, table, at = torch.randn(size), torch.randn(10, size[1]), torch.randint(10, (size[0],))
+    mine, eager = cache.clone(), cache.clone()
+    run(mine, table, at)
+    change(eager, table, at)
+    assert_matches([mine], [eager], [eager.double()])
+    mine, at[1] = cache.clone(), 10
+    with pytest.raises(IndexError, match="10"):
+        run(mine, table, at)
+    assert torch.equal(mine[1:], cache[1:])
 
 
 @pytest.mark.parametrize("size", [8, 64])
