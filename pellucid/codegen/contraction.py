@@ -7,7 +7,7 @@ sum. Sums that are only stored go to their place at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -21,11 +21,13 @@ from pellucid.codegen.sweeps import plan_sweeps
 from pellucid.codegen.variants import CLOSE
 from pellucid.codegen.vector import base_lanes, choose, cost, gathered
 from pellucid.codegen.winograd import by_tiles
+from pellucid.ir.contraction import Contraction
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import ZERO, Expr, chunks, product, var
+from pellucid.ir.index import ONE, ZERO, Expr, chunks, product, var
 from pellucid.ir.nodes import CheckIndex, Const, Kernel, Line, Load, Store, axes_of, operands
 from pellucid.ir.types import DType
 from pellucid.machine import Machine
+from pellucid.machine.library import BETWEEN
 from pellucid.machine.work import estimate
 from pellucid.options import Options
 
@@ -50,11 +52,20 @@ def plan_contraction(kernel: Kernel, machine: Machine, options: Options, roles: 
 
 
 def compared_with_loops(kernel: Kernel, plan: Plan, machine: Machine) -> tuple[Decision, ...]:
-    """Whether a convolution of few results for each pixel, in f32, takes less time by `plan`, whose blocks have mostly
-    empty columns, than by loops over the pixels; nothing is asked of others."""
+    """Whether `plan` takes less time than loops: for a convolution of few results for each pixel, in f32, whose blocks
+    have mostly empty columns, and for small matrices of a batch that lie between one another."""
     blocks = plan.blocks
     assert blocks is not None
     contraction, ranges = blocks.contraction, kernel.ranges
+    if _lie_between(contraction, ranges, machine):
+        rows, columns = (
+            estimate(product(ranges[name] for name in axes)) for axes in (contraction.rows, contraction.columns)
+        )
+        ok = rows * columns > BETWEEN * (rows + columns)
+        why = "vectors along the batch, whose elements lie side by side, take less than what blocks fetch one by one"
+        if ok:
+            why = f"{rows} rows and {columns} columns use what blocks fetch one by one often enough"
+        return (Decision("codegen.blocks", (kernel.name,), ok, why),)
     columns = estimate(product(ranges[name] for name in contraction.columns))
     one_image = contraction.windowed and not contraction.batch and contraction.dtype is DType.F32
     if not one_image or columns > MOST_LOOPED:
@@ -70,6 +81,15 @@ def compared_with_loops(kernel: Kernel, plan: Plan, machine: Machine) -> tuple[D
     ok = apart <= together
     why = f"blocks whose columns are {columns} take {'less' if ok else 'more'} instructions than loops over the pixels"
     return (Decision("codegen.blocks", (kernel.name,), ok, why, facts),)
+
+
+def _lie_between(contraction: Contraction, ranges: Mapping[str, Expr], machine: Machine) -> bool:
+    """Whether neighbours in both operands belong to different matrices of a batch."""
+    places = [load.index for load in contraction.loads]
+    return any(
+        all(place.coefficient(axis) == ONE for place in places) and estimate(ranges[axis]) >= machine.lanes
+        for axis in contraction.batch
+    )
 
 
 def _planned(

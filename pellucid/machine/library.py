@@ -15,10 +15,13 @@ from pellucid.machine.kernels import FEW_ROWS
 from pellucid.machine.model import Machine
 from pellucid.machine.reference import AVX2
 
+_STRIDED = "neither rows nor columns of the right operand are contiguous, and ATen copies narrow types faster"
 _TRANSPOSED = "with AVX2, ATen's BLAS is faster where columns of the left operand are contiguous"
-_STRIDED = "neither rows nor columns of the right operand are contiguous, so ATen copies it first"
 _LONG = "few rows and columns leave threads idle, ATen's BLAS shares out the terms"
 
+BETWEEN = 9
+"""Matrices whose elements lie between those of others, as where the batch is the last dimension of both operands, are
+multiplied by vectors along the batch if an element that is fetched takes part in fewer products than this."""
 # How much less than their own peak kernels can expect of a type that ATen computes without instructions for it.
 _UNAIDED = 8.0
 # Terms of a sum, and elements of a result, that are too much for one thread and too little for two. In f32 threads are
@@ -56,7 +59,9 @@ class Library:
             transposed = left.strides[-1] != ONE and left.strides[-2] == ONE
             if self.machine.isa.name == AVX2.isa.name and transposed and not nonnegative(as_expr(FEW_ROWS) - m):
                 return _TRANSPOSED
-            if ONE not in right.strides[-2:]:
+            between = any(one == other == ONE for one, other in zip(left.strides, right.strides[:-2], strict=False))
+            looped = between and nonnegative(BETWEEN * (m + n) - m * n)
+            if dtype is not DType.F32 and ONE not in right.strides[-2:] and not looped:
                 return _STRIDED
         rows = product(left.shape[:-1])
         few = nonnegative(as_expr(_FEW_ELEMENTS) - rows * n)

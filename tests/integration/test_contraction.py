@@ -295,7 +295,6 @@ def test_sums_that_something_else_is_done_with_go_through_a_block() -> None:
 @pytest.mark.parametrize(
     ("left", "right", "why"),
     [
-        (torch.randn(40, 70), torch.randn(70, 180)[:, ::2], "neither rows nor columns"),
         (torch.randn(10, 20_000), torch.randn(20_000, 10), "few rows and columns"),
     ],
 )
@@ -408,3 +407,30 @@ def test_then_what_is_not_finite_stays_and_nothing_is_read_after_it_was_written(
     compiled(function, x, w, r)
     compiled(lambda x, w, r: (x @ w.t()).t().contiguous() * r.t(), x, w, r)
     compiled(lambda x, w: torch.stack((x @ w.t(), x @ w.t() + 1), -1), x, w)
+
+
+BETWEEN_OTHERS = [
+    ("tsd,bsd->btd", (24, 40, 64), (2, 40, 64), True),
+    ("tsd,bsd->btd", (24, 40, 50), (3, 40, 50), True),
+    ("bixy,ioxy->boxy", (3, 16, 5, 7), (16, 24, 5, 7), True),
+    ("tsd,bsd->btd", (48, 40, 32), (48, 40, 32), False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("equation", "left", "right", "looped"), BETWEEN_OTHERS)
+def test_matrices_that_lie_between_one_another(
+    equation: str, left: tuple[int, ...], right: tuple[int, ...], looped: bool, dtype: torch.dtype
+) -> None:
+    """Small ones are loops by vectors along the batch; of large ones blocks are fetched, in narrow types by ATen."""
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(equation, a, b)
+
+    made = compiled(function, torch.randn(left).to(dtype), torch.randn(right).to(dtype))
+    products = [(node, blocks) for node, blocks in made if "bmm" in node.name]
+    if looped or dtype is torch.float32:
+        ((node, blocks),) = products
+        assert isinstance(node, Kernel) and (blocks is None) == looped
+    elif len(products) == 1:  # else the machine has no instructions for the type, and converts the operands
+        assert isinstance(products[0][0], Extern) and "ATen copies narrow types faster" in products[0][0].reason
