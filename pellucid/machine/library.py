@@ -15,7 +15,7 @@ from pellucid.machine.kernels import FEW_ROWS
 from pellucid.machine.model import Machine
 from pellucid.machine.reference import AVX2
 
-_STRIDED = "neither rows nor columns of the right operand are contiguous, and ATen copies narrow types faster"
+_STRIDED = "neither rows nor columns of the right operand are contiguous, so ATen copies it first"
 _TRANSPOSED = "with AVX2, ATen's BLAS is faster where columns of the left operand are contiguous"
 _LONG = "few rows and columns leave threads idle, ATen's BLAS shares out the terms"
 
@@ -61,7 +61,8 @@ class Library:
                 return _TRANSPOSED
             between = any(one == other == ONE for one, other in zip(left.strides, right.strides[:-2], strict=False))
             looped = between and nonnegative(BETWEEN * (m + n) - m * n)
-            if dtype is not DType.F32 and ONE not in right.strides[-2:] and not looped:
+            alone = len(right.shape) == 2 or dtype is not DType.F32
+            if ONE not in right.strides[-2:] and alone and not looped:
                 return _STRIDED
         rows = product(left.shape[:-1])
         few = nonnegative(as_expr(_FEW_ELEMENTS) - rows * n)
