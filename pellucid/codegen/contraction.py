@@ -57,7 +57,7 @@ def compared_with_loops(kernel: Kernel, plan: Plan, machine: Machine) -> tuple[D
     blocks = plan.blocks
     assert blocks is not None
     contraction, ranges = blocks.contraction, kernel.ranges
-    if _lie_between(contraction, ranges, machine):
+    if not (contraction.windowed or blocks.by_channel) and _lie_between(contraction, ranges, machine):
         rows, columns = (
             estimate(product(ranges[name] for name in axes)) for axes in (contraction.rows, contraction.columns)
         )

@@ -435,3 +435,15 @@ def test_matrices_that_lie_between_one_another(
         assert isinstance(node, Kernel) and (blocks is None) == looped
     elif len(products) == 1:  # else the machine has no instructions for the type, and converts the operands
         assert isinstance(products[0][0], Extern) and "neither rows nor columns" in products[0][0].reason
+
+
+def test_taps_of_depthwise_convolutions_are_not_taken_for_a_batch() -> None:
+    """Their channels lie side by side too, and have blocks of their own."""
+    x = torch.randn(2, 64, 14, 14).to(memory_format=torch.channels_last)
+    w = torch.randn(64, 1, 3, 3, requires_grad=True)
+    torch._dynamo.reset()
+    with recorded() as nodes:
+        run = torch.compile(torch.nn.functional.conv2d, backend="pellucid", options={"verify": True})
+        run(x, w, None, 1, 1, 1, 64).sin().sum().backward()
+    gradients = [blocks for node, blocks in nodes if "convolution_backward" in node.name]
+    assert gradients and all(blocks is not None and blocks.by_channel for blocks in gradients)
