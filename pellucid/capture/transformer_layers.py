@@ -37,17 +37,12 @@ def multi_head_attention(
     if not query.shape == key.shape == value.shape or query.dim() != 3 or query.is_nested:
         return NotImplemented
     batch, rows, size = *query.shape[:2], embed_dim // num_head
-    same = query is key is value
-    weights = (qkv_weight,) if same else qkv_weight.split(embed_dim)
-    biases = (qkv_bias,) if same else qkv_bias.split(embed_dim)
-    parts = [
-        aten.linear(each, weight, bias)
-        for each, weight, bias in zip((query,) if same else (query, key, value), weights, biases, strict=True)
-    ]
-    heads = [
-        part.view(batch, rows, num_head, size).transpose(1, 2)
-        for part in (parts[0].split(embed_dim, -1) if same else parts)
-    ]
+    if query is key is value:
+        parts = aten.linear(query, qkv_weight, qkv_bias).split(embed_dim, -1)
+    else:
+        parameters = qkv_weight.split(embed_dim), qkv_bias.split(embed_dim)
+        parts = [aten.linear(*each) for each in zip((query, key, value), *parameters, strict=True)]
+    heads = [part.view(batch, rows, num_head, size).transpose(1, 2) for part in parts]
     scores = (heads[0] * (1 / math.sqrt(size))) @ heads[1].transpose(-1, -2)
     if mask is not None:
         shapes = ((1, 1, rows, rows), (batch, 1, 1, rows), tuple(scores.shape))

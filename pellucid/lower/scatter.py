@@ -49,13 +49,15 @@ def _changes_input(node: torch.fx.Node) -> bool:
     given: Any = node
     while given.op == "call_function" and (is_view(given) or op_name(given) in _CHANGES):
         given = given.args[0]
-    changed = [node]
-    for each in changed if given.op == "placeholder" else ():
-        for user in each.users:
+    stack = [node] if given.op == "placeholder" else []
+    seen = set(stack)
+    while stack:
+        for user in stack.pop().users:
             if user.target is torch.ops.aten.copy_.default and user.args[0] is given:
                 return True
-            if op_name(user) in _CHANGES and user not in changed:
-                changed.append(user)
+            if op_name(user) in _CHANGES and user not in seen:
+                seen.add(user)
+                stack.append(user)
     return False
 
 

@@ -56,16 +56,18 @@ class _Editor:
         self._renamed: list[_Copy] = []
         self.readers: dict[str, set[int]] = {name: set() for name in self.buffers}
         self.writers: dict[str, set[int]] = {name: set() for name in self.buffers}
+        self.copies: dict[int, tuple[Load, Store]] = {}
         for position, node in self.nodes.items():
             self._enter(position, node)
-        kernels = ((position, node) for position, node in self.nodes.items() if isinstance(node, Kernel))
-        self.copies = {position: found for position, kernel in kernels if (found := _moved(kernel)) is not None}
 
     def _enter(self, position: int, node: Node) -> None:
         for name in reads(node):
             self.readers[name].add(position)
         for name in writes(node):
             self.writers[name].add(position)
+        found = _moved(node) if isinstance(node, Kernel) else None
+        if found is not None:
+            self.copies[position] = found
 
     def copy_at(self, position: int) -> _Copy | None:
         """The copy at a position, if it makes a whole temporary in which the elements lie as in their own buffer."""
@@ -116,11 +118,8 @@ class _Editor:
                 self.writers[name].discard(position)
         for position in self.readers.pop(copy.target) | self.writers.pop(copy.target):
             self.nodes[position] = copy.node(self.nodes[position], self.buffers[copy.source])
+            self.copies.pop(position, None)
             self._enter(position, self.nodes[position])
-            if position in self.copies:
-                load, store = (copy.rhs(each) for each in self.copies[position])
-                assert isinstance(load, Load) and isinstance(store, Store)
-                self.copies[position] = load, store
         del self.buffers[copy.target]
         self.returned = {copy.source if name == copy.target else name for name in self.returned}
         self._renamed.append(copy)

@@ -160,7 +160,7 @@ def test_what_is_read_later_keeps_its_values(tmp_path: Path) -> None:
 
     torch._dynamo.reset()
     run = torch.compile(step, backend="pellucid", options={"trace": str(tmp_path), "verify": True})
-    mine, eager = torch.randn(4, 30, 8), None
+    mine = torch.randn(4, 30, 8)
     eager = mine.clone()
     for _ in range(2):
         new = torch.randn(4, 8)
