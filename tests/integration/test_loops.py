@@ -103,3 +103,13 @@ def test_elements_share_the_windows_that_they_lie_in() -> None:
     backward = programs[0].nodes[-1]
     assert isinstance(backward, Kernel) and len(list(backward.stores())) == 4
     assert len({(load.buffer, load.index) for _, load in backward.loads()}) == 2 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(6, 4), (8, 5), (16, 8), (33, 4)])
+def test_sums_from_the_last_to_the_first(rows: int, width: int, dtype: torch.dtype) -> None:
+    """With the flags that kernels are built with: GCC 12 made wrong vectors of these loops."""
+    x = torch.randn(2, rows, width + 3).to(dtype)[:, :, :width]
+    torch._dynamo.reset()
+    result = torch.compile(lambda x: x.flip(2).sum(), backend="pellucid", options={"verify": True})(x)
+    torch.testing.assert_close(result.double(), x.double().sum(), rtol=1e-2, atol=1e-2)
