@@ -235,7 +235,7 @@ def _part(position: Expr, ranges: Mapping[str, Expr], extent: Expr) -> _Part:
         return _Part(ZERO, ONE, extent)
     axes = [name for name in position.vars() if ranges[name] != ONE]
     step = position.coefficient(axes[0]) if len(axes) == 1 else None
-    if step is not None and nonnegative(step - 1):
+    if step is not None and nonnegative(step - 1) and position == step * var(axes[0]) + low:
         return _Part(low, step, ranges[axes[0]])
     return _Part(low, ONE, high - low + 1)
 

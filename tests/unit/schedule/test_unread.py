@@ -62,12 +62,16 @@ MASKED = reader(
     "5*i + j",
     "    n: i64 = index i\n    o: i64 = const 1\n    m: bool = ge n, o\n",
 )
+WINDOWS = reader("windows", "i: 4, j: 5", "5*i + j + 15*[o]", "5*i + j").replace(
+    "    a:", "    n: i64 = index -i + 3\n    o: i64 = check n, 4\n    a:"
+)
 
 
 @pytest.mark.parametrize(
     ("readers", "i", "j"),
     [
         (FIRST, 10, 5),
+        (WINDOWS, 12, 5),  # how far a value leads is not known
         (LAST, 1, 5),
         (EVERY, 4, 5),
         (MASKED, 12, 5),  # what is masked may lie anywhere
