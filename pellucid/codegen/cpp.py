@@ -36,7 +36,7 @@ from pellucid.codegen.operands import Operands
 from pellucid.codegen.plan import Plan
 from pellucid.codegen.text import CPP_TYPE, flag_text, index_text, scalar_text
 from pellucid.codegen.vector import Access, access
-from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, nonnegative, val, var
+from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, val, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
@@ -182,8 +182,6 @@ class _Printer:
                     self.out.line(f"pv::Interleaved<{hi}, {kind}, {self.plan.width}> w{number};", line.origin)
                     self.interleaved[line.out] = i
                 self.open(f"for (int64_t {i} = {lo}; {i} < {hi}; {i}++) {{", origin)
-                if self.sums_backwards(i):
-                    self.out.line('asm("");', origin)
                 self.inside(loop)
                 self.close("}")
                 for line, store in together:
@@ -204,13 +202,6 @@ class _Printer:
                 self.close("}")
             case _:
                 assert_never(loop.kind)
-
-    def sums_backwards(self, axis: str) -> bool:
-        """Whether scalars are summed from the last to the first. GCC 12 makes wrong vectors of it."""
-        if self.plan.vector is not None or axis not in self.plan.reduced:
-            return False
-        steps = (load.index.coefficient(axis) for _, load in self.plan.kernel.loads())
-        return any(step is not None and not nonnegative(step) for step in steps)
 
     def woven(self, loop: Loop) -> list[tuple[Line, Store]]:
         """The stores that write all elements between their lanes at the points of this loop."""

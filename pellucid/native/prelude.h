@@ -38,6 +38,10 @@ template <class T> constexpr bool is_float = std::is_floating_point_v<T>;
 template <class T> constexpr T inf = std::numeric_limits<T>::infinity();
 template <class T> constexpr T nan = std::numeric_limits<T>::quiet_NaN();
 
+// Keeps a loop with a scalar sum of type T from the vectoriser. GCC 12 makes wrong vectors of sums of floats, which have
+// an order, whose terms do not lie in that order in memory (backwards, permuted by a remainder).
+template <class T> PV_FN void in_order() { if constexpr (is_float<T>) asm(""); }
+
 // Integers wrap around: arithmetic is done on the unsigned type, at least as wide as int so that nothing promotes.
 template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, std::make_unsigned_t<T>>;
 

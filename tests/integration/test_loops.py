@@ -105,11 +105,17 @@ def test_elements_share_the_windows_that_they_lie_in() -> None:
     assert len({(load.buffer, load.index) for _, load in backward.loads()}) == 2 * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "width"), [(6, 4), (8, 5), (16, 8), (33, 4)])
-def test_sums_from_the_last_to_the_first(rows: int, width: int, dtype: torch.dtype) -> None:
+BACKWARDS = "x.flip(1)"
+PERMUTED = "x.index_select(1, torch.arange(x.shape[1]) * 3 % x.shape[1])"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(6, 4), (5, 7), (16, 8), (33, 4), (2, 16)])
+@pytest.mark.parametrize("order", [BACKWARDS, PERMUTED])
+def test_sums_in_another_order_than_that_in_memory(order: str, rows: int, width: int, dtype: torch.dtype) -> None:
     """With the flags that kernels are built with: GCC 12 made wrong vectors of these loops."""
-    x = torch.randn(2, rows, width + 3).to(dtype)[:, :, :width]
+    x = torch.randn(rows, width + 3).to(dtype)[:, :width]
+    function = eval(f"lambda x: {order}.sum()", {"torch": torch})
     torch._dynamo.reset()
-    result = torch.compile(lambda x: x.flip(2).sum(), backend="pellucid", options={"verify": True})(x)
+    result = torch.compile(function, backend="pellucid", options={"verify": True})(x)
     torch.testing.assert_close(result.double(), x.double().sum(), rtol=1e-2, atol=1e-2)

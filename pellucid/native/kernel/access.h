@@ -203,7 +203,10 @@ PV_FN Vec<Value<T>, W> gather_from(const T* p, const N& n, const Vec<int64_t, W>
   return gather<W>(p, n, [&](int k) PV_INLINE { return lane[k]; });
 }
 // Memory joined with a value by `join`; scatters one lane after the other, so that lanes may name the same element.
-template <class T, class J> PV_FN void update(T* p, Value<T> a, J join) { store(p, join(load(p), a)); }
+template <class T, class J> PV_FN void update(T* p, Value<T> a, J join) {
+  in_order<T>();
+  store(p, join(load(p), a));
+}
 template <class T, int W, class N, class J> PV_FN void update(T* p, const Vec<Value<T>, W>& a, const N& n, J join) {
   store<T>(p, join(load<T>(p, n), a), n);
 }

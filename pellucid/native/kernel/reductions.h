@@ -45,7 +45,10 @@ template <class T, int W> struct Fill<Vec<T, W>> { PV_FN static Vec<T, W> with(T
 // One running result per lane of V.
 template <class Op, class V> struct Acc {
   V sofar = Fill<V>::with(Op::template identity<Lane<V>>);
-  PV_FN void add(const V& a) { sofar = Op::join(sofar, a); }
+  PV_FN void add(const V& a) {
+    if constexpr (std::is_same_v<Op, Sum>) in_order<V>();
+    sofar = Op::join(sofar, a);
+  }
   template <int W> PV_FN void add(const V& a, All<W>) { add(a); }
   template <int W> PV_FN void add(const V& a, const Some<W>& n) { sofar = where(n.mask, Op::join(sofar, a), sofar); }
   PV_FN V value() const { return sofar; }
