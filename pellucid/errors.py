@@ -75,6 +75,16 @@ class InternalError(PellucidError):
     code = "internal"
 
 
+BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, StopIteration, TypeError, ValueError)
+"""What Python raises where code of ours is wrong; what PyTorch asks of its caller by raising it is none of these."""
+
+
+def bug(where: str, error: BaseException, context: dict[str, object] | None = None) -> InternalError:
+    """One of `BUGS` as an error that says where it happened."""
+    hint = "this is a bug in Pellucid: please report it with what `pellucid capture` writes"
+    return InternalError(f"{where}: {type(error).__name__}: {error}".rstrip(": "), hint=hint, context=context)
+
+
 def near(name: str, known: Iterable[str], alike: float = 0.6) -> str:
     """`did you mean inductor?` where a known name is like this one; else empty. alike: at least, from 0 to 1."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=alike)

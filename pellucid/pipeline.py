@@ -29,7 +29,7 @@ from pellucid.capture.verify_views import verify_views
 from pellucid.codegen import CppKernel, Roles, compete, functions_of, generate, generate_all, packings_of
 from pellucid.codegen.verify_nest import verify_nest
 from pellucid.description import Probe
-from pellucid.errors import PellucidError
+from pellucid.errors import BUGS, PellucidError, bug
 from pellucid.executable import Executable, Name, Whole
 from pellucid.execution_plan import ExecutionPlan, plan_execution
 from pellucid.frozen import Frozen
@@ -380,7 +380,10 @@ def _compile_program(
         nonlocal unit
         for name, stage in stages:
             start = perf_counter()
-            unit, made = stage(unit, options)
+            try:
+                unit, made = stage(unit, options)
+            except BUGS as error:
+                raise bug(f"stage {name}", error) from error
             times.append(StageTime(name, perf_counter() - start))
             decisions.extend(made)
             if options.verify:

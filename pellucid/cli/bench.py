@@ -9,7 +9,7 @@ from rich.console import Group
 
 from pellucid.cli.exits import Exit
 from pellucid.cli.target import SETTING, example
-from pellucid.cli.terminal import SECONDS, complaints, out, progress_bar
+from pellucid.cli.terminal import SECONDS, Count, complaints, out, progress_bar
 from pellucid.printing import sentence, show
 
 
@@ -39,13 +39,13 @@ from pellucid.printing import sentence, show
     help="Of its tensors, separated by commas: 12x128x64, or with a type bf16[12x128], i64[128]<5 (integers below 5).",
 )
 @click.option("--arg", "arguments", type=SETTING, multiple=True, help="Another argument of --op, by name; repeatable.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences per call.")
-@click.option("--seq", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens per sequence.")
+@click.option("--batch", type=Count(min=1), default=1, show_default=True, help="Sequences per call.")
+@click.option("--seq", type=Count(min=1), default=128, show_default=True, help="Tokens per sequence.")
 @click.option("--dtype", default="f32", show_default=True, metavar="f32|bf16", help="Of weights and activations.")
 @click.option("--train", is_flag=True, help="Measure training steps: forward, loss, backward; dropout is off.")
 @click.option("--dynamic", is_flag=True, help="Compile with symbolic sizes (torch.compile's dynamic=True).")
 @click.option("--fallbacks", is_flag=True, help="List what Pellucid leaves to ATen, with its share of the time.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads to use. Default: torch's choice.")
+@click.option("--threads", type=Count(min=1), help="Threads to use. Default: torch's choice.")
 @click.option("--budget", type=SECONDS, default=20.0, show_default=True, help="Seconds of timing per model.")
 @click.option(
     "--cold/--no-cold",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import click
 
 from pellucid.cli.target import Target, target_command
+from pellucid.cli.terminal import Count
 
 
 @target_command("pellucid check model.py:make --backward --fuzz 16")
-@click.option("--fuzz", type=click.IntRange(min=0), default=0, metavar="N", help="Try N variations of the inputs too.")
+@click.option("--fuzz", type=Count(min=0), default=0, metavar="N", help="Try N variations of the inputs too.")
 @click.option("--sanitize", is_flag=True, help="Let AddressSanitizer and UBSan watch the kernels (GCC only; slow).")
 def check(target: Target, fuzz: int, sanitize: bool) -> None:
     """Is what TARGET computes when compiled wrong, or only rounded otherwise? float64 decides.

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pellucid.cli.target import Target, target_command
-from pellucid.cli.terminal import SECONDS, one_line
+from pellucid.cli.terminal import SECONDS, Count, one_line
 from pellucid.kit.process.apart import Apart, Died, died
 from pellucid.kit.shown import plain
 
@@ -22,7 +22,7 @@ from pellucid.kit.shown import plain
     default="",
     help="Keep what CMD says: it gets the path of a candidate's program, and exits with 0 if that shows the failure.",
 )
-@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Candidates tried at once.")
+@click.option("--jobs", type=Count(min=1), default=1, show_default=True, help="Candidates tried at once.")
 @click.option("--budget", type=SECONDS, default=600.0, show_default=True, help="Seconds for the whole search.")
 def minify(target: Target, command: str, jobs: int, budget: float) -> None:
     """What is the smallest part of TARGET's graphs that still fails in the same way when it is compiled?

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from pellucid.cli.target import end, example
-from pellucid.cli.terminal import err
+from pellucid.cli.terminal import Count, err
 from pellucid.printing import show
 
 STDERR = 2  # a file descriptor
@@ -16,7 +16,7 @@ STDERR = 2  # a file descriptor
     context_settings={"allow_interspersed_args": False},
 )
 @click.option("--pin", is_flag=True, help="Bind each thread to a core: for a machine that nothing else uses.")
-@click.option("--compare", "pairs", type=click.IntRange(min=1), metavar="N", help="Time it N times with and without.")
+@click.option("--compare", "pairs", type=Count(min=1), metavar="N", help="Time it N times with and without.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be set.")
 @click.option(
     "--json",

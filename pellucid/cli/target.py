@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pellucid.cli.exits import Exit
-from pellucid.cli.terminal import OUTPUT_FOLDER, SECONDS, err, out, unwritable
+from pellucid.cli.terminal import OUTPUT_FOLDER, SECONDS, Count, err, out, unwritable
 from pellucid.errors import UserError
 from pellucid.kit.shown import plain
 from pellucid.printing import relative, show
@@ -173,11 +173,11 @@ def new_run(name: str) -> Path:
 _SHARED = (
     click.option("--backend", metavar="NAME", help="The subject. Default: pellucid, or that of the run."),
     click.option("--option", "options", type=SETTING, multiple=True, help="An option of the backend; repeatable."),
-    click.option("--threads", type=click.IntRange(min=1), help="Threads to use. Default: torch's choice."),
+    click.option("--threads", type=Count(min=1), help="Threads to use. Default: torch's choice."),
     click.option(
         "--timeout", "seconds", type=SECONDS, default=300.0, show_default=True, help="Until it counts as hanging."
     ),
-    click.option("--memory", type=click.IntRange(min=1), metavar="MB", help="Until it counts as out of memory."),
+    click.option("--memory", type=Count(min=1), metavar="MB", help="Until it counts as out of memory."),
     click.option(
         "--trust",
         "libraries",

@@ -48,6 +48,12 @@ class _Seconds(click.ParamType):
         return seconds
 
 
+class Count(click.IntRange):
+    """An integer in a range, called a whole number where it is none."""
+
+    name = "whole number"
+
+
 class _Output(click.Path):
     """What is written, a file or a folder: where that cannot be, it is told before the work, not after it.
 

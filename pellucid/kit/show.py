@@ -30,6 +30,7 @@ from pellucid.kit.diagnose import Diagnosis
 from pellucid.kit.judge.judge import Judgement, Output, Verdict
 from pellucid.kit.metrics.summary import Summary, summary_text
 from pellucid.kit.minify.minify import Minified
+from pellucid.kit.process.child import Failure
 from pellucid.kit.profile.result import Comparison, Profile
 from pellucid.kit.profile.table import comparison_text, headline, profile_text
 from pellucid.kit.report.request import Reported
@@ -79,7 +80,7 @@ def _checked(found: Checked) -> Iterator[RenderableType]:
     elif found.tried > 1:
         yield sentence(f"{_count(found.tried - 1, 'variation')} of the inputs tried too")
     if found.failure is not None:
-        yield sentence(str(found.failure))
+        yield from _failure(found.failure)
     if found.step is not None:
         yield from _culprit(found.step)
     if found.outputs:
@@ -340,13 +341,15 @@ def _minified(found: Minified) -> Iterator[RenderableType]:
         yield code(found.graph)
     if found.changes:
         yield sentence(f"its inputs were changed: {', '.join(found.changes)}")
-    seen = "it fails so" if found.shown else "but run alone it does not fail so"
     yield code(f"repro: {relative(found.repro)}")
-    yield sentence(seen)
+    yield sentence("it fails so" if found.shown else _NOT_ALONE)
     if not found.finished:
         yield sentence("the budget was spent before the search was done")
     if found.others:
         yield sentence(f"other failures were met and not followed: {', '.join(found.others)}")
+
+
+_NOT_ALONE = "but run alone it does not fail so"
 
 
 def _diagnosed(found: Diagnosis) -> Iterator[RenderableType]:
@@ -365,6 +368,7 @@ def _diagnosed(found: Diagnosis) -> Iterator[RenderableType]:
         ("cause", sentence(refused.cause) if refused is not None else None),
         ("hint", sentence(refused.hint) if refused is not None and refused.hint else None),
         ("repro", code(relative(smallest.repro)) if smallest is not None else None),
+        ("", sentence(_NOT_ALONE) if smallest is not None and not smallest.shown else None),
     ]
     shown_rows = [(what, value) for what, value in rows if value]
     if shown_rows:
@@ -385,7 +389,8 @@ def _next_steps(found: Diagnosis, smallest: Minified | None) -> Iterator[tuple[s
         yield "what was not fused, vectorised or compiled, and why", f"pellucid explain {target}"
         return
     if smallest is not None:
-        yield f"the failure alone, {_count(smallest.nodes_after, 'node')}", f"python {relative(smallest.repro)}"
+        what = "the failure alone" if smallest.shown else "what is left of the program"
+        yield f"{what}, {_count(smallest.nodes_after, 'node')}", f"python {relative(smallest.repro)}"
     if found.kernel and found.verdict is not Verdict.ERROR:
         yield "the kernel's C++ beside your lines", f"pellucid match {target} --source"
     yield "all that was compiled, to look at, to edit, or to send", f"pellucid capture {target}"
@@ -401,12 +406,21 @@ def _before(fault: Faulty) -> Iterator[RenderableType]:
         yield place(fault.user_line, "  at ")
 
 
+def _failure(found: Failure, *before: tuple[str, str]) -> Iterator[RenderableType]:
+    """How a call ended, at which of the user's lines if that is known, and what to do about it."""
+    yield sentence(*before, str(found))
+    if "user line" in found.context:
+        yield place(found.context["user line"], "  at ")
+    if found.context.get("hint"):
+        yield sentence(("hint: ", "bold"), found.context["hint"])
+
+
 def _explained(found: Reasons) -> Iterator[RenderableType]:
     """A compile error from the compiler's message to the user's line; or what was not done, by kind."""
     if found.refused:
         yield from _explanation(found)
     if found.failure is not None:
-        yield sentence(("it does not compile: ", _BAD), str(found.failure))
+        yield from _failure(found.failure, ("it does not compile: ", _BAD))
     if found.good and not found.refusals:
         yield sentence(f"{found.backend} compiled all of it, and refused nothing")
     for kind in KINDS:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pellucid.capture.fx import DTYPES, attribute_of, derived_sizes, dtype_of, shape_of, whole
+from pellucid.capture.fx import DTYPES, attribute_of, derived_sizes, dtype_of, origin_of, shape_of, whole
 from pellucid.capture.torch_compat import is_symbolic
-from pellucid.errors import PellucidError, UnsupportedError
+from pellucid.errors import BUGS, PellucidError, UnsupportedError, bug
 from pellucid.ir.decision import Decision
 from pellucid.ir.derived import Float
 from pellucid.ir.index import Expr
@@ -148,10 +148,20 @@ def _lower_call(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
             return lower_view(graph, node)
         return _lower_operator(graph, node)
     except PellucidError as error:
-        error.context.setdefault("fx node", node.format_node())
+        error.context = _where(node) | error.context
         if isinstance(error, UnsupportedError):
             raise NotHeld(node.name, error) from None
         raise type(error)(error.message, hint=error.hint, context=error.context) from None
+    except BUGS as error:
+        raise bug(f"lowering {node.name}", error, _where(node)) from error
+
+
+def _where(node: torch.fx.Node) -> dict[str, object]:
+    """The call and the user's line, for errors."""
+    where: dict[str, object] = {"fx node": node.format_node()}
+    for line in origin_of(node).users[-1:]:
+        where["user line"] = str(line)
+    return where
 
 
 def _lower_operator(graph: ProgramBuilder, node: torch.fx.Node) -> Result:

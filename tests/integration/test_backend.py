@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pellucid import pipeline
 from pellucid.backend import last_compilations
-from pellucid.errors import UserError
+from pellucid.errors import InternalError, UserError
+from pellucid.lower.registry import RULES
 from tests.support import assert_matches
 
 
@@ -301,3 +303,28 @@ def test_the_gradient_of_dropout_has_the_layout_of_what_arrives() -> None:
     grad, mask = torch.randn(3, 4, 5).permute(2, 0, 1), torch.rand(5, 3, 4) > 0.5
     actual = compiled(function)(grad, mask)
     assert torch.equal(actual, function(grad, mask)) and actual.stride() == grad.stride()
+
+
+def test_a_bug_in_a_rule_names_the_operator_and_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: object, node: object) -> object:
+        return next(iter(()))
+
+    monkeypatch.setitem(RULES, "erf.default", broken)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        torch.compile(torch.erf, backend="pellucid", options={"reuse": False})(torch.rand(7))
+    error = caught.value.inner_exception
+    assert isinstance(error, InternalError) and error.message == "lowering erf: StopIteration"
+    assert isinstance(error.__cause__, StopIteration) and "fx node" in error.context and error.hint
+
+
+def test_a_bug_in_a_stage_names_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(unit: object, options: object) -> object:
+        return {}["extent"]
+
+    stages = tuple((name, broken if name == "schedule" else stage) for name, stage in pipeline.PLANNING)
+    monkeypatch.setattr(pipeline, "PLANNING", stages)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        torch.compile(torch.erf, backend="pellucid", options={"reuse": False})(torch.rand(7))
+    error = caught.value.inner_exception
+    assert isinstance(error, InternalError) and error.message == "stage schedule: KeyError: 'extent'"
+    assert error.record is not None

@@ -152,6 +152,7 @@ def test_graph_breaks_of_a_program_are_told(backend, tmp_path):
 
 
 def test_a_recompilation_of_pytorchs_own_code_is_told_where_the_user_called(tmp_path):
+    torch._dynamo.reset()
     file = tmp_path / "again.py"
     file.write_text(
         "import torch\n"

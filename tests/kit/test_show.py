@@ -14,7 +14,11 @@ from pellucid.kit.debug.diff import Change, Changes
 from pellucid.kit.debug.match import Matched, Matches
 from pellucid.kit.debug.reasons import Reasons
 from pellucid.kit.debug.simulation import COMPLETE, Difference, Unobserved
+from pellucid.kit.diagnose import Diagnosis
 from pellucid.kit.judge.judge import Judgement, Output, Verdict
+from pellucid.kit.minify.result import Minified
+from pellucid.kit.minify.trial import Kind
+from pellucid.kit.process.child import Failure
 from pellucid.kit.show import shown
 from pellucid.kit.subjects.refusals import Refusal
 from pellucid.printing import show
@@ -132,3 +136,19 @@ def test_a_cause_is_told_once_with_how_often_it_was_met():
 def test_what_changed_reads_like_a_diff():
     assert str(results()[5]).splitlines()[:2] == ["- a", "+ b"]
     assert str(results()[5]).splitlines()[-2:] == [f"        - {KERNEL}", f"        + k_{KERNEL}"]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_program_that_does_not_fail_alone_is_not_called_the_failure_alone(alone: bool):
+    left = Minified("pellucid", Kind("wrong"), 9, 2, 30, 1.0, "graph", "repro.py", shown=alone)
+    text = str(Diagnosis("model.py:make", "pellucid", checked(output("output 0", 2)), minified=left))
+    assert ("the failure alone, 2 nodes" in text) is alone
+    assert ("but run alone it does not fail so" in text) is not alone
+
+
+def test_a_failure_leads_to_the_users_line_and_to_what_can_be_done():
+    failure = Failure(
+        "error", "InternalError", "lowering erf: KeyError: 1", context={"user line": "m.py:7", "hint": "x"}
+    )
+    for found in (Checked("pellucid", Verdict.ERROR, failure=failure), Reasons(backend="pellucid", failure=failure)):
+        assert "  at m.py:7" in str(found) and "hint: x" in str(found)

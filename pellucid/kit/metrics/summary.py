@@ -133,10 +133,11 @@ _SUMS: Mapping[str, Callable[[Sequence[Row]], Summed]] = {
 
 def summary_text(found: Summary) -> Iterator[RenderableType]:
     """Each table summed up over the models, and what failed."""
-    for each in found.sums:
+    for number, each in enumerate(found.sums):
+        if number:
+            yield sentence("")
         yield sentence(f"{each.name}: ", found.tables[each.name])
         yield _table(each)
-        yield sentence("")
     for model, failure in found.failures.items():
         yield sentence((f"{model}: {failure}", "bold red"))
 
