@@ -15,6 +15,7 @@ import torch
 from pellucid.background import InBackground
 from pellucid.capture.attention import fuse_attention, fuse_joint_attention
 from pellucid.capture.chunk import in_chunks
+from pellucid.capture.complex_numbers import in_parts
 from pellucid.capture.fold import fold_scales, frozen_nodes
 from pellucid.capture.fx import decide, decided_jointly
 from pellucid.capture.keep import computed_again, keep_less, kept
@@ -116,6 +117,9 @@ Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
 def joint_passes(joint: torch.fx.GraphModule, options: Options) -> torch.fx.GraphModule:
     """Forward and backward as one graph, after our own passes on it."""
     machine = machine_for(options.machine)
+    joint, parted = in_parts(joint)
+    for node, decision in parted:
+        decide(node, decision)
     joint = fuse_joint_attention(joint, machine) if options.contract else joint
     joint = lay_out_joint(joint, has_loops, Library(machine))
     expand_resizes(joint.graph)
@@ -129,7 +133,9 @@ def graph_passes(
     captured: torch.fx.GraphModule, kind: str, options: Options
 ) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
     """A captured graph after our own passes on it; see `Unit` for its kind."""
-    graph, decisions = transform(captured)
+    graph, parted = in_parts(captured)
+    graph, decisions = transform(graph)
+    decisions = tuple(decision for _, decision in parted) + decisions
     if kind == "forward":
         return graph, decisions + decided_jointly(captured.graph) + kept(captured.graph)
     if kind == "backward":

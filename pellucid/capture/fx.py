@@ -168,7 +168,7 @@ def decide(node: torch.fx.Node, *decisions: Decision) -> None:
 def decided_jointly(forward: torch.fx.Graph) -> tuple[Decision, ...]:
     """What was decided about a training graph before it was cut in two."""
     calls = (node for node in forward.nodes if node.op == "call_function")  # placeholders carry their source's meta
-    return tuple(decision for node in calls for decision in node.meta.get(_DECIDED, ()))
+    return tuple(dict.fromkeys(decision for node in calls for decision in node.meta.get(_DECIDED, ())))
 
 
 @lru_cache(maxsize=65536)

@@ -492,6 +492,17 @@ def fake_result(node: torch.fx.Node) -> Any:
         return cast(Any, node.target)(*args, **kwargs)
 
 
+def call_in(graph: torch.fx.Graph, source: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+    """Add a call to `graph`, with the fake tensor that it makes; it comes from where a node of another graph does."""
+    mode = detect_fake_mode([leaf for leaf in tree_leaves(source.meta["val"]) if isinstance(leaf, torch.Tensor)])
+    fakes = torch.fx.map_arg((args, kwargs), lambda arg: arg.meta["val"])
+    with mode or nullcontext(), enable_python_dispatcher():
+        made = cast(Any, target)(*fakes[0], **fakes[1])
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {**source.meta, "val": made}
+    return node
+
+
 def fake_graph(
     module: torch.fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode | None = None
 ) -> torch.fx.GraphModule:

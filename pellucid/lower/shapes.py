@@ -16,8 +16,8 @@ from pellucid.lower.pointwise import check_fits
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
 
-# Views that change values: their tensors carry a flag instead of other elements.
-_LAZY = ("aten._conj.default", "aten._neg_view.default")
+# Views that change values: their tensors carry a flag instead of other elements, or have such a flag resolved.
+_LAZY = ("aten._conj.default", "aten._neg_view.default", "aten.resolve_conj.default")
 
 
 def is_view(node: torch.fx.Node) -> bool:

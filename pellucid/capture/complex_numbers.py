@@ -1,0 +1,175 @@
+"""Complex tensors become pairs of real ones, their parts, which kernels can compute.
+
+    before: `%c = mul(%a, %b)`
+    after:  `%real = sub(mul(%a0, %b0), mul(%a1, %b1))`, `%imag = add(mul(%a0, %b1), mul(%a1, %b0))`
+
+A complex tensor is made of its parts where the caller or an operator without a rule (a Fourier transform) takes it, and
+parts are taken of a tensor that comes from there. The formulas are those of eager, so that NaN and infinities appear
+where they do in eager.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from pellucid.capture.complex_rules import REAL, Call, Parts, from_pairs, laid_out, paired, rule_of
+from pellucid.capture.torch_compat import call_in, fake_result, graph_module_of
+from pellucid.capture.transform import aliases, may_write, returned
+from pellucid.ir.decision import Decision
+
+aten = torch.ops.aten
+
+
+def in_parts(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[tuple[Node, Decision], ...]]:
+    """The graph with real parts in the place of complex tensors, the graph itself if it has none; what was decided.
+
+    Each decision comes with a call of the new graph.
+    """
+    if not any(map(_is_complex, graph_module.graph.nodes)):
+        return graph_module, ()
+    made = _Parted(graph_module.graph)
+    for node in graph_module.graph.nodes:
+        made.add(node)
+    made.graph.eliminate_dead_code(lambda node: node.op != "call_function" or may_write(node))
+    return graph_module_of(graph_module, made.graph), tuple(made.decisions)
+
+
+@dataclass(slots=True)
+class _Parted:
+    """The new graph. whole, parts, pairs: what stands for a node of the old one, made when it is first asked for.
+
+    changed: arguments that the graph writes to. handed_out: nodes whose memory the caller may see.
+    """
+
+    old: torch.fx.Graph
+    graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
+    whole: dict[Node, Node] = field(default_factory=dict)
+    parts: dict[Node, Any] = field(default_factory=dict)
+    pairs: dict[Node, Node] = field(default_factory=dict)
+    decisions: list[tuple[Node, Decision]] = field(default_factory=list)
+    changed: set[Any] = field(default_factory=set)
+    handed_out: set[Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.changed = {arg for node in self.old.nodes if may_write(node) for arg in node.all_input_nodes}
+        self.handed_out = returned(self.old)
+
+    def add(self, node: Node) -> None:
+        made = self.made(node) if node.op == "call_function" else None
+        if made is None:
+            self.whole[node] = self.copied(node)
+            return
+        (self.parts if _is_complex(node) else self.whole)[node] = made
+        if not aliases(node):
+            why = "the real and the imaginary parts of complex numbers are computed apart"
+            first = made.real if isinstance(made, Parts) else made
+            self.decisions.append((first, Decision("transform.complex", (node.name,), True, why)))
+
+    def made(self, node: Node) -> Any:
+        """What stands for a call, in parts if it is complex; None if it is made as it is."""
+        if node.target is aten.view_as_real.default:
+            return self.as_pairs(node.all_input_nodes[0])
+        if node in self.handed_out and aliases(node) and not _is_complex(node):
+            return None  # the caller gets a view of what lies in memory as pairs
+        return self.picked(node) or (None if self.alone(node) else self.computed(node))
+
+    def alone(self, node: Node) -> bool:
+        """Whether whole tensors go into a call, and a whole one comes out: there is nothing to be fused with."""
+        given = [arg for arg in node.all_input_nodes if _is_complex(arg)]
+        whole = given and all(arg in self.whole and arg not in self.parts for arg in given)
+        return bool(whole) and _is_complex(node) and not aliases(node) and not any(map(rule_of, node.users))
+
+    def copied(self, node: Node) -> Node:
+        """The call as it is; a view has the strides of what it is a view of now."""
+        made = self.graph.node_copy(node, self.as_whole)
+        if aliases(node) and isinstance(node.meta.get("val"), Tensor):
+            made.meta["val"] = fake_result(made)
+        return made
+
+    def picked(self, node: Node) -> Any:
+        """One of several results, or a part that is picked from a tensor seen as real; None for any other call."""
+        match node:
+            case Node(target=operator.getitem, args=(Node() as source, index)) if source in self.parts:
+                return self.parts[source][index]
+            case Node(target=aten.select.int, args=(Node(target=aten.view_as_real.default) as seen, dim, index)):
+                (source,) = seen.all_input_nodes
+                last = dim in (-1, seen.meta["val"].dim() - 1) and source in self.parts
+                return self.parts[source][index] if last else None
+            case _:
+                return None
+
+    def computed(self, node: Node) -> Any:
+        """What a rule makes of the parts of the operands, in nodes of the new graph; None if no rule does."""
+        rule = rule_of(node) if _is_complex(node) or any(map(_is_complex, node.all_input_nodes)) else None
+        if rule is None:
+            return None
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), self.as_operand)
+        call: Call = partial(call_in, self.graph, node)
+        made = rule(call, *args, **kwargs)
+        if not _like(made, node):
+            return None
+        if aliases(node):
+            return made
+        if isinstance(made, Parts):
+            return Parts(*(laid_out(call, part, node.meta["val"]) for part in made))
+        return laid_out(call, made, node.meta["val"])
+
+    def as_operand(self, node: Node) -> Any:
+        return self.as_parts(node) if _is_complex(node) else self.as_whole(node)
+
+    def as_parts(self, node: Node) -> Parts:
+        """The parts of a tensor, from its memory if it is there as a whole."""
+        if node not in self.parts:
+            self.parts[node] = from_pairs(partial(call_in, self.graph, node), self.as_pairs(node))
+        return self.parts[node]
+
+    def as_pairs(self, node: Node) -> Node:
+        """A tensor as it lies in memory, in pairs. In that of an argument there may be numbers yet to be conjugated."""
+        if node not in self.pairs:
+            call: Call = partial(call_in, self.graph, node)
+            if node in self.parts and not _is_view(node):
+                self.pairs[node] = paired(call, self.parts[node], node.meta["val"])
+            else:
+                whole = self.as_whole(node)
+                whole = call(aten.resolve_conj.default, whole) if node.op == "placeholder" else whole
+                whole = call(aten.clone.default, whole) if node in self.changed else whole
+                self.pairs[node] = call(aten.view_as_real.default, whole)
+        return self.pairs[node]
+
+    def as_whole(self, node: Node) -> Node:
+        """A tensor as a whole; views are taken of the whole that they are views of, as eager does."""
+        if node not in self.whole:
+            if _is_view(node):
+                self.whole[node] = self.copied(node)
+            else:
+                call: Call = partial(call_in, self.graph, node)
+                self.whole[node] = call(aten.view_as_complex.default, self.as_pairs(node))
+        return self.whole[node]
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node is a view of another complex tensor."""
+    return aliases(node) and node.target is not aten.view_as_complex.default
+
+
+def _is_complex(node: Node) -> bool:
+    """Whether a node makes complex tensors of a type with real parts."""
+    return any(isinstance(leaf, Tensor) and leaf.dtype in REAL for leaf in pytree.tree_leaves(node.meta.get("val")))
+
+
+def _like(made: Any, node: Node) -> bool:
+    """Whether calls make what a node does, in parts; None if there are none."""
+    results, wanted = ([*each] if type(each) in (list, tuple) else [each] for each in (made, node.meta["val"]))
+    return made is not None and all(
+        leaf.meta["val"].shape == value.shape and leaf.meta["val"].dtype is REAL.get(value.dtype, value.dtype)
+        for result, value in zip(results, wanted, strict=True)
+        for leaf in (result if isinstance(result, Parts) else (result,))
+    )

@@ -1,0 +1,294 @@
+"""What operators do to the real and the imaginary parts of complex tensors, in eager's formulas."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from pellucid.capture.fx import shape_of, strides_of
+from pellucid.capture.torch_compat import size_hint
+from pellucid.capture.transform import aliases, may_write
+from pellucid.ir.index import ONE, product, total
+
+aten = torch.ops.aten
+
+REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+Number: TypeAlias = bool | int | float
+Real: TypeAlias = Node | Number
+
+
+class Parts(NamedTuple):
+    """The real and the imaginary part of a tensor, of one shape and dtype; or of a number."""
+
+    real: Any
+    imag: Any
+
+
+class Call(Protocol):
+    """Puts a call into the graph; its node, with the fake tensor that it makes."""
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node: ...
+
+
+Rule: TypeAlias = Callable[..., Any]
+"""Makes the calls for one: of a `Call` and the arguments, in which complex tensors are `Parts`. None if it declines."""
+
+
+def from_pairs(call: Call, pairs: Node) -> Parts:
+    """The parts of what lies in memory as pairs, along the last dimension."""
+    return Parts(*(call(aten.select.int, pairs, -1, index) for index in (0, 1)))
+
+
+def paired(call: Call, parts: Parts, like: Tensor) -> Node:
+    """Both parts along a last dimension; the others lie in memory in the order of those of another tensor."""
+    order, back = _order(like)
+    in_order = [call(aten.unsqueeze.default, call(aten.permute.default, part, order), -1) for part in parts]
+    return call(aten.permute.default, call(aten.cat.default, in_order, -1), [*back, like.dim()])
+
+
+def laid_out(call: Call, part: Node, like: Tensor) -> Node:
+    """A part with the strides of another tensor."""
+    strides = zip(shape_of(like), strides_of(part.meta["val"]), strides_of(like), strict=True)
+    if all(size == ONE or one == other for size, one, other in strides):
+        return part
+    order, back = _order(like)
+    in_order = call(aten.clone.default, call(aten.permute.default, part, order), memory_format=torch.contiguous_format)
+    return call(aten.permute.default, in_order, back)
+
+
+def _order(like: Tensor) -> tuple[list[int], list[int]]:
+    """The dimensions of a tensor from the outermost in memory to the innermost one, and back."""
+    order = sorted(range(like.dim()), key=lambda dim: size_hint(like.stride(dim)), reverse=True)
+    return order, [order.index(dim) for dim in range(like.dim())]
+
+
+# Arithmetic on parts, either of which may be a number.
+
+
+def _times(call: Call, a: Real, b: Real) -> Real:
+    if isinstance(a, Node):
+        return call(aten.mul.Tensor, a, b)
+    return call(aten.mul.Tensor, b, a) if isinstance(b, Node) else a * b
+
+
+def _plus(call: Call, a: Real, b: Real) -> Real:
+    if isinstance(a, Node):
+        return call(aten.add.Tensor, a, b)
+    return call(aten.add.Tensor, b, a) if isinstance(b, Node) else a + b
+
+
+def _minus(call: Call, a: Real, b: Real) -> Real:
+    if isinstance(a, Node):
+        return call(aten.sub.Tensor, a, b)
+    return call(aten.add.Tensor, call(aten.neg.default, b), a) if isinstance(b, Node) else a - b
+
+
+def _as_parts(value: Parts | Real | complex) -> Parts:
+    """An operand, which may be real; in eager it is converted, with an imaginary part of 0."""
+    if isinstance(value, Parts):
+        return value
+    return Parts(value.real, value.imag) if isinstance(value, complex) else Parts(value, 0.0)
+
+
+# Rules.
+
+
+def _mul(call: Call, a: Any, b: Any) -> Parts:
+    a, b = _as_parts(a), _as_parts(b)
+    real = _minus(call, _times(call, a.real, b.real), _times(call, a.imag, b.imag))
+    return Parts(real, _plus(call, _times(call, a.real, b.imag), _times(call, a.imag, b.real)))
+
+
+def _add(call: Call, a: Any, b: Any, alpha: Any = 1) -> Parts:
+    a, b = _as_parts(a), _as_parts(b) if alpha == 1 else _mul(call, b, alpha)
+    return _tensors(call, Parts(_plus(call, a.real, b.real), _plus(call, a.imag, b.imag)))
+
+
+def _sub(call: Call, a: Any, b: Any, alpha: Any = 1) -> Parts:
+    a, b = _as_parts(a), _as_parts(b) if alpha == 1 else _mul(call, b, alpha)
+    return _tensors(call, Parts(_minus(call, a.real, b.real), _minus(call, a.imag, b.imag)))
+
+
+def _tensors(call: Call, parts: Parts) -> Parts:
+    """Parts of a tensor, of which one may be a number or smaller than the other."""
+    one = next(part for part in parts if isinstance(part, Node))
+    return Parts(*(part if isinstance(part, Node) else call(aten.full_like.default, one, part) for part in parts))
+
+
+def _div(call: Call, a: Any, b: Any) -> Parts | None:
+    """By Smith's method: the smaller part of the divisor is divided by the larger one, so that no square overflows."""
+    if not isinstance(b, Parts):
+        return _div_by_real(call, _as_parts(a), b)
+    (ar, ai), (br, bi) = _as_parts(a), b
+    mostly_real = call(aten.ge.Tensor, call(aten.abs.default, br), call(aten.abs.default, bi))
+    large, small = (call(aten.where.self, mostly_real, *each) for each in ((br, bi), (bi, br)))
+    share = call(aten.div.Tensor, small, large)
+    scale = call(aten.reciprocal.default, call(aten.add.Tensor, large, call(aten.mul.Tensor, small, share)))
+    ar_share, ai_share = _times(call, ar, share), _times(call, ai, share)
+    real = call(aten.where.self, mostly_real, _plus(call, ai_share, ar), _plus(call, ar_share, ai))
+    imag = call(aten.where.self, mostly_real, _minus(call, ai, ar_share), _minus(call, ai_share, ar))
+    by_zero = call(aten.bitwise_and.Tensor, call(aten.eq.Scalar, large, 0), call(aten.eq.Scalar, small, 0))
+    inverse = call(aten.reciprocal.default, call(aten.abs.default, large))
+    quotients = ((_times(call, inverse, ar), real), (_times(call, inverse, ai), imag))
+    return Parts(*(call(aten.where.self, by_zero, at, call(aten.mul.Tensor, apart, scale)) for at, apart in quotients))
+
+
+def _div_by_real(call: Call, a: Parts, b: Real | complex) -> Parts | None:
+    """Smith's method with an imaginary part of 0, which matters for what is not finite."""
+    if isinstance(b, complex) or (not isinstance(b, Node) and b == 0):
+        return None
+    if isinstance(b, Node):
+        scale = call(aten.reciprocal.default, call(aten._to_copy.default, b, dtype=a.real.meta["val"].dtype))
+        share: Real = call(aten.mul.Tensor, scale, 0.0)
+    else:
+        scale, share = 1 / b, 0.0 / b
+    real, imag = _plus(call, a.real, _times(call, a.imag, share)), _minus(call, a.imag, _times(call, a.real, share))
+    return Parts(_times(call, real, scale), _times(call, imag, scale))
+
+
+def _exp(call: Call, a: Parts) -> Parts:
+    """As C has it, of infinite parts too: with an angle that is not finite e^inf is infinite, and e^-inf is zero."""
+    size, angle = call(aten.exp.default, a.real), a.imag
+    finite = [call(aten.lt.Scalar, call(aten.abs.default, part), math.inf) for part in a]
+    turned = call(aten.where.ScalarOther, call(aten.bitwise_or.Tensor, *finite), call(aten.cos.default, angle), 1.0)
+    imag = call(aten.mul.Tensor, size, call(aten.sin.default, angle))
+    imag = call(aten.where.self, call(aten.eq.Scalar, size, 0), size, imag)
+    return Parts(
+        call(aten.mul.Tensor, size, turned), call(aten.where.self, call(aten.eq.Scalar, angle, 0), angle, imag)
+    )
+
+
+def _matrices(target: Any) -> Rule:
+    """A product of matrices by four of real ones, whose elements lie together."""
+
+    def rule(call: Call, a: Parts, b: Parts) -> Parts:
+        (ar, ai), (br, bi) = (Parts(*(_dense(call, part) for part in each)) for each in (a, b))
+        real = call(aten.sub.Tensor, call(target, ar, br), call(target, ai, bi))
+        return Parts(real, call(aten.add.Tensor, call(target, ar, bi), call(target, ai, br)))
+
+    return rule
+
+
+def _dense(call: Call, part: Node) -> Node:
+    """A tensor without gaps between its elements, dimensions in the same order."""
+    shape, strides = shape_of(part.meta["val"]), strides_of(part.meta["val"])
+    span = total((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    return part if span == product(shape) else call(aten.clone.default, part)
+
+
+def _apart(target: Any) -> Rule:
+    """What does the same to each part, whatever else it is given."""
+
+    def rule(call: Call, *args: Any, **kwargs: Any) -> Any:
+        def of(index: int) -> Any:
+            chosen = pytree.tree_map(
+                lambda leaf: leaf[index] if isinstance(leaf, Parts) else leaf,
+                (args, kwargs),
+                is_leaf=lambda leaf: isinstance(leaf, Parts),
+            )
+            return call(target, *chosen[0], **chosen[1])
+
+        real, imag = of(0), of(1)
+        if not isinstance(real.meta["val"], list | tuple):
+            return Parts(real, imag)
+        return [
+            Parts(*(call(operator.getitem, each, i) for each in (real, imag))) for i in range(len(real.meta["val"]))
+        ]
+
+    return rule
+
+
+def _to_copy(call: Call, a: Parts | Node, dtype: torch.dtype | None = None, **kwargs: Any) -> Parts | None:
+    if kwargs or dtype not in REAL:
+        return None
+    copies = [call(aten._to_copy.default, part, dtype=REAL[dtype]) for part in (a if isinstance(a, Parts) else (a,))]
+    return Parts(copies[0], copies[1] if len(copies) > 1 else call(aten.full_like.default, copies[0], 0.0))
+
+
+def _full(
+    call: Call, size: Any, value: Number | complex, dtype: torch.dtype | None = None, **kwargs: Any
+) -> Parts | None:
+    if dtype not in REAL:
+        return None
+    return Parts(*(call(aten.full.default, size, part, dtype=REAL[dtype], **kwargs) for part in _as_parts(value)))
+
+
+def _where(call: Call, condition: Node, a: Any, b: Any) -> Parts:
+    chosen = zip(_tensors(call, _as_parts(a)), _tensors(call, _as_parts(b)), strict=True)
+    return Parts(*(call(aten.where.self, condition, *each) for each in chosen))
+
+
+def _equal(call: Call, a: Any, b: Any) -> Node:
+    pairs = zip(_tensors(call, _as_parts(a)), _as_parts(b), strict=True)
+    return call(aten.bitwise_and.Tensor, *(call(aten.eq.Tensor, *pair) for pair in pairs))
+
+
+def _conjugate(call: Call, a: Parts | complex) -> Parts:
+    if isinstance(a, Parts):
+        return Parts(a.real, call(aten.neg.default, a.imag))
+    return Parts(*(call(aten.full.default, [], x, dtype=torch.get_default_dtype()) for x in (a.real, -a.imag)))
+
+
+def _polar(call: Call, size: Node, angle: Node) -> Parts:
+    return Parts(*(call(aten.mul.Tensor, size, call(turn, angle)) for turn in (aten.cos.default, aten.sin.default)))
+
+
+def _square(call: Call, a: Parts, exponent: Any) -> Parts | None:
+    return _mul(call, a, a) if exponent == 2 else None
+
+
+_RULES: Mapping[Any, Rule] = {
+    aten.view_as_complex.default: from_pairs,
+    aten.complex.default: lambda call, real, imag: Parts(real, imag),
+    aten.polar.default: _polar,
+    aten._conj.default: _conjugate,
+    aten.conj_physical.default: _conjugate,
+    aten.resolve_conj.default: lambda call, a: a,
+    aten.abs.default: lambda call, a: call(aten.hypot.default, *a),
+    aten.angle.default: lambda call, a: call(aten.atan2.default, a.imag, a.real),
+    aten.add.Tensor: _add,
+    aten.sub.Tensor: _sub,
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
+    aten.div.Tensor: _div,
+    aten.div.Scalar: _div,
+    aten.reciprocal.default: lambda call, a: _div(call, 1.0, a),
+    aten.exp.default: _exp,
+    aten.pow.Tensor_Scalar: _square,
+    aten.mm.default: _matrices(aten.mm.default),
+    aten.bmm.default: _matrices(aten.bmm.default),
+    aten.where.self: _where,
+    aten.eq.Tensor: _equal,
+    aten.ne.Tensor: lambda call, a, b: call(aten.logical_not.default, _equal(call, a, b)),
+    aten.full.default: _full,
+    aten._to_copy.default: _to_copy,
+}
+
+# Each part of the result is the same of the parts of the operands.
+_LINEAR = """
+    neg.default clone.default sum.default sum.dim_IntList mean.default mean.dim cumsum.default cat.default flip.default
+    roll.default repeat.default tril.default triu.default index.Tensor index_select.default gather.default
+    slice_scatter.default select_scatter.default copy.default index_put.default scatter.src
+"""
+_APART = {getattr(getattr(aten, name), overload) for name, overload in (each.split(".") for each in _LINEAR.split())}
+
+
+def rule_of(node: Node) -> Rule | None:
+    """How the call is made in parts; None if it takes whole tensors."""
+    target = node.target
+    if target in _RULES:
+        return _RULES[target]
+    if target in _APART:
+        return _apart(target)
+    if target in (aten.view.default, aten._unsafe_view.default):
+        return _apart(aten.view.default)
+    kept = aliases(node) and not may_write(node) and target not in (aten.as_strided.default, aten.view.dtype)
+    return _apart(target) if kept else None
