@@ -40,7 +40,7 @@ from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, val, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
-from pellucid.machine.tiles import touches, woven
+from pellucid.machine.tiles import joined, touches, woven
 
 FARTHEST = 1 << 48
 """A bound of positions from which any position can be subtracted."""
@@ -115,8 +115,38 @@ class _Printer:
         return sorted(names, key=lambda name: int(name[1:]))
 
     def items(self, items: Iterable[Item]) -> None:
+        items = list(items)
+        joined = self.joined([item.line for item in items if isinstance(item, Put) and not item.once])
         for item in items:
-            self.item(item)
+            if isinstance(item, Put) and item.line.out in joined:
+                self.put_joined(joined[item.line.out])
+            else:
+                self.item(item)
+
+    def joined(self, puts: list[Line]) -> dict[str, tuple[Line, ...]]:
+        """The stores that together write all elements between their lanes, with the last of them; none with others."""
+        found: dict[str, tuple[Line, ...]] = {}
+        apart = [line for line in puts if line.out in self.plan.gathered and line.out not in self.plan.tiled]
+        for line in apart:
+            lines = joined(self.plan.kernel, line, str(self.plan.vector))
+            if lines and set(lines) <= set(apart):
+                last = max(lines, key=apart.index)
+                found[line.out] = lines if line == last else ()
+        return found
+
+    def put_joined(self, lines: tuple[Line, ...]) -> None:
+        if not lines:
+            return
+        first = lines[0].rhs
+        assert isinstance(first, Store)
+        name = f"w{lines[0].out[1:]}"
+        self.out.line(
+            f"pv::Interleaved<{len(lines)}, {CPP_TYPE[self.dtypes[first.buffer]]}, {self.plan.width}> {name};"
+        )
+        for position, line in enumerate(lines):
+            assert isinstance(line.rhs, Store)
+            self.out.line(f"{name}.put({position}, {self.arg(line.rhs.arg, True)});", line.origin)
+        self.out.line(f"{self.guard(first)}{name}.write({self.pointer(first.buffer, first.index)}, n);")
 
     def item(self, item: Item) -> None:
         match item:

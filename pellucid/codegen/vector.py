@@ -19,7 +19,18 @@ from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Compute, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
 from pellucid.ir.ops import OPS
 from pellucid.machine import Machine, kernel_work, time
-from pellucid.machine.tiles import GATHER_COST, NEAR_COST, SQUARES, WOVEN_COST, Tiling, is_near, tiling, told, woven
+from pellucid.machine.tiles import (
+    GATHER_COST,
+    NEAR_COST,
+    SQUARES,
+    WOVEN_COST,
+    Tiling,
+    is_near,
+    joined,
+    tiling,
+    told,
+    woven,
+)
 from pellucid.machine.work import SYMBOL_GUESS, estimate
 
 
@@ -216,7 +227,7 @@ def _line_cost(
     if axis is None or axis not in axes:
         return points * (_operator_cost(line) if isinstance(line.rhs, Compute) else 1)
     match line.rhs:
-        case Store() if woven(kernel, line, axis):
+        case Store() if woven(kernel, line, axis) or joined(kernel, line, axis):
             return points * WOVEN_COST
         case Load(_, index) | Store(_, index):
             each = LANE_COST.get(access(index, axis, wide_values))

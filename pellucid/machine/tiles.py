@@ -114,6 +114,29 @@ def woven(kernel: Kernel, line: Line, vector: str) -> str | None:
     return next((axis.name for axis in kept if index.coefficient(axis.name) == ONE), None)
 
 
+def joined(kernel: Kernel, line: Line, vector: str) -> tuple[Line, ...]:
+    """The stores that together write all elements between their lanes, in order; none if one is missing.
+
+    Before: `store b[2*i0], v3` and `store b[2*i0 + 1], v4` with lanes along `i0`.
+    """
+    assert isinstance(line.rhs, Store)
+    store, step = line.rhs, line.rhs.index.coefficient(vector)
+    if (
+        step is None
+        or step.value is None
+        or not is_near(step)
+        or any(load.buffer == store.buffer for _, load in kernel.loads())
+    ):
+        return ()
+    found: dict[int, Line] = {}
+    for other, each in kernel.stores():
+        apart = (each.index - store.index).value if each.buffer == store.buffer else None
+        if apart is not None and abs(apart) < step.value and not each.join and not each.index.vals():
+            found[apart] = other
+    whole = len(found) == step.value and max(found) - min(found) == step.value - 1
+    return tuple(found[apart] for apart in sorted(found)) if whole else ()
+
+
 def touches(line: Line, buffer: str) -> bool:
     """Whether it loads from the buffer, or stores there."""
     return isinstance(line.rhs, Load | Store) and line.rhs.buffer == buffer
