@@ -26,6 +26,7 @@ from pellucid.codegen.nest import Nest
 from pellucid.codegen.offsets import from_first_touched
 from pellucid.codegen.operands import print_packing
 from pellucid.codegen.plan import Plan
+from pellucid.codegen.prefix import plan_prefix
 from pellucid.codegen.reach import Reaches, reaches
 from pellucid.codegen.roles import Roles
 from pellucid.codegen.space import simplify
@@ -150,8 +151,9 @@ def generate_all(kernel: Kernel, options: Options, machine: Machine, roles: Role
 
 def _plans(kernel: Kernel, machine: Machine, options: Options, roles: Roles) -> Iterator[Plan]:
     attention = plan_attention(kernel, machine, options)
-    if attention is not None:
-        yield attention
+    whole = attention or plan_prefix(kernel, machine, options)
+    if whole is not None:
+        yield whole
         return
     blocks, decisions = plan_contraction(kernel, machine, options, roles), tuple[Decision, ...]()
     first = next(blocks, None)

@@ -10,6 +10,7 @@ from pellucid.codegen.linemap import Writer
 from pellucid.codegen.nest import (
     BLOCK,
     Accumulate,
+    Advance,
     Call,
     CloseBlock,
     Counter,
@@ -177,6 +178,9 @@ class _Printer:
                 self.accumulate(line)
             case CloseBlock(line):
                 self.out.line(f"{self.blocks(line)}.close(a{line.out[1:]});", line.origin)
+            case Advance(line):
+                self.accumulate(line)
+                self.finish(line)
             case Finish(line):
                 self.finish(line)
             case Scratch(line):

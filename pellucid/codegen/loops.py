@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pellucid.codegen.nest import (
     Accumulate,
+    Advance,
     Call,
     CloseBlock,
     Define,
@@ -73,7 +74,7 @@ class _Builder:
             if axes & self.reduced:
                 continue
             own = max((2 + k for k, axis in enumerate(self.inside) if axis in axes), default=1 if axes else 0)
-            if isinstance(line.rhs, Reduce):
+            if isinstance(line.rhs, Reduce) or self._grows(line):
                 own = self.innermost
             elif isinstance(line.rhs, Store):
                 own = max(own, 1)
@@ -103,6 +104,9 @@ class _Builder:
         kind = Kind.VECTOR if axis == self.plan.vector else Kind.SERIAL
         part = next((part for part, (name, _) in self.plan.pieces.items() if name == axis), Part.WHOLE)
         loop = Loop(kind, axis, self._level_body(level + 1), self._step(kind), part)
+        grown = self.plan.prefix
+        if grown is not None and axis == grown.axis:
+            opened.append(Start(grown.total))
         return (*self._defines(level, 0), *opened, loop, *closed, *self._puts(level))
 
     def _squares(self, names: Iterable[str]) -> tuple[list[Item], list[Item]]:
@@ -156,12 +160,19 @@ class _Builder:
 
     def _defines(self, level: int, depth: int) -> list[Item]:
         return [
-            Define(line)
+            self._define(line)
             for line in self.plan.kernel.body
             if self.level.get(line.out) == level
             and self.plan.sweeps.depth[line.out] == depth
             and not isinstance(line.rhs, Reduce | Store)
         ]
+
+    def _define(self, line: Line) -> Item:
+        return Advance(self.plan.prefix.total) if self.plan.prefix and self._grows(line) else Define(line)
+
+    def _grows(self, line: Line) -> bool:
+        """Whether it is the term of a prefix sum, in whose place its loop has the sum."""
+        return self.plan.prefix is not None and line.out == self.plan.prefix.total.out
 
     def _puts(self, level: int) -> list[Item]:
         pieces = {axis for axis, _ in self.plan.pieces.values()}

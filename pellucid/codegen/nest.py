@@ -136,6 +136,13 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
+class Advance:
+    """The same, and take out what the accumulator has so far: the value of a prefix sum at this point."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
 class CloseBlock:
     """End a block of a pairwise sum: the accumulator begins anew."""
 
@@ -204,7 +211,7 @@ class Parallel:
 
 
 Tiled: TypeAlias = "FillTile | StartTile | WriteTile"
-Sum: TypeAlias = "Start | StartBlocks | Accumulate | CloseBlock | Finish"
+Sum: TypeAlias = "Start | StartBlocks | Accumulate | Advance | CloseBlock | Finish"
 Step: TypeAlias = "Define | Put | Tiled | Call | Sum | Scratch | Keep | Recall"
 Item: TypeAlias = "Step | Loop | Parallel"
 

@@ -46,6 +46,7 @@ from typing_extensions import assert_never
 from pellucid.codegen.nest import (
     BLOCK,
     Accumulate,
+    Advance,
     Call,
     CloseBlock,
     Counter,
@@ -105,6 +106,8 @@ def _items(items: Iterable[Item], indent: str) -> Iterator[tuple[str, Line | Non
                 yield from _enclosed(f"call {function} {line.out}{memory}", inside, indent)
             case Define(line) | Accumulate(line):
                 yield indent + print_line(line), line
+            case Advance(line):
+                yield f"{indent}{print_line(line)} so far", line
             case Put(line, once):
                 yield indent + print_line(line) + (f" once {', '.join(once)}" if once else ""), line
             case StartBlocks(line, abreast):
@@ -215,7 +218,10 @@ class _NestParser(Parser):
         line = self.line()
         match line.rhs:
             case Reduce():
-                return Accumulate(line)
+                if not self.accept("so"):
+                    return Accumulate(line)
+                self.expect("far")
+                return Advance(line)
             case Store():
                 axes = self.separated(lambda: self.one_of(self.ranges, "axis")) if self.accept("once") else ()
                 return Put(line, axes)

@@ -16,6 +16,7 @@ from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr, chunks, const, product
 from pellucid.ir.nodes import Kernel, Line, Load, Reduce, Store, axes_of
+from pellucid.ir.prefix import Prefix
 from pellucid.ir.traffic import LINE
 from pellucid.ir.types import DType
 from pellucid.machine import Machine, kernel_work, time
@@ -77,6 +78,7 @@ class Plan:
     steps: vector instructions of a call, for the machine model; of a middling size where sizes are symbols.
     blocks: those of a contraction, see contraction.py; `kernel` is then what runs over each block.
     rows: those of an attention, or of its gradients, see attention.py; they are computed by one call.
+    prefix: a sum that grows along an axis, whose loop is the innermost one; `kernel` is then what that loop computes.
     called: what a call of `native/kernel/` computes in each iteration: the sums of a contraction, or all of `rows`.
     """
 
@@ -104,6 +106,7 @@ class Plan:
     whole: tuple[str, ...] = ()
     rows: Rows | None = None
     called: tuple[Line, ...] = ()
+    prefix: Prefix | None = None
     ahead: Mapping[str, Expr] = field(default_factory=dict)
     guarded: frozenset[str] = frozenset()
 
@@ -168,14 +171,24 @@ class Plan:
         return self.kernel.ranges[axis]
 
 
-def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: VectorChoice | None = None) -> Plan:
-    """The plan of a kernel whose space is simplified already. choice: of the vector axis, in place of the cheapest."""
+def make_plan(
+    kernel: Kernel,
+    machine: Machine,
+    options: Options,
+    choice: VectorChoice | None = None,
+    prefix: Prefix | None = None,
+) -> Plan:
+    """The plan of a kernel whose space is simplified already. choice: of the vector axis, in place of the cheapest.
+
+    prefix: what `kernel` is the loop of.
+    """
     _check_in_place(kernel)
     choice = choice or choose(kernel, machine, options.vectorize)
     vector, width = choice.axis, choice.width
     reduced = tuple(name for name in kernel.reduced if name != vector)
     meeting = colliding(kernel)
-    serial = {*kernel.reduced, *meeting}
+    along = () if prefix is None else (prefix.axis,)
+    serial = {*kernel.reduced, *meeting, *along}
     kept = tuple(axis.name for axis in kernel.space if axis.name not in serial and axis.name != vector)
     if vector in kernel.reduced:
         inner, reduced = None, (*reduced, str(vector))
@@ -199,6 +212,7 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
             around = estimate(product(kernel.ranges[name] for name in outer))
             abreast, decided = _abreast(kernel, inner, width, pairwise, around, machine)
         whole = () if abreast else _between(kernel, vector, outer)
+    whole = along or whole
     outer = tuple(name for name in outer if name not in whole)
     blocks = chunks(kernel.ranges[tile], width) if tile in kept else 1
     extent = product(kernel.ranges[name] for name in outer) * blocks
@@ -236,6 +250,7 @@ def make_plan(kernel: Kernel, machine: Machine, options: Options, choice: Vector
         grain=grain,
         steps=work,
         whole=whole,
+        prefix=prefix,
         ahead=ahead,
         decisions=(*choice.decisions, *sweeps.decisions, parallel, *sums, *decided, *streams, *fetched),
     )

@@ -16,6 +16,7 @@ from typing_extensions import assert_never
 from pellucid.codegen.nest import (
     BLOCK,
     Accumulate,
+    Advance,
     Call,
     CloseBlock,
     Define,
@@ -191,6 +192,9 @@ class _Runner:
                 self.blocks[line.out] = {}
             case Accumulate():
                 self.accumulate(line)
+            case Advance():
+                self.accumulate(line)
+                values[line.out] = self.so_far(line)
             case CloseBlock():
                 self.blocks[line.out].setdefault(self.column(line), _Points()).take(self.sums[line.out])
             case Finish():
@@ -294,6 +298,14 @@ class _Runner:
         for dim in dims:
             result = result.unsqueeze(dim)
         return result
+
+    def so_far(self, line: Line) -> Tensor:
+        """The value of a prefix sum: of all points from the first to this one, in their order."""
+        assert isinstance(line.rhs, Reduce)
+        points, (dim,) = self.sums[line.out], self.dims(line.rhs)
+        if not torch.equal(torch.cat(points.places), torch.arange(len(points.places))):
+            raise fault(self.frame, line, "a prefix sum takes points in another order than theirs")
+        return reduce_dims(line.rhs.op, torch.cat(points.values), [0]).squeeze(0).unsqueeze(dim)
 
     def collected(self, line: Line) -> _Points:
         """The points of a reduction so far: those of its closed blocks, if it has blocks."""

@@ -113,14 +113,16 @@ def base_lanes(kernel: Kernel, machine: Machine) -> int:
     return machine.isa.register_bytes // min(4, max(sizes, default=4))
 
 
-def choose(kernel: Kernel, machine: Machine, enabled: bool) -> VectorChoice:
-    """The cheapest vector axis of a simplified kernel, with the decision that explains it."""
+def choose(kernel: Kernel, machine: Machine, enabled: bool, serial: str = "") -> VectorChoice:
+    """The cheapest vector axis of a simplified kernel, with the decision that explains it. serial: none of these."""
     refusal = _refusal(kernel, enabled)
     if refusal:
         return VectorChoice(None, 1, Tiling(), (Decision("codegen.vectorize", (kernel.name,), False, refusal),))
     scalar = cost(kernel, None, 1)
     prices: dict[tuple[str, int], float] = {}
     for name in candidates(kernel):
+        if name == serial:
+            continue
         for lanes in _widths(base_lanes(kernel, machine)):
             prices[name, lanes] = cost(kernel, name, lanes, tiling(kernel, name, lanes, machine).lines)
 

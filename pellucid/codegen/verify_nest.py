@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from pellucid.codegen.nest import (
     Accumulate,
+    Advance,
     Call,
     CloseBlock,
     Define,
@@ -126,9 +127,9 @@ def check_axes(nest: Nest, places: Sequence[Place[Step]]) -> None:
 
 def check_values(nest: Nest, places: Sequence[Place[Step]]) -> None:
     """A line reads only what has been computed before it, at the same point."""
-    defined = [place for place in places if isinstance(place.step, Define | Finish | Recall)]
+    defined = [place for place in places if isinstance(place.step, Define | Advance | Finish | Recall)]
     for place in places:
-        if isinstance(place.step, Define | Put | Accumulate):
+        if isinstance(place.step, Define | Put | Accumulate | Advance):
             known = {each.step.line.out for each in defined if place.sees(each)}
             if missing := set(operands(place.step.line.rhs)) - known:
                 raise _error(nest, f"reads {', '.join(sorted(missing))}, which is not known", place)
@@ -153,6 +154,18 @@ def check_reductions(nest: Nest, places: Sequence[Place[Step]]) -> None:
         finishes = [each for each in _of(places, Finish, out) if each.sees(first) and each.at > place.at]
         if [each.fixed for each in finishes] != [first.fixed | at_once]:
             raise _error(nest, "adds to a reduction that is not finished once, where it was started", place)
+
+
+def check_prefixes(nest: Nest, places: Sequence[Place[Step]]) -> None:
+    """Between the start of a prefix sum and what it adds is one loop, over its axis, from the first point on."""
+    for place in _of(places, Advance):
+        assert isinstance(place.step.line.rhs, Reduce)
+        starts = [each for each in _of(places, Start, place.step.line.out) if place.sees(each)]
+        between = place.loops[len(starts[-1].loops) :] if starts else ()
+        if [(loop.kind, loop.axis) for loop in between if isinstance(loop, Loop)] != [
+            (Kind.SERIAL, axis) for axis in place.step.line.rhs.axes
+        ]:
+            raise _error(nest, "is not started before the loop over its axis", place)
 
 
 def _closes(end: Place[Any], place: Place[Any]) -> bool:
@@ -219,12 +232,12 @@ def _scopes(nest: Nest, places: Sequence[Place[Step]]) -> dict[str, frozenset[st
     scopes: dict[str, frozenset[str]] = {}
     for place in places:
         line = place.step.line
-        if isinstance(place.step, Define | Put | Accumulate):
+        if isinstance(place.step, Define | Put | Accumulate | Advance):
             scope = frozenset[str]().union(*(scopes[name] for name in operands(line.rhs)))
             match line.rhs:
                 case IndexValue(index) | Load(_, index) | Store(_, index):
                     scope |= index.vars() & nest.ranges.keys()
-                case Reduce(_, _, axes):
+                case Reduce(_, _, axes) if isinstance(place.step, Accumulate):
                     scope -= frozenset(axes)
                 case _:
                     pass
@@ -237,6 +250,7 @@ NEST_CHECKS = (
     check_axes,
     check_values,
     check_reductions,
+    check_prefixes,
     check_scratch,
     check_squares,
     check_stores,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from pellucid.capture.fx import DTYPES
-from pellucid.ir.index import ZERO, Expr
+from pellucid.capture.fx import DTYPES, strides_of
+from pellucid.ir.index import ONE, ZERO, Expr
 from pellucid.ir.types import TORCH_DTYPES, DType
 from pellucid.lower.kernel_builder import KernelBuilder, Value
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, numel, op_name
@@ -227,22 +227,24 @@ def layer_norm(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     return results
 
 
-# A prefix sum as a reduction over all earlier elements takes n steps for each of its elements, in one kernel that
-# fuses; beyond this many steps in all ATen's linear scan wins.
-_PREFIX_STEPS = 1 << 17
+# Elements that lie beside one another in memory, from which on a prefix sum along another dimension adds vectors.
+_BESIDE = 8
+# Elements of a prefix sum that adds one after the other, up to which it is fused; ATen's loop is as fast.
+_FEW = 1 << 12
 
 
 @rule("cumsum.default")
 def cumsum(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """result[i] = sum over j of (x[j] if j <= i else 0)."""
+    """result[i] = sum over j of (x[j] if j <= i else 0), which is computed in one loop, see ir/prefix.py."""
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     if not x.shape:
         raise NotLowered("cumsum of a zero-dimensional tensor")
     dim = given["dim"] % len(x.shape)
-    steps = (numel(x.shape) * x.shape[dim]).value
-    if steps is None or steps > _PREFIX_STEPS:
-        raise NotLowered(f"a prefix sum over {x.shape[dim]} elements: ATen's scan takes fewer steps")
+    beside = [size.value for d, size in enumerate(x.shape) if d != dim and strides_of(node.meta["val"])[d] == ONE]
+    elements = numel(x.shape).value
+    if all(size is not None and size < _BESIDE for size in beside) and (elements is None or elements > _FEW):
+        raise NotLowered("a prefix sum of elements that lie one after the other in memory: ATen's loop is as fast")
     result = graph.new(node.meta["val"], "cumsum")
     kernel = graph.kernel(node, (*x.shape, x.shape[dim]))
     at, earlier = kernel.index[:-1], kernel.index[-1]

@@ -15,6 +15,7 @@ from pellucid.ir.contraction import find_contraction
 from pellucid.ir.index import ZERO, Atom, Expr, FloorDiv, Mod, Var, product, total
 from pellucid.ir.nodes import Axis, Buffer, Compute, Kernel, Load, Param, Reduce, Rhs, Store, axes_of
 from pellucid.ir.ops import OPS
+from pellucid.ir.prefix import as_run
 from pellucid.ir.traffic import flops_of, worked
 from pellucid.ir.types import DType
 
@@ -42,6 +43,7 @@ class KernelCost:
 
 def kernel_cost(kernel: Kernel) -> KernelCost:
     """The cost of one call of `kernel`, in terms of the size symbols."""
+    kernel = as_run(kernel)
     params = {param.name: param for param in kernel.params}
     scopes = axes_of(kernel)
     flops, work = ZERO, ZERO

@@ -10,6 +10,7 @@ from pellucid.ir.attention import reduces_in_turn
 from pellucid.ir.contraction import Contraction, find_contraction, find_groups
 from pellucid.ir.index import ONE, product
 from pellucid.ir.nodes import Kernel
+from pellucid.ir.prefix import find_prefix
 from pellucid.machine.kernels import FEW_ROWS, SAME_SET
 from pellucid.machine.work import estimate
 from pellucid.schedule.canonical import canonical_kernel
@@ -45,6 +46,14 @@ def check_epilogue(first: Kernel, kernel: Kernel) -> Mismatch | None:
         return None
     refused = _check_blocks(first, before, kernel)
     return refused and _check_blocks(first, before, canonical_kernel(kernel))  # whose axes are longer, at a cost
+
+
+def check_prefix(first: Kernel, second: Kernel, kernel: Kernel) -> Mismatch | None:
+    """Refuse a `kernel` that is no prefix sum any more, which one of its parts is: it would add all terms anew."""
+    if find_prefix(kernel) is not None:
+        return None
+    found = next((each for each in (first, second) if find_prefix(each) is not None), None)
+    return found and Mismatch("prefix", f"{found.name} is a prefix sum, and would add all terms for each point")
 
 
 def _check_blocks(first: Kernel, before: Contraction, kernel: Kernel) -> Mismatch | None:

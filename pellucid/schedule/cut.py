@@ -14,6 +14,7 @@ from pellucid.ir.contraction import find_contraction
 from pellucid.ir.decision import Decision, Fact
 from pellucid.ir.index import ONE, ZERO, Expr, chunks, const, equal_piece
 from pellucid.ir.nodes import Axis, Kernel, Reduce
+from pellucid.ir.prefix import find_prefix
 from pellucid.machine.work import estimate, kernel_cost
 from pellucid.options import Options
 
@@ -52,6 +53,8 @@ def choose_cuts(kernel: Kernel, options: Options) -> tuple[tuple[Cut, ...], Deci
         return (), decided(False, "it is an attention, some rows of a head at a time")
     if find_contraction(kernel) is not None:
         return (), decided(False, "it multiplies matrices, block by block")
+    if find_prefix(kernel) is not None:
+        return (), decided(False, "it is a prefix sum, which takes one point after the other")
     cost = kernel_cost(kernel)
     nanoseconds = max(estimate(cost.loaded) / BYTES_PER_NS, estimate(cost.work) / LANE_INSTRUCTIONS_PER_NS)
     least = options.min_work_per_thread or LEAST_NS

@@ -9,7 +9,7 @@ from pellucid.ir.index import ZERO, Expr, product
 from pellucid.ir.nodes import Kernel, Load, Reduce, axes_of, operands
 from pellucid.machine.work import estimate, estimated_bytes
 from pellucid.options import Options
-from pellucid.schedule.contractions import check_epilogue, check_neighbours
+from pellucid.schedule.contractions import check_epilogue, check_neighbours, check_prefix
 from pellucid.schedule.fusion_graph import FusionGraph, Group
 from pellucid.schedule.match_axes import Anchor, Match, Mismatch, match_axes, same_order
 from pellucid.schedule.merge import merge_kernels
@@ -26,6 +26,7 @@ _RULES = {
     "memory": "fuse.memory",
     "contraction": "fuse.contraction",
     "attention": "fuse.attention",
+    "prefix": "fuse.prefix",
 }
 
 # A reduction is spread over threads along the axes that it keeps. With fewer rows than this, and rows longer than
@@ -65,7 +66,7 @@ def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options)
     if isinstance(kernel, Mismatch):
         return kernel
     refused = check_limits(kernel, options) or _check_parallel(kernel) or check_epilogue(first, kernel)
-    refused = refused or _check_memory(graph, first, second)
+    refused = refused or check_prefix(first, second, kernel) or _check_memory(graph, first, second)
     refused = refused or check_strides(graph.machine, first, second, kernel)
     return refused or graph.merge(joint, kernel)
 

@@ -10,6 +10,7 @@ from pellucid.ir.decision import Fact
 from pellucid.ir.index import total
 from pellucid.ir.nodes import Kernel, Load, axes_of
 from pellucid.ir.ops import EXPENSIVE
+from pellucid.ir.prefix import as_run
 from pellucid.machine import Machine, issuing, kernel_work, moving, starting
 from pellucid.machine.tiles import strides_somewhere, striding
 from pellucid.machine.work import estimate, estimated_bytes, evaluations, op_cost, touched_bytes
@@ -115,6 +116,7 @@ def _may_vanish(graph: FusionGraph, buffer: str) -> bool:
 
 def _work(kernel: Kernel, lines: Collection[str]) -> tuple[int, bool]:
     """Instructions of `lines` over all points, and whether an expensive one is among them."""
+    kernel = as_run(kernel)
     scopes = axes_of(kernel)
     work, expensive = 0, False
     for line in kernel.body:
