@@ -24,7 +24,7 @@ The grammar, with the rules of `ir/parser.py`:
 
     nest    = "nest" name ["<" names ">"] "(" [param ","]* ")" "{" ["axes" axis ("," axis)*] [lanes] item* "}"
     lanes   = "lanes" number "of" name
-    item    = "parallel" [counter ("," counter)*] "{" item* "}" | loop | call | line ["once" names] | step
+    item    = "parallel" [counter ("," counter)*] "{" item* "}" | loop | call | line ["once" names | "so" "far"] | step
     counter = name [part "by" expr]
     loop    = "for" name ["in" part] "{" item* "}" | "vector" name ["in" part] "{" item* "}"
             | "blocks" name "by" number "{" item* "}"
@@ -34,7 +34,8 @@ The grammar, with the rules of `ir/parser.py`:
             | "start" name "in" "blocks" ["of" number "vectors"]
             | ("read" | "open" | "write") "square" name "along" name
 
-A line that reduces adds to its accumulator. Indices into a block name the ends of its pieces.
+A line that reduces adds to its accumulator, whose value so far it is where it says so. Indices into a block name the
+ends of its pieces.
 """
 
 from __future__ import annotations
