@@ -135,7 +135,9 @@ class _Parted:
         """A tensor as it lies in memory, in pairs. In that of an argument there may be numbers yet to be conjugated."""
         if node not in self.pairs:
             call: Call = partial(call_in, self.graph, node)
-            if node in self.parts and not _is_view(node):
+            if node.target is aten.view_as_complex.default:
+                self.pairs[node] = self.as_whole(node.all_input_nodes[0])
+            elif node in self.parts and not aliases(node):
                 self.pairs[node] = paired(call, self.parts[node], node.meta["val"])
             else:
                 whole = self.as_whole(node)
@@ -147,17 +149,12 @@ class _Parted:
     def as_whole(self, node: Node) -> Node:
         """A tensor as a whole; views are taken of the whole that they are views of, as eager does."""
         if node not in self.whole:
-            if _is_view(node):
+            if aliases(node):
                 self.whole[node] = self.copied(node)
             else:
                 call: Call = partial(call_in, self.graph, node)
                 self.whole[node] = call(aten.view_as_complex.default, self.as_pairs(node))
         return self.whole[node]
-
-
-def _is_view(node: Node) -> bool:
-    """Whether a node is a view of another complex tensor."""
-    return aliases(node) and node.target is not aten.view_as_complex.default
 
 
 def _is_complex(node: Node) -> bool:
