@@ -79,6 +79,8 @@ class _Parted:
             return self.as_pairs(node.all_input_nodes[0])
         if node in self.handed_out and aliases(node) and not _is_complex(node):
             return None  # the caller gets a view of what lies in memory as pairs
+        if node.target is operator.getitem:
+            return self.parts[source][node.args[1]] if (source := node.args[0]) in self.parts else None
         return self.picked(node) or (None if self.alone(node) else self.computed(node))
 
     def alone(self, node: Node) -> bool:
@@ -94,11 +96,9 @@ class _Parted:
             made.meta["val"] = fake_result(made)
         return made
 
-    def picked(self, node: Node) -> Any:
-        """One of several results, or a part that is picked from a tensor seen as real; None for any other call."""
+    def picked(self, node: Node) -> Node | None:
+        """A part that is picked from a tensor seen as real; None for any other call."""
         match node:
-            case Node(target=operator.getitem, args=(Node() as source, index)) if source in self.parts:
-                return self.parts[source][index]
             case Node(target=aten.select.int, args=(Node(target=aten.view_as_real.default) as seen, dim, index)):
                 (source,) = seen.all_input_nodes
                 last = dim in (-1, seen.meta["val"].dim() - 1) and source in self.parts
@@ -132,7 +132,7 @@ class _Parted:
         return self.parts[node]
 
     def as_pairs(self, node: Node) -> Node:
-        """A tensor as it lies in memory, in pairs. In that of an argument there may be numbers yet to be conjugated."""
+        """A tensor as it lies in memory, in pairs. In that of a whole one there may be numbers yet to be conjugated."""
         if node not in self.pairs:
             call: Call = partial(call_in, self.graph, node)
             if node.target is aten.view_as_complex.default:
@@ -141,9 +141,9 @@ class _Parted:
                 self.pairs[node] = paired(call, self.parts[node], node.meta["val"])
             else:
                 whole = self.as_whole(node)
-                whole = call(aten.resolve_conj.default, whole) if node.op == "placeholder" else whole
+                # Nothing else says that what views of an argument read has to be read before that changes.
                 whole = call(aten.clone.default, whole) if node in self.changed else whole
-                self.pairs[node] = call(aten.view_as_real.default, whole)
+                self.pairs[node] = call(aten.view_as_real.default, call(aten.resolve_conj.default, whole))
         return self.pairs[node]
 
     def as_whole(self, node: Node) -> Node:
@@ -166,7 +166,9 @@ def _like(made: Any, node: Node) -> bool:
     """Whether calls make what a node does, in parts; None if there are none."""
     results, wanted = ([*each] if type(each) in (list, tuple) else [each] for each in (made, node.meta["val"]))
     return made is not None and all(
-        leaf.meta["val"].shape == value.shape and leaf.meta["val"].dtype is REAL.get(value.dtype, value.dtype)
+        isinstance(result, Parts) == (value.dtype in REAL)
+        and leaf.meta["val"].shape == value.shape
+        and leaf.meta["val"].dtype is REAL.get(value.dtype, value.dtype)
         for result, value in zip(results, wanted, strict=True)
         for leaf in (result if isinstance(result, Parts) else (result,))
     )

@@ -118,8 +118,10 @@ def _sub(call: Call, a: Any, b: Any, alpha: Any = 1) -> Parts:
 
 
 def _tensors(call: Call, parts: Parts) -> Parts:
-    """Parts of a tensor, of which one may be a number or smaller than the other."""
-    one = next(part for part in parts if isinstance(part, Node))
+    """Parts of a tensor, of which one may be a number; those of a number as they are."""
+    one = next((part for part in parts if isinstance(part, Node)), None)
+    if one is None:
+        return parts
     return Parts(*(part if isinstance(part, Node) else call(aten.full_like.default, one, part) for part in parts))
 
 
@@ -206,6 +208,21 @@ def _apart(target: Any) -> Rule:
     return rule
 
 
+def _into(target: Any, *values: int) -> Rule:
+    """What puts elements of tensors into another one. values: the positions of these, each of which may be real."""
+    apart = _apart(target)
+
+    def rule(call: Call, *args: Any) -> Parts:
+        def lifted(value: Any) -> Any:
+            if isinstance(value, list | tuple) and not isinstance(value, Parts):
+                return [lifted(each) for each in value]
+            return _tensors(call, _as_parts(value))
+
+        return apart(call, *(lifted(arg) if place in values else arg for place, arg in enumerate(args)))
+
+    return rule
+
+
 def _to_copy(call: Call, a: Parts | Node, dtype: torch.dtype | None = None, **kwargs: Any) -> Parts | None:
     if kwargs or dtype not in REAL:
         return None
@@ -227,7 +244,7 @@ def _where(call: Call, condition: Node, a: Any, b: Any) -> Parts:
 
 
 def _equal(call: Call, a: Any, b: Any) -> Node:
-    pairs = zip(_tensors(call, _as_parts(a)), _as_parts(b), strict=True)
+    pairs = zip(_tensors(call, _as_parts(a)), _tensors(call, _as_parts(b)), strict=True)
     return call(aten.bitwise_and.Tensor, *(call(aten.eq.Tensor, *pair) for pair in pairs))
 
 
@@ -270,13 +287,18 @@ _RULES: Mapping[Any, Rule] = {
     aten.ne.Tensor: lambda call, a, b: call(aten.logical_not.default, _equal(call, a, b)),
     aten.full.default: _full,
     aten._to_copy.default: _to_copy,
+    aten.cat.default: _into(aten.cat.default, 0),
+    aten.copy.default: _into(aten.copy.default, 0, 1),
+    aten.slice_scatter.default: _into(aten.slice_scatter.default, 0, 1),
+    aten.select_scatter.default: _into(aten.select_scatter.default, 0, 1),
+    aten.index_put.default: _into(aten.index_put.default, 0, 2),
+    aten.scatter.src: _into(aten.scatter.src, 0, 3),
 }
 
 # Each part of the result is the same of the parts of the operands.
 _LINEAR = """
-    neg.default clone.default sum.default sum.dim_IntList mean.default mean.dim cumsum.default cat.default flip.default
-    roll.default repeat.default tril.default triu.default index.Tensor index_select.default gather.default
-    slice_scatter.default select_scatter.default copy.default index_put.default scatter.src
+    neg.default clone.default sum.default sum.dim_IntList mean.default mean.dim cumsum.default flip.default roll.default
+    repeat.default tril.default triu.default index.Tensor index_select.default gather.default
 """
 _APART = {getattr(getattr(aten, name), overload) for name, overload in (each.split(".") for each in _LINEAR.split())}
 

@@ -42,11 +42,11 @@ def find_prefix(kernel: Kernel) -> Prefix | None:
     axis, term = chosen
     scopes = axes_of(kernel)
     alone = all(axis not in scopes[name] for name in _needed(lines, term))
-    stored = [store for _, store in kernel.stores()]
+    stored = [store.index.vars() for _, store in kernel.stores()]
     if (
         kernel.ranges[axis] != kernel.ranges[earlier]
         or not alone
-        or any(axis not in store.index.vars() for store in stored)
+        or any(axis not in axes or earlier in axes for axes in stored)
     ):
         return None
     if any(load.buffer in writes(kernel) for _, load in kernel.loads()):

@@ -127,6 +127,44 @@ def test_arguments_that_are_changed() -> None:
     check(function, numbers(4, 6), numbers(4, 6).flip(0), left={"aten::copy_.default", "aten::clone.default"})
 
 
+def changed(x: Tensor) -> Tensor:
+    """Of few elements: kernels that read the argument would be put behind its change."""
+    before = (x * 2)[torch.tensor([0, 0])].to(torch.complex128)
+    x.fill_(1)
+    return before
+
+
+def overwritten(x: Tensor) -> Tensor:
+    before, z = (x * 2)[:2].sum(0), x.real + 1j
+    z.imag[0] = 3
+    x.copy_(z)
+    return before
+
+
+@pytest.mark.parametrize("function", [changed, overwritten])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_what_is_read_before_an_argument_changes(function: Callable[[Tensor], Tensor], lazy: bool) -> None:
+    ours, theirs = (numbers(4, 6).conj() if lazy else numbers(4, 6) for _ in range(2))
+    torch.testing.assert_close(compiled(function)(ours), function(theirs))
+    torch.testing.assert_close(ours, theirs)
+
+
+MIXED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "cat": lambda x, y: (torch.cat([x, y]) * 2, torch.cat([y, x]) + 1, torch.cat([x, y.int()]) - 1),
+    "copy": lambda x, y: (x * 2).copy_(y) + 1,
+    "slice": lambda x, y: torch.slice_scatter(x * 2, y[:, :3], 1, 0, 6, 2) + 1,
+    "select": lambda x, y: torch.select_scatter(x * 2, y[0], 0, 1) + 1,
+    "equal": lambda x, y: (x * 1 == y, y == x * 1, x * 1 != torch.tensor(1.0), x * 1 == 1j),
+    "lazy": lambda x, _: x.conj().as_strided((2, 3), (1, 2)) * 2,
+    "several": lambda x, _: (torch.std_mean(x * 2), torch.linalg.qr(x * 1)[0] * 2),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_real_operands_and_several_results(name: str) -> None:
+    check(MIXED[name], numbers(4, 6), torch.randn(4, 6), left=None)
+
+
 def test_what_no_rule_knows_takes_whole_tensors() -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         spectrum = torch.fft.rfft(x)

@@ -60,6 +60,7 @@ def test_other_ways_to_write_it(old: str, new: str) -> None:
         ("sum w over k", "sum b over k"),
         ("b: f32 = exp a", "d: f32 = load x[5*i + c]\n  b: f32 = add a, d"),
         ("k: 12", "k: 11"),
+        ("  p: i64", "  st2: f32 = store y[5*k + c], b\n  p: i64"),
         ("store y[5*i + c], s", "store y[5*i + c], s\n  st2: f32 = store x[5*i + c], s"),
         ("store y[5*i + c], s", "store y[5*i + c], s\n  u: f32 = max b over k\n  st2: f32 = store y[5*i + c], u"),
     ],
