@@ -31,7 +31,7 @@ import psutil
 import torch
 
 import pellucid
-from pellucid.errors import InternalError, NotJudged, PellucidError, StoreError, ToolchainError, UserError
+from pellucid.errors import BUGS, InternalError, NotJudged, PellucidError, StoreError, ToolchainError, UserError
 from pellucid.kit.process.apart import begin, die_with_parent
 from pellucid.kit.process.sanitizer import report_in
 from pellucid.native.toolchain import INSTALL_HINT
@@ -334,10 +334,12 @@ def failure_of(error: BaseException) -> Failure:
     inner = getattr(error, "inner_exception", None) or error
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
     trace = "".join(traceback.format_list(frames)).rstrip()
-    text, context = str(inner), {}
+    text, context, what = str(inner), {}, type(inner).__name__
     if isinstance(inner, PellucidError):
         text, context = inner.message, {**inner.context, "hint": inner.hint}
-    return Failure("error", type(inner).__name__, text, "", trace, {key: str(value) for key, value in context.items()})
+    if isinstance(inner, InternalError) and isinstance(inner.__cause__, BUGS):
+        what = f"{what} ({type(inner.__cause__).__name__})"  # bugs of two kinds are two failures
+    return Failure("error", what, text, "", trace, {key: str(value) for key, value in context.items()})
 
 
 def _pickled(answer: Any) -> bytes:
