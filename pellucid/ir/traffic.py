@@ -16,6 +16,7 @@ import torch
 from pellucid.ir.attention import share_of_scores
 from pellucid.ir.index import Expr, Sym, Val, Var
 from pellucid.ir.nodes import Compute, Kernel, Line, Load, Reduce, Store, axes_of
+from pellucid.ir.prefix import as_run
 
 Strides: TypeAlias = Sequence[tuple[int, int]]
 """Steps through memory: (stride, how many places), in elements. Their sums are the elements that an access touches."""
@@ -63,6 +64,7 @@ class Access:
 
 def traffic(kernel: Kernel, size: Callable[[Expr], int]) -> Traffic:
     """The traffic of one call of `kernel`. size: the number that a size expression stands for."""
+    kernel = as_run(kernel)
     extents = {axis.name: size(axis.extent) for axis in kernel.space}
     scopes = axes_of(kernel)
     sizes = {param.name: (size(param.numel), param.dtype.itemsize) for param in kernel.params}
