@@ -638,17 +638,18 @@ def plant_pellucid_missed_tail() -> None:
 
 @planted("pellucid", "wrong", "codegen", "cumsum", scanned)
 def plant_pellucid_missed_last() -> None:
-    """Loops over a reduced axis leave out its last point."""
+    """Sums leave out the last point of an axis."""
     from pellucid.codegen.cpp import _Printer
 
-    def make(original: Callable[..., tuple[str, str]]) -> Callable[..., tuple[str, str]]:
-        def bounds(self: Any, loop: Any) -> tuple[str, str]:
-            low, high = original(self, loop)
-            return low, f"{high} - 1" if loop.axis in self.plan.reduced else high
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def accumulate(self: Any, line: Any) -> None:
+            (axis,) = line.rhs.axes
+            self.out.line(f"if ({axis} + 1 < {self.text(self.plan.extent_of(axis))})")
+            original(self, line)
 
-        return bounds
+        return accumulate
 
-    patch(_Printer, "range", make)
+    patch(_Printer, "accumulate", make)
 
 
 @planted("pellucid", "wrong", "codegen", "to_copy", narrowed)
