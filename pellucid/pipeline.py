@@ -386,10 +386,7 @@ def _compile_program(
         nonlocal unit
         for name, stage in stages:
             start = perf_counter()
-            try:
-                unit, made = stage(unit, options)
-            except BUGS as error:
-                raise bug(f"stage {name}", error) from error
+            unit, made = _ran(name, stage, unit, options)
             times.append(StageTime(name, perf_counter() - start))
             decisions.extend(made)
             if options.verify:
@@ -420,6 +417,14 @@ def _compile_program(
     return _recorded(unit.executable, record), record
 
 
+def _ran(name: str, stage: Callable[[Unit, Options], Step], unit: Unit, options: Options) -> Step:
+    """What a stage makes; a bug in it names the stage."""
+    try:
+        return stage(unit, options)
+    except BUGS as error:
+        raise bug(f"stage {name}", error) from error
+
+
 _MEANWHILE = "until its kernels are built, PyTorch's operators compute its calls"
 
 
@@ -437,8 +442,8 @@ def _why_waited(unit: Unit, options: Options) -> str:
 def _make(unit: Unit, options: Options, record: GraphRecord) -> Run:
     """The program, made in the background."""
     try:
-        for _, stage in MAKING:
-            unit, _ = stage(unit, options)
+        for name, stage in MAKING:
+            unit, _ = _ran(name, stage, unit, options)
     except PellucidError as error:
         error.record = record
         raise

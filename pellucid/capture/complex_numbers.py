@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from pellucid.capture.complex_rules import REAL, Call, Parts, from_pairs, laid_out, paired, rule_of
 from pellucid.capture.torch_compat import call_in, fake_result, graph_module_of
@@ -80,7 +79,8 @@ class _Parted:
         if node in self.handed_out and aliases(node) and not _is_complex(node):
             return None  # the caller gets a view of what lies in memory as pairs
         if node.target is operator.getitem:
-            return self.parts[source][node.args[1]] if (source := node.args[0]) in self.parts else None
+            source, index = node.args
+            return self.parts[source][index] if source in self.parts else None
         return self.picked(node) or (None if self.alone(node) else self.computed(node))
 
     def alone(self, node: Node) -> bool:
@@ -159,7 +159,9 @@ class _Parted:
 
 def _is_complex(node: Node) -> bool:
     """Whether a node makes complex tensors of a type with real parts."""
-    return any(isinstance(leaf, Tensor) and leaf.dtype in REAL for leaf in pytree.tree_leaves(node.meta.get("val")))
+    value = node.meta.get("val")
+    results = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(each, Tensor) and each.dtype in REAL for each in results)
 
 
 def _like(made: Any, node: Node) -> bool:

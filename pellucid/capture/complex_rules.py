@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -117,8 +117,9 @@ def _sub(call: Call, a: Any, b: Any, alpha: Any = 1) -> Parts:
     return _tensors(call, Parts(_minus(call, a.real, b.real), _minus(call, a.imag, b.imag)))
 
 
-def _tensors(call: Call, parts: Parts) -> Parts:
-    """Parts of a tensor, of which one may be a number; those of a number as they are."""
+def _tensors(call: Call, value: Parts | Real | complex) -> Parts:
+    """The parts of an operand, both of them tensors; those of a number as they are."""
+    parts = _as_parts(value)
     one = next((part for part in parts if isinstance(part, Node)), None)
     if one is None:
         return parts
@@ -208,15 +209,15 @@ def _apart(target: Any) -> Rule:
     return rule
 
 
-def _into(target: Any, *values: int) -> Rule:
-    """What puts elements of tensors into another one. values: the positions of these, each of which may be real."""
+def _into(target: Any, values: Collection[int]) -> Rule:
+    """The same with tensors at these positions, or lists of them, of which each may be real."""
     apart = _apart(target)
 
     def rule(call: Call, *args: Any) -> Parts:
         def lifted(value: Any) -> Any:
             if isinstance(value, list | tuple) and not isinstance(value, Parts):
                 return [lifted(each) for each in value]
-            return _tensors(call, _as_parts(value))
+            return _tensors(call, value)
 
         return apart(call, *(lifted(arg) if place in values else arg for place, arg in enumerate(args)))
 
@@ -226,8 +227,9 @@ def _into(target: Any, *values: int) -> Rule:
 def _to_copy(call: Call, a: Parts | Node, dtype: torch.dtype | None = None, **kwargs: Any) -> Parts | None:
     if kwargs or dtype not in REAL:
         return None
-    copies = [call(aten._to_copy.default, part, dtype=REAL[dtype]) for part in (a if isinstance(a, Parts) else (a,))]
-    return Parts(copies[0], copies[1] if len(copies) > 1 else call(aten.full_like.default, copies[0], 0.0))
+    parts = _as_parts(a)
+    copies = [call(aten._to_copy.default, x, dtype=REAL[dtype]) if isinstance(x, Node) else x for x in parts]
+    return _tensors(call, Parts(*copies))
 
 
 def _full(
@@ -239,12 +241,12 @@ def _full(
 
 
 def _where(call: Call, condition: Node, a: Any, b: Any) -> Parts:
-    chosen = zip(_tensors(call, _as_parts(a)), _tensors(call, _as_parts(b)), strict=True)
+    chosen = zip(_tensors(call, a), _tensors(call, b), strict=True)
     return Parts(*(call(aten.where.self, condition, *each) for each in chosen))
 
 
 def _equal(call: Call, a: Any, b: Any) -> Node:
-    pairs = zip(_tensors(call, _as_parts(a)), _tensors(call, _as_parts(b)), strict=True)
+    pairs = zip(_tensors(call, a), _tensors(call, b), strict=True)
     return call(aten.bitwise_and.Tensor, *(call(aten.eq.Tensor, *pair) for pair in pairs))
 
 
@@ -287,12 +289,16 @@ _RULES: Mapping[Any, Rule] = {
     aten.ne.Tensor: lambda call, a, b: call(aten.logical_not.default, _equal(call, a, b)),
     aten.full.default: _full,
     aten._to_copy.default: _to_copy,
-    aten.cat.default: _into(aten.cat.default, 0),
-    aten.copy.default: _into(aten.copy.default, 0, 1),
-    aten.slice_scatter.default: _into(aten.slice_scatter.default, 0, 1),
-    aten.select_scatter.default: _into(aten.select_scatter.default, 0, 1),
-    aten.index_put.default: _into(aten.index_put.default, 0, 2),
-    aten.scatter.src: _into(aten.scatter.src, 0, 3),
+}
+
+# What puts tensors into one, and the positions of these among the arguments.
+_INTO: Mapping[Any, tuple[int, ...]] = {
+    aten.cat.default: (0,),
+    aten.copy.default: (0, 1),
+    aten.slice_scatter.default: (0, 1),
+    aten.select_scatter.default: (0, 1),
+    aten.index_put.default: (0, 2),
+    aten.scatter.src: (0, 3),
 }
 
 # Each part of the result is the same of the parts of the operands.
@@ -308,6 +314,8 @@ def rule_of(node: Node) -> Rule | None:
     target = node.target
     if target in _RULES:
         return _RULES[target]
+    if target in _INTO:
+        return _into(target, _INTO[target])
     if target in _APART:
         return _apart(target)
     if target in (aten.view.default, aten._unsafe_view.default):

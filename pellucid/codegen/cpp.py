@@ -117,14 +117,14 @@ class _Printer:
 
     def items(self, items: Iterable[Item]) -> None:
         items = list(items)
-        joined = self.joined([item.line for item in items if isinstance(item, Put) and not item.once])
+        together = self.put_together([item.line for item in items if isinstance(item, Put) and not item.once])
         for item in items:
-            if isinstance(item, Put) and item.line.out in joined:
-                self.put_joined(joined[item.line.out])
+            if isinstance(item, Put) and item.line.out in together:
+                self.put_joined(together[item.line.out])
             else:
                 self.item(item)
 
-    def joined(self, puts: list[Line]) -> dict[str, tuple[Line, ...]]:
+    def put_together(self, puts: list[Line]) -> dict[str, tuple[Line, ...]]:
         """The stores that together write all elements between their lanes, with the last of them; none with others."""
         found: dict[str, tuple[Line, ...]] = {}
         apart = [line for line in puts if line.out in self.plan.gathered and line.out not in self.plan.tiled]

@@ -64,6 +64,9 @@ class _Builder:
         around = (*plan.colliding, plan.inner, *plan.whole, plan.outer_tile)
         self.inside = tuple(axis for axis in around if axis is not None)
         self.innermost = 1 + len(self.inside)
+        prefix = plan.prefix
+        # Prefix sums, by the lines of their terms, in whose place their loop has the sum.
+        self.growing = {} if prefix is None else {prefix.total.out: prefix}
         self.level = self._levels()
 
     def _levels(self) -> dict[str, int]:
@@ -74,7 +77,7 @@ class _Builder:
             if axes & self.reduced:
                 continue
             own = max((2 + k for k, axis in enumerate(self.inside) if axis in axes), default=1 if axes else 0)
-            if isinstance(line.rhs, Reduce) or self._grows(line):
+            if isinstance(line.rhs, Reduce) or line.out in self.growing:
                 own = self.innermost
             elif isinstance(line.rhs, Store):
                 own = max(own, 1)
@@ -104,9 +107,7 @@ class _Builder:
         kind = Kind.VECTOR if axis == self.plan.vector else Kind.SERIAL
         part = next((part for part, (name, _) in self.plan.pieces.items() if name == axis), Part.WHOLE)
         loop = Loop(kind, axis, self._level_body(level + 1), self._step(kind), part)
-        grown = self.plan.prefix
-        if grown is not None and axis == grown.axis:
-            opened.append(Start(grown.total))
+        opened += [Start(prefix.total) for prefix in self.growing.values() if prefix.axis == axis]
         return (*self._defines(level, 0), *opened, loop, *closed, *self._puts(level))
 
     def _squares(self, names: Iterable[str]) -> tuple[list[Item], list[Item]]:
@@ -168,11 +169,7 @@ class _Builder:
         ]
 
     def _define(self, line: Line) -> Item:
-        return Advance(self.plan.prefix.total) if self.plan.prefix and self._grows(line) else Define(line)
-
-    def _grows(self, line: Line) -> bool:
-        """Whether it is the term of a prefix sum, in whose place its loop has the sum."""
-        return self.plan.prefix is not None and line.out == self.plan.prefix.total.out
+        return Advance(self.growing[line.out].total) if line.out in self.growing else Define(line)
 
     def _puts(self, level: int) -> list[Item]:
         pieces = {axis for axis, _ in self.plan.pieces.values()}

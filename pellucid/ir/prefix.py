@@ -16,7 +16,19 @@ from dataclasses import dataclass, replace
 
 from pellucid.ir.analysis import writes
 from pellucid.ir.index import Var, var
-from pellucid.ir.nodes import Compute, Const, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of, operands
+from pellucid.ir.nodes import (
+    Compute,
+    Const,
+    IndexValue,
+    Kernel,
+    Line,
+    Load,
+    Reduce,
+    Store,
+    axes_of,
+    operands,
+    remembered,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +40,7 @@ class Prefix:
     kernel: Kernel
 
 
+@remembered
 def find_prefix(kernel: Kernel) -> Prefix | None:
     """The prefix sum that a kernel is, or None."""
     reductions = [line for line in kernel.body if isinstance(line.rhs, Reduce)]

@@ -63,6 +63,7 @@ _INSIDE = 4  # of the results that were not observed
 _LINES = 6  # of a plan's change that are printed
 _ONE_LINE = 62  # columns within which an example and its place stand on one line
 _BAD = "bold red"
+_NOT_ALONE = "but run alone it does not fail so"
 _NUMBERS = frozenset(range(3))
 _LEGEND = sentence(("error: from float64, in units of the tensor's rms; ulp: from eager", "dim"))
 
@@ -347,9 +348,6 @@ def _minified(found: Minified) -> Iterator[RenderableType]:
         yield sentence("the budget was spent before the search was done")
     if found.others:
         yield sentence(f"other failures were met and not followed: {', '.join(found.others)}")
-
-
-_NOT_ALONE = "but run alone it does not fail so"
 
 
 def _diagnosed(found: Diagnosis) -> Iterator[RenderableType]:

@@ -241,7 +241,8 @@ def cumsum(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     if not x.shape:
         raise NotLowered("cumsum of a zero-dimensional tensor")
     dim = given["dim"] % len(x.shape)
-    beside = [size.value for d, size in enumerate(x.shape) if d != dim and strides_of(node.meta["val"])[d] == ONE]
+    along = enumerate(zip(x.shape, strides_of(node.meta["val"]), strict=True))
+    beside = [size.value for d, (size, stride) in along if d != dim and stride == ONE]
     elements = numel(x.shape).value
     if all(size is not None and size < _BESIDE for size in beside) and (elements is None or elements > _FEW):
         raise NotLowered("a prefix sum of elements that lie one after the other in memory: ATen's loop is as fast")
