@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from pellucid.capture.complex_rules import REAL, Call, Parts, from_pairs, laid_out, paired, rule_of
+from pellucid.capture.fx import strides_of
 from pellucid.capture.torch_compat import call_in, fake_result, graph_module_of
 from pellucid.capture.transform import aliases, may_write, returned
 from pellucid.ir.decision import Decision
+from pellucid.ir.index import ZERO
 
 aten = torch.ops.aten
 
@@ -91,10 +93,25 @@ class _Parted:
 
     def copied(self, node: Node) -> Node:
         """The call as it is; a view has the strides of what it is a view of now."""
+        if node.target is aten._conj.default:
+            return self.conjugated(node)
         made = self.graph.node_copy(node, self.as_whole)
         if aliases(node) and isinstance(node.meta.get("val"), Tensor):
             made.meta["val"] = fake_result(made)
         return made
+
+    def conjugated(self, node: Node) -> Node:
+        """The conjugate of a whole tensor: elements that share one place in memory are computed once, and share one."""
+        call: Call = partial(call_in, self.graph, node)
+        whole = self.as_whole(node.all_input_nodes[0])
+        sizes: list[Any] = [-1] * whole.meta["val"].dim()
+        once = whole
+        for dim, stride in enumerate(strides_of(whole.meta["val"])):
+            if stride == ZERO:
+                sizes[dim] = call(aten.sym_size.int, whole, dim)
+                once = call(aten.slice.Tensor, once, dim, 0, 1)
+        made = call(aten._conj.default, once)
+        return made if once is whole else call(aten.expand.default, made, sizes)
 
     def picked(self, node: Node) -> Node | None:
         """A part that is picked from a tensor seen as real; None for any other call."""

@@ -65,6 +65,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     aten = torch.ops.aten
     own = {
         aten.aminmax.default: _signed_only(table[aten.aminmax.default]),
+        aten.nan_to_num.default: _of_parts(table[aten.nan_to_num.default]),
         aten.nll_loss_backward.default: _nll_loss_backward,
         aten.nll_loss2d_backward.default: _nll_loss_backward,
         aten._native_batch_norm_legit_no_training.default: _batch_norm_without_training,
@@ -202,6 +203,17 @@ def _nll_loss_backward(
     element = -grad if weight is None else -weight[index] * grad
     element = torch.where(counts, element, 0).to(x.dtype)
     return x.new_zeros(x.shape).scatter(dim, index, element)
+
+
+def _of_parts(decomposition: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """For a decomposition of real numbers that is one of the real and the imaginary parts of complex ones, apart."""
+
+    def call(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if not x.is_complex():
+            return decomposition(x, *args, **options)
+        return torch.complex(*(decomposition(part, *args, **options) for part in (x.real, x.imag)))
+
+    return call
 
 
 def _signed_only(decomposition: Callable[..., Any]) -> Callable[..., Any]:

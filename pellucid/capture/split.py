@@ -37,6 +37,7 @@ def split(graph_module: torch.fx.GraphModule, refused: Mapping[str, str] | None 
     Before: `a = x + 1; n = nonzero(a); b = n * 2`. After: a segment that adds, a call of `nonzero`, and a segment that
     multiplies, which is told the size of `n` as an argument.
     """
+    _set_apart(graph_module.graph)
     nodes = _live(graph_module.graph)
     _complete(nodes)
     _name_sizes(nodes)
@@ -47,6 +48,15 @@ def split(graph_module: torch.fx.GraphModule, refused: Mapping[str, str] | None 
 
 
 # ------------------------------------------------------------------------------------------- what Python must do
+
+
+def _set_apart(graph: torch.fx.Graph) -> None:
+    """Give the caller calls of its own of what is lazy, so that others who read that need not wait for Python."""
+    (output,) = graph.find_nodes(op="output")
+    for node in output.all_input_nodes:
+        if node.op == "call_function" and _is_lazy(node.meta.get("val")) and len(node.users) > 1:
+            with graph.inserting_before(output):
+                output.replace_input_with(node, graph.node_copy(node))
 
 
 def _live(graph: torch.fx.Graph) -> list[Node]:
@@ -90,6 +100,7 @@ def _eager(graph_module: torch.fx.GraphModule, nodes: list[Node], refused: Mappi
     """The calls that no program can hold, with the reason."""
     reasons: dict[Node, str] = {}
     foreign: set[Node] = set()  # what cannot be an argument of a program
+    handed_out = set(nodes[-1].all_input_nodes)
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             value = attribute_of(graph_module, node) if node.op == "get_attr" else node.meta.get("val")
@@ -97,6 +108,8 @@ def _eager(graph_module: torch.fx.GraphModule, nodes: list[Node], refused: Mappi
                 foreign.add(node)
         elif node.op == "call_function" and not is_number(node):
             reason = refused.get(node.name) or _reason(node, foreign, reasons)
+            if reason is None and node in handed_out and _is_lazy(node.meta.get("val")):
+                reason = "the caller gets a lazy conjugate or negative"
             if reason is not None:
                 reasons[node] = reason
                 foreign.update([] if _is_argument(node.meta.get("val")) else [node])
@@ -178,8 +191,13 @@ def _is_held(value: Any) -> TypeGuard[torch.Tensor]:
 def _is_argument(value: Any) -> bool:
     """What a program may be handed: its buffers know nothing of the flags for lazy conjugates and negatives."""
     if isinstance(value, torch.Tensor):
-        return _is_held(value) and not value.is_conj() and not value.is_neg()
+        return _is_held(value) and not _is_lazy(value)
     return not isinstance(value, torch.ScriptObject)
+
+
+def _is_lazy(value: Any) -> bool:
+    """Whether a tensor stands for the conjugates or negatives of what lies in its memory."""
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
 
 
 def _is_result(value: Any) -> bool:

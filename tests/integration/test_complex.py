@@ -165,6 +165,33 @@ def test_real_operands_and_several_results(name: str) -> None:
     check(MIXED[name], numbers(4, 6), torch.randn(4, 6), left=None)
 
 
+LAZY: dict[str, Callable[[Tensor], Any]] = {
+    "slice": lambda x: x[::2].conj(),
+    "slice of a result": lambda x: (x * 2)[:, ::2].conj(),
+    "negative": lambda x: (x.conj().imag, (x * 2).conj().imag, x.imag * 2),
+    "expanded argument": lambda x: x.expand(4, *x.shape).conj(),
+    "expanded result": lambda x: (x * 2).expand(4, *x.shape).conj(),
+    "inside": lambda x: x[:, None].expand(-1, 3, -1).transpose(0, 1).conj(),
+    "imaginary": lambda x: x.expand(4, *x.shape).conj().imag,
+    "with another": lambda x: (x.expand(4, *x.shape).conj(), x.expand(4, *x.shape).conj() * 2),
+    "left to ATen": lambda x: torch.fft.fft(x.expand(4, *x.shape).conj()),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", LAZY)
+def test_lazy_conjugates_are_handed_out_as_such(name: str, dynamic: bool) -> None:
+    check(LAZY[name], numbers(5, 6), left=None, dynamic=dynamic)
+    ours, theirs = compiled(LAZY[name], dynamic=dynamic)(numbers(5, 6)), LAZY[name](numbers(5, 6))
+    for a, b in zip(tensors(ours), tensors(theirs), strict=True):
+        assert a.is_conj() == b.is_conj()
+
+
+def test_parts_that_are_not_numbers_are_replaced_apart() -> None:
+    x = torch.tensor([complex(math.nan, math.inf), complex(1, -math.inf), complex(math.nan, 2)])
+    check(lambda x: ((x * 1).nan_to_num(), (x + 0).nan_to_num(1.0, 2.0, 3.0)), x)
+
+
 def test_what_no_rule_knows_takes_whole_tensors() -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         spectrum = torch.fft.rfft(x)

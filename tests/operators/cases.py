@@ -26,7 +26,10 @@ DTYPES = {
     "u32": torch.uint32,
     "u64": torch.uint64,
     "bool": torch.bool,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
 }
+WIDEST = ("f64", "c128")
 DIRECTIONS = ("forward", "training")
 DATABASES = ("ops", "large", "modules")
 
@@ -35,7 +38,7 @@ DATABASES = ("ops", "large", "modules")
 class Task:
     """An operator (`add`) or a module in a mode (`nn.Linear.train`) with a dtype and a direction.
 
-    direction: `forward` without gradients, `training` with the gradients of every floating-point input.
+    direction: `forward` without gradients, `training` with the gradients of every input that can have one.
     """
 
     database: str

@@ -9,11 +9,19 @@ from typing import Any
 
 import torch
 
-from tests.operators.cases import Case
+from tests.operators.cases import WIDEST, Case
 from tests.support import assert_matches, error, tensors
 
 # What these return is not defined.
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+
+_WIDER = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_NARROWER = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 # Draws of inputs that differ from the given ones in the last place, to see how far a result in float64 may move.
 _DRAWS = 3
@@ -52,7 +60,8 @@ def outcomes(cases: Sequence[Case], states: Sequence[list[Any]], results: Sequen
 
 def _weights(results: list[torch.Tensor]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype) for r in results]
+    wide = [torch.complex128 if r.is_complex() else torch.float64 for r in results]
+    return [torch.randn(r.shape, generator=generator, dtype=w).to(r.dtype) for r, w in zip(results, wide, strict=True)]
 
 
 def eager(case: Case, change: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor, seed: int = 0) -> Any:
@@ -111,23 +120,25 @@ def _errors_nearby(case: Case, expected: Expected) -> list[float]:
     far such a change moves the result, or the error of eager in float32 on the same scale, where that is larger.
     """
     found = [0.0] * len(expected.result)
-    if case.task.dtype == "f64":
+    if case.task.dtype in WIDEST:
         narrow, exact = eager(case, _narrowed), eager(case, lambda x: _widened(_narrowed(x)))
         scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
         found = [scale * _distance(n, e) for n, e in zip(narrow, exact, strict=True)]
     for seed in range(_DRAWS):
         nudge, again = _nudge(seed), _nudge(seed)
         moved = eager(case, nudge)
-        exact = expected.result if case.task.dtype == "f64" else eager(case, lambda x, n=again: _widened(n(x)))
+        exact = expected.result if case.task.dtype in WIDEST else eager(case, lambda x, n=again: _widened(n(x)))
         found = [max(limit, _distance(m, e)) for limit, m, e in zip(found, moved, exact, strict=True)]
     return found
 
 
 def _nudge(seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Moves each element of a float tensor up or down to its neighbour, or not at all."""
+    """Moves each element of a float tensor, or part of a complex one, up or down to its neighbour, or not at all."""
     generator = torch.Generator().manual_seed(seed)
 
     def nudge(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return torch.view_as_complex(nudge(_real(tensor)).contiguous())
         if not tensor.is_floating_point():
             return tensor
         steps = torch.randint(-1, 2, tensor.shape, generator=generator).double()
@@ -143,11 +154,11 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
 
 
 def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
+    return tensor.to(_NARROWER.get(tensor.dtype, tensor.dtype))
 
 
 def _tensors_of(item: Any) -> list[torch.Tensor]:
@@ -156,7 +167,7 @@ def _tensors_of(item: Any) -> list[torch.Tensor]:
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs of real ones."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj().resolve_neg()) if tensor.is_complex() else tensor
 
 
 def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
