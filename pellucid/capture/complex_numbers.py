@@ -93,7 +93,7 @@ class _Parted:
 
     def copied(self, node: Node) -> Node:
         """The call as it is; a view has the strides of what it is a view of now."""
-        if node.target is aten._conj.default:
+        if node.target is aten._conj.default and node.all_input_nodes:
             return self.conjugated(node)
         made = self.graph.node_copy(node, self.as_whole)
         if aliases(node) and isinstance(node.meta.get("val"), Tensor):

@@ -91,35 +91,42 @@ def _minus(call: Call, a: Real, b: Real) -> Real:
     return call(aten.add.Tensor, call(aten.neg.default, b), a) if isinstance(b, Node) else a - b
 
 
-def _as_parts(value: Parts | Real | complex) -> Parts:
+def _as_parts(call: Call, value: Parts | Real | complex) -> Parts:
     """An operand, which may be real; in eager it is converted, with an imaginary part of 0."""
     if isinstance(value, Parts):
         return value
-    return Parts(value.real, value.imag) if isinstance(value, complex) else Parts(value, 0.0)
+    return Parts(value.real, value.imag) if isinstance(value, complex) else Parts(_known(call, value), 0.0)
+
+
+def _known(call: Call, value: Real) -> Real:
+    """A real operand; of a number that only the call tells a tensor."""
+    if not isinstance(value, Node) or isinstance(value.meta["val"], Tensor):
+        return value
+    return call(aten.scalar_tensor.default, value, dtype=torch.float64)
 
 
 # Rules.
 
 
 def _mul(call: Call, a: Any, b: Any) -> Parts:
-    a, b = _as_parts(a), _as_parts(b)
+    a, b = _as_parts(call, a), _as_parts(call, b)
     real = _minus(call, _times(call, a.real, b.real), _times(call, a.imag, b.imag))
     return Parts(real, _plus(call, _times(call, a.real, b.imag), _times(call, a.imag, b.real)))
 
 
 def _add(call: Call, a: Any, b: Any, alpha: Any = 1) -> Parts:
-    a, b = _as_parts(a), _as_parts(b) if alpha == 1 else _mul(call, b, alpha)
+    a, b = _as_parts(call, a), _as_parts(call, b) if alpha == 1 else _mul(call, b, alpha)
     return _tensors(call, Parts(_plus(call, a.real, b.real), _plus(call, a.imag, b.imag)))
 
 
 def _sub(call: Call, a: Any, b: Any, alpha: Any = 1) -> Parts:
-    a, b = _as_parts(a), _as_parts(b) if alpha == 1 else _mul(call, b, alpha)
+    a, b = _as_parts(call, a), _as_parts(call, b) if alpha == 1 else _mul(call, b, alpha)
     return _tensors(call, Parts(_minus(call, a.real, b.real), _minus(call, a.imag, b.imag)))
 
 
 def _tensors(call: Call, value: Parts | Real | complex) -> Parts:
     """The parts of an operand, both of them tensors; those of a number as they are."""
-    parts = _as_parts(value)
+    parts = _as_parts(call, value)
     one = next((part for part in parts if isinstance(part, Node)), None)
     if one is None:
         return parts
@@ -129,8 +136,8 @@ def _tensors(call: Call, value: Parts | Real | complex) -> Parts:
 def _div(call: Call, a: Any, b: Any) -> Parts | None:
     """By Smith's method: the smaller part of the divisor is divided by the larger one, so that no square overflows."""
     if not isinstance(b, Parts):
-        return _div_by_real(call, _as_parts(a), b)
-    (ar, ai), (br, bi) = _as_parts(a), b
+        return _div_by_real(call, _as_parts(call, a), b)
+    (ar, ai), (br, bi) = _as_parts(call, a), b
     mostly_real = call(aten.ge.Tensor, call(aten.abs.default, br), call(aten.abs.default, bi))
     large, small = (call(aten.where.self, mostly_real, *each) for each in ((br, bi), (bi, br)))
     share = call(aten.div.Tensor, small, large)
@@ -149,6 +156,7 @@ def _div_by_real(call: Call, a: Parts, b: Real | complex) -> Parts | None:
     if isinstance(b, complex) or (not isinstance(b, Node) and b == 0):
         return None
     if isinstance(b, Node):
+        b = _known(call, b)
         scale = call(aten.reciprocal.default, call(aten._to_copy.default, b, dtype=a.real.meta["val"].dtype))
         share: Real = call(aten.mul.Tensor, scale, 0.0)
     else:
@@ -227,7 +235,7 @@ def _into(target: Any, values: Collection[int]) -> Rule:
 def _to_copy(call: Call, a: Parts | Node, dtype: torch.dtype | None = None, **kwargs: Any) -> Parts | None:
     if kwargs or dtype not in REAL:
         return None
-    parts = _as_parts(a)
+    parts = _as_parts(call, a)
     copies = [call(aten._to_copy.default, x, dtype=REAL[dtype]) if isinstance(x, Node) else x for x in parts]
     return _tensors(call, Parts(*copies))
 
@@ -237,7 +245,8 @@ def _full(
 ) -> Parts | None:
     if dtype not in REAL:
         return None
-    return Parts(*(call(aten.full.default, size, part, dtype=REAL[dtype], **kwargs) for part in _as_parts(value)))
+    parts = (value.real, value.imag) if isinstance(value, complex) else (value, 0.0)
+    return Parts(*(call(aten.full.default, size, part, dtype=REAL[dtype], **kwargs) for part in parts))
 
 
 def _where(call: Call, condition: Node, a: Any, b: Any) -> Parts:

@@ -118,6 +118,24 @@ def test_sizes_that_are_not_known() -> None:
             torch.testing.assert_close(a, b)
 
 
+def by_sizes(x: Tensor) -> tuple[Tensor, ...]:
+    rows, columns = x.shape
+    y = x + 1
+    filled = torch.full((rows,), columns, dtype=x.dtype) + y[:, 0]
+    return y * rows, rows - y, y / columns, columns / y, torch.add(y, x, alpha=rows), y == rows, x.mean(), filled
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_numbers_that_only_a_call_tells(trained: bool) -> None:
+    run = compiled(by_sizes, dynamic=True)
+    for shape in ((3, 5), (7, 4)):
+        x = numbers(*shape).requires_grad_(trained)
+        ours, theirs = run(x), by_sizes(x)
+        if trained:
+            ours, theirs = (torch.autograd.grad(sum((y * 1).abs().sum() for y in each), x) for each in (ours, theirs))
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_arguments_that_are_changed() -> None:
     def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         before = torch.view_as_real(x).sum(0)
