@@ -34,6 +34,7 @@ def with_eagers_strides() -> dict[Any, Callable[..., Any]]:
         aten.col2im.default: _folded(fold[aten.col2im.default]),
         aten.as_strided_scatter.default: _scattered,
         aten.native_dropout_backward.default: _dropout_backward,
+        aten.angle.default: _angle,
         aten.isin.Tensor_Tensor: _isin,
         aten.isin.Tensor_Scalar: _isin,
         aten.channel_shuffle.default: _channel_shuffle,
@@ -73,6 +74,11 @@ def _in_eagers_order(operator: Callable[..., torch.Tensor]) -> Callable[..., tor
 def _alike(shape: Sequence[Any], strides: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether elements lie alike: the stride of a dimension of size 1 does not count."""
     return all(size == 1 or one == other for size, one, other in zip(shape, strides, others, strict=True))
+
+
+def _angle(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, of complex numbers."""
+    return torch.angle(x.contiguous()) if x.is_complex() and not x.is_contiguous() else NotImplemented
 
 
 def _isin(elements: torch.Tensor, wanted: Any, **options: Any) -> torch.Tensor:

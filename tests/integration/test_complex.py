@@ -205,6 +205,10 @@ def test_lazy_conjugates_are_handed_out_as_such(name: str, dynamic: bool) -> Non
         assert a.is_conj() == b.is_conj()
 
 
+def test_angles_are_contiguous() -> None:
+    check(lambda x: (x.mT.angle(), (x * 2).mT[:, ::2].angle()), numbers(2, 4, 6))
+
+
 def test_parts_that_are_not_numbers_are_replaced_apart() -> None:
     x = torch.tensor([complex(math.nan, math.inf), complex(1, -math.inf), complex(math.nan, 2)])
     check(lambda x: ((x * 1).nan_to_num(), (x + 0).nan_to_num(1.0, 2.0, 3.0)), x)

@@ -52,8 +52,8 @@ GRID = (
     ("dynamic", "ops", "forward", "c64"),
     ("dynamic", "ops", "training", "c128"),
     ("native", "ops", "forward", "u16,u32,u64"),
-    ("native", "large", "forward", "f32,bf16,i64,u16,u32,u64"),
-    ("native", "large", "training", "f32"),
+    ("native", "large", "forward", "f32,bf16,i64,u16,u32,u64,c64"),
+    ("native", "large", "training", "f32,c64"),
     ("native", "modules", "forward,training", "f32,f64"),
     ("dynamic", "modules", "forward,training", "f32,f64"),
 )
