@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pellucid.execution_plan import ExecutionPlan, Launch, Place, where
+from pellucid.ir.analysis import operator_of
 from pellucid.ir.derived import Float, Formulas, Numbers, by_name
 from pellucid.ir.index import ONE, Expr, sym
 from pellucid.ir.nodes import Arg, Enum, Extern, View
@@ -259,11 +260,3 @@ def plain_argument(arg: Arg, size: Callable[[Expr | Float], Any]) -> Any:
             return getattr(torch, name)
         case _:
             return arg
-
-
-def operator_of(name: str) -> torch._ops.OpOverload:
-    """The dispatcher's operator for `aten::addmm.out`."""
-    namespace, _, qualified = name.partition("::")
-    packet, _, overload = qualified.partition(".")
-    operator: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-    return operator  # type: ignore[return-value]

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from pellucid.codegen import CppKernel
-from pellucid.ir.analysis import reads, writes
+from pellucid.ir.analysis import hands_on, reads, writes
 from pellucid.ir.derived import Derived, Numbers, by_name, term_text
 from pellucid.ir.index import Expr, const, text
 from pellucid.ir.nodes import Buffer, Extern, Kernel, Node, Program, View
@@ -41,7 +41,7 @@ class Place(Enum):
     ARENA = "arena"
     """In the run's memory, shared by buffers that are not alive at once, or in that of a donated argument."""
     POOL = "pool"
-    """A block of its own, which goes to the caller if it is a result."""
+    """A block of its own, which goes to the caller if it is a result: also of what an operator may make a view of."""
     OPERATOR = "operator"
     """What the operator that makes it has allocated."""
 
@@ -170,20 +170,22 @@ def plan_execution(
     whole = _whole(program, values)
     calls = tuple(_launch(node, kernels[node.name]) if isinstance(node, Kernel) else node for node in program.nodes)
     used = spans([(*read_by(call), *written_by(call)) for call in calls], program.outputs)
+    handed_on = {name for node in program.nodes if hands_on(node) for name in reads(node)}
 
     def place(buffer: str, role: str) -> Place:
         if role == "input":
             return Place.ARGUMENT
         if buffer in allocated:
             return Place.OPERATOR
-        return Place.ARENA if role == "temp" and reuse else Place.POOL
+        return Place.ARENA if role == "temp" and reuse and buffer not in handed_on else Place.POOL
 
     buffers = tuple(
         PlannedBuffer(b.name, b.dtype, b.numel, place(b.name, b.role), whole[b.name], used.get(b.name))
         for b in program.buffers
     )
     small = {buffer.name for buffer in program.buffers if _is_small(buffer)}
-    taken = donations(program.nodes, used, [name for name in donated if name not in small]) if reuse else {}
+    free = [name for name in donated if name not in small and name not in handed_on]
+    taken = donations(program.nodes, used, free) if reuse else {}
     kinds = {b.name: (b.numel, b.dtype) for b in buffers if b.place is Place.ARENA and b.name in used}
     in_place = made_in_place(program.nodes, used, kinds)
     arena = Arena(buffers, taken, in_place, chains)

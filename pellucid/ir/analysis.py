@@ -1,8 +1,11 @@
-"""What nodes read and write, and how deep the reductions of a kernel are nested. Scopes: `nodes.axes_of`."""
+"""What nodes read, write and call, and how deep the reductions of a kernel are nested. Scopes: `nodes.axes_of`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from pellucid.ir.nodes import Arg, Extern, Kernel, Node, Reduce, View, operands, remembered
 
@@ -25,6 +28,20 @@ def writes(node: Node) -> tuple[str, ...]:
         case Extern():
             outputs = (view.buffer for view in node.outputs if view is not None)
             return tuple(dict.fromkeys((*outputs, *node.mutates)))
+
+
+def operator_of(name: str) -> Any:
+    """The dispatcher's operator for `aten::addmm.out`."""
+    namespace, _, qualified = name.partition("::")
+    packet, _, overload = qualified.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def hands_on(node: Node) -> bool:
+    """Whether what a call returns may lie in the memory of its arguments, as its schema says."""
+    if not isinstance(node, Extern) or node.out:
+        return False
+    return any(result.alias_info is not None for result in operator_of(node.op)._schema.returns)
 
 
 def arguments_of(node: Extern) -> Iterator[Arg]:

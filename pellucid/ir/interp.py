@@ -24,6 +24,7 @@ from typing_extensions import assert_never
 
 from pellucid.errors import InternalError
 from pellucid.ir import unsigned
+from pellucid.ir.analysis import operator_of
 from pellucid.ir.derived import Float, Numbers, by_name
 from pellucid.ir.index import Expr, Sym, Val, Var
 from pellucid.ir.nodes import (
@@ -338,8 +339,7 @@ def _fresh(dtype: DType, numel: int) -> Tensor:
 def _call(
     extern: Extern, memory: Mapping[str, Tensor], symbols: Mapping[str, int], floats: Mapping[str, float]
 ) -> None:
-    namespace, name, overload = _operator_path(extern.op)
-    operator: Any = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    operator = operator_of(extern.op)
     args = [_argument(arg, memory, symbols, floats) for arg in extern.args]
     kwargs = {name: _argument(arg, memory, symbols, floats) for name, arg in extern.kwargs}
     outputs = [_argument(output, memory, symbols, floats) for output in extern.outputs]
@@ -355,12 +355,6 @@ def _call(
                 shapes = f"{tuple(result.shape)} instead of {tuple(output.shape)}"
                 raise InternalError(f"call {extern.name}: {extern.op} returns {shapes}")
             output.copy_(result)
-
-
-def _operator_path(op: str) -> tuple[str, str, str]:
-    namespace, _, rest = op.partition("::")
-    name, _, overload = rest.partition(".")
-    return namespace, name, overload or "default"
 
 
 def _tensors(result: Any) -> list[Tensor | None]:

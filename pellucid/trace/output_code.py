@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from jinja2 import Template
 
 from pellucid.codegen import CppKernel, CppPacking, functions_of, packings_of
-from pellucid.description import operator_of
 from pellucid.execution_plan import Call, ExecutionPlan, Launch, Place, PlannedBuffer, where
+from pellucid.ir.analysis import operator_of
 from pellucid.ir.derived import Float, python_text
 from pellucid.ir.index import Expr, text
 from pellucid.ir.nodes import Arg, Enum, Extern, View

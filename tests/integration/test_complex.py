@@ -248,3 +248,15 @@ def test_gradients() -> None:
     for a, b in zip(ours.parameters(), module.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5 * b.grad.abs().max().item())
+
+
+def test_gradients_that_views_are_made_of_have_memory_of_their_own() -> None:
+    """Backward may overwrite what forward kept, but not twice, if what lies there is a gradient that is handed out."""
+    xs = [numbers(16, 96, 96).roll(shift, -1).requires_grad_() for shift in range(3)]
+
+    def function(xs: list[Tensor]) -> list[Tensor]:
+        return [xs[0].expm1(), xs[1].reciprocal(), xs[2].sqrt()]
+
+    ours, theirs = (sum(y.abs().sum() for y in run(xs)) for run in (compiled(function), function))
+    for a, b in zip(torch.autograd.grad(ours, xs), torch.autograd.grad(theirs, xs), strict=True):
+        torch.testing.assert_close(a, b)
