@@ -16,6 +16,7 @@ from pellucid.background import InBackground
 from pellucid.capture.attention import fuse_attention, fuse_joint_attention
 from pellucid.capture.chunk import in_chunks
 from pellucid.capture.complex_numbers import in_parts
+from pellucid.capture.flex_attention import without_flex_attention
 from pellucid.capture.fold import fold_scales, frozen_nodes
 from pellucid.capture.fx import decide, decided_jointly
 from pellucid.capture.keep import computed_again, keep_less, kept
@@ -316,6 +317,8 @@ def compile_graph(
     watch: makes the probes of each program. earlier: what was done before, in seconds, and decided; for the record.
     With `options.trace` a run folder is written for each program, and for each graph that was split.
     """
+    graph, computed = without_flex_attention(graph, contract=options.contract)
+    decided = (*decided, *computed)
     refused: dict[str, str] = {}
     before = tuple(StageTime(*each) for each in earlier)
     while True:

@@ -1,13 +1,14 @@
 """Operators of our own, which passes put into graphs where ATen has none that means the same.
 
-    attention(query, key, value, attn_mask, replaces, scale)
+    attention(query, key, value, attn_mask, replaces, scale, is_causal)
         -> softmax(scale * query @ key^T + attn_mask) @ value, and of each row the greatest score, 0 where that is -inf,
            and the logarithm of the sum of exponentials relative to it
     attention_backward(grad_out, query, key, value, out, greatest, logarithm, attn_mask, replaces, scale)
         -> the gradients of query, key and value
 
 Beside ATen's operator of that kind: a row of which no key counts is NaN, as a softmax has it; and a mask that
-`replaces` stands in place of scores where it is not zero, as `torch.where` has it.
+`replaces` stands in place of scores where it is not zero, as `torch.where` has it. With `is_causal` keys behind a row
+do not count either.
 
 query: (batch, heads, rows, size). key, value: (batch, heads or a divisor of it, keys, size). attn_mask: broadcast to
 (batch, heads, rows, keys). Results lie with heads beside positions in memory. What is written here is their meaning,
@@ -32,8 +33,8 @@ def may_draw(target: torch._ops.OpOverload) -> bool:
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool replaces, float scale)"
-    " -> (Tensor, Tensor, Tensor)"
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool replaces, float scale,"
+    " bool is_causal=False) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor greatest,"
@@ -41,8 +42,12 @@ _LIBRARY.define(
 )
 
 
-def _attention(query: Any, key: Any, value: Any, mask: Any, replaces: bool, scale: float) -> Any:
+def _attention(
+    query: Any, key: Any, value: Any, mask: Any, replaces: bool, scale: float, is_causal: bool = False
+) -> Any:
     score = _scores(query, key, mask, replaces, scale)
+    if is_causal:
+        score = score.where(torch.ones_like(score, dtype=torch.bool).tril(), float("-inf"))
     weight = score.softmax(-1).to(query.dtype)
     out, *_ = _results(query)
     greatest = score.amax(-1)

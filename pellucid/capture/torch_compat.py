@@ -517,10 +517,18 @@ def fake_graph(
     return module
 
 
-def traced_anew(function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
-    """The graph of the operators that a function calls on these inputs, fake tensors of `mode`."""
-    with mode, torch.no_grad():
-        return make_fx(function)(*inputs)
+def traced_anew(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    mode: FakeTensorMode | None = None,
+    table: Mapping[Any, Callable[..., Any]] | None = None,
+) -> torch.fx.GraphModule:
+    """The graph of the operators that a function calls on these inputs, fake tensors.
+
+    mode: that of the fake tensors, if there may be none. table: of decompositions.
+    """
+    with mode or detect_fake_mode(inputs), torch.no_grad(), enable_python_dispatcher():  # type: ignore[union-attr]
+        return make_fx(function, decomposition_table=dict(table or {}))(*inputs)
 
 
 def fake_symbols(values: Mapping[str, int]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:

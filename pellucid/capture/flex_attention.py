@@ -1,0 +1,275 @@
+"""`flex_attention`, whose masks and changes of scores are functions of positions, becomes calls that kernels compute.
+
+    before: `flex_attention(%q, %k, %v, score_mod, (..., mask_mod), scale, ...)`
+    after:  `%mask = where(ge(%rows, %keys), 0, -inf)`, `%a = pellucid.attention(%q, %k, %v, %mask, True, scale)`
+
+A mask, and what is added to scores, is a tensor of the positions that it depends on; a causal mask is none. Scores that
+are changed otherwise (`tanh`) are computed as the operator defines them, in memory. PyTorch has the operator on CPUs
+for inference alone. The lists of blocks that come with a mask are not read: they follow from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pellucid.capture.decompositions import decompositions
+from pellucid.capture.fx import attribute_of, dtype_of, shape_of, strides_of
+from pellucid.capture.operators import ATTENTION
+from pellucid.capture.torch_compat import graph_module_of, size_hint, traced_anew
+from pellucid.capture.written_attention import Climb
+from pellucid.ir.contraction import DTYPES
+from pellucid.ir.decision import Decision
+from pellucid.ir.index import ONE, ZERO, exact_div
+from pellucid.machine.attention import MOST_COLUMNS
+
+aten = torch.ops.aten
+
+_INF = math.inf
+_LN2 = math.log(2)  # the operator's logarithms are those of 2
+_ONES = (aten.new_ones.default, aten.ones.default)
+_BOTH = (aten.bitwise_and.Tensor, aten.logical_and.default)
+
+
+def without_flex_attention(module: GraphModule, *, contract: bool) -> tuple[GraphModule, tuple[Decision, ...]]:
+    """The graph with other calls in the place of each `flex_attention`, itself if it has none; what was decided.
+
+    contract: whether kernels may compute attention.
+    """
+    if not any(map(_is_flex, module.graph.nodes)):
+        return module, ()
+    graph, made, decisions = torch.fx.Graph(), dict[Node, Any](), list[Decision]()
+    for node in module.graph.nodes:
+        call = _Call.of(module, node) if _is_flex(node) else None
+        if call is not None:
+            why = call.why_in_memory() if contract else "the option `contract` asks for it"
+            made[node] = _inlined(module, graph, node, call, made, call.in_memory if why else call.by_kernel)
+            why = f"scores are computed in memory: {why}" if why else "a kernel computes it"
+            decisions.append(Decision("transform.flex_attention", (node.name,), why == "a kernel computes it", why))
+        elif node.op == "call_function" and isinstance(made.get(node.args[0] if node.args else None), tuple):
+            made[node] = made[node.args[0]][node.args[1]]
+        else:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    return graph_module_of(module, graph), tuple(decisions)
+
+
+def _is_flex(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "flex_attention"
+
+
+def _inlined(
+    module: GraphModule,
+    graph: torch.fx.Graph,
+    node: Node,
+    call: _Call,
+    made: dict[Node, Any],
+    meaning: Callable[..., tuple[Tensor, ...]],
+) -> tuple[Node, ...]:
+    """The nodes of `graph` that make the results of a call, as `meaning` says, which is traced."""
+    traced = traced_anew(meaning, [each.meta["val"] for each in call.tensors], table=decompositions())
+    mapping: dict[Node, Node] = {}
+    tensors = iter(call.tensors)
+    for each in traced.graph.nodes:
+        if each.op == "placeholder":
+            mapping[each] = made[next(tensors)]
+        elif each.op == "output":
+            return tuple(mapping[result] for result in each.args[0])
+        else:
+            mapping[each] = copy = graph.node_copy(each, mapping.__getitem__)
+            copy.meta = {**node.meta, "val": each.meta["val"]}
+            if each.op == "get_attr":
+                copy.target = f"_{node.name}_{each.target}"
+                setattr(module, copy.target, attribute_of(traced, each))
+    raise AssertionError("a graph has an output")
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of `flex_attention`.
+
+    tensors: queries, keys and values, then what `change` reads beside a score and its position, then what `mask` does.
+    change: of a score, by itself, batch, head, row and key. mask: whether a key counts, by the last four. like: the
+    result.
+    """
+
+    tensors: tuple[Node, ...]
+    change: GraphModule
+    mask: GraphModule
+    read_by_change: int
+    scale: float
+    like: Tensor
+
+    @classmethod
+    def of(cls, module: GraphModule, node: Node) -> _Call | None:
+        """None if one of its functions reads what is no tensor."""
+        query, key, value, change, blocks, scale, _, read_by_change, read_by_mask = node.args
+        tensors: Any = (query, key, value, *read_by_change, *read_by_mask)  # type: ignore[misc]
+        if not all(isinstance(each, Node) and isinstance(each.meta.get("val"), Tensor) for each in tensors):
+            return None
+        change, mask = (attribute_of(module, each) for each in (change, blocks[-1]))  # type: ignore[arg-type, index]
+        return cls(tensors, change, mask, len(read_by_change), float(scale), node.meta["val"][0])  # type: ignore[arg-type]
+
+    def why_in_memory(self) -> str | None:
+        """Why no kernel computes it; None if one does."""
+        query, key, value = (each.meta["val"] for each in self.tensors[:3])
+        size, keys = shape_of(query)[3], shape_of(key)[2]
+        group = exact_div(shape_of(query)[1], shape_of(key)[1])
+        if dtype_of(query) not in DTYPES or not query.dtype is key.dtype is value.dtype:
+            return "kernels compute attention in f32, bf16 and f16"
+        if size.value is None or not 2 <= size.value <= MOST_COLUMNS or shape_of(value)[3] != size:
+            return f"kernels have head sizes from 2 to {MOST_COLUMNS}, known when compiled, values as long as keys"
+        if keys in (ZERO, ONE) or group is None or group.value is None:
+            return "it has a single key, or heads of queries that are no multiple of those of keys"
+        return None if _adds(self.change) else "`score_mod` does something else to scores than to add to them"
+
+    def by_kernel(self, query: Tensor, key: Tensor, value: Tensor, *read: Tensor) -> tuple[Tensor, ...]:
+        """The result, and of each row the logarithm of the sum of exponentials and the greatest score.
+
+        A row of which no key counts is zero.
+        """
+        sizes = (*query.shape[:3], key.shape[2])
+        nothing = query.new_zeros((), dtype=torch.float32)
+        added: Tensor | None = None
+        if _result(self.change) is not _arguments(self.change)[0]:
+            added = _everywhere(self.change, sizes, read[: self.read_by_change], nothing).float()
+        conditions = [] if _hides_nothing(self.mask) else list(_conjuncts(_result(self.mask)))
+        causal = [_is_causal(condition, self.mask) for condition in conditions]
+        mask = added
+        if not all(causal):
+            counts = _everywhere(self.mask, sizes, read[self.read_by_change :])
+            mask = torch.where(counts, nothing if added is None else added, -_INF)
+        key, value = (each.expand(query.shape[0], -1, -1, -1) for each in (key, value))
+        replaces = mask is not added and added is None
+        out, greatest, logarithm = ATTENTION(query, key, value, mask, replaces, self.scale, any(causal))
+        total = greatest + logarithm
+        if mask is not None:
+            hidden = total == -_INF
+            out, greatest = torch.where(hidden[..., None], 0, out), torch.where(hidden, -_INF, greatest)
+        return _lying_like(out, self.like), total / _LN2, greatest / _LN2
+
+    def in_memory(self, query: Tensor, key: Tensor, value: Tensor, *read: Tensor) -> tuple[Tensor, ...]:
+        """The same by scores in memory, of f32 or of f64."""
+        wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+        group = query.shape[1] // key.shape[1]
+        key, value = (
+            each.unsqueeze(2).expand(query.shape[0], -1, group, -1, -1).flatten(1, 2) for each in (key, value)
+        )
+        scores = query.to(wide) @ key.to(wide).mT * self.scale
+        sizes = tuple(scores.shape)
+        if _result(self.change) is not _arguments(self.change)[0]:
+            scores = _everywhere(self.change, sizes, read[: self.read_by_change], scores).to(wide)
+        if not _hides_nothing(self.mask):
+            scores = torch.where(_everywhere(self.mask, sizes, read[self.read_by_change :]), scores, -_INF)
+        greatest = scores.amax(-1)
+        base = torch.where(greatest == -_INF, 0.0, greatest)
+        weights = (scores - base[..., None]).exp()
+        sums = weights.sum(-1)
+        weights = weights / torch.where(sums == 0, 1.0, sums)[..., None]
+        out = weights.to(query.dtype) @ value
+        return _lying_like(out, self.like), (base + sums.log()) / _LN2, greatest / _LN2
+
+
+def _everywhere(
+    function: GraphModule, sizes: Sequence[Any], read: Sequence[Tensor], score: Tensor | None = None
+) -> Tensor:
+    """What a function gives at all positions, (batch, heads, rows, keys).
+
+    score: its first argument if it has one, for each position or one for all. A dimension of which neither that nor the
+    function's result depends has a single element.
+    """
+    given = () if score is None else (score,)
+    each = score is not None and score.dim() > 0
+    places = _arguments(function)[len(given) :][:4]
+    positions = [
+        torch.arange(size if each or place.users else 1, dtype=place.meta["val"].dtype)
+        for place, size in zip(places, sizes, strict=True)
+    ]
+    over: Callable[..., Tensor] = function
+    for dim in reversed(range(4)):
+        along = tuple(0 if other == dim else None for other in range(4))
+        over = torch.vmap(over, in_dims=((0 if each else None,) * len(given) + along + (None,) * len(read)))
+    return over(*given, *positions, *read)
+
+
+def _lying_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor with the strides of another one."""
+    if strides_of(tensor) == strides_of(like):
+        return tensor
+    order = sorted(range(like.dim()), key=lambda dim: size_hint(like.stride(dim)), reverse=True)
+    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(like.dim())])
+
+
+# --------------------------------------------------------------------------------------- what a function does
+
+
+def _arguments(function: GraphModule) -> list[Node]:
+    return list(function.graph.find_nodes(op="placeholder"))
+
+
+def _result(function: GraphModule) -> Any:
+    (output,) = function.graph.find_nodes(op="output")
+    result = output.args[0]
+    return result[0] if isinstance(result, list | tuple) else result
+
+
+def _adds(function: GraphModule) -> bool:
+    """Whether a score is changed by what is added to it alone: then what becomes of zero is added to all.
+
+    Scores that become -inf by `where`, which does not depend on them, are too.
+    """
+    (score, *_), number = _arguments(function), Climb(function).number
+    changed = {score}
+    for node in function.graph.nodes:
+        if not changed.isdisjoint(node.all_input_nodes):
+            changed.add(node)
+
+    def is_sum(node: Any) -> bool:
+        if node is score:
+            return True
+        match node:
+            case Node(target=aten.add.Tensor, args=(one, other), kwargs={}) if not (
+                one in changed and other in changed
+            ):
+                return is_sum(one if one in changed else other)
+            case Node(target=aten.sub.Tensor, args=(one, other)) if not node.kwargs and other not in changed:
+                return is_sum(one)
+            case Node(target=aten.where.self, args=(condition, one, other)) if condition not in changed:
+                value, instead = (one, other) if one in changed else (other, one)
+                return number(instead) == -_INF and is_sum(value)
+            case _:
+                return False
+
+    return is_sum(_result(function))
+
+
+def _hides_nothing(mask: GraphModule) -> bool:
+    """Whether all keys count."""
+    result = _result(mask)
+    match result:
+        case Node(target=aten.full.default, args=(_, value)):
+            return bool(value)
+        case Node():
+            return result.target in _ONES
+        case _:
+            return False
+
+
+def _conjuncts(node: Node) -> Iterator[Node]:
+    """What all must be true for a condition to be."""
+    if node.target in _BOTH:
+        for each in node.args:
+            yield from _conjuncts(each)  # type: ignore[arg-type]
+    else:
+        yield node
+
+
+def _is_causal(condition: Node, mask: GraphModule) -> bool:
+    """Whether the condition is that a key does not stand behind the row."""
+    _, _, row, key, *_ = _arguments(mask)
+    return (condition.target, condition.args) in ((aten.ge.Tensor, (row, key)), (aten.le.Tensor, (key, row)))
