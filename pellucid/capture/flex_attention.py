@@ -11,7 +11,8 @@ for inference alone. The lists of blocks that come with a mask are not read: the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from pellucid.machine.attention import MOST_COLUMNS
 
 aten = torch.ops.aten
 
+_RULE = "transform.flex_attention"
 _INF = math.inf
 _LN2 = math.log(2)  # the operator's logarithms are those of 2
 _ONES = (aten.new_ones.default, aten.ones.default)
@@ -46,13 +48,10 @@ def without_flex_attention(module: GraphModule, *, contract: bool) -> tuple[Grap
         return module, ()
     graph, made, decisions = torch.fx.Graph(), dict[Node, Any](), list[Decision]()
     for node in module.graph.nodes:
-        call = _Call.of(module, node) if _is_flex(node) else None
-        if call is not None:
-            why = call.why_in_memory() if contract else "the option `contract` asks for it"
-            made[node] = _inlined(module, graph, node, call, made, call.in_memory if why else call.by_kernel)
-            why = f"scores are computed in memory: {why}" if why else "a kernel computes it"
-            decisions.append(Decision("transform.flex_attention", (node.name,), why == "a kernel computes it", why))
-        elif node.op == "call_function" and isinstance(made.get(node.args[0] if node.args else None), tuple):
+        if _is_flex(node):
+            made[node], decision = _replaced(module, graph, node, made, contract)
+            decisions.append(decision)
+        elif node.target is operator.getitem and isinstance(made[node.args[0]], tuple):
             made[node] = made[node.args[0]][node.args[1]]
         else:
             made[node] = graph.node_copy(node, made.__getitem__)
@@ -63,42 +62,48 @@ def _is_flex(node: Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "flex_attention"
 
 
+def _replaced(
+    module: GraphModule, graph: torch.fx.Graph, node: Node, made: Mapping[Node, Any], contract: bool
+) -> tuple[Any, Decision]:
+    """The results in `graph` of what stands for a call, or the call itself; and why.
+
+    made: what stands for the nodes before.
+    """
+    call = _Call.of(module, node)
+    if call is None:
+        why = "PyTorch's definition is called: its functions read what is neither a tensor nor a size"
+        return graph.node_copy(node, made.__getitem__), Decision(_RULE, (node.name,), False, why)
+    why = call.why_in_memory() if contract else "the option `contract` asks for it"
+    results = _inlined(module, graph, node, [made[each] for each in call.arguments], call.meaning(kernel=why is None))
+    return results, Decision(_RULE, (node.name,), why is None, why or "the attention kernel computes it")
+
+
 def _inlined(
-    module: GraphModule,
-    graph: torch.fx.Graph,
-    node: Node,
-    call: _Call,
-    made: dict[Node, Any],
-    meaning: Callable[..., tuple[Tensor, ...]],
+    module: GraphModule, graph: torch.fx.Graph, node: Node, arguments: Sequence[Node], traced: GraphModule
 ) -> tuple[Node, ...]:
-    """The nodes of `graph` that make the results of a call, as `meaning` says, which is traced."""
-    traced = traced_anew(meaning, [each.meta["val"] for each in call.tensors], table=decompositions())
-    mapping: dict[Node, Node] = {}
-    tensors = iter(call.tensors)
+    """The results of a traced function of `arguments`, whose calls come into `graph` in the place of `node`."""
+    mapping = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
     for each in traced.graph.nodes:
-        if each.op == "placeholder":
-            mapping[each] = made[next(tensors)]
-        elif each.op == "output":
-            return tuple(mapping[result] for result in each.args[0])
-        else:
+        if each.op in ("call_function", "get_attr"):
             mapping[each] = copy = graph.node_copy(each, mapping.__getitem__)
             copy.meta = {**node.meta, "val": each.meta["val"]}
             if each.op == "get_attr":
                 copy.target = f"_{node.name}_{each.target}"
                 setattr(module, copy.target, attribute_of(traced, each))
-    raise AssertionError("a graph has an output")
+    (output,) = traced.graph.find_nodes(op="output")
+    return tuple(mapping[result] for result in output.args[0])  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     """A call of `flex_attention`.
 
-    tensors: queries, keys and values, then what `change` reads beside a score and its position, then what `mask` does.
+    arguments: queries, keys, values, then what `change` reads beside a score and its position, then what `mask` does.
     change: of a score, by itself, batch, head, row and key. mask: whether a key counts, by the last four. like: the
     result.
     """
 
-    tensors: tuple[Node, ...]
+    arguments: tuple[Node, ...]
     change: GraphModule
     mask: GraphModule
     read_by_change: int
@@ -107,17 +112,23 @@ class _Call:
 
     @classmethod
     def of(cls, module: GraphModule, node: Node) -> _Call | None:
-        """None if one of its functions reads what is no tensor."""
+        """None if one of its functions reads what is neither a tensor nor a number that the call tells."""
         query, key, value, change, blocks, scale, _, read_by_change, read_by_mask = node.args
-        tensors: Any = (query, key, value, *read_by_change, *read_by_mask)  # type: ignore[misc]
-        if not all(isinstance(each, Node) and isinstance(each.meta.get("val"), Tensor) for each in tensors):
+        arguments: Any = (query, key, value, *read_by_change, *read_by_mask)  # type: ignore[misc]
+        values = [each.meta.get("val") if isinstance(each, Node) else None for each in arguments]
+        if not all(isinstance(value, Tensor | torch.SymInt) for value in values):
             return None
         change, mask = (attribute_of(module, each) for each in (change, blocks[-1]))  # type: ignore[arg-type, index]
-        return cls(tensors, change, mask, len(read_by_change), float(scale), node.meta["val"][0])  # type: ignore[arg-type]
+        return cls(arguments, change, mask, len(read_by_change), float(scale), node.meta["val"][0])  # type: ignore[arg-type]
+
+    def meaning(self, *, kernel: bool) -> GraphModule:
+        """The graph of what the call means, of its arguments."""
+        values = [each.meta["val"] for each in self.arguments]
+        return traced_anew(self.by_kernel if kernel else self.in_memory, values, table=decompositions())
 
     def why_in_memory(self) -> str | None:
         """Why no kernel computes it; None if one does."""
-        query, key, value = (each.meta["val"] for each in self.tensors[:3])
+        query, key, value = (each.meta["val"] for each in self.arguments[:3])
         size, keys = shape_of(query)[3], shape_of(key)[2]
         group = exact_div(shape_of(query)[1], shape_of(key)[1])
         if dtype_of(query) not in DTYPES or not query.dtype is key.dtype is value.dtype:

@@ -117,6 +117,40 @@ PV_SHARED void add_mask(
   });
 }
 
+// Keys that are hidden from all rows at work are left out, so many at a time: whole panels.
+constexpr int KEYS_HIDDEN = 64;
+
+// Whether a mask that replaces scores hides n keys from a row.
+template <class Added>
+PV_FN bool hides(const Added* mask, int64_t n) {
+  Acc<Sum, Vec<float, COLUMN>> shown;
+  steps<COLUMN>(0, n, [&](auto l, int64_t j) PV_INLINE {
+    shown.add(where(eq(load(mask + j, l), splat<COLUMN>(-inf<float>)), splat<COLUMN>(0.0f), splat<COLUMN>(1.0f)), l);
+  });
+  return total<Sum>(shown.value()) == 0;
+}
+
+// The keys from the first to the last one of n that such a mask shows to some rows.
+struct Shown {
+  int64_t from, to;
+};
+
+template <class Added>
+PV_SHARED Shown shown_keys(const Added* mask, int64_t row, int64_t rows, int64_t n) {
+  const int64_t parts = (n + KEYS_HIDDEN - 1) / KEYS_HIDDEN;
+  const auto hidden = [&](int64_t i, int64_t part) PV_INLINE {
+    return hides(mask + i * row + part * KEYS_HIDDEN, least(KEYS_HIDDEN, n - part * KEYS_HIDDEN));
+  };
+  int64_t from = parts, to = 0;
+  for (int64_t i = 0; i < rows; i++) {
+    int64_t first = 0, last = parts;
+    while (first < from && hidden(i, first)) first++;
+    while (last > to && hidden(i, last - 1)) last--;
+    from = first, to = last;
+  }
+  return {from * KEYS_HIDDEN, least(to * KEYS_HIDDEN, n)};
+}
+
 template <int D>
 PV_FN void rescale(float* sums, float factor) {
   if (factor == 1.0f) return;
@@ -138,7 +172,12 @@ PV_FN void times_panels(Beside& beside, const Matrix<E>& a, int64_t rows, const 
 // The block of keys that is at work: where they lie as panels, or, for few rows, in the operands.
 struct KeyBlock {
   const float *keys, *values;  // null: in the operands
-  int64_t from, count;
+  int64_t from;
+
+  // Its keys from the n-th on: whole panels.
+  template <class E, int D> PV_FN KeyBlock after(int64_t n) const {
+    return {keys ? keys + n * units_of<E>(D) : nullptr, values ? values + n / TERMS<E> * COLUMNS : nullptr, from + n};
+  }
 };
 
 // scores[rows, n] of the rows from `first` on.
@@ -195,7 +234,7 @@ PV_FN float weigh_row(
 // m rows, at most M, of n keys. D: columns, and terms of the first product.
 template <int D, int M, int KEYS, class E, class Added>
 inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
-  static_assert(KEYS % COLUMNS == 0);
+  static_assert(KEYS % COLUMNS == 0 && KEYS_HIDDEN % COLUMNS == 0);
   using F = Factor<E>;
   constexpr int WIDTH = panels_of(D);
   constexpr int UNITS = units_of<E>(D), PAIRS = units_of<E>(KEYS);  // of a query, and of a column of values
@@ -208,28 +247,33 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   const bool keys_there = few && a.keys.column == 1 && a.queries.column == 1;
   const bool values_there = few && a.values.column == 1 && D % COLUMNS == 0;
   const int64_t last = a.causal ? least(n, a.seen + m - 1) : n;
-  if (last <= 0 || (a.causal && a.seen <= 0)) std::memset(sums, 0, sizeof sums);  // some rows see nothing
+  const bool hidden = a.mask.at && a.replaces && a.mask.column == 1;  // some keys may be, from all rows at work
+  const bool empty = last <= 0 || (a.causal && a.seen <= 0);          // some rows see nothing
+  if (empty || hidden) std::memset(sums, 0, sizeof sums);
   for (int64_t from = 0; from < last; from += KEYS) {
     const int64_t count = least(KEYS, last - from);
-    const KeyBlock block{keys_there ? nullptr : keys, values_there ? nullptr : values, from, count};
+    const KeyBlock whole{keys_there ? nullptr : keys, values_there ? nullptr : values, from};
     if (!keys_there) pack_columns(transposed(a.keys.from(from, 0)), D, count, keys, COLUMNS * UNITS);
     if (!values_there) pack_columns(a.values.from(from, 0), count, D, values, COLUMNS * PAIRS);
     for (int64_t first = 0; first < m; first += ROWS_AT_ONCE<E>) {
       const int64_t rows = least(ROWS_AT_ONCE<E>, m - first);
-      const auto visible = [&](int64_t row) PV_INLINE { return a.causal ? least(count, a.seen + row - from) : count; };
-      const int64_t most = visible(first + rows - 1);
+      Shown shown{0, a.causal ? least(count, a.seen + first + rows - 1 - from) : count};
+      if (hidden && shown.to > 0) shown = shown_keys(a.mask(first, from), a.mask.row, rows, shown.to);
+      const int64_t most = shown.to - shown.from;
       if (most <= 0) continue;
+      const KeyBlock block = whole.after<E, D>(shown.from);
+      const auto visible = [&](int64_t row) PV_INLINE { return a.causal ? least(most, a.seen + row - block.from) : most; };
       score<D, STEP>(beside, a, block, first, rows, most, scores);
       for (int64_t i = 0; i < rows; i++) {
         float* row = scores + i * STEP;
         const int64_t some = visible(first + i);
         if (some > 0) {
-          const float before = weigh_row(a, first + i, from, some, row, seen[first + i]);
-          if (from > 0) rescale<WIDTH>(sums + (first + i) * WIDTH, before);
+          const float before = weigh_row(a, first + i, block.from, some, row, seen[first + i]);
+          if (from > 0 || hidden) rescale<WIDTH>(sums + (first + i) * WIDTH, before);
         }
         for (int64_t j = some < 0 ? 0 : some; j < units_of<E>(most) * TERMS<E>; j++) ((F*)row)[j] = F{};
       }
-      add_values<D, KEYS, STEP>(beside, a, block, rows, most, scores, {sums + first * WIDTH, WIDTH, from > 0});
+      add_values<D, KEYS, STEP>(beside, a, block, rows, most, scores, {sums + first * WIDTH, WIDTH, from > 0 || hidden});
     }
   }
   for (int64_t i = 0; i < m; i++) {
