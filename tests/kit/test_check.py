@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo import register_backend
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pellucid.debug import Verdict, check
 from pellucid.errors import NotJudged, UserError
@@ -119,6 +120,20 @@ def test_roundings_that_a_fusing_compiler_leaves_out_are_no_fault():
 
 
 @pytest.mark.sampled
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_operators_on_graphs_which_eager_mode_compiles_by_itself():
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 32, 32, device="cpu")
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin() * 2, lambda x: x.cos(), (x,)) + 1
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        return flex_attention(x, x + 1, x * 2, block_mask=blocks)
+
+    assert check(branches, (torch.rand(64),)).good
+    assert check(attention, (torch.randn(1, 2, 32, 16),)).good
+
+
 def test_the_command_prints_a_verdict_and_json():
     target = f"{HERE}/planted.py:pellucid_neg_wrong"
     run = pellucid("check", target, "--json")

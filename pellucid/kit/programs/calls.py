@@ -70,7 +70,36 @@ def draws(target: Any) -> bool:
     return any(torch.Tag.nondeterministic_seeded in getattr(each, "tags", ()) for each in overloads)
 
 
-class Observed(TorchDispatchMode):
+class OperatorMode(TorchDispatchMode):
+    """Sees the operators that are called while it is on. Those on graphs (`torch.cond`) run as they are, unseen within.
+
+    Eager mode compiles some of these by itself. Dynamo compiles nothing under a mode, and remembers that: then they
+    would fail later. So it starts anew where one was met, or something failed.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._met_graphs = False
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)
+        if self._met_graphs or kind is not None:
+            torch._dynamo.reset()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.OpOverload):
+            return self.call(func, args, kwargs or {})
+        self._met_graphs = True
+        return func(*args, **(kwargs or {}))
+
+    def call(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        """Make the call of an operator."""
+        raise NotImplementedError
+
+
+class Observed(OperatorMode):
     """Tells of each ATen call that is made while it is on, and knows whose line it comes from.
 
     node: whose line it is, where a graph is interpreted: who does that sets it. unknown: lines cannot be told.
@@ -82,9 +111,9 @@ class Observed(TorchDispatchMode):
         self._unknown = unknown
         self._lines: dict[int, str] = {}  # of forward calls, by the number of their autograd node
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = self.before(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+    def call(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        made = self.before(func, args, kwargs)
+        result = func(*args, **kwargs)
         if not any(is_fake(each) for each in pytree.tree_leaves((args, kwargs, result))):
             self.after(func, self._line(), made, result)
         return result

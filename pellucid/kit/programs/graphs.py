@@ -12,12 +12,11 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid.capture.fx import attribute_of
 from pellucid.capture.sizes import fake_inputs
 from pellucid.capture.torch_compat import capture_with_aot, fake_graph, traced_anew
-from pellucid.kit.programs.calls import returns_view
+from pellucid.kit.programs.calls import OperatorMode, returns_view
 from pellucid.kit.programs.case import Case, copied
 
 GraphCompiler: TypeAlias = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
@@ -164,11 +163,10 @@ def in_float64(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return wide
 
 
-class InFloat64(TorchDispatchMode):
+class InFloat64(OperatorMode):
     """The same for what runs in this context, whose inputs are `widened`. Random numbers stay those of their types."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             args, kwargs = map_aggregate((args, kwargs), wider)  # type: ignore[misc]
         return func(*args, **kwargs)
