@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pellucid.capture.fx import attribute_of
 from pellucid.capture.resume import (
     NotResumable,
     asserts_gradients,
@@ -47,7 +48,7 @@ def identity(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[
         raise NotResumable("it computes with a subclass of torch.Tensor")
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     return {
-        "graph": "\n".join(_node_text(node) for node in graph_module.graph.nodes if node.op != "placeholder"),
+        "graph": _graph_text(graph_module),
         "arguments": "\n".join(_arguments(placeholders, inputs)),
         "sizes": known_sizes(),
         "settings": front_end_settings(),
@@ -61,12 +62,31 @@ def shares_memory(inputs: Sequence[Any]) -> bool:
     return len(set(memory)) < len(memory)
 
 
-def _node_text(node: torch.fx.Node) -> str:
+def _graph_text(graph_module: torch.fx.GraphModule) -> str:
+    nodes = (node for node in graph_module.graph.nodes if node.op != "placeholder")
+    return "\n".join(_node_text(graph_module, node) for node in nodes)
+
+
+def _inner_text(graph_module: torch.fx.GraphModule) -> str:
+    """Of a graph that an operator takes as an argument: its own arguments are numbers or tensors of known types."""
+    given = [(node.name, node.meta.get("example_value")) for node in graph_module.graph.find_nodes(op="placeholder")]
+    if not all(isinstance(value, torch.Tensor | torch.SymInt) for _, value in given):
+        raise NotResumable("it holds a graph whose arguments are not known")
+    kinds = (
+        f"{name}: {value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{name}: {value}"
+        for name, value in given
+    )
+    return f"({', '.join(kinds)}) {{\n{_graph_text(graph_module)}\n}}"
+
+
+def _node_text(owner: torch.fx.GraphModule, node: torch.fx.Node) -> str:
     match node.op:
         case "call_function":
             target = _function_text(node.target)
         case "call_method" | "output":
             target = str(node.target)
+        case "get_attr" if isinstance(inner := attribute_of(owner, node), torch.fx.GraphModule):
+            return f"{node.name} = graph {_inner_text(inner)}"
         case "get_attr":
             raise NotResumable(f"it holds {node.target}, whose content no key says")
         case _:
@@ -78,7 +98,7 @@ def _node_text(node: torch.fx.Node) -> str:
 
 def _function_text(function: Any) -> str:
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
-    if isinstance(function, torch._ops.HigherOrderOperator):
+    if isinstance(function, torch._ops.HigherOrderOperator) and function.name() != "flex_attention":
         raise NotResumable(f"it calls {function.name()}, an operator on graphs")
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         namespace = str(function).partition(".")[0]

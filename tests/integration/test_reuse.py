@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  registers the operators of experts
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing._internal.two_tensor import TwoTensor
 
 from pellucid import backend, profile, reuse
@@ -121,6 +122,11 @@ def experts(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.ops.transformers.grouped_mm_fallback(rows, weights, ends)
 
 
+def windowed(least: int) -> Callable[[Tensor], Tensor]:
+    blocks = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < least), None, None, 64, 64, device="cpu")
+    return lambda x: flex_attention(x, x + 1, x * 2, lambda s, b, h, i, j: s - (i - j) * 0.5, blocks)
+
+
 def floats(*shape: int) -> Tensor:
     return torch.randn(*shape)
 
@@ -143,6 +149,7 @@ INFERENCE = {
     "constants": (lambda x: x * torch.tensor([1.0, 2.0, 3.0]) + torch.arange(3), lambda: (floats(4, 3),)),
     "a library's operator": (experts, lambda: (floats(6, 8), floats(2, 8, 16), torch.tensor([2, 6]))),
     "no tensors": (lambda n: torch.arange(n) * 2, lambda: (5,)),
+    "functions of positions": (windowed(9), lambda: (floats(1, 2, 64, 16),)),
 }
 
 
@@ -550,6 +557,10 @@ GRAPHS: dict[str, tuple[Callable[[], dict[str, str]], Callable[[], dict[str, str
     "call": (parts, lambda: parts(other)),
     "keyword": (lambda: parts(keyword), lambda: parts(other_keyword)),
     "constant": (lambda: parts(scaled, (floats(3), 0.5)), lambda: parts(scaled, (floats(3), 0.25))),
+    "inner graph": (
+        lambda: parts(windowed(9), (floats(1, 2, 64, 16),)),
+        lambda: parts(windowed(10), (floats(1, 2, 64, 16),)),
+    ),
     "type of a constant": (lambda: parts(scaled, (floats(3), 2.0)), lambda: parts(scaled, (floats(3), 2))),
 }
 
