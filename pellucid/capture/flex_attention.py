@@ -197,10 +197,8 @@ def _everywhere(
     given = () if score is None else (score,)
     each = score is not None and score.dim() > 0
     places = _arguments(function)[len(given) :][:4]
-    positions = [
-        torch.arange(size if each or place.users else 1, dtype=place.meta["val"].dtype)
-        for place, size in zip(places, sizes, strict=True)
-    ]
+    counts = [size if each or place.users else 1 for place, size in zip(places, sizes, strict=True)]
+    positions = [torch.arange(count, device="cpu") for count in counts]
     over: Callable[..., Tensor] = function
     for dim in reversed(range(4)):
         along = tuple(0 if other == dim else None for other in range(4))

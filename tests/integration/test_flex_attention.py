@@ -138,3 +138,10 @@ def test_what_hidden_keys_hold_does_not_count() -> None:
 
 def test_it_can_be_left_in_memory() -> None:
     check(program("none", "causal"), operands(), kernel=False, options={"contract": False})
+
+
+def test_positions_have_64_bits() -> None:
+    def far(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + (i * 2**30 + j) * 1e-10
+
+    check(lambda q, k, v: flex_attention(q, k, v, score_mod=far), operands())
