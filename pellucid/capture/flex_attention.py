@@ -24,7 +24,6 @@ from pellucid.capture.decompositions import decompositions
 from pellucid.capture.fx import attribute_of, dtype_of, shape_of, strides_of
 from pellucid.capture.operators import ATTENTION
 from pellucid.capture.torch_compat import graph_module_of, size_hint, traced_anew
-from pellucid.capture.written_attention import Climb
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, exact_div
@@ -36,6 +35,7 @@ _RULE = "transform.flex_attention"
 _INF = math.inf
 _LN2 = math.log(2)  # the operator's logarithms are those of 2
 _ONES = (aten.new_ones.default, aten.ones.default)
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _BOTH = (aten.bitwise_and.Tensor, aten.logical_and.default)
 
 
@@ -74,7 +74,13 @@ def _replaced(
         why = "PyTorch's definition is called: its functions read what is neither a tensor nor a size"
         return graph.node_copy(node, made.__getitem__), Decision(_RULE, (node.name,), False, why)
     why = call.why_in_memory() if contract else "the option `contract` asks for it"
-    results = _inlined(module, graph, node, [made[each] for each in call.arguments], call.meaning(kernel=why is None))
+    try:
+        traced = call.meaning(kernel=why is None)
+    except Exception as error:
+        what, *_ = str(error).splitlines() or [type(error).__name__]
+        why = f"PyTorch's definition is called: its functions cannot be mapped over positions: {what}"
+        return graph.node_copy(node, made.__getitem__), Decision(_RULE, (node.name,), False, why)
+    results = _inlined(module, graph, node, [made[each] for each in call.arguments], traced)
     return results, Decision(_RULE, (node.name,), why is None, why or "the attention kernel computes it")
 
 
@@ -98,7 +104,8 @@ def _inlined(
 class _Call:
     """A call of `flex_attention`.
 
-    arguments: queries, keys, values, then what `change` reads beside a score and its position, then what `mask` does.
+    arguments: queries, keys, values, then what `change` reads beside a score and its position, then what `mask` does,
+    then the scale if only the call tells it.
     change: of a score, by itself, batch, head, row and key. mask: whether a key counts, by the last four. like: the
     result.
     """
@@ -107,19 +114,23 @@ class _Call:
     change: GraphModule
     mask: GraphModule
     read_by_change: int
-    scale: float
+    read_by_mask: int
+    scale: float | None
     like: Tensor
 
     @classmethod
     def of(cls, module: GraphModule, node: Node) -> _Call | None:
         """None if one of its functions reads what is neither a tensor nor a number that the call tells."""
         query, key, value, change, blocks, scale, _, read_by_change, read_by_mask = node.args
-        arguments: Any = (query, key, value, *read_by_change, *read_by_mask)  # type: ignore[misc]
+        told = [scale] if isinstance(scale, Node) else []
+        arguments: Any = (query, key, value, *read_by_change, *read_by_mask, *told)  # type: ignore[misc]
         values = [each.meta.get("val") if isinstance(each, Node) else None for each in arguments]
-        if not all(isinstance(value, Tensor | torch.SymInt) for value in values):
+        if not all(isinstance(value, Tensor | torch.SymInt | torch.SymFloat) for value in values):
             return None
         change, mask = (attribute_of(module, each) for each in (change, blocks[-1]))  # type: ignore[arg-type, index]
-        return cls(arguments, change, mask, len(read_by_change), float(scale), node.meta["val"][0])  # type: ignore[arg-type]
+        known = None if told else float(scale)  # type: ignore[arg-type]
+        counts = len(read_by_change), len(read_by_mask)  # type: ignore[arg-type]
+        return cls(arguments, change, mask, *counts, known, node.meta["val"][0])  # type: ignore[arg-type]
 
     def meaning(self, *, kernel: bool) -> GraphModule:
         """The graph of what the call means, of its arguments."""
@@ -137,9 +148,21 @@ class _Call:
             return f"kernels have head sizes from 2 to {MOST_COLUMNS}, known when compiled, values as long as keys"
         if keys in (ZERO, ONE) or group is None or group.value is None:
             return "it has a single key, or heads of queries that are no multiple of those of keys"
-        return None if _adds(self.change) else "`score_mod` does something else to scores than to add to them"
+        if self.scale is None:
+            return "its scale is not known before the call"
+        return (
+            None if _path(self.change) is not None else "`score_mod` does something else to scores than to add to them"
+        )
 
-    def by_kernel(self, query: Tensor, key: Tensor, value: Tensor, *read: Tensor) -> tuple[Tensor, ...]:
+    def changed(self, sizes: Sequence[Any], read: Sequence[Any], score: Tensor) -> Tensor:
+        """What `score_mod` makes of scores, one for each position or one for all."""
+        return _everywhere(self.change, sizes, read[: self.read_by_change], score)
+
+    def counts(self, sizes: Sequence[Any], read: Sequence[Any]) -> Tensor:
+        """Whether keys count."""
+        return _everywhere(self.mask, sizes, read[self.read_by_change :][: self.read_by_mask])
+
+    def by_kernel(self, query: Tensor, key: Tensor, value: Tensor, *read: Any) -> tuple[Tensor, ...]:
         """The result, and of each row the logarithm of the sum of exponentials and the greatest score.
 
         A row of which no key counts is zero.
@@ -148,15 +171,14 @@ class _Call:
         nothing = query.new_zeros((), dtype=torch.float32)
         added: Tensor | None = None
         if _result(self.change) is not _arguments(self.change)[0]:
-            added = _everywhere(self.change, sizes, read[: self.read_by_change], nothing).float()
+            added = self.changed(sizes, read, nothing).float()
         conditions = [] if _hides_nothing(self.mask) else list(_conjuncts(_result(self.mask)))
         causal = [_is_causal(condition, self.mask) for condition in conditions]
         mask = added
         if not all(causal):
-            counts = _everywhere(self.mask, sizes, read[self.read_by_change :])
-            mask = torch.where(counts, nothing if added is None else added, -_INF)
+            mask = torch.where(self.counts(sizes, read), nothing if added is None else added, -_INF)
         key, value = (each.expand(query.shape[0], -1, -1, -1) for each in (key, value))
-        replaces = mask is not added and added is None
+        replaces = mask is not None and not any(node.target in _SUMS for node in _path(self.change) or ())
         out, greatest, logarithm = ATTENTION(query, key, value, mask, replaces, self.scale, any(causal))
         total = greatest + logarithm
         if mask is not None:
@@ -164,19 +186,19 @@ class _Call:
             out, greatest = torch.where(hidden[..., None], 0, out), torch.where(hidden, -_INF, greatest)
         return _lying_like(out, self.like), total / _LN2, greatest / _LN2
 
-    def in_memory(self, query: Tensor, key: Tensor, value: Tensor, *read: Tensor) -> tuple[Tensor, ...]:
+    def in_memory(self, query: Tensor, key: Tensor, value: Tensor, *read: Any) -> tuple[Tensor, ...]:
         """The same by scores in memory, of f32 or of f64."""
         wide = torch.float64 if query.dtype is torch.float64 else torch.float32
         group = query.shape[1] // key.shape[1]
         key, value = (
             each.unsqueeze(2).expand(query.shape[0], -1, group, -1, -1).flatten(1, 2) for each in (key, value)
         )
-        scores = query.to(wide) @ key.to(wide).mT * self.scale
+        scores = query.to(wide) @ key.to(wide).mT * (read[-1] if self.scale is None else self.scale)
         sizes = tuple(scores.shape)
         if _result(self.change) is not _arguments(self.change)[0]:
-            scores = _everywhere(self.change, sizes, read[: self.read_by_change], scores).to(wide)
+            scores = self.changed(sizes, read, scores).to(wide)
         if not _hides_nothing(self.mask):
-            scores = torch.where(_everywhere(self.mask, sizes, read[self.read_by_change :]), scores, -_INF)
+            scores = torch.where(self.counts(sizes, read), scores, -_INF)
         greatest = scores.amax(-1)
         base = torch.where(greatest == -_INF, 0.0, greatest)
         weights = (scores - base[..., None]).exp()
@@ -187,7 +209,7 @@ class _Call:
 
 
 def _everywhere(
-    function: GraphModule, sizes: Sequence[Any], read: Sequence[Tensor], score: Tensor | None = None
+    function: GraphModule, sizes: Sequence[Any], read: Sequence[Any], score: Tensor | None = None
 ) -> Tensor:
     """What a function gives at all positions, (batch, heads, rows, keys).
 
@@ -199,11 +221,34 @@ def _everywhere(
     places = _arguments(function)[len(given) :][:4]
     counts = [size if each or place.users else 1 for place, size in zip(places, sizes, strict=True)]
     positions = [torch.arange(count, device="cpu") for count in counts]
-    over: Callable[..., Tensor] = function
+    over: Callable[..., Tensor] = _Function(function).run
     for dim in reversed(range(4)):
         along = tuple(0 if other == dim else None for other in range(4))
         over = torch.vmap(over, in_dims=((0 if each else None,) * len(given) + along + (None,) * len(read)))
     return over(*given, *positions, *read)
+
+
+class _Function(torch.fx.Interpreter):
+    """Calls the operators of a function, with tensors for numbers that only a call tells: `vmap` maps no others."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is aten._local_scalar_dense.default:
+            return args[0]
+        if isinstance(target, torch._ops.OpOverload):
+            takes_tensor = (isinstance(each.type, torch.TensorType) for each in target._schema.arguments)
+            args = tuple(_tensor_of(arg) if takes else arg for arg, takes in zip(args, takes_tensor, strict=False))
+        return super().call_function(target, args, kwargs)
+
+
+def _tensor_of(value: Any) -> Any:
+    """Of a number that only a call tells a tensor without dimensions, which counts as it; other values as they are."""
+    match value:
+        case torch.SymInt():
+            return aten.scalar_tensor(value, dtype=torch.int64)
+        case torch.SymFloat():
+            return aten.scalar_tensor(value, dtype=torch.float64)
+        case _:
+            return value
 
 
 def _lying_like(tensor: Tensor, like: Tensor) -> Tensor:
@@ -227,34 +272,44 @@ def _result(function: GraphModule) -> Any:
     return result[0] if isinstance(result, list | tuple) else result
 
 
-def _adds(function: GraphModule) -> bool:
-    """Whether a score is changed by what is added to it alone: then what becomes of zero is added to all.
+def _path(function: GraphModule) -> list[Node] | None:
+    """The calls from a result back to the score, where each only adds to it: then what becomes of zero is added to all.
 
-    Scores that become -inf by `where`, which does not depend on them, are too.
+    `where` with -inf in place of scores is one too, if its condition does not depend on them. None if others are there.
     """
-    (score, *_), number = _arguments(function), Climb(function).number
+    score, *_ = _arguments(function)
     changed = {score}
     for node in function.graph.nodes:
         if not changed.isdisjoint(node.all_input_nodes):
             changed.add(node)
-
-    def is_sum(node: Any) -> bool:
-        if node is score:
-            return True
-        match node:
-            case Node(target=aten.add.Tensor, args=(one, other), kwargs={}) if not (
-                one in changed and other in changed
+    path: list[Node] = []
+    at = _result(function)
+    while at is not score:
+        match at:
+            case Node(target=aten.add.Tensor, args=(one, other)) if not at.kwargs and (one in changed) != (
+                other in changed
             ):
-                return is_sum(one if one in changed else other)
-            case Node(target=aten.sub.Tensor, args=(one, other)) if not node.kwargs and other not in changed:
-                return is_sum(one)
+                follows = one if one in changed else other
+            case Node(target=aten.sub.Tensor, args=(one, other)) if not at.kwargs and other not in changed:
+                follows = one
             case Node(target=aten.where.self, args=(condition, one, other)) if condition not in changed:
-                value, instead = (one, other) if one in changed else (other, one)
-                return number(instead) == -_INF and is_sum(value)
+                follows, instead = (one, other) if one in changed else (other, one)
+                if not _hides(instead):
+                    return None
             case _:
-                return False
+                return None
+        path.append(at)
+        at = follows
+    return path
 
-    return is_sum(_result(function))
+
+def _hides(value: Any) -> bool:
+    """Whether an operand is -inf, written as such."""
+    match value:
+        case Node(target=aten.scalar_tensor.default | aten.full.default, args=(*_, number)):
+            return isinstance(number, float) and number == -_INF
+        case _:
+            return isinstance(value, float) and value == -_INF
 
 
 def _hides_nothing(mask: GraphModule) -> bool:

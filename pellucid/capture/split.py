@@ -51,12 +51,22 @@ def split(graph_module: torch.fx.GraphModule, refused: Mapping[str, str] | None 
 
 
 def _set_apart(graph: torch.fx.Graph) -> None:
-    """Give the caller calls of its own of what is lazy, so that others who read that need not wait for Python."""
+    """Give the caller calls of its own of what is lazy, so that others who read that need not wait for Python.
+
+    Before: `c = _conj(e); v = view(c); m = mul(c, 2); return v, m`. After: `v` is made of a `_conj` of its own.
+    """
     (output,) = graph.find_nodes(op="output")
-    for node in output.all_input_nodes:
-        if node.op == "call_function" and _is_lazy(node.meta.get("val")) and len(node.users) > 1:
-            with graph.inserting_before(output):
-                output.replace_input_with(node, graph.node_copy(node))
+    made: dict[Node, Node] = {}
+
+    def own(node: Node) -> Node:
+        if not _is_lazy_call(node):
+            return node
+        if node not in made:
+            made[node] = graph.node_copy(node, own)
+        return made[node]
+
+    with graph.inserting_before(output):
+        output.args = torch.fx.map_arg(output.args, own)
 
 
 def _live(graph: torch.fx.Graph) -> list[Node]:
@@ -100,7 +110,7 @@ def _eager(graph_module: torch.fx.GraphModule, nodes: list[Node], refused: Mappi
     """The calls that no program can hold, with the reason."""
     reasons: dict[Node, str] = {}
     foreign: set[Node] = set()  # what cannot be an argument of a program
-    handed_out = set(nodes[-1].all_input_nodes)
+    handed_out = _handed_out(nodes[-1])
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             value = attribute_of(graph_module, node) if node.op == "get_attr" else node.meta.get("val")
@@ -108,7 +118,7 @@ def _eager(graph_module: torch.fx.GraphModule, nodes: list[Node], refused: Mappi
                 foreign.add(node)
         elif node.op == "call_function" and not is_number(node):
             reason = refused.get(node.name) or _reason(node, foreign, reasons)
-            if reason is None and node in handed_out and _is_lazy(node.meta.get("val")):
+            if reason is None and node in handed_out:
                 reason = "the caller gets a lazy conjugate or negative"
             if reason is not None:
                 reasons[node] = reason
@@ -118,6 +128,18 @@ def _eager(graph_module: torch.fx.GraphModule, nodes: list[Node], refused: Mappi
             if node.op == "call_function" and node not in reasons and _mutates(node):
                 reasons[node] = "it writes to a tensor that a view made by Python may share"
     return reasons
+
+
+def _handed_out(output: Node) -> set[Node]:
+    """The lazy tensors that the caller gets, with those that they are views of."""
+    found: set[Node] = set()
+    left = list(output.all_input_nodes)
+    while left:
+        node = left.pop()
+        if _is_lazy_call(node) and node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
 
 
 def _reason(node: Node, foreign: set[Node], reasons: Mapping[Node, str]) -> str | None:
@@ -198,6 +220,10 @@ def _is_argument(value: Any) -> bool:
 def _is_lazy(value: Any) -> bool:
     """Whether a tensor stands for the conjugates or negatives of what lies in its memory."""
     return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
+
+
+def _is_lazy_call(node: Node) -> bool:
+    return node.op == "call_function" and _is_lazy(node.meta.get("val"))
 
 
 def _is_result(value: Any) -> bool:

@@ -527,7 +527,7 @@ def traced_anew(
 
     mode: that of the fake tensors, if there may be none. table: of decompositions.
     """
-    with mode or detect_fake_mode(inputs), torch.no_grad(), enable_python_dispatcher():  # type: ignore[union-attr]
+    with mode or detect_fake_mode(inputs), torch.no_grad():  # type: ignore[union-attr]
         return make_fx(function, decomposition_table=dict(table or {}))(*inputs)
 
 

@@ -187,6 +187,7 @@ LAZY: dict[str, Callable[[Tensor], Any]] = {
     "slice": lambda x: x[::2].conj(),
     "slice of a result": lambda x: (x * 2)[:, ::2].conj(),
     "negative": lambda x: (x.conj().imag, (x * 2).conj().imag, x.imag * 2),
+    "views of a result": lambda x: ((e := x * 2), e.conj()[1:], e.mH[0], e.conj().reshape(-1), e.conj() * 2),
     "expanded argument": lambda x: x.expand(4, *x.shape).conj(),
     "expanded result": lambda x: (x * 2).expand(4, *x.shape).conj(),
     "inside": lambda x: x[:, None].expand(-1, 3, -1).transpose(0, 1).conj(),
