@@ -105,9 +105,8 @@ class _Call:
     """A call of `flex_attention`.
 
     arguments: queries, keys, values, then what `change` reads beside a score and its position, then what `mask` does,
-    then the scale if only the call tells it.
-    change: of a score, by itself, batch, head, row and key. mask: whether a key counts, by the last four. like: the
-    result.
+    then the scale if only the call tells it. change: of a score, by itself, batch, head, row and key. mask: whether a
+    key counts, by the last four of these. like: the result.
     """
 
     arguments: tuple[Node, ...]
@@ -150,9 +149,9 @@ class _Call:
             return "it has a single key, or heads of queries that are no multiple of those of keys"
         if self.scale is None:
             return "its scale is not known before the call"
-        return (
-            None if _path(self.change) is not None else "`score_mod` does something else to scores than to add to them"
-        )
+        if _path(self.change) is None:
+            return "`score_mod` does something else to scores than to add to them"
+        return None
 
     def changed(self, sizes: Sequence[Any], read: Sequence[Any], score: Tensor) -> Tensor:
         """What `score_mod` makes of scores, one for each position or one for all."""
@@ -286,10 +285,10 @@ def _path(function: GraphModule) -> list[Node] | None:
     at = _result(function)
     while at is not score:
         match at:
-            case Node(target=aten.add.Tensor, args=(one, other)) if not at.kwargs and (one in changed) != (
-                other in changed
-            ):
-                follows = one if one in changed else other
+            case Node(target=aten.add.Tensor, args=(one, other)) if not at.kwargs:
+                follows, addend = (one, other) if one in changed else (other, one)
+                if addend in changed:
+                    return None
             case Node(target=aten.sub.Tensor, args=(one, other)) if not at.kwargs and other not in changed:
                 follows = one
             case Node(target=aten.where.self, args=(condition, one, other)) if condition not in changed:
@@ -326,9 +325,10 @@ def _hides_nothing(mask: GraphModule) -> bool:
 
 def _conjuncts(node: Node) -> Iterator[Node]:
     """What all must be true for a condition to be."""
-    if node.target in _BOTH:
-        for each in node.args:
-            yield from _conjuncts(each)  # type: ignore[arg-type]
+    conditions = [each for each in node.args if isinstance(each, Node)]
+    if node.target in _BOTH and len(conditions) == 2:
+        for each in conditions:
+            yield from _conjuncts(each)
     else:
         yield node
 

@@ -86,6 +86,7 @@ def check(function: Callable[..., Any], given: tuple[Tensor, ...], kernel: bool 
     assert_matches(ours, function(*given), function(*(each.double() for each in given)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_functions_of_positions(change: str, mask: str) -> None:
