@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from pellucid.capture.fx import shape_of, strides_of
-from pellucid.capture.torch_compat import size_hint
+from pellucid.capture.fx import order_in_memory, shape_of, strides_of
 from pellucid.capture.transform import aliases, may_write
 from pellucid.ir.index import ONE, product, total
 
@@ -49,7 +48,7 @@ def from_pairs(call: Call, pairs: Node) -> Parts:
 
 def paired(call: Call, parts: Parts, like: Tensor) -> Node:
     """Both parts along a last dimension; the others lie in memory in the order of those of another tensor."""
-    order, back = _order(like)
+    order, back = order_in_memory(like)
     in_order = [call(aten.unsqueeze.default, call(aten.permute.default, part, order), -1) for part in parts]
     return call(aten.permute.default, call(aten.cat.default, in_order, -1), [*back, like.dim()])
 
@@ -59,15 +58,9 @@ def laid_out(call: Call, part: Node, like: Tensor) -> Node:
     strides = zip(shape_of(like), strides_of(part.meta["val"]), strides_of(like), strict=True)
     if all(size == ONE or one == other for size, one, other in strides):
         return part
-    order, back = _order(like)
+    order, back = order_in_memory(like)
     in_order = call(aten.clone.default, call(aten.permute.default, part, order), memory_format=torch.contiguous_format)
     return call(aten.permute.default, in_order, back)
-
-
-def _order(like: Tensor) -> tuple[list[int], list[int]]:
-    """The dimensions of a tensor from the outermost in memory to the innermost one, and back."""
-    order = sorted(range(like.dim()), key=lambda dim: size_hint(like.stride(dim)), reverse=True)
-    return order, [order.index(dim) for dim in range(like.dim())]
 
 
 # Arithmetic on parts, either of which may be a number.

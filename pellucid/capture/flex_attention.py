@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pellucid.capture.decompositions import decompositions
-from pellucid.capture.fx import attribute_of, dtype_of, shape_of, strides_of
+from pellucid.capture.fx import attribute_of, dtype_of, order_in_memory, shape_of, strides_of
 from pellucid.capture.operators import ATTENTION
-from pellucid.capture.torch_compat import graph_module_of, size_hint, traced_anew
+from pellucid.capture.torch_compat import graph_module_of, traced_anew
+from pellucid.capture.transform import put_calls
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, exact_div
@@ -88,16 +89,13 @@ def _inlined(
     module: GraphModule, graph: torch.fx.Graph, node: Node, arguments: Sequence[Node], traced: GraphModule
 ) -> tuple[Node, ...]:
     """The results of a traced function of `arguments`, whose calls come into `graph` in the place of `node`."""
-    mapping = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
-    for each in traced.graph.nodes:
-        if each.op in ("call_function", "get_attr"):
-            mapping[each] = copy = graph.node_copy(each, mapping.__getitem__)
-            copy.meta = {**node.meta, "val": each.meta["val"]}
-            if each.op == "get_attr":
-                copy.target = f"_{node.name}_{each.target}"
-                setattr(module, copy.target, attribute_of(traced, each))
-    (output,) = traced.graph.find_nodes(op="output")
-    return tuple(mapping[result] for result in output.args[0])  # type: ignore[union-attr]
+    inlined = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
+    for constant in traced.graph.find_nodes(op="get_attr"):
+        inlined[constant] = copy = graph.node_copy(constant)
+        copy.target = f"_{node.name}_{constant.target}"
+        setattr(module, copy.target, attribute_of(traced, constant))
+    put_calls(graph, node, traced, inlined)
+    return tuple(inlined[result] for result in traced.graph.output_node().args[0])  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +252,8 @@ def _lying_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A tensor with the strides of another one."""
     if strides_of(tensor) == strides_of(like):
         return tensor
-    order = sorted(range(like.dim()), key=lambda dim: size_hint(like.stride(dim)), reverse=True)
-    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(like.dim())])
+    order, back = order_in_memory(like)
+    return tensor.permute(order).contiguous().permute(back)
 
 
 # --------------------------------------------------------------------------------------- what a function does

@@ -65,6 +65,12 @@ def strides_of(tensor: torch.Tensor) -> tuple[Expr, ...]:
     return tuple(stride_of(stride) for stride in tensor.stride())
 
 
+def order_in_memory(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """The dimensions of a (fake) tensor from the outermost in memory to the innermost one, and back."""
+    order = sorted(range(tensor.dim()), key=lambda dim: size_hint(tensor.stride(dim)), reverse=True)
+    return order, [order.index(dim) for dim in range(tensor.dim())]
+
+
 def whole(buffer: str, tensor: torch.Tensor) -> View:
     """All of a buffer that holds what lies in memory like `tensor`."""
     return View(buffer, shape_of(tensor), strides_of(tensor), ZERO)

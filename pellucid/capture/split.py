@@ -37,11 +37,11 @@ def split(graph_module: torch.fx.GraphModule, refused: Mapping[str, str] | None 
     Before: `a = x + 1; n = nonzero(a); b = n * 2`. After: a segment that adds, a call of `nonzero`, and a segment that
     multiplies, which is told the size of `n` as an argument.
     """
-    _set_apart(graph_module.graph)
+    lazy = _set_apart(graph_module.graph)
     nodes = _live(graph_module.graph)
     _complete(nodes)
     _name_sizes(nodes)
-    eager = _eager(graph_module, nodes, refused or {})
+    eager = _eager(graph_module, nodes, lazy, refused or {})
     if not eager and _is_whole(nodes):
         return None
     return _Splitter(graph_module, nodes, eager).outline()
@@ -50,8 +50,8 @@ def split(graph_module: torch.fx.GraphModule, refused: Mapping[str, str] | None 
 # ------------------------------------------------------------------------------------------- what Python must do
 
 
-def _set_apart(graph: torch.fx.Graph) -> None:
-    """Give the caller calls of its own of what is lazy, so that others who read that need not wait for Python.
+def _set_apart(graph: torch.fx.Graph) -> set[Node]:
+    """Give the caller calls of its own of what is lazy, so that others who read that need not wait for Python; these.
 
     Before: `c = _conj(e); v = view(c); m = mul(c, 2); return v, m`. After: `v` is made of a `_conj` of its own.
     """
@@ -59,7 +59,7 @@ def _set_apart(graph: torch.fx.Graph) -> None:
     made: dict[Node, Node] = {}
 
     def own(node: Node) -> Node:
-        if not _is_lazy_call(node):
+        if node.op != "call_function" or not _is_lazy(node.meta.get("val")):
             return node
         if node not in made:
             made[node] = graph.node_copy(node, own)
@@ -67,6 +67,7 @@ def _set_apart(graph: torch.fx.Graph) -> None:
 
     with graph.inserting_before(output):
         output.args = torch.fx.map_arg(output.args, own)
+    return set(made.values())
 
 
 def _live(graph: torch.fx.Graph) -> list[Node]:
@@ -106,11 +107,12 @@ def _is_operator(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload)
 
 
-def _eager(graph_module: torch.fx.GraphModule, nodes: list[Node], refused: Mapping[str, str]) -> dict[Node, str]:
-    """The calls that no program can hold, with the reason."""
+def _eager(
+    graph_module: torch.fx.GraphModule, nodes: list[Node], lazy: set[Node], refused: Mapping[str, str]
+) -> dict[Node, str]:
+    """The calls that no program can hold, with the reason. lazy: those that make what the caller gets lazy."""
     reasons: dict[Node, str] = {}
     foreign: set[Node] = set()  # what cannot be an argument of a program
-    handed_out = _handed_out(nodes[-1])
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             value = attribute_of(graph_module, node) if node.op == "get_attr" else node.meta.get("val")
@@ -118,7 +120,7 @@ def _eager(graph_module: torch.fx.GraphModule, nodes: list[Node], refused: Mappi
                 foreign.add(node)
         elif node.op == "call_function" and not is_number(node):
             reason = refused.get(node.name) or _reason(node, foreign, reasons)
-            if reason is None and node in handed_out:
+            if reason is None and node in lazy:
                 reason = "the caller gets a lazy conjugate or negative"
             if reason is not None:
                 reasons[node] = reason
@@ -128,18 +130,6 @@ def _eager(graph_module: torch.fx.GraphModule, nodes: list[Node], refused: Mappi
             if node.op == "call_function" and node not in reasons and _mutates(node):
                 reasons[node] = "it writes to a tensor that a view made by Python may share"
     return reasons
-
-
-def _handed_out(output: Node) -> set[Node]:
-    """The lazy tensors that the caller gets, with those that they are views of."""
-    found: set[Node] = set()
-    left = list(output.all_input_nodes)
-    while left:
-        node = left.pop()
-        if _is_lazy_call(node) and node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found
 
 
 def _reason(node: Node, foreign: set[Node], reasons: Mapping[Node, str]) -> str | None:
@@ -220,10 +210,6 @@ def _is_argument(value: Any) -> bool:
 def _is_lazy(value: Any) -> bool:
     """Whether a tensor stands for the conjugates or negatives of what lies in its memory."""
     return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
-
-
-def _is_lazy_call(node: Node) -> bool:
-    return node.op == "call_function" and _is_lazy(node.meta.get("val"))
 
 
 def _is_result(value: Any) -> bool:

@@ -51,14 +51,25 @@ def decompose(
     """Put the parts of a call with one result in its place, by decompositions; the calls that they are."""
     parts = decomposed_call(node, table)
     made = dict(zip(parts.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
-    calls = [part for part in parts.graph.nodes if part.op == "call_function"]
     with graph.inserting_before(node):
-        for part in calls:
-            made[part] = graph.node_copy(part, made.__getitem__)
-            made[part].meta = {**node.meta, "val": part.meta["val"]}
+        calls = put_calls(graph, node, parts, made)
     (result,) = parts.graph.output_node().all_input_nodes
     node.replace_all_uses_with(made[result])
     graph.erase_node(node)
+    return calls
+
+
+def put_calls(
+    graph: torch.fx.Graph, node: torch.fx.Node, parts: torch.fx.GraphModule, made: dict[torch.fx.Node, torch.fx.Node]
+) -> list[torch.fx.Node]:
+    """Put the calls of a traced graph into another one, for what `node` is there: they come from where that does.
+
+    made: what stands for the arguments and constants of the traced graph; from then on for its calls too.
+    """
+    calls = [part for part in parts.graph.nodes if part.op == "call_function"]
+    for part in calls:
+        made[part] = graph.node_copy(part, made.__getitem__)
+        made[part].meta = {**node.meta, "val": part.meta["val"]}
     return [made[part] for part in calls]
 
 
