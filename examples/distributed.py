@@ -153,12 +153,13 @@ def main() -> int:
             for graph in last_compilations():
                 collectives = sum("c10d" in call.op for call in graph.calls)
                 print(f"{graph.name}: {graph.kernels} kernels, {graph.fallbacks} calls, {collectives} of collectives")
-        # PyTorch may abort when a rank ends while a thread of gloo still frees a tensor: each waits for the others.
-        dist.barrier()
         return int(status)
     finally:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    # Not `sys.exit`: PyTorch aborts when a thread of gloo frees the tensors of its last work while Python ends.
+    os._exit(status)
