@@ -146,7 +146,7 @@ class _Fusion:
             operands = self._operands(batch, heads, rows, keys, gradients)
             mask, replaces = self._mask()
             scaling = (mask, replaces, written.scores.scale)
-            results = self._call(ATTENTION, *operands, *scaling)
+            results = self._call(ATTENTION, *operands, *scaling, False, written.scores.cap, self._sinks())
             made = self._items(results, 3)
             self.forward = results
         for node in (*written.calls, written.product):
@@ -317,6 +317,16 @@ class _Fusion:
         return (
             self._call(aten.unsqueeze.default, node, 1) if heads == ONE else self._reshape(node, (*apart, *shape[1:]))
         )
+
+    def _sinks(self) -> Node | None:
+        """A score for each row, in f32."""
+        sinks = self.written.sinks
+        if sinks is None:
+            return None
+        each = self._with_shape(sinks, tuple(map(expr_of, (*self.written.sizes[:3], 1))))
+        if each.meta["val"].dtype is not torch.float32:
+            each = self._call(aten._to_copy.default, each, dtype=torch.float32)
+        return self._call(aten.squeeze.dim, each, 3)
 
     # ------------------------------------------------------------------------------------------------ results
 

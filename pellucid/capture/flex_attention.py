@@ -4,8 +4,9 @@
     after:  `%mask = where(ge(%rows, %keys), 0, -inf)`, `%a = pellucid.attention(%q, %k, %v, %mask, True, scale)`
 
 A mask, and what is added to scores, is a tensor of the positions that it depends on; a causal mask is none. Scores that
-are changed otherwise (`tanh`) are computed as the operator defines them, in memory. PyTorch has the operator on CPUs
-for inference alone. The lists of blocks that come with a mask are not read: they follow from it.
+are changed otherwise than by a scale and a cap (`tanh`) are computed as the operator defines them, in memory. PyTorch
+has the operator on CPUs for inference alone. The lists of blocks that come with a mask are not read: they follow from
+it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pellucid.capture.fx import attribute_of, dtype_of, order_in_memory, shape_o
 from pellucid.capture.operators import ATTENTION
 from pellucid.capture.torch_compat import graph_module_of, traced_anew
 from pellucid.capture.transform import put_calls
+from pellucid.capture.written_attention import Added, Climb, Replaced, Scores
+from pellucid.ir.attention import may_cap
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, exact_div
@@ -36,7 +39,6 @@ _RULE = "transform.flex_attention"
 _INF = math.inf
 _LN2 = math.log(2)  # the operator's logarithms are those of 2
 _ONES = (aten.new_ones.default, aten.ones.default)
-_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _BOTH = (aten.bitwise_and.Tensor, aten.logical_and.default)
 
 
@@ -147,8 +149,8 @@ class _Call:
             return "it has a single key, or heads of queries that are no multiple of those of keys"
         if self.scale is None:
             return "its scale is not known before the call"
-        if _path(self.change) is None:
-            return "`score_mod` does something else to scores than to add to them"
+        if _scores(self.change) is None:
+            return "`score_mod` does something else to scores than to scale them, to cap them, and to add to them"
         return None
 
     def changed(self, sizes: Sequence[Any], read: Sequence[Any], score: Tensor) -> Tensor:
@@ -167,7 +169,9 @@ class _Call:
         sizes = (*query.shape[:3], key.shape[2])
         nothing = query.new_zeros((), dtype=torch.float32)
         added: Tensor | None = None
-        if _result(self.change) is not _arguments(self.change)[0]:
+        scores = _scores(self.change)
+        assert scores is not None and self.scale is not None
+        if scores.masks:
             added = self.changed(sizes, read, nothing).float()
         conditions = [] if _hides_nothing(self.mask) else list(_conjuncts(_result(self.mask)))
         causal = [_is_causal(condition, self.mask) for condition in conditions]
@@ -175,8 +179,9 @@ class _Call:
         if not all(causal):
             mask = torch.where(self.counts(sizes, read), nothing if added is None else added, -_INF)
         key, value = (each.expand(query.shape[0], -1, -1, -1) for each in (key, value))
-        replaces = mask is not None and not any(node.target in _SUMS for node in _path(self.change) or ())
-        out, greatest, logarithm = ATTENTION(query, key, value, mask, replaces, self.scale, any(causal))
+        replaces = mask is not None and not any(isinstance(each, Added) for each in scores.masks)
+        scale = self.scale * scores.scale
+        out, greatest, logarithm = ATTENTION(query, key, value, mask, replaces, scale, any(causal), scores.cap)
         total = greatest + logarithm
         if mask is not None:
             hidden = total == -_INF
@@ -269,44 +274,25 @@ def _result(function: GraphModule) -> Any:
     return result[0] if isinstance(result, list | tuple) else result
 
 
-def _path(function: GraphModule) -> list[Node] | None:
-    """The calls from a result back to the score, where each only adds to it: then what becomes of zero is added to all.
+def _scores(function: GraphModule) -> Scores | None:
+    """What a function does to scores, where a kernel does so too: what becomes of zero is then added to them.
 
-    `where` with -inf in place of scores is one too, if its condition does not depend on them. None if others are there.
+    None if anything else happens to them.
     """
     score, *_ = _arguments(function)
+    found = Climb(function, score).scores(_result(function))
+    if found is None or not math.isfinite(found.scale) or not (found.cap is None or may_cap(found.cap)):
+        return None
     changed = {score}
     for node in function.graph.nodes:
         if not changed.isdisjoint(node.all_input_nodes):
             changed.add(node)
-    path: list[Node] = []
-    at = _result(function)
-    while at is not score:
-        match at:
-            case Node(target=aten.add.Tensor, args=(one, other)) if not at.kwargs:
-                follows, addend = (one, other) if one in changed else (other, one)
-                if addend in changed:
-                    return None
-            case Node(target=aten.sub.Tensor, args=(one, other)) if not at.kwargs and other not in changed:
-                follows = one
-            case Node(target=aten.where.self, args=(condition, one, other)) if condition not in changed:
-                follows, instead = (one, other) if one in changed else (other, one)
-                if not _hides(instead):
-                    return None
-            case _:
-                return None
-        path.append(at)
-        at = follows
-    return path
-
-
-def _hides(value: Any) -> bool:
-    """Whether an operand is -inf, written as such."""
-    match value:
-        case Node(target=aten.scalar_tensor.default | aten.full.default, args=(*_, number)):
-            return isinstance(number, float) and number == -_INF
-        case _:
-            return isinstance(value, float) and value == -_INF
+    for mask in found.masks:
+        if isinstance(mask, Replaced) and mask.number != -_INF:
+            return None
+        if (mask.mask if isinstance(mask, Added) else mask.condition) in changed:
+            return None
+    return found
 
 
 def _hides_nothing(mask: GraphModule) -> bool:

@@ -1,6 +1,6 @@
 """Operators of our own, which passes put into graphs where ATen has none that means the same.
 
-    attention(query, key, value, attn_mask, replaces, scale, is_causal)
+    attention(query, key, value, attn_mask, replaces, scale, is_causal, cap, sinks)
         -> softmax(scale * query @ key^T + attn_mask) @ value, and of each row the greatest score, 0 where that is -inf,
            and the logarithm of the sum of exponentials relative to it
     attention_backward(grad_out, query, key, value, out, greatest, logarithm, attn_mask, replaces, scale)
@@ -8,11 +8,13 @@
 
 Beside ATen's operator of that kind: a row of which no key counts is NaN, as a softmax has it; and a mask that
 `replaces` stands in place of scores where it is not zero, as `torch.where` has it. With `is_causal` keys behind a row
-do not count either.
+do not count either. With a `cap` scores are cap * tanh(score / cap) before there is a mask (Gemma 2). `sinks` are
+scores beside those of keys, without values: a weight that no key gets (gpt-oss).
 
 query: (batch, heads, rows, size). key, value: (batch, heads or a divisor of it, keys, size). attn_mask: broadcast to
-(batch, heads, rows, keys). Results lie with heads beside positions in memory. What is written here is their meaning,
-for tools that run graphs call by call; kernels compute them (`lower/attention.py`).
+(batch, heads, rows, keys). sinks: f32, broadcast to (batch, heads, rows). Results lie with heads beside positions in
+memory. What is written here is their meaning, for tools that run graphs call by call; kernels compute them
+(`lower/attention.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def may_draw(target: torch._ops.OpOverload) -> bool:
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool replaces, float scale,"
-    " bool is_causal=False) -> (Tensor, Tensor, Tensor)"
+    " bool is_causal=False, float? cap=None, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor greatest,"
@@ -43,12 +45,16 @@ _LIBRARY.define(
 
 
 def _attention(
-    query: Any, key: Any, value: Any, mask: Any, replaces: bool, scale: float, is_causal: bool = False
-) -> Any:
-    score = _scores(query, key, mask, replaces, scale)
+    query: Any, key: Any, value: Any, mask: Any, replaces: bool, scale: float, is_causal: bool = False,
+    cap: float | None = None, sinks: Any = None,
+) -> Any:  # fmt: skip
+    score = _scores(query, key, mask, replaces, scale, cap)
     if is_causal:
         score = score.where(torch.ones_like(score, dtype=torch.bool).tril(), float("-inf"))
-    weight = score.softmax(-1).to(query.dtype)
+    keys = score.shape[-1]
+    if sinks is not None:
+        score = torch.cat([score, sinks.expand(score.shape[:-1]).unsqueeze(-1).to(score.dtype)], -1)
+    weight = score.softmax(-1)[..., :keys].to(query.dtype)
     out, *_ = _results(query)
     greatest = score.amax(-1)
     greatest = greatest.where(greatest != float("-inf"), 0.0)
@@ -74,8 +80,10 @@ def _attention_backward(
     return tuple(_laid_out(like).copy_(each) for like, each in zip((query, key, value), sums, strict=True))
 
 
-def _scores(query: Any, key: Any, mask: Any, replaces: bool, scale: float) -> Any:
+def _scores(query: Any, key: Any, mask: Any, replaces: bool, scale: float, cap: float | None = None) -> Any:
     score = _wide(query) @ _repeated(_wide(key), query).mT * scale
+    if cap is not None:
+        score = (score / cap).tanh() * cap
     if mask is not None:
         score = score.where(mask == 0, mask.to(score.dtype)) if replaces else score + mask
     return score

@@ -2,10 +2,12 @@
 
 From a softmax on: upwards what makes its scores, down to a matrix product (`Scores`); downwards the matrix product that
 takes its weights (`Written`). In a joint graph the three products that make gradients follow from these (`Gradients`).
+Beside scores a softmax may have one of each row that belongs to no key (a sink), whose weight nobody reads.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -15,6 +17,7 @@ from torch.fx import Node
 
 from pellucid.capture.fx import attribute_of, shape_of
 from pellucid.capture.torch_compat import real_tensors
+from pellucid.ir.attention import may_cap
 from pellucid.ir.index import ONE, Expr, exact_div
 
 aten = torch.ops.aten
@@ -32,6 +35,7 @@ _DROPOUTS = (aten.native_dropout.default, aten.dropout.default, aten.bernoulli.p
 _DROPOUT = "dropout draws from eager's own stream, and its weights are in memory"
 _SUMS = "the product sums over something else than keys"
 _SHAPES = "its scores are taken apart in several ways"
+_UNTRAINED = "the kernel takes no gradients of scores that are capped, or beside sinks"
 
 
 class NotWritten(Exception):
@@ -64,13 +68,14 @@ Mask: TypeAlias = "Added | Replaced"
 class Scores:
     """The scores of an attention: a product of queries and keys, times a scale, with masks in the order of their use.
 
-    calls: those that make them, from the product on.
+    calls: those that make them, from the product on. cap: they are cap * tanh(that product / cap), before masks.
     """
 
     product: Node
     calls: tuple[Node, ...]
     scale: float = 1.0
     masks: tuple[Mask, ...] = ()
+    cap: float | None = None
 
     def times(self, number: float) -> Scores:
         masks = tuple(
@@ -79,7 +84,12 @@ class Scores:
             else replace(mask, number=mask.number * number)
             for mask in self.masks
         )
-        return replace(self, scale=self.scale * number, masks=masks)
+        cap = None if self.cap is None else self.cap * number
+        return replace(self, scale=self.scale * number, masks=masks, cap=cap)
+
+    def tanh(self) -> Scores | None:
+        """Capped at 1; None if something was done to them that the kernel does after this."""
+        return None if self.masks or self.cap is not None else replace(self, cap=1.0)
 
     @property
     def operands(self) -> tuple[Node, Node]:
@@ -93,18 +103,21 @@ class Scores:
 class Written:
     """An attention: its scores, the softmax, the weights in all their shapes and types, and the product with values.
 
+    sinks: the scores beside those of keys, one for each row. between: the calls between scores and weights of keys.
     sizes: of batch, heads, rows and keys, as the tensor has them that has most of them.
     """
 
     scores: Scores
     softmax: Node
+    sinks: Node | None
+    between: tuple[Node, ...]
     weights: frozenset[Node]
     product: Node
     sizes: tuple[Any, Any, Any, Any]
 
     @property
     def calls(self) -> set[Node]:
-        return {*self.scores.calls, *self.weights}
+        return {*self.scores.calls, *self.between, *self.weights}
 
 
 @dataclass(slots=True)
@@ -127,10 +140,16 @@ class Gradients:
 
 def written_attention(module: torch.fx.GraphModule, softmax: Node) -> Written | None:
     """The attention around a softmax; None if there is no product on both sides of it. Raises `NotWritten`."""
-    scores = Climb(module).scores(softmax.args[0])
-    if scores is None:
+    between: tuple[Node, ...] = (softmax,)
+    given, shift = _unshifted(softmax.args[0])
+    keys, sinks = _beside_sinks(given)
+    scores = Climb(module).scores(keys)
+    if scores is None or (scores.cap is not None and not may_cap(scores.cap)):
         return None
-    weights = set(_passed_on(softmax))
+    first = softmax
+    if sinks is not None:
+        first, between = _weights_of_keys(softmax), (*between, given)
+    weights = set(_passed_on(first))
     products = [user for node in weights for user in node.users if user.target in _PRODUCTS and user.args[0] is node]
     if not products:
         if any(user.target in _DROPOUTS for node in weights for user in node.users):
@@ -141,11 +160,48 @@ def written_attention(module: torch.fx.GraphModule, softmax: Node) -> Written | 
         raise NotWritten(_SUMS)
     (product,) = products
     used = shape_of(product.args[0].meta["val"])  # type: ignore[union-attr]
-    last = shape_of(softmax.meta["val"])[-2:]
+    last = shape_of(first.meta["val"])[-2:]
     if used[-2:] != last or shape_of(scores.product.meta["val"])[-2:] != last:
         raise NotWritten(_SUMS)
     sizes = _sizes((*scores.calls, *weights), last)
-    return Written(scores, softmax, frozenset(weights), product, sizes)
+    return Written(scores, softmax, sinks, (*between, *shift), frozenset(weights), product, sizes)
+
+
+def _unshifted(node: Any) -> tuple[Any, tuple[Node, ...]]:
+    """What a softmax is of, which the greatest number of each row was subtracted from; and the calls that did so."""
+    match node:
+        case Node(target=aten.sub.Tensor, args=(Node() as given, Node() as greatest)) if not node.kwargs:
+            rank = given.meta["val"].dim()
+            last = (-1, rank - 1)
+            match greatest:
+                case Node(target=aten.amax.default, args=(source, [dim], True)) if source is given and dim in last:
+                    return given, (greatest, node)
+                case Node(target=operator.getitem, args=(Node(target=aten.max.dim) as pair, 0)):
+                    source, dim, keep = (*pair.args, False)[:3]
+                    if source is given and dim in last and keep:
+                        return given, (pair, greatest, node)
+    return node, ()
+
+
+def _beside_sinks(node: Any) -> tuple[Any, Node | None]:
+    """Scores of keys, and the scores that lie behind them, one for each row."""
+    match node:
+        case Node(target=aten.cat.default, args=([Node() as keys, Node() as sinks], dim)):
+            rank = keys.meta["val"].dim()
+            if dim in (-1, rank - 1) and shape_of(sinks.meta["val"])[-1] == ONE:
+                return keys, sinks
+    return node, None
+
+
+def _weights_of_keys(softmax: Node) -> Node:
+    """The weights of all but the last number of each row."""
+    rank, columns = softmax.meta["val"].dim(), shape_of(softmax.meta["val"])[-1]
+    parts = [user for user in softmax.users if user.target is aten.slice.Tensor]
+    match [(part, *part.args[1:]) for part in parts]:
+        case [(part, dim, 0, _, *step)] if dim in (-1, rank - 1) and step in ([], [1]):
+            if shape_of(part.meta["val"])[-1] == columns - 1:
+                return part
+    raise NotWritten(_SUMS)
 
 
 def reader_beside(calls: set[Node], results: tuple[Node, ...]) -> Node | None:
@@ -271,11 +327,14 @@ def _passed_on(node: Node) -> Iterator[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Climb:
-    """Goes from scores back to the product that they come from."""
+    """Goes from scores back to the product that they come from. given: it, where the graph does not make it."""
 
     module: torch.fx.GraphModule
+    given: Node | None = None
 
     def scores(self, node: Any) -> Scores | None:
+        if node is self.given and node is not None:
+            return Scores(node, (node,))
         if not isinstance(node, Node) or node.op != "call_function":
             return None
         if node.target in _PRODUCTS:
@@ -291,6 +350,9 @@ class Climb:
             found = self._masked(node)
         elif node.target is aten.where.self:
             found = self._chosen(node)
+        elif node.target is aten.tanh.default:
+            scores = self.scores(node.args[0])
+            found = None if scores is None else scores.tanh()
         else:
             found = None
         return None if found is None else replace(found, calls=(*found.calls, node))
@@ -382,6 +444,8 @@ def written_gradients(module: torch.fx.GraphModule, written: Written) -> Gradien
     ]
     if not changes and not weighted:
         return None
+    if written.scores.cap is not None or written.sinks is not None:
+        raise NotWritten(_UNTRAINED)
     if len(changes) != 1 or len(weighted) != 1:
         raise NotWritten("not all gradients of queries, keys and values are taken, and the kernel computes all three")
     (turned, value), (steps, through) = weighted[0], changes[0]

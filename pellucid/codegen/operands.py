@@ -199,13 +199,22 @@ class Operands:
             rows.operand(found.values, key, found.column),
             rows.operand(scores.mask, row, key) if scores.mask else None,
         ]
+        cap = scalar_text(scores.cap or 0.0, DType.F32)
+        sinks = rows.operand(found.sinks, row, None) if found.sinks else None
         results = [
             rows.operand(found.out, row, found.column),
             rows.operand(found.logsumexp, row, None) if found.logsumexp else None,
             rows.operand(found.logarithm, row, None) if found.logarithm else None,
         ]
         zero = flag_text(found.zero)
-        return [*map(self.strided, operands), *self.scaling(rows), zero, *map(self.strided, results)]
+        return [
+            *map(self.strided, operands),
+            *self.scaling(rows),
+            zero,
+            cap,
+            self.strided(sinks),
+            *map(self.strided, results),
+        ]
 
     def backward_parts(self, rows: Rows, found: AttentionBackward) -> list[str]:
         """The fields of `pv::AttentionBackward`."""

@@ -2,18 +2,18 @@
 
 With rows i, keys t, terms e and columns d:
 
-    score  = sum over e of query[i, e] * key[t, e], times a scale, plus a mask[i, t], or the mask where it is not 0;
-             -inf where t > i + c
-    base   = max over t of score, 0 where that is -inf
+    score  = sum over e of query[i, e] * key[t, e], times a scale, or cap * tanh(of that / cap);
+             plus a mask[i, t], or the mask where it is not 0; -inf where t > i + c
+    base   = max over t of score, and of sink[i], 0 where that is -inf
     weight = exp(score - base)
-    total  = sum over t of weight
+    total  = sum over t of weight, plus exp(sink[i] - base)
     store out[i, d], (sum over t of weight * value[t, d]) / total, divided by 1 where total is 0
     store logsumexp[i], base + log(total), 0 where total is 0; or base alone, and
     store logarithm[i], log(total)
 
-Mask, `t > i + c` and logsumexp may be absent, and so may both tests whether total is 0: a row of which no key counts is
-then NaN, as a softmax has it. The gradients, as in FlashAttention-2 (Dao 2023, algorithm 2), where i
-may be the rows of several heads that share keys:
+Cap, mask, `t > i + c`, sink and logsumexp may be absent, and so may both tests whether total is 0: a row of which no
+key counts is then NaN, as a softmax has it. The gradients, as in FlashAttention-2 (Dao 2023, algorithm 2), where i may
+be the rows of several heads that share keys, and there is neither cap nor sink:
 
     weight = exp(score - logsumexp[i]), or exp(score - logsumexp[i] - logarithm[i])
     change = weight * (sum over d of grad_out[i, d] * value[t, d] - sum over d of grad_out[i, d] * out[i, d]) * scale,
@@ -45,6 +45,7 @@ class Scores:
 
     dtype: of queries and keys, and of values and results, in memory. added: of the mask; `dtype` where there is none.
     replaces: the mask stands in place of the score where it is not zero; it is added else.
+    cap: no score is beyond it, before there is a mask; None if they may be anything.
     term: the axis that is summed. key: that of keys. limit: the position of a key must not be greater than this one;
     None if all keys count. position: the position of a key, where there is a limit.
     """
@@ -56,6 +57,7 @@ class Scores:
     mask: Load | None
     replaces: bool
     scale: float
+    cap: float | None
     limit: Expr | None
     position: Expr | None
     term: str
@@ -67,12 +69,14 @@ class Attention:
     """What an attention reads and writes, and over which axes.
 
     rows: the axes of queries that share keys and values. column: that of values and results.
+    sinks: of each row a score that counts beside those of keys, of f32.
     zero: a row of which no key counts is zero; NaN else. logsumexp: the greatest score alone where there is a
     logarithm, which is that of the sum relative to it.
     """
 
     scores: Scores
     values: Load
+    sinks: Load | None
     out: Store
     logsumexp: Store | None
     logarithm: Store | None
@@ -96,6 +100,11 @@ class AttentionBackward:
     grad_value: Store
     rows: tuple[str, ...]
     column: str
+
+
+def may_cap(cap: float) -> bool:
+    """Whether scores are capped there as they should be in f32."""
+    return 1e-6 <= abs(cap) <= 1e6
 
 
 def reduces_in_turn(kernel: Kernel) -> bool:
@@ -152,12 +161,17 @@ class _Matcher:
         sums, divisor = self.operands(out.arg, "div")
         zero = self.does(divisor, "where")
         total = self.unless(divisor, 0.0, 1.0) if zero else divisor
-        weight, along = self.reduced(total, "sum")
+        weights, base_of_sink, sink = self.beside_sink(total)
+        weight, along = self.reduced(weights, "sum")
         weighted, values, over = self.summed(sums)
         (less,) = self.operands(weight, "exp")
         score, base = self.operands(less, "sub")
         _expect((weighted, over) == (weight, along))
-        _expect(self.reduced(self.unless(base, -_INF, 0.0), "max") == (score, along))
+        greatest = self.unless(base, -_INF, 0.0)
+        if sink is not None:
+            greatest, other = self.operands(greatest, "maximum")
+            _expect((base_of_sink, other) == (base, sink))
+        _expect(self.reduced(greatest, "max") == (score, along))
         _expect(len(others) <= 2)
         logsumexp, logarithm = (*others, None, None)[:2]
         if logsumexp is not None and logarithm is not None:
@@ -174,8 +188,9 @@ class _Matcher:
         _expect(len(columns) == 1)
         (column,) = columns
         self.check((values, out), scores.dtype)
-        self.check((logsumexp, logarithm), DType.F32)
-        return Attention(scores, values, out, logsumexp, logarithm, rows, column, zero)
+        sinks = None if sink is None else self.load(sink)
+        self.check((sinks, logsumexp, logarithm), DType.F32)
+        return Attention(scores, values, sinks, out, logsumexp, logarithm, rows, column, zero)
 
     def backward(self) -> AttentionBackward:
         stores = [store for _, store in self.kernel.stores()]
@@ -202,7 +217,7 @@ class _Matcher:
         logsumexp = self.load(base)
 
         scores = self.scores(score, along)
-        _expect((scores.query, scores.keys, scores.scale) == (query, keys, scale))
+        _expect((scores.query, scores.keys, scores.scale, scores.cap) == (query, keys, scale, None))
         _expect(mask == (scores.mask if scores.replaces else None))
         self.check((values, out, grad_out, grad_key, grad_value), scores.dtype)
         self.check((logsumexp, logarithm, grad_query), DType.F32)
@@ -223,15 +238,29 @@ class _Matcher:
             _expect(not replaces)
             mask = self.load(added)
         score, scale = self.scaled(score)
+        cap = None
+        if self.does(score, "tanh"):
+            (score,), cap = self.operands(score, "tanh"), scale
+            score, scale = self.scaled(score)
+            scale *= cap
         query, keys, terms = self.summed(score)
-        _expect(len(terms) == 1)
+        _expect(len(terms) == 1 and (cap is None or may_cap(cap)))
         first = self.load(query)
         dtype = self.dtypes[first.buffer]
         added = self.dtypes[mask.buffer] if mask else dtype
         _expect(dtype in DTYPES and added in (dtype, DType.F32))
         self.check((first, keys), dtype)
         self.check((mask,), added)
-        return Scores(dtype, added, first, keys, mask, replaces, scale, limit, position, terms[0], along[0])
+        return Scores(dtype, added, first, keys, mask, replaces, scale, cap, limit, position, terms[0], along[0])
+
+    def beside_sink(self, total: str) -> tuple[str, str | None, str | None]:
+        """The sum of the weights of keys; where that of a sink is added, also what it is relative to, and the sink."""
+        if not self.does(total, "add"):
+            return total, None, None
+        weights, other = self.operands(total, "add")
+        (less,) = self.operands(other, "exp")
+        sink, base = self.operands(less, "sub")
+        return weights, base, sink
 
     def check(self, accesses: Iterable[Load | Store | None], dtype: DType) -> None:
         """All of them have strides, and this type in memory."""

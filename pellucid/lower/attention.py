@@ -146,10 +146,13 @@ class _Formula:
 
         zero: a row of which no key counts is zero; NaN else.
         """
-        kernel, score = self.kernel, self.scores()
-        base = _unless(kernel.reduce("max", score, (KEY,)), -math.inf, 0.0)
+        kernel, score, sink = self.kernel, self.scores(), self.sink()
+        greatest = kernel.reduce("max", score, (KEY,))
+        base = _unless(greatest if sink is None else greatest.op("maximum", sink), -math.inf, 0.0)
         weight = (score - base).op("exp")
         total = kernel.reduce("sum", weight, (KEY,))
+        if sink is not None:
+            total = total + (sink - base).op("exp")
         sums = kernel.reduce("sum", weight * self.load("value", KEY, COLUMN), (KEY,))
         self.store(out, ROW, COLUMN, sums / (_unless(total, 0.0, 1.0) if zero else total))
         return base, total
@@ -162,7 +165,8 @@ class _Formula:
 
     def scores(self) -> Value:
         products = self.load("query", ROW, TERM) * self.load("key", KEY, TERM)
-        score = self.kernel.reduce("sum", products, (TERM,)) * self.scale
+        score, cap = self.kernel.reduce("sum", products, (TERM,)), self.given.get("cap")
+        score = score * self.scale if cap is None else (score * (self.scale / cap)).op("tanh") * cap
         if self.given["attn_mask"] is not None:
             added = self.mask()
             score = self.kernel.where(added.op("eq", 0.0), score, added) if self.replaces else score + added
@@ -170,6 +174,13 @@ class _Formula:
             key, row = (self.kernel.position(self.kernel.index[axis]) for axis in (KEY, ROW))
             score = self.kernel.where(key <= row, score, -math.inf)
         return score
+
+    def sink(self) -> Value | None:
+        """The score of a row beside those of its keys."""
+        sinks = self.given.get("sinks")
+        if sinks is None:
+            return None
+        return self.kernel.load(sinks.view, sinks.dtype, broadcast_index(sinks.shape, self.index(ROW, None)))
 
     def load(self, name: str, row: int, column: int | None) -> Value:
         """The element of an argument in a row of queries or of keys."""

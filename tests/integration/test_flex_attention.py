@@ -30,9 +30,14 @@ CHANGES: dict[str, Any] = {
     "looked up": lambda s, b, h, i, j: s + TABLE[h, i - j + KEYS],
     "hidden": lambda s, b, h, i, j: torch.where((i - j).abs() < 7, s + SLOPES[h], float("-inf")),
     "capped": lambda s, b, h, i, j: 20 * torch.tanh(s / 20),
+    "capped and more": lambda s, b, h, i, j: torch.tanh(s / 3) * 2 + SLOPES[h] * (i - j),
+    "doubled": lambda s, b, h, i, j: (torch.where(i < 30, s, float("-inf")) + SLOPES[h]) * 2,
     "scaled": lambda s, b, h, i, j: s * SLOPES[h],
+    "by itself": lambda s, b, h, i, j: torch.where(s > 0, s, float("-inf")),
+    "twice": lambda s, b, h, i, j: s + torch.tanh(s),
+    "finite": lambda s, b, h, i, j: torch.where(i > j, s, -3.0),
 }
-IN_MEMORY = {"capped", "scaled"}
+IN_MEMORY = {"scaled", "by itself", "twice", "finite"}
 MASKS: dict[str, Any] = {
     "none": None,
     "causal": lambda b, h, i, j: i >= j,
@@ -112,14 +117,14 @@ def test_what_no_kernel_covers(given: tuple[Tensor, ...]) -> None:
     check(program("slopes", "documents"), given, kernel=False)
 
 
-@pytest.mark.parametrize("change", ["none", "slopes", "capped"])
+@pytest.mark.parametrize("change", ["none", "slopes", "capped", "scaled"])
 @pytest.mark.parametrize("mask", ["none", "causal", "padded"])
 def test_logarithms_of_sums(change: str, mask: str) -> None:
     """Also of rows of which no key counts: -inf."""
     check(program(change, mask, return_lse=True), operands(), kernel=change not in IN_MEMORY)
 
 
-@pytest.mark.parametrize("change", ["none", "capped"])
+@pytest.mark.parametrize("change", ["none", "capped", "scaled"])
 def test_sizes_that_are_not_known(change: str) -> None:
     check(program(change, "documents"), operands(shared=2), kernel=change not in IN_MEMORY, dynamic=True)
 

@@ -211,6 +211,46 @@ FORMS = (
 
 Form = Callable[..., Tensor]
 
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As Gemma 2 has it."""
+    scores = torch.tanh(q @ k.mT * 0.25 / 1.5) * 1.5
+    return (softmax(scores + ADDED.to(q.dtype)).to(q.dtype) @ v).transpose(1, 2).contiguous()
+
+
+def capped_at_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax((q @ k.mT).tanh().masked_fill(~PADDED, -INF)) @ v
+
+
+def capped_below(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(-2 * ((q @ k.mT).tanh() * 3)) @ v
+
+
+def sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As gpt-oss has it: a score of each head that belongs to no key; queries of two heads share keys."""
+    k, v = (each[:, :2, None].expand(2, 2, 2, 20, 16).reshape(2, 4, 20, 16) for each in (k, v))
+    scores = q @ k.transpose(2, 3) * 0.25 + ADDED.to(q.dtype)
+    beside = torch.linspace(-1, 2, 4).to(q.dtype).reshape(1, -1, 1, 1).expand(2, -1, 20, -1)
+    every = torch.cat([scores, beside], dim=-1)
+    every = every - every.max(dim=-1, keepdim=True).values
+    return (softmax(every)[..., :-1] @ v).transpose(1, 2).contiguous()
+
+
+def sinks_of_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Some of which are nothing, and some all; on three dimensions, and without a maximum that is subtracted."""
+    q, k, v = (each.reshape(8, 20, 16) for each in (q, k, v))
+    beside = q[..., :1].masked_fill(torch.arange(20).view(20, 1) == 3, -INF) * 10
+    return softmax(torch.cat([q @ k.mT * 0.25, beside], -1))[:, :, :20] @ v
+
+
+def sinks_beside_capped_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.tanh(q @ k.mT).masked_fill(HIDDEN, -INF)
+    every = torch.cat([scores, q[..., 1:2]], 3)
+    return softmax(every - every.amax(-1, keepdim=True))[..., :-1] @ v
+
+
+UNTRAINED = (capped, capped_at_one, capped_below, sinks, sinks_of_rows, sinks_beside_capped_scores)
+
 # All forms in f32; in narrow types those of which each part of the kernel is different, and all of them where time does
 # not matter.
 NARROW_FORMS = (in_f32, filled_and_added, shared_keys)
@@ -246,6 +286,20 @@ def test_forms(tmp_path: Path, form: Form, dtype: torch.dtype) -> None:
         assert_matches(result, form(*args), form(*widened(args)))
     assert [row["ok"] for row in rows if row["rule"] == RULE] == ["1"]
     assert len(said(rows, KERNEL)) == 1 and not [why for why in said(rows, ATEN) if "multiplication" not in why]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", UNTRAINED, ids=lambda form: form.__name__)
+def test_forms_without_gradients(tmp_path: Path, form: Form, dtype: torch.dtype) -> None:
+    """A kernel computes them, but not where gradients are taken."""
+    args = [heads(2, 4, 20, 16, dtype=dtype) for _ in range(3)]
+    result, rows = traced(form, tmp_path / "inference", *args)
+    with torch.no_grad():
+        assert_matches(result, form(*args), form(*widened(args)))
+    assert len(said(rows, KERNEL)) == 1
+    results, rows = trained(form, tmp_path / "training", *args)
+    assert_matches(results, with_gradients(form, *args), with_gradients(form, *widened(args)))
+    assert not said(rows, KERNEL) and "takes no gradients" in " ".join(said(rows, RULE))
 
 
 @pytest.mark.sampled
@@ -352,6 +406,37 @@ def test_infinities_and_nan(tmp_path: Path, form: Form) -> None:
     assert len(said(rows, KERNEL)) == 1
 
 
+@pytest.mark.parametrize("form", [sinks_of_rows, sinks_beside_capped_scores, capped], ids=lambda f: f.__name__)
+def test_infinities_and_nan_in_sinks_and_capped_scores(tmp_path: Path, form: Form) -> None:
+    q, k, v = heads(2, 4, 20, 16), heads(2, 4, 20, 16), heads(2, 4, 20, 16)
+    q[0, 0, 4, 0], q[0, 0, 5, 0], q[0, 0, 6, 0], q[0, 0, 7, 1], k[1, 2, 7, 3] = NAN, INF, -INF, INF, INF
+    result, rows = traced(form, tmp_path, q, k, v)
+    assert_matches(result, form(q, k, v), form(*widened((q, k, v))))
+    assert len(said(rows, KERNEL)) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_sinks_of_any_number_of_rows(tmp_path: Path, rows: int) -> None:
+    """Few rows read keys where they are, and one of each head is a row of those that share keys. Sizes are symbols."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        batch, keys = k.shape[0], k.shape[1]
+        q = q.view(batch, q.shape[1], 4, 16).transpose(1, 2)
+        k, v = (each.view(batch, keys, 2, 16).transpose(1, 2) for each in (k, v))
+        k, v = (each[:, :, None].expand(batch, 2, 2, keys, 16).reshape(batch, 4, keys, 16) for each in (k, v))
+        beside = sink.view(1, -1, 1, 1).expand(batch, -1, q.shape[2], -1)
+        scores = torch.cat([torch.tanh(q @ k.mT / 5) * 5, beside], -1)
+        return (softmax(scores)[..., :-1] @ v).transpose(1, 2).reshape(batch, -1, 64)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="pellucid", dynamic=True, options={"trace": str(tmp_path)})
+    for keys in (50, 700):
+        args = heads(2, rows, 64), heads(2, keys, 32), heads(2, keys, 32), torch.linspace(-2, 3, 4)
+        with torch.no_grad():
+            assert_matches(compiled(*args), function(*args), function(*widened(args)))
+    assert len(said(decisions(tmp_path), KERNEL)) == 1
+
+
 def test_an_infinite_value_of_which_nothing_is_hidden(tmp_path: Path) -> None:
     q, k, v = heads(2, 4, 20, 16), heads(2, 4, 20, 16), heads(2, 4, 20, 16)
     v[0, 0, 3, 2], v[1, 1, 4, 5] = INF, NAN
@@ -391,7 +476,40 @@ def two_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def a_power_of_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return softmax((q @ k.mT).tanh()) @ v
+    return softmax((q @ k.mT).sin()) @ v
+
+
+def capped_after_a_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax((q @ k.mT + ADDED.to(q.dtype)).tanh() * 3) @ v
+
+
+def capped_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(((q @ k.mT).tanh() * 2).tanh()) @ v
+
+
+def capped_at_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax((q @ k.mT).tanh() * 0) @ v
+
+
+def two_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(torch.cat([q @ k.mT, q[..., :2]], -1))[..., :-2] @ v
+
+
+def a_sink_before_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(torch.cat([q[..., :1], q @ k.mT], -1))[..., 1:] @ v
+
+
+def a_sink_in_the_place_of_a_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(torch.cat([q @ k.mT, q[..., :1]], -1))[..., 1:] @ v
+
+
+def a_sink_with_a_value(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(torch.cat([q @ k.mT, q[..., :1]], -1)) @ torch.cat([v, v[:, :, :1]], 2)
+
+
+def less_than_another_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return softmax(scores - (scores * 2).amax(-1, keepdim=True)) @ v
 
 
 def longer_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -412,7 +530,9 @@ KEPT = {
     scores_read_elsewhere: "reads its weights or scores", over_queries: "sums over something else",
     two_values: "sums over", longer_values: "values as long as keys", wide: "in f32, bf16 and f16",
     added_after_a_number: "does not hide them",
-    a_power_of_scores: "", turned_weights: "",
+    a_power_of_scores: "", turned_weights: "", capped_after_a_mask: "", capped_twice: "", capped_at_nothing: "",
+    two_sinks: "", a_sink_before_keys: "", a_sink_in_the_place_of_a_key: "sums over", a_sink_with_a_value: "sums over",
+    less_than_another_maximum: "reads its weights or scores",
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-// Attention: softmax(scale * q @ k^T + mask) @ v for some rows of one head, without a matrix of all scores.
+// Attention: softmax(scale * q @ k^T + mask) @ v for some rows of one head, without a matrix of all scores. Scores may be
+// capped before the mask is added, and a row may have a sink: a score beside those of keys that has no value.
 //
 // Keys are taken in blocks (KEYS), which are packed once for all rows of the call and stay in the second cache: keys as
 // columns of the first product, values as columns of the second. For some rows at a time (QUERIES) the scores of a
@@ -37,7 +38,8 @@ template <int D, class E> PV_FN void put_row(const float* sums, float factor, co
 // (row, column), and for each row the logarithm of the sum that its weights are divided by; or, where `logarithm` is
 // given, the greatest score in `logsumexp` and there the logarithm of the sum relative to it. Mask and logarithms may be
 // null. replaces: where a mask is not zero it stands in place of the score. causal: row i sees the first `seen` + i
-// keys. zero: a row without any key is zero, else NaN.
+// keys. zero: a row without any key is zero, else NaN. cap: scores are cap * tanh(score / cap), if not 0. sinks (row, 0)
+// may be null.
 template <class E, class Added> struct Attention {
   Matrix<E> queries, keys, values;
   Matrix<Added> mask;
@@ -46,6 +48,8 @@ template <class E, class Added> struct Attention {
   bool causal;
   int64_t seen;
   bool zero;
+  float cap;
+  Matrix<float> sinks;
   Results<E> out;
   Results<float> logsumexp, logarithm;
 };
@@ -69,6 +73,9 @@ struct Greatest {
 // What a row has seen: its greatest score (scaled), and the sum of its weights relative to that.
 struct Seen {
   float greatest, sum;
+
+  // A row that has seen a sink alone: nothing of it where that is -inf, NaN where a softmax has it.
+  PV_FN static Seen of(float sink) { return {sink, sink == -inf<float> ? 0.0f : 1.0f + (sink - sink)}; }
 };
 
 // The n scores of a row become weights relative to the greatest so far, of type F and in the same memory; gives the
@@ -94,6 +101,16 @@ PV_SHARED float weigh(float* scores, int64_t n, float scale, Seen& row) {
   row.sum = row.sum * before + total<Sum>(sum.value());
   row.greatest = now;
   return before;
+}
+
+// scores = cap * tanh(scores * scale / cap). Added: of the mask, which this does not depend on.
+template <class Added>
+PV_SHARED void cap_scores(float* scores, int64_t n, float scale, float cap) {
+  constexpr int W = 2 * COLUMN;
+  steps<W>(0, n, [&](auto l, int64_t j) PV_INLINE {
+    const auto a = tanh(mul(load<float>(scores + j, l), splat<W>(scale / cap)));
+    store<float>(scores + j, mul(a, splat<W>(cap)), l);
+  });
 }
 
 // scores = scores * scale + mask, or, if the mask replaces scores, mask where it is not zero
@@ -225,9 +242,11 @@ template <class E, class Added>
 PV_FN float weigh_row(
     const Attention<E, Added>& a, int64_t row, int64_t from, int64_t n, float* scores, Seen& seen) {
   using F = Factor<E>;
-  if (!a.mask.at && a.scale > 0) return weigh<true, F>(scores, n, a.scale, seen);
+  if (a.cap != 0) cap_scores<Added>(scores, n, a.scale, a.cap);
+  const float scale = a.cap != 0 ? 1.0f : a.scale;
+  if (!a.mask.at && scale > 0) return weigh<true, F>(scores, n, scale, seen);
   const Added* mask = a.mask.at ? a.mask(row, from) : nullptr;
-  add_mask(scores, n, a.scale, mask, a.mask.column, a.replaces);
+  add_mask(scores, n, scale, mask, a.mask.column, a.replaces);
   return weigh<false, F>(scores, n, 1.0f, seen);
 }
 
@@ -242,7 +261,7 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   alignas(64) float keys[KEYS * UNITS], values[PAIRS * WIDTH], scores[ROWS_AT_ONCE<E> * STEP], sums[M * WIDTH];
   Seen seen[M];
   Beside beside;
-  for (int64_t i = 0; i < m; i++) seen[i] = {-inf<float>, 0.0f};
+  for (int64_t i = 0; i < m; i++) seen[i] = Seen::of(a.sinks.at ? *a.sinks(i, 0) : -inf<float>);
   const bool few = m <= ROWS_IN_PLACE;
   const bool keys_there = few && a.keys.column == 1 && a.queries.column == 1;
   const bool values_there = few && a.values.column == 1 && D % COLUMNS == 0;

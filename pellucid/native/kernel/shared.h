@@ -25,7 +25,9 @@ namespace pv {
   TEMPLATE float weigh<true, F>(float*, int64_t, float, Seen&);                                            \
   TEMPLATE float weigh<false, F>(float*, int64_t, float, Seen&);                                           \
   TEMPLATE void weigh_changes<F>(float*, float*, int64_t, float, float, float, float, float);
-#define PV_MASKS(TEMPLATE, E) TEMPLATE void add_mask(float*, int64_t, float, const E*, int64_t, bool);
+#define PV_MASKS(TEMPLATE, E)                                                                              \
+  TEMPLATE void cap_scores<E>(float*, int64_t, float, float);                                              \
+  TEMPLATE void add_mask(float*, int64_t, float, const E*, int64_t, bool);
 
 // What pairs of bf16 need where they are multiplied as such; elsewhere they are floats.
 #ifdef __AVX512BF16__

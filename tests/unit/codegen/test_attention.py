@@ -80,6 +80,58 @@ def test_the_formula_is_recognised() -> None:
     assert scores.mask is not None and scores.limit is not None
 
 
+# The same with scores that are capped at 2, and a sink of each head.
+CAPPED = (
+    ("v: f32[84], m", "v: f32[84], n: f32[3], m"),
+    (
+        "s1: f32 = mul s0, half",
+        "two: f32 = const 2.0\n  s3: f32 = mul s0, half\n  s4: f32 = tanh s3\n  s1: f32 = mul s4, two",
+    ),
+    ("top: f32 = max s over t", "most: f32 = max s over t\n  sink: f32 = load n[h]\n  top: f32 = maximum most, sink"),
+    (
+        "sum: f32 = sum p over t",
+        "keys: f32 = sum p over t\n  far: f32 = sub sink, base\n  own: f32 = exp far\n  sum: f32 = add keys, own",
+    ),
+)
+
+
+def test_a_cap_and_sinks_are_recognised_and_computed() -> None:
+    """By native code and the interpreter as by a softmax of scores beside sinks."""
+    kernel = changed(*CAPPED)
+    verify_kernel(kernel)
+    found = find_attention(kernel)
+    assert isinstance(found, Attention) and found.sinks is not None
+    assert (found.scores.scale, found.scores.cap) == (1.0, 2.0)
+    q, k, v, n, m = (guarded(param.numel.value or 0) for param in kernel.params[:5])
+    n[2] = -torch.inf
+    heads = [each.view(3, -1, 4).double() for each in (q, k, v)]
+    scores = (heads[0] @ heads[1].mT * 0.5).tanh() * 2 + m.view(5, 7)
+    scores = scores.masked_fill(~torch.ones(5, 7, dtype=torch.bool).tril(), -torch.inf)
+    scores = torch.cat([scores, n.view(3, 1, 1).expand(3, 5, 1)], -1)
+    out = scores.softmax(-1)[..., :-1] @ heads[2]
+    for run in (run_kernel, run_native):
+        memory = {"q": q, "k": k, "v": v, "n": n, "m": m} | {"o": torch.zeros(60), "l": torch.zeros(15)}
+        run(kernel, memory, {})
+        torch.testing.assert_close(memory["o"], out.flatten().float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(memory["l"], scores.logsumexp(-1).flatten().float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("sub sink, base", "sub sink, top"),
+        ("maximum most, sink", "minimum most, sink"),
+        ("maximum most, sink", "maximum most, half"),
+        ("add keys, own", "sub keys, own"),
+        ("tanh s3", "exp s3"),
+        ("const 2.0", "const 1e-9"),
+    ],
+)
+def test_other_caps_and_sinks_are_no_kernel_at_all(pair: tuple[str, str]) -> None:
+    with pytest.raises(InternalError, match="no attention"):
+        generate(changed(*CAPPED, pair), Options(), AVX2)
+
+
 # The gradients of the same, for three heads of queries that share one head of keys.
 BACKWARD = """\
 kernel gradients(
