@@ -70,6 +70,7 @@ template <class T> using Wrap = std::conditional_t<(sizeof(T) < 4), uint32_t, st
 #include "kernel/winograd.h"
 #include "kernel/groups.h"
 #include "kernel/tap_gradients.h"
+#include "kernel/shown.h"
 #include "kernel/attend.h"
 #include "kernel/attend_backward.h"
 #include "kernel/shared.h"

@@ -134,40 +134,6 @@ PV_SHARED void add_mask(
   });
 }
 
-// Keys that are hidden from all rows at work are left out, so many at a time: whole panels.
-constexpr int KEYS_HIDDEN = 64;
-
-// Whether a mask that replaces scores hides n keys from a row.
-template <class Added>
-PV_FN bool hides(const Added* mask, int64_t n) {
-  Acc<Sum, Vec<float, COLUMN>> shown;
-  steps<COLUMN>(0, n, [&](auto l, int64_t j) PV_INLINE {
-    shown.add(where(eq(load(mask + j, l), splat<COLUMN>(-inf<float>)), splat<COLUMN>(0.0f), splat<COLUMN>(1.0f)), l);
-  });
-  return total<Sum>(shown.value()) == 0;
-}
-
-// The keys from the first to the last one of n that such a mask shows to some rows.
-struct Shown {
-  int64_t from, to;
-};
-
-template <class Added>
-PV_SHARED Shown shown_keys(const Added* mask, int64_t row, int64_t rows, int64_t n) {
-  const int64_t parts = (n + KEYS_HIDDEN - 1) / KEYS_HIDDEN;
-  const auto hidden = [&](int64_t i, int64_t part) PV_INLINE {
-    return hides(mask + i * row + part * KEYS_HIDDEN, least(KEYS_HIDDEN, n - part * KEYS_HIDDEN));
-  };
-  int64_t from = parts, to = 0;
-  for (int64_t i = 0; i < rows; i++) {
-    int64_t first = 0, last = parts;
-    while (first < from && hidden(i, first)) first++;
-    while (last > to && hidden(i, last - 1)) last--;
-    from = first, to = last;
-  }
-  return {from * KEYS_HIDDEN, least(to * KEYS_HIDDEN, n)};
-}
-
 template <int D>
 PV_FN void rescale(float* sums, float factor) {
   if (factor == 1.0f) return;
@@ -250,6 +216,40 @@ PV_FN float weigh_row(
   return weigh<false, F>(scores, n, 1.0f, seen);
 }
 
+// The keys that rows at work see. They are looked for where a mask may hide some: those that have to be read to know
+// that they may be left out are no less work in few rows, unless the mask stands in place of their scores.
+template <int D, int M, class E, class Added> struct Sight {
+  const Attention<E, Added>& a;
+  int64_t n;
+  bool looks;
+  int8_t sees[M / ROWS_AT_ONCE<E> + 1];  // whether each row at work sees a key; -1: not known
+  float key = -1, value = -1;            // norms; -1: not known
+
+  Sight(const Attention<E, Added>& a, int64_t m, int64_t n)
+      : a(a), n(n), looks(a.mask.at && a.mask.column == 1 && (a.replaces || m > ROWS_IN_PLACE)) {
+    std::memset(sees, -1, sizeof sees);
+  }
+
+  // Of `most` keys from `from` on.
+  Shown of(int64_t first, int64_t rows, int64_t from, int64_t most) {
+    if (!looks || most <= 0) return {0, most};
+    const Added* mask = a.mask(first, from);
+    const Shown shown = shown_keys(mask, a.mask.row, rows, most, SHOWS);
+    if (shown.from == 0 && shown.to == most) return shown;
+    const float limit = hides(first, rows);
+    return shown.hidden <= limit ? shown : shown_keys(mask, a.mask.row, rows, most, limit);
+  }
+
+  // See `hides_below`.
+  float hides(int64_t first, int64_t rows) {
+    int8_t& known = sees[first / ROWS_AT_ONCE<E>];
+    if (known < 0) known = each_sees(a.mask(first, 0), a.mask.row, rows, a.causal ? least(n, a.seen + first) : n);
+    if (value == -1) key = norm(a.keys, n, D), value = norm(a.values, n, D);
+    const float score = abs(a.scale) * norm(a.queries.from(first, 0), rows, D) * key;
+    return hides_below(score, value, a.replaces, known);
+  }
+};
+
 // m rows, at most M, of n keys. D: columns, and terms of the first product.
 template <int D, int M, int KEYS, class E, class Added>
 inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
@@ -266,21 +266,29 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   const bool keys_there = few && a.keys.column == 1 && a.queries.column == 1;
   const bool values_there = few && a.values.column == 1 && D % COLUMNS == 0;
   const int64_t last = a.causal ? least(n, a.seen + m - 1) : n;
-  const bool hidden = a.mask.at && a.replaces && a.mask.column == 1;  // some keys may be, from all rows at work
-  const bool empty = last <= 0 || (a.causal && a.seen <= 0);          // some rows see nothing
-  if (empty || hidden) std::memset(sums, 0, sizeof sums);
+  Sight<D, M, E, Added> sight(a, m, last);
+  Shown shown[M / ROWS_AT_ONCE<E> + 1];
+  bool begun[M / ROWS_AT_ONCE<E> + 1] = {};  // whether there are sums of the rows at work
   for (int64_t from = 0; from < last; from += KEYS) {
     const int64_t count = least(KEYS, last - from);
     const KeyBlock whole{keys_there ? nullptr : keys, values_there ? nullptr : values, from};
+    bool any = false;
+    for (int64_t first = 0; first < m; first += ROWS_AT_ONCE<E>) {
+      const int64_t rows = least(ROWS_AT_ONCE<E>, m - first);
+      const int64_t most = a.causal ? least(count, a.seen + first + rows - 1 - from) : count;
+      const Shown keys = shown[first / ROWS_AT_ONCE<E>] = sight.of(first, rows, from, most);
+      any |= keys.from < keys.to;
+    }
+    if (!any) continue;
     if (!keys_there) pack_columns(transposed(a.keys.from(from, 0)), D, count, keys, COLUMNS * UNITS);
     if (!values_there) pack_columns(a.values.from(from, 0), count, D, values, COLUMNS * PAIRS);
     for (int64_t first = 0; first < m; first += ROWS_AT_ONCE<E>) {
       const int64_t rows = least(ROWS_AT_ONCE<E>, m - first);
-      Shown shown{0, a.causal ? least(count, a.seen + first + rows - 1 - from) : count};
-      if (hidden && shown.to > 0) shown = shown_keys(a.mask(first, from), a.mask.row, rows, shown.to);
-      const int64_t most = shown.to - shown.from;
+      const Shown part = shown[first / ROWS_AT_ONCE<E>];
+      bool& more = begun[first / ROWS_AT_ONCE<E>];
+      const int64_t most = part.to - part.from;
       if (most <= 0) continue;
-      const KeyBlock block = whole.after<E, D>(shown.from);
+      const KeyBlock block = whole.after<E, D>(part.from);
       const auto visible = [&](int64_t row) PV_INLINE { return a.causal ? least(most, a.seen + row - block.from) : most; };
       score<D, STEP>(beside, a, block, first, rows, most, scores);
       for (int64_t i = 0; i < rows; i++) {
@@ -288,16 +296,18 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
         const int64_t some = visible(first + i);
         if (some > 0) {
           const float before = weigh_row(a, first + i, block.from, some, row, seen[first + i]);
-          if (from > 0 || hidden) rescale<WIDTH>(sums + (first + i) * WIDTH, before);
+          if (more) rescale<WIDTH>(sums + (first + i) * WIDTH, before);
         }
         for (int64_t j = some < 0 ? 0 : some; j < units_of<E>(most) * TERMS<E>; j++) ((F*)row)[j] = F{};
       }
-      add_values<D, KEYS, STEP>(beside, a, block, rows, most, scores, {sums + first * WIDTH, WIDTH, from > 0 || hidden});
+      add_values<D, KEYS, STEP>(beside, a, block, rows, most, scores, {sums + first * WIDTH, WIDTH, more});
+      more = true;
     }
   }
   for (int64_t i = 0; i < m; i++) {
     const float all = seen[i].sum;
     const bool empty = a.zero && all == 0;
+    if (!begun[i / ROWS_AT_ONCE<E>]) std::memset(sums + i * WIDTH, 0, WIDTH * sizeof(float));
     put_row<D>(sums + i * WIDTH, empty ? 1.0f : 1.0f / all, a.out.from(i, 0), false);
     if (!a.logsumexp.at) continue;
     const float logarithm = libm::log(all), greatest = seen[i].greatest;

@@ -27,6 +27,9 @@ namespace pv {
   TEMPLATE void weigh_changes<F>(float*, float*, int64_t, float, float, float, float, float);
 #define PV_MASKS(TEMPLATE, E)                                                                              \
   TEMPLATE void cap_scores<E>(float*, int64_t, float, float);                                              \
+  TEMPLATE Shown shown_keys(const E*, int64_t, int64_t, int64_t, float);                                   \
+  TEMPLATE bool each_sees(const E*, int64_t, int64_t, int64_t);                                            \
+  TEMPLATE float norm(const Matrix<E>&, int64_t, int64_t);                                                 \
   TEMPLATE void add_mask(float*, int64_t, float, const E*, int64_t, bool);
 
 // What pairs of bf16 need where they are multiplied as such; elsewhere they are floats.
