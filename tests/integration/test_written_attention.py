@@ -360,6 +360,63 @@ def test_long_rows_and_blocks_of_keys(tmp_path: Path) -> None:
     assert len(said(rows, KERNEL)) == 2
 
 
+LATE = torch.arange(700) - torch.arange(190)[:, None] - 400  # of a key, behind the row
+HIDING = {
+    "causal": torch.where(LATE <= 0, 0.0, torch.finfo(torch.float32).min),
+    "a window": torch.where((LATE <= 0) & (LATE > -90), ADDED[0, 0], -INF),
+    "padded": torch.where(torch.arange(700) < 300, 0.0, -1e4).expand(190, 700),
+    "documents": torch.where(LATE // 150 == -1, 0.0, -1e4),
+    "rows of nothing": torch.where((LATE < -500) | (LATE > 200), 0.0, torch.finfo(torch.float32).min),
+    "rows of -inf": torch.where((LATE < -500) | (LATE > 200), 0.0, -INF),
+    "a long way down": torch.where(LATE <= 0, -2000.0, -4000.0),
+    "nan": torch.where(LATE <= 0, 0.0, -INF).masked_fill(LATE == 130, NAN),
+}
+
+
+def spoiled(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = heads(1, 2, 190, 16), heads(1, 2, 700, 16), heads(1, 2, 700, 16)
+    match kind:
+        case "an infinite key":
+            k[0, 0, 650, 3] = INF
+        case "a key that is nan":
+            k[0, 1, 10, 3] = NAN
+        case "an infinite value":
+            v[0, 0, 690, 3] = INF
+        case "a value that is nan":
+            v[0, 0, 5, 3] = NAN
+        case "an infinite query":
+            q[0, 0, 30] = -INF
+        case "great scores":
+            q, k = q * 40, k * 40
+        case "a great key":
+            k[0, :, 140], k[0, :, 500] = 2e3, -2e3
+    return q, k, v
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "", "an infinite key", "a key that is nan", "an infinite value", "a value that is nan", "an infinite query",
+        "great scores", "a great key",
+    ],
+)  # fmt: skip
+def test_keys_that_a_mask_hides_by_addition(tmp_path: Path, hiding: str, kind: str) -> None:
+    """They are left out where nothing of them could show, and are there where something does."""
+    mask = HIDING[hiding]
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return softmax(q @ k.mT * 0.25 + mask.to(q.dtype)) @ v
+
+    args = spoiled(kind)
+    results, rows = trained(function, tmp_path, *args)
+    eager, exact = with_gradients(function, *args), with_gradients(function, *widened(args))
+    judged = 1 if "great" in kind else 4  # where one weight is 1, gradients are differences of what rounding leaves
+    assert_matches(results[:judged], eager[:judged], exact[:judged])
+    assert len(said(rows, KERNEL)) == 2
+
+
 HIDDEN = torch.zeros(20, 20, dtype=torch.bool)
 HIDDEN[3], HIDDEN[5, :11], HIDDEN[:, 19] = True, True, True
 

@@ -11,8 +11,9 @@
 //
 // Keys are taken in blocks (KEYS), which are packed once and whose gradients are summed in cache over all rows. Rows are
 // taken M at a time; for QUERIES of them scores become weights, and grad out @ v^T changes, in place. The gradient of
-// queries is summed in memory, in f32, block by block of keys. With a causal mask, keys beyond the last row of QUERIES, and rows
-// before the first of QUERIES keys, are left out.
+// queries is summed in memory, in f32, block by block of keys. With a causal mask, keys beyond the last row of QUERIES,
+// and rows before the first of QUERIES keys, are left out; keys behind the last one that a mask shows to some of M rows
+// are so too (shown.h).
 //
 // Types are those of attend.h: in bf16 weights and changes are rounded to it, as ATen's are.
 namespace pv {
@@ -171,6 +172,34 @@ PV_FN void add_by_key(
   }
 }
 
+// The keys that rows see, as in attend.h, but that those up to the last of them count.
+template <int D, class E, class Added> struct SightOfGradients {
+  const AttentionBackward<E, Added>& a;
+  int64_t n;
+  float key = -1, value = -1;  // norms; -1: not known
+
+  // How many of `count` keys from `from` on rows of a head see.
+  int64_t of(int64_t head, int64_t first, int64_t rows, int64_t from, int64_t count) {
+    if (!a.mask.first.at || a.mask.first.column != 1) return count;
+    const Added* mask = a.mask[head](first, from);
+    Shown shown = shown_keys(mask, a.mask.first.row, rows, count, SHOWS);
+    if (shown.from == 0 && shown.to == count) return count;
+    const float limit = hides(head, first, rows);
+    if (!(shown.hidden <= limit)) shown = shown_keys(mask, a.mask.first.row, rows, count, limit);
+    return shown.from < shown.to ? shown.to : 0;
+  }
+
+  // Below which number a mask hides keys from rows whose weights and changes are 0 there; NaN if below none.
+  float hides(int64_t head, int64_t first, int64_t rows) {
+    const int64_t seen = a.causal ? least(n, a.seen + first) : n;
+    if (!each_sees(a.mask[head](first, 0), a.mask.first.row, rows, seen)) return nan<float>;
+    if (value == -1) key = norm(a.keys, n, D), value = norm(a.values, n, D);
+    const auto of_rows = [&](const PerHead<Matrix<E>>& all) PV_INLINE { return norm(all[head].from(first, 0), rows, D); };
+    const float change = of_rows(a.grad_out) * (value + of_rows(a.out));
+    return hides_below(abs(a.scale) * of_rows(a.queries) * key, change, false, true);  // a change is times keys, too
+  }
+};
+
 // All of `heads` heads of m rows, and of n keys. D: columns, and terms of scores.
 template <int D, int M, int KEYS, class E, class Added>
 inline void attend_backward(int64_t heads, int64_t m, int64_t n, const AttentionBackward<E, Added>& a) {
@@ -182,6 +211,7 @@ inline void attend_backward(int64_t heads, int64_t m, int64_t n, const Attention
   alignas(64) float queries[DEPTH_OF_ROWS * WIDTH], grad_out[DEPTH_OF_ROWS * WIDTH];
   alignas(64) float weights[M * STEP], changes[M * STEP];
   Beside beside;
+  SightOfGradients<D, E, Added> sight{a, n};
   for (int64_t from = 0; from == 0 || from < n; from += KEYS) {
     const int64_t count = least(KEYS, n - from);
     pack_columns(transposed(a.keys.from(from, 0)), D, count, keys, COLUMNS * UNITS);
@@ -191,7 +221,8 @@ inline void attend_backward(int64_t heads, int64_t m, int64_t n, const Attention
     std::memset(grad_values, 0, sizeof grad_values);
     for (int64_t head = 0; head < heads; head++)
       for (int64_t first = 0; first < m; first += M) {
-        const RowBlock<M, STEP> block{head, first, least(M, m - first), from, count, weights, changes};
+        const int64_t rows = least(M, m - first), shown = sight.of(head, first, rows, from, count);
+        const RowBlock<M, STEP> block{head, first, rows, from, shown, weights, changes};
         const bool seen = block.visible(a, block.rows - 1) > 0;
         for (int64_t row = 0; row < block.rows && (seen || from == 0); row += ROWS_AT_ONCE<E>) {
           const int64_t some = least(ROWS_AT_ONCE<E>, block.rows - row), most = block.visible(a, row + some - 1);
