@@ -143,6 +143,13 @@ def test_what_hidden_keys_hold_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_hidden_values_count_as_zero_times_what_they_are(value: float) -> None:
+    q, k, v = operands(batch=1)
+    v[0, 1, 70, 3] = value
+    check(program("none", "later"), (q, k, v))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_keys_that_scores_hide_do_not_count(value: float) -> None:
     q, k, v = operands()
     k[:, :, 50:] = value

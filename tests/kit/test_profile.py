@@ -289,6 +289,13 @@ def test_rows_are_held_against_the_machine(taken):
 # ------------------------------------------------------------------------------------------------ around any code
 
 
+def test_what_is_beyond_its_limit_says_why():
+    """Only attention leaves out what counts as work."""
+    row = KernelTime("a", "kernel", "attention", "a", 1, 5.0, 0.0, 5.0, 0.1, limit="compute", percent_of_limit=170.0)
+    assert "a mask hides" in row.because
+    assert not replace(row, percent_of_limit=80.0).because and not replace(row, group="products").because
+
+
 def test_a_block_is_profiled_in_all_threads():
     run = torch.compile(lambda x: x.exp().sum(0), backend="pellucid")
     x = f32(64, 64)

@@ -71,8 +71,11 @@ class KernelTime:
 
     @property
     def because(self) -> str:
-        """`why_below` as a sentence."""
-        return f"the rest: {'; '.join(self.why_below)}" if self.why_below else ""
+        """`why_below` as a sentence, or why it is beyond its limit; empty where neither is to be explained."""
+        if self.why_below:
+            return f"the rest: {'; '.join(self.why_below)}"
+        beyond = self.group == "attention" and (self.percent_of_limit or 0) > 100
+        return "scores that a mask hides count as work, and are left out" if beyond else ""
 
     @property
     def estimate_factor(self) -> float | None:

@@ -158,7 +158,7 @@ def _row(row: KernelTime, found: Profile) -> tuple[Cell, ...]:
     if row.percent_of_limit is not None:
         expected = f"; {_us(row.estimate_microseconds)} µs a call expected" if row.estimate_microseconds else ""
         what.append(sentence(f"{row.percent_of_limit:.0f}% of the limit of {row.limit}{expected}"))
-    if row.why_below:
+    if row.because:
         what.append(sentence(row.because, hang=2))
     if row.cycles_per_instruction is not None and row.cache_misses is not None:
         misses = f"{row.cache_misses:.0f} misses of the last cache a call"
