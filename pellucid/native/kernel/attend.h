@@ -233,15 +233,10 @@ template <int D, int M, class E, class Added> struct Sight {
   // Of `most` keys from `from` on.
   Shown of(int64_t first, int64_t rows, int64_t from, int64_t most) {
     if (!looks || most <= 0) return {0, most};
-    const Added* mask = a.mask(first, from);
-    const Shown shown = shown_keys(mask, a.mask.row, rows, most, SHOWS);
-    if (shown.from == 0 && shown.to == most) return shown;
-    const float limit = hides(first, rows);
-    return shown.hidden <= limit ? shown : shown_keys(mask, a.mask.row, rows, most, limit);
+    return seen_keys(a.mask.from(first, from), rows, most, [&] { return below(first, rows); });
   }
 
-  // See `hides_below`.
-  float hides(int64_t first, int64_t rows) {
+  float below(int64_t first, int64_t rows) {
     int8_t& known = sees[first / ROWS_AT_ONCE<E>];
     if (known < 0) known = each_sees(a.mask(first, 0), a.mask.row, rows, a.causal ? least(n, a.seen + first) : n);
     if (value == -1) key = norm(a.keys, n, D), value = norm(a.values, n, D);

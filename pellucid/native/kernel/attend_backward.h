@@ -181,16 +181,13 @@ template <int D, class E, class Added> struct SightOfGradients {
   // How many of `count` keys from `from` on rows of a head see.
   int64_t of(int64_t head, int64_t first, int64_t rows, int64_t from, int64_t count) {
     if (!a.mask.first.at || a.mask.first.column != 1) return count;
-    const Added* mask = a.mask[head](first, from);
-    Shown shown = shown_keys(mask, a.mask.first.row, rows, count, SHOWS);
-    if (shown.from == 0 && shown.to == count) return count;
-    const float limit = hides(head, first, rows);
-    if (!(shown.hidden <= limit)) shown = shown_keys(mask, a.mask.first.row, rows, count, limit);
+    const auto mask = a.mask[head].from(first, from);
+    const Shown shown = seen_keys(mask, rows, count, [&] { return below(head, first, rows); });
     return shown.from < shown.to ? shown.to : 0;
   }
 
-  // Below which number a mask hides keys from rows whose weights and changes are 0 there; NaN if below none.
-  float hides(int64_t head, int64_t first, int64_t rows) {
+  // So that both weights and changes of hidden keys are 0.
+  float below(int64_t head, int64_t first, int64_t rows) {
     const int64_t seen = a.causal ? least(n, a.seen + first) : n;
     if (!each_sees(a.mask[head](first, 0), a.mask.first.row, rows, seen)) return nan<float>;
     if (value == -1) key = norm(a.keys, n, D), value = norm(a.values, n, D);

@@ -47,6 +47,15 @@ PV_SHARED Shown shown_keys(const Added* mask, int64_t row, int64_t rows, int64_t
   return {from * KEYS_HIDDEN, least(to * KEYS_HIDDEN, n), most};
 }
 
+// The keys of n that rows see. below: gives the number below which a mask hides keys, where it may hide some.
+template <class Added, class Below>
+PV_FN Shown seen_keys(const Matrix<Added>& mask, int64_t rows, int64_t n, Below below) {
+  const Shown shown = shown_keys(mask.at, mask.row, rows, n, SHOWS);
+  if (shown.from == 0 && shown.to == n) return shown;
+  const float limit = below();
+  return shown.hidden <= limit ? shown : shown_keys(mask.at, mask.row, rows, n, limit);
+}
+
 // Whether the mask shows one of n keys to each row.
 template <class Added>
 PV_SHARED bool each_sees(const Added* mask, int64_t row, int64_t rows, int64_t n) {
@@ -72,8 +81,8 @@ PV_SHARED float norm(const Matrix<E>& a, int64_t rows, int64_t columns) {
   return libm::sqrt(total<Sum>(sum.value()));
 }
 
-// Below which number a mask hides a key from rows; NaN if below none.
-// score: what scores are at most. value: the same of values. sees: whether each row sees a key.
+// Below which number a mask hides a key from rows; NaN if below none. score: what scores are at most. value: what must
+// be finite. replaces: the mask stands in place of scores. sees: whether each row sees a key.
 PV_FN float hides_below(float score, float value, bool replaces, bool sees) {
   const bool bounded = score < 1e37f;
   if (!(value < inf<float>) || !(bounded || replaces)) return nan<float>;
