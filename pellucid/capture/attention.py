@@ -218,7 +218,7 @@ class _Fusion:
         if found is not None:
             return found
         dims = len(shape_of(node.meta["val"]))
-        if shape[1] == ONE:
+        if shape[1] == ONE and dims < 4:
             for _ in range(4 - dims):
                 node = self._call(aten.unsqueeze.default, node, 1 if dims == 3 else 0)
             return node

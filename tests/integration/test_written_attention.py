@@ -249,7 +249,14 @@ def sinks_beside_capped_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softmax(every - every.amax(-1, keepdim=True))[..., :-1] @ v
 
 
-UNTRAINED = (capped, capped_at_one, capped_below, sinks, sinks_of_rows, sinks_beside_capped_scores)
+def sinks_of_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """On five dimensions."""
+    q, k, v = q.view(2, 2, 2, 20, 16), k[:, :2, None], v[:, :2, None]
+    every = torch.cat([q @ k.mT * 0.25, q[..., :1]], -1)
+    return softmax(every)[..., :-1] @ v
+
+
+UNTRAINED = (capped, capped_at_one, capped_below, sinks, sinks_of_rows, sinks_beside_capped_scores, sinks_of_groups)
 
 # All forms in f32; in narrow types those of which each part of the kernel is different, and all of them where time does
 # not matter.
@@ -492,6 +499,22 @@ def test_sinks_of_any_number_of_rows(tmp_path: Path, rows: int) -> None:
         with torch.no_grad():
             assert_matches(compiled(*args), function(*args), function(*widened(args)))
     assert len(said(decisions(tmp_path), KERNEL)) == 1
+
+
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e9])
+def test_great_scores(tmp_path: Path, size: float) -> None:
+    """What is lost where they are rounded is in no weight."""
+    q, k, v = heads(2, 4, 20, 16) * size, heads(2, 4, 20, 16), heads(2, 4, 20, 16)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return softmax(q @ k.mT * 0.2425) @ v
+
+    for form in (function, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.2425)):
+        results, rows = trained(form, tmp_path / str(form is function), q, k, v)
+        eager, exact = with_gradients(form, q, k, v), with_gradients(form, *widened((q, k, v)))
+        assert_matches(results[0], eager[0], exact[0])
+        assert all(each.isfinite().all() for each in results)
+        assert len(said(rows, KERNEL)) == (2 if form is function else 1)  # ATen has small forwards of its operator
 
 
 def test_an_infinite_value_of_which_nothing_is_hidden(tmp_path: Path) -> None:

@@ -78,6 +78,16 @@ struct Seen {
   PV_FN static Seen of(float sink) { return {sink, sink == -inf<float> ? 0.0f : 1.0f + (sink - sink)}; }
 };
 
+// Beyond this a score is rounded before the greatest one, which was rounded too, is subtracted: what one of them lost
+// would be in the exponent of a weight.
+constexpr float ROUNDED = 4096.0f;
+
+PV_FN void scale_scores(float* scores, int64_t n, float scale) {
+  steps<COLUMN>(0, n, [&](auto l, int64_t j) PV_INLINE {
+    store<float>(scores + j, mul(load<float>(scores + j, l), splat<COLUMN>(scale)), l);
+  });
+}
+
 // The n scores of a row become weights relative to the greatest so far, of type F and in the same memory; gives the
 // factor for what was summed before. PLAIN: they are still to be scaled.
 template <bool PLAIN, class F>
@@ -88,6 +98,11 @@ PV_SHARED float weigh(float* scores, int64_t n, float scale, Seen& row) {
   steps<4 * COLUMN>(0, n, [&](auto l, int64_t j) PV_INLINE { top.add(load<float>(scores + j, l), l); });
   const float most = total<Max>(top.value()) * (PLAIN ? scale : 1.0f);
   const float now = most > row.greatest ? most : row.greatest;
+  if constexpr (PLAIN)
+    if (scale != 1 && !(abs(now) < ROUNDED)) {
+      scale_scores(scores, n, scale);
+      return weigh<false, F>(scores, n, 1.0f, row);
+    }
   const float base = now == -inf<float> ? 0.0f : now;
   const auto less = splat<W>(-base);
   Acc<Sum, Vec<float, W>> sum;

@@ -57,6 +57,10 @@ template <class F>
 PV_SHARED void weigh_changes(
     float* scores, float* changes, int64_t n, float factor, float base, float logarithm, float delta, float scale) {
   constexpr int W = COLUMN;
+  if (factor != 1 && !(abs(base) < ROUNDED)) {
+    scale_scores(scores, n, factor);
+    factor = 1;
+  }
   const auto times = splat<W>(factor), less = splat<W>(-base), over = splat<W>(logarithm);
   const auto before = splat<W>(delta), after = splat<W>(scale);
   steps<W>(0, n, [&](auto l, int64_t j) PV_INLINE {
