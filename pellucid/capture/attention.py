@@ -5,6 +5,7 @@ In training both halves do, while they are one graph: forward keeps two numbers 
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -31,6 +32,7 @@ from pellucid.capture.written_attention import (
     written_attention,
     written_gradients,
 )
+from pellucid.ir.attention import Masking
 from pellucid.ir.contraction import DTYPES as KERNEL_DTYPES
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, Expr
@@ -53,7 +55,7 @@ def fuse_attention(module: torch.fx.GraphModule, machine: Machine) -> tuple[Deci
     """Change a graph for inference: one call instead of two products and the softmax between them.
 
     Before: `%s = bmm(%q, %kt); %d = div(%s, 8.0); %p = _softmax(%d, -1); %o = bmm(%p, %v)`.
-    After: `%a = pellucid.attention(%q, %k, %v, None, False, 0.125); %o = getitem(%a, 0)`.
+    After: `%a = pellucid.attention(%q, %k, %v, None, adds, 0.125); %o = getitem(%a, 0)`.
     """
     return tuple(decision for _, decision in _fused(module, machine, joint=False))
 
@@ -144,8 +146,8 @@ class _Fusion:
         batch, heads, rows, keys = written.sizes
         with graph.inserting_before(written.product):
             operands = self._operands(batch, heads, rows, keys, gradients)
-            mask, replaces = self._mask()
-            scaling = (mask, replaces, written.scores.scale)
+            mask, masking = self._mask()
+            scaling = (mask, masking, written.scores.scale)
             results = self._call(ATTENTION, *operands, *scaling, False, written.scores.cap, self._sinks())
             made = self._items(results, 3)
             self.forward = results
@@ -253,27 +255,32 @@ class _Fusion:
 
     # ------------------------------------------------------------------------------------------------ masks
 
-    def _mask(self) -> tuple[Node | None, bool]:
-        """One mask for all, and whether it stands in place of scores."""
+    def _mask(self) -> tuple[Node | None, Masking]:
+        """One mask for all, and what it does to scores."""
         masks = self.written.scores.masks
         if not masks:
-            return None, False
+            return None, "adds"
         replaced = [mask for mask in masks if isinstance(mask, Replaced)]
         if len(replaced) == len(masks) and all(mask.number != 0 for mask in replaced):
             chosen: Node | None = None
             for mask in replaced:
                 chosen = self._choice(mask, chosen)
-            return chosen, True
+            return chosen, "replaces"
         if any(not mask.number <= _LOWEST for mask in replaced):
             raise NotWritten("a number stands in place of scores to which a mask is added, and it does not hide them")
-        parts = [self._choice(mask, None) if isinstance(mask, Replaced) else self._addend(mask) for mask in masks]
-        total = parts[0]
-        for part in parts[1:]:
-            total = self._call(aten.add.Tensor, total, part)
+        hides = bool(replaced) and all(mask.number == -math.inf for mask in replaced)
+        total: Node | None = None
+        for mask in masks:
+            if isinstance(mask, Replaced) and hides:
+                total = self._choice(mask, total)
+                continue
+            part = self._choice(mask, None) if isinstance(mask, Replaced) else self._addend(mask)
+            total = part if total is None else self._call(aten.add.Tensor, total, part)
+        assert total is not None
         query = self.written.scores.operands[0].meta["val"].dtype
         if total.meta["val"].dtype not in (query, torch.float32):
             total = self._call(aten._to_copy.default, total, dtype=torch.float32)
-        return total, False
+        return total, "hides" if hides else "adds"
 
     def _choice(self, mask: Replaced, otherwise: Node | None) -> Node:
         """Zero, or another mask, where a score counts, else the number."""

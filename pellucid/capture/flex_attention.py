@@ -1,7 +1,7 @@
 """`flex_attention`, whose masks and changes of scores are functions of positions, becomes calls that kernels compute.
 
     before: `flex_attention(%q, %k, %v, score_mod, (..., mask_mod), scale, ...)`
-    after:  `%mask = where(ge(%rows, %keys), 0, -inf)`, `%a = pellucid.attention(%q, %k, %v, %mask, True, scale)`
+    after:  `%mask = where(ge(%rows, %keys), 0, -inf)`, `%a = pellucid.attention(%q, %k, %v, %mask, replaces, scale)`
 
 A mask, and what is added to scores, is a tensor of the positions that it depends on; a causal mask is none. Scores that
 are changed otherwise than by a scale and a cap (`tanh`) are computed as the operator defines them, in memory. PyTorch
@@ -179,9 +179,9 @@ class _Call:
         if not all(causal):
             mask = torch.where(self.counts(sizes, read), nothing if added is None else added, -_INF)
         key, value = (each.expand(query.shape[0], -1, -1, -1) for each in (key, value))
-        replaces = mask is not None and not any(isinstance(each, Added) for each in scores.masks)
+        masking = "hides" if any(isinstance(each, Added) for each in scores.masks) else "replaces"
         scale = self.scale * scores.scale
-        out, greatest, logarithm = ATTENTION(query, key, value, mask, replaces, scale, any(causal), scores.cap)
+        out, greatest, logarithm = ATTENTION(query, key, value, mask, masking, scale, any(causal), scores.cap)
         total = greatest + logarithm
         if mask is not None:
             hidden = total == -_INF

@@ -1,13 +1,13 @@
 """Operators of our own, which passes put into graphs where ATen has none that means the same.
 
-    attention(query, key, value, attn_mask, replaces, scale, is_causal, cap, sinks)
+    attention(query, key, value, attn_mask, masking, scale, is_causal, cap, sinks)
         -> softmax(scale * query @ key^T + attn_mask) @ value, and of each row the greatest score, 0 where that is -inf,
            and the logarithm of the sum of exponentials relative to it
-    attention_backward(grad_out, query, key, value, out, greatest, logarithm, attn_mask, replaces, scale)
+    attention_backward(grad_out, query, key, value, out, greatest, logarithm, attn_mask, masking, scale)
         -> the gradients of query, key and value
 
-Beside ATen's operator of that kind: a row of which no key counts is NaN, as a softmax has it; and a mask that
-`replaces` stands in place of scores where it is not zero, as `torch.where` has it. With `is_causal` keys behind a row
+Beside ATen's operator of that kind: a row of which no key counts is NaN, as a softmax has it; and a mask need not be
+added (`Masking`): `torch.where` puts it in place of scores, whatever they are. With `is_causal` keys behind a row
 do not count either. With a `cap` scores are cap * tanh(score / cap) before there is a mask (Gemma 2). `sinks` are
 scores beside those of keys, without values: a weight that no key gets (gpt-oss).
 
@@ -19,9 +19,12 @@ memory. What is written here is their meaning, for tools that run graphs call by
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+
+from pellucid.ir.attention import Masking
 
 NAMESPACE = "pellucid"
 KNOWN_NAMESPACES = frozenset({"aten", "prims", NAMESPACE})
@@ -35,20 +38,20 @@ def may_draw(target: torch._ops.OpOverload) -> bool:
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool replaces, float scale,"
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, str masking, float scale,"
     " bool is_causal=False, float? cap=None, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor greatest,"
-    " Tensor logarithm, Tensor? attn_mask, bool replaces, float scale) -> (Tensor, Tensor, Tensor)"
+    " Tensor logarithm, Tensor? attn_mask, str masking, float scale) -> (Tensor, Tensor, Tensor)"
 )
 
 
 def _attention(
-    query: Any, key: Any, value: Any, mask: Any, replaces: bool, scale: float, is_causal: bool = False,
+    query: Any, key: Any, value: Any, mask: Any, masking: Masking, scale: float, is_causal: bool = False,
     cap: float | None = None, sinks: Any = None,
 ) -> Any:  # fmt: skip
-    score = _scores(query, key, mask, replaces, scale, cap)
+    score = _scores(query, key, mask, masking, scale, cap)
     if is_causal:
         score = score.where(torch.ones_like(score, dtype=torch.bool).tril(), float("-inf"))
     keys = score.shape[-1]
@@ -63,29 +66,31 @@ def _attention(
 
 
 def _attention_backward(
-    grad_out: Any, query: Any, key: Any, value: Any, out: Any, greatest: Any, logarithm: Any, mask: Any, replaces: bool,
-    scale: float,
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, greatest: Any, logarithm: Any, mask: Any,
+    masking: Masking, scale: float,
 ) -> Any:  # fmt: skip
     wide = [_wide(each) for each in (grad_out, query, key, value, out)]
     grad, q, k, v, o = wide
     k, v = _repeated(k, q), _repeated(v, q)
-    score = _scores(query, key, mask, replaces, scale)
+    score = _scores(query, key, mask, masking, scale)
     weight = (score - greatest.unsqueeze(-1) - logarithm.unsqueeze(-1)).exp()
     change = weight * (grad @ v.mT - (grad * o).sum(-1, keepdim=True)) * scale
-    if mask is not None and replaces:
-        change = change.where(mask == 0, 0.0)
+    if mask is not None and masking != "adds":
+        change = change.where(mask == 0 if masking == "replaces" else mask != -math.inf, 0.0)
     heads = key.shape[1]
     found = (change @ k, change.mT @ q, weight.mT @ grad)
     sums = (found[0], *(each.unflatten(1, (heads, -1)).sum(2) for each in found[1:]))
     return tuple(_laid_out(like).copy_(each) for like, each in zip((query, key, value), sums, strict=True))
 
 
-def _scores(query: Any, key: Any, mask: Any, replaces: bool, scale: float, cap: float | None = None) -> Any:
+def _scores(query: Any, key: Any, mask: Any, masking: Masking, scale: float, cap: float | None = None) -> Any:
     score = _wide(query) @ _repeated(_wide(key), query).mT * scale
     if cap is not None:
         score = (score / cap).tanh() * cap
     if mask is not None:
-        score = score.where(mask == 0, mask.to(score.dtype)) if replaces else score + mask
+        added = score if masking == "replaces" else score + mask
+        kept = {"adds": None, "hides": mask != -math.inf, "replaces": mask == 0}[masking]
+        score = added if kept is None else added.where(kept, mask.to(score.dtype))
     return score
 
 

@@ -241,9 +241,10 @@ class Operands:
         ]
 
     def scaling(self, rows: Rows) -> list[str]:
-        """Whether a mask replaces scores, their scale, and which of them count."""
+        """What a mask does to scores, their scale, and which of them count."""
         scores, seen = rows.attention.scores, "0" if rows.seen is None else self.text(rows.seen)
-        return [flag_text(scores.replaces), scalar_text(scores.scale, DType.F32), flag_text(rows.triangular), seen]
+        masking = f"pv::Masking::{scores.masking.upper()}"
+        return [masking, scalar_text(scores.scale, DType.F32), flag_text(rows.triangular), seen]
 
     def strided(self, operand: Operand | None) -> str:
         """An operand as the fields of a matrix, empty for none."""

@@ -3,7 +3,8 @@
 With rows i, keys t, terms e and columns d:
 
     score  = sum over e of query[i, e] * key[t, e], times a scale, or cap * tanh(of that / cap);
-             plus a mask[i, t], or the mask where it is not 0; -inf where t > i + c
+             plus a mask[i, t], or that but the mask where it is -inf, or the mask where it is not 0;
+             -inf where t > i + c
     base   = max over t of score, and of sink[i], 0 where that is -inf
     weight = exp(score - base)
     total  = sum over t of weight, plus exp(sink[i] - base)
@@ -17,7 +18,7 @@ be the rows of several heads that share keys, and there is neither cap nor sink:
 
     weight = exp(score - logsumexp[i]), or exp(score - logsumexp[i] - logarithm[i])
     change = weight * (sum over d of grad_out[i, d] * value[t, d] - sum over d of grad_out[i, d] * out[i, d]) * scale,
-             0 where the mask stands in place of the score
+             0 where the mask stands in place of the score: where it is not 0, or is -inf
     store grad_query[i, e], sum over t of change * key[t, e]
     store grad_key[t, e], sum over i of change * query[i, e]
     store grad_value[t, d], sum over i of weight * grad_out[i, d]
@@ -30,13 +31,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from pellucid.ir.contraction import DTYPES, is_affine
 from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, product
 from pellucid.ir.nodes import Compute, Const, IndexValue, Kernel, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.types import DType
 
+Masking: TypeAlias = Literal["adds", "hides", "replaces"]
+"""What a mask does to scores: it is added; it is added but where it is -inf, and stands there in place of a score that
+may be NaN; or it stands in place of scores wherever it is not zero."""
+
 _INF = float("inf")
+_INSTEAD: dict[float, Masking] = {0.0: "replaces", -_INF: "hides"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,6 @@ class Scores:
     """Products of queries and keys, with what is added to them.
 
     dtype: of queries and keys, and of values and results, in memory. added: of the mask; `dtype` where there is none.
-    replaces: the mask stands in place of the score where it is not zero; it is added else.
     cap: no score is beyond it, before there is a mask; None if they may be anything.
     term: the axis that is summed. key: that of keys. limit: the position of a key must not be greater than this one;
     None if all keys count. position: the position of a key, where there is a limit.
@@ -55,7 +61,7 @@ class Scores:
     query: Load
     keys: Load
     mask: Load | None
-    replaces: bool
+    masking: Masking
     scale: float
     cap: float | None
     limit: Expr | None
@@ -200,7 +206,7 @@ class _Matcher:
         changed, query, rows = self.summed(grad_key.arg)
         weight, grad_out, over = self.summed(grad_value.arg)
         _expect((changed, over) == (change, rows))
-        change, mask = self.chosen(change, instead=0.0)
+        change, mask, masking = self.chosen(change, instead=0.0)
         change, scale = self.scaled(change)
         weighs, centred = self.operands(change, "mul")
         through, delta = self.operands(centred, "sub")
@@ -218,7 +224,7 @@ class _Matcher:
 
         scores = self.scores(score, along)
         _expect((scores.query, scores.keys, scores.scale, scores.cap) == (query, keys, scale, None))
-        _expect(mask == (scores.mask if scores.replaces else None))
+        _expect((mask, masking) == ((None, "adds") if scores.masking == "adds" else (scores.mask, scores.masking)))
         self.check((values, out, grad_out, grad_key, grad_value), scores.dtype)
         self.check((logsumexp, logarithm, grad_query), DType.F32)
         return AttentionBackward(
@@ -231,12 +237,13 @@ class _Matcher:
         for index in (position, limit):
             _expect(index is None or [index.coefficient(name) for name in index.vars()] in ([], [ONE]))
         _expect(len(along) == 1 and (position is None or position.vars() == frozenset(along)))
-        score, mask = self.chosen(score)
-        replaces = mask is not None
+        score, mask, masking = self.chosen(score)
         if self.does(score, "add"):
             score, added = self.operands(score, "add")
-            _expect(not replaces)
+            _expect(masking != "replaces" and mask in (None, self.load(added)))
             mask = self.load(added)
+        else:
+            _expect(masking != "hides")
         score, scale = self.scaled(score)
         cap = None
         if self.does(score, "tanh"):
@@ -251,7 +258,7 @@ class _Matcher:
         _expect(dtype in DTYPES and added in (dtype, DType.F32))
         self.check((first, keys), dtype)
         self.check((mask,), added)
-        return Scores(dtype, added, first, keys, mask, replaces, scale, cap, limit, position, terms[0], along[0])
+        return Scores(dtype, added, first, keys, mask, masking, scale, cap, limit, position, terms[0], along[0])
 
     def beside_sink(self, total: str) -> tuple[str, str | None, str | None]:
         """The sum of the weights of keys; where that of a sink is added, also what it is relative to, and the sink."""
@@ -317,15 +324,17 @@ class _Matcher:
         _expect(left == (compared or value) and (self.number(right), self.number(other)) == (number, instead))
         return value
 
-    def chosen(self, name: str, *, instead: float | None = None) -> tuple[str, Load | None]:
-        """A value, and the mask that stands in its place, or the number `instead`, where the mask is not zero."""
+    def chosen(self, name: str, *, instead: float | None = None) -> tuple[str, Load | None, Masking]:
+        """A value, and the mask that stands in its place, or the number `instead`, where the mask does so."""
         if not self.does(name, "where"):
-            return name, None
-        condition, value, other = self.operands(name, "where")
-        mask, zero = self.operands(condition, "eq")
-        _expect(self.number(zero) == 0.0)
+            return name, None, "adds"
+        condition, first, second = self.operands(name, "where")
+        mask, compared = self.operands(condition, "eq")
+        masking = _INSTEAD.get(self.number(compared), "adds")
+        _expect(masking != "adds")
+        value, other = (first, second) if masking == "replaces" else (second, first)
         _expect(other == mask if instead is None else self.number(other) == instead)
-        return value, self.load(mask)
+        return value, self.load(mask), masking
 
     def limited(self, name: str) -> tuple[str, Expr | None, Expr | None]:
         """A score, and where keys are left out the position of its key, and that of the last key that counts."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pellucid.capture.written_attention import repeated_from
+from pellucid.ir.attention import Masking
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, Expr, as_expr, exact_div
@@ -129,9 +130,9 @@ class _Formula:
         return cls(kernel, given, float(scale))
 
     @property
-    def replaces(self) -> bool:
-        """Whether the mask stands in place of scores where it is not zero; it is added else."""
-        return self.given["attn_mask"] is not None and self.given.get("replaces", False)
+    def masking(self) -> Masking:
+        """What the mask does to scores."""
+        return "adds" if self.given["attn_mask"] is None else self.given.get("masking", "adds")
 
     def mask(self) -> Value:
         mask = self.given["attn_mask"]
@@ -139,7 +140,13 @@ class _Formula:
 
     def unless_replaced(self, change: Value) -> Value:
         """The change of a score, zero where the mask stands in its place."""
-        return self.kernel.where(self.mask().op("eq", 0.0), change, 0.0) if self.replaces else change
+        return change if self.masking == "adds" else self.unless_masked(self.mask(), change, 0.0)
+
+    def unless_masked(self, mask: Value, value: Value, instead: Value | float) -> Value:
+        """A value, but another one where the mask stands in place of scores."""
+        if self.masking == "replaces":
+            return self.kernel.where(mask.op("eq", 0.0), value, instead)
+        return self.kernel.where(mask.op("eq", -math.inf), instead, value)
 
     def result(self, out: TensorRef, *, zero: bool) -> tuple[Value, Value]:
         """Store the result; the greatest score of each row, and the sum of its weights.
@@ -169,7 +176,8 @@ class _Formula:
         score = score * self.scale if cap is None else (score * (self.scale / cap)).op("tanh") * cap
         if self.given["attn_mask"] is not None:
             added = self.mask()
-            score = self.kernel.where(added.op("eq", 0.0), score, added) if self.replaces else score + added
+            score = score if self.masking == "replaces" else score + added
+            score = score if self.masking == "adds" else self.unless_masked(added, score, added)
         if self.given.get("is_causal", False):
             key, row = (self.kernel.position(self.kernel.index[axis]) for axis in (KEY, ROW))
             score = self.kernel.where(key <= row, score, -math.inf)

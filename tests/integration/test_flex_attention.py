@@ -136,10 +136,11 @@ def test_keys_that_are_hidden_from_all_rows_at_work(mask: str, dtype: torch.dtyp
     check(program("none", mask, rows=800), operands(dtype, shared=2, rows=800))
 
 
-def test_what_hidden_keys_hold_does_not_count() -> None:
+@pytest.mark.parametrize("change", ["none", "slopes", "capped and more"])
+def test_what_hidden_keys_hold_does_not_count(change: str) -> None:
     q, k, v = operands()
     k[0, :, 50:] = float("nan")
-    check(program("none", "padded"), (q, k, v))
+    check(program(change, "padded"), (q, k, v))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

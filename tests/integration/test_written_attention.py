@@ -517,6 +517,49 @@ def test_great_scores(tmp_path: Path, size: float) -> None:
         assert len(said(rows, KERNEL)) == (2 if form is function else 1)  # ATen has small forwards of its operator
 
 
+SHOWN = torch.arange(20) < 13
+
+
+def hidden_after_a_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return softmax(torch.where(SHOWN, q @ k.mT * 0.25 + bias, -INF)) @ v
+
+
+def hidden_before_a_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return softmax(torch.where(SHOWN, q @ k.mT * 0.25, -INF) + bias) @ v
+
+
+def hidden_twice_beside_a_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    scores = (q @ k.mT * 0.25).masked_fill(~SHOWN, -INF) + bias
+    return softmax(scores.masked_fill(torch.arange(20) == 5, -INF)) @ v
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "form", [hidden_after_a_bias, hidden_before_a_bias, hidden_twice_beside_a_bias], ids=lambda f: f.__name__
+)
+def test_what_is_hidden_beside_a_bias_does_not_count(tmp_path: Path, form: Form, dtype: torch.dtype) -> None:
+    """Neither what its scores are, nor, if it is added before, what the bias is."""
+    q, k, v = (heads(2, 4, 20, 16, dtype=dtype) for _ in range(3))
+    for at, number in ((15, NAN), (16, INF), (5, -INF if form is hidden_twice_beside_a_bias else 0.0)):
+        k[:, :, at] = number
+    bias = ADDED.to(dtype).clone()
+    if form is hidden_after_a_bias:
+        bias[:, 14], bias[3, 17] = NAN, INF
+
+    result, rows = traced(form, tmp_path / "inference", q, k, v, bias)
+    with torch.no_grad():
+        assert_matches(result, form(q, k, v, bias), form(*widened((q, k, v, bias))))
+    assert len(said(rows, KERNEL)) == 1 and result.isfinite().all()
+    args = [each.nan_to_num(0.0, 0.0, 0.0) for each in (q, k, v)]
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return form(q, k, v, bias.to(q.dtype))
+
+    results, rows = trained(function, tmp_path / "training", *args)
+    assert_matches(results, with_gradients(function, *args), with_gradients(function, *widened(args)))
+    assert len(said(rows, KERNEL)) == 2
+
+
 def test_an_infinite_value_of_which_nothing_is_hidden(tmp_path: Path) -> None:
     q, k, v = heads(2, 4, 20, 16), heads(2, 4, 20, 16), heads(2, 4, 20, 16)
     v[0, 0, 3, 2], v[1, 1, 4, 5] = INF, NAN

@@ -34,16 +34,19 @@ template <int D, class E> PV_FN void put_row(const float* sums, float factor, co
   for (int64_t j = 0; j < D; j++) store(to(0, j), sums[j] * factor + (more ? load((const E*)to(0, j)) : 0.0f));
 }
 
+// What a mask does to scores: it is added; it is added but where it is -inf, and stands there in place of a score that
+// may be NaN; or it stands in place of scores wherever it is not zero.
+enum class Masking { ADDS, HIDES, REPLACES };
+
 // Rows of queries (row, term), keys (key, term), values (key, column), and what is added to scores (row, key); results
 // (row, column), and for each row the logarithm of the sum that its weights are divided by; or, where `logarithm` is
-// given, the greatest score in `logsumexp` and there the logarithm of the sum relative to it. Mask and logarithms may be
-// null. replaces: where a mask is not zero it stands in place of the score. causal: row i sees the first `seen` + i
-// keys. zero: a row without any key is zero, else NaN. cap: scores are cap * tanh(score / cap), if not 0. sinks (row, 0)
-// may be null.
+// given, the greatest score in `logsumexp` and there the logarithm of the sum relative to it. Mask, sinks (row, 0) and
+// logarithms may be null. causal: row i sees the first `seen` + i keys. zero: a row without any key is zero, else NaN.
+// cap: scores are cap * tanh(score / cap), if not 0.
 template <class E, class Added> struct Attention {
   Matrix<E> queries, keys, values;
   Matrix<Added> mask;
-  bool replaces;
+  Masking masking;
   float scale;
   bool causal;
   int64_t seen;
@@ -128,15 +131,23 @@ PV_SHARED void cap_scores(float* scores, int64_t n, float scale, float cap) {
   });
 }
 
-// scores = scores * scale + mask, or, if the mask replaces scores, mask where it is not zero
+// What a mask makes of scores * scale.
+template <int W>
+PV_FN Vec<float, W> masked(const Vec<float, W>& score, const Vec<float, W>& mask, Masking masking) {
+  if (masking == Masking::ADDS) return add(score, mask);
+  if (masking == Masking::HIDES) return where(eq(mask, splat<W>(-inf<float>)), mask, add(score, mask));
+  return where(eq(mask, splat<W>(0.0f)), score, mask);
+}
+
 template <class Added>
 PV_SHARED void add_mask(
-    float* scores, int64_t n, float scale, const Added* mask, int64_t step, bool replaces) {
+    float* scores, int64_t n, float scale, const Added* mask, int64_t step, Masking masking) {
   constexpr int W = 4 * COLUMN;
   if (mask && step != 1) {
     for (int64_t j = 0; j < n; j++) {
       const float score = scores[j] * scale, added = load(mask + j * step);
-      scores[j] = !replaces ? score + added : added == 0 ? score : added;
+      scores[j] = masking == Masking::REPLACES ? (added == 0 ? score : added)
+          : masking == Masking::HIDES && added == -inf<float> ? added : score + added;
     }
     return;
   }
@@ -144,8 +155,7 @@ PV_SHARED void add_mask(
   steps<W>(0, n, [&](auto l, int64_t j) PV_INLINE {
     const auto a = mul(load<float>(scores + j, l), factor);
     if (!mask) return store<float>(scores + j, a, l);
-    const auto added = load(mask + j, l);
-    store<float>(scores + j, replaces ? where(eq(added, splat<W>(0.0f)), a, added) : add(a, added), l);
+    store<float>(scores + j, masked(a, load(mask + j, l), masking), l);
   });
 }
 
@@ -227,12 +237,12 @@ PV_FN float weigh_row(
   const float scale = a.cap != 0 ? 1.0f : a.scale;
   if (!a.mask.at && scale > 0) return weigh<true, F>(scores, n, scale, seen);
   const Added* mask = a.mask.at ? a.mask(row, from) : nullptr;
-  add_mask(scores, n, scale, mask, a.mask.column, a.replaces);
+  add_mask(scores, n, scale, mask, a.mask.column, a.masking);
   return weigh<false, F>(scores, n, 1.0f, seen);
 }
 
 // The keys that rows at work see. They are looked for where a mask may hide some: those that have to be read to know
-// that they may be left out are no less work in few rows, unless the mask stands in place of their scores.
+// that they may be left out are no less work in few rows, unless a mask stands in place of their scores.
 template <int D, int M, class E, class Added> struct Sight {
   const Attention<E, Added>& a;
   int64_t n;
@@ -241,7 +251,7 @@ template <int D, int M, class E, class Added> struct Sight {
   float key = -1, value = -1;            // norms; -1: not known
 
   Sight(const Attention<E, Added>& a, int64_t m, int64_t n)
-      : a(a), n(n), looks(a.mask.at && a.mask.column == 1 && (a.replaces || m > ROWS_IN_PLACE)) {
+      : a(a), n(n), looks(a.mask.at && a.mask.column == 1 && (a.masking != Masking::ADDS || m > ROWS_IN_PLACE)) {
     std::memset(sees, -1, sizeof sees);
   }
 
@@ -256,7 +266,7 @@ template <int D, int M, class E, class Added> struct Sight {
     if (known < 0) known = each_sees(a.mask(first, 0), a.mask.row, rows, a.causal ? least(n, a.seen + first) : n);
     if (value == -1) key = norm(a.keys, n, D), value = norm(a.values, n, D);
     const float score = abs(a.scale) * norm(a.queries.from(first, 0), rows, D) * key;
-    return hides_below(score, value, a.replaces, known);
+    return hides_below(score, value, a.masking != Masking::ADDS, known);
   }
 };
 

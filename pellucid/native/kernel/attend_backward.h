@@ -30,7 +30,7 @@ template <class E, class Added> struct AttentionBackward {
   PerHead<Matrix<E>> queries;
   Matrix<E> keys, values;
   PerHead<Matrix<Added>> mask;
-  bool replaces;
+  Masking masking;
   float scale;
   bool causal;
   int64_t seen;
@@ -71,18 +71,23 @@ PV_SHARED void weigh_changes(
   });
 }
 
-// n changes, of type F, are zero where the mask is not.
+// n changes, of type F, are zero where the mask stands in place of scores.
 template <class F, class Added>
-[[gnu::noinline]] inline void drop_replaced(float* changes, int64_t n, const Added* mask, int64_t step) {
+[[gnu::noinline]] inline void drop_replaced(
+    float* changes, int64_t n, const Added* mask, int64_t step, Masking masking) {
   F* const to = (F*)changes;
+  const bool hides = masking == Masking::HIDES;
+  const float number = hides ? -inf<float> : 0.0f;
   if (step != 1) {
     for (int64_t j = 0; j < n; j++)
-      if (load(mask + j * step) != 0) to[j] = F{};
+      if ((load(mask + j * step) == number) == hides) to[j] = F{};
     return;
   }
-  const auto zero = splat<COLUMN>(0.0f);
+  const auto zero = splat<COLUMN>(0.0f), compared = splat<COLUMN>(number);
   steps<COLUMN>(0, n, [&](auto l, int64_t j) PV_INLINE {
-    store<F>(to + j, where(eq(load(mask + j, l), zero), load((const F*)to + j, l), zero), l);
+    const auto change = load((const F*)to + j, l);
+    const auto is = eq(load(mask + j, l), compared);
+    store<F>(to + j, hides ? where(is, zero, change) : where(is, change, zero), l);
   });
 }
 
@@ -120,12 +125,12 @@ PV_FN void weigh_rows(
     const int64_t own = i < some ? block.visible(a, row + i) : 0;
     if (own > 0) {
       const Added* added = mask.at ? mask(at + i, block.from) : nullptr;
-      if (added) add_mask(weights, own, a.scale, added, mask.column, a.replaces);
+      if (added) add_mask(weights, own, a.scale, added, mask.column, a.masking);
       const float base = *a.logsumexp[block.head](at + i, 0);
       const float logarithm = a.logarithm.first.at ? *a.logarithm[block.head](at + i, 0) : 0.0f;
       const float delta = dot<D>(out.from(i, 0), grad_out.from(i, 0));
       weigh_changes<F>(weights, changes, own, added ? 1.0f : a.scale, base, logarithm, delta, a.scale);
-      if (added && a.replaces) drop_replaced<F>(changes, own, added, mask.column);
+      if (added && a.masking != Masking::ADDS) drop_replaced<F>(changes, own, added, mask.column, a.masking);
     }
     for (int64_t j = own < 0 ? 0 : own; j < filled; j++) ((F*)weights)[j] = ((F*)changes)[j] = F{};
   }

@@ -30,7 +30,7 @@ namespace pv {
   TEMPLATE Shown shown_keys(const E*, int64_t, int64_t, int64_t, float);                                   \
   TEMPLATE bool each_sees(const E*, int64_t, int64_t, int64_t);                                            \
   TEMPLATE float norm(const Matrix<E>&, int64_t, int64_t);                                                 \
-  TEMPLATE void add_mask(float*, int64_t, float, const E*, int64_t, bool);
+  TEMPLATE void add_mask(float*, int64_t, float, const E*, int64_t, Masking);
 
 // What pairs of bf16 need where they are multiplied as such; elsewhere they are floats.
 #ifdef __AVX512BF16__

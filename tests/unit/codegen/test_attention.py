@@ -132,6 +132,36 @@ def test_other_caps_and_sinks_are_no_kernel_at_all(pair: tuple[str, str]) -> Non
         generate(changed(*CAPPED, pair), Options(), AVX2)
 
 
+HIDING = (
+    "s2: f32 = add s1, w",
+    "s5: f32 = add s1, w\n  least: f32 = const -inf\n  out: bool = eq w, least\n  s2: f32 = where out, w, s5",
+)
+
+
+def test_a_mask_may_hide_what_scores_are() -> None:
+    """Where it is -inf, a key that is NaN does not count; it is added elsewhere."""
+    kernel = changed(HIDING)
+    verify_kernel(kernel)
+    found = find_attention(kernel)
+    assert isinstance(found, Attention) and found.scores.masking == "hides"
+    q, k, v, m = (guarded(param.numel.value or 0) for param in kernel.params[:4])
+    k.view(3, 7, 4)[:, 1], m.view(5, 7)[:, 1] = torch.nan, -torch.inf
+    scores = q.view(3, 5, 4).double() @ k.view(3, 7, 4).double().mT * 0.5 + m.view(5, 7)
+    scores = scores.masked_fill(~torch.ones(5, 7, dtype=torch.bool).tril(), -torch.inf)
+    scores[..., 1] = -torch.inf
+    out = scores.softmax(-1) @ v.view(3, 7, 4).double()
+    for run in (run_kernel, run_native):
+        memory = {"q": q, "k": k, "v": v, "m": m, "o": torch.zeros(60), "l": torch.zeros(15)}
+        run(kernel, memory, {})
+        torch.testing.assert_close(memory["o"], out.flatten().float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pair", [("where out, w, s5", "where out, s5, w"), ("eq w, least", "eq w, half")])
+def test_masks_that_hide_otherwise_are_no_kernel_at_all(pair: tuple[str, str]) -> None:
+    with pytest.raises(InternalError, match="no attention"):
+        generate(changed(HIDING, pair), Options(), AVX2)
+
+
 # The gradients of the same, for three heads of queries that share one head of keys.
 BACKWARD = """\
 kernel gradients(
