@@ -260,18 +260,17 @@ class _Fusion:
         masks = self.written.scores.masks
         if not masks:
             return None, "adds"
-        replaced = [mask for mask in masks if isinstance(mask, Replaced)]
-        if len(replaced) == len(masks) and all(mask.number != 0 for mask in replaced):
-            chosen: Node | None = None
-            for mask in replaced:
-                chosen = self._choice(mask, chosen)
-            return chosen, "replaces"
-        if any(not mask.number <= _LOWEST for mask in replaced):
+        numbers = [mask.number for mask in masks if isinstance(mask, Replaced)]
+        masking: Masking = "adds"
+        if len(numbers) == len(masks) and 0 not in numbers:
+            masking = "replaces"
+        elif not all(number <= _LOWEST for number in numbers):
             raise NotWritten("a number stands in place of scores to which a mask is added, and it does not hide them")
-        hides = bool(replaced) and all(mask.number == -math.inf for mask in replaced)
+        elif set(numbers) == {-math.inf}:
+            masking = "hides"
         total: Node | None = None
         for mask in masks:
-            if isinstance(mask, Replaced) and hides:
+            if isinstance(mask, Replaced) and masking != "adds":
                 total = self._choice(mask, total)
                 continue
             part = self._choice(mask, None) if isinstance(mask, Replaced) else self._addend(mask)
@@ -280,7 +279,7 @@ class _Fusion:
         query = self.written.scores.operands[0].meta["val"].dtype
         if total.meta["val"].dtype not in (query, torch.float32):
             total = self._call(aten._to_copy.default, total, dtype=torch.float32)
-        return total, "hides" if hides else "adds"
+        return total, masking
 
     def _choice(self, mask: Replaced, otherwise: Node | None) -> Node:
         """Zero, or another mask, where a score counts, else the number."""

@@ -281,7 +281,7 @@ def _scores(function: GraphModule) -> Scores | None:
     """
     score, *_ = _arguments(function)
     found = Climb(function, score).scores(_result(function))
-    if found is None or not math.isfinite(found.scale) or not (found.cap is None or may_cap(found.cap)):
+    if found is None or not math.isfinite(found.scale) or not may_cap(found.cap):
         return None
     changed = {score}
     for node in function.graph.nodes:

@@ -144,7 +144,7 @@ def written_attention(module: torch.fx.GraphModule, softmax: Node) -> Written | 
     given, shift = _unshifted(softmax.args[0])
     keys, sinks = _beside_sinks(given)
     scores = Climb(module).scores(keys)
-    if scores is None or (scores.cap is not None and not may_cap(scores.cap)):
+    if scores is None or not may_cap(scores.cap):
         return None
     first = softmax
     if sinks is not None:

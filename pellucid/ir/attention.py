@@ -108,9 +108,9 @@ class AttentionBackward:
     column: str
 
 
-def may_cap(cap: float) -> bool:
-    """Whether scores are capped there as they should be in f32."""
-    return 1e-6 <= abs(cap) <= 1e6
+def may_cap(cap: float | None) -> bool:
+    """Whether scores are capped there as they should be in f32; True where they are not."""
+    return cap is None or 1e-6 <= abs(cap) <= 1e6
 
 
 def reduces_in_turn(kernel: Kernel) -> bool:
@@ -251,7 +251,7 @@ class _Matcher:
             score, scale = self.scaled(score)
             scale *= cap
         query, keys, terms = self.summed(score)
-        _expect(len(terms) == 1 and (cap is None or may_cap(cap)))
+        _expect(len(terms) == 1 and may_cap(cap))
         first = self.load(query)
         dtype = self.dtypes[first.buffer]
         added = self.dtypes[mask.buffer] if mask else dtype
