@@ -248,11 +248,24 @@ template <int D, int M, class E, class Added> struct Sight {
   int64_t n;
   bool looks;
   int8_t sees[M / ROWS_AT_ONCE<E> + 1];  // whether each row at work sees a key; -1: not known
+  Shown shown[M / ROWS_AT_ONCE<E> + 1];  // of the block that is at work, to the same rows
   float key = -1, value = -1;            // norms; -1: not known
 
   Sight(const Attention<E, Added>& a, int64_t m, int64_t n)
       : a(a), n(n), looks(a.mask.at && a.mask.column == 1 && (a.masking != Masking::ADDS || m > ROWS_IN_PLACE)) {
     std::memset(sees, -1, sizeof sees);
+  }
+
+  // Look at `count` keys from `from` on; whether any of m rows sees one.
+  bool look(int64_t m, int64_t from, int64_t count) {
+    bool any = false;
+    for (int64_t first = 0; first < m; first += ROWS_AT_ONCE<E>) {
+      const int64_t rows = least(ROWS_AT_ONCE<E>, m - first);
+      const int64_t most = a.causal ? least(count, a.seen + first + rows - 1 - from) : count;
+      const Shown keys = shown[first / ROWS_AT_ONCE<E>] = of(first, rows, from, most);
+      any |= keys.from < keys.to;
+    }
+    return any;
   }
 
   // Of `most` keys from `from` on.
@@ -287,24 +300,16 @@ inline void attend(int64_t m, int64_t n, const Attention<E, Added>& a) {
   const bool values_there = few && a.values.column == 1 && D % COLUMNS == 0;
   const int64_t last = a.causal ? least(n, a.seen + m - 1) : n;
   Sight<D, M, E, Added> sight(a, m, last);
-  Shown shown[M / ROWS_AT_ONCE<E> + 1];
   bool begun[M / ROWS_AT_ONCE<E> + 1] = {};  // whether there are sums of the rows at work
   for (int64_t from = 0; from < last; from += KEYS) {
     const int64_t count = least(KEYS, last - from);
     const KeyBlock whole{keys_there ? nullptr : keys, values_there ? nullptr : values, from};
-    bool any = false;
-    for (int64_t first = 0; first < m; first += ROWS_AT_ONCE<E>) {
-      const int64_t rows = least(ROWS_AT_ONCE<E>, m - first);
-      const int64_t most = a.causal ? least(count, a.seen + first + rows - 1 - from) : count;
-      const Shown keys = shown[first / ROWS_AT_ONCE<E>] = sight.of(first, rows, from, most);
-      any |= keys.from < keys.to;
-    }
-    if (!any) continue;
+    if (!sight.look(m, from, count)) continue;
     if (!keys_there) pack_columns(transposed(a.keys.from(from, 0)), D, count, keys, COLUMNS * UNITS);
     if (!values_there) pack_columns(a.values.from(from, 0), count, D, values, COLUMNS * PAIRS);
     for (int64_t first = 0; first < m; first += ROWS_AT_ONCE<E>) {
       const int64_t rows = least(ROWS_AT_ONCE<E>, m - first);
-      const Shown part = shown[first / ROWS_AT_ONCE<E>];
+      const Shown part = sight.shown[first / ROWS_AT_ONCE<E>];
       bool& more = begun[first / ROWS_AT_ONCE<E>];
       const int64_t most = part.to - part.from;
       if (most <= 0) continue;
