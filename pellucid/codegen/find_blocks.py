@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 from pellucid.codegen.block_sizes import (
     COLUMN_STEP,
@@ -305,56 +306,73 @@ def _windows(
 
     packed: the right operand is packed before the program runs.
     """
-    left, right = found.loads
-    rows = sorted(found.rows, key=lambda name: -estimate(stride_along(left.index, name)))
+    terms = _window_terms(found, ranges, column, groups)
+    if terms is None:
+        return None
+    row, whole = _lines_of_image(found, ranges)
+    size = prod(ranges[name].value or 1 for name in whole)
+    step, most = COLUMN_STEP, COLUMNS
+    if groups:
+        step = COLUMN_STEP if groups.period % machine.lanes == 0 else groups.period
+        most = min(COLUMNS, GROUP_WEIGHTS // estimate(product(ranges[name] for name in terms.inner)))
+    blocks = Blocks(found, row, whole, column, terms.inner, ROWS, COLUMNS, ranges, True, terms.planes)
+    blocks = replace(blocks, spread=terms.spread)
+    m, n = estimate(ranges[row]), estimate(ranges[column])
+    if any(ranges[name].value is None for name in (row, *whole)):
+        columns = even_pieces(n, most, step)
+        varying = _varying(blocks, ROWS // size, pieces_of_lines(n, columns, machine))
+        return replace(blocks, columns=columns, varying=varying)
+    small = packed and (terms.spread or column in found.batch)
+    faster = 0.0 if small else speed_up(found.dtype, machine)
+    gather = PLACE / groups.channels if groups and not small else GATHER * faster
+    fetch = FETCH if right_fits(found, column, ranges, machine) else 0.0
+    outer = points_besides(ranges, (*terms.inner, *whole, row, column))
+    pricing = Pricing(m, size, n, outer, machine.cores, fetch, gather, PACK * faster)
+    (lines, columns), *others = few_sums(pricing) if small else lines_and_columns(pricing, step, most)
+    return replace(blocks, rows=lines, columns=columns, pricing=pricing, sizes=tuple(others))
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowTerms:
+    """The terms of a convolution, outermost first. planes: the image is channel by channel; spread: see `_spread`."""
+
+    inner: tuple[str, ...]
+    planes: bool
+    spread: bool
+
+
+def _window_terms(
+    found: Contraction, ranges: dict[str, Expr], column: str, groups: Groups | None
+) -> _WindowTerms | None:
+    """None if the weights are not in the order of the terms, or there are too many taps."""
+    right = found.loads[1].index
     spread = None if groups or column in found.batch else _spread(found, ranges)
     inner = spread or _channels_last(found)
     taps, channels = (inner[:-1], inner[-1:]) if spread else taps_of(found, inner)
-    planes = not lies_evenly(right.index, inner, ranges)
+    planes = not lies_evenly(right, inner, ranges)
     if planes and not channels:  # the image of one channel was transposed, the weight was not
-        inner = outermost_first(found.inner, right.index)
+        inner = outermost_first(found.inner, right)
         taps, channels = taps_of(found, inner)
-        planes = not lies_evenly(right.index, inner, ranges)
-    if planes and found.dtype is not DType.F32:
+        planes = not lies_evenly(right, inner, ranges)
+    few = area_of(taps, ranges) <= DEPTH
+    if len(taps) > MOST_TAP_AXES or (column in found.batch and (channels or not few)):
         return None
-    if planes and not (
-        channels and lies_evenly(right.index, (*channels, *taps), ranges) and area_of(taps, ranges) <= DEPTH
-    ):
-        return None
-    if column in found.batch and (channels or area_of(taps, ranges) > DEPTH):
-        return None
-    if len(taps) > MOST_TAP_AXES:
-        return None
+    in_planes = found.dtype is DType.F32 and channels and few and lies_evenly(right, (*channels, *taps), ranges)
+    return None if planes and not in_planes else _WindowTerms(inner, planes, spread is not None)
+
+
+def _lines_of_image(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, tuple[str, ...]]:
+    """The axis of rows that blocks cut, and the axes inside it that they hold whole."""
+    index = found.loads[0].index
+    rows = sorted(found.rows, key=lambda name: -estimate(stride_along(index, name)))
     whole: list[str] = []
     size = 1
     while len(rows) > 1 and len(whole) + 1 < MOST_ROW_AXES and _fits(ranges[rows[-1]], ROWS // size):
         whole.insert(0, rows.pop())
         size *= estimate(ranges[whole[0]])
-    varies = ranges[rows[-1]].value is None
-    if varies and len(rows) > 1 and not whole:
+    if ranges[rows[-1]].value is None and len(rows) > 1 and not whole:
         whole.insert(0, rows.pop())
-    m, n = estimate(ranges[rows[-1]]), estimate(ranges[column])
-    outer = points_besides(ranges, (*inner, *whole, rows[-1], column))
-    fetch = FETCH if right_fits(found, column, ranges, machine) else 0.0
-    faster = speed_up(found.dtype, machine)
-    step, gather, pack, most = COLUMN_STEP, GATHER * faster, PACK * faster, COLUMNS
-    if groups:
-        step = COLUMN_STEP if groups.period % machine.lanes == 0 else groups.period
-        gather = PLACE / groups.channels
-        most = min(COLUMNS, GROUP_WEIGHTS // estimate(product(ranges[name] for name in inner)))
-    small = packed and (spread is not None or column in found.batch)
-    if small:
-        gather = pack = 0.0
-    blocks = Blocks(found, rows[-1], tuple(whole), column, inner, ROWS, COLUMNS, ranges, True, planes)
-    blocks = replace(blocks, spread=spread is not None)
-    if varies:
-        columns = even_pieces(n, most, step)
-        return replace(
-            blocks, columns=columns, varying=_varying(blocks, ROWS // size, pieces_of_lines(n, columns, machine))
-        )
-    pricing = Pricing(m, size, n, outer, machine.cores, fetch, gather, pack)
-    (lines, columns), *others = few_sums(pricing) if small else lines_and_columns(pricing, step, most)
-    return replace(blocks, rows=lines, columns=columns, pricing=pricing, sizes=tuple(others))
+    return rows[-1], tuple(whole)
 
 
 def _channels_last(found: Contraction) -> tuple[str, ...]:

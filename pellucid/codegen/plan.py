@@ -14,7 +14,7 @@ from pellucid.codegen.sweeps import Sweeps, plan_sweeps
 from pellucid.codegen.vector import VectorChoice, base_lanes, choose, cost, gathered
 from pellucid.errors import InternalError
 from pellucid.ir.decision import Decision
-from pellucid.ir.index import Expr, chunks, const, product
+from pellucid.ir.index import ONE, Expr, chunks, const, product
 from pellucid.ir.nodes import Kernel, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.prefix import Prefix
 from pellucid.ir.traffic import LINE
@@ -178,82 +178,108 @@ def make_plan(
     choice: VectorChoice | None = None,
     prefix: Prefix | None = None,
 ) -> Plan:
-    """The plan of a kernel whose space is simplified already. choice: of the vector axis, in place of the cheapest.
+    """The plan of a kernel whose space is simplified. choice: of the vector axis; None for the cheapest one.
 
-    prefix: what `kernel` is the loop of.
+    prefix: the prefix sum whose loop body `kernel` is.
     """
     _check_in_place(kernel)
     choice = choice or choose(kernel, machine, options.vectorize)
-    vector, width = choice.axis, choice.width
-    reduced = tuple(name for name in kernel.reduced if name != vector)
-    meeting = colliding(kernel)
-    along = () if prefix is None else (prefix.axis,)
-    serial = {*kernel.reduced, *meeting, *along}
-    kept = tuple(axis.name for axis in kernel.space if axis.name not in serial and axis.name != vector)
-    if vector in kernel.reduced:
-        inner, reduced = None, (*reduced, str(vector))
-    elif vector is not None:
-        inner = vector
-    elif meeting and not kernel.reduced:
-        inner = next((name for name in reversed(kept) if _points_of_line(kernel, name) > 1), None)
-    else:
-        inner = kept[-1] if kept and not serial else None
-    tile, tiled = choice.tiles.axis, choice.tiles.lines
-    outer = _near_last(kernel, tuple(name for name in kept if name not in (inner, tile)))
-    wide = frozenset(name for name, axes in axes_of(kernel).items() if vector in axes)
-    apart = gathered(kernel, vector, wide)
-    sweeps = plan_sweeps(kernel, width if inner is not None and inner == vector else 1, apart - tiled)
-    work = cost(kernel, vector, base_lanes(kernel, machine) if vector else 1, tiled)
-    points = max(1, estimate(product(kernel.ranges[name] for name in {*kept, *([inner] if inner else [])})))
-    pairwise, sums = _pairwise(kernel, reduced, vector, width)
-    abreast, decided, whole = 0, (), ()
-    if inner is not None and inner == vector and tile is None:
-        if not meeting and len(sweeps.order) == len(reduced) == 1:
-            around = estimate(product(kernel.ranges[name] for name in outer))
-            abreast, decided = _abreast(kernel, inner, width, pairwise, around, machine)
-        whole = () if abreast else _between(kernel, vector, outer)
-    whole = along or whole
-    outer = tuple(name for name in outer if name not in whole)
-    blocks = chunks(kernel.ranges[tile], width) if tile in kept else 1
-    extent = product(kernel.ranges[name] for name in outer) * blocks
-    chunk = 0
-    if inner is not None and (tile in kept or estimate(extent) < ENOUGH_ITERATIONS):
-        wanted = TILES * width if tile in kept else CHUNK_WORK * points / max(work, 1)
-        if meeting:
-            chunk = _columns_of_thread(kernel, inner, width, wanted, machine)
-        else:
-            chunk = _chunk(kernel.ranges[inner], width, wanted)
-    chunk = abreast * width or chunk
-    if chunk and inner is not None:
-        extent = extent * chunks(kernel.ranges[inner], chunk)
-    grain, parallel = grain_of(kernel, extent, work, machine, options)
+    vector, width, tiled = choice.axis, choice.width, choice.tiles.lines
+    axes = _assign_axes(kernel, choice, prefix)
+    wide = frozenset(name for name, depends in axes_of(kernel).items() if vector in depends)
+    strided = gathered(kernel, vector, wide)
+    sweeps = plan_sweeps(kernel, width if axes.inner_is_vector else 1, strided - tiled)
+    steps = cost(kernel, vector, base_lanes(kernel, machine) if vector else 1, tiled)
+    pairwise, sums = _pairwise(kernel, axes.reduced, vector, width)
+    abreast, side_by_side = _abreast(kernel, axes, width, sweeps, pairwise, machine)
+    whole = axes.serial or (() if abreast else _between(kernel, axes))
+    outer = tuple(name for name in axes.outer if name not in whole)
+    iterations = product(kernel.ranges[name] for name in outer) * axes.blocks(kernel, width)
+    chunk = abreast * width or _chunk_of_inner(kernel, axes, width, steps, iterations, machine)
+    if chunk and axes.inner is not None:
+        iterations = iterations * chunks(kernel.ranges[axes.inner], chunk)
+    grain, parallel = grain_of(kernel, iterations, steps, machine, options)
     streamed, streams = _streamed(kernel, wide, machine)
-    ahead, fetched = fetched_ahead(kernel, choice, wide - apart, work, machine)
+    ahead, fetched = fetched_ahead(kernel, choice, wide - strided, steps, machine)
     return Plan(
         kernel=kernel,
         outer=outer,
-        inner=inner,
+        inner=axes.inner,
         chunk=chunk,
-        colliding=meeting,
-        reduced=reduced,
+        colliding=axes.colliding,
+        reduced=axes.reduced,
         vector=vector,
         width=width,
         wide=wide,
-        gathered=apart,
-        tile=tile,
+        gathered=strided,
+        tile=axes.tile,
         tiled=tiled,
         sweeps=sweeps,
         pairwise=pairwise,
         abreast=abreast,
         streamed=streamed,
-        extent=extent,
+        extent=iterations,
         grain=grain,
-        steps=work,
+        steps=steps,
         whole=whole,
         prefix=prefix,
         ahead=ahead,
-        decisions=(*choice.decisions, *sweeps.decisions, parallel, *sums, *decided, *streams, *fetched),
+        decisions=(*choice.decisions, *sweeps.decisions, parallel, *sums, *side_by_side, *streams, *fetched),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    """Which loop each axis of a kernel becomes, as `Plan` says. kept: kept axes that may run in any order.
+
+    serial: the axis of a prefix sum, whose loop is the innermost one.
+    """
+
+    kept: tuple[str, ...]
+    outer: tuple[str, ...]
+    inner: str | None
+    vector: str | None
+    tile: str | None
+    colliding: tuple[str, ...]
+    serial: tuple[str, ...]
+    reduced: tuple[str, ...]
+
+    @property
+    def inner_is_vector(self) -> bool:
+        return self.inner is not None and self.inner == self.vector
+
+    def blocks(self, kernel: Kernel, width: int) -> Expr:
+        """Blocks of `tile` that threads share."""
+        return chunks(kernel.ranges[self.tile], width) if self.tile in self.kept else ONE
+
+
+def _assign_axes(kernel: Kernel, choice: VectorChoice, prefix: Prefix | None) -> _Axes:
+    vector, tile, reduced, collisions = choice.axis, choice.tiles.axis, kernel.reduced, colliding(kernel)
+    serial = () if prefix is None else (prefix.axis,)
+    ordered = {*reduced, *collisions, *serial}
+    kept = tuple(axis.name for axis in kernel.space if axis.name not in ordered and axis.name != vector)
+    if vector in reduced:
+        inner, reduced = None, (*(name for name in reduced if name != vector), str(vector))
+    elif vector is not None:
+        inner = vector
+    elif collisions and not reduced:
+        inner = next((name for name in reversed(kept) if _points_of_line(kernel, name) > 1), None)
+    else:
+        inner = kept[-1] if kept and not ordered else None
+    outer = _near_last(kernel, tuple(name for name in kept if name not in (inner, tile)))
+    return _Axes(kept, outer, inner, vector, tile, collisions, serial, reduced)
+
+
+def _chunk_of_inner(kernel: Kernel, axes: _Axes, width: int, steps: float, iterations: Expr, machine: Machine) -> int:
+    """Points of the inner axis in one parallel iteration; 0 for all of them. iterations: without such a cut."""
+    inner, tiles = axes.inner, axes.tile in axes.kept
+    if inner is None or (not tiles and estimate(iterations) >= ENOUGH_ITERATIONS):
+        return 0
+    points = max(1, estimate(product(kernel.ranges[name] for name in {*axes.kept, inner})))
+    wanted = TILES * width if tiles else CHUNK_WORK * points / max(steps, 1)
+    if axes.colliding:
+        return _columns_of_thread(kernel, inner, width, wanted, machine)
+    return _chunk(kernel.ranges[inner], width, wanted)
 
 
 def _near_last(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -294,13 +320,15 @@ def _points_of_line(kernel: Kernel, axis: str) -> int:
     return found
 
 
-def _between(kernel: Kernel, vector: str | None, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes whose few points lie between the elements of a vector: in cache lines that are to be touched once."""
+def _between(kernel: Kernel, axes: _Axes) -> tuple[str, ...]:
+    """The outer axes whose few points are between the elements of a vector, in cache lines to be touched once."""
+    if not axes.inner_is_vector or axes.tile is not None:
+        return ()
     found: list[str] = []
     for index in (line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store)):
-        step = index.coefficient(str(vector))
+        step = index.coefficient(str(axes.vector))
         if not index.vals() and step is not None and is_near(step):
-            for name in axes:
+            for name in axes.outer:
                 own, extent = index.coefficient(name), kernel.ranges[name].value
                 if own is not None and own.value and extent and abs(own.value) * extent <= (step.value or 0):
                     found.append(name)
@@ -371,14 +399,18 @@ def _pairwise(
 
 
 def _abreast(
-    kernel: Kernel, inner: str, width: int, pairwise: frozenset[str], outer: int, machine: Machine
+    kernel: Kernel, axes: _Axes, width: int, sweeps: Sweeps, pairwise: frozenset[str], machine: Machine
 ) -> tuple[int, tuple[Decision, ...]]:
     """How many vectors of columns advance side by side, see `Plan.abreast`.
 
     A vector is a strip of a row, and the next row lies in another page: strip by strip, memory gives half of what it
     gives to rows. What the second caches hold is read as fast by strips, and their sums stay in registers.
-    outer: points of the other kept axes.
     """
+    inner = axes.inner
+    if inner is None or not axes.inner_is_vector or axes.tile is not None or axes.colliding:
+        return 0, ()
+    if len(sweeps.order) != 1 or len(axes.reduced) != 1:
+        return 0, ()
     reduces = [line.out for line in kernel.body if isinstance(line.rhs, Reduce)]
     columns, moved = kernel.ranges[inner], kernel_work(kernel, 0).working_set
     if not set(reduces) <= pairwise or moved <= machine.own_caches:
@@ -387,6 +419,7 @@ def _abreast(
     most = min(COLUMNS_ABREAST // len(reduces), STACK_ABREAST // held)
     if most < 2 * width:
         return 0, ()
+    outer = estimate(product(kernel.ranges[name] for name in axes.outer))
     threads = 1 if outer >= machine.cores else machine.cores
     pieces = threads * -(-estimate(columns) // (threads * most))
     vectors = -(-estimate(columns) // (pieces * width))
