@@ -6,13 +6,14 @@
 // came out of these is added to the block. Where not all taps of a line count, each has pixels of its own.
 namespace pv {
 
-// One register of both operands, at the first pixel of a line and, of the image, at the first tap. So many lines follow
-// one another in which all taps count, or it is one line.
+// One register of both operands, at the first pixel of a line and, of the image, at the first tap. `count` lines follow
+// one another in which all taps count, or it is one line, of which only the pixels in `piece` are added.
 template <class E> struct TapLines {
   const E *image, *gradient;
   const Pixels& pixels;
   int64_t down, right;  // steps from tap to tap
   int64_t first, count;
+  Span piece;
   PV_FN const TermAxis& lines() const { return pixels.axes[1]; }
   PV_FN const TermAxis& line() const { return pixels.axes[2]; }
 };
@@ -73,7 +74,10 @@ template <int HEIGHT, int WIDTH, int W, class E, class N, class Channels>
     const TapLines<E>& lines, int u, const N& n, const Channels& channels, const Sums& c) {
   constexpr int H = TAP_LINES<HEIGHT, W>;
   Span spans[W];
-  for (int k = 0; k < W; k++) spans[k] = span_in_line(lines.pixels, 0, u + k, 1, lines.line().extent);
+  for (int k = 0; k < W; k++) {
+    spans[k] = span_in_line(lines.pixels, 0, u + k, 1, lines.line().extent);
+    spans[k].keep(lines.piece);
+  }
   for (int t = 0; t < HEIGHT;) {
     int counted = 0;
     while (counted < H && t + counted < HEIGHT && line_counts(lines.pixels, lines.first, t + counted)) counted++;
@@ -94,8 +98,8 @@ PV_FN void add_taps(const TapLines<E>& lines, const N& n, const Channels& channe
   if constexpr (REST > 0) add_some<HEIGHT, WIDTH, REST>(lines, WIDTH - REST, n, channels, c);
 }
 
-// Pixels that are added one after the other: more would round too often.
-constexpr int64_t MOST_PIXELS = 64;
+// Pixels that are added one after the other: of several lines, and of a long one. More would round too often.
+constexpr int64_t MOST_PIXELS = 64, MOST_OF_LINE = 512;
 
 // Lines from line j on that are taken together.
 template <int HEIGHT> PV_FN int64_t lines_from(const Pixels& pixels, int64_t j) {
@@ -110,19 +114,22 @@ template <int HEIGHT> PV_FN int64_t lines_from(const Pixels& pixels, int64_t j) 
   return count;
 }
 
-// Calls each(lines, first column, lanes) for all lines of pixels and registers of n columns.
+// Calls each(lines, first column, lanes) for all lines of pixels, or pieces of long ones, and registers of n columns.
 template <int HEIGHT, class E, class Each>
 PV_FN void for_lines(
     int64_t n, const E* image, const E* gradient, const Pixels& pixels, int64_t down, int64_t right, const Each& each) {
-  const auto &images = pixels.axes[0], &lines = pixels.axes[1];
+  const auto& [images, lines, line] = pixels.axes;
+  const int64_t piece = equal_part(line.extent, MOST_OF_LINE);
   for (int64_t i = 0; i < images.extent; i++)
     for (int64_t j = 0, count; j < lines.extent; j += count) {
       count = lines_from<HEIGHT>(pixels, j);
-      TapLines<E> some{image + i * images.left + j * lines.left, gradient + i * images.right + j * lines.right,
-                       pixels, down, right, j, count};
-      int64_t first = 0;
-      for (; first + COLUMN <= n; first += COLUMN, some.gradient += COLUMN) each(some, first, All<COLUMN>());
-      if (first < n) each(some, first, Some<COLUMN>(n - first));
+      for (int64_t k = 0; k < line.extent; k += piece) {
+        TapLines<E> some{image + i * images.left + j * lines.left, gradient + i * images.right + j * lines.right,
+                         pixels, down, right, j, count, {k, least(k + piece, line.extent)}};
+        int64_t first = 0;
+        for (; first + COLUMN <= n; first += COLUMN, some.gradient += COLUMN) each(some, first, All<COLUMN>());
+        if (first < n) each(some, first, Some<COLUMN>(n - first));
+      }
     }
 }
 
