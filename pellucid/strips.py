@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from pellucid.codegen import CppKernel, kept_near
+from pellucid.codegen import CppKernel, unstreamed
 from pellucid.codegen.reach import Reach
 from pellucid.ir.analysis import reads, writes
 from pellucid.ir.decision import Decision
@@ -121,7 +121,7 @@ def in_strips(
     near = {name: kernel.streamed & inside for name, kernel in kernels.items()}
     why = "it is read at once, in the same strip"
     kept = [Decision("codegen.stream", (name, each), False, why) for name in near for each in sorted(near[name])]
-    changed = {name: kept_near(kernel, near[name]) if near[name] else kernel for name, kernel in kernels.items()}
+    changed = {name: unstreamed(kernel, near[name]) if near[name] else kernel for name, kernel in kernels.items()}
     return chains, changed, (*decisions, *kept)
 
 

@@ -37,7 +37,7 @@ from pellucid.ir.contraction import DTYPES as KERNEL_DTYPES
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, Expr
 from pellucid.machine import Machine
-from pellucid.machine.attention import MOST_COLUMNS, Heads
+from pellucid.machine.attention import MAX_HEAD_SIZE, Heads
 
 aten = torch.ops.aten
 
@@ -114,9 +114,9 @@ def _covered(written: Written) -> Heads:
     if dtype not in KERNEL_DTYPES or len(types) > 1 or written.softmax.meta["val"].dtype is torch.float64:
         raise NotWritten("kernels compute it in f32, bf16 and f16, with queries, keys and values of one type")
     sizes = [expr_of(each) for each in (size, value.shape[-1], written.sizes[3])]
-    if sizes[0].value is None or not 2 <= sizes[0].value <= MOST_COLUMNS or sizes[0] != sizes[1]:
+    if sizes[0].value is None or not 2 <= sizes[0].value <= MAX_HEAD_SIZE or sizes[0] != sizes[1]:
         raise NotWritten(
-            f"kernels have head sizes from 2 to {MOST_COLUMNS}, known when compiled, values as long as keys"
+            f"kernels have head sizes from 2 to {MAX_HEAD_SIZE}, known when compiled, values as long as keys"
         )
     if sizes[2] in (ZERO, ONE):
         raise NotWritten("it has a single key, or none")

@@ -31,7 +31,7 @@ from pellucid.ir.attention import may_cap
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, ZERO, exact_div
-from pellucid.machine.attention import MOST_COLUMNS
+from pellucid.machine.attention import MAX_HEAD_SIZE
 
 aten = torch.ops.aten
 
@@ -143,8 +143,8 @@ class _Call:
         group = exact_div(shape_of(query)[1], shape_of(key)[1])
         if dtype_of(query) not in DTYPES or not query.dtype is key.dtype is value.dtype:
             return "kernels compute attention in f32, bf16 and f16"
-        if size.value is None or not 2 <= size.value <= MOST_COLUMNS or shape_of(value)[3] != size:
-            return f"kernels have head sizes from 2 to {MOST_COLUMNS}, known when compiled, values as long as keys"
+        if size.value is None or not 2 <= size.value <= MAX_HEAD_SIZE or shape_of(value)[3] != size:
+            return f"kernels have head sizes from 2 to {MAX_HEAD_SIZE}, known when compiled, values as long as keys"
         if keys in (ZERO, ONE) or group is None or group.value is None:
             return "it has a single key, or heads of queries that are no multiple of those of keys"
         if self.scale is None:

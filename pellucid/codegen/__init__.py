@@ -4,8 +4,8 @@
         -> plan (vector, tiles, sweeps), contraction (blocks) or attention (rows) -> loops -> cpp
                                                                                   -> reach
 
-Each step is a value in, value out function in its own file; `plan` chooses, `variants` finds plans that are as good by
-their price, `cpp` prints.
+Each step is a pure function in its own file: `plan` makes every choice, `variants` finds plans of about the same
+estimated cost, `cpp` only prints.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ __all__ = [
     "functions_of",
     "generate",
     "generate_all",
-    "kept_near",
     "packings_of",
+    "unstreamed",
 ]
 
 NAME_LENGTH = 60
 NO_ROLES = Roles()
-_NAME = "NAME"  # of a function, until its text says what it is called
+_NAME = "NAME"  # placeholder for a function's name, which is a hash of its text
 
 
 @dataclass(frozen=True, slots=True)
 class CppPacking:
     """A function that packs a buffer for a kernel, once before the program runs.
 
-    name, source: as those of a `CppKernel`, with the buffer as `p[0]` and `numel` f32, the panels, as `p[1]`.
+    name, source: like those of `CppKernel`; `p[0]` is the buffer, `p[1]` the panels: `numel` f32.
     """
 
     buffer: str
@@ -72,7 +72,7 @@ class CppPacking:
 
     @property
     def panels(self) -> str:
-        """The name of what is packed, among a program's inputs."""
+        """The name of the packed buffer among a program's inputs."""
         return f"{self.buffer}.{self.name}"
 
 
@@ -80,16 +80,16 @@ class CppPacking:
 class CppKernel:
     """A kernel as C++ text, and what is needed to call it.
 
-    name: C symbol, made from the content. Equal kernels over different buffers have equal names and sources.
+    name: C symbol, derived from the content. Equal kernels over different buffers have equal names and sources.
     source: the text that follows `#include "prelude.h"`.
-    params: names of the buffers whose pointers make up `p`. offsets: of each the element at which it begins.
-    symbols: names of the sizes that make up `s`.
-    packing: of the parameter that it takes packed, under the name of its panels.
-    extent: number of parallel iterations. grain: the least of them that are worth a thread.
+    params: names of the buffers whose pointers `p` holds. offsets: the element at which each of them begins.
+    symbols: names of the sizes that `s` holds.
+    packing: how the parameter that it reads packed is packed; that parameter has the name of the panels.
+    extent: number of parallel iterations. grain: the minimum number of iterations that are worth a thread.
     checks: the dimension that each index check is about, and the check's origin.
     line_map: origin of each line of the source.
-    computes: all that it does, over `p0`, `p1` and so on; `plan.kernel` may be what runs over blocks.
-    others: kernels that do the same, with the same parameters and bits, and are as good by their price.
+    computes: the whole kernel, over `p0`, `p1` and so on; `plan.kernel` may be only the part that runs over each block.
+    others: variants with the same parameters, bitwise equal results and about the same estimated cost.
     """
 
     name: str
@@ -109,38 +109,38 @@ class CppKernel:
 
     @property
     def ways(self) -> tuple[CppKernel, ...]:
-        """All kernels that do the same, this one first."""
+        """All variants of the kernel, this one first."""
         return (self, *self.others)
 
     @property
     def nest(self) -> Nest:
-        """The loops in which its lines run, over `p0`, `p1` and so on."""
+        """Its loop nest, over `p0`, `p1` and so on."""
         return nest(self.plan)
 
     def nest_of(self, name: str) -> Nest:
-        """The same under the names of the program, where the kernel is called `name`; packed is what lies unpacked."""
+        """Its loop nest under the program's names, as the kernel `name`; packed buffers appear unpacked."""
         packed = {self.packing.panels: self.packing.buffer} if self.packing else {}
         buffers = [packed.get(each, each) for each in self.params]
         return restore(self.nest, name, buffers, self.offsets, self.symbols)
 
     @property
     def reaches(self) -> Reaches | None:
-        """What each of its iterations touches, see `codegen/reach.py`."""
+        """Which elements each of its iterations touches, see `codegen/reach.py`."""
         return reaches(self.computes, self.plan, self.offsets)
 
     @property
     def streamed(self) -> frozenset[str]:
-        """Buffers that it writes past the caches."""
+        """Buffers that it writes with non-temporal stores, past the caches."""
         return frozenset(self.params[int(name[1:])] for name in self.plan.streamed)
 
 
 def generate(kernel: Kernel, options: Options, machine: Machine, roles: Roles = NO_ROLES) -> CppKernel:
-    """Vectorised C++ for `kernel`, with the instruction set of `machine`, and chosen by what that can do."""
+    """Vectorised C++ for `kernel`: the plan that is cheapest on `machine`, in its instruction set."""
     return next(generate_all(kernel, options, machine, roles))
 
 
 def generate_all(kernel: Kernel, options: Options, machine: Machine, roles: Roles = NO_ROLES) -> Iterator[CppKernel]:
-    """The same, and then kernels of other plans that are close by price and give the same bits."""
+    """Like `generate`, followed by variants: other plans of similar cost with bitwise equal results."""
     named = canonicalise(raw_copies(kernel))
     simple = canonicalise(simplify(named.kernel, base_lanes(named.kernel, machine))).after(named)
     mine = roles.renamed({name: f"p{k}" for k, name in enumerate(simple.buffers)})
@@ -190,8 +190,8 @@ def _written(
     )
 
 
-def kept_near(kernel: CppKernel, buffers: Collection[str]) -> CppKernel:
-    """The same, but that it does not write these buffers past the caches."""
+def unstreamed(kernel: CppKernel, buffers: Collection[str]) -> CppKernel:
+    """The kernel with ordinary stores to these buffers, instead of stores past the caches."""
     names = {f"p{k}" for k, name in enumerate(kernel.params) if name in buffers}
     plan = replace(kernel.plan, streamed=kernel.plan.streamed - names)
     name, source, line_map = _printed(kernel.name.rpartition("_")[0], plan)
@@ -221,7 +221,7 @@ def _digest(text: str) -> str:
 
 
 def _with_original_names(decision: Decision, canonical: Canonical) -> Decision:
-    """Decisions are about the names that the caller knows: those of its buffers and values."""
+    """The decision with the caller's names of buffers and values in its subject."""
     names = {f"p{k}": old for k, old in enumerate(canonical.buffers)}
     names |= {f"v{k}": old for k, old in enumerate(canonical.values)}
     first, *rest = decision.subject
@@ -229,12 +229,12 @@ def _with_original_names(decision: Decision, canonical: Canonical) -> Decision:
 
 
 def packings_of(kernels: Mapping[str, CppKernel]) -> list[CppPacking]:
-    """What is packed for some kernel, each once."""
+    """The distinct packings of these kernels."""
     return list({kernel.packing.panels: kernel.packing for kernel in kernels.values() if kernel.packing}.values())
 
 
 def functions_of(kernels: Mapping[str, CppKernel]) -> list[CppKernel | CppPacking]:
-    """All that is to be built: the kernels, what else does the same, and what packs for them."""
+    """All functions to build: the kernels, their variants, and the packing functions."""
     return [*(each for kernel in kernels.values() for each in kernel.ways), *packings_of(kernels)]
 
 
@@ -246,10 +246,10 @@ def annotate(kernel: CppKernel) -> str:
 def _stem(kernel: Kernel) -> str:
     """`k_` and the operators of the kernel in order, as many as fit in a name."""
     stem = "k"
-    told: set[str] = set()
+    named: set[str] = set()
     for line in kernel.body:
-        if isinstance(line.rhs, Compute | Reduce) and line.rhs.op != "cast" and line.rhs.op not in told:
-            told.add(line.rhs.op)
+        if isinstance(line.rhs, Compute | Reduce) and line.rhs.op != "cast" and line.rhs.op not in named:
+            named.add(line.rhs.op)
             if len(stem) + len(line.rhs.op) + 1 <= NAME_LENGTH - 13:
                 stem += f"_{line.rhs.op}"
-    return stem if told else "k_copy"
+    return stem if named else "k_copy"

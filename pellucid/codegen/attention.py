@@ -33,7 +33,7 @@ def plan_attention(kernel: Kernel, machine: Machine, options: Options) -> Plan |
 
 
 def _forward(kernel: Kernel, found: Attention, machine: Machine, options: Options) -> Plan:
-    """Some rows of one head in an iteration."""
+    """A plan with a block of rows of one head per iteration."""
     ranges, row = kernel.ranges, _row(kernel, found)
     count = ranges[row] if row else ONE
     outer = _outer(kernel, found, row)
@@ -41,13 +41,13 @@ def _forward(kernel: Kernel, found: Attention, machine: Machine, options: Option
     height = heads.row_block if row else 1
     part = _rows(kernel, found, row, None, height, heads.key_block)
     extent = product(ranges[name] for name in outer) * (chunks(count, height) if row else ONE)
-    why = f"softmax of a product, times values: {height} rows of a head at a time, with {heads.key_block} keys in cache"
+    why = f"softmax of a product, times values: blocks of {height} rows and {heads.key_block} keys"
     plan = _plan(kernel, part, outer, extent, heads.steps(machine), machine, options, why)
     return replace(plan, inner=row, chunk=height if row else 0)
 
 
 def _backward(kernel: Kernel, found: AttentionBackward, machine: Machine, options: Options) -> Plan:
-    """All rows of the heads that share keys in an iteration, so that no two write to the same gradients."""
+    """A plan with all rows of the heads that share keys per iteration, so that no two write to the same gradients."""
     ranges, row = kernel.ranges, _row(kernel, found)
     others = [name for name in found.rows if name != row]
     head = others[0] if others else None
@@ -57,26 +57,26 @@ def _backward(kernel: Kernel, found: AttentionBackward, machine: Machine, option
     count = ranges[row] * (ranges[head] if head else ONE)
     heads = _heads(kernel, found, outer, count)
     part = _rows(kernel, found, row, head, GRADIENT_ROWS, heads.gradient_keys)
-    why = f"gradients of an attention: {GRADIENT_ROWS} rows that share keys at a time, with {part.block} keys in cache"
+    why = f"gradients of an attention: blocks of {GRADIENT_ROWS} rows and {part.block} keys"
     extent = product(ranges[name] for name in outer)
     return _plan(kernel, part, outer, extent, heads.gradient_steps(machine), machine, options, why)
 
 
 def _row(kernel: Kernel, found: Attention | AttentionBackward) -> str | None:
-    """The axis of rows: that which limits keys, else the longest one of queries that share keys."""
+    """The axis of rows: the one on which the limit of visible keys depends, else the longest query axis."""
     limit, ranges = found.scores.limit, kernel.ranges
     limited = [] if limit is None else [name for name in found.rows if name in limit.vars()]
     return (limited or sorted(found.rows, key=lambda name: -estimate(ranges[name])) or [None])[0]
 
 
 def _outer(kernel: Kernel, found: Attention | AttentionBackward, *inside: str | None) -> tuple[str, ...]:
-    """The axes of heads and batches."""
+    """The axes of heads and batches, all except those `inside` an iteration."""
     inside = (*inside, found.column, found.scores.term, found.scores.key)
     return tuple(axis.name for axis in kernel.space if axis.name not in inside)
 
 
 def _heads(kernel: Kernel, found: Attention | AttentionBackward, outer: tuple[str, ...], rows: Expr) -> Heads:
-    """In numbers."""
+    """The sizes of the attention, for the cost model."""
     ranges, scores = kernel.ranges, found.scores
     count = estimate(product(ranges[name] for name in outer))
     keys, size = (estimate(ranges[name]) for name in (scores.key, found.column))
@@ -92,7 +92,7 @@ def _rows(
     part = Rows(found, row, height, size, block, keys, None, False, head)
     if limit is None or position is None:
         return part
-    return replace(part, seen=part.first(limit) - part.first(position) + 1, triangular=row in limit.vars())
+    return replace(part, visible=part.first(limit) - part.first(position) + 1, triangular=row in limit.vars())
 
 
 def _plan(
@@ -105,7 +105,7 @@ def _plan(
     options: Options,
     why: str,
 ) -> Plan:
-    """The plan of a kernel that is one call."""
+    """The plan of a kernel whose iterations are one call each."""
     grain, parallel = grain_of(kernel, extent, steps, machine, options)
     facts = (("rows", rows.height), ("keys", rows.block))
     return Plan(

@@ -1,4 +1,4 @@
-"""The blocks of a contraction: which of its axes are cut, into what sizes, and what a block reads."""
+"""The blocks of a contraction: which of its axes are cut, the sizes of the pieces, and the operands of a block."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from pellucid.machine import Machine
 from pellucid.machine.kernels import PLACES, TAPS
 from pellucid.machine.work import estimate
 
-# Taps of a line of a depthwise convolution that can share the reads of pixels, and steps by which windows move then, as
-# `channels.h` has it.
-MOST_SHARING = 7
-MOST_STEPS = 2
+# Maximum number of taps of a line of a depthwise convolution that share pixel loads, and the maximum stride of windows
+# for which they do; `channels.h` has the same limits.
+MAX_SHARING = 7
+MAX_STEPS = 2
 
-# Axes that the rows of a window may have: images, lines, pixels; and its taps.
-MOST_ROW_AXES = 3
-MOST_TAP_AXES = 2
+# Maximum number of axes of the rows of a window (images, lines, pixels), and of its taps.
+MAX_ROW_AXES = 3
+MAX_TAP_AXES = 2
 
 MATRIX = "matrix"
-"""The name of the number of the matrix that a row has chosen."""
+"""The name, in C++, of the index of the matrix that a row selects."""
 
 
 class Order(Enum):
-    """In which order blocks follow one another: what is named last changes from each to the next.
+    """The loop order over blocks, outermost first.
 
     `outer` are all axes of a kernel that blocks do not cut: images, heads, batches.
     """
@@ -45,7 +45,7 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A matrix in `buffer` that begins at the index `start`, with the strides of its rows and columns."""
+    """A matrix in `buffer` that begins at index `start`, with the strides of its rows and columns."""
 
     buffer: str
     start: Expr
@@ -55,7 +55,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What lies outside of an image adds nothing: it counts where 0 <= first + rows * i + taps * j < extent."""
+    """The bounds of a padded dimension: a term is inside the image where 0 <= first + rows * i + taps * j < extent."""
 
     first: Expr
     rows: tuple[Expr, ...]
@@ -65,11 +65,11 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A left operand whose rows are points of several axes, and whose terms are those of taps and channels.
+    """A left operand whose rows are points of several axes, and whose terms are pairs of a tap and a channel.
 
     start: the index of the block's first row and term. rows, taps: (extent, stride), outermost first.
-    channels: terms that are `apart` steps from one another. edges: one for each dimension with padding.
-    planes: the right operand's terms lie taps innermost, not channels. zeros: see `Contraction`.
+    channels: their number. channel_stride: elements from one to the next. edges: one for each dimension with padding.
+    planes: in the right operand taps are the innermost axis of terms, not channels. zeros: see `Contraction`.
     """
 
     buffer: str
@@ -77,7 +77,7 @@ class Window:
     rows: tuple[tuple[Expr, Expr], ...]
     taps: tuple[tuple[Expr, Expr], ...]
     channels: Expr
-    apart: Expr
+    channel_stride: Expr
     planes: bool
     zeros: bool
     edges: tuple[Edge, ...]
@@ -85,7 +85,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the first row, or term, of a block chooses, at the index `start`; that of the next is `step` further."""
+    """The selections of a block's rows or terms: the first is at index `start`, and each next one `step` further."""
 
     buffer: str
     start: Expr
@@ -95,9 +95,9 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """Both operands where terms are pixels, of which some may not count: each row lies where its pixel does.
+    """Both operands of a sum over pixels: term t is row t of either operand, unless `edges` exclude the pixel.
 
-    left, right: where the first pixel's row begins. axes: (extent, stride in the left, in the right operand).
+    left, right: the start of the first pixel's row. axes: (extent, stride in the left, in the right operand).
     """
 
     left: Operand
@@ -108,9 +108,10 @@ class Pixels:
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Taps of a window, lines of them and those of a line, as they lie in the right operand.
+    """The layout of a window's taps in the right operand.
 
-    down: steps from line to line. right, pixel: units from tap to tap and from pixel to pixel, each `unit` steps.
+    extents: lines of taps, and taps of a line. down: elements from line to line. right, pixel: units of `unit` elements
+    from tap to tap, and from pixel to pixel.
     """
 
     extents: tuple[Expr, Expr]
@@ -122,10 +123,11 @@ class Taps:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Groups of a convolution, each with so many `outputs`, its columns, and `channels`; see `codegen/groups.py`.
+    """Groups of a convolution, `count` of them, see `codegen/groups.py`.
 
-    image: the line that loads it. backward: whether it is the gradient of the weight. together: groups that share a
-    register. neighbours: taps of a line that lie as far apart as its pixels, else 1.
+    image: the line that loads the image. backward: whether this is the gradient of the weight. outputs, channels: of
+    one group; outputs are columns. together: groups that share a register. neighbours: taps of a line whose stride is
+    that of its pixels, else 1.
     """
 
     image: str
@@ -138,11 +140,11 @@ class Groups:
 
     @property
     def period(self) -> int:
-        """Columns after which registers begin anew."""
+        """Columns after which a new register begins."""
         return self.together * self.outputs
 
     def packed(self, columns: int, machine: Machine) -> int:
-        """How many columns so many are in panels: `groups.h` has the same."""
+        """How many columns in panels `columns` columns take, as in `groups.h`."""
         panel = 2 * machine.lanes
         room = self.period if self.period % machine.lanes == 0 else -(-self.period // panel) * panel
         return columns // self.period * room + columns % self.period
@@ -150,9 +152,9 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """So many neighbouring taps of a line share the reads of pixels: those are `step` times as far apart as taps.
+    """How many neighbouring taps of a line share pixel loads; the stride of pixels is `step` times that of taps.
 
-    One tap shares nothing, and has pixels as far apart as they are.
+    taps = 1: nothing is shared; `step` is then 1.
     """
 
     taps: int = 1
@@ -161,21 +163,21 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """So many matrices, `apart` elements from one another. number: which of them a block reads, from 0 on."""
+    """`count` matrices, `stride` elements from one to the next. number: the one that a block reads, from 0 on."""
 
     count: int
-    apart: Expr
+    stride: Expr
     number: Expr
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A right operand of `terms` rows and `columns` columns, packed whole before the program runs.
+    """A right operand of `terms` rows and `columns` columns, packed as a whole before the program runs.
 
-    dtype: of its elements. cast: what these have in memory instead, else None. area: taps of a channel where the
-    operand's terms lie channel by channel and the left one's tap by tap, else 1. tiles: it is transformed
-    too, see `Blocks.tiles`. single: its units hold one term each, in f32. groups: see `Blocks.groups`. stack: of how
-    many such operands this is the first.
+    dtype: of its elements. cast: their type in memory if it differs, else None. area: taps of a channel if terms are
+    ordered by channel in this operand and by tap in the left one, else 1. tiles: it is transformed for Winograd's
+    method too, see `Blocks.tiles`. single: its units hold one term each, in f32. groups: see `Blocks.groups`.
+    stack: the operands of equal shape of which this is the first.
     """
 
     operand: Operand
@@ -190,12 +192,12 @@ class Packing:
     stack: Stack
 
     def numel(self, machine: Machine) -> int:
-        """How many f32 that makes; of several matrices, each begins a line of the cache."""
+        """Its packed size in f32; if there are several matrices, each begins a cache line."""
         one, line = self.numel_of_one(machine), LINE // DType.F32.itemsize
         return one if self.stack.count == 1 else self.stack.count * (-(-one // line) * line)
 
     def numel_of_one(self, machine: Machine) -> int:
-        """How many f32 a matrix makes, in panels of two registers: those who pack check it."""
+        """The packed size of one matrix in f32, in panels of two registers; the packing functions check it."""
         panel, terms = 2 * machine.lanes, machine.isa.terms(self.dtype)
         single = self.single or (self.groups is not None and self.groups.channels % terms != 0)
         units = -(-self.terms // (1 if single else terms))
@@ -206,21 +208,24 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """One block is `rows` points of the axis `row`, with all of `whole`, by `columns` of `column`.
+    """One block is `rows` points of the axis `row`, with all of `whole`, by `columns` points of `column`.
 
-    varying: a block has that much of `row`, and of `whole` if that is a line whose length varies, and `rows` at most.
+    varying: the symbolic sizes of a block along `row`, and along the last of `whole` if lines have no known length; a
+    block then has at most `rows` rows in all.
 
-    Sums run over the `terms` of `inner`, in the order of the left operand. window: whether rows and terms of that are
-    more than a row and a column of a matrix. pixels: whether terms are pixels, see `Pixels`.
-    planes: the right operand's terms lie with the last of `inner` outermost.
-    spread: the left operand has few channels, which lie anywhere, and is read as it lies.
-    packed: the right operand is packed before the program runs. stored: where the sums go at once; None where other
-    lines run over each block, which is then in memory of its own.
-    tiles: how many of 2 x 2 pixels a block has, if its sums are computed by tiles (`codegen/winograd.py`), else 0.
-    order: in which they follow one another.
-    groups: of a convolution, where a column is made of the channels of its group; the contraction is that of the first.
-    turned: what runs over a block has its vectors along rows, as results lie, and gathers the sums.
-    pricing, sizes: of other rows and columns that could have been chosen.
+    Sums run over the `terms` of `inner`, in the order of the left operand.
+    window: the left operand is a `Window`, not a matrix. pixels: terms are pixels, see `Pixels`.
+    planes: in the right operand the last of `inner` is the outermost axis of terms.
+    spread: the left operand has few channels, with any stride, and is read without packing.
+    packed: the right operand is packed before the program runs.
+    stored: the store to which the sums are written directly; None if other lines run over each block, which is then in
+    a local buffer.
+    tiles: tiles of 2 x 2 pixels in a block if Winograd's method computes it (`codegen/winograd.py`), else 0.
+    order: the loop order over blocks.
+    groups: of a convolution, where a column sums over the channels of its group; the contraction is the first group's.
+    along_rows: the epilogue, the lines that run over a block, has its vectors along rows, as the results are stored,
+    and gathers the sums.
+    pricing, sizes: the cost model of the block sizes, and the alternatives to `rows` and `columns`.
     """
 
     contraction: Contraction
@@ -241,7 +246,7 @@ class Blocks:
     tiles: int = 0
     order: Order = Order.ROWS_THEN_COLUMNS
     groups: Groups | None = None
-    turned: bool = False
+    along_rows: bool = False
     pricing: Pricing | None = None
     sizes: tuple[tuple[int, int], ...] = ()
 
@@ -256,64 +261,64 @@ class Blocks:
 
     @property
     def stride(self) -> int:
-        """From row to row of its memory. Gathered columns of an even number of cache lines would share few sets."""
+        """Row stride of the local buffer. Gathers over an even number of cache lines would use few cache sets."""
         line = LINE // DType.F32.itemsize
-        return self.columns + (line if self.turned and self.columns % (2 * line) == 0 else 0)
+        return self.columns + (line if self.along_rows and self.columns % (2 * line) == 0 else 0)
 
     @property
     def channels(self) -> int:
-        """Of an image whose sums are computed by tiles."""
+        """Channels of an image, for Winograd's method."""
         terms = self.terms.value
         assert self.tiles and terms is not None
         return terms // TAPS
 
     @property
     def share(self) -> float:
-        """How many of the products are computed: all but by tiles, and where each term belongs to one of a batch."""
+        """The fraction of products that is computed: below 1 with Winograd tiles, or terms of one batch entry each."""
         if self.contraction.choice and self.contraction.choice.batch:
             return 1 / max(1, estimate(self.ranges[self.contraction.choice.batch]))
         return PLACES * self.tiles / (TAPS * self.height) if self.tiles else 1.0
 
     @property
-    def kept(self) -> bool:
-        """Whether blocks by tiles, of the same columns, transform the weights of these once."""
+    def reuses_weights(self) -> bool:
+        """Whether Winograd blocks of the same columns share their transformed weights."""
         return self.tiles > 0 and not self.packed and self.order is Order.COLUMNS_FIRST
 
     @property
     def by_channel(self) -> bool:
-        """True if a column of the block is made of one column of both operands."""
+        """True if a column of the block depends on one column of each operand: a depthwise convolution."""
         return self.column in self.contraction.batch
 
     @property
     def height(self) -> int:
-        """The most rows of a block, seen as a matrix."""
+        """The maximum number of rows of a block, as a matrix."""
         return self.rows if self.varying else self.rows * estimate(product(self.ranges[name] for name in self.whole))
 
     @property
     def pixels_of_line(self) -> int:
-        """The most rows of a block that follow one another in an image."""
+        """The maximum number of rows of a block that are consecutive pixels of a line."""
         return estimate(self.ranges[self.whole[-1]]) if self.whole and Part.PIECE not in self.pieces else self.rows
 
     @property
     def pieces(self) -> dict[Part, tuple[str, Expr]]:
-        """The axes of which a block has a piece of so many points."""
+        """The axes that blocks cut, each with the points of one piece."""
         sizes = self.varying or Varying(const(self.rows))
         piece = {} if sizes.pixels is None else {Part.PIECE: (self.whole[-1], sizes.pixels)}
         return {Part.CHUNK: (self.row, sizes.lines), **piece, Part.BLOCK: (self.column, const(self.columns))}
 
     def points(self, axis: str) -> tuple[Expr, Expr]:
-        """The first point of an axis in a block, and how many follow it there, itself included."""
+        """The first point of an axis in a block, and the number of its points there."""
         part = next((part for part, (name, _) in self.pieces.items() if name == axis), None)
         return (var(part.first), var(part.last) - var(part.first)) if part else (ZERO, self.ranges[axis])
 
     def sharing(self) -> Sharing:
-        """The taps of a depthwise convolution that share the reads of pixels."""
+        """The taps of a depthwise convolution that share pixel loads."""
         tap, pixel = self.inner[-1], self.pixel
         found, count = self.contraction, self.ranges[tap].value
         moves = [found.loads[0].index, *(bound.position for bound in found.bounds)]
-        for step in range(1, MOST_STEPS + 1):
+        for step in range(1, MAX_STEPS + 1):
             if all(stride_along(move, pixel) == step * stride_along(move, tap) for move in moves):
-                return Sharing(count, step) if count and step <= count <= MOST_SHARING else Sharing()
+                return Sharing(count, step) if count and step <= count <= MAX_SHARING else Sharing()
         return Sharing()
 
     def operands(self) -> tuple[Operand | Window, Operand]:
@@ -325,7 +330,7 @@ class Blocks:
         )
 
     def chosen(self) -> Chosen | None:
-        """What the rows or the terms choose of the block that begins at row `lo`; None if they have no choice."""
+        """The selections of the rows or terms of the block that begins at row `lo`; None if they select nothing."""
         choice = self.contraction.choice
         if choice is None:
             return None
@@ -344,11 +349,11 @@ class Blocks:
 
     @property
     def taps(self) -> tuple[str, ...]:
-        """Of a weight whose gradient this is: its axes that are whole in each block."""
+        """The tap axes, all points of which are in each block, if this is the gradient of a weight."""
         return (self.row, *self.whole) if self.by_channel else self.whole
 
     def window_of_taps(self) -> Taps:
-        """The same as they lie in the right operand, where terms are pixels that they share."""
+        """The layout of `taps` in the right operand, where terms are pixels that the taps share."""
         index, (*above, along) = self.contraction.loads[1].index, self.taps
         right, pixel = (stride_along(index, name).value for name in (along, self.inner[-1]))
         assert right and pixel
@@ -357,7 +362,7 @@ class Blocks:
         return Taps((height, self.ranges[along]), down, right // unit, pixel // unit, unit)
 
     def result(self) -> Operand | None:
-        """The part of the result for the same block, if the sums go there at once."""
+        """The part of the result for the same block, if the sums are written there directly."""
         return self._part(self.stored, (self.row, *self.whole)[-1], self.column) if self.stored else None
 
     def packing(self) -> Packing | None:
@@ -366,7 +371,7 @@ class Blocks:
             return None
         start: dict[Atom, Expr] = {Var("from"): ZERO}
         right, stack = self.operands()[1], self.stack()
-        start |= {Var(name): ZERO for name in self._others()}
+        start |= {Var(name): ZERO for name in self._batch_axes()}
         terms, columns = self.terms.value, self.ranges[self.column].value
         assert terms is not None and columns is not None and stack is not None
         area = area_of(self._terms()[0], self.ranges) if self.planes else 1
@@ -375,8 +380,8 @@ class Blocks:
         return Packing(operand, dtype, cast, terms, columns, area, tiles, self.by_channel, self.groups, stack)
 
     def stack(self) -> Stack | None:
-        """The matrices of which the right operand of a block is one; None where they do not follow evenly."""
-        choice, axes = self.contraction.choice, self._others()
+        """The stack of matrices to which the right operand of a block belongs; None if they are not evenly spaced."""
+        choice, axes = self.contraction.choice, self._batch_axes()
         if choice and choice.count:
             return Stack(choice.count, choice.apart, var(MATRIX))
         right = self.contraction.loads[1].index
@@ -388,8 +393,8 @@ class Blocks:
         count = product(self.ranges[name] for name in axes).value
         return Stack(count, stride_along(right, axes[-1]) if axes else ZERO, number) if count else None
 
-    def _others(self) -> tuple[str, ...]:
-        """The axes that blocks are not cut along, but of which the right operand has a matrix each, outermost first."""
+    def _batch_axes(self) -> tuple[str, ...]:
+        """The batch axes of the right operand: a matrix for each of their points, outermost first."""
         right = self.contraction.loads[1].index
         axes = right.vars() - {*self.inner, self.column}
         return tuple(sorted(axes, key=lambda name: -estimate(stride_along(right, name))))
@@ -408,7 +413,7 @@ class Blocks:
         return Operand(access.buffer, self._first(access.index), *strides)
 
     def _terms(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes of taps, and that of channels."""
+        """The axes of taps, and the axis of channels."""
         if self.spread:
             return self.inner[:-1], self.inner[-1:]
         return taps_of(self.contraction, self.inner)
@@ -446,7 +451,7 @@ class Blocks:
 
 
 def taps_of(found: Contraction, inner: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes of taps, and that of channels: the last one, if its terms are neighbours that count or not together."""
+    """The axes of taps, and the axis of channels: the last one, if it is contiguous and no bound depends on it."""
     last = inner[-1]
     together = last not in found.bounded
     return (inner[:-1], inner[-1:]) if together and stride_along(found.loads[0].index, last) == ONE else (inner, ())
@@ -458,5 +463,5 @@ def area_of(taps: tuple[str, ...], ranges: dict[str, Expr]) -> int:
 
 
 def outermost_first(axes: Iterable[str], index: Expr) -> tuple[str, ...]:
-    """The axes, those first whose steps through memory are the longest."""
+    """The axes, ordered by decreasing stride."""
     return tuple(sorted(axes, key=lambda name: -abs(estimate(stride_along(index, name)))))

@@ -1,8 +1,8 @@
-"""Scatters: stores at an index that depends on values, and the axes along which their points may meet.
+"""Scatters: stores at an index that depends on values, and the axes along which their points may collide.
 
-Points that meet must be stored one after the other, or the result would depend on the number of threads. So a kernel
-that scatters runs its colliding axes as loops inside the parallel one, and threads share the others. For the sum of
-rows `store add y[256*v + i1], g` that are the columns: each thread adds its columns of all rows.
+Colliding points must be stored one after the other, or the result would depend on the number of threads. So a kernel
+that scatters runs its colliding axes as loops inside the parallel one, which distributes the other axes over threads.
+For the sum of rows `store add y[256*v + i1], g` these are the columns: each thread adds its columns of all rows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def colliding(kernel: Kernel) -> tuple[str, ...]:
 
 
 def _is_radix(kernel: Kernel, store: Store) -> bool:
-    """True if the axes and checked values in the index are the digits of a number: no two of these are equal.
+    """True if the index is a mixed-radix number whose digits are the axes and checked values, so points are distinct.
 
-    That holds when each digit weighs at least as much as all smaller ones together.
+    That holds if the weight of each digit is at least the next smaller weight times the extent of that digit.
     """
     digits = _digits(kernel, store.index)
     if digits is None:

@@ -1,6 +1,6 @@
-"""Which kernels of a program are built in several ways: those that take part of its time and have plans that are close.
+"""Which kernels of a program get variants: those with a relevant share of its time and other plans of similar cost.
 
-k of 8% has two plans, 64 and 32 lanes  ->  k with the other one in `others`; calls find out which is the faster
+A kernel of 8% with two plans, of 64 and 32 lanes, gets the second one in `others`; calls find out which is faster.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 OFF, ON = "off", "on"
 """Values of the option `variants`; all others force one, see `_forced`."""
 
-LEAST_SHARE = 0.02
-"""The part of a program's time, by price, from which on a kernel is worth compiling twice."""
+MIN_SHARE = 0.02
+"""The share of a program's estimated time from which on a kernel is worth compiling twice."""
 
-MOST = 3
-"""Others that are tried."""
+MAX_OTHERS = 3
+"""Maximum number of variants in addition to the first."""
 
 
 def compete(
     kernels: Mapping[str, CppKernel],
     nodes: Iterable[Kernel],
     all_of: Callable[[Kernel], Iterator[CppKernel]],
-    asked: str,
+    option: str,
     machine: Machine,
 ) -> tuple[dict[str, CppKernel], tuple[Decision, ...]]:
-    """`kernels`, by the names of `nodes`, with the others that are tried or, if one of them is forced, that one.
+    """`kernels`, by the names of `nodes`, each with its variants, or replaced by the variant that the option forces.
 
-    all_of: a kernel in all ways. asked: the option `variants`.
+    all_of: all variants of a kernel. option: the option `variants`.
     """
-    if asked == OFF:
+    if option == OFF:
         return dict(kernels), ()
     spent: dict[str, float] = {}
     for node in nodes:
@@ -51,21 +51,21 @@ def compete(
     for node in nodes:
         kernel = kernels[node.name]
         refusal = _refusal(kernel, spent[kernel.name] / whole)
-        others = () if refusal else tuple(islice(_others(kernel, all_of(node)), MOST))
-        found[node.name], decision = _decided(node.name, replace(kernel, others=others), refusal, asked)
+        others = () if refusal else tuple(islice(_others(kernel, all_of(node)), MAX_OTHERS))
+        found[node.name], decision = _decided(node.name, replace(kernel, others=others), refusal, option)
         decisions.append(decision)
     return found, tuple(decisions)
 
 
 def _refusal(kernel: CppKernel, share: float) -> str:
-    """Why other ways to run a kernel are not looked for; empty if they are."""
-    if share < LEAST_SHARE:
-        return f"it takes {share:.1%} of the program by its price, too little to be compiled twice"
+    """Why a kernel gets no variants; empty if it may get some."""
+    if share < MIN_SHARE:
+        return f"it takes about {share:.1%} of the program's time, too little to be compiled twice"
     return "its sizes are not known" if kernel.symbols else ""
 
 
 def _others(first: CppKernel, ways: Iterator[CppKernel]) -> Iterator[CppKernel]:
-    """Different ones that are called as the first is."""
+    """The distinct variants that are called with the same arguments as the first."""
     seen = {first.name}
     for each in ways:
         if each.name not in seen and (each.params, each.offsets, each.checks) == (
@@ -77,20 +77,20 @@ def _others(first: CppKernel, ways: Iterator[CppKernel]) -> Iterator[CppKernel]:
             yield each
 
 
-def _decided(name: str, kernel: CppKernel, refusal: str, asked: str) -> tuple[CppKernel, Decision]:
+def _decided(name: str, kernel: CppKernel, refusal: str, option: str) -> tuple[CppKernel, Decision]:
     rule, ways = "codegen.variants", kernel.ways
     facts = tuple((each.name, each.plan.way) for each in ways)
     if not kernel.others:
-        return kernel, Decision(rule, (name,), False, refusal or "no plan with the same bits is close to it by price")
-    forced = _forced(ways, asked)
+        return kernel, Decision(rule, (name,), False, refusal or "no plan with the same bits has about the same cost")
+    forced = _forced(ways, option)
     if forced is not None:
-        return replace(forced, others=()), Decision(rule, (name,), True, f"the option asks for {forced.name}", facts)
-    why = f"{len(ways)} plans are close by their price: the first calls find out which is the fastest"
+        return replace(forced, others=()), Decision(rule, (name,), True, f"the option selects {forced.name}", facts)
+    why = f"{len(ways)} plans are close by estimated cost: the first calls find out which is the fastest"
     return kernel, Decision(rule, (name,), True, why, facts)
 
 
-def _forced(ways: tuple[CppKernel, ...], asked: str) -> CppKernel | None:
-    """The way that is asked for: by its name, of several that commas part, or by its place, the cheapest being 0."""
-    if asked.isdigit():
-        return ways[min(int(asked), len(ways) - 1)]
-    return next((each for each in ways if each.name in asked.split(",")), None)
+def _forced(ways: tuple[CppKernel, ...], option: str) -> CppKernel | None:
+    """The variant that the option names, as one of several comma-separated names or by its rank (0: the cheapest)."""
+    if option.isdigit():
+        return ways[min(int(option), len(ways) - 1)]
+    return next((each for each in ways if each.name in option.split(",")), None)

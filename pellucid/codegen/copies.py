@@ -1,4 +1,4 @@
-"""Values that are only moved need not be converted: bf16 and f16 pass through a kernel as the 16 bits that they are."""
+"""Values that are only copied need no conversion: bf16 and f16 pass through a kernel as 16-bit integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NARROW = frozenset({DType.BF16, DType.F16})
 
 
 def raw_copies(kernel: Kernel) -> Kernel:
-    """`kernel` with each narrow buffer of integers whose elements are all copied, as they are, from or to such buffers.
+    """`kernel` with narrow buffers retyped as integers, if their elements are only copied between such buffers.
 
     before: `x: bf16`, `y: bf16`, `a: f32 = load x[i]; store y[2*i], a`
     after:  `x: i16`, `y: i16`, `a: i16 = load x[i]; store y[2*i], a`
@@ -24,10 +24,10 @@ def raw_copies(kernel: Kernel) -> Kernel:
             users.setdefault(name, []).append(line)
     loads = {line.out: load for line, load in kernel.loads()}
     while raw:
-        odd = {buffer for buffer in raw if not _all_copied(kernel, buffer, raw, dtypes, users, loads)}
-        if not odd:
+        converted = {buffer for buffer in raw if not _all_copied(kernel, buffer, raw, dtypes, users, loads)}
+        if not converted:
             break
-        raw -= odd
+        raw -= converted
     if not raw:
         return kernel
     moved = {name for name, load in loads.items() if load.buffer in raw}
@@ -49,9 +49,9 @@ def _all_copied(
     users: dict[str, list[Line]],
     loads: dict[str, Load],
 ) -> bool:
-    """Whether all that `buffer` gives goes to raw buffers of its type, and all that it gets comes from such."""
+    """Whether all loads of `buffer` are stored to raw buffers of its type, and all its stores come from such."""
 
-    def takes(line: Line, value: str) -> bool:
+    def copies(line: Line, value: str) -> bool:
         rhs = line.rhs
         if not isinstance(rhs, Store) or rhs.join or rhs.arg != value or value in rhs.index.vals():
             return False
@@ -59,7 +59,7 @@ def _all_copied(
 
     for name, load in loads.items():
         blank = load.mask is None or repr(load.other) in ("0", "0.0")
-        if load.buffer == buffer and not (blank and all(takes(line, name) for line in users.get(name, []))):
+        if load.buffer == buffer and not (blank and all(copies(line, name) for line in users.get(name, []))):
             return False
     for _, store in kernel.stores():
         if store.buffer == buffer:

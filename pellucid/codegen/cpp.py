@@ -1,4 +1,4 @@
-"""Print a loop nest as C++. Nothing is decided here: the plan has chosen, `native/kernel/` knows the operators."""
+"""Print a loop nest as C++. All choices were made in the plan; `native/kernel/` implements the operators."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from pellucid.ir.index import ONE, Expr, Sym, Val, Var, const, val, var
 from pellucid.ir.nodes import CheckIndex, Compute, Const, IndexValue, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.origin import Origin, merge
 from pellucid.ir.types import DType
-from pellucid.machine.tiles import joined, touches, woven
+from pellucid.machine.tiles import interleaved_axis, interleaved_stores, touches
 
 FARTHEST = 1 << 48
-"""A bound of positions from which any position can be subtracted."""
+"""A bound on constants such that subtracting a position from one does not overflow."""
 REDUCTION = {"sum": "Sum", "prod": "Prod", "max": "Max", "min": "Min", "any": "Any", "all": "Every"}
 
 
 def print_kernel(plan: Plan, nest: Nest, name: str) -> Writer:
-    """The function `name`, with the origin of each of its lines. nest: that of the plan."""
+    """The function `name`, with the origin of each of its lines. nest: the nest of `plan`."""
     return _Printer(plan).function(nest.body, name)
 
 
 class _Printer:
-    """Prints one kernel. In a vector loop `n` says which lanes are in use, and its counter is that of lane 0."""
+    """Prints one kernel. In a vector loop `n` are the lanes in use, and the loop counter is that of lane 0."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -69,7 +69,7 @@ class _Printer:
         self.interleaved: dict[str, str] = {}
 
     def _values_in_indices(self) -> set[str]:
-        """Vector values that some index uses: their lanes are needed one by one."""
+        """Vector values that an index uses, whose lanes must be available one by one."""
         found: set[str] = set()
         for line in self.plan.kernel.body:
             if isinstance(line.rhs, Load | Store | IndexValue):
@@ -117,25 +117,25 @@ class _Printer:
 
     def items(self, items: Iterable[Item]) -> None:
         items = list(items)
-        together = self.put_together([item.line for item in items if isinstance(item, Put) and not item.once])
+        groups = self.interleaved_groups([item.line for item in items if isinstance(item, Put) and not item.once])
         for item in items:
-            if isinstance(item, Put) and item.line.out in together:
-                self.put_joined(together[item.line.out])
+            if isinstance(item, Put) and item.line.out in groups:
+                self.put_interleaved(groups[item.line.out])
             else:
                 self.item(item)
 
-    def put_together(self, puts: list[Line]) -> dict[str, tuple[Line, ...]]:
-        """The stores that together write all elements between their lanes, with the last of them; none with others."""
+    def interleaved_groups(self, puts: list[Line]) -> dict[str, tuple[Line, ...]]:
+        """Stores that together fill the gaps between their lanes: all of them for the last one, none for the others."""
         found: dict[str, tuple[Line, ...]] = {}
-        apart = [line for line in puts if line.out in self.plan.gathered and line.out not in self.plan.tiled]
-        for line in apart:
-            lines = joined(self.plan.kernel, line, str(self.plan.vector))
-            if lines and set(lines) <= set(apart):
-                last = max(lines, key=apart.index)
+        strided = [line for line in puts if line.out in self.plan.gathered and line.out not in self.plan.tiled]
+        for line in strided:
+            lines = interleaved_stores(self.plan.kernel, line, str(self.plan.vector))
+            if lines and set(lines) <= set(strided):
+                last = max(lines, key=strided.index)
                 found[line.out] = lines if line == last else ()
         return found
 
-    def put_joined(self, lines: tuple[Line, ...]) -> None:
+    def put_interleaved(self, lines: tuple[Line, ...]) -> None:
         if not lines:
             return
         first = lines[0].rhs
@@ -156,7 +156,7 @@ class _Printer:
             case Loop():
                 self.loop(item)
             case Define(line):
-                self.fetch(line)
+                self.prefetch(line)
                 self.out.line(f"const auto {line.out} = {self.value(line)};", line.origin)
                 self.lanes(line)
             case Put(line, once):
@@ -197,8 +197,8 @@ class _Printer:
     # ------------------------------------------------------------------------------------------ loops
 
     def parallel(self, loop: Parallel) -> None:
-        if self.plan.blocks is not None and self.plan.blocks.kept:
-            self.out.line(self.operands().kept(self.plan.blocks))
+        if self.plan.blocks is not None and self.plan.blocks.reuses_weights:
+            self.out.line(self.operands().kept_tiles(self.plan.blocks))
         self.open("for (int64_t t = begin; t < end; t++) {", merge(_origins(loop.body)))
         self.decode(loop.counters)
         self.items(loop.body)
@@ -210,15 +210,15 @@ class _Printer:
             case Kind.SERIAL:
                 lo, hi = self.range(loop)
                 i = loop.axis
-                together = self.woven(loop)
-                for line, store in together:
+                interleaved = self.interleaved_in(loop)
+                for line, store in interleaved:
                     kind, number = CPP_TYPE[self.dtypes[store.buffer]], line.out[1:]
                     self.out.line(f"pv::Interleaved<{hi}, {kind}, {self.plan.width}> w{number};", line.origin)
                     self.interleaved[line.out] = i
                 self.open(f"for (int64_t {i} = {lo}; {i} < {hi}; {i}++) {{", origin)
                 self.inside(loop)
                 self.close("}")
-                for line, store in together:
+                for line, store in interleaved:
                     begin = self.pointer(store.buffer, store.index.substitute({Var(i): const(0)}))
                     self.out.line(f"{self.guard(store)}w{line.out[1:]}.write({begin}, n);", line.origin)
             case Kind.VECTOR:
@@ -237,13 +237,14 @@ class _Printer:
             case _:
                 assert_never(loop.kind)
 
-    def woven(self, loop: Loop) -> list[tuple[Line, Store]]:
-        """The stores that write all elements between their lanes at the points of this loop."""
+    def interleaved_in(self, loop: Loop) -> list[tuple[Line, Store]]:
+        """The strided stores that fill the gaps between their lanes over the points of this loop."""
         if loop.part is not Part.WHOLE:
             return []
         stores = [item.line for item in loop.body if isinstance(item, Put) and not item.once]
-        apart = [line for line in stores if line.out in self.plan.gathered]
-        found = [line for line in apart if woven(self.plan.kernel, line, str(self.plan.vector)) == loop.axis]
+        kernel, vector = self.plan.kernel, str(self.plan.vector)
+        strided = [line for line in stores if line.out in self.plan.gathered]
+        found = [line for line in strided if interleaved_axis(kernel, line, vector) == loop.axis]
         return [(line, line.rhs) for line in found if isinstance(line.rhs, Store)]
 
     def open(self, text: str, origin: Origin) -> None:
@@ -271,7 +272,7 @@ class _Printer:
         return even and extent is not None and extent % width == 0
 
     def decode(self, counters: Sequence[Counter]) -> None:
-        """The counters of the flattened axes from the parallel loop's: the last axis runs fastest."""
+        """Compute the counters of the flattened axes from that of the parallel loop; the last axis runs fastest."""
         rest = "t"
         for position in range(len(counters) - 1, -1, -1):
             counter = counters[position]
@@ -318,7 +319,7 @@ class _Printer:
         return name in self.plan.wide
 
     def arg(self, name: str, wide: bool) -> str:
-        """A value as an operand; scalars are spread over the lanes where the other operands are vectors."""
+        """A value as an operand; scalars are broadcast to all lanes if the other operands are vectors."""
         return f"pv::splat<{self.plan.width}>({name})" if wide and not self.is_wide(name) else name
 
     def value(self, line: Line) -> str:
@@ -352,7 +353,7 @@ class _Printer:
         return f"pv::iota<{width}>({self.text(index)}, {self.text(step)})"
 
     def compared_position(self, op: str, args: tuple[str, ...]) -> str | None:
-        """A comparison of neighbouring positions with a number: a count of lanes says it; None for any other."""
+        """A comparison of consecutive positions with a constant, as a number of lanes; None for any other."""
         left, right = (self.lines[arg].rhs for arg in args[:2]) if op in ("lt", "ge") else (None, None)
         if not isinstance(left, IndexValue) or not isinstance(right, Const) or abs(int(right.value)) > FARTHEST:
             return None
@@ -385,13 +386,13 @@ class _Printer:
         assert isinstance(line.rhs, Store)
         corner, step = self.corner(line.rhs.index)
         past = flag_text(line.rhs.buffer in self.plan.streamed)
-        place = line.rhs.buffer if corner == "0" else f"{line.rhs.buffer} + {corner}"
+        address = line.rhs.buffer if corner == "0" else f"{line.rhs.buffer} + {corner}"
         self.out.line(
-            f"{self.guard(line.rhs)}y{line.out[1:]}.write<{past}>({place}, {step}, to - from, n);", line.origin
+            f"{self.guard(line.rhs)}y{line.out[1:]}.write<{past}>({address}, {step}, to - from, n);", line.origin
         )
 
     def corner(self, index: Expr) -> tuple[str, str]:
-        """Where a square starts, and the step from row to row."""
+        """The index at which a square starts, and the stride of its rows."""
         step = index.coefficient(str(self.plan.vector))
         assert step is not None
         return self.text(index.substitute({Var(str(self.plan.tile)): var("from")})), self.text(step)
@@ -416,7 +417,7 @@ class _Printer:
         if line.out not in self.plan.gathered:
             return f"pv::load<{CPP_TYPE[self.dtypes[load.buffer]]}>({self.pointer(load.buffer, load.index)}, n{mask})"
         if load.mask is None or not self.is_wide(load.mask):
-            text = self.apart(load)
+            text = self.strided_load(load)
             other = f"pv::splat<{self.plan.width}>({scalar_text(load.other, line.dtype)})"
             return text if load.mask is None else f"{load.mask} ? {text} : {other}"
         if self.is_uniform(load.index):
@@ -424,14 +425,14 @@ class _Printer:
         return f"pv::gather<{self.plan.width}>({load.buffer}, n, {self.at(load.index)}{mask})"
 
     def is_uniform(self, index: Expr) -> bool:
-        """Whether all lanes have the same element."""
+        """Whether all lanes access the same element."""
         return access(index, str(self.plan.vector), self.plan.wide) is Access.UNIFORM
 
-    def apart(self, load: Load) -> str:
-        """What loads elements that do not lie side by side, whatever the mask says."""
+    def strided_load(self, load: Load) -> str:
+        """An unmasked load of elements that are not adjacent."""
         kind, width = CPP_TYPE[self.dtypes[load.buffer]], self.plan.width
-        if near := self.near(load.index):
-            return f"pv::load_every<{near}, {kind}>({self.pointer(load.buffer, load.index)}, n)"
+        if stride := self.short_stride(load.index):
+            return f"pv::load_every<{stride}, {kind}>({self.pointer(load.buffer, load.index)}, n)"
         wide = sorted(load.index.vals() & self.plan.wide)
         numel = self.params[load.buffer].numel.value if load.buffer in self.params else None
         rest = load.index - val(wide[0]) if len(wide) == 1 else None
@@ -440,13 +441,13 @@ class _Printer:
             return f"pv::gather_from<{kind}>({self.pointer(load.buffer, rest)}, n, {wide[0]}, {left})"
         return f"pv::gather<{width}>({load.buffer}, n, {self.at(load.index)})"
 
-    def near(self, index: Expr) -> int:
-        """The elements from one lane to the next if these are few; else 0."""
+    def short_stride(self, index: Expr) -> int:
+        """The elements from one lane to the next if they are few; else 0."""
         near = access(index, str(self.plan.vector), self.plan.wide) is Access.NEAR
         step = index.coefficient(str(self.plan.vector)) if near else None
         return int(step.value or 0) if step is not None else 0
 
-    def fetch(self, line: Line) -> None:
+    def prefetch(self, line: Line) -> None:
         if line.out in self.plan.ahead:
             assert isinstance(line.rhs, Load)
             later = self.pointer(line.rhs.buffer, self.plan.ahead[line.out])
@@ -475,8 +476,8 @@ class _Printer:
         elif line.out not in self.plan.gathered:
             function = "update" if join else "stream" if store.buffer in self.plan.streamed else "store"
             text = f"pv::{function}<{kind}>({self.pointer(store.buffer, store.index)}, {value}, n{join});"
-        elif (near := self.near(store.index)) and not join:
-            text = f"pv::store_every<{near}, {kind}>({self.pointer(store.buffer, store.index)}, {value}, n);"
+        elif (stride := self.short_stride(store.index)) and not join:
+            text = f"pv::store_every<{stride}, {kind}>({self.pointer(store.buffer, store.index)}, {value}, n);"
         else:
             text = f"pv::scatter<{kind}>({store.buffer}, {value}, n, {self.at(store.index)}{join});"
         starts = {self.plan.tile: "from"} | {axis: part.first for part, (axis, _) in self.plan.pieces.items()}
@@ -486,7 +487,7 @@ class _Printer:
         self.out.line(guard + (f"if ({' && '.join(first)}) {text}" if first else text), line.origin)
 
     def guard(self, store: Store) -> str:
-        """What a store to the caller's memory begins with in a kernel that may fail: nothing is stored after that."""
+        """The condition of a store to the caller's memory: nothing is stored after an index check has failed."""
         return "if (status == 0) " if self.checks and store.buffer in self.plan.guarded else ""
 
     # ------------------------------------------------------------------------------------------ reductions
@@ -514,9 +515,9 @@ class _Printer:
         self.out.line(f"pv::Acc<pv::{REDUCTION[line.rhs.op]}, {kind}> a{number};", line.origin)
 
     def blocks(self, line: Line) -> str:
-        """What collects the blocks of a pairwise sum, at this point of the kept axes."""
-        place = f"[({self.plan.inner} - lo) / {self.plan.width}]" if self.plan.abreast else ""
-        return f"b{line.out[1:]}{place}"
+        """The object that adds up the blocks of a pairwise sum, at this point of the kept axes."""
+        element = f"[({self.plan.inner} - lo) / {self.plan.width}]" if self.plan.abreast else ""
+        return f"b{line.out[1:]}{element}"
 
     def accumulate(self, line: Line) -> None:
         assert isinstance(line.rhs, Reduce)
@@ -530,12 +531,12 @@ class _Printer:
         self.out.line(f"a{number}.add({self.arg(line.rhs.arg, wide)}{lanes});", line.origin)
 
     def position(self) -> Expr:
-        """The position in the reduced axes seen as one, in space order."""
-        place = const(0)
+        """The linear position in the flattened reduced axes, in space order."""
+        position = const(0)
         for axis in self.plan.kernel.space:
             if axis.name in self.plan.reduced:
-                place = place * axis.extent + var(axis.name)
-        return place
+                position = position * axis.extent + var(axis.name)
+        return position
 
     def finish(self, line: Line) -> None:
         assert isinstance(line.rhs, Reduce)
@@ -563,26 +564,26 @@ class _Printer:
     def scratch_lanes(self, line: Line) -> int:
         return self.plan.width if self.is_wide(line.out) and not self.plan.vector_is_reduced else 1
 
-    def scratch_place(self, line: Line) -> str:
-        place = const(0)
+    def scratch_address(self, line: Line) -> str:
+        offset = const(0)
         for axis in self.scratch_axes(line):
-            place = place * self.plan.extent_of(axis) + var(axis)
-        return f"k{line.out[1:]} + {self.text(place * self.scratch_lanes(line))}"
+            offset = offset * self.plan.extent_of(axis) + var(axis)
+        return f"k{line.out[1:]} + {self.text(offset * self.scratch_lanes(line))}"
 
     def scratch_use(self, line: Line) -> str:
-        """Which lanes of the scratch row are in use: its own row has room for all of them."""
+        """The argument for the lanes in use; a scratch row over a kept vector axis has room for all lanes."""
         if not self.is_wide(line.out):
             return ""
         return ", n" if self.plan.vector_is_reduced else f", pv::All<{self.plan.width}>()"
 
     def keep(self, line: Line) -> None:
         use = self.scratch_use(line)
-        self.out.line(f"pv::store<{CPP_TYPE[line.dtype]}>({self.scratch_place(line)}, {line.out}{use});", line.origin)
+        self.out.line(f"pv::store<{CPP_TYPE[line.dtype]}>({self.scratch_address(line)}, {line.out}{use});", line.origin)
 
     def recall(self, line: Line) -> None:
         kind = f"<{CPP_TYPE[line.dtype]}>"
         self.out.line(
-            f"const auto {line.out} = pv::load{kind}({self.scratch_place(line)}{self.scratch_use(line)});",
+            f"const auto {line.out} = pv::load{kind}({self.scratch_address(line)}{self.scratch_use(line)});",
             line.origin,
         )
 

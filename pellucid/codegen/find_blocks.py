@@ -1,4 +1,4 @@
-"""Which blocks a contraction is computed in: the axes of their rows, columns and terms, by how the operands lie."""
+"""The blocks of a contraction: the axes of their rows, columns and terms, chosen by the layout of the operands."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from math import prod
 from pellucid.codegen.block_sizes import (
     COLUMN_STEP,
     FETCH,
-    FEWEST_ROWS,
     GATHER,
+    MIN_ROWS,
     PACK,
     ROWS,
     Pricing,
@@ -20,7 +20,7 @@ from pellucid.codegen.block_sizes import (
     few_sums,
     lines_and_columns,
     pieces_of_lines,
-    points_besides,
+    points_except,
     product_pricing,
     product_sizes,
     right_fits,
@@ -31,8 +31,8 @@ from pellucid.codegen.block_sizes import (
     split_rows,
 )
 from pellucid.codegen.blocks import (
-    MOST_ROW_AXES,
-    MOST_TAP_AXES,
+    MAX_ROW_AXES,
+    MAX_TAP_AXES,
     Blocks,
     Groups,
     area_of,
@@ -62,17 +62,17 @@ from pellucid.machine.kernels import DEPTH, FEW_COLUMNS, FEW_ROWS
 from pellucid.machine.work import estimate
 from pellucid.options import Options
 
-# What it takes, in a convolution of several groups, to find the place of a tap for a row.
-PLACE = 48.0
-# How much longer a product takes before its operands are exchanged: prices are not exact.
-CLEAR = 1.03
-# To gather a sum of a block takes as long as so many products.
+# Costs are in multiply-adds. To compute the address of a tap for a row, in a convolution of several groups.
+TAP_ADDRESS = 48.0
+# Operands are swapped if a product would otherwise take longer by this factor: costs are not exact.
+SWAP_MARGIN = 1.03
+# To gather one sum of a block.
 GATHER_SUM = 50.0
-# To load or to store a number whose neighbours lie apart takes as long as so many products, if these are as near, and
-# at most so many times as long: see `_apart`.
-APART, NEAR, FAR = 20.0, 64, 16.0
-# Taps of a line that can share the reads of pixels, as `groups.h` has it.
-MOST_NEIGHBOURS = 5
+# To load or store one element of a strided access: STRIDED up to a stride of BASE_STRIDE elements, proportionally more
+# above it, at most MAX_STRIDED times as much.
+STRIDED, BASE_STRIDE, MAX_STRIDED = 20.0, 64, 16.0
+# Maximum number of taps of a line that share pixel loads, as in `groups.h`.
+MAX_NEIGHBOURS = 5
 
 
 def find_blocks(
@@ -82,7 +82,7 @@ def find_blocks(
     roles: Roles,
     groups: Groups | None = None,
 ) -> tuple[Blocks, tuple[Decision, ...]] | None:
-    """The blocks of a kernel whose space is simplified, None if it is no contraction, or runs better otherwise.
+    """The blocks of a kernel whose space is simplified; None if it is no contraction, or is faster as loops.
 
     groups: see `Blocks`.
     """
@@ -112,14 +112,14 @@ def find_blocks(
     buffer = right if right in roles.frozen else left
     if buffer not in roles.frozen:
         return blocks, (decision,)
-    refusal = _not_packed(kernel, blocks) if buffer == right else "the operand gives the rows of blocks, not columns"
+    refusal = _not_packed(kernel, blocks) if buffer == right else "the operand has the rows of blocks, not the columns"
     why = refusal or "the operand is frozen: it is packed before the program runs"
     freezing = Decision("codegen.freeze", (kernel.name, buffer), not refusal, why)
     return replace(blocks, packed=not refusal), (decision, freezing)
 
 
 def _priced(blocks: Blocks) -> tuple[tuple[str, str], ...]:
-    """The sizes that were not chosen, the cheapest first."""
+    """The block sizes that were not chosen, the cheapest first."""
     price = blocks.pricing
     if price is None:
         return ()
@@ -130,11 +130,11 @@ def _priced(blocks: Blocks) -> tuple[tuple[str, str], ...]:
 
 
 def _not_packed(kernel: Kernel, blocks: Blocks) -> str:
-    """Why a frozen right operand is read as it lies; empty if it can be packed."""
+    """Why a frozen right operand is not packed; empty if it can be packed."""
     right = blocks.contraction.loads[1]
     columns = blocks.ranges[blocks.column]
     if blocks.pixels or blocks.stack() is None:
-        return "the operand is not one matrix, nor several that follow one another evenly"
+        return "the operand is neither one matrix nor a stack of evenly spaced ones"
     if right.index.syms() or blocks.terms.value is None or columns.value is None:
         return "the operand's sizes are not known"
     if sum(load.buffer == right.buffer for _, load in kernel.loads()) > 1:
@@ -143,16 +143,16 @@ def _not_packed(kernel: Kernel, blocks: Blocks) -> str:
         return f"panels of {columns.value} columns would be mostly empty"
     choice, rows = blocks.contraction.choice, estimate(product(blocks.ranges[name] for name in blocks.contraction.rows))
     if choice and choice.batch:
-        return "its rows are terms that choose where they count"
+        return "each of its rows contributes to one selected batch entry only"
     if choice and rows <= FEW_ROWS * choice.count:
-        return f"{rows} rows choose among {choice.count} matrices: few rows read one where it lies"
+        return f"{rows} rows select among {choice.count} matrices: with so few rows each, they are read without packing"
     return ""
 
 
 def close_blocks(blocks: Blocks, close: float) -> Iterator[Blocks]:
-    """Blocks of other sizes, the cheapest first, that take at most `close` times as long by their price.
+    """Blocks of other sizes, the cheapest first, whose estimated cost is at most `close` times as high.
 
-    They fit where the largest blocks do. Those by tiles have sizes of their own.
+    They are no larger than the largest blocks. Winograd blocks have no alternatives: their sizes are chosen elsewhere.
     """
     if blocks.pricing is None or blocks.tiles:
         return
@@ -165,10 +165,10 @@ def close_blocks(blocks: Blocks, close: float) -> Iterator[Blocks]:
             yield replace(blocks, rows=rows, columns=columns)
 
 
-def stored_at_once(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | None:
-    """The store of the sums, if it is all that is done with them and takes whole panels of them in one go.
+def direct_store(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | None:
+    """The store to which sums can be written directly: the only use of the sums, in whole panels, in a single pass.
 
-    rest: what runs over a block. Sums that are made in several goes stay in the cache meanwhile.
+    rest: the lines that run over a block. Sums that take several passes over the terms stay in the cache meanwhile.
     """
     terms, columns = blocks.terms.value, blocks.ranges[blocks.column].value
     if terms is None or terms > DEPTH * machine.isa.terms(blocks.contraction.dtype):
@@ -187,7 +187,7 @@ def stored_at_once(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | No
 
 
 def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -> Blocks | None:
-    """Blocks whose rows are lines of an image, or else points of one axis; None for windows that do not line up."""
+    """Blocks whose rows are lines of an image, or points of one axis; None for windows with unsupported strides."""
     ranges = kernel.ranges
 
     def longest(axes: tuple[str, ...]) -> str:
@@ -198,7 +198,7 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
     along = stored_along(kernel, columns)
     if along and estimate(ranges[along[0]]) >= min(COLUMN_STEP, estimate(ranges[column])):
         column = along[0]
-    several = len(found.rows) > 1 and estimate(ranges[row]) < FEWEST_ROWS and not (found.choice or found.cast)
+    several = len(found.rows) > 1 and estimate(ranges[row]) < MIN_ROWS and not (found.choice or found.cast)
     packed = found.loads[1].buffer in roles.frozen
     blocks = _windows(found, ranges, column, machine, packed) if found.windowed or several else None
     if blocks or found.windowed:
@@ -207,90 +207,98 @@ def _lines(kernel: Kernel, found: Contraction, machine: Machine, roles: Roles) -
     if found.choice or found.cast or {load.buffer for load in found.loads} & roles.frozen:
         return one
     other = _product(kernel, found.swapped(), column, row, machine, roles)
-    return other if CLEAR * _time_of_product(kernel, machine, other) < _time_of_product(kernel, machine, one) else one
+    return (
+        other
+        if SWAP_MARGIN * _time_of_product(kernel, machine, other) < _time_of_product(kernel, machine, one)
+        else one
+    )
 
 
 def _product(kernel: Kernel, found: Contraction, row: str, column: str, machine: Machine, roles: Roles) -> Blocks:
-    """Blocks of a product, of rows along one axis."""
+    """Blocks of a matrix product, with rows along one axis."""
     ranges, right = kernel.ranges, found.loads[1].buffer
     pack = 0.0 if right in roles.frozen else PACK
-    size = partial(product_sizes, found, row, column, ranges, machine, pack, made=right in roles.made)
-    (height, width), apart = size(shared=not found.choice), size(shared=False)
-    pricing, turned = product_pricing(found, row, column, ranges, machine, pack), _is_turned(kernel, found, row, column)
-    blocks = Blocks(found, row, (), column, found.inner, height, width, ranges, turned=turned, pricing=pricing)
+    size = partial(product_sizes, found, row, column, ranges, machine, pack, produced=right in roles.produced)
+    (height, width), unshared = size(shared=not found.choice), size(shared=False)
+    pricing = product_pricing(found, row, column, ranges, machine, pack)
+    along_rows = _vectors_along_rows(kernel, found, row, column)
+    blocks = Blocks(found, row, (), column, found.inner, height, width, ranges, along_rows=along_rows, pricing=pricing)
     if ranges[row].value is None and not found.choice:
         return replace(blocks, varying=split_rows(found, row, column, ranges, machine, (height, width)))
     others = (
-        apart,
+        unshared,
         *((height, even_pieces(pricing.n, wide, COLUMN_STEP)) for wide in (2 * width, width // 2, 4 * width)),
     )
     return replace(blocks, sizes=others)
 
 
 def _time_of_product(kernel: Kernel, machine: Machine, blocks: Blocks) -> float:
-    """What a product takes for each term, next to one whose columns fill registers and are stored side by side."""
+    """The cost per term, relative to a product whose columns fill registers and are stored contiguously."""
     found, pricing = blocks.contraction, blocks.pricing
     assert pricing is not None
-    apart = GATHER_SUM + _apart(kernel, found, blocks.row) if blocks.turned else _apart(kernel, found, blocks.column)
-    time = pricing.empty(blocks.rows, blocks.columns, machine) * pricing(blocks.rows, blocks.columns)
-    return time + apart * speed_up(found.dtype, machine) / max(1, estimate(blocks.terms))
+    along = blocks.row if blocks.along_rows else blocks.column
+    strided = _strided_cost(kernel, found, along) + (GATHER_SUM if blocks.along_rows else 0.0)
+    time = pricing.padding(blocks.rows, blocks.columns, machine) * pricing(blocks.rows, blocks.columns)
+    return time + strided * speed_up(found.dtype, machine) / max(1, estimate(blocks.terms))
 
 
-def turned_as_results_lie(kernel: Kernel, blocks: Blocks, machine: Machine) -> Blocks:
-    """Blocks of a convolution, of which what runs over one has its vectors along pixels if results lie plane by plane.
+def orient_vectors(kernel: Kernel, blocks: Blocks, machine: Machine) -> Blocks:
+    """Blocks of a convolution; their epilogue gets vectors along pixels if results are channels-first.
 
-    Lines of few pixels fill a part of each vector.
+    Lines of few pixels fill only a part of each vector.
     """
     if not blocks.window:
         return blocks
     pixels = estimate(blocks.ranges[blocks.pixel])
     filled = pixels / (-(-pixels // machine.lanes) * machine.lanes)
-    turned = _is_turned(kernel, blocks.contraction, blocks.pixel, blocks.column, filled)
-    return replace(blocks, turned=turned)
+    along_rows = _vectors_along_rows(kernel, blocks.contraction, blocks.pixel, blocks.column, filled)
+    return replace(blocks, along_rows=along_rows)
 
 
-def _is_turned(kernel: Kernel, found: Contraction, row: str, column: str, filled: float = 1.0) -> bool:
-    """Whether it takes less time to gather sums than to load and to store what lies apart along columns.
+def _vectors_along_rows(kernel: Kernel, found: Contraction, row: str, column: str, filled: float = 1.0) -> bool:
+    """Whether an epilogue that gathers sums along rows is cheaper than strided loads and stores along columns.
 
-    filled: how much of the vectors along rows is.
+    filled: the fraction of the lanes that vectors along rows use.
     """
     along = all(store.index.coefficient(row) == ONE for _, store in kernel.stores())
-    return along and (GATHER_SUM + _apart(kernel, found, row)) / filled < _apart(kernel, found, column)
+    return along and (GATHER_SUM + _strided_cost(kernel, found, row)) / filled < _strided_cost(kernel, found, column)
 
 
-def _apart(kernel: Kernel, found: Contraction, axis: str) -> float:
-    """What it takes to load and to store, for each sum, the numbers whose neighbours along an axis lie apart."""
+def _strided_cost(kernel: Kernel, found: Contraction, axis: str) -> float:
+    """The cost per sum of the kernel's other loads and stores that are strided along an axis."""
     own = (found.left.out, found.right.out)
     others = (line.rhs for line in kernel.body if isinstance(line.rhs, Load | Store) and line.out not in own)
     steps = (other.index.coefficient(axis) for other in others)
-    near = (NEAR * FAR if step is None else estimate(step) for step in steps if step not in (ZERO, ONE))
-    return sum(APART * min(max(1.0, step / NEAR), FAR) for step in near)
+    strides = (
+        BASE_STRIDE * MAX_STRIDED if step is None else estimate(step) for step in steps if step not in (ZERO, ONE)
+    )
+    return sum(STRIDED * min(max(1.0, stride / BASE_STRIDE), MAX_STRIDED) for stride in strides)
 
 
 def _of_groups(kernel: Kernel, found: Contraction, groups: Groups, machine: Machine) -> Blocks | None:
-    """Blocks of a convolution of several groups, or of its weight's gradient; None if terms do not line up."""
+    """Blocks of a convolution of several groups, or of its weight's gradient; None for unsupported layouts."""
     ranges = kernel.ranges
     if groups.backward:
         of_weight = sums_by_group(found, ranges, groups, machine)
         if of_weight is None or of_weight.rows < machine.lanes // 2:
             return of_weight
-        return replace(of_weight, turned=bool(stored_along(kernel, (of_weight.row,))))
+        return replace(of_weight, along_rows=bool(stored_along(kernel, (of_weight.row,))))
     (column,) = found.columns
     blocks = _windows(found, ranges, column, machine, groups=groups)
     if blocks is None:
         return None
     taps, channels = taps_of(found, blocks.inner)
-    if area_of(channels, ranges) != groups.channels:  # their order in memory says nothing: all strides are equal
+    if area_of(channels, ranges) != groups.channels:  # all strides are equal, so they do not identify the channels
         return None
     pixel = (blocks.row, *blocks.whole)[-1]
     moves = [found.loads[0].index, *(bound.position for bound in found.bounds)]
-    near = bool(taps) and all(stride_along(move, taps[-1]) == stride_along(move, pixel) for move in moves)
-    neighbours = estimate(ranges[taps[-1]]) if near else 1
-    return replace(blocks, groups=replace(groups, neighbours=neighbours if neighbours <= MOST_NEIGHBOURS else 1))
+    shared = bool(taps) and all(stride_along(move, taps[-1]) == stride_along(move, pixel) for move in moves)
+    neighbours = estimate(ranges[taps[-1]]) if shared else 1
+    return replace(blocks, groups=replace(groups, neighbours=neighbours if neighbours <= MAX_NEIGHBOURS else 1))
 
 
 def by_channel(found: Contraction) -> bool:
-    """True for a depthwise convolution: each channel has its own sums, and channels of an image are neighbours."""
+    """True for a depthwise convolution (each channel has its own sums) of a channels-last image."""
     return found.windowed and len(found.batch) == 1 and stride_along(found.loads[0].index, found.batch[0]) == ONE
 
 
@@ -302,7 +310,7 @@ def _windows(
     packed: bool = False,
     groups: Groups | None = None,
 ) -> Blocks | None:
-    """Blocks of a convolution: whole lines of an image, as many as the caches like. None if terms do not line up.
+    """Blocks of a convolution: whole lines of an image, as many as fit the caches. None for unsupported layouts.
 
     packed: the right operand is packed before the program runs.
     """
@@ -324,9 +332,9 @@ def _windows(
         return replace(blocks, columns=columns, varying=varying)
     small = packed and (terms.spread or column in found.batch)
     faster = 0.0 if small else speed_up(found.dtype, machine)
-    gather = PLACE / groups.channels if groups and not small else GATHER * faster
+    gather = TAP_ADDRESS / groups.channels if groups and not small else GATHER * faster
     fetch = FETCH if right_fits(found, column, ranges, machine) else 0.0
-    outer = points_besides(ranges, (*terms.inner, *whole, row, column))
+    outer = points_except(ranges, (*terms.inner, *whole, row, column))
     pricing = Pricing(m, size, n, outer, machine.cores, fetch, gather, PACK * faster)
     (lines, columns), *others = few_sums(pricing) if small else lines_and_columns(pricing, step, most)
     return replace(blocks, rows=lines, columns=columns, pricing=pricing, sizes=tuple(others))
@@ -350,12 +358,12 @@ def _window_terms(
     inner = spread or _channels_last(found)
     taps, channels = (inner[:-1], inner[-1:]) if spread else taps_of(found, inner)
     planes = not lies_evenly(right, inner, ranges)
-    if planes and not channels:  # the image of one channel was transposed, the weight was not
+    if planes and not channels:  # an image of one channel was transposed, the weight was not
         inner = outermost_first(found.inner, right)
         taps, channels = taps_of(found, inner)
         planes = not lies_evenly(right, inner, ranges)
     few = area_of(taps, ranges) <= DEPTH
-    if len(taps) > MOST_TAP_AXES or (column in found.batch and (channels or not few)):
+    if len(taps) > MAX_TAP_AXES or (column in found.batch and (channels or not few)):
         return None
     in_planes = found.dtype is DType.F32 and channels and few and lies_evenly(right, (*channels, *taps), ranges)
     return None if planes and not in_planes else _WindowTerms(inner, planes, spread is not None)
@@ -367,7 +375,7 @@ def _lines_of_image(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, t
     rows = sorted(found.rows, key=lambda name: -estimate(stride_along(index, name)))
     whole: list[str] = []
     size = 1
-    while len(rows) > 1 and len(whole) + 1 < MOST_ROW_AXES and _fits(ranges[rows[-1]], ROWS // size):
+    while len(rows) > 1 and len(whole) + 1 < MAX_ROW_AXES and _fits(ranges[rows[-1]], ROWS // size):
         whole.insert(0, rows.pop())
         size *= estimate(ranges[whole[0]])
     if ranges[rows[-1]].value is None and len(rows) > 1 and not whole:
@@ -376,14 +384,14 @@ def _lines_of_image(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, t
 
 
 def _channels_last(found: Contraction) -> tuple[str, ...]:
-    """The summed axes as they lie in an image; of equal strides, as in lines of one pixel, that of channels last."""
+    """The summed axes in the memory order of the image; channels last among equal strides (lines of one pixel)."""
     channels = found.channels_among(found.inner)
     others = outermost_first((name for name in found.inner if name != channels), found.loads[0].index)
     return (*others, channels) if channels else others
 
 
 def _varying(blocks: Blocks, most: int, share: int) -> Varying:
-    """The pieces of what varies: of lines, at most so many, or of the pixels of lines too. share: see `split_lines`."""
+    """Blocks of lines of symbolic number, at most `most` of them, or length. share: see `split_lines`."""
     lines = blocks.ranges[blocks.row]
     pixels = blocks.ranges[blocks.whole[-1]] if blocks.whole else ONE
     if pixels.value is None:
@@ -392,30 +400,30 @@ def _varying(blocks: Blocks, most: int, share: int) -> Varying:
 
 
 def _fits(extent: Expr, most: int) -> bool:
-    """True if an axis has so many points at most, whatever the sizes."""
+    """True if an axis has a known number of points, at most `most`."""
     return extent.value is not None and extent.value <= most
 
 
 def _spread(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, ...] | None:
-    """The axes of taps and then of channels, if an image has so few of these that their values are spread.
+    """The axes of taps, then of channels, for an image of so few channels that `contract_spread` reads it.
 
-    None for any other. Channels may lie anywhere, side by side or plane by plane.
+    None for any other. Channels may have any stride: channels last or channels first.
     """
     terms = product(ranges[name] for name in found.inner).value
     if found.dtype is not DType.F32 or found.batch or terms is None or terms > MOST_SPREAD_TERMS:
         return None
-    if not 1 < len(found.inner) <= MOST_TAP_AXES + 1:
+    if not 1 < len(found.inner) <= MAX_TAP_AXES + 1:
         return None
     left, right = (load.index for load in found.loads)
     few = [name for name in found.inner if name not in found.bounded and estimate(ranges[name]) <= MOST_SPREAD_CHANNELS]
     orders = [
         (outermost_first([each for each in found.inner if each != name], operand), name)
-        for operand in (left, right)  # which differ where the image was transposed
+        for operand in (left, right)  # their orders differ if the image was transposed
         for name in few
     ]
-    lying = (
+    orderings = (
         (*taps, name)
         for taps, name in orders
         if lies_evenly(right, (*taps, name), ranges) or lies_evenly(right, (name, *taps), ranges)
     )
-    return next(lying, None)
+    return next(orderings, None)

@@ -1,7 +1,7 @@
 """Convolutions of several groups (`native/kernel/groups.h`), and gradients of their weights (`tap_gradients.h`).
 
-A kernel has an axis of groups and one of the outputs of a group. Blocks have the columns of several groups, which are
-neighbours in what is loaded and stored: so both axes become one, and all else is as with one group.
+A kernel has an axis of groups and one of the outputs of a group. The columns of a block are outputs of several groups,
+which are adjacent in memory: so both axes are joined to one, and all else is as with a single group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pellucid.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """kernel: with one axis of columns. of_first: the same, but that each group reads the image of the first one."""
+    """kernel: with one axis of columns. of_first: the same, except that each group reads the image of the first one."""
 
     kernel: Kernel
     of_first: Kernel
@@ -26,7 +26,7 @@ class Joined:
 
 
 def join_groups(kernel: Kernel, machine: Machine) -> Joined:
-    """`kernel` with one axis of columns in place of groups and their outputs, or as it is where it has no such axes.
+    """`kernel` with one axis of columns in place of groups and their outputs; unchanged if it has no such axes.
 
     before:   `for i0 < 9, i1 < 32, i2 < 4, i3 < 8: load x[256*i0 + 8*i1 + i3], load w[32*i1 + 8*i2 + i3]`
     after:    `for i0 < 9, i2 < 128, i3 < 8: load x[256*i0 + 8*(i2 // 4) + i3], load w[8*i2 + i3]`
@@ -44,8 +44,8 @@ def join_groups(kernel: Kernel, machine: Machine) -> Joined:
         is_image = line.out == found.left.out
         if column == group and not is_image:
             return line
-        place: dict[Atom, Expr] = {Var(group): image if is_image else ZERO}
-        rhs = map_indices(line.rhs, lambda index: index.substitute(place))
+        position: dict[Atom, Expr] = {Var(group): image if is_image else ZERO}
+        rhs = map_indices(line.rhs, lambda index: index.substitute(position))
         return Line(line.out, rhs, line.dtype, line.origin)
 
     columns = Axis(column, const(count * outputs))

@@ -1,4 +1,4 @@
-"""Where each line of a generated kernel comes from, and the source with that written beside it."""
+"""The origin of each line of a generated kernel, and the source annotated with it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pellucid.ir.origin import GLUE, Origin
 
 WIDTH = 100
-MOST = 4
+MAX_LISTED = 4
 
 
 @dataclass(slots=True)
 class Writer:
-    """Source text under construction: each line with the origin of what it does."""
+    """Source text under construction: each line with its origin."""
 
     lines: list[str] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Writer:
 
 
 def describe(origin: Origin) -> str:
-    """One comment: `add, mul  model.py:12, model.py:14`; empty for glue. Long lists, as of loops, are cut."""
+    """The comment of a line: `add, mul  model.py:12, model.py:14`; empty for glue. Long lists are shortened."""
     if origin.is_glue:
         return ""
     users = _listed([str(user) for user in origin.users])
@@ -37,8 +37,8 @@ def describe(origin: Origin) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f", and {len(names) - MOST} more" if len(names) > MOST else ""
-    return ", ".join(names[:MOST]) + more
+    more = f", and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def annotate_source(source: str, origins: Sequence[Origin]) -> str:

@@ -1,4 +1,4 @@
-"""Turn a kernel and its plan into an explicit loop nest: which line stands in which loop, in which order."""
+"""Turn a kernel and its plan into an explicit loop nest: which line is in which loop, in which order."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from pellucid.ir.nodes import Axis, Line, Reduce, Store, axes_of, operands
 
 
 def nest(plan: Plan) -> Nest:
-    """What is the same for every point, then the parallel loop.
+    """The loop nest of a plan: loop-invariant lines, then the parallel loop.
 
-    Kept lines stand at the outermost loop where all they depend on is known; lines that depend on a reduction stand
+    Lines over kept axes are in the outermost loop where their operands are known; lines that depend on a reduction come
     after its sweep. Stores come last in their loop, so that no load of the same point follows them.
     """
     kernel, space = plan.kernel, plan.kernel.space
@@ -54,7 +54,7 @@ def _attend(plan: Plan) -> Call:
 
 
 class _Builder:
-    """Builds the nest of one plan. Levels: 0 the function, 1 the parallel loop, then one for each axis `inside` it."""
+    """Builds the nest of one plan. Levels: 0 is the function, 1 the parallel loop, then one per axis `inside` it."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -65,7 +65,7 @@ class _Builder:
         self.inside = tuple(axis for axis in around if axis is not None)
         self.innermost = 1 + len(self.inside)
         prefix = plan.prefix
-        # Prefix sums, by the lines of their terms, in whose place their loop has the sum.
+        # The prefix sum by the name of its total, which an `Advance` computes inside the loop.
         self.growing = {} if prefix is None else {prefix.total.out: prefix}
         self.level = self._levels()
 
@@ -111,7 +111,7 @@ class _Builder:
         return (*self._defines(level, 0), *opened, loop, *closed, *self._puts(level))
 
     def _squares(self, names: Iterable[str]) -> tuple[list[Item], list[Item]]:
-        """What happens to the squares of the lines `names` before a block of the tile, and after it."""
+        """The steps for the squares of the lines `names` before a block of the tile axis, and after it."""
         squares = [line for line in self.plan.kernel.body if line.out in self.plan.tiled.intersection(names)]
         axis = str(self.plan.tile)
         opened = [StartTile(line, axis) if isinstance(line.rhs, Store) else FillTile(line, axis) for line in squares]
@@ -121,7 +121,7 @@ class _Builder:
         return self.plan.width if kind is Kind.VECTOR else 1
 
     def _kept_point(self, level: int) -> tuple[Item, ...]:
-        """What happens at one point (or vector) of all kept axes: the sweeps, and the kept lines between them."""
+        """The body at one point (or vector) of all kept axes: the sweeps, and the lines between them."""
         items: list[Item] = [Scratch(self.lines[name]) for sweep in self.plan.sweeps.order for name in sweep.keep]
         items += self._defines(level, 0)
         for number, sweep in enumerate(self.plan.sweeps.order):
@@ -142,7 +142,7 @@ class _Builder:
         return items
 
     def _abreast(self, level: int) -> tuple[Item, ...]:
-        """A chunk whose sums advance side by side: each block of the reduced axis goes over all its vectors."""
+        """A chunk whose vectors are summed side by side: each block of the reduced axis runs over all of them."""
         axis, sweep = self.inside[level - 1], self.plan.sweeps.order[0]
         sums = self._reductions(sweep)
         before, known = self._defines(level, 0), self._defines(level + 1, 0)
@@ -182,7 +182,7 @@ class _Builder:
     # ------------------------------------------------------------------------------------------ sweeps
 
     def _sweep(self, sweep: Sweep, depth: int) -> list[Item]:
-        """Loops over the reduced axes from `depth` on; each line stands in the outermost that knows all it needs."""
+        """Loops over the reduced axes from `depth` on; each line is in the outermost one that knows its operands."""
         axes = self.plan.reduced
         last = depth == len(axes) - 1
         body: list[Item] = []
@@ -206,7 +206,7 @@ class _Builder:
         return self._loop(sweep, depth, [*body, *puts])
 
     def _depth(self, sweep: Sweep, name: str) -> int:
-        """The loop of a line: that of its own axes, or deeper if an operand is only known there."""
+        """The depth of a line's loop: that of its innermost axis, or deeper if an operand is only known there."""
         axes = self.plan.reduced
         own = max((axes.index(axis) for axis in self.depends[name] & self.reduced), default=0)
         if name in sweep.recall:
@@ -215,7 +215,7 @@ class _Builder:
         return max([own, *(self._depth(sweep, each) for each in inside)])
 
     def _loop(self, sweep: Sweep, depth: int, body: list[Item]) -> list[Item]:
-        """The loop over one reduced axis, in blocks where these are squares of tiles, or end those of pairwise sums."""
+        """The loop over one reduced axis, in blocks if it has tiled accesses or the blocks of pairwise sums."""
         axis = self.plan.reduced[depth]
         kind = Kind.VECTOR if axis == self.plan.vector else Kind.SERIAL
         sums = [self.lines[name] for name in sweep.lines if name in self.plan.pairwise]
@@ -229,7 +229,7 @@ class _Builder:
         return [Loop(Kind.BLOCKS, axis, (*opened, inside, *closed, *(closing if ends else ())), block)]
 
     def _block_depth(self) -> int:
-        """The innermost loop that, with those inside it, makes too many steps for one accumulator."""
+        """The innermost loop that, with those inside it, has too many steps for a single accumulator."""
         total: int | None = 1
         for depth in range(len(self.plan.reduced) - 1, -1, -1):
             steps = self._steps(depth)
@@ -239,7 +239,7 @@ class _Builder:
         return 0
 
     def _block(self, depth: int) -> int:
-        """Steps of the loop at `depth` that make one block."""
+        """Steps of the loop at `depth` in one block."""
         inside = 1
         for deeper in range(depth + 1, len(self.plan.reduced)):
             inside *= self._steps(deeper) or 1

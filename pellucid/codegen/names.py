@@ -25,9 +25,9 @@ from pellucid.ir.nodes import (
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """A kernel under canonical names, and what they stand for.
+    """A kernel under canonical names, and the original names.
 
-    buffers, symbols, values: the original name of `p0`, `p1`, ..., of `s0`, `s1`, ... and of `v0`, `v1`, ...
+    buffers, symbols, values: the original names of `p0`, `p1`, ..., of `s0`, `s1`, ... and of `v0`, `v1`, ...
     """
 
     kernel: Kernel
@@ -36,7 +36,7 @@ class Canonical:
     values: tuple[str, ...]
 
     def after(self, first: Canonical) -> Canonical:
-        """This one, made from the kernel of `first`, with the original names of `first`."""
+        """This one, derived from the kernel of `first`, with the original names of `first`."""
 
         def original(names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(known[int(name[1:])] for name in names)
@@ -123,7 +123,7 @@ def canonicalise(kernel: Kernel) -> Canonical:
 
 
 def restore(nest: Nest, name: str, buffers: Sequence[str], offsets: Sequence[int], symbols: Sequence[str]) -> Nest:
-    """The nest of a canonical kernel under the names that a program knows, with indices from where buffers begin.
+    """The nest of a canonical kernel under the names of a program, with indices relative to whole buffers.
 
     buffers, offsets: the name of each parameter, and the element at which it begins. symbols: the name of each size.
     """
@@ -154,7 +154,7 @@ def restore(nest: Nest, name: str, buffers: Sequence[str], offsets: Sequence[int
 
 
 def canonical_symbol(name: str, position: int) -> str:
-    """The name of the symbol at `position`, of the same least value as `name`."""
+    """The name of the symbol at `position`, with the same minimum value as `name`."""
     return {1: "s", 0: "u", None: "n"}[least(name)] + str(position)
 
 

@@ -1,7 +1,7 @@
 """A loop nest as a value: in which loops, and in which order, the lines of a kernel run.
 
-It prints and parses (`nest_text.py`), is checked (`verify_nest.py`) and runs (`run_nest.py`); `loops.py` makes it of a
-plan. What it leaves open is how a step is written: with which instructions, past the caches or not.
+It is built from a plan (`loops.py`), printed and parsed (`nest_text.py`), verified (`verify_nest.py`) and interpreted
+(`run_nest.py`). It does not say how a step is implemented: with which instructions, or past the caches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK = "block"
 
 
 class Part(Enum):
-    """The points of an axis that a loop walks over."""
+    """The points of an axis that a loop iterates over."""
 
     WHOLE = ""
     CHUNK = "lo..hi"
@@ -44,7 +44,7 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """An axis of the flattened parallel loop: `extent` points, by pieces of `step` if `part` is not the whole axis."""
+    """An axis of the flattened parallel loop: `extent` points, in pieces of `step` if `part` is not the whole axis."""
 
     axis: str
     extent: Expr
@@ -53,7 +53,7 @@ class Counter:
 
     @property
     def count(self) -> Expr:
-        """How many iterations it has."""
+        """Its number of iterations."""
         return chunks(self.extent, self.step)
 
 
@@ -69,7 +69,7 @@ class Define:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Store a value, at the first point only of each axis in `once`: loops around it that it does not depend on."""
+    """Store a value; only at the first point of the axes in `once`: loops around it on which it does not depend."""
 
     line: Line
     once: tuple[str, ...]
@@ -103,8 +103,8 @@ class WriteTile:
 class Call:
     """Let a function of `native/kernel/` evaluate `lines` at all points of a parallel iteration.
 
-    function: `contract` or `attend`. line: the sum, or the widest store: what it is about. size: floats of memory that
-    an iteration has under the name `BLOCK`, for lines after it to read; 0 if they store into buffers alone.
+    function: `contract` or `attend`. line: the main line, the sum or the widest store. size: floats of the local buffer
+    `BLOCK` of an iteration, which later lines read; 0 if the call only stores to the kernel's buffers.
     """
 
     function: str
@@ -122,7 +122,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class StartBlocks:
-    """Declare what collects the closed blocks of a pairwise sum: one, or one for each of so many vectors `abreast`."""
+    """Declare the collector of closed blocks of a pairwise sum: a single one, or one for each of `abreast` vectors."""
 
     line: Line
     abreast: int
@@ -137,28 +137,28 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The same, and take out what the accumulator has so far: the value of a prefix sum at this point."""
+    """Like `Accumulate`, and read the accumulator: the value of a prefix sum at this point."""
 
     line: Line
 
 
 @dataclass(frozen=True, slots=True)
 class CloseBlock:
-    """End a block of a pairwise sum: the accumulator begins anew."""
+    """End a block of a pairwise sum and reset the accumulator."""
 
     line: Line
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Take the value of a reduction out of its accumulator, or out of its blocks."""
+    """Read the value of a reduction from its accumulator, or from its blocks."""
 
     line: Line
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Declare the scratch row of a value that a later sweep needs again."""
+    """Declare the scratch row of a value that a later sweep reads again."""
 
     line: Line
 
@@ -192,7 +192,7 @@ class Kind(Enum):
 class Loop:
     """A loop over one axis: point by point, by steps of a vector, or by blocks of `step` points.
 
-    A loop inside of that over blocks walks over one of them.
+    A loop inside a loop over blocks iterates over one block.
     """
 
     kind: Kind
@@ -204,7 +204,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """The iterations that threads share: those of all `counters`, flattened, the last one fastest."""
+    """The loop whose iterations are distributed over threads: all `counters`, flattened, the last one fastest."""
 
     counters: tuple[Counter, ...]
     body: tuple[Item, ...]
@@ -218,7 +218,7 @@ Item: TypeAlias = "Step | Loop | Parallel"
 
 @dataclass(frozen=True, slots=True)
 class Nest:
-    """A kernel as it runs: what is the same for every point, then the parallel loop.
+    """A kernel as it runs: loop-invariant steps, then the parallel loop.
 
     vector: the axis whose loops make steps of `width` lanes; None for scalar code.
     """
@@ -252,7 +252,7 @@ def map_lines(items: Iterable[Item], change: Callable[[Line], Line]) -> tuple[It
 
 
 def steps_of(items: Iterable[Item]) -> Iterator[Step]:
-    """All that stands in loops, however deep, without the loops."""
+    """All steps, at any depth, without the loops."""
     for item in items:
         if isinstance(item, Loop | Parallel):
             yield from steps_of(item.body)

@@ -1,6 +1,6 @@
 """The text form of loop nests: printed, and read back.
 
-A line of the kernel stands in full where it is computed, as `ir/printer.py` prints it; elsewhere its name is enough:
+A line of the kernel is printed in full where it is computed, as in `ir/printer.py`; elsewhere by its name:
 
     nest k(p0: f32[24576], p1: f32[24576]) {
       axes i0: 48, i1: 512
@@ -34,8 +34,8 @@ The grammar, with the rules of `ir/parser.py`:
             | "start" name "in" "blocks" ["of" number "vectors"]
             | ("read" | "open" | "write") "square" name "along" name
 
-A line that reduces adds to its accumulator, whose value so far it is where it says so. Indices into a block name the
-ends of its pieces.
+A line that reduces adds to its accumulator; with `so far` its value is that of the accumulator at this point. Indices
+into a block name the ends of its pieces.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from pellucid.ir.printer import print_head, print_line, print_origin, symbols_of
 
 _NAMED = {"start": Start, "close": CloseBlock, "finish": Finish, "scratch": Scratch, "keep": Keep, "recall": Recall}
 _SQUARES = {"read": FillTile, "open": StartTile, "write": WriteTile}
-_WORDS = {made: word for word, made in [*_NAMED.items(), *_SQUARES.items()]}
+_WORDS = {step: word for word, step in [*_NAMED.items(), *_SQUARES.items()]}
 
 
 def print_nest(nest: Nest, origins: bool = True) -> str:
@@ -85,10 +85,10 @@ def print_nest(nest: Nest, origins: bool = True) -> str:
     lines = [line for step in steps_of(nest.body) for line in (step.lines if isinstance(step, Call) else [step.line])]
     symbols = symbols_of(nest.params, nest.space, lines)
     lanes = [f"  lanes {nest.width} of {nest.vector}"] if nest.vector else []
-    told = [*_items(nest.body, "  ")]
-    comments = [print_origin(line.origin) if line and origins else "" for _, line in told]
+    items = [*_items(nest.body, "  ")]
+    comments = [print_origin(line.origin) if line and origins else "" for _, line in items]
     head = print_head("nest", nest.name, symbols, nest.params, nest.space)
-    return "\n".join([*head, *lanes, *with_comments([text for text, _ in told], comments), "}"])
+    return "\n".join([*head, *lanes, *with_comments([text for text, _ in items], comments), "}"])
 
 
 def _items(items: Iterable[Item], indent: str) -> Iterator[tuple[str, Line | None]]:
@@ -161,7 +161,7 @@ class _NestParser(Parser):
         return vector
 
     def read_ahead(self) -> dict[str, Line]:
-        """The lines of the text by name; of those in a call and after it the latter, which others refer to."""
+        """The lines of the text by name; of a line in a call and after it the latter, to which other steps refer."""
         here, lines = self.position, dict[str, Line]()
         for position in range(here, len(self.tokens)):
             self.position = position
@@ -182,7 +182,7 @@ class _NestParser(Parser):
         return int(token.text)
 
     def items(self) -> tuple[Item, ...]:
-        """What stands before a closing brace."""
+        """The items up to a closing brace."""
         items: list[Item] = []
         while not self.accept("}"):
             items.append(self.item())

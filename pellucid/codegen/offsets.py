@@ -1,4 +1,4 @@
-"""A kernel's parameters begin at the first element that it touches: kernels of equal parts of a tensor are the same."""
+"""Parameters begin at the first element that a kernel touches, so kernels over equal parts of a tensor are equal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pellucid.ir.nodes import Kernel, Load, Param, Rhs, Store
 
 
 def from_first_touched(kernel: Kernel, whole: Collection[str]) -> tuple[Kernel, tuple[int, ...]]:
-    """The kernel with such parameters, and how many elements after the buffers' own beginnings they begin.
+    """The kernel with parameters that begin at their first touched element, and the offset of each in its buffer.
 
     Before: `v0 = load p0[4096 + i0]`, of `i0: 1024`. After: `v0 = load p0[i0]`, and 4096 for `p0`, of 1024 elements.
-    whole: parameters that stay as they are.
+    whole: parameters that stay unchanged.
     """
     spans = {param.name: None if param.name in whole else _touched(kernel, param.name) for param in kernel.params}
     firsts = {name: span[0] for name, span in spans.items() if span}
@@ -31,7 +31,7 @@ def from_first_touched(kernel: Kernel, whole: Collection[str]) -> tuple[Kernel, 
 def _part(param: Param, span: tuple[int, int] | None) -> Param:
     if span is None:
         return param
-    after = param.numel - span[0]  # where a load is masked, the index may be beyond
+    after = param.numel - span[0]  # the index of a masked load may be out of bounds
     touched = span[1] - span[0] + 1
     return replace(param, numel=after if after.value is None else const(min(after.value, touched)))
 

@@ -1,4 +1,4 @@
-"""The operands of products, convolutions and attention as C++: what `native/kernel/` takes as matrices and windows."""
+"""The operands of products, convolutions and attention as C++: the matrices and windows that `native/kernel/` takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pellucid.ir.nodes import Load, Store
 from pellucid.ir.types import DType
 
 KEPT = "kept"
-"""The name of what blocks of a loop share."""
+"""The C++ name of the transformed weights that the blocks of a loop share."""
 
 
 def print_packing(packing: Packing, numel: int, name: str) -> str:
@@ -33,7 +33,7 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
     elif not packing.tiles:
         sizes += f", {_factor(packing)}"
     if packing.stack.count > 1:
-        function, several = "pack_matrices", f"{packing.stack.count}, {index_text(packing.stack.apart, {}, repr)}, "
+        function, several = "pack_matrices", f"{packing.stack.count}, {index_text(packing.stack.stride, {}, repr)}, "
     return (
         f'extern "C" int64_t {name}(void* const* p, const int64_t*, int64_t, int64_t) {{\n'
         f"  pv::{function}<{sizes}>({several}{packing.area}, {matrix}, static_cast<float*>(p[1]));\n"
@@ -43,27 +43,27 @@ def print_packing(packing: Packing, numel: int, name: str) -> str:
 
 
 def _matrix(fields: str, dtype: DType, cast: DType | None) -> str:
-    """A `pv::Matrix` of `dtype`, or of what is cast to that as it is read."""
+    """A `pv::Matrix` of `dtype`, cast from the type `cast` on reading if that is given."""
     if cast is None:
         return f"pv::Matrix<{CPP_TYPE[dtype]}>{fields}"
     return f"pv::casting<{CPP_TYPE[dtype]}>(pv::Matrix<{CPP_TYPE[cast]}>{fields})"
 
 
 def _factor(packing: Packing) -> str:
-    """What the units of panels are made of."""
+    """The C++ type of the units of panels."""
     return "float" if packing.single or packing.dtype is DType.F32 else f"pv::Factor<{CPP_TYPE[packing.dtype]}>"
 
 
 def _groups(groups: Groups, dtype: DType) -> str:
-    """The type that says how groups fill registers."""
+    """The C++ type that describes how groups fill registers."""
     return f"pv::Groups<{CPP_TYPE[dtype]}, {groups.outputs}, {groups.channels}, {groups.together}>"
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Calls on operands.
+    """Prints calls of `native/kernel/`.
 
-    pointer: the text of an element's address. text: of an index. ranges: the extents of axes. streamed: see `Plan`.
+    pointer: prints an element's address. text: prints an index. ranges: extents of axes. streamed: see `Plan`.
     """
 
     pointer: Callable[[str, Expr], str]
@@ -105,11 +105,11 @@ class Operands:
             function = "contract_tiles"
         if blocks.groups:
             function, known, sizes = "contract_groups", self.sizes_of_groups(blocks, blocks.groups), "to - from, from"
-        kept = f", {KEPT if blocks.kept else 'pv::NoTiles{}'}" if blocks.tiles else ""
+        kept = f", {KEPT if blocks.reuses_weights else 'pv::NoTiles{}'}" if blocks.tiles else ""
         return f"pv::{function}<{known}>({sizes}, {first}, {second}, {self.sums(blocks)}{kept});"
 
-    def kept(self, blocks: Blocks) -> str:
-        """What blocks that follow one another share."""
+    def kept_tiles(self, blocks: Blocks) -> str:
+        """The declaration of the transformed weights that successive blocks share."""
         return f"pv::KeptTiles<{blocks.channels}, {blocks.columns}> {KEPT};"
 
     def contract_pixels(self, blocks: Blocks) -> str:
@@ -127,12 +127,12 @@ class Operands:
         return f"pv::{function}<{self.sizes(blocks)}>(hi - lo, to - from, {operands}, {self.sums(blocks)});"
 
     def taps(self, taps: Taps) -> str:
-        """The taps that share what is packed."""
+        """The taps that share packed pixels."""
         extents = [*map(self.text, taps.extents)]
         return f"pv::Taps{{{', '.join((*extents, self.text(taps.down)))}, {taps.right}, {taps.pixel}, {taps.unit}}}"
 
     def tap_gradients(self, blocks: Blocks, image: str, gradient: str, terms: str) -> str:
-        """The sums over pixels for the taps of some channels, of several groups too."""
+        """The sums over pixels for the taps of some channels, also of several groups."""
         moves = blocks.contraction.loads[0].index
         sizes = ["1"] * (2 - len(blocks.taps)) + [str(blocks.ranges[name].value) for name in blocks.taps]
         steps = ["0"] * (2 - len(blocks.taps)) + [self.text(stride_along(moves, name)) for name in blocks.taps]
@@ -143,19 +143,19 @@ class Operands:
         return f"pv::contract_tap_gradients<{', '.join(sizes)}>(to - from, {operands});"
 
     def sizes(self, blocks: Blocks) -> str:
-        """What the compiler knows of sizes: rows and columns of a block, and all columns (0: not known)."""
+        """The sizes known at compile time: rows and columns of a block, and all columns (0: not known)."""
         rows = blocks.rows if blocks.pixels else blocks.height
         return f"{rows}, {blocks.columns}, {blocks.ranges[blocks.column].value or 0}"
 
     def sizes_of_groups(self, blocks: Blocks, groups: Groups) -> str:
-        """The same for groups: columns of a block, what a group has, taps, and the pixels of a line."""
+        """Like `sizes`, for groups: columns of a block, the fields of `Groups`, taps, and the pixels of a line."""
         terms, pixels = blocks.terms.value, blocks.pixels_of_line
         assert terms is not None
         sizes = (blocks.columns, groups.count, groups.outputs, groups.channels, groups.together)
         return ", ".join(map(str, (*sizes, terms // groups.channels, groups.neighbours, pixels)))
 
     def edges(self, edges: Iterable[Edge]) -> str:
-        """Two of `pv::Edge`, with such that do nothing in the places that are left."""
+        """An array of two `pv::Edge`, padded with edges that exclude nothing."""
 
         def steps(found: Iterable[Expr], count: int) -> str:
             given = [self.text(step) for step in found]
@@ -168,7 +168,7 @@ class Operands:
         return "{" + ", ".join([*given, *["{0, 1, {}, {}}"] * (2 - len(given))]) + "}"
 
     def sums(self, blocks: Blocks) -> str:
-        """Where the sums of a block go."""
+        """The destination of a block's sums."""
         result = blocks.result()
         if result is None:
             return f"pv::Sums{{{BLOCK}, {blocks.stride}, false}}"
@@ -184,8 +184,8 @@ class Operands:
             heads, count = (self.text(self.ranges[name]) if name else "1" for name in (rows.head, rows.row))
             parts = f"pv::AttentionBackward<{kinds}>{{{', '.join(self.backward_parts(rows, found))}}}"
             return f"pv::attend_backward<{sizes}>({heads}, {count}, {keys}, {parts});"
-        if rows.seen is not None and not rows.triangular:
-            keys = f"pv::least({keys}, {self.text(rows.seen)})"
+        if rows.visible is not None and not rows.triangular:
+            keys = f"pv::least({keys}, {self.text(rows.visible)})"
         count = "hi - lo" if rows.row else "1"
         parts = f"pv::Attention<{kinds}>{{{', '.join(self.forward_parts(rows, found))}}}"
         return f"pv::attend<{sizes}>({count}, {keys}, {parts});"
@@ -241,13 +241,13 @@ class Operands:
         ]
 
     def scaling(self, rows: Rows) -> list[str]:
-        """What a mask does to scores, their scale, and which of them count."""
-        scores, seen = rows.attention.scores, "0" if rows.seen is None else self.text(rows.seen)
+        """How a mask applies to scores, their scale, whether visibility is triangular, and the visible keys."""
+        scores, visible = rows.attention.scores, "0" if rows.visible is None else self.text(rows.visible)
         masking = f"pv::Masking::{scores.masking.upper()}"
-        return [masking, scalar_text(scores.scale, DType.F32), flag_text(rows.triangular), seen]
+        return [masking, scalar_text(scores.scale, DType.F32), flag_text(rows.triangular), visible]
 
     def strided(self, operand: Operand | None) -> str:
-        """An operand as the fields of a matrix, empty for none."""
+        """An operand as the fields of a matrix; `{}` for None."""
         if operand is None:
             return "{}"
         start = self.pointer(operand.buffer, operand.start)
@@ -270,13 +270,14 @@ class Operands:
         return f"pv::{function}({packing.operand.buffer}, {sizes})"
 
     def window(self, window: Window, dtype: DType) -> str:
-        """A `pv::Window`, with axes and edges that do nothing in the places that are left."""
+        """A `pv::Window`, padded with axes of extent 1 and edges that exclude nothing."""
 
         def axes(found: Iterable[tuple[Expr, Expr]], count: int) -> str:
             given = [f"{{{self.text(extent)}, {self.text(stride)}}}" for extent, stride in found]
             return "{" + ", ".join(["{1, 0}"] * (count - len(given)) + given) + "}"
 
         flags = map(flag_text, (window.planes, bool(window.edges), window.zeros))
-        parts = [axes(window.rows, 3), axes(window.taps, 2), *map(self.text, (window.channels, window.apart)), *flags]
+        channels = map(self.text, (window.channels, window.channel_stride))
+        parts = [axes(window.rows, 3), axes(window.taps, 2), *channels, *flags]
         parts.append(self.edges(window.edges))
         return f"pv::Window<{CPP_TYPE[dtype]}>{{{self.pointer(window.buffer, window.start)}, {', '.join(parts)}}}"

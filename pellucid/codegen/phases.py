@@ -1,7 +1,8 @@
-"""Images that are computed as several smaller ones, which a kernel walks one after the other.
+"""Images that are computed as several smaller ones, one after the other.
 
-Phases: pixels whose places differ by no multiple of the distance of taps never meet in a sum. Those of equal remainder
-are an image whose taps are neighbours. Pieces: parts of a line, of which each is short enough for a cache.
+Phases (dilated convolutions): two pixels are terms of the same sum only if their positions differ by a multiple of the
+dilation. The pixels with the same remainder form an image whose taps are adjacent. Pieces: parts of a line, each short
+enough for a cache.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pellucid.ir.nodes import Axis, Kernel, Line
 
 
 def in_phases(kernel: Kernel, axes: Collection[str], count: int) -> Kernel | None:
-    """`kernel` with an axis of `count` phases around each of `axes`; None where a phase would have more points.
+    """`kernel` with an axis of `count` phases around each of `axes`; None if phases would differ in size.
 
     before: `for i0 < 28, i1 < 3: load x[128*i0 + 256*i1]`
     after:  `for i0_phase < 2, i0 < 14, i1 < 3: load x[128*i0_phase + 256*i0 + 256*i1]`
@@ -35,7 +36,7 @@ def in_pieces(kernel: Kernel, axis: str, count: int) -> Kernel:
 
 def _split(kernel: Kernel, axes: Collection[str], count: int, *, phases: bool) -> Kernel:
     space: list[Axis] = []
-    places: dict[Atom, Expr] = {}
+    positions: dict[Atom, Expr] = {}
     for axis in kernel.space:
         if axis.name not in axes:
             space.append(axis)
@@ -45,9 +46,9 @@ def _split(kernel: Kernel, axes: Collection[str], count: int, *, phases: bool) -
         part = Axis(f"{axis.name}_{'phase' if phases else 'piece'}", const(count))
         space += [part, Axis(axis.name, points)]
         of_part, of_point = (ONE, part.extent) if phases else (points, ONE)
-        places[Var(axis.name)] = var(part.name) * of_part + var(axis.name) * of_point
+        positions[Var(axis.name)] = var(part.name) * of_part + var(axis.name) * of_point
 
     def moved(line: Line) -> Line:
-        return Line(line.out, map_indices(line.rhs, lambda index: index.substitute(places)), line.dtype, line.origin)
+        return Line(line.out, map_indices(line.rhs, lambda index: index.substitute(positions)), line.dtype, line.origin)
 
     return Kernel(kernel.name, kernel.params, tuple(space), tuple(map(moved, kernel.body)))

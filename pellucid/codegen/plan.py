@@ -1,4 +1,4 @@
-"""The plan of a kernel: how its loops run. Every choice is made here or in what this calls, and none while printing."""
+"""The plan of a kernel: how its loops run. Every choice is made here or in callees, none while printing."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from pellucid.ir.prefix import Prefix
 from pellucid.ir.traffic import LINE
 from pellucid.ir.types import DType
 from pellucid.machine import Machine, kernel_work, time
-from pellucid.machine.tiles import is_near
+from pellucid.machine.tiles import is_short_stride
 from pellucid.machine.work import SYMBOL_GUESS, estimate
 from pellucid.options import Options
 
-# Terms that one accumulator adds up before it starts afresh, blocks then being added pairwise; and the longest sum
-# that is not worth it. Eager adds up 16 terms before it starts afresh.
+# Pairwise summation: terms in one block, as in eager mode; blocks are then added pairwise. Sums of up to SHORT_SUM
+# terms are not worth it.
 PAIRWISE_BLOCK = 16
 SHORT_SUM = 24
-# Work of one parallel iteration that makes the loop around it negligible, in instructions.
+# Work of one parallel iteration, in instructions, that makes the overhead of the loop around it negligible.
 CHUNK_WORK = 4096
-# Columns whose sums advance side by side, and the rows that each vector of them adds in one go: rows are read page by
-# page, few at a time, and what was summed stays in the second cache.
+# Maximum number of columns that are summed side by side ("abreast"), and the rows that each vector of columns adds per
+# step: few pages are read at a time, and the partial sums stay in the L2 cache.
 COLUMNS_ABREAST = 1024
-# Bytes of a thread's stack that hold the sums of such columns, and levels of a pairwise sum of any length.
+# Bytes of a thread's stack for the partial sums of such columns, and levels of a pairwise sum of unknown length.
 STACK_ABREAST = 64 << 10
 LEVELS = 40
 ROWS_ABREAST = 8
-# Squares of a tiled kernel that are walked in one go: few enough rows for the cache and the TLB to hold, so that the
-# next iteration, which reads on in the same rows, finds them there.
+# Squares of a tiled kernel in one parallel iteration: few enough rows that the cache and the TLB still hold them for
+# the next iteration, which continues in the same rows.
 TILES = 16
-# Vectors of a row that one thread adds at a time when it scatters rows, and pieces of a row that threads may share.
+# Scatters of rows: the vectors of a row that one thread adds at a time, and the pieces of a row that threads may share.
 SCATTER_STEPS = 8
-# Vectors of such a piece, at least, where the second cache holds all rows.
-FEWEST_STEPS = 4
-# Outer iterations from which on the inner axis need not be cut to keep all threads busy.
+# Minimum number of vectors of such a piece where the L2 cache holds all rows.
+MIN_STEPS = 4
+# From this number of outer iterations on, the inner axis need not be cut to keep all threads busy.
 ENOUGH_ITERATIONS = 512
-# Barriers that the work of one more thread should take as long as, unless the option `min_work_per_thread` says.
+# The work of each additional thread should take as long as this many barriers, unless `min_work_per_thread` is set.
 BARRIERS = 4
 
 
@@ -55,31 +55,31 @@ class Plan:
     """How the loops of a kernel run. The nest, from the outside in:
 
     - one parallel loop over `outer`, chunks of `inner` if `chunk` is not 0, and blocks of `tile` if it is a kept axis,
-      flattened, the last one fastest; those of a contraction in the order of its `blocks`;
+      flattened, the last one fastest; for a contraction in the order of its `blocks`;
     - one loop for each of the `colliding` axes of a scatter;
     - a loop over `inner`, a kept axis, if there is one: by vectors if it is the vector axis;
-    - loops over all of the `whole` axes: of a block, or a piece of the last one, see `Varying` in block_sizes.py; else
-      those whose points lie between the elements of a vector;
+    - loops over the `whole` axes: those of a contraction's block, of which the last may be cut (see `Varying` in
+      block_sizes.py); otherwise short axes interleaved with the lanes of a vector;
     - a loop over one block of `tile`, if there is one, see below;
     - for each sweep, loops over `reduced`; the last one by vectors if it is the vector axis, by blocks if it is `tile`.
 
     kernel: the kernel under canonical names, its space simplified.
     vector: the vector axis; None for scalar code. width: lanes per step.
     wide: the values (and stores) that have one value per lane.
-    gathered: loads and stores of `wide` whose lanes do not lie side by side.
-    tile, tiled: the axis of tiles, and the loads and stores made in squares, `width` by `width`, see machine/tiles.py.
-    pairwise: sums that are collected in blocks and then added pairwise.
-    abreast: vectors of a chunk whose sums advance side by side, by blocks of the reduced axis; 0 if the sums of each
-    vector are finished before the next one begins.
-    streamed: buffers that are written past the caches.
-    guarded: buffers that stay as they are where a position is out of range.
-    ahead: loads that fetch what is needed later, and the index of that, see ahead.py.
+    gathered: loads and stores of `wide` whose lanes are not adjacent in memory.
+    tile, tiled: the axis of tiles, and the accesses done in squares of `width` by `width`, see machine/tiles.py.
+    pairwise: sums computed by pairwise summation.
+    abreast: number of vectors of a chunk that are summed side by side, by blocks of the reduced axis; 0 if the sums of
+    each vector are finished before the next one begins.
+    streamed: buffers that are written with non-temporal stores, past the caches.
+    guarded: buffers that must stay unchanged if an index check fails.
+    ahead: loads that prefetch, with the index that they prefetch, see ahead.py.
     extent: number of iterations of the parallel loop. grain: how many of them are worth a thread.
-    steps: vector instructions of a call, for the machine model; of a middling size where sizes are symbols.
-    blocks: those of a contraction, see contraction.py; `kernel` is then what runs over each block.
-    rows: those of an attention, or of its gradients, see attention.py; they are computed by one call.
-    prefix: a sum that grows along an axis, whose loop is the innermost one; `kernel` is then what that loop computes.
-    called: what a call of `native/kernel/` computes in each iteration: the sums of a contraction, or all of `rows`.
+    steps: vector instructions of a call, for the machine model; an estimate where sizes are symbols.
+    blocks: of a contraction, see contraction.py; `kernel` is then the part that runs over each block.
+    rows: of an attention or its gradients, see attention.py; one call computes them.
+    prefix: a prefix sum, whose axis has the innermost loop; `kernel` is then the body of that loop.
+    called: the lines that a call of `native/kernel/` computes in each iteration: the sums of a contraction, or `rows`.
     """
 
     kernel: Kernel
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def counters(self) -> tuple[Counter, ...]:
-        """What the parallel loop is flattened from; the last one runs fastest."""
+        """The axes that the parallel loop flattens; the last one runs fastest."""
         order = self.blocks.order if self.blocks is not None else Order.ROWS_THEN_COLUMNS
         of = {"outer": [Counter(axis, self.extent_of(axis)) for axis in self.outer], "rows": [], "columns": []}
         for part, (axis, step) in self.pieces.items():
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def pieces(self) -> dict[Part, tuple[str, Expr]]:
-        """The axes of which an iteration of the parallel loop has a piece of so many points."""
+        """The axes that the parallel loop cuts into pieces, each with the points of one piece."""
         if self.blocks is not None:
             return self.blocks.pieces
         found: dict[Part, tuple[str, Expr]] = {}
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def way(self) -> str:
-        """How it differs from other plans of the kernel, in words."""
+        """A short description that distinguishes it from other plans of the kernel."""
         if self.blocks is not None:
             return f"blocks of {self.blocks.height} x {self.blocks.columns}"
         lanes = f"{self.width} lanes along {self.vector}" if self.vector else "scalar"
@@ -146,13 +146,13 @@ class Plan:
 
     @property
     def positions(self) -> DType:
-        """The integer type of positions in the reduced axes, as vectors of them are kept."""
+        """The integer type in which vectors hold positions in the reduced axes."""
         points = product(self.extent_of(axis) for axis in self.reduced).value
         return DType.I32 if points is not None and points < 1 << 31 else DType.I64
 
     @property
     def levels(self) -> int:
-        """Levels of the pairwise sums of columns that advance side by side."""
+        """Levels of the pairwise sums of columns that are summed side by side."""
         return _levels(self.kernel)
 
     @property
@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def outer_tile(self) -> str | None:
-        """`tile` where it is a kept axis, with blocks that threads share."""
+        """`tile` if it is a kept axis, whose blocks are distributed over threads."""
         return None if self.tile in self.reduced else self.tile
 
     def extent_of(self, axis: str) -> Expr:
@@ -178,9 +178,9 @@ def make_plan(
     choice: VectorChoice | None = None,
     prefix: Prefix | None = None,
 ) -> Plan:
-    """The plan of a kernel whose space is simplified. choice: of the vector axis; None for the cheapest one.
+    """The plan of a kernel whose space is simplified already.
 
-    prefix: the prefix sum whose loop body `kernel` is.
+    choice: the vector axis; by default the cheapest. prefix: the prefix sum whose loop `kernel` is.
     """
     _check_in_place(kernel)
     choice = choice or choose(kernel, machine, options.vectorize)
@@ -192,7 +192,7 @@ def make_plan(
     steps = cost(kernel, vector, base_lanes(kernel, machine) if vector else 1, tiled)
     pairwise, sums = _pairwise(kernel, axes.reduced, vector, width)
     abreast, side_by_side = _abreast(kernel, axes, width, sweeps, pairwise, machine)
-    whole = axes.serial or (() if abreast else _between(kernel, axes))
+    whole = axes.serial or (() if abreast else _interleaved_axes(kernel, axes))
     outer = tuple(name for name in axes.outer if name not in whole)
     iterations = product(kernel.ranges[name] for name in outer) * axes.blocks(kernel, width)
     chunk = abreast * width or _chunk_of_inner(kernel, axes, width, steps, iterations, machine)
@@ -263,10 +263,10 @@ def _assign_axes(kernel: Kernel, choice: VectorChoice, prefix: Prefix | None) ->
     elif vector is not None:
         inner = vector
     elif collisions and not reduced:
-        inner = next((name for name in reversed(kept) if _points_of_line(kernel, name) > 1), None)
+        inner = next((name for name in reversed(kept) if _points_per_line(kernel, name) > 1), None)
     else:
         inner = kept[-1] if kept and not ordered else None
-    outer = _near_last(kernel, tuple(name for name in kept if name not in (inner, tile)))
+    outer = _line_sharing_last(kernel, tuple(name for name in kept if name not in (inner, tile)))
     return _Axes(kept, outer, inner, vector, tile, collisions, serial, reduced)
 
 
@@ -278,12 +278,12 @@ def _chunk_of_inner(kernel: Kernel, axes: _Axes, width: int, steps: float, itera
     points = max(1, estimate(product(kernel.ranges[name] for name in {*axes.kept, inner})))
     wanted = TILES * width if tiles else CHUNK_WORK * points / max(steps, 1)
     if axes.colliding:
-        return _columns_of_thread(kernel, inner, width, wanted, machine)
+        return _scatter_chunk(kernel, inner, width, wanted, machine)
     return _chunk(kernel.ranges[inner], width, wanted)
 
 
-def _near_last(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The same axes; those whose points share lines of the cache come last, while a line is still there."""
+def _line_sharing_last(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes reordered: those whose points share cache lines come last, so that a line is reused while cached."""
     sizes = {param.name: param.dtype.itemsize for param in kernel.params}
 
     def shares(name: str) -> bool:
@@ -296,21 +296,21 @@ def _near_last(kernel: Kernel, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(axes, key=shares))
 
 
-def _columns_of_thread(kernel: Kernel, inner: str, width: int, wanted: float, machine: Machine) -> int:
-    """Points of the inner axis per parallel iteration of a scatter, as `_chunk` gives them, in whole cache lines.
+def _scatter_chunk(kernel: Kernel, inner: str, width: int, wanted: float, machine: Machine) -> int:
+    """Points of the inner axis per parallel iteration of a scatter, like `_chunk`, in whole cache lines.
 
-    Threads that share rows which the second cache holds wait for each other's lines: only wide rows are worth that.
+    Threads that share rows held by the L2 cache wait for each other's lines, which only pays for wide rows.
     """
-    step, extent = max(width, _points_of_line(kernel, inner)), estimate(kernel.ranges[inner])
+    step, extent = max(width, _points_per_line(kernel, inner)), estimate(kernel.ranges[inner])
     scattered = {store.buffer for _, store in kernel.stores() if store.index.vals()}
     sizes = (estimate(each.numel) * each.dtype.itemsize for each in kernel.params if each.name in scattered)
-    if sum(sizes) <= machine.own_cache and extent < FEWEST_STEPS * SCATTER_STEPS * step:
+    if sum(sizes) <= machine.own_cache and extent < MIN_STEPS * SCATTER_STEPS * step:
         return 0
     return _chunk(kernel.ranges[inner], step, max(wanted, min(SCATTER_STEPS * step, extent // SCATTER_STEPS)))
 
 
-def _points_of_line(kernel: Kernel, axis: str) -> int:
-    """How many points of an axis share a line of the cache in what is scattered: these are for one thread."""
+def _points_per_line(kernel: Kernel, axis: str) -> int:
+    """How many points of an axis share a cache line of a scattered buffer: one thread should have all of them."""
     sizes = {param.name: param.dtype.itemsize for param in kernel.params}
     found = 1
     for _, store in kernel.stores():
@@ -320,14 +320,14 @@ def _points_of_line(kernel: Kernel, axis: str) -> int:
     return found
 
 
-def _between(kernel: Kernel, axes: _Axes) -> tuple[str, ...]:
-    """The outer axes whose few points are between the elements of a vector, in cache lines to be touched once."""
+def _interleaved_axes(kernel: Kernel, axes: _Axes) -> tuple[str, ...]:
+    """The short axes interleaved with the lanes of a vector: an inner loop over them touches each cache line once."""
     if not axes.inner_is_vector or axes.tile is not None:
         return ()
     found: list[str] = []
     for index in (line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store)):
         step = index.coefficient(str(axes.vector))
-        if not index.vals() and step is not None and is_near(step):
+        if not index.vals() and step is not None and is_short_stride(step):
             for name in axes.outer:
                 own, extent = index.coefficient(name), kernel.ranges[name].value
                 if own is not None and own.value and extent and abs(own.value) * extent <= (step.value or 0):
@@ -336,7 +336,7 @@ def _between(kernel: Kernel, axes: _Axes) -> tuple[str, ...]:
 
 
 def _check_in_place(kernel: Kernel) -> None:
-    """A buffer that is loaded and stored must be stored at every kept point: else a point would load it afterwards."""
+    """A buffer that is loaded and stored must be stored at every kept point, or a later point would load the result."""
     loaded = {load.buffer for _, load in kernel.loads()}
     kept = {axis.name for axis in kernel.space} - set(kernel.reduced)
     depends = axes_of(kernel)
@@ -353,7 +353,7 @@ def _check_in_place(kernel: Kernel) -> None:
 def _chunk(extent: Expr, step: int, wanted: float) -> int:
     """Points of the inner axis per parallel iteration, about `wanted`, a multiple of `step`; 0 for the whole axis.
 
-    The axis is cut only when at least two pieces come out of it.
+    The axis is cut only into two or more pieces.
     """
     steps = max(1, round(wanted / step))
     chunk = step << (steps - 1).bit_length()
@@ -374,7 +374,7 @@ def grain_of(kernel: Kernel, extent: Expr, steps: float, machine: Machine, optio
         else f"the whole kernel takes about {nanoseconds:.3g} ns in {iterations} iterations: one thread is enough"
     )
     if extent.syms():
-        why += f" (for sizes of about {SYMBOL_GUESS}; what counts is the size at run time)"
+        why += f" (for sizes of about {SYMBOL_GUESS}; the number of threads depends on the size at run time)"
     facts = (("iterations", iterations), ("grain", grain), ("estimated_ns", round(nanoseconds)))
     return grain, Decision("codegen.parallel", (kernel.name,), ok, why, facts)
 
@@ -382,7 +382,7 @@ def grain_of(kernel: Kernel, extent: Expr, steps: float, machine: Machine, optio
 def _pairwise(
     kernel: Kernel, reduced: tuple[str, ...], vector: str | None, width: int
 ) -> tuple[frozenset[str], tuple[Decision, ...]]:
-    """The floating point sums that are long enough to need pairwise addition."""
+    """The floating point sums that are long enough to need pairwise summation."""
     terms = product(kernel.ranges[name] for name in reduced)
     if vector in reduced:
         terms = chunks(terms, width)
@@ -393,7 +393,7 @@ def _pairwise(
         for line in kernel.body
         if isinstance(line.rhs, Reduce) and line.rhs.op == "sum" and line.dtype.is_float
     ]
-    count = "as many terms as sizes say" if terms.value is None else f"{terms.value} terms"
+    count = "a symbolic number of terms" if terms.value is None else f"{terms.value} terms"
     why = f"each accumulator adds {count}: they are added in blocks, and blocks pairwise, for accuracy"
     return frozenset(sums), tuple(Decision("codegen.pairwise", (kernel.name, name), True, why) for name in sums)
 
@@ -401,10 +401,10 @@ def _pairwise(
 def _abreast(
     kernel: Kernel, axes: _Axes, width: int, sweeps: Sweeps, pairwise: frozenset[str], machine: Machine
 ) -> tuple[int, tuple[Decision, ...]]:
-    """How many vectors of columns advance side by side, see `Plan.abreast`.
+    """How many vectors of columns are summed side by side, see `Plan.abreast`.
 
-    A vector is a strip of a row, and the next row lies in another page: strip by strip, memory gives half of what it
-    gives to rows. What the second caches hold is read as fast by strips, and their sums stay in registers.
+    A vector is a strip of a row, and the next row is in another page: reading strip by strip reaches half of the
+    memory bandwidth of reading rows. Data in the L2 caches is read as fast by strips, with sums in registers.
     """
     inner = axes.inner
     if inner is None or not axes.inner_is_vector or axes.tile is not None or axes.colliding:
@@ -425,20 +425,20 @@ def _abreast(
     vectors = -(-estimate(columns) // (pieces * width))
     if vectors < 2:
         return 0, ()
-    why = f"rows are read {vectors * width} columns at a time: the second caches do not hold the {moved} bytes of all"
+    why = f"rows are read {vectors * width} columns at a time: all its {moved} bytes exceed the L2 caches"
     return vectors, (Decision("codegen.abreast", (kernel.name, *reduces), True, why),)
 
 
 def _levels(kernel: Kernel) -> int:
-    """Levels of a pairwise sum over the reduced axes in blocks of `ROWS_ABREAST`: see `Blocks` in reductions.h."""
+    """Levels of a pairwise sum over the reduced axes in blocks of `ROWS_ABREAST`, see `Blocks` in reductions.h."""
     rows = product(kernel.ranges[name] for name in kernel.reduced).value
     return LEVELS if rows is None else max(1, -(-rows // ROWS_ABREAST)).bit_length()
 
 
 def _streamed(kernel: Kernel, wide: frozenset[str], machine: Machine) -> tuple[frozenset[str], tuple[Decision, ...]]:
-    """Buffers to write past the caches: a plain store first reads the line it writes to, which is wasted traffic.
+    """Buffers to write past the caches: a plain store first reads the line it writes to, which wastes bandwidth.
 
-    That pays when the kernel moves so much memory that little of a buffer would still be cached when it ends.
+    It pays when the kernel moves so much memory that little of a buffer would still be cached when it ends.
     """
     sizes = {param.name: param.numel.value for param in kernel.params}
     if any(size is None for size in sizes.values()):
@@ -451,6 +451,6 @@ def _streamed(kernel: Kernel, wide: frozenset[str], machine: Machine) -> tuple[f
     stored = {store.buffer for line, store in kernel.stores() if line.out in wide}
     scattered = {store.buffer for _, store in kernel.stores() if store.join or store.index.vals()}
     chosen = frozenset((stored & large) - loaded - scattered)
-    why = "the kernel moves more than twice what the cache holds, so its output goes past the cache"
+    why = "the kernel moves more than twice the size of the last cache, so its output is written past the caches"
     facts = (("moved_bytes", moved), ("cache_bytes", machine.last_cache))
     return chosen, tuple(Decision("codegen.stream", (kernel.name, name), True, why, facts) for name in sorted(chosen))

@@ -1,4 +1,4 @@
-"""Plan a prefix sum: one loop over its axis, inside of that over vectors, adds the term of each point in turn."""
+"""Plan a prefix sum: the innermost loop, over its axis, adds the term of each point to a running sum."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def plan_prefix(kernel: Kernel, machine: Machine, options: Options) -> Plan | No
     if gathered(prefix.kernel, choice.axis, wide):
         choice = choose(prefix.kernel, machine, False)
     plan = make_plan(prefix.kernel, machine, options, replace(choice, tiles=Tiling()), prefix)
-    why = f"each point along {prefix.axis} adds its term to the sum of those before it"
+    why = f"each point along {prefix.axis} adds its term to the sum of all preceding points"
     return replace(plan, decisions=(*plan.decisions, Decision("codegen.prefix", (kernel.name,), True, why)))

@@ -15,14 +15,15 @@ from pellucid.ir.nodes import Kernel, Load, Store
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 Span: TypeAlias = "tuple[Numbers | int, Numbers | int]"
-"""The least and the greatest value, by iteration where they differ."""
+"""The minimum and the maximum value, as arrays over iterations where they differ between these."""
 
 
 class Reach:
-    """first, last: by iteration, the least and the greatest element of a buffer that it may touch. Elements are
-    counted from the beginning of the buffer, and are some of it, or none: then `last` is less than `first`.
+    """The elements of a buffer that each iteration may touch.
 
-    advances: whether no iteration begins, or ends, before one that precedes it.
+    first, last: by iteration, the minimum and the maximum element, from the beginning of the buffer on; both are inside
+    it, unless an iteration touches none: then `last` is less than `first`.
+    advances: whether both never decrease from one iteration to the next.
     """
 
     __slots__ = ("advances", "first", "last")
@@ -33,7 +34,7 @@ class Reach:
         self.advances = bool((np.diff(first) >= 0).all() and (np.diff(last) >= 0).all())
 
     def over(self, begin: int, end: int) -> tuple[int, int]:
-        """The same of some iterations, at least one, together."""
+        """The first and the last element that iterations `begin` to `end`, at least one, may touch."""
         if self.advances:
             return int(self.first[begin]), int(self.last[end - 1])
         return int(self.first[begin:end].min()), int(self.last[begin:end].max())
@@ -41,16 +42,16 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Reaches:
-    """loads, stores: by the number of the kernel's parameter."""
+    """loads, stores: by the position of the kernel's parameter."""
 
     loads: Mapping[int, Reach]
     stores: Mapping[int, Reach]
 
 
 def reaches(kernel: Kernel, plan: Plan, offsets: tuple[int, ...]) -> Reaches | None:
-    """What a kernel of known sizes touches; None where that follows from values or sizes, or is not worked out.
+    """What each iteration touches; None if that depends on values or symbolic sizes, or is not supported.
 
-    kernel: all that is computed, of which `plan.kernel` may be what runs over blocks. offsets: see `CppKernel`.
+    kernel: the whole kernel, of which `plan.kernel` may be only the epilogue. offsets: see `CppKernel`.
     """
     if plan.rows is not None or plan.colliding or (plan.blocks and plan.blocks.groups):
         return None
@@ -74,9 +75,9 @@ def reaches(kernel: Kernel, plan: Plan, offsets: tuple[int, ...]) -> Reaches | N
 
 
 def _box(kernel: Kernel, plan: Plan, square: int) -> dict[str, Span] | None:
-    """By axis the least and the greatest counter in each iteration.
+    """By axis, the minimum and the maximum counter in each iteration.
 
-    square: the axes of squares end at a multiple of this: the last one is read whole where the buffer has it.
+    square: extents of axes with squares are rounded up to it: the last square is read as far as the buffer goes.
     """
     box: dict[str, Span] = {}
     ends: dict[str, int] = {}
@@ -134,7 +135,7 @@ def _span_of_atom(atom: Atom, box: Mapping[str, Span]) -> Span | None:
 
 
 def _within(span: Span, numel: int, offset: int, extent: int) -> Reach:
-    """Of a parameter with so many elements: what a masked load would touch beyond them it does not touch."""
+    """The span clipped to a parameter's `numel` elements: masked loads touch nothing outside of it."""
     first, last = (np.broadcast_to(np.asarray(end, dtype=np.int64), (extent,)) for end in span)
     return Reach(np.maximum(first, 0) + offset, np.minimum(last, numel - 1) + offset)
 

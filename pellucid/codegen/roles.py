@@ -1,4 +1,4 @@
-"""What a program says of the buffers of one of its kernels."""
+"""The roles of a kernel's buffers in its program."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """frozen: buffers that are the same at each call, so that what they hold may be packed before.
+    """Sets of buffers.
 
-    unread: those that nothing else in the program reads. made: those that other kernels make. given: the caller's.
+    frozen: have the same content in each call, so they may be packed in advance. unread: no other operator of the
+    program reads them. produced: other kernels compute them. given: the caller owns them.
     """
 
     frozen: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
-    made: frozenset[str] = frozenset()
+    produced: frozenset[str] = frozenset()
     given: frozenset[str] = frozenset()
 
     def renamed(self, names: Mapping[str, str]) -> Roles:
-        """Of the buffers among `names`, by their new names."""
+        """The roles of the buffers in `names`, under their new names."""
 
         def each(buffers: frozenset[str]) -> frozenset[str]:
             return frozenset(new for old, new in names.items() if old in buffers)
 
-        return Roles(each(self.frozen), each(self.unread), each(self.made), each(self.given))
+        return Roles(each(self.frozen), each(self.unread), each(self.produced), each(self.given))

@@ -1,4 +1,4 @@
-"""What one parallel iteration of an attention, or of its gradients, works on."""
+"""The rows that one parallel iteration of an attention, or of its gradients, computes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from pellucid.ir.nodes import Load, Store
 class Rows:
     """Rows of queries that share keys and values.
 
-    Of an attention those from `lo` to `hi` of one head, at most `height` of them, along the axis `row` (None: there is
-    one). Of gradients all of them, `height` at a time, of all heads along the axis `head` (None: there is one).
+    Of an attention: rows `lo` to `hi` of one head, at most `height`, along the axis `row` (None: a single row). Of
+    gradients: all rows, `height` at a time, of all heads along the axis `head` (None: a single head).
 
-    size: elements of a query, and columns. keys: how many there are. block: keys at a time.
-    seen: how many keys the first row sees; None if all rows see all. triangular: each row sees one more.
+    size: elements of a query, and columns. keys: their number. block: keys at a time.
+    visible: how many keys the first row attends to; None if every row attends to all. triangular: each row attends to
+    one key more than the row before.
     """
 
     attention: Attention | AttentionBackward
@@ -28,17 +29,17 @@ class Rows:
     size: int
     block: int
     keys: Expr
-    seen: Expr | None
+    visible: Expr | None
     triangular: bool
     head: str | None = None
 
     def operand(self, access: Load | Store, row: str | None, column: str | None) -> Operand:
-        """What is read or written, with these axes as rows and columns."""
+        """The operand that `access` reads or writes, with these axes as rows and columns."""
         steps = (stride_along(access.index, name) if name else ZERO for name in (row, column))
         return Operand(access.buffer, self.first(access.index), *steps)
 
     def step(self, access: Load | Store) -> Expr:
-        """From one head to the next of those that share keys."""
+        """The stride between heads that share keys."""
         return stride_along(access.index, self.head) if self.head else ZERO
 
     def first(self, index: Expr) -> Expr:

@@ -1,7 +1,7 @@
-"""The meaning of a loop nest as a program: it runs point by point, vector by vector, as the C++ made of it does.
+"""An interpreter of loop nests: it runs them point by point, vector by vector, as the generated C++ does.
 
-Lines mean what `ir/interp.py` says. What is wrong with a nest shows here without a compiler: a point that is left out
-or counted twice, a value that is read before it is there, iterations that are not independent of one another.
+Lines have the semantics of `ir/interp.py`. This finds errors of a nest without a compiler: a point that is missing or
+reduced twice, a value that is read before it is computed, iterations that depend on one another.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Tensor = torch.Tensor
 def run_nest(nest: Nest, buffers: Mapping[str, Tensor], symbols: Mapping[str, int], *, backwards: bool = False) -> None:
     """Run `nest` on flat tensors, one per parameter. backwards: the last parallel iteration first.
 
-    Raises IndexError where an index check fails, InternalError where the nest does what none may do.
+    Raises IndexError if an index check fails, InternalError if the nest is invalid.
     """
     runner = _Runner(nest, memory_of(nest.name, nest.params, buffers, symbols), symbols, backwards)
     runner.items(nest.body)
@@ -69,21 +69,21 @@ def run_nest(nest: Nest, buffers: Mapping[str, Tensor], symbols: Mapping[str, in
 
 @dataclass(slots=True)
 class _Points:
-    """Points of a reduction: their places in the reduced axes seen as one, and their values, along dimension 0."""
+    """Points of a reduction: their indices in the flattened reduced axes, and their values, along dimension 0."""
 
-    places: list[Tensor] = field(default_factory=list[Tensor])
+    indices: list[Tensor] = field(default_factory=list[Tensor])
     values: list[Tensor] = field(default_factory=list[Tensor])
 
     def take(self, other: _Points) -> None:
-        """Add the points of `other`, which has none then."""
-        self.places += other.places
+        """Move the points of `other` to these."""
+        self.indices += other.indices
         self.values += other.values
-        other.places, other.values = [], []
+        other.indices, other.values = [], []
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The part of an axis that an iteration, or one turn of a loop over blocks, has."""
+    """The part of an axis that a parallel iteration, or an iteration of a loop over blocks, covers."""
 
     axis: str
     first: int
@@ -91,7 +91,7 @@ class _Piece:
 
 
 class _Runner:
-    """Runs one nest. What an accumulator collects are the points themselves; `Finish` reduces them in their order."""
+    """Runs one nest. Accumulators collect the points themselves; `Finish` reduces them in their order."""
 
     def __init__(self, nest: Nest, memory: dict[str, Tensor], symbols: Mapping[str, int], backwards: bool) -> None:
         self.nest, self.backwards = nest, backwards
@@ -145,7 +145,7 @@ class _Runner:
             self.items(loop.body)
 
     def fix(self, axis: str, first: int, last: int) -> None:
-        """From here on, these are the positions along an axis."""
+        """Set the current positions along an axis."""
         self.fixed.add(axis)
         self.frame.points[axis] = positions(self.axes, axis, first, last)
 
@@ -163,7 +163,7 @@ class _Runner:
         return piece.first, piece.last
 
     def first(self, axis: str) -> int:
-        """The first position along an axis: of its loop, or where only a piece of it is chosen so far, of that."""
+        """The first position along an axis: of its current loop step, or of the chosen piece outside of that loop."""
         if axis in self.fixed:
             return int(self.frame.points[axis].flatten()[0])
         return next(piece.first for piece in self.pieces.values() if piece.axis == axis)
@@ -202,16 +202,16 @@ class _Runner:
             case Scratch():
                 self.scratch[line.out] = {}
             case Keep():
-                self.scratch[line.out][self.place()] = values[line.out]
+                self.scratch[line.out][self.point()] = values[line.out]
             case Recall():
-                if self.place() not in self.scratch[line.out]:
+                if self.point() not in self.scratch[line.out]:
                     raise fault(self.frame, line, "recalls what was not kept")
-                values[line.out] = self.scratch[line.out][self.place()]
+                values[line.out] = self.scratch[line.out][self.point()]
             case _:
                 assert_never(step)
 
-    def place(self) -> tuple[int, ...]:
-        """Where this is, in all loops around it."""
+    def point(self) -> tuple[int, ...]:
+        """The current positions of all enclosing loops."""
         return tuple(self.first(axis) for axis in self.axes if axis in self.fixed)
 
     def put(self, line: Line) -> None:
@@ -223,7 +223,7 @@ class _Runner:
             store(self.frame, line, value)
 
     def call(self, call: Call) -> None:
-        """The lines at all points of the iteration; its memory holds NaN where they store nothing."""
+        """Run the lines at all points of the iteration; elements of the local buffer that they do not store are NaN."""
         points = dict(self.frame.points)
         for axis in self.axes:
             if axis not in self.fixed:
@@ -235,11 +235,11 @@ class _Runner:
     # ------------------------------------------------------------------------------------------ squares
 
     def in_row(self, axis: str, row: int) -> Frame:
-        """The same points, in a row of a square."""
+        """The current points, with `axis` at one row of a square."""
         return replace(self.frame, points={**self.frame.points, axis: positions(self.axes, axis, row, row + 1)})
 
     def row(self, line: Line, axis: str, row: int) -> Tensor:
-        """A vector of a square as it lies in memory; what a mask will hide may lie outside."""
+        """A row of a square, without its mask; elements that the mask excludes may be out of bounds."""
         assert isinstance(line.rhs, Load)
         index, memory = index_of(self.in_row(axis, row), line.rhs.index), self.memory[line.rhs.buffer]
         inside = (index >= 0) & (index < memory.numel())
@@ -265,30 +265,30 @@ class _Runner:
     # ------------------------------------------------------------------------------------------ reductions
 
     def column(self, line: Line) -> int:
-        """Which blocks of a sum these are: of sums that advance abreast, each vector has its own."""
+        """The key of a sum's blocks: if vectors are summed abreast, each of them has its own blocks."""
         return self.first(str(self.nest.vector)) if self.abreast[line.out] else 0
 
     def accumulate(self, line: Line) -> None:
         assert isinstance(line.rhs, Reduce)
-        points, place = self.frame.points, torch.zeros([1] * len(self.axes), dtype=torch.int64)
+        points, index = self.frame.points, torch.zeros([1] * len(self.axes), dtype=torch.int64)
         for axis in self.axes:
             if axis in line.rhs.axes:
-                place = place * self.extents[axis] + points[axis]
+                index = index * self.extents[axis] + points[axis]
         dims, value = self.dims(line.rhs), self.frame.values[line.rhs.arg]
         shape = [points[self.axes[dim]].numel() if dim in dims else size for dim, size in enumerate(value.shape)]
         collected = self.sums[line.out]
-        collected.places.append(place.flatten())
+        collected.indices.append(index.flatten())
         collected.values.append(value.expand(shape).movedim(dims, [*range(len(dims))]).flatten(0, len(dims) - 1))
 
     def reduced(self, line: Line) -> Tensor:
-        """The value of a reduction, of points that are all there, once each."""
+        """The value of a reduction; each of its points must have been collected once."""
         assert isinstance(line.rhs, Reduce)
         points = self.collected(line)
         total = math.prod(self.extents[axis] for axis in line.rhs.axes)
-        places = torch.cat([torch.zeros(0, dtype=torch.int64), *points.places])
-        order = places.argsort()
-        if not torch.equal(places[order], torch.arange(total)):
-            raise fault(self.frame, line, f"reduces {places.numel()} points, not each of {total} once")
+        indices = torch.cat([torch.zeros(0, dtype=torch.int64), *points.indices])
+        order = indices.argsort()
+        if not torch.equal(indices[order], torch.arange(total)):
+            raise fault(self.frame, line, f"reduces {indices.numel()} points, not each of {total} once")
         dims = self.dims(line.rhs)
         nothing = torch.zeros(
             [0] + [1] * (len(self.axes) - len(dims)), dtype=TORCH_DTYPES[self.lines[line.rhs.arg].dtype]
@@ -300,27 +300,27 @@ class _Runner:
         return result
 
     def so_far(self, line: Line) -> Tensor:
-        """The value of a prefix sum: of all points from the first to this one, in their order."""
+        """The value of a prefix sum: the reduction of all points from the first to this one, in order."""
         assert isinstance(line.rhs, Reduce)
         points, (dim,) = self.sums[line.out], self.dims(line.rhs)
-        if not torch.equal(torch.cat(points.places), torch.arange(len(points.places))):
-            raise fault(self.frame, line, "a prefix sum takes points in another order than theirs")
+        if not torch.equal(torch.cat(points.indices), torch.arange(len(points.indices))):
+            raise fault(self.frame, line, "a prefix sum does not add its points in order")
         return reduce_dims(line.rhs.op, torch.cat(points.values), [0]).squeeze(0).unsqueeze(dim)
 
     def collected(self, line: Line) -> _Points:
-        """The points of a reduction so far: those of its closed blocks, if it has blocks."""
+        """The points collected so far: those of closed blocks, if the reduction has blocks."""
         if line.out not in self.abreast:
             return self.sums[line.out]
-        if line.out in self.sums and self.sums[line.out].places:
+        if line.out in self.sums and self.sums[line.out].indices:
             raise fault(self.frame, line, "its last block was not closed")
         return self.blocks[line.out].get(self.column(line), _Points())
 
     def dims(self, rhs: Reduce) -> list[int]:
-        """The dimensions of the axes that are reduced."""
+        """The dimensions of the reduced axes."""
         return [dim for dim, axis in enumerate(self.axes) if axis in rhs.axes]
 
 
 def _cut(first: int, last: int, step: int) -> Iterator[tuple[int, int]]:
-    """The range in pieces of `step`, of which the last one may be shorter."""
+    """The range in pieces of `step`; the last one may be shorter."""
     for at in range(first, last, step):
         yield at, min(at + step, last)

@@ -1,6 +1,6 @@
-"""Simplify the iteration space of a kernel: fewer, longer axes, and no division in an index where one can be avoided.
+"""Simplify the iteration space of a kernel: fewer, longer axes, and no avoidable division in an index.
 
-None of this changes what the kernel computes; it makes the space as plain as the memory that it walks over.
+None of this changes what the kernel computes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pellucid.machine.work import estimate
 
 
 def simplify(kernel: Kernel, lanes: int) -> Kernel:
-    """Drop axes that need no loop, split axes under a division, turn those that are read backwards, merge axes that are
-    one in memory, sort the kept ones.
+    """Drop axes that need no loop, split axes under a division, reverse axes that are read backwards, merge axes that
+    every index treats as one, sort axes by stride.
 
     before: `for i0 < 16384, i1 < 512: load x[512*i0 + i1]`
     after:  `for i0 < 8388608: load x[i0]`
     """
-    return sort(merge(turn(split(drop_unused(drop_unit(drop_empty(kernel))), lanes))))
+    return sort(merge(reverse(split(drop_unused(drop_unit(drop_empty(kernel))), lanes))))
 
 
 def drop_empty(kernel: Kernel) -> Kernel:
-    """Without axes that have no point: what depends on them never happens, and reductions over them are constant.
+    """Drop axes of extent 0: lines that depend on them never run, and reductions over them are constant.
 
     before: `for i0 < 4, i1 < 0: a = load x[i0 + i1]; b = sum a over i1; store y[i0], b`
     after:  `for i0 < 4: b = 0.0; store y[i0], b`
@@ -43,27 +43,27 @@ def drop_empty(kernel: Kernel) -> Kernel:
     return Kernel(kernel.name, kernel.params, space, tuple(body))
 
 
-# The lowering makes none of the last four over an empty axis.
+# Lowering produces none of the last four over an empty axis.
 _IDENTITY = {"sum": 0, "prod": 1, "any": False, "all": True, "max": 0, "min": 0, "argmax": 0, "argmin": 0}
 
 
 def drop_unit(kernel: Kernel) -> Kernel:
-    """Without axes that have a single point."""
+    """Drop axes of extent 1."""
     unit = [axis.name for axis in kernel.space if axis.extent == const(1)]
     space = tuple(axis for axis in kernel.space if axis.name not in unit)
     return _substitute(kernel, space, {Var(name): ZERO for name in unit}, {name: () for name in unit})
 
 
 def drop_unused(kernel: Kernel) -> Kernel:
-    """Without axes that no line varies along or reduces over: all their points do the same."""
+    """Drop axes that no line depends on or reduces over."""
     used = set(kernel.reduced).union(*axes_of(kernel).values())
     return Kernel(kernel.name, kernel.params, tuple(axis for axis in kernel.space if axis.name in used), kernel.body)
 
 
 def split(kernel: Kernel, lanes: int) -> Kernel:
-    """Split each axis i of which `i // c` or `i % c` is needed into `c*outer + inner`, when c divides its extent.
+    """Split each axis i that occurs as `i // c` or `i % c` into `c*outer + inner`, if c divides its extent.
 
-    Pieces shorter than a vector would gain nothing and are left alone.
+    Pieces shorter than a vector would gain nothing and are not split off.
 
     before: `for i0 < 512: load x[(i0 // 64)]`
     after:  `for i0o < 8, i0i < 64: load x[i0o]`
@@ -79,14 +79,14 @@ def split(kernel: Kernel, lanes: int) -> Kernel:
     return kernel
 
 
-def turn(kernel: Kernel) -> Kernel:
-    """Turn kept axes along which neighbours are read backwards, and nothing is accessed forwards: vectors need these.
+def reverse(kernel: Kernel) -> Kernel:
+    """Reverse kept axes with an access of stride -1 and none of stride 1, since vectors need stride 1.
 
     before: `for i0 < 8, i1 < 4: store y[4*i0 + i1], load x[8*i1 + 7 - i0]`
     after:  `for i0 < 8, i1 < 4: store y[28 - 4*i0 + i1], load x[8*i1 + i0]`
     """
     if any(store.index.vals() for _, store in kernel.stores()):
-        return kernel  # points that meet are stored in order
+        return kernel  # colliding points are stored in order
     accesses = [line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store)]
     for axis in kernel.space:
         steps = [step.value for index in accesses if (step := index.coefficient(axis.name)) is not None]
@@ -96,10 +96,10 @@ def turn(kernel: Kernel) -> Kernel:
 
 
 def merge(kernel: Kernel) -> Kernel:
-    """Merge pairs of axes that every index treats as one: outer step = inner step * inner extent.
+    """Merge pairs of axes that every index treats as one: outer stride = inner stride * inner extent.
 
-    Pairs of a reduced and a kept axis stay apart. The order of the axes is part of the meaning of argmax and
-    of scatters, so there only neighbours are merged.
+    A reduced and a kept axis are never merged. The order of the axes matters for argmax and scatters, so there only
+    adjacent axes are merged.
     """
     while True:
         for outer in kernel.space:
@@ -115,11 +115,11 @@ def merge(kernel: Kernel) -> Kernel:
 
 
 def sort(kernel: Kernel) -> Kernel:
-    """Kept axes first, in the order of the memory of the largest access; then the reduced ones, likewise."""
+    """Kept axes first, by decreasing stride; then the reduced ones, likewise."""
     if any(isinstance(line.rhs, Reduce) and line.rhs.op in ("argmax", "argmin") for line in kernel.body):
         return kernel
     if any(store.index.vals() for _, store in kernel.stores()):
-        return kernel  # the order of the space is that in which points that meet are stored
+        return kernel  # colliding points are stored in the order of the space
     steps = {axis.name: _step(kernel, axis.name) for axis in kernel.space}
     reduced = kernel.reduced
     space = sorted(kernel.space, key=lambda axis: (axis.name in reduced, -steps[axis.name]))
@@ -127,7 +127,7 @@ def sort(kernel: Kernel) -> Kernel:
 
 
 def _step(kernel: Kernel, name: str) -> int:
-    """The longest step through memory that one step along the axis makes, stores counting before loads."""
+    """The maximum stride along the axis: of stores, or of loads if no store depends on it."""
     stores = [store.index for _, store in kernel.stores() if name in store.index.vars()]
     loads = [load.index for _, load in kernel.loads() if name in load.index.vars()]
     longest = 0

@@ -1,7 +1,7 @@
-"""In which sweep over the reduced axes each line runs, and what passes from one sweep to the next.
+"""In which sweep over the reduced axes each line runs, and which values are saved from one sweep for the next.
 
-A line's depth is the number of nested reductions it depends on. Softmax has three: the maximum, the sum of the
-exponentials, and the quotient. Each of them ends a sweep over the reduced axes.
+A line's depth is the number of nested reductions it depends on. Softmax has three sweeps: for the maximum, the sum of
+the exponentials, and the quotient.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SCRATCH_BYTES = 32 * 1024
 class Sweep:
     """One pass over the reduced axes.
 
-    lines: what it evaluates, in order, stores last. keep: those of them that a later sweep takes from scratch
-    memory. recall: values that it takes from there itself.
+    lines: the lines it evaluates, in order, stores last. keep: those that it saves to scratch memory for a later sweep.
+    recall: values that it reads from scratch memory.
     """
 
     lines: tuple[str, ...]
@@ -33,7 +33,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Sweeps:
-    """The depth of each line, the sweeps in their order, and why values are kept or computed again."""
+    """The depth of each line, the sweeps in their order, and why values are saved or recomputed."""
 
     depth: Mapping[str, int]
     order: tuple[Sweep, ...]
@@ -44,7 +44,7 @@ def plan_sweeps(kernel: Kernel, lanes_kept: int, gathered: Set[str] = frozenset(
     """Distribute the lines of a kernel over sweeps.
 
     lanes_kept: lanes of a kept vector axis (1 if there is none): scratch memory is needed for each of them.
-    gathered: loads whose lanes do not lie side by side.
+    gathered: loads whose lanes are not adjacent in memory.
     """
     depth = depth_of(kernel)
     depends = axes_of(kernel)
@@ -93,9 +93,9 @@ def plan_sweeps(kernel: Kernel, lanes_kept: int, gathered: Set[str] = frozenset(
 def _roots(
     kernel: Kernel, depth: Mapping[str, int], depends: Mapping[str, frozenset[str]], reduced: frozenset[str]
 ) -> dict[str, int]:
-    """The lines for whose sake there are sweeps, and the sweep of each.
+    """The lines that require a sweep (reductions, and stores over reduced axes), and the sweep of each.
 
-    A store to a buffer that is also loaded waits for the last sweep, so that no sweep loads what another stored.
+    A store to a buffer that is also loaded runs in the last sweep, so that no sweep loads what an earlier one stored.
     """
     loaded = {load.buffer for _, load in kernel.loads()}
     roots: dict[str, int] = {}
@@ -120,7 +120,7 @@ def _keep_or_repeat(
     lanes_kept: int,
     gathered: Set[str],
 ) -> Decision:
-    """Whether a value that several sweeps need is kept in scratch memory or computed again."""
+    """Whether a value that several sweeps need is saved in scratch memory or recomputed."""
     seen: set[str] = set()
     stack = [line.out]
     while stack:

@@ -59,12 +59,12 @@ def index_text(index: Expr, ranges: dict[str, Expr], atom: Callable[[Sym | Var |
 
 
 def flag_text(value: bool) -> str:
-    """A flag as C++ has it."""
+    """A flag as C++."""
     return "true" if value else "false"
 
 
 def scalar_text(value: Scalar, dtype: DType) -> str:
-    """A constant of a value's type; floats are written so that the same number is read back."""
+    """A constant of type `dtype`; floats are printed so that they round-trip."""
     kind = CPP_TYPE[dtype]
     if dtype is DType.BOOL:
         return flag_text(bool(value))

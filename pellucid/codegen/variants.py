@@ -1,10 +1,10 @@
-"""Other plans of a kernel, whose prices are close to the chosen one's: built too, so that calls find the fastest.
+"""Variants of a kernel: plans of about the same estimated cost, which are built too so that calls find the fastest.
 
-A plan is of use only if it gives the same bits: results must not change from call to call. So each element's terms are
-added in the same order, and each value is computed by the same function.
+A variant must give bitwise equal results, since results must not change from call to call. So the terms of each element
+are added in the same order, and each value is computed by the same function.
 
-Which is faster of loops with equal prices depends on what the price does not know: how rows fall into the sets of a
-cache, how many streams a core follows, what a translation of addresses costs.
+Which of several loop nests of equal cost is faster depends on what the cost model leaves out: how rows map to cache
+sets, how many streams the hardware prefetcher follows, what TLB misses cost.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from pellucid.machine.work import estimate
 from pellucid.options import Options
 
 CLOSE = 1.3
-"""How many times as high the price of a plan may be that is tried."""
+"""Maximum cost of a variant, relative to the chosen plan."""
 
-MOST_LANES = 64
+MAX_LANES = 64
 
 
 def plan_loops(kernel: Kernel, machine: Machine, options: Options) -> Iterator[Plan]:
-    """The plan of a kernel that is no contraction; then others that are close to it by price.
+    """The plan of a kernel that is no contraction, followed by its variants.
 
-    These differ in the vector axis, in the order of the loops around it, and in the lanes of a step.
+    These differ in the vector axis, in the order of the loops around it, or in the lanes of a step.
     """
     choice = choose(kernel, machine, options.vectorize)
     first = make_plan(kernel, machine, options, choice)
     yield first
-    if choice.axis is None or _joins(kernel):
+    if choice.axis is None or _order_matters(kernel):
         return
     planned = partial(make_plan, kernel, machine, options)
     others = chain(
@@ -49,13 +49,13 @@ def plan_loops(kernel: Kernel, machine: Machine, options: Options) -> Iterator[P
     yield from (plan for plan in others if not differs(first, plan))
 
 
-def _joins(kernel: Kernel) -> bool:
-    """Whether points may meet: they are stored in the order of the loops."""
+def _order_matters(kernel: Kernel) -> bool:
+    """Whether several points may store to one element, so that the order of the loops matters."""
     return any(store.join or store.index.vals() for _, store in kernel.stores())
 
 
 def differs(first: Plan, other: Plan) -> str:
-    """Why two plans of a kernel may give other bits; empty if they cannot."""
+    """Why results of two plans of a kernel may differ in some bits; empty if they cannot."""
     reduced = set(first.kernel.reduced)
     if any(_in_order(line) for line in first.kernel.body):
         if first.vector != other.vector and {first.vector, other.vector} & reduced:
@@ -76,21 +76,21 @@ def _in_order(line: Line) -> bool:
 
 
 def _is_function(line: Line) -> bool:
-    """Whether its scalar form may round in another way than its vector form."""
+    """Whether its scalar form may round differently from its vector form."""
     return isinstance(line.rhs, Compute) and line.dtype.is_float and OPS[line.rhs.op].cost >= EXPENSIVE
 
 
 def _other_axes(kernel: Kernel, choice: VectorChoice, machine: Machine) -> Iterator[VectorChoice]:
-    for price, axis, lanes in choice.rivals:
+    for price, axis, lanes in choice.alternatives:
         if price <= CLOSE:
             yield _choice(kernel, axis, lanes * unroll(kernel, axis, lanes, machine), machine)
 
 
 def _other_lanes(kernel: Kernel, choice: VectorChoice, machine: Machine) -> Iterator[VectorChoice]:
-    """Steps of twice as many lanes, of half and of four times as many, where the registers hold them."""
+    """Steps of twice, half and four times as many lanes, if they fit the registers."""
     axis, least = str(choice.axis), base_lanes(kernel, machine)
     live, extent = pressure(kernel, axis), estimate(kernel.ranges[axis])
-    most = max(SQUARES) if choice.tiles.axis else MOST_LANES
+    most = max(SQUARES) if choice.tiles.axis else MAX_LANES
     for width in (2 * choice.width, choice.width // 2, 4 * choice.width):
         fits = least <= width <= min(most, extent) and width // least * live <= machine.isa.registers
         if fits:
@@ -102,7 +102,7 @@ def _choice(kernel: Kernel, axis: str, width: int, machine: Machine) -> VectorCh
 
 
 def _other_orders(first: Plan) -> Iterator[Plan]:
-    """The loops around the vectors in the order in which results lie, or else what is read."""
+    """The loops around the vectors in the memory order of the results, or else of the loads."""
     stores, loads = (
         [line.rhs.index for line in first.kernel.body if isinstance(line.rhs, kind)] for kind in (Store, Load)
     )

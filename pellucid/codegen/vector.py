@@ -1,8 +1,7 @@
-"""Choose the vector axis: which axis's neighbouring points share a register, and why.
+"""Choose the vector axis: the axis whose adjacent points share a register.
 
-Every candidate, no vectors at all included, is priced in nanoseconds by the machine model. All of them move the same
-bytes, so that instructions decide, on any machine. The cheapest wins; the decision keeps the others with their prices,
-and tells what stood in the way of them.
+Candidates, including scalar code, are compared by their estimated instructions: all of them move the same bytes. The
+cheapest is chosen. The decision lists the others with their times by the machine model, and what makes them expensive.
 """
 
 from __future__ import annotations
@@ -21,37 +20,37 @@ from pellucid.ir.ops import OPS
 from pellucid.machine import Machine, kernel_work, time
 from pellucid.machine.tiles import (
     GATHER_COST,
-    NEAR_COST,
+    INTERLEAVED_COST,
+    SHORT_STRIDE_COST,
     SQUARES,
-    WOVEN_COST,
     Tiling,
-    is_near,
-    joined,
+    interleaved_axis,
+    interleaved_stores,
+    is_short_stride,
+    tile_decisions,
     tiling,
-    told,
-    woven,
 )
 from pellucid.machine.work import SYMBOL_GUESS, estimate
 
 
 class Access(Enum):
-    """How one load or store walks along the vector axis."""
+    """The pattern of a load or store along the vector axis."""
 
     UNIFORM = "the same element for every lane"
-    UNIT = "neighbouring elements"
+    UNIT = "adjacent elements"
     NEAR = "every second, third or fourth element"
-    GATHER = "elements apart"
+    GATHER = "any elements"
 
 
-LANE_COST = {Access.NEAR: NEAR_COST, Access.GATHER: GATHER_COST}
-"""Instructions for each lane of an access; of others, for each vector."""
+LANE_COST = {Access.NEAR: SHORT_STRIDE_COST, Access.GATHER: GATHER_COST}
+"""Instructions per lane of an access; other patterns take one instruction per vector."""
 
-# Operators that the prelude computes one lane at a time, for integers or for every type.
+# Operators that the prelude computes one lane at a time, for integers or for any type.
 LANEWISE_INT = frozenset({"floordiv", "truncdiv", "remainder", "fmod", "pow"})
 LANEWISE = frozenset({"floordiv", "shl", "shr"})
 
 _Way: TypeAlias = "tuple[str | None, int]"
-"""A vector axis, or None, and lanes."""
+"""A vector axis, or None for scalar code, and lanes."""
 
 TILE_COST = 0.5
 LANEWISE_COST = 2.0
@@ -60,9 +59,9 @@ TOTAL_COST = 16.0
 
 @dataclass(frozen=True, slots=True)
 class VectorChoice:
-    """The vector axis (None: scalar code), lanes per step, accesses made in squares, and the reasons.
+    """The vector axis (None: scalar code), lanes per step, accesses done in squares, and the reasons.
 
-    rivals: the best way along each other axis, and how many times as high its price is, the cheapest first.
+    alternatives: the relative price, axis and lanes of the best choice along each other axis, the cheapest first.
     price: estimated instructions of one call.
     """
 
@@ -70,12 +69,12 @@ class VectorChoice:
     width: int
     tiles: Tiling
     decisions: tuple[Decision, ...]
-    rivals: tuple[tuple[float, str, int], ...] = ()
+    alternatives: tuple[tuple[float, str, int], ...] = ()
     price: float = 0.0
 
 
 def access(index: Expr, axis: str, wide_values: frozenset[str]) -> Access:
-    """How `index` moves along `axis`, where `wide_values` are the values that differ between lanes."""
+    """The access pattern of `index` along `axis`; `wide_values` are the values that differ between lanes."""
     if index.vals() & wide_values:
         return Access.GATHER
     step = index.coefficient(axis)
@@ -83,11 +82,11 @@ def access(index: Expr, axis: str, wide_values: frozenset[str]) -> Access:
         return Access.GATHER
     if step.value == 0:
         return Access.UNIFORM
-    return Access.UNIT if step.value == 1 else Access.NEAR if is_near(step) else Access.GATHER
+    return Access.UNIT if step.value == 1 else Access.NEAR if is_short_stride(step) else Access.GATHER
 
 
 def gathered(kernel: Kernel, vector: str | None, wide: frozenset[str]) -> frozenset[str]:
-    """The loads and stores with a value for each lane whose lanes do not lie side by side."""
+    """The loads and stores with one value per lane whose lanes are not adjacent in memory."""
     return frozenset(
         line.out
         for line in kernel.body
@@ -105,7 +104,7 @@ def is_lanewise(line: Line) -> bool:
 
 
 def base_lanes(kernel: Kernel, machine: Machine) -> int:
-    """Lanes of one step: as many as fit a register of the widest common type, at most 4 bytes wide.
+    """Lanes of one step: as many values of the kernel's widest type, or of 4 bytes if it is wider, as fit a register.
 
     Wider types take two registers, narrower ones a part of one.
     """
@@ -114,7 +113,7 @@ def base_lanes(kernel: Kernel, machine: Machine) -> int:
 
 
 def choose(kernel: Kernel, machine: Machine, enabled: bool, serial: str = "") -> VectorChoice:
-    """The cheapest vector axis of a simplified kernel, with the decision that explains it. serial: none of these."""
+    """The cheapest vector axis of a simplified kernel, with its decision. serial: an axis that is no candidate."""
     refusal = _refusal(kernel, enabled)
     if refusal:
         return VectorChoice(None, 1, Tiling(), (Decision("codegen.vectorize", (kernel.name,), False, refusal),))
@@ -143,19 +142,19 @@ def choose(kernel: Kernel, machine: Machine, enabled: bool, serial: str = "") ->
     width = lanes * unroll(kernel, best, lanes, machine)
     rest = sorted({name for name, _ in prices} - {best})
     ways = (min((way for way in prices if way[0] == name), key=rank) for name in rest)
-    rivals = sorted((prices[way] / price, *way) for way in ways)
+    alternatives = sorted((prices[way] / price, *way) for way in ways)
     others = f", cheaper than along {', '.join(rest)}" if rest else ""
     why = f"{width} lanes along {best}{others}"
     chosen = Decision("codegen.vectorize", (kernel.name,), True, why, (*facts, ("width", width)))
     tiles = tiling(kernel, best, width, machine)
-    reasons = (chosen, *told(kernel, tiles), *_lane_by_lane(kernel, best, tiles.lines))
-    return VectorChoice(best, width, tiles, reasons, tuple(rivals), price)
+    reasons = (chosen, *tile_decisions(kernel, tiles), *_lane_by_lane(kernel, best, tiles.lines))
+    return VectorChoice(best, width, tiles, reasons, tuple(alternatives), price)
 
 
 def _priced(
     kernel: Kernel, chosen: _Way, steps: Mapping[_Way, float], machine: Machine
 ) -> tuple[tuple[str, int | str], ...]:
-    """The prices of the chosen way and of the others, the cheapest first, on one thread. steps: instructions by way."""
+    """The estimated times of the chosen way and the others, on one thread, the cheapest first. steps: instructions."""
     work = kernel_work(kernel, 0)
 
     def nanoseconds(way: _Way) -> int:
@@ -170,7 +169,7 @@ def _priced(
 
 
 def _widths(base: int) -> tuple[int, ...]:
-    """The lanes to try: narrower than a register where a square as wide as one would be too large or mostly empty."""
+    """The lanes to try: a register's, and fewer in case a square of that width is too large or mostly empty."""
     return tuple(sorted({base, *(lanes for lanes in SQUARES if lanes < base)}))
 
 
@@ -197,7 +196,7 @@ def candidates(kernel: Kernel) -> tuple[str, ...]:
 
 
 def cost(kernel: Kernel, axis: str | None, lanes: int, tiled: frozenset[str] = frozenset()) -> float:
-    """Estimated instructions of one call with vectors of `lanes` along `axis`; the accesses `tiled` are transposed."""
+    """Estimated instructions of one call with vectors of `lanes` along `axis`. tiled: accesses done in squares."""
     extents = {each.name: max(1, estimate(each.extent)) for each in kernel.space}
     depends = axes_of(kernel)
     wide_values = frozenset(out for out, axes in depends.items() if axis in axes)
@@ -229,8 +228,8 @@ def _line_cost(
     if axis is None or axis not in axes:
         return points * (_operator_cost(line) if isinstance(line.rhs, Compute) else 1)
     match line.rhs:
-        case Store() if woven(kernel, line, axis) or joined(kernel, line, axis):
-            return points * WOVEN_COST
+        case Store() if interleaved_axis(kernel, line, axis) or interleaved_stores(kernel, line, axis):
+            return points * INTERLEAVED_COST
         case Load(_, index) | Store(_, index):
             each = LANE_COST.get(access(index, axis, wide_values))
             return steps if each is None else points * each
@@ -247,7 +246,7 @@ def _operator_cost(line: Line) -> int:
 
 
 def _obstacle(kernel: Kernel, axis: str) -> str:
-    """What makes vectors along `axis` expensive, in words."""
+    """What makes vectors along `axis` expensive, as text."""
     lines = _lane_by_lane(kernel, axis)
     if lines:
         return lines[0].why
@@ -282,7 +281,7 @@ def _why_gather(index: Expr, axis: str) -> str:
     step = index.coefficient(axis)
     if step is None:
         return f"the index {index} divides {axis}"
-    return f"neighbours along {axis} lie {step} elements apart in {index}"
+    return f"neighbours along {axis} are {step} elements apart in {index}"
 
 
 # ---------------------------------------------------------------------------------------------- unrolling
@@ -291,15 +290,15 @@ def _why_gather(index: Expr, axis: str) -> str:
 def unroll(kernel: Kernel, axis: str, lanes: int, machine: Machine) -> int:
     """How many registers of the common type one step processes.
 
-    Reductions want several independent accumulators to hide the latency of the joining operator, and column
-    reductions want to read whole cache lines; both want few enough values to stay in registers.
+    Reductions need several independent accumulators to hide the latency of the reducing operator, and column
+    reductions should read whole cache lines; in both cases all live values should stay in registers.
     """
     if not any(isinstance(line.rhs, Reduce) for line in kernel.body):
         halves = all(param.dtype.itemsize <= 2 for param in kernel.params) and 4 * lanes == machine.isa.register_bytes
         halves = halves and tiling(kernel, axis, lanes, machine).axis is None
         return 2 if halves and pressure(kernel, axis) <= machine.isa.registers // 4 else 1
     if tiling(kernel, axis, lanes, machine).axis is not None:
-        return 1  # the squares of a wider step fill more than the registers
+        return 1  # the squares of a wider step exceed the registers
     extent = next(each.extent for each in kernel.space if each.name == axis).value
     live = pressure(kernel, axis)
     fitting = [k for k in (4, 2, 1) if k * lanes <= 64 and k * live <= (machine.isa.registers * 3) // 4] or [1]
@@ -309,7 +308,7 @@ def unroll(kernel: Kernel, axis: str, lanes: int, machine: Machine) -> int:
 
 
 def pressure(kernel: Kernel, axis: str) -> int:
-    """The largest number of vector values that are live at once in the body's order, index values counting double."""
+    """The maximum number of vector values live at once in the order of the body; index values count twice."""
     depends = axes_of(kernel)
     last: dict[str, int] = {}
     for position, line in enumerate(kernel.body):

@@ -38,7 +38,7 @@ _S = TypeVar("_S", bound=Step, covariant=True)
 
 
 def verify_nest(nest: Nest) -> None:
-    """Raise InternalError unless `nest` keeps every invariant."""
+    """Raise InternalError if `nest` violates an invariant."""
     places = list(_places(nest.body, (), ()))
     for check in NEST_CHECKS:
         check(nest, places)
@@ -54,21 +54,21 @@ class Place(Generic[_S]):
 
     @property
     def fixed(self) -> frozenset[str]:
-        """The axes along which the loops have chosen a point, or a vector of points."""
+        """The axes along which the loops have selected a point, or a vector of points."""
         return frozenset(axis for loop in self.loops for axis, part in _chosen(loop) if part is Part.WHOLE)
 
     @property
     def pieces(self) -> dict[Part, str]:
-        """The axes along which they have chosen a piece."""
+        """The axes of which the loops have selected a piece."""
         return {part: axis for loop in self.loops for axis, part in _chosen(loop) if part is not Part.WHOLE}
 
     def sees(self, other: Place[Any]) -> bool:
-        """Whether `other` has always run before: it comes first, in loops that are around this one too."""
+        """Whether `other` dominates this step: it precedes it, and all its loops are around this step too."""
         return other.at < self.at and other.at[:-1] == self.at[: len(other.at) - 1]
 
 
 def _chosen(loop: Loop | Parallel) -> Iterator[tuple[str, Part]]:
-    """The axes of which a loop chooses a piece, or a point: `Part.WHOLE`."""
+    """The axes of which a loop selects a piece, or, with `Part.WHOLE`, a point."""
     if isinstance(loop, Parallel):
         yield from ((counter.axis, counter.part) for counter in loop.counters)
     else:
@@ -84,7 +84,7 @@ def _places(items: Sequence[Item], loops: tuple[Loop | Parallel, ...], at: tuple
 
 
 def check_loops(nest: Nest, places: Sequence[Place[Step]]) -> None:
-    """One parallel loop, outermost; no axis is walked over twice; pieces of an axis are walked over where chosen."""
+    """One parallel loop, outermost; no nested loops over one axis; loops over a piece are inside of its selection."""
     if [isinstance(item, Parallel) for item in nest.body].count(True) != 1:
         raise _error(nest, "has not one parallel loop")
     for place in places:
@@ -95,7 +95,7 @@ def check_loops(nest: Nest, places: Sequence[Place[Step]]) -> None:
 
 
 def _loop_problem(nest: Nest, loop: Loop | Parallel, around: Place[Step]) -> str:
-    """What is wrong with a loop inside of those around; empty for nothing."""
+    """What is wrong with a loop inside of `around`; empty if it is valid."""
     if isinstance(loop, Parallel):
         return "has a parallel loop inside another loop" if around.loops else ""
     if loop.axis not in nest.ranges:
@@ -112,7 +112,7 @@ def _loop_problem(nest: Nest, loop: Loop | Parallel, around: Place[Step]) -> str
 
 
 def check_axes(nest: Nest, places: Sequence[Place[Step]]) -> None:
-    """A line stands in loops over all axes that its index names; a call may range over the others itself."""
+    """A line is in loops over all axes that its index names; a call may iterate over the others itself."""
     for place in places:
         call = place.step if isinstance(place.step, Call) else None
         lines = call.lines if call else [place.step.line] if isinstance(place.step, Define | Put) else []
@@ -126,7 +126,7 @@ def check_axes(nest: Nest, places: Sequence[Place[Step]]) -> None:
 
 
 def check_values(nest: Nest, places: Sequence[Place[Step]]) -> None:
-    """A line reads only what has been computed before it, at the same point."""
+    """A line reads only values computed before it, at the same point."""
     defined = [place for place in places if isinstance(place.step, Define | Advance | Finish | Recall)]
     for place in places:
         if isinstance(place.step, Define | Put | Accumulate | Advance):
@@ -136,7 +136,7 @@ def check_values(nest: Nest, places: Sequence[Place[Step]]) -> None:
 
 
 def check_reductions(nest: Nest, places: Sequence[Place[Step]]) -> None:
-    """Between the start of a reduction and what it adds are loops over its axes, and no others; then it is finished."""
+    """Between the start of a reduction and its accumulation are loops over exactly its axes; then it is finished."""
     for place in _of(places, Accumulate):
         assert isinstance(place.step.line.rhs, Reduce)
         out, axes = place.step.line.out, frozenset(place.step.line.rhs.axes)
@@ -157,7 +157,7 @@ def check_reductions(nest: Nest, places: Sequence[Place[Step]]) -> None:
 
 
 def check_prefixes(nest: Nest, places: Sequence[Place[Step]]) -> None:
-    """Between the start of a prefix sum and what it adds is one loop, over its axis, from the first point on."""
+    """Between the start of a prefix sum and its accumulation is one serial loop, over all of its axis."""
     for place in _of(places, Advance):
         assert isinstance(place.step.line.rhs, Reduce)
         starts = [each for each in _of(places, Start, place.step.line.out) if place.sees(each)]
@@ -169,13 +169,13 @@ def check_prefixes(nest: Nest, places: Sequence[Place[Step]]) -> None:
 
 
 def _closes(end: Place[Any], place: Place[Any]) -> bool:
-    """Whether the block that `place` adds to ends with `end`: after it, in a turn of the loop over blocks."""
+    """Whether `end` closes the block that `place` adds to: after it, in the same iteration of the loop over blocks."""
     around = [loop.kind for loop in end.loops if isinstance(loop, Loop)]
     return Kind.BLOCKS in around and end.at > place.at and end.at[:-1] == place.at[: len(end.at) - 1]
 
 
 def check_scratch(nest: Nest, places: Sequence[Place[Step]]) -> None:
-    """What is recalled has been kept, in a scratch row that was declared before, at the same point of kept axes."""
+    """A recalled value has been kept before, in a declared scratch row, at the same point."""
     for place in (*_of(places, Keep), *_of(places, Recall)):
         rows = [each for each in _of(places, Scratch, place.step.line.out) if place.sees(each)]
         if not rows:
@@ -186,7 +186,7 @@ def check_scratch(nest: Nest, places: Sequence[Place[Step]]) -> None:
 
 
 def check_squares(nest: Nest, places: Sequence[Place[Step]]) -> None:
-    """Squares are read or opened before, and written after the loop over their rows, which are a block of an axis."""
+    """Squares are read or opened before the loop over their rows, a block of an axis, and written after it."""
     squares = (*_of(places, FillTile), *_of(places, StartTile))
     axes = {place.step.line.out: place.step.axis for place in squares}
     for place in (*squares, *_of(places, WriteTile)):
@@ -207,7 +207,7 @@ def check_squares(nest: Nest, places: Sequence[Place[Step]]) -> None:
 
 
 def check_stores(nest: Nest, places: Sequence[Place[Step]]) -> None:
-    """Each store happens once for each point that it names: not again in loops that it does not depend on."""
+    """Each store runs once for each point of its index, and is not repeated in loops on which it does not depend."""
     scopes = _scopes(nest, places)
     puts = _of(places, Put)
     called = [line.out for place in _of(places, Call) for line in place.step.lines if isinstance(line.rhs, Store)]
@@ -258,7 +258,7 @@ NEST_CHECKS = (
 
 
 def _of(places: Sequence[Place[Step]], kind: type[_S], out: str | None = None) -> list[Place[_S]]:
-    """The steps of a kind, of one line if it is given."""
+    """The steps of a kind; of the line `out` only, if given."""
     return [
         Place(each.step, each.loops, each.at)
         for each in places

@@ -1,18 +1,18 @@
-"""Whether the sums of a convolution are computed by tiles, with less than half of the multiplications.
+"""Whether a convolution is computed by Winograd's method, with less than half of the multiplications.
 
-`native/kernel/winograd.h` says how: 2 x 2 pixels of the result from 4 x 4 of the image, for 3 x 3 taps that move by one
-pixel. Blocks are then other ones (`codegen/tile_sizes.py`). Taps that lie several pixels apart are neighbours in each
-phase of the image, and lines that are too long for the cache lie in pieces (`codegen/phases.py`).
+`native/kernel/winograd.h` computes tiles of 2 x 2 pixels from 4 x 4 of the image, for 3 x 3 taps with stride 1. Its
+block sizes are chosen in `codegen/tile_sizes.py`. Dilated convolutions are split into phases, in which taps are
+adjacent, and lines that are too long for the cache into pieces (`codegen/phases.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from pellucid.codegen.block_sizes import pieces_of_lines, points_besides, runners_up, split_image
+from pellucid.codegen.block_sizes import pieces_of_lines, points_except, runners_up, split_image
 from pellucid.codegen.blocks import Blocks, taps_of
 from pellucid.codegen.phases import in_phases, in_pieces
-from pellucid.codegen.tile_sizes import SIDE, Shape, Way, by_windows, ranked
+from pellucid.codegen.tile_sizes import SIDE, Shape, Way, ranked, windows_cost
 from pellucid.ir.contraction import find_contraction, stride_along
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import Expr
@@ -21,28 +21,29 @@ from pellucid.ir.types import DType
 from pellucid.machine import Machine
 from pellucid.machine.work import estimate
 
-# What tiles must gain next to windows, since they round more often.
+# The minimum speed-up over windows, since tiles round more often.
 _WORTH = 1.15
-# Fewer channels or columns are mostly transformed.
-_FEWEST = 32
+# With fewer channels or columns most of the time would go into transformations.
+_MIN_CHANNELS = 32
 
 
-def by_tiles(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Kernel, Blocks, tuple[Decision, ...]]:
-    """The kernel and its blocks as those by tiles where that is faster, with the reason; as they are elsewhere."""
+def with_winograd(blocks: Blocks, kernel: Kernel, machine: Machine) -> tuple[Kernel, Blocks, tuple[Decision, ...]]:
+    """The kernel and its blocks for Winograd's method if that is faster, else unchanged; with the decision."""
     found = _shape(kernel, blocks, machine) if blocks.window else None
     if found is None:
         return kernel, blocks, ()
     phased, tiled, shape = found
-    windows, tiles = by_windows(shape, blocks.height, machine), ranked(shape, machine)
+    windows, tiles = windows_cost(shape, blocks.height, machine), ranked(shape, machine)
     subject = (kernel.name, blocks.contraction.total.out)
     if not tiles:
-        why = "tiles of two lines would not stay in the cache"
+        why = "tiles of two lines would not fit the cache"
         return kernel, blocks, (Decision("codegen.tiles", subject, False, why),)
     (price, shape, way), *others = tiles
     ok = price * _WORTH < windows
-    why = f"tiles of 2 x 2 pixels take {price / windows:.2f} of the time of windows"
+    why = f"tiles of 2 x 2 pixels take {price / windows:.2f} times as long as windows"
     facts = (
-        *(("lines", way.lines), ("columns", way.columns), ("kept", int(shape.keeps(way))), ("pieces", shape.pieces)),
+        *(("lines", way.lines), ("columns", way.columns)),
+        *(("kept", int(shape.reuses_weights(way))), ("pieces", shape.pieces)),
         ("runners_up", runners_up(price, [(each, str(other)) for each, _, other in others])),
     )
     decision = Decision("codegen.tiles", subject, ok, why, facts)
@@ -65,7 +66,7 @@ def _tiled(kernel: Kernel, blocks: Blocks, shape: Shape, way: Way, machine: Mach
 
 
 def _shape(kernel: Kernel, blocks: Blocks, machine: Machine) -> tuple[Kernel, Blocks, Shape] | None:
-    """What `winograd.h` can compute, of phases where taps lie apart; None for any other convolution.
+    """The kernel, blocks and sizes for `winograd.h`, in phases if dilated; None if it does not support the convolution.
 
     Packed weights are never flipped.
     """
@@ -86,7 +87,7 @@ def _shape(kernel: Kernel, blocks: Blocks, machine: Machine) -> tuple[Kernel, Bl
     steps = {_step(index, (line, pixel), taps) for index in (left, *(bound.position for bound in found.bounds))}
     step = steps.pop() if len(steps) == 1 else 0
     depth, columns = estimate(ranges[channels[0]]), estimate(ranges[blocks.column])
-    if step == 0 or (step < 0 and blocks.packed) or min(depth, columns) < _FEWEST or depth % machine.lanes:
+    if step == 0 or (step < 0 and blocks.packed) or min(depth, columns) < _MIN_CHANNELS or depth % machine.lanes:
         return None
     if abs(step) > 1:
         phases = in_phases(kernel, (line, pixel), abs(step))
@@ -95,20 +96,20 @@ def _shape(kernel: Kernel, blocks: Blocks, machine: Machine) -> tuple[Kernel, Bl
         kernel, blocks = phases, _over(blocks, phases)
     ranges = kernel.ranges
     lines, pixels = estimate(ranges[line]), estimate(ranges[pixel])
-    images = points_besides(ranges, (line, pixel, *blocks.inner, blocks.column))
+    images = points_except(ranges, (line, pixel, *blocks.inner, blocks.column))
     known = ranges[pixel].value is not None
     return kernel, blocks, Shape(line, pixel, images, lines, pixels, depth, columns, blocks.packed, known=known)
 
 
 def _over(blocks: Blocks, kernel: Kernel) -> Blocks:
-    """`blocks` of a kernel of which some axes were split."""
+    """`blocks` for a kernel some of whose axes were split."""
     found = find_contraction(kernel)
     assert found is not None
     return replace(blocks, contraction=found, ranges=kernel.ranges)
 
 
 def _step(index: Expr, axes: tuple[str, str], taps: tuple[str, ...]) -> int:
-    """By how many points of `axes` the taps move, negative if they move back; 0 for all else."""
+    """The dilation: the stride of `taps` in points of `axes`, negative if reversed; 0 if there is no common one."""
     moves, steps = ([stride_along(index, name) for name in names] for names in (axes, taps))
     known = ((move.value, step.value) for move, step in zip(moves, steps, strict=True) if move.value)
     move, step = next(known, (0, 0))

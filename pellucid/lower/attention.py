@@ -22,7 +22,7 @@ from pellucid.ir.types import DType
 from pellucid.lower.kernel_builder import KernelBuilder, Value, broadcast_index
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
 from pellucid.lower.registry import NotLowered, rule
-from pellucid.machine.attention import MOST_COLUMNS, Heads
+from pellucid.machine.attention import MAX_HEAD_SIZE, Heads
 from pellucid.machine.work import estimate
 
 _OFF = "attention: ATen's fused kernel computes it, as the option `contract` asks"
@@ -30,7 +30,7 @@ _OTHER = "attention: kernels compute it in f32, bf16 and f16, ATen's fused kerne
 _MASK = "attention: kernels add masks of the operands' type, or f32; ATen's fused kernel others"
 _DROPOUT = "attention: dropout draws from eager's own stream, in ATen's fused kernel"
 _SIZE = (
-    f"attention: kernels have head sizes from 2 to {MOST_COLUMNS}, known when compiled; ATen's fused kernel has others"
+    f"attention: kernels have head sizes from 2 to {MAX_HEAD_SIZE}, known when compiled; ATen's fused kernel has others"
 )
 _KEYS = "attention: of a single key, or of none, ATen's fused kernel computes it"
 _ALIKE = "attention: heads or batches have the same queries and keys, whose weights ATen's fused kernel computes again"
@@ -239,7 +239,7 @@ def _check(
     if dropout != 0:
         raise NotLowered(_DROPOUT)
     size = query.shape[3].value
-    if size is None or not 2 <= size <= MOST_COLUMNS or {key.shape[3], value.shape[3]} != {query.shape[3]}:
+    if size is None or not 2 <= size <= MAX_HEAD_SIZE or {key.shape[3], value.shape[3]} != {query.shape[3]}:
         raise NotLowered(_SIZE)
     if any(key.view.strides[dim] == query.view.strides[dim] == ZERO and query.shape[dim] != ONE for dim in (0, 1)):
         raise NotLowered(_ALIKE)

@@ -1,7 +1,7 @@
-"""The machine model: what this machine does in a nanosecond, and how long a piece of work takes on it.
+"""The machine model: the rates of this machine, and how long a piece of work takes on it.
 
-`model` is the value, `reference` what counts until somebody measures, `work` counts what kernels move and
-compute, `cost` turns that into nanoseconds. `native.measure` measures it, `native.machine` keeps it.
+`model` is the value, `reference` has the figures used until the machine is measured, `work` counts what kernels move
+and compute, `cost` turns that into nanoseconds. `native.measure` measures a machine, `native.machine` stores it.
 """
 
 from pellucid.machine.cost import Estimate, issuing, moving, starting, time

@@ -1,6 +1,6 @@
-"""The blocks of attention kernels, `native/kernel/attend.h` and `attend_backward.h`, and their instructions.
+"""Block sizes and instruction counts of the attention kernels `native/kernel/attend.h` and `attend_backward.h`.
 
-Sizes alone decide about blocks, never the number of threads, so that results do not depend on it.
+Block sizes depend on tensor sizes only, never on the number of threads, so results do not depend on that either.
 """
 
 from __future__ import annotations
@@ -13,51 +13,53 @@ from pellucid.machine.kernels import QUERIES, ROWS_IN_PLACE
 from pellucid.machine.model import Machine
 from pellucid.machine.work import Work
 
-MOST_COLUMNS = 256
-"""The largest head size: beyond it, blocks would not stay in the second cache."""
+MAX_HEAD_SIZE = 256
+"""The maximum head size: with a larger one, blocks would not stay in the L2 cache."""
 
-# Elements of a block of keys, or of values, and of the sums of all rows; keys that pass over the sums often enough.
+# Maximum number of elements of a block of keys or values, and of the sums of a block of rows; maximum number of keys of
+# a block, with which passes over the sums are rare enough.
 _KEYS_AND_COLUMNS = 32768
 _ROWS_AND_COLUMNS = 65536
 _KEYS = 512
 _PANEL = 32  # columns of the widest panel
-# Blocks from which on no thread waits long for another; fewer rows in a block would pack too often.
+# With this number of blocks no thread waits long for another; blocks of fewer rows would pack too often.
 _ENOUGH = 12
-_FEWEST_ROWS = 48
+_MIN_ROWS = 48
 
 GRADIENT_ROWS = 96
-"""Rows of a block of gradients: a multiple of those whose scores are in work at once."""
+"""Rows of a block of gradients: a multiple of the rows whose scores are computed at once."""
 
-# Keys of a block of gradients, and elements of it: five such blocks lie in cache.
+# Maximum number of keys of a block of gradients, and of its elements: the cache holds five such blocks.
 _GRADIENT_KEYS = 192
 _GRADIENT_KEYS_AND_COLUMNS = 32768
 
-# Instructions for one lane: of one term of a product in the micro-kernel, of a sum in it beside its terms, of a score's
-# weight, of packing an element in whole registers, or by itself. Measured on an AMD EPYC (Zen 4) with AVX2.
+# Instructions per lane: for one term of a product in the micro-kernel, for a sum in addition to its terms, for the
+# softmax weight of a score, for packing an element in whole registers, or by itself. Measured on an AMD EPYC (Zen 4)
+# with AVX2.
 _TERM = 1.15
 _SUM = 5.0
 _WEIGHT = 36.0
 _PACK = 12.0
 _PACK_ONE = 64.0
-# The same for few rows: a sum of a dot product, and what rows share of reading a value.
+# Instructions per lane with few rows: for a sum of a dot product, and for reading a value, shared by the rows.
 _DOT = 64.0
 _VALUE = 4.0
-# The share of ATen's time that goes into weights where its rate is measured, at a head size of 64; and the fewest rows
-# that its products are made for.
+# The share of softmax weights in ATen's time at the head size of 64, where its rate is measured; and the minimum number
+# of rows with which its products reach that rate.
 _LIBRARY_WEIGHTS = 0.25
 _LIBRARY_SIZE = 64
 _LIBRARY_ROWS = 4
-# Instructions of the library's products for an element of keys or values in a narrow type: they are packed one by one.
+# Instructions of the library's products per element of keys or values in a narrow type, which it packs one by one.
 # Measured on an Intel Xeon with AMX.
 _LIBRARY_PACK = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """An attention in numbers: `count` heads of `rows` queries and `keys` keys, each of `size` elements of `dtype`.
+    """The sizes of an attention: `count` heads of `rows` queries and `keys` keys, each of `size` elements of `dtype`.
 
     sharing: how many of these heads have the same keys and values.
-    share: of the scores that count, 1 unless keys that follow a query are left out.
+    share: the fraction of scores that is computed, 1 unless `causal`.
     """
 
     count: int
@@ -77,17 +79,17 @@ class Heads:
 
     @property
     def _width(self) -> int:
-        """Columns, in whole panels."""
+        """Columns, rounded up to whole panels."""
         return -(-self.size // _PANEL) * _PANEL
 
     @property
     def flops(self) -> int:
-        """Of both products."""
+        """Floating point operations of both products."""
         return int(4 * self.count * self.rows * self.keys * self.size * self.share)
 
     @property
     def library_flops(self) -> int:
-        """Operations that take ATen's kernel as long as this attention, at the rate that it is measured at."""
+        """The operations that ATen's kernel would execute in the time of this attention, at its measured rate."""
         rows = max(self.rows, _LIBRARY_ROWS) / max(1, self.rows) * self.share
         size = (1 - _LIBRARY_WEIGHTS) * self.size + _LIBRARY_WEIGHTS * _LIBRARY_SIZE
         return int(4 * self.count * self.rows * self.keys * size * rows)
@@ -99,9 +101,9 @@ class Heads:
 
     @property
     def row_block(self) -> int:
-        """Rows of a block: as many as the cache likes, fewer where that makes too few blocks for threads."""
+        """Rows of a block: as many as fit the cache, fewer if there would be too few blocks for the threads."""
         pieces = -(-self.rows // (_ROWS_AND_COLUMNS // self._width))
-        while self.count * pieces < _ENOUGH and self.rows >= 2 * pieces * _FEWEST_ROWS:
+        while self.count * pieces < _ENOUGH and self.rows >= 2 * pieces * _MIN_ROWS:
             pieces *= 2
         return max(1, -(-self.rows // (pieces * QUERIES)) * QUERIES if pieces > 1 else self.rows)
 
@@ -124,7 +126,7 @@ class Heads:
         return Work(read, written, read + written, flops, self.dtype, steps, kind)
 
     def written_out_time(self, machine: Machine) -> float:
-        """Nanoseconds on one thread of two products, with a softmax between them that passes through memory."""
+        """Nanoseconds on one thread of the unfused attention: two products, and a softmax through memory."""
         scores = self.count * self.rows * self.keys
         held = scores * self.dtype.itemsize
         rows, keys = self.rows * self._row_bytes, self.keys * self._row_bytes
@@ -137,11 +139,11 @@ class Heads:
 
     @property
     def _row_bytes(self) -> int:
-        """Of one row of all heads."""
+        """Bytes of one row of all heads."""
         return self.count * self.size * self.dtype.itemsize
 
     def gradient_steps(self, machine: Machine) -> float:
-        """Vector instructions of a call that computes gradients: five products, and the weights again."""
+        """Vector instructions of a call that computes gradients: five products, and the weights recomputed."""
         scores, products = self.count * self.rows * self.keys * self.share, machine.isa.products(self.dtype)
         return scores * (5 * self._width * _TERM / products + 2 * _SUM + _WEIGHT) / machine.lanes
 

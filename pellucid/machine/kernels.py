@@ -1,6 +1,6 @@
-"""Sizes that are written into kernels and that plans and prices count with.
+"""Sizes that are shared by C++ kernels, plans and cost estimates.
 
-They stand here alone: the header `native/sizes.h` is made of them, by `pytest tests/golden --bless`.
+They are defined only here: `pytest tests/golden --bless` generates the header `native/sizes.h` from them.
 """
 
 from __future__ import annotations
@@ -8,25 +8,25 @@ from __future__ import annotations
 DEPTH = 192
 """Units that are packed at a time; all taps of a channel must be among them."""
 FEW_ROWS = 8
-"""Rows of a left operand up to which packing the right one costs more than it saves: they read it where it lies."""
+"""Up to this number of rows of the left operand, packing the right one does not pay: it is read in place."""
 FEW_COLUMNS = 4
-"""Columns of a right operand that would leave panels mostly empty."""
+"""Up to this number of columns of the right operand, panels would be mostly empty."""
 SAME_SET = 4096
-"""Rows so many bytes apart lie in one set of the first cache, which cannot hold `ROWS` of them: they are copied."""
+"""Rows with a stride of this many bytes map to one set of the L1 cache, which cannot hold `ROWS` of them: copy them."""
 AMX_TILE = 16
 """Rows of a tile (AMX), units of a row, and columns."""
 AMX_ROWS = 2 * AMX_TILE
-"""Rows of sums that products by tiles compute at a time."""
+"""Rows of sums that products by AMX tiles compute at a time."""
 PLACES = 16
-"""Places of a tile for Winograd's method."""
+"""Elements of a transformed tile in Winograd's method, 4 x 4."""
 TAPS = 9
-"""Taps of a weight for it."""
+"""Taps of a weight in Winograd's method, 3 x 3."""
 TRANSFORMED = 128
-"""Channels whose weights are transformed at a time for it."""
+"""Channels whose weights are transformed at a time in Winograd's method."""
 QUERIES = 24
-"""Rows of attention whose scores are in work at once, where they are not computed by tiles."""
+"""Rows of attention whose scores are computed at once, except by AMX tiles."""
 ROWS_IN_PLACE = 3
-"""Rows of attention that read keys and values where they lie."""
+"""Up to this number of rows, attention reads keys and values in place, without packing."""
 
 
 def sizes_text() -> str:

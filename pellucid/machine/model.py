@@ -1,4 +1,4 @@
-"""`Machine`: one value that says what this machine can do. Rates are per nanosecond: bytes/ns are GB/s."""
+"""`Machine`: the figures of a machine. Rates are per nanosecond: bytes/ns are GB/s."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pellucid.ir.traffic import LINE
 from pellucid.ir.types import DType
 
 VERSION = 6
-"""Of the file format and of how the figures are measured: a file of another version is measured again."""
+"""Version of the file format and of the measurements; if a file has another one, the machine is measured again."""
 
 WAYS = 8
-"""Of a cache that does not tell."""
+"""The associativity assumed for a cache that does not report it."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A vector instruction set: bytes of a vector register, and how many registers there are.
+    """A vector instruction set: bytes of a vector register, and the number of registers.
 
-    pairs: there is an instruction that adds the products of two pairs in bf16 to each sum in f32. tiles: and units that
+    pairs: it has an instruction that adds the products of two bf16 pairs to each f32 sum. tiles: it also has units that
     multiply whole tiles of such pairs (AMX).
     """
 
@@ -37,16 +37,16 @@ class Isa:
     tiles: bool = False
 
     def terms(self, dtype: DType) -> int:
-        """Products that each lane of four bytes adds in one instruction: terms of a unit."""
+        """Products that one instruction adds per lane of four bytes: the terms of a unit."""
         return 2 if self.pairs and dtype is DType.BF16 else 1
 
-    def by_tiles(self, dtype: DType) -> bool:
-        """True if products of this type are computed by units for tiles."""
+    def uses_tiles(self, dtype: DType) -> bool:
+        """True if products of this type are computed by AMX tiles."""
         return self.tiles and dtype is DType.BF16
 
     def products(self, dtype: DType) -> int:
-        """The same, with units for tiles: products that they add, for each lane, in the time of one instruction."""
-        return _BY_TILES if self.by_tiles(dtype) else self.terms(dtype)
+        """Like `terms`, also for AMX tiles: products added per lane in the time of one instruction."""
+        return _BY_TILES if self.uses_tiles(dtype) else self.terms(dtype)
 
 
 _BY_TILES = 16
@@ -57,13 +57,13 @@ ISAS = {isa.name: isa for isa in (Isa("AVX512", 64, 32), Isa("AVX2", 32, 16))}
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Units per nanosecond of one thread, and of all cores of this process together."""
+    """Units per nanosecond on one thread, and on all cores of this process together."""
 
     one: float
     all: float
 
     def of(self, threads: int) -> float:
-        """The rate of so many threads: each adds its own until the whole is reached."""
+        """The rate of `threads` threads: proportional to their number, up to the rate of all cores."""
         return self.one if threads <= 1 else max(self.one, min(self.one * threads, self.all))
 
 
@@ -71,8 +71,8 @@ class Rate:
 class Level:
     """A level of cache, or memory, and the bytes that it moves per nanosecond.
 
-    size: bytes of one such cache; 0 for memory. shared: by the cores, each of which has its own otherwise.
-    write: such that copying n bytes takes n / read + n / write. ways: lines that each of its sets holds.
+    size: bytes of one such cache; 0 for memory. shared: all cores share it; otherwise each has its own.
+    write: such that copying n bytes takes n / read + n / write. ways: associativity.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Level:
     ways: int = WAYS
 
     def holds(self, stride: int) -> int:
-        """Lines of so many bytes apart that it holds at once: only some sets come in question for them."""
+        """The number of lines `stride` bytes apart that it can hold: they map to only some of its sets."""
         span = max(LINE, self.size // self.ways)
         return self.ways * span // gcd(stride, span)
 
@@ -103,17 +103,17 @@ class Flops:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one machine can do.
+    """The figures of one machine.
 
-    name: the processor's. cores: that the measuring process could use.
+    name: the processor's. cores: the cores available to the measuring process.
     levels: from the nearest cache to memory.
-    flops: the peak, of multiply-adds in registers. product: what ATen's matrix products reach of it; attention: what
-    the products of its attention reach; convolution: what its convolutions of one tap reach in f32.
-    latency: nanoseconds to load from memory what nothing was loaded near of.
-    barrier: nanoseconds from the start to the end of an empty parallel region of all threads. call: of a kernel that
-    does nothing, in a plan. dispatch: of an ATen operator that does nearly nothing. page: to get a fresh page from
-    the system, and to write to it.
-    spread: how far apart the middle half of the measurements lay, as a share of the median, by the figure's name.
+    flops: the peak, of multiply-adds in registers. product: the rate of ATen's matrix products; attention: of the
+    products in its attention; convolution: of its f32 convolutions of one tap.
+    latency: nanoseconds of a load from memory that no earlier load or prefetch has touched.
+    barrier: nanoseconds from the start to the end of an empty parallel region of all threads. call: of an empty kernel
+    in a plan. dispatch: of an ATen operator that does nearly nothing. page: to obtain a fresh page from the system and
+    write to it.
+    spread: the interquartile range of the measurements, as a fraction of the median, by the figure's name.
     """
 
     name: str
@@ -137,17 +137,17 @@ class Machine:
 
     @property
     def own_level(self) -> Level:
-        """The second level of cache, the last that a core has for itself."""
+        """The L2 cache, the last level that each core has for itself."""
         return self.levels[min(1, len(self.levels) - 2)]
 
     @property
     def own_cache(self) -> int:
-        """Bytes of the second level of cache."""
+        """Bytes of the L2 cache of one core."""
         return self.own_level.size
 
     @property
     def own_caches(self) -> int:
-        """Bytes of the second level of cache of all cores."""
+        """Bytes of the L2 caches of all cores."""
         return self.cores * self.own_cache
 
     @property
@@ -166,7 +166,7 @@ class Machine:
         return self.isa.register_bytes // 4
 
     def level(self, working_set: float, threads: int = 1) -> Level:
-        """The nearest level that holds so many bytes when so many threads work on them, each on its part."""
+        """The nearest level that holds `working_set` bytes, distributed over `threads` threads."""
         for level in self.levels[:-1]:
             if working_set <= level.size * (1 if level.shared else threads):
                 return level
@@ -174,7 +174,7 @@ class Machine:
 
     @property
     def figures(self) -> dict[str, float]:
-        """All that is measured, by name: `memory.read.one`, `flops.f32.all`, `barrier`."""
+        """All measured figures, by name: `memory.read.one`, `flops.f32.all`, `barrier`."""
         found: dict[str, float] = {}
 
         def note(name: str, value: float) -> float:
@@ -186,15 +186,15 @@ class Machine:
 
 
 def rounded(machine: Machine) -> Machine:
-    """The machine as the compiler sees it: ten steps to the power of ten, so that few digits of noise are left.
+    """The machine as the compiler sees it: figures rounded to ten steps per decade, which removes most of the noise.
 
-    What is compared with measured times takes the figures as they were measured.
+    Estimates that are compared with measured times use the exact figures.
     """
     return _mapped(machine, lambda _, value: float(f"{10 ** (round(10 * math.log10(value)) / 10):.3g}"), "")
 
 
 def steadied(new: Machine, old: Machine) -> Machine:
-    """`new`, with the figures of `old` where they differ by less than such a step: measuring again changes nothing."""
+    """`new`, with the figures of `old` where they differ by less than one rounding step, so that they stay stable."""
     before = old.figures
     step = 10**0.1
 
@@ -206,7 +206,7 @@ def steadied(new: Machine, old: Machine) -> Machine:
 
 
 def with_cores(machine: Machine, cores: int) -> Machine:
-    """The machine with so many cores of its kind: memory moves no more bytes for them, all else does more."""
+    """The machine with `cores` cores: memory bandwidth stays the same, all other rates are scaled."""
     alone = machine.figures
 
     def of_all(name: str, value: float) -> float:
@@ -220,18 +220,18 @@ def with_cores(machine: Machine, cores: int) -> Machine:
 
 
 def _mapped(value: _T, change: Callable[[str, float], float], prefix: str) -> _T:
-    """A dataclass with each of its floats changed, those of the dataclasses in it as well."""
-    made: dict[str, Any] = {}
+    """A dataclass with `change` applied to each of its floats, also in nested dataclasses."""
+    changed: dict[str, Any] = {}
     for each in fields(value):  # type: ignore[arg-type]
         item, name = getattr(value, each.name), f"{prefix}{each.name}"
         if isinstance(item, float):
-            made[each.name] = change(name, item)
+            changed[each.name] = change(name, item)
         elif each.name == "levels":
             levels: tuple[Level, ...] = item
-            made[each.name] = tuple(_mapped(level, change, f"{level.name}.") for level in levels)
+            changed[each.name] = tuple(_mapped(level, change, f"{level.name}.") for level in levels)
         elif is_dataclass(item):
-            made[each.name] = _mapped(item, change, f"{name}.")
-    return replace(value, **made)  # type: ignore[type-var]
+            changed[each.name] = _mapped(item, change, f"{name}.")
+    return replace(value, **changed)  # type: ignore[type-var]
 
 
 # ---------------------------------------------------------------------------------------------- as a file
@@ -245,9 +245,9 @@ def make_machine(
     figures: Mapping[str, float],
     ways: Mapping[str, int] | None = None,
 ) -> Machine:
-    """A machine of its figures. caches: bytes of `l1`, `l2` and `l3`, as far as there are such; ways: of these.
+    """A machine with these figures. caches: bytes of `l1`, `l2` and `l3`, those that exist; ways: their associativity.
 
-    Raises KeyError for a figure that is missing.
+    Raises KeyError for a missing figure.
     """
 
     def rate(what: str) -> Rate:
@@ -300,11 +300,11 @@ def to_text(machine: Machine) -> str:
 
 
 def from_text(text: str, source: str) -> Machine:
-    """The machine that `to_text` wrote. source: where the text is from. Raises UserError for anything else."""
+    """The machine that `to_text` wrote. source: the origin of the text, for messages. Raises UserError for others."""
     try:
         about = json.loads(text)
         if about["version"] != VERSION:
-            raise ValueError(f"it is of version {about['version']}, this Pellucid's is {VERSION}")
+            raise ValueError(f"it has version {about['version']}, this Pellucid reads version {VERSION}")
         caches = {str(name): int(size) for name, size in about["caches"].items()}
         if not caches or any(name not in ("l1", "l2", "l3") or size <= 0 for name, size in caches.items()):
             raise ValueError("it names no caches")

@@ -1,6 +1,6 @@
-"""What counts where nobody has measured the machine: figures of two that were, one for each instruction set.
+"""Reference machines, used if the machine has not been measured: one for each instruction set, from measurements.
 
-Kernels are the same on every such machine, and on every run of the tests.
+With them kernels are the same on every such machine, and in every run of the tests.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ AVX2 = _machine("AVX2", _AVX2)
 AVX512 = _machine("AVX512", _AVX512)
 REFERENCES = {machine.isa.name: machine for machine in (AVX2, AVX512)}
 
-# In bf16, where units multiply whole tiles (AMX): two cores of an Intel Xeon (Granite Rapids) in a virtual machine.
+# In bf16 with AMX tiles: two cores of an Intel Xeon (Granite Rapids) in a virtual machine.
 _TILES = {
     "flops": Rate(3150.0, 6300.0),
     "product": Rate(800.0, 1000.0),
@@ -110,7 +110,7 @@ _TILES = {
 
 
 def with_tiles(machine: Machine) -> Machine:
-    """`machine`, if it had such units."""
+    """`machine` with the rates of AMX tiles."""
     return rounded(
         replace(machine, **{name: replace(getattr(machine, name), bf16=rate) for name, rate in _TILES.items()})
     )

@@ -1,14 +1,14 @@
-"""Tiles: accesses that stride along the vector axis are made square by square, transposed in registers.
+"""Tiles: accesses that are strided along the vector axis are done in squares, transposed in registers.
 
-Where `o[300*i + j] = x[i + 200*j]` has its vectors along j, a load of x would gather. Instead W rows of W elements are
-read along i and transposed, which makes vectors along j for W points of i. A store that strides is the same backwards:
-W vectors are collected, transposed, and written as rows. In a kernel that reduces, the rows are those of W kept points,
-and the squares follow one another along the innermost reduced axis, in each sweep that needs them.
+If `o[300*i + j] = x[i + 200*j]` has its vectors along j, a load of x would gather. Instead W rows of W elements are
+read along i and transposed, which yields vectors along j for W points of i. A strided store does the reverse: W vectors
+are collected, transposed, and written as rows. In a kernel with reductions the rows are those of W kept points, and
+squares follow one another along the innermost reduced axis, in each sweep that needs them.
 
-Elements two to four apart need no squares: lanes are taken from each of as many neighbouring registers.
+Strides of two to four elements need no squares: the lanes are picked from as many adjacent registers.
 
-Code generation makes the squares; the scheduler asks what they leave, before it puts accesses into one kernel that no
-order of its loops makes contiguous.
+Code generation uses `tiling`; the scheduler asks for `strided_cost`, the cost of the strided accesses that remain,
+before it fuses accesses that no loop order makes contiguous.
 """
 
 from __future__ import annotations
@@ -24,33 +24,32 @@ from pellucid.machine.cost import issuing, moving
 from pellucid.machine.model import Machine
 from pellucid.machine.work import estimate
 
-# Rows of the squares: as many as the registers they are transposed in, of which AVX-512 has 32, or half of that.
+# Rows of a square: each takes a register during the transposition; AVX-512 has 32.
 SQUARES = (16, 32)
 
 GATHER_COST = 3.0
-"""Instructions for each lane of a vector whose elements lie apart in memory."""
-MOST_APART = 4
-"""Elements from one lane to the next of accesses that are made of neighbouring registers, from each of which lanes are
-taken."""
-NEAR_COST = 0.5
-"""Instructions for each lane of these."""
-WOVEN_COST = 0.25
-"""The same of stores whose registers hold what lies between the lanes as well."""
+"""Instructions for each lane of a gather or scatter."""
+MAX_SHORT_STRIDE = 4
+"""Maximum stride, in elements, of accesses whose lanes are picked from adjacent registers."""
+SHORT_STRIDE_COST = 0.5
+"""Instructions for each lane of such an access."""
+INTERLEAVED_COST = 0.25
+"""Instructions for each lane of a strided store if the elements between its lanes are stored with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """axis: along which the accesses `lines` are contiguous, while the vector axis strides; None for no tiles."""
+    """axis: the accesses `lines` are contiguous along it, and strided along the vector axis; None for no tiles."""
 
     axis: str | None = None
     lines: frozenset[str] = frozenset()
 
 
 def tiling(kernel: Kernel, vector: str | None, width: int, machine: Machine) -> Tiling:
-    """The tiles of a kernel with `width` lanes along `vector`, a kept axis: as many accesses as one axis serves.
+    """The tiles of a kernel with `width` lanes along `vector`, a kept axis; of all axes the one with most accesses.
 
-    A masked load reads the whole square, as far as that lies in the buffer, and chooses afterwards. So nobody may
-    write to the buffer meanwhile, and its size must be known.
+    A masked load reads the whole square, as far as it is inside the buffer, and selects afterwards. Hence the kernel
+    must not write to the buffer, and its size must be known.
     """
     if vector is None or vector in kernel.reduced or width > max(SQUARES) or _scatters(kernel):
         return Tiling()
@@ -58,7 +57,7 @@ def tiling(kernel: Kernel, vector: str | None, width: int, machine: Machine) -> 
         return Tiling()  # most of each square would be empty, and its stores masked
     params = {param.name: param for param in kernel.params}
     everywhere = frozenset(axis.name for axis in kernel.space)
-    # Squares of a kernel that reduces lie in its sweeps, whose innermost loop is this.
+    # In a kernel with reductions, squares are in its sweeps, along the innermost loop.
     along = kernel.reduced[-1:] or tuple(axis.name for axis in kernel.space if axis.name != vector)
     depends = axes_of(kernel)
     loaded = {load.buffer for _, load in kernel.loads()}
@@ -69,15 +68,15 @@ def tiling(kernel: Kernel, vector: str | None, width: int, machine: Machine) -> 
             case Load(buffer, index, mask):
                 fits = mask is None or (buffer not in stored and params[buffer].numel.value is not None)
             case Store(buffer, index, _, join):
-                # A store in place would come after the loads of other points, and one that joins reads memory itself;
-                # one that misses an axis is done once.
+                # A store in place would come after the loads of later points, a store with `join` reads memory itself,
+                # and a store that does not depend on all axes is executed once only.
                 fits = buffer not in loaded and not join and depends[line.out] == everywhere
-                fits = fits and not woven(kernel, line, vector)
+                fits = fits and not interleaved_axis(kernel, line, vector)
             case _:
                 continue
-        # A square in more than four parts gains nothing.
+        # A row wider than two registers, a square in more than four parts, gains nothing.
         fits = fits and width * params[buffer].dtype.itemsize <= 2 * machine.isa.register_bytes
-        if fits and _strides(index, vector):
+        if fits and _is_strided(index, vector):
             for other in along:
                 if index.coefficient(other) == ONE and estimate(kernel.ranges[other]) >= width // 2:
                     found.setdefault(other, []).append(line.out)
@@ -89,33 +88,33 @@ def _scatters(kernel: Kernel) -> bool:
     return any(store.index.vals() for _, store in kernel.stores())
 
 
-def _strides(index: Expr, vector: str) -> bool:
+def _is_strided(index: Expr, vector: str) -> bool:
     step = index.coefficient(vector)
     return not index.vals() and step is not None and step.value not in (0, 1)
 
 
-def is_near(step: Expr | None) -> bool:
-    """Whether lanes so many elements apart are taken from neighbouring registers."""
-    return step is not None and step.value is not None and 1 < step.value <= MOST_APART
+def is_short_stride(step: Expr | None) -> bool:
+    """Whether lanes with this stride are picked from adjacent registers."""
+    return step is not None and step.value is not None and 1 < step.value <= MAX_SHORT_STRIDE
 
 
-def woven(kernel: Kernel, line: Line, vector: str) -> str | None:
-    """The axis along which a store writes all elements between its lanes, so that whole registers hold them.
+def interleaved_axis(kernel: Kernel, line: Line, vector: str) -> str | None:
+    """The axis along which a strided store fills the gaps between its lanes, so that whole registers can be stored.
 
     Before: `store b[2*i0 + i1], v3` with lanes along `i0`, and two points of `i1`. After: `i1`.
     """
     assert isinstance(line.rhs, Store)
     index, step = line.rhs.index, line.rhs.index.coefficient(vector)
-    if line.rhs.join or index.vals() or step is None or not is_near(step):
+    if line.rhs.join or index.vals() or step is None or not is_short_stride(step):
         return None
     if sum(touches(other, line.rhs.buffer) for other in kernel.body) > 1:
-        return None  # they are written later than where the store is
+        return None  # the elements are written after the loop over the axis, not where the store is
     kept = (axis for axis in kernel.space if axis.name not in kernel.reduced and axis.extent == step)
     return next((axis.name for axis in kept if index.coefficient(axis.name) == ONE), None)
 
 
-def joined(kernel: Kernel, line: Line, vector: str) -> tuple[Line, ...]:
-    """The stores that together write all elements between their lanes, in order; none if one is missing.
+def interleaved_stores(kernel: Kernel, line: Line, vector: str) -> tuple[Line, ...]:
+    """The stores that together fill the gaps between their lanes, in order; none if one is missing.
 
     Before: `store b[2*i0], v3` and `store b[2*i0 + 1], v4` with lanes along `i0`.
     """
@@ -124,26 +123,26 @@ def joined(kernel: Kernel, line: Line, vector: str) -> tuple[Line, ...]:
     if (
         step is None
         or step.value is None
-        or not is_near(step)
+        or not is_short_stride(step)
         or any(load.buffer == store.buffer for _, load in kernel.loads())
     ):
         return ()
     found: dict[int, Line] = {}
     for other, each in kernel.stores():
-        apart = (each.index - store.index).value if each.buffer == store.buffer else None
-        if apart is not None and abs(apart) < step.value and not each.join and not each.index.vals():
-            found[apart] = other
+        offset = (each.index - store.index).value if each.buffer == store.buffer else None
+        if offset is not None and abs(offset) < step.value and not each.join and not each.index.vals():
+            found[offset] = other
     whole = len(found) == step.value and max(found) - min(found) == step.value - 1
-    return tuple(found[apart] for apart in sorted(found)) if whole else ()
+    return tuple(found[offset] for offset in sorted(found)) if whole else ()
 
 
 def touches(line: Line, buffer: str) -> bool:
-    """Whether it loads from the buffer, or stores there."""
+    """Whether the line loads from the buffer or stores to it."""
     return isinstance(line.rhs, Load | Store) and line.rhs.buffer == buffer
 
 
-def told(kernel: Kernel, tiles: Tiling) -> tuple[Decision, ...]:
-    """One decision for each access that is made in squares."""
+def tile_decisions(kernel: Kernel, tiles: Tiling) -> tuple[Decision, ...]:
+    """One decision for each access that is done in squares."""
     found: list[Decision] = []
     for line in kernel.body:
         if line.out in tiles.lines and isinstance(line.rhs, Load | Store):
@@ -153,58 +152,59 @@ def told(kernel: Kernel, tiles: Tiling) -> tuple[Decision, ...]:
     return tuple(found)
 
 
-# ------------------------------------------------------------------------------------------- what strides all the same
+# ------------------------------------------------------------------------------- the strided accesses that remain
 
 
-def striding(kernel: Kernel, machine: Machine) -> float:
-    """Nanoseconds that accesses take beyond contiguous ones, along the vector axis for which these are fewest.
+def strided_cost(kernel: Kernel, machine: Machine) -> float:
+    """Nanoseconds by which strided accesses exceed contiguous ones, along the cheapest vector axis.
 
-    kernel: in canonical form. An access that strides touches a cache line for each element, or a part of one where the
-    stride is short, in the nearest cache that holds the lines of one loop over the vector axis until the next one.
-    Vectors along an axis of few points would be mostly empty.
+    kernel: in canonical form. A strided access touches a cache line for each element, or a part of a line if the stride
+    is short, in the nearest cache that holds the lines of a whole loop over the vector axis until the next such loop.
+    Axes of few points are not considered, since their vectors would be mostly empty.
     """
     long = [axis.name for axis in kernel.space if estimate(axis.extent) >= machine.lanes // 2]
     axes = long or [axis.name for axis in kernel.space]
-    return min((_striding_along(kernel, name, machine) for name in axes), default=0.0)
+    return min((_strided_cost_along(kernel, name, machine) for name in axes), default=0.0)
 
 
-def strides_somewhere(kernel: Kernel) -> bool:
-    """True if along each axis some access strides: a quick look that keeps most kernels from being priced."""
+def strided_along_all_axes(kernel: Kernel) -> bool:
+    """True if each axis has a strided access: a quick test that spares most kernels the call of `strided_cost`."""
     indices = [line.rhs.index for line in kernel.body if isinstance(line.rhs, Load | Store)]
     for axis in reversed(kernel.space):
-        neighbours = ((Var(axis.name),), 1)
-        if all(axis.name not in index.vars() or neighbours in index.terms for index in indices):
+        contiguous = ((Var(axis.name),), 1)
+        if all(axis.name not in index.vars() or contiguous in index.terms for index in indices):
             return False
     return True
 
 
 def _loops_around(kernel: Kernel, index: Expr) -> frozenset[str]:
-    """The axes for each point of which an access is made: a sweep that reduces runs anew for all that is kept."""
+    """The axes for each point of which an access runs: a reduction's sweep is repeated for every kept point."""
     if index.vars().isdisjoint(kernel.reduced):
         return index.vars()
     return index.vars().union(axis.name for axis in kernel.space if axis.name not in kernel.reduced)
 
 
-def _striding_along(kernel: Kernel, axis: str, machine: Machine) -> float:
-    """The same along one axis. Of a cache line that several accesses touch, each has a part of its own."""
+def _strided_cost_along(kernel: Kernel, axis: str, machine: Machine) -> float:
+    """Like `strided_cost`, with vectors along `axis`. Accesses to the same cache lines share the cost of these."""
     tiles = tiling(kernel, axis, machine.lanes, machine).lines
-    idle: dict[tuple[object, ...], int] = {}
+    unused: dict[tuple[object, ...], int] = {}  # bytes of each touched line that no access needs
     points: dict[tuple[object, ...], int] = {}
     spent = 0.0
     for line in kernel.body:
-        if isinstance(line.rhs, Load | Store) and line.out not in tiles and _strides(line.rhs.index, axis):
+        if isinstance(line.rhs, Load | Store) and line.out not in tiles and _is_strided(line.rhs.index, axis):
             index, step = line.rhs.index, line.rhs.index.coefficient(axis)
             count = math.prod(max(1, estimate(kernel.ranges[name])) for name in _loops_around(kernel, index))
-            spent += issuing(machine, (NEAR_COST if is_near(step) else GATHER_COST) * count, machine.cores)
+            lane_cost = SHORT_STRIDE_COST if is_short_stride(step) else GATHER_COST
+            spent += issuing(machine, lane_cost * count, machine.cores)
             each = LINE if step is None else min(LINE, abs(estimate(step)) * line.dtype.itemsize)
             begin = index.at_zero
-            place = begin if begin.value is None else begin.value * line.dtype.itemsize // each
-            lines = type(line.rhs), line.rhs.buffer, index - begin, place
+            position = begin if begin.value is None else begin.value * line.dtype.itemsize // each
+            lines = type(line.rhs), line.rhs.buffer, index - begin, position
             points[lines] = count
-            idle[lines] = idle.get(lines, each) - line.dtype.itemsize
+            unused[lines] = unused.get(lines, each) - line.dtype.itemsize
     held = LINE * max(1, estimate(kernel.ranges[axis]))
-    for lines, rest in idle.items():
-        vain = max(0, rest) * points[lines]
-        # A line of which a part is written is read before.
-        spent += moving(machine, vain, vain if lines[0] is Store else 0, held, machine.cores)
+    for lines, rest in unused.items():
+        wasted = max(0, rest) * points[lines]
+        # A line that is written in part is read first.
+        spent += moving(machine, wasted, wasted if lines[0] is Store else 0, held, machine.cores)
     return spent

@@ -1,6 +1,6 @@
-"""What kernels move and compute before any sizes are known: the closed forms behind cost rules.
+"""What kernels move and compute, as expressions over symbolic sizes, for cost rules.
 
-`ir.traffic` counts it exactly, at the sizes of a call; which lines are arithmetic, and where, stands there for both.
+`ir.traffic` counts it exactly, for the sizes of a call, and defines for both which lines are arithmetic, and where.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pellucid.ir.traffic import flops_of, worked
 from pellucid.ir.types import DType
 
 SYMBOL_GUESS = 256
-"""What a size symbol counts for where a rule needs a number."""
+"""The assumed value of a size symbol where a rule needs a number."""
 
 Size: TypeAlias = Callable[[Expr], int]
-"""The number of an expression over sizes: at a call, or a guess."""
+"""Evaluates an expression over sizes: for the sizes of a call, or by an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def kernel_cost(kernel: Kernel) -> KernelCost:
 
 
 def op_cost(rhs: Rhs) -> int:
-    """Estimated instructions of one line at one point, memory left aside."""
+    """Estimated instructions of one line at one point, without memory accesses."""
     match rhs:
         case Compute(op):
             return OPS[op].cost
@@ -72,7 +72,8 @@ def op_cost(rhs: Rhs) -> int:
 def evaluations(scope: Collection[str], space: Iterable[Axis]) -> Expr:
     """How often a line that depends on the axes `scope` runs, when loops nest in the order of `space`.
 
-    A line that misses an inner axis is lifted out of its loop; one that misses an outer axis runs again and again.
+    A line that does not depend on an inner axis is hoisted out of its loop; one that does not depend on an outer axis
+    is repeated.
     """
     axes = tuple(space)
     depth = max((number + 1 for number, axis in enumerate(axes) if axis.name in scope), default=0)
@@ -80,10 +81,9 @@ def evaluations(scope: Collection[str], space: Iterable[Axis]) -> Expr:
 
 
 def estimate(size: Expr) -> int:
-    """`size` as a number: symbols that are not known yet count as a middling size, loop counters as 0.
+    """`size` as a number, with `SYMBOL_GUESS` for unknown symbols and 0 for loop counters.
 
-    A size that is known at the call alone counts as 1 at least: a 512th of another one, or what is left of that behind
-    its first 300 points, is not nothing. A stride may go backwards.
+    A symbolic size is at least 1: n // 512 or n - 300 is not 0. A stride may be negative.
     """
     if size.value is not None:
         return size.value
@@ -122,9 +122,9 @@ def touched_bytes(index: Expr, param: Param, ranges: Mapping[str, Expr]) -> Expr
 def _bytes(
     accesses: Iterable[tuple[Load | Store, frozenset[str]]], kernel: Kernel, params: Mapping[str, Param]
 ) -> Expr:
-    """Bytes of all accesses, each with the axes that it depends on; equal ones count once.
+    """Bytes of all accesses, each given with the axes that it depends on; equal accesses are counted once.
 
-    No buffer counts for more than it holds, and one that is indexed by values for no more than there are points.
+    The bytes of a buffer are at most its size, and those of an access indexed by values at most its number of points.
     """
     by_buffer: dict[str, dict[Expr, frozenset[str]]] = {}
     for access, scope in accesses:
@@ -148,8 +148,11 @@ def _moved(index: Expr, scope: frozenset[str], param: Param, ranges: Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of what a call moves, the bytes of one buffer. runs: places that it begins anew at: one, but for rows that values
-    choose. distance: bytes that others touched since it was touched last, with its own."""
+    """The bytes of one buffer that a call moves.
+
+    runs: the contiguous ranges it consists of: one, except for rows selected by values. distance: bytes touched since
+    the buffer was touched last, including its own.
+    """
 
     read: int
     written: int
@@ -159,13 +162,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One call of a kernel or of the library, in numbers.
+    """The work of one call of a kernel or of a library.
 
     read, written: bytes, each element once. working_set: bytes of all that it touches.
-    flops: floating point operations. dtype: in which they are done.
-    steps: vector instructions of a kernel; 0 for a library call, and for a kernel of which nobody knows.
-    kind: `kernel`; of library calls `product`, `convolution`, `attention` or `call`.
-    parts: what it moves by buffer, where it is known what came before; else all that it touches counts as touched last.
+    flops: floating point operations. dtype: their type.
+    steps: vector instructions of a kernel; 0 if not known, and for a library call.
+    kind: `kernel`; for library calls `product`, `convolution`, `attention` or `call`.
+    parts: the bytes moved by buffer, if the preceding calls are known; without them all buffers count as just touched.
     """
 
     read: int
@@ -179,7 +182,7 @@ class Work:
 
 
 def kernel_work(kernel: Kernel, steps: float, size: Size = estimate) -> Work:
-    """A call of `kernel`, which issues so many vector instructions."""
+    """The work of a call of `kernel`, which issues `steps` vector instructions."""
     cost = kernel_cost(kernel)
     read, written, flops = size(cost.loaded), size(cost.stored), size(cost.flops)
     held = sum(size(param.numel) * param.dtype.itemsize for param in kernel.params)
@@ -187,7 +190,7 @@ def kernel_work(kernel: Kernel, steps: float, size: Size = estimate) -> Work:
 
 
 def computed_in(kernel: Kernel) -> DType:
-    """The type of a kernel's operations: of matrix products and attention their operands', which may be faster."""
+    """The type of a kernel's operations; for products and attention that of the operands, which may be faster."""
     if any(param.dtype is DType.BF16 for param in kernel.params):
         attention = find_attention(kernel)
         found = attention.scores if attention else find_contraction(kernel)

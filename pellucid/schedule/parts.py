@@ -33,7 +33,7 @@ from pellucid.ir.nodes import (
 )
 from pellucid.ir.types import DType
 from pellucid.machine import Machine, kernel_work, moving, starting, time
-from pellucid.machine.tiles import striding
+from pellucid.machine.tiles import strided_cost
 from pellucid.machine.work import estimate, estimated_bytes, kernel_cost
 from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.cleanup import share_lines
@@ -121,7 +121,7 @@ def _side_by_side(parts: Iterable[Kernel]) -> Iterator[Kernel]:
 def _price(kernel: Kernel, machine: Machine) -> float:
     plain = canonical_kernel(kernel)
     steps = estimate(kernel_cost(plain).work) / machine.lanes
-    return time(kernel_work(plain, steps), machine, machine.cores).nanoseconds + striding(plain, machine)
+    return time(kernel_work(plain, steps), machine, machine.cores).nanoseconds + strided_cost(plain, machine)
 
 
 # ------------------------------------------------------------------------------------------------- parts of a kernel

@@ -12,7 +12,7 @@ from pellucid.ir.nodes import Kernel, Load, axes_of
 from pellucid.ir.ops import EXPENSIVE
 from pellucid.ir.prefix import as_run
 from pellucid.machine import Machine, issuing, kernel_work, moving, starting
-from pellucid.machine.tiles import strides_somewhere, striding
+from pellucid.machine.tiles import strided_along_all_axes, strided_cost
 from pellucid.machine.work import estimate, estimated_bytes, evaluations, op_cost, touched_bytes
 from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.fusion_graph import FusionGraph, Group
@@ -46,10 +46,10 @@ def check_strides(machine: Machine, first: Kernel, second: Kernel, merged: Kerne
 
 def _striding_more(machine: Machine, apart: Sequence[Kernel], together: Kernel) -> float:
     """Nanoseconds that accesses take longer where one kernel makes them all, and no loop order serves them together."""
-    if not strides_somewhere(together):
+    if not strided_along_all_axes(together):
         return 0.0
-    spent = striding(canonical_kernel(together), machine)
-    return max(0.0, spent and spent - sum(striding(canonical_kernel(kernel), machine) for kernel in apart))
+    spent = strided_cost(canonical_kernel(together), machine)
+    return max(0.0, spent and spent - sum(strided_cost(canonical_kernel(kernel), machine) for kernel in apart))
 
 
 def is_trivial(recipe: Recipe) -> bool:

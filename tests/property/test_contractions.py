@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pellucid.codegen import CppKernel, generate
-from pellucid.codegen.contraction import MOST_LOOPED
+from pellucid.codegen.contraction import MAX_LOOPED
 from pellucid.ir.interp import run_kernel
 from pellucid.ir.parser import parse_kernel
 from pellucid.native.build import build
@@ -228,7 +228,7 @@ def test_windows_match_float64_and_the_interpreter() -> None:
     kernels = [parse_kernel(case.text()) for case in drawn]
     natives = [generate(kernel, Options(), machine_for()) for kernel in kernels]
     loops = [case for case, native in zip(drawn, natives, strict=True) if native.plan.blocks is None]
-    assert [case for case in loops if case.outputs > MOST_LOOPED] == []
+    assert [case for case in loops if case.outputs > MAX_LOOPED] == []
     addresses, _ = build({native.name: native.source for native in natives})
     for case, kernel, native in zip(drawn, kernels, natives, strict=True):
         sizes = {param.name: param.numel.value or 0 for param in kernel.params}

@@ -1,5 +1,5 @@
 // codegen.vectorize yes centred: 16 lanes along i1, cheaper than along i0
-// codegen.lanes no centred, x: neighbours along i1 lie 1280 elements apart in 8*i0 + 1280*i1
+// codegen.lanes no centred, x: neighbours along i1 are 1280 elements apart in 8*i0 + 1280*i1
 // codegen.keep yes centred, a: computing it again in a later sweep is expensive
 // codegen.parallel yes centred: an iteration takes about 122 ns, so 26 of 160 are worth a thread
 extern "C" int64_t k_sum_div_sub_966b910af908(void* const* p, const int64_t* s, int64_t begin, int64_t end) {

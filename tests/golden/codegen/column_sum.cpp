@@ -1,7 +1,7 @@
 // codegen.vectorize yes column_sum: 64 lanes along i0, cheaper than along i1
 // codegen.parallel yes column_sum: an iteration takes about 2.11e+05 ns, so 1 of 2 are worth a thread
 // codegen.pairwise yes column_sum, s: each accumulator adds 4096 terms: they are added in blocks, and blocks pairwise, for accuracy
-// codegen.abreast yes column_sum, s: rows are read 512 columns at a time: the second caches do not hold the 16781312 bytes of all
+// codegen.abreast yes column_sum, s: rows are read 512 columns at a time: all its 16781312 bytes exceed the L2 caches
 extern "C" int64_t k_sum_cc0e278cb00c(void* const* p, const int64_t* s, int64_t begin, int64_t end) {
   const float* p0 = static_cast<const float*>(p[0]);                                                  // a  model.py:1
   float* p1 = static_cast<float*>(p[1]);                                                              // st  model.py:3

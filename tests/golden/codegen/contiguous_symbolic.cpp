@@ -1,5 +1,5 @@
 // codegen.vectorize yes contiguous: 32 lanes along i0
-// codegen.parallel yes contiguous: an iteration takes about 1.24e+03 ns, so 3 of 16 are worth a thread (for sizes of about 256; what counts is the size at run time)
+// codegen.parallel yes contiguous: an iteration takes about 1.24e+03 ns, so 3 of 16 are worth a thread (for sizes of about 256; the number of threads depends on the size at run time)
 extern "C" int64_t k_sigmoid_mul_b55612e1831f(void* const* p, const int64_t* s, int64_t begin, int64_t end) {
   const pv::bf16* p0 = static_cast<const pv::bf16*>(p[0]);                                            // a  model.py:1
   pv::bf16* p1 = static_cast<pv::bf16*>(p[1]);                                                        // st  model.py:4

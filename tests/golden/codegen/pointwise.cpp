@@ -1,6 +1,6 @@
 // codegen.vectorize yes pointwise: 16 lanes along i1, cheaper than along i0
 // codegen.parallel yes pointwise: an iteration takes about 211 ns, so 15 of 16384 are worth a thread
-// codegen.stream yes pointwise, o: the kernel moves more than twice what the cache holds, so its output goes past the cache
+// codegen.stream yes pointwise, o: the kernel moves more than twice the size of the last cache, so its output is written past the caches
 extern "C" int64_t k_add_mul_ac65c0ef315f(void* const* p, const int64_t* s, int64_t begin, int64_t end) {
   const float* p0 = static_cast<const float*>(p[0]);                                                  // a  model.py:1
   const float* p1 = static_cast<const float*>(p[1]);                                                  // b  model.py:2

@@ -85,13 +85,13 @@ def test_the_operand_with_the_cheaper_blocks_gives_the_columns(
 ) -> None:
     plan = plan_of(product(m, n, k), target)
     assert plan.blocks is not None and plan.blocks.ranges[plan.blocks.column].value == columns
-    assert plan.blocks.turned == along_rows == (plan.vector == plan.blocks.row)
+    assert plan.blocks.along_rows == along_rows == (plan.vector == plan.blocks.row)
 
 
 def test_few_columns_are_rows_of_blocks_where_registers_are_wide() -> None:
     """What is stored apart lies near."""
     blocks = plan_of(product(1024, 10, 768), AVX512).blocks
-    assert blocks is not None and not blocks.turned and blocks.ranges[blocks.column].value == 1024
+    assert blocks is not None and not blocks.along_rows and blocks.ranges[blocks.column].value == 1024
 
 
 def test_blocks_are_equal_and_enough() -> None:
