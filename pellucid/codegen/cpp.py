@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing_extensions import assert_never
 
 from pellucid.codegen.linemap import Writer
+from pellucid.codegen.names import symbols_of
 from pellucid.codegen.nest import (
     BLOCK,
     Accumulate,
@@ -102,17 +103,7 @@ class _Printer:
 
     def _symbols(self) -> list[str]:
         """The size symbols in use; canonical names end with the position in `s`."""
-        names: set[str] = set()
-        for axis in self.plan.kernel.space:
-            names |= axis.extent.syms()
-        for line in self.plan.kernel.body:
-            match line.rhs:
-                case IndexValue(index) | Load(_, index) | Store(_, index) | CheckIndex(_, index):
-                    names |= index.syms()
-                case _:
-                    pass
-        if self.plan.blocks:
-            names |= self.plan.blocks.syms()
+        names = {*symbols_of(self.plan.kernel), *(self.plan.blocks.syms() if self.plan.blocks else ())}
         return sorted(names, key=lambda name: int(name[1:]))
 
     def items(self, items: Iterable[Item]) -> None:

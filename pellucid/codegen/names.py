@@ -88,7 +88,7 @@ def canonicalise(kernel: Kernel) -> Canonical:
     for line in kernel.body:
         if isinstance(line.rhs, Load | Store):
             buffers.setdefault(line.rhs.buffer, f"p{len(buffers)}")
-    symbols = {name: canonical_symbol(name, k) for k, name in enumerate(_symbols(kernel))}
+    symbols = {name: canonical_symbol(name, k) for k, name in enumerate(symbols_of(kernel))}
     mapping: dict[Atom, Expr] = {Var(old): var(new) for old, new in axes.items()}
     mapping |= {Val(old): val(new) for old, new in values.items()}
     mapping |= {Sym(old): sym(new) for old, new in symbols.items()}
@@ -158,7 +158,8 @@ def canonical_symbol(name: str, position: int) -> str:
     return {1: "s", 0: "u", None: "n"}[least(name)] + str(position)
 
 
-def _symbols(kernel: Kernel) -> dict[str, None]:
+def symbols_of(kernel: Kernel) -> dict[str, None]:
+    """The size symbols in the extents and indices of a kernel, in the order in which they first occur."""
     found: dict[str, None] = {}
     for axis in kernel.space:
         found.update(dict.fromkeys(sorted(axis.extent.syms())))

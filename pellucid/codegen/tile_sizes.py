@@ -67,7 +67,7 @@ class Shape:
 
     def tiles(self, lines: int) -> int:
         """Tiles of a block of `lines` lines."""
-        return -(-lines // 2) * -(-self.pixels // 2)
+        return -(-lines // SIDE) * -(-self.pixels // SIDE)
 
     def weights(self, columns: int) -> int:
         """Pairs of a channel and a column, with columns rounded up to whole panels."""
@@ -113,8 +113,8 @@ def ranked(shape: Shape, machine: Machine) -> list[tuple[float, Shape, Way]]:
 
     If not even two lines fit, lines are cut into pieces: of whole tiles, or of any size if sizes are estimates.
     """
-    most = shape.pixels // 2
-    pieces = (count for count in range(2, most + 1) if shape.pixels % (2 * count) == 0 or not shape.known)
+    most = shape.pixels // SIDE
+    pieces = (count for count in range(2, most + 1) if shape.pixels % (SIDE * count) == 0 or not shape.known)
     found = _priced(shape, machine) or [each for count in pieces for each in _priced(shape.in_pieces(count), machine)]
     return sorted(found, key=itemgetter(0))
 
@@ -128,10 +128,10 @@ def _ways(shape: Shape, machine: Machine) -> Iterator[Way]:
     panels = -(-shape.columns // COLUMN_STEP)
     widths = sorted({-(-panels // pieces) * COLUMN_STEP for pieces in range(1, panels + 1)})
     room = machine.last_cache // (_HELD * machine.cores)
-    for lines in range(2, shape.lines + 2, 2):
+    for lines in range(SIDE, shape.lines + SIDE, SIDE):
         for columns in widths:
             most = shape.most_tiles(columns, machine)
-            larger = lines < shape.lines and shape.tiles(lines + 2) <= most
+            larger = lines < shape.lines and shape.tiles(lines + SIDE) <= most
             if shape.tiles(lines) > most or (larger and not shape.known):
                 continue
             yield Way(lines, columns, Order.COLUMNS_THEN_ROWS)
