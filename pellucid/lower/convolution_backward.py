@@ -185,9 +185,11 @@ def _of_image(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tensor
 
 def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
     """sum over pixels of the gradient times the image, for each output, channel and tap."""
-    outputs, channels, *taps = call.weight.shape
+    outputs, channels = call.weight.shape[:2]
     if call.by_loops:
-        raise NotLowered(_SMALL)
+        if outputs != ONE or channels == const(3):  # measured: oneDNN is faster there, and only there
+            raise NotLowered(_SMALL)
+        return _sums(graph, node, call)
     few = nonnegative(const(_FEW_ELEMENTS) - product(call.weight.shape))
     if few and nonnegative(call.pixels - _MANY_PIXELS):
         raise NotLowered(_LONG)
@@ -199,6 +201,12 @@ def _of_weight(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tenso
         raise NotLowered(_PIXELS)
     if not matrices and any(each.view.strides[1] != ONE for each in operands):
         raise NotLowered(_PLANAR)
+    return _sums(graph, node, call)
+
+
+def _sums(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
+    """The kernel that computes the gradient of a weight."""
+    outputs, channels, *taps = call.weight.shape
     result = graph.new(node.meta["val"][1], "gradient")
     kernel = graph.kernel(node, (outputs, channels, *taps, call.gradient.shape[0], *call.gradient.shape[2:]))
     output, channel, height, width, image, *pixel = kernel.index

@@ -120,6 +120,40 @@ def test_gradients_of_images_are_loops_where_image_or_result_has_one_channel(
 
 
 @pytest.mark.parametrize(
+    ("image", "kernel", "options"),
+    [
+        ((2, 1, 13, 17), (1, 1, 3, 3), {"padding": 1}),
+        ((1, 8, 9, 11), (1, 8, 5, 3), {"padding": (2, 1)}),
+        ((1, 1, 9, 9), (1, 1, 7, 7), {"padding": 3}),
+        ((3, 33, 6, 5), (1, 33, 3, 2), {"dilation": 2}),
+        ((1, 1, 1, 50000), (1, 1, 1, 4), {}),
+    ],
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradients_of_weights_of_one_output_are_kernels(
+    image: tuple[int, ...], kernel: tuple[int, ...], options: dict[str, Any], layout: torch.memory_format, dynamic: bool
+) -> None:
+    x, weight = torch.randn(image).contiguous(memory_format=layout), torch.randn(kernel)
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, weight, **options).square().sum()
+
+    torch._dynamo.reset()
+    run = torch.compile(function, backend="pellucid", options={"verify": True})
+    leaves = [weight.clone().requires_grad_(), weight.clone().requires_grad_(), weight.double().requires_grad_()]
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 3)
+    with recorded_fallbacks() as found:
+        ours, eagers, exact = (
+            torch.autograd.grad(call(x.to(leaf.dtype), leaf), leaf)[0]
+            for call, leaf in zip((run, function, function), leaves, strict=True)
+        )
+    assert_matches([ours], [eagers], [exact])
+    assert "aten::convolution_backward.default" not in found
+
+
+@pytest.mark.parametrize(
     ("image", "kernel", "options", "ours"),
     [
         ((1, 64, 16, 15), (64, 32, 2, 2), {"stride": 2}, "image weight"),
