@@ -1,12 +1,12 @@
-// Memory: loads, stores, strided and indirect access, joining, transposed squares.
+// Memory: loads, stores, strided and indirect access, updates in place, transposed tiles.
 namespace pv {
 
-// How an element lies in memory (Raw) and the type it is computed in (Value).
+// The type of an element in memory (Raw), and the type it is computed in (Value).
 template <class T> struct Element { using raw = T; using value = T; };
 template <> struct Element<bf16> { using raw = uint16_t; using value = float; };
 template <> struct Element<f16> { using raw = uint16_t; using value = float; };
 template <> struct Element<bool> { using raw = uint8_t; using value = bool; };
-// An integer of one byte, which is cast to E, float or narrower, as it is loaded.
+// An integer of one byte, cast to E, float or narrower, when it is loaded.
 template <class Integer, class E> struct Cast { Integer raw; };
 template <class Integer, class E> struct Element<Cast<Integer, E>> { using raw = Integer; using value = float; };
 template <class T> using Raw = typename Element<T>::raw;
@@ -15,7 +15,7 @@ template <class T> using Value = typename Element<T>::value;
 PV_FN float from_bits(uint32_t bits) { float a; std::memcpy(&a, &bits, 4); return a; }
 PV_FN uint32_t to_bits(float a) { uint32_t bits; std::memcpy(&bits, &a, 4); return bits; }
 
-// The upper half of a float, rounded to nearest even; NaN stays NaN.
+// The bf16 nearest to a float, ties to even; NaN stays NaN.
 PV_FN uint16_t bf16_bits(float a) {
   const uint32_t bits = to_bits(a);
   return a != a ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
@@ -60,7 +60,7 @@ template <int W> PV_FN Vec<uint16_t, W> shrink_bf16(const Vec<float, W>& a) {
 [[gnu::cold, gnu::noinline]] inline Reg<uint16_t, 16> shrink_special(Reg<float, 16> x) {
   return shrink_bf16(Vec<float, 16>{{x}}).r[0];
 }
-// The machine's conversion takes subnormal numbers for zero, and keeps what a NaN holds.
+// The instruction flushes subnormal numbers to zero and preserves the payload of NaNs, unlike `bf16_bits`.
 PV_FN Reg<uint16_t, 16> shrink_register(Reg<float, 16> x) {
   constexpr int SUBNORMAL_OR_NAN = 0x20 | 0x80 | 0x01;
   if (__builtin_expect(_mm512_fpclass_ps_mask((__m512)x, SUBNORMAL_OR_NAN), 0)) return shrink_special(x);
@@ -123,7 +123,7 @@ template <class T, int W> PV_FN void store(T* p, const Vec<Value<T>, W>& a, cons
   store_masked((Raw<T>*)p, shrink<T, W>(a), n.mask);
 }
 
-// A store past the caches to an aligned address; `stream_end` makes it visible to other threads.
+// A non-temporal store to an aligned address; `stream_end` orders it before later stores.
 template <class R> PV_FN void stream_aligned(void* p, R a) {
   if constexpr (sizeof(R) == 32) _mm256_stream_si256((__m256i*)p, (__m256i)a);
   else if constexpr (sizeof(R) == 16) _mm_stream_si128((__m128i*)p, (__m128i)a);
@@ -132,7 +132,7 @@ template <class R> PV_FN void stream_aligned(void* p, R a) {
 #endif
   else std::memcpy(p, &a, sizeof(R));
 }
-// The same to any address: past the caches if it is aligned.
+// A store to any address, non-temporal if it is aligned.
 template <class R> PV_FN void stream_register(void* p, R a) {
   if (uintptr_t(p) % sizeof(R) != 0) std::memcpy(p, &a, sizeof(R));
   else stream_aligned(p, a);
@@ -163,16 +163,16 @@ PV_FN Vec<Value<T>, W> gather(const T* p, const N& n, F at, const Vec<bool, W>& 
   for (int k = 0; k < used; k++) out.lane[k] = on[k] ? load(p + at(k)) : other;
   return from_lanes(out);
 }
-// The same element in each lane that is on: it is read if there is one.
+// The element at p in each lane that is on, else `other`; it is read only if some lane is on.
 template <int W, class T, class N>
 PV_FN Vec<Value<T>, W> load_one(const T* p, const N& n, const Vec<bool, W>& mask, Value<T> other) {
   return where(mask, splat<W>(any(both(mask, n)) ? load(p) : other), splat<W>(other));
 }
 
-// The bits of the first n lanes, none for n below 0.
+// The bits of the first n lanes; none if n is negative.
 PV_FN uint64_t bits_below(int64_t n) { return n < 0 ? 0 : _bzhi_u64(~0ull, uint32_t(n < 64 ? n : 64)); }
-// Element at[k] of p, of which there are `numel`, in lane k. Where they lie within four registers from that of the first
-// lane on, as those of an image that is resized do, these are loaded whole, and lanes are taken by number.
+// Element at[k] of p, which has `numel` elements, in lane k. If all are within four registers from the element of the
+// first lane on, as when an image is resized, these registers are loaded and permuted.
 template <class T, int W, class N>
 PV_FN Vec<Value<T>, W> gather_from(const T* p, const N& n, const Vec<int64_t, W>& at, int64_t numel) {
 #ifdef __AVX512F__
@@ -202,7 +202,7 @@ PV_FN Vec<Value<T>, W> gather_from(const T* p, const N& n, const Vec<int64_t, W>
   const auto lane = lanes(at);
   return gather<W>(p, n, [&](int k) PV_INLINE { return lane[k]; });
 }
-// Memory joined with a value by `join`; scatters one lane after the other, so that lanes may name the same element.
+// Update memory with join(memory, value). Scatters update one lane after the other, since lanes may have equal indices.
 template <class T, class J> PV_FN void update(T* p, Value<T> a, J join) {
   in_order<T>();
   store(p, join(load(p), a));
@@ -222,14 +222,15 @@ template <class T, int W, class N, class F> PV_FN void scatter(T* p, const Vec<V
   for (int k = 0; k < used; k++) ((Raw<T>*)p)[at(k)] = from[k];
 }
 
-// Element k * S, where lanes hold elements of registers before the s-th, of L lanes, which begins `early`.
+// The lane of element k * S in a shuffle of the result so far, of registers before the s-th, and the s-th register. L:
+// lanes of a register. early: elements by which the s-th register overlaps the one before it.
 constexpr int lane_of(int k, int S, int s, int L, int early) {
   const int element = k * S;
   if (element < s * L) return s == 1 ? element : k;
   return element < (s + 1) * L ? L + element - s * L + early : 0;
 }
-// One register of every S-th element from p on, S being small: from S neighbouring registers, lanes are taken. `load`
-// gets the s-th of them. EARLY: by how many elements the last one begins early.
+// One register of every S-th element, for a small S, shuffled from S adjacent registers. load(s): the s-th of these.
+// EARLY: elements by which the last of them overlaps the one before it.
 template <int S, class R, class T, int EARLY, class F> PV_FN R every(F load) {
   constexpr int L = sizeof(R) / sizeof(T);
   R out = load(std::integral_constant<int, 0>());
@@ -242,7 +243,7 @@ template <int S, class R, class T, int EARLY, class F> PV_FN R every(F load) {
   });
   return out;
 }
-// Nothing behind the last lane is read: where all lanes are in use, the last register begins early.
+// Nothing past the last lane is read: if all lanes are in use, the last register overlaps the one before it.
 template <int S, class T, int W> PV_FN Vec<Value<T>, W> load_every(const T* p, All<W>) {
   using V = Vec<Raw<T>, W>;
   using U = typename RegisterOf<Raw<T>, V::lanes>::unaligned;
@@ -254,7 +255,7 @@ template <int S, class T, int W> PV_FN Vec<Value<T>, W> load_every(const T* p, A
   }));
 }
 
-// Whether lanes of a register are loaded and stored alone by one instruction.
+// Whether one instruction loads or stores selected lanes of a register.
 template <class T, class R>
 constexpr bool lanes_alone = sizeof(R) == REGISTER && (sizeof(T) == 4 || sizeof(T) == 8);
 template <int S, class T, int W> PV_FN Vec<Value<T>, W> load_every(const T* p, const Some<W>& n) {
@@ -271,7 +272,7 @@ template <int S, class T, int W> PV_FN Vec<Value<T>, W> load_every(const T* p, c
     }));
   }
 }
-// Lane k becomes element k * S of p, for the first n lanes.
+// Store lane k to element k * S of p, for the first n lanes.
 template <int S, class T, int W, class N> PV_FN void store_every(T* p, const Vec<Value<T>, W>& a, const N& n) {
   using V = Vec<Raw<T>, W>;
   constexpr int L = V::lanes;
@@ -292,8 +293,8 @@ template <int S, class T, int W, class N> PV_FN void store_every(T* p, const Vec
   }
 }
 
-// Lane k of the i-th of S vectors becomes element k * S + i: what S stores of every S-th element write, in whole
-// registers.
+// Stores S vectors interleaved: lane k of the i-th one to element k * S + i. Like S calls of `store_every`, but in
+// whole registers.
 template <int S, class T, int W> struct Interleaved {
   using V = Vec<Raw<T>, W>;
   V parts[S];
@@ -318,15 +319,15 @@ template <int S, class T, int W> struct Interleaved {
     for (int i = 0; i < S; i++) store_every<S>(p + i, widen<T, W>(parts[i]), n);
   }
 
-  // Where `element` of what is written is, once the i-th part joins: in that one, or in lane `lane` of what is made
-  // already, which to begin with is the first part as it is.
+  // The lane of `element` in a shuffle of the result so far and the i-th part. lane: where the result so far, at first
+  // the unchanged first part, has that element.
   static constexpr int lane_of_part(int element, int s, int i, int lanes, int lane) {
     if (element % s == i) return lanes + element / s;
     return i > 1 ? lane : element % s == 0 ? element / s : 0;
   }
 };
 
-// Row i and row i + S of a square exchange the blocks that lie across its diagonal.
+// Rows i and i + S of a square exchange their off-diagonal blocks.
 template <int S, class V> PV_FN void exchange(typename V::reg& upper, typename V::reg& lower) {
   constexpr int L = V::lanes;
   [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
@@ -345,17 +346,17 @@ template <int S, class V> PV_FN void transpose(typename V::reg* r) {
   }
 }
 
-// W x W elements that are rows in memory, `step` apart, and columns in the kernel: a load reads the rows and gives the
-// columns one by one, a store is given the columns and writes the rows. Of each row `count` elements are meant, and as
-// many rows as `n` has lanes.
+// A transposed tile of W x W elements: rows in memory, `step` elements apart, are columns in the kernel. The
+// constructor loads rows, `row(k)` returns a column; `put` sets a column, `write` stores rows. Only `count` elements of
+// each row, and as many rows as `n` has active lanes, are accessed.
 template <class T, int W> struct Tile {
   using V = Vec<Raw<T>, W>;
   using U = typename RegisterOf<Raw<T>, V::lanes>::unaligned;
   V column[W];
 
   Tile() = default;
-  // The rows start at p[at]. With `numel` >= 0, p has that many elements, and none beyond them is touched: what
-  // is meant may lie outside for columns that a mask leaves out.
+  // The rows start at p[at]. If `numel` >= 0, p has that many elements, and no others are read: columns that a mask
+  // excludes may be out of bounds.
   template <class N> PV_FN Tile(const T* p, int64_t at, int64_t step, int64_t count, const N& n, int64_t numel) {
     const int64_t last = at + (W - 1) * step, low = last < at ? last : at, high = (last < at ? at : last) + W;
     const bool whole = numel >= 0 ? low >= 0 && high <= numel : count == W && active(n) == W;
@@ -387,12 +388,13 @@ template <class T, int W> struct Tile {
 
  private:
   static constexpr int L = V::lanes, C = V::count;
-  // Blocks of L x L: rows given by `from` become columns, or columns become rows that `to` takes.
+  // Transpose blocks of L x L: from rows that `from` returns to columns, or from columns to rows that `to` is passed.
   template <class F> PV_FN void read_blocks(F from) {
     each([&](auto i, auto j) PV_INLINE {
       constexpr int I = decltype(i)::value, J = decltype(j)::value;
       [&]<size_t... K>(std::index_sequence<K...>) PV_INLINE {
-        typename V::reg r[L] = {(typename V::reg)*(const U*)(from(std::integral_constant<int, I * L + int(K)>()) + J * L)...};
+        typename V::reg r[L] = {
+            (typename V::reg)*(const U*)(from(std::integral_constant<int, I * L + int(K)>()) + J * L)...};
         transpose<L / 2, V>(r);
         ((column[J * L + K].r[I] = r[K]), ...);
       }(std::make_index_sequence<L>());

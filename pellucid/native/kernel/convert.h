@@ -1,7 +1,8 @@
-// Values of one type as values of another.
+// Conversions between types.
 namespace pv {
 
-// A float to u32 or u64 goes through the signed type as in ATen: what is too large for that is first less by 2^31 or 2^63.
+// A float is converted to u32 or u64 via the signed type, as in ATen, after subtracting 2^31 or 2^63 if it is too large
+// for that.
 template <class To, class From>
 constexpr bool is_wide_unsigned = is_float<From> && sizeof(To) >= 4 && std::is_unsigned_v<To>;
 template <class To> constexpr To sign_bit = To(1) << (8 * sizeof(To) - 1);

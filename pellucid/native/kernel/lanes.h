@@ -1,4 +1,4 @@
-// Single lanes of vectors, what has no vector instruction, and the lanes that a step uses.
+// Access to single lanes of vectors, operators without vector instructions, and the active lanes of a step.
 namespace pv {
 
 template <int W, class T> PV_FN Vec<T, W> splat(T a) {
@@ -30,7 +30,7 @@ template <int W> PV_FN Vec<bool, W> below(int64_t first, int64_t limit) {
   return first_lanes<W>(n < 0 ? 0 : n < W ? n : W);
 }
 
-// The lanes of a vector in memory, for what is done one lane at a time.
+// The lanes of a vector in memory, for code that processes one lane at a time.
 template <class T, int W> struct Lanes {
   alignas(64) T lane[W];
   PV_FN T operator[](int k) const { return lane[k]; }
@@ -68,7 +68,7 @@ PV_FN auto lanewise(F f, const Vec<T, W>& a, const More&... more) {
   }(lanes(more)...);
 }
 
-// Which lanes of a step are in use: all of them, or the first n.
+// The active lanes of a step: all of them, or the first n.
 template <int W> struct All {};
 template <int W> struct Some {
   int64_t n;

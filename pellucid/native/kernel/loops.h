@@ -3,19 +3,20 @@ namespace pv {
 
 // ------------------------------------------------------------------------------------------------ index checks
 
-// Why a kernel failed: which of its checks, and the index that names nothing in a dimension of `size`.
+// Why a kernel failed: which of its checks, and the index that is out of range for a dimension of `size`.
 struct IndexFailure {
   int64_t check, index, size;
 };
 
-// What a kernel returns for it: an address that is good until the next failure of this thread.
+// The status that a kernel returns for it: an address that is valid until the next failure in this thread.
 [[gnu::cold, gnu::noinline]] inline int64_t index_failure(int64_t check, int64_t index, int64_t size) {
   static thread_local IndexFailure failure;
   failure = {check, index, size};
   return reinterpret_cast<int64_t>(&failure);
 }
 
-// The index that `a` names in a dimension of `size`, or 0 and a failed `status` when it names none.
+// The index `a` in a dimension of `size`, or 0 and a failed `status` if it is out of range. wrap: negative indices
+// count from the end.
 PV_FN int64_t check_index(int64_t a, int64_t size, bool wrap, int64_t& status, int64_t check) {
   const int64_t index = wrap && a < 0 ? a + size : a;
   if (index >= 0 && index < size) return index;
@@ -39,13 +40,13 @@ PV_FN Vec<int64_t, W> check_index(const Vec<int64_t, W>& a, int64_t size, bool w
 
 PV_FN int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// body(n, i) for i = lo, lo + W, ...: whole steps with n = All<W>, then what is left with n = Some<W>.
+// body(n, i) for i = lo, lo + W, ...: whole steps with n = All<W>, then the remainder with n = Some<W>.
 template <int W, class F> PV_FN void steps(int64_t lo, int64_t hi, F body) {
   int64_t i = lo;
   for (; i + W <= hi; i += W) body(All<W>(), i);
   if (i < hi) body(Some<W>(hi - i), i);
 }
-// The same where W divides the number of iterations.
+// `steps` if W divides the number of iterations.
 template <int W, class F> PV_FN void whole_steps(int64_t lo, int64_t hi, F body) {
   for (int64_t i = lo; i < hi; i += W) body(All<W>(), i);
 }

@@ -1,17 +1,17 @@
-// Masks: a choice for each lane, for AVX-512 and for AVX2; and what looks at them.
+// Masks, one boolean per lane, for AVX-512 and for AVX2; and their operators.
 namespace pv {
 
 #ifdef __AVX512F__
 
-// A mask is one bit per lane, in groups of 16 lanes so that 32-bit lanes need no shifting.
+// A mask has one bit per lane, in groups of 16 lanes so that 32-bit lanes need no shifting.
 template <int W> struct Vec<bool, W> {
   static constexpr int count = W / 16;
   using reg = uint16_t;
   reg r[count];
 };
 
-// Masks are joined by instructions that look at the used bits alone, not by shifts: GCC 12 spills a mask of 8 bits as a
-// byte and reads it back as 16 where it believes the rest to be zero.
+// Masks are joined by instructions that ignore unused bits, not by shifts: GCC 12 spills a mask of 8 bits as a byte and
+// reloads 16 bits, assuming that the others are zero.
 PV_FN uint16_t join_masks(uint8_t low, uint8_t high) { return _mm512_kunpackb(high, low); }
 PV_FN uint32_t join_masks(uint16_t low, uint16_t high) { return _mm512_kunpackw(high, low); }
 PV_FN uint64_t join_masks(uint32_t low, uint32_t high) { return _mm512_kunpackd(high, low); }
@@ -79,7 +79,8 @@ PV_FN Vec<T, W> where(const Vec<bool, W>& m, const Vec<T, W>& a, const Vec<T, W>
       const uint64_t bits = bits_of<k, V::lanes>(m);
       using R = typename V::reg;
       if constexpr (std::is_same_v<T, float>) return (R)_mm512_mask_blend_ps(bits, (__m512)b.r[k], (__m512)a.r[k]);
-      else if constexpr (std::is_same_v<T, double>) return (R)_mm512_mask_blend_pd(bits, (__m512d)b.r[k], (__m512d)a.r[k]);
+      else if constexpr (std::is_same_v<T, double>)
+        return (R)_mm512_mask_blend_pd(bits, (__m512d)b.r[k], (__m512d)a.r[k]);
       else if constexpr (sizeof(T) == 8) return narrow<R>(_mm512_mask_blend_epi64(bits, full(b.r[k]), full(a.r[k])));
       else if constexpr (sizeof(T) == 4) return narrow<R>(_mm512_mask_blend_epi32(bits, full(b.r[k]), full(a.r[k])));
       else if constexpr (sizeof(T) == 2) return narrow<R>(_mm512_mask_blend_epi16(bits, full(b.r[k]), full(a.r[k])));
@@ -114,8 +115,8 @@ template <class R, class T> PV_FN void store_lanes(T* p, R a, uint64_t bits) {
   else _mm512_mask_storeu_epi8(p, bits, full(a));
 }
 
-// A mask without any lane takes a branch: `cat`, `pad` and `roll` load nothing from one side nearly everywhere, and an
-// instruction whose lanes are all off takes hundreds of cycles where its address may not be read.
+// An empty mask branches: for `cat`, `pad` and `roll` the mask of one side is empty nearly everywhere, and an
+// instruction without active lanes takes hundreds of cycles if its address is not readable.
 template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool, W>& m) {
   using V = Vec<T, W>;
   return build<V, V::count>([&](auto K) PV_INLINE {
@@ -134,7 +135,7 @@ template <class T, int W> PV_FN void store_masked(T* p, const Vec<T, W>& a, cons
 }
 #else
 
-// A mask is 0 or -1 per lane, as wide as a float.
+// A mask is 0 or -1 per lane, with lanes as wide as a float.
 template <int W> struct Vec<bool, W> {
   static constexpr int count = Vec<int32_t, W>::count;
   using reg = typename Vec<int32_t, W>::reg;
@@ -194,7 +195,7 @@ template <int W> PV_FN Vec<bool, W> first_lanes(int64_t n) {
   });
 }
 
-// The lanes of one register whose bits are set, 4 or 8 bytes each; R is as wide as registers are.
+// A mask of one register, with lanes of 4 or 8 bytes, from bits. R: as wide as a register.
 template <class R, class T> PV_FN __m256i lanes_of_bits(uint64_t bits) {
   return [&]<int... K>(std::integer_sequence<int, K...>) PV_INLINE {
     return (__m256i)Reg<IntOfSize<sizeof(T)>, int(sizeof(R) / sizeof(T))>{-IntOfSize<sizeof(T)>(bits >> K & 1)...};
@@ -212,8 +213,8 @@ template <class R, class T> PV_FN void store_lanes(T* p, R a, uint64_t bits) {
   else _mm256_maskstore_epi32((int*)p, lanes_of_bits<R, T>(bits), (__m256i)a);
 }
 
-// A mask of which every lane is on or off takes a branch: what `cat` and `pad` load is of one side nearly everywhere.
-// The lanes that a mixed mask leaves out may lie outside of the tensor, so they are not read.
+// A mask with all or no lanes set branches: `cat` and `pad` load from one side only nearly everywhere. Lanes that are
+// off in a mixed mask are not read, since they may be outside of the tensor.
 template <class T, int W> PV_FN Vec<T, W> load_masked(const T* p, const Vec<bool, W>& m) {
   using V = Vec<T, W>;
   V result;

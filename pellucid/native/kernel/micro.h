@@ -1,26 +1,27 @@
-// The micro-kernels of matrix products: registers full of sums, and the packing of what they read.
+// The micro-kernels of matrix products, which hold sums in registers, and the packing of their operands.
 //
-// Each sum adds its terms in order, with one rounding each (FMA; of pairs, as the machine does it); dot products have
-// one such sum per lane of a register.
+// Each sum adds its terms in order, with one rounding each (FMA; pairs as the machine's instruction rounds them). Dot
+// products have one such sum per lane of a register.
 namespace pv {
 
-// c[R, C registers] (+)= a[R, k] @ b[k, C registers], with k units. F: what a holds, the terms of a unit side by side.
+// c[R, C registers] (+)= a[R, k] @ b[k, C registers], with k units. F: the type of a, in which the terms of a unit are
+// contiguous.
 template <int R, int C, class F, class Right>
-PV_FN void tile(int64_t k, const Matrix<F>& a, Right b, const Sums& c, Ahead& ahead) {
+PV_FN void tile(int64_t k, const Matrix<F>& a, Right b, const Sums& c, Prefetcher& prefetcher) {
   constexpr int THIRDS = (R + 2) / 3;
   ColumnReg sum[R][C] = {};
-  const F* rows[THIRDS];  // every third row: the others are one or two steps of an address away
+  const F* rows[THIRDS];  // every third row: the others are addressed relative to it
 #pragma GCC unroll 4
   for (int i = 0; i < THIRDS; i++) rows[i] = a(3 * i, 0);
 #pragma GCC unroll 2
   for (; k > 0; k--) {
-    ahead.step();
+    prefetcher.step();
     ColumnReg right[C];
 #pragma GCC unroll 2
     for (int j = 0; j < C; j++) right[j] = b.read(j * COLUMN);
 #pragma GCC unroll 12
     for (int i = 0; i < R; i++) {
-      const ColumnReg each = spread_unit(rows[i / 3] + i % 3 * a.row);
+      const ColumnReg each = broadcast_unit(rows[i / 3] + i % 3 * a.row);
 #pragma GCC unroll 2
       for (int j = 0; j < C; j++) sum[i][j] = multiply_units<F>(each, right[j], sum[i][j]);
     }
@@ -42,47 +43,48 @@ PV_FN void tile(int64_t k, const Matrix<F>& a, Right b, const Sums& c, Ahead& ah
   else each([](float* to, ColumnReg a) PV_INLINE { write_column(to, a); });
 }
 
-// The same for `count` times R rows.
+// `tile` for `count` times R rows.
 template <int R, int C, class F, class Right>
 [[gnu::noinline]] inline void tiles_of(
-    int64_t count, int64_t k, LeftRows<F> a, const Right& b, Sums c, Ahead& beside) {
-  Ahead ahead = beside;
-  for (; count > 0; count--, a.rows.at += a.group, c.at += R * c.step) tile<R, C>(k, a.rows, b, c, ahead);
-  beside = ahead;
+    int64_t count, int64_t k, LeftRows<F> a, const Right& b, Sums c, Prefetcher& prefetcher) {
+  Prefetcher local = prefetcher;
+  for (; count > 0; count--, a.rows.at += a.group, c.at += R * c.step) tile<R, C>(k, a.rows, b, c, local);
+  prefetcher = local;
 }
-// The same for any number of rows up to R.
+// `tile` for any number of rows up to R.
 template <int C, int R = ROWS - 1, class F, class Right>
-PV_FN void last_tile(int64_t rows, int64_t k, const LeftRows<F>& a, const Right& b, const Sums& c, Ahead& ahead) {
-  if (rows == R) return tiles_of<R, C>(1, k, a, b, c, ahead);
-  if constexpr (R > 1) last_tile<C, R - 1>(rows, k, a, b, c, ahead);
+PV_FN void last_tile(
+    int64_t rows, int64_t k, const LeftRows<F>& a, const Right& b, const Sums& c, Prefetcher& prefetcher) {
+  if (rows == R) return tiles_of<R, C>(1, k, a, b, c, prefetcher);
+  if constexpr (R > 1) last_tile<C, R - 1>(rows, k, a, b, c, prefetcher);
 }
-// The same for m rows.
+// `tile` for m rows.
 template <int C, class F, class Right>
 PV_SHARED void tiles(
-    Beside& beside, int64_t m, int64_t k, const LeftRows<F>& a, const Right& b, const Sums& c) {
+    BlockState& state, int64_t m, int64_t k, const LeftRows<F>& a, const Right& b, const Sums& c) {
   if constexpr (BY_AMX<F> && std::is_same_v<Right, Rows>)
-    if (a.rows.column == 1) return amx_tiles<C>(beside.amx, beside.ahead, m, k, a.rows, b, c);
+    if (a.rows.column == 1) return amx_tiles<C>(state.amx, state.prefetcher, m, k, a.rows, b, c);
   const int64_t count = m / ROWS, done = count * ROWS;
-  if (count > 0) tiles_of<ROWS, C>(count, k, a, b, c, beside.ahead);
-  if (done < m) last_tile<C>(m - done, k, a.after(count), b, c.from(done, 0), beside.ahead);
+  if (count > 0) tiles_of<ROWS, C>(count, k, a, b, c, state.prefetcher);
+  if (done < m) last_tile<C>(m - done, k, a.after(count), b, c.from(done, 0), state.prefetcher);
 }
 
 // c[m, n] (+)= a[m, k] @ b[k, n] for the n columns of a panel, with k units. WIDTH: columns of all panels together, 0
-// where they are not known. If one register holds those of the last panel, only that is computed. Columns from n on, up
-// to a whole register, are overwritten.
+// if unknown. If the columns of the last panel fit in one register, only one is computed. Columns from n on, up to a
+// whole register, are overwritten.
 template <int WIDTH, class F, class Right>
 PV_FN void panel(
-    Beside& beside, int64_t m, int64_t n, int64_t k, const LeftRows<F>& a, const Right& b, const Sums& c) {
+    BlockState& state, int64_t m, int64_t n, int64_t k, const LeftRows<F>& a, const Right& b, const Sums& c) {
   constexpr bool half = WIDTH > 0 && (WIDTH - 1) % COLUMNS < COLUMN;
   if constexpr (half)
-    if (WIDTH <= COLUMN || n <= COLUMN) return tiles<1>(beside, m, k, a, b, c);
-  if constexpr (!half || WIDTH > COLUMN) tiles<2>(beside, m, k, a, b, c);
+    if (WIDTH <= COLUMN || n <= COLUMN) return tiles<1>(state, m, k, a, b, c);
+  if constexpr (!half || WIDTH > COLUMN) tiles<2>(state, m, k, a, b, c);
 }
 
 // ------------------------------------------------------------------------------------------------- packing
 
-// Panels of COLUMNS columns, with room for `depth` units each: unit (i, p * COLUMNS + j) lies at [p][i][j]; columns
-// past the last one are zero, and so is the second term of a last unit that has one term. finite: whether all are.
+// Panels of COLUMNS columns, with space for `depth` units each: unit (i, p * COLUMNS + j) is at [p][i][j]. Columns past
+// the last one are zero, and so is the second term of a last unit that has one term. finite: whether all elements are.
 struct Panels {
   const float* at;
   int64_t depth;
@@ -94,12 +96,13 @@ struct Panels {
 };
 template <class Right> constexpr bool is_packed = std::is_same_v<Right, Panels>;
 
-// A panel has room for DEPTH units: what is packed at a time.
+// Floats of a panel of DEPTH units, which are packed at a time.
 constexpr int COLUMN_PANEL = COLUMNS * DEPTH;
 
-// Lines of a matrix that lie in different pages are no pattern that the processor foresees: so many units ahead they are
-// asked for. N elements of a line, or of each line of a unit, `step` elements apart.
-constexpr int64_t AHEAD = 8;
+// Number of units to prefetch ahead: the hardware does not prefetch across lines of a matrix that are in different
+// pages.
+constexpr int64_t PREFETCH_UNITS = 8;
+// Prefetch N elements of a line, or of each line of a unit; step: elements between these lines.
 template <int N, class E> PV_FN void prefetch(const E* line) {
   for (int i = 0; i < N * int(sizeof(E)); i += LINE) __builtin_prefetch((const char*)line + i);
 }
@@ -107,27 +110,28 @@ template <int N, class E> PV_FN void prefetch_unit(const E* line, int64_t step) 
   for (int t = 0; t < TERMS<E>; t++) prefetch<N>(line + t * step);
 }
 
-// Unit i of b becomes unit place(i) of the panels.
+// The order of units in panels: unit i of b becomes unit order(i).
 struct InOrder {
   PV_FN int64_t operator()(int64_t i) const { return i; }
 };
 
-// Terms from `first` on, the beginning of a unit, element by element. F: what units are made of. panel: from one panel to
-// the next.
-template <class F, class B, class Place>
+// Pack terms from `first` on, the beginning of a unit, element by element. F: the type of terms of units. panel: floats
+// from one panel to the next.
+template <class F, class B, class Order>
 [[gnu::noinline]] inline void pack_elements(
-    const B& b, int64_t first, int64_t k, int64_t n, float* panels, int64_t panel, const Place& place) {
+    const B& b, int64_t first, int64_t k, int64_t n, float* panels, int64_t panel, const Order& order) {
   constexpr int T = TERMS<F>;
   const int64_t columns = panels_of(n);
   for (int64_t i = first; i < units_of<F>(k) * T; i++)
     for (int64_t j = 0; j < columns; j++) {
-      auto* unit = (F*)(panels + j / COLUMNS * panel + place(i / T) * COLUMNS + j % COLUMNS);
+      auto* unit = (F*)(panels + j / COLUMNS * panel + order(i / T) * COLUMNS + j % COLUMNS);
       unit[i % T] = i < k && j < n ? factor_of<F>(*b(i, j)) : F{};
     }
 }
-template <class B, class Place = InOrder>
+// Pack b[k, n] as panels. panel: floats from one panel to the next.
+template <class B, class Order = InOrder>
 PV_SHARED void pack_columns(
-    const B& b, int64_t k, int64_t n, float* panels, int64_t panel = COLUMN_PANEL, const Place& place = {}) {
+    const B& b, int64_t k, int64_t n, float* panels, int64_t panel = COLUMN_PANEL, const Order& order = {}) {
   using F = Factor<typename B::Element>;
   constexpr int T = TERMS<F>;
   const int64_t whole = n / COLUMNS * COLUMNS;  // columns
@@ -135,17 +139,17 @@ PV_SHARED void pack_columns(
   if (b.column == 1) {
     done = k / T;
     const auto copy = [&](int64_t i, int64_t j) PV_INLINE {
-      prefetch_unit<COLUMNS>(b((i + AHEAD) * T, j), b.row);
-      copy_across(b(i * T, j), b.row, panels + j / COLUMNS * panel + place(i) * COLUMNS);
+      prefetch_unit<COLUMNS>(b((i + PREFETCH_UNITS) * T, j), b.row);
+      copy_across(b(i * T, j), b.row, panels + j / COLUMNS * panel + order(i) * COLUMNS);
     };
     if constexpr (T == 1) {
       for (int64_t j = 0; j < whole; j += COLUMNS)
         for (int64_t i = 0; i < done; i++) copy(i, j);
-    } else {  // lines have half the bytes: they are visited once
+    } else {  // lines have half the bytes: visit each once
       for (int64_t i = 0; i < done; i++)
         for (int64_t j = 0; j < whole; j += COLUMNS) copy(i, j);
     }
-  } else if (b.row == 1) {  // squares whose rows are columns of b
+  } else if (b.row == 1) {  // transpose squares whose rows are columns of b
     done = k / T / COLUMN * COLUMN;
     for (int64_t j = 0; j < panels_of(n); j += COLUMN)
       for (int64_t i = 0; i < done; i += COLUMN) {
@@ -155,30 +159,30 @@ PV_SHARED void pack_columns(
         transpose<COLUMN / 2, Column>(r);
         float* to = panels + j / COLUMNS * panel + j % COLUMNS;
 #pragma GCC unroll 16
-        for (int t = 0; t < COLUMN; t++) write_column(to + place(i + t) * COLUMNS, r[t]);
+        for (int t = 0; t < COLUMN; t++) write_column(to + order(i + t) * COLUMNS, r[t]);
       }
   }
   if (whole < n && b.column == 1)
-    pack_elements<F>(b.from(0, whole), 0, done * T, n - whole, panels + whole / COLUMNS * panel, panel, place);
-  if (done * T < k) pack_elements<F>(b, done * T, k, n, panels, panel, place);
+    pack_elements<F>(b.from(0, whole), 0, done * T, n - whole, panels + whole / COLUMNS * panel, panel, order);
+  if (done * T < k) pack_elements<F>(b, done * T, k, n, panels, panel, order);
 }
 
-// Panels of ROWS rows, for matrices whose columns lie in memory: panel p holds a[p * ROWS + i, j] at [p][j][i], with j
-// units. Each panel has room for DEPTH units of its rows and one register.
+// Panels of ROWS rows, for matrices with contiguous columns: panel p has unit a[p * ROWS + i, j] at [p][j][i]. Each
+// panel has space for DEPTH units of its rows and one more register.
 constexpr int ROW_PANEL = ROWS * DEPTH + COLUMN;
 
 template <class A>
 PV_SHARED void pack_rows(const A& a, int64_t m, int64_t k, float* panels) {
   using E = typename A::Element;
   constexpr int T = TERMS<E>;
-  constexpr int64_t GROUP = 8;  // columns at a time, whose lines stay in the cache from panel to panel
+  constexpr int64_t GROUP = 8;  // units at a time, whose cache lines stay in the cache from panel to panel
   const int64_t whole = k / T;
   for (int64_t from = 0; from < units_of<E>(k); from += GROUP) {
     const int64_t to = least(from + GROUP, whole);
     const auto pack = [&](int64_t i, const auto& some) PV_INLINE {
       float* panel = panels + i / ROWS * ROW_PANEL;
-      for (int64_t j = from; j < to; j++) {  // what is too much is overwritten by the next column
-        prefetch_unit<ROWS>(a(i, (j + AHEAD) * T), a.column);
+      for (int64_t j = from; j < to; j++) {  // lanes past ROWS are overwritten by the next unit
+        prefetch_unit<ROWS>(a(i, (j + PREFETCH_UNITS) * T), a.column);
         write_column(panel + j * ROWS, read_across(a(i, j * T), a.column, some));
       }
     };
@@ -193,39 +197,40 @@ PV_SHARED void pack_rows(const A& a, int64_t m, int64_t k, float* panels) {
   }
 }
 
-// The same as rows of units, `step` units apart.
+// Copy a[m, k] as rows of units, `step` units apart.
 template <class E>
 PV_SHARED void copy_rows(const Matrix<E>& a, int64_t m, int64_t k, float* rows, int64_t step = DEPTH) {
   constexpr int T = TERMS<E>;
   const int64_t whole = k / T / COLUMN * COLUMN;  // units
   int64_t i = 0;
-  if (a.row == 1 && a.column != 1)  // squares whose rows are columns of a
+  if (a.row == 1 && a.column != 1)  // transpose squares whose rows are columns of a
     for (; i + COLUMN <= m; i += COLUMN)
       for (int64_t j = 0; j < whole; j += COLUMN) {
         ColumnReg r[COLUMN];
 #pragma GCC unroll 16
         for (int t = 0; t < COLUMN; t++) {
-          prefetch_unit<COLUMN>(a(i, (j + t + AHEAD) * T), a.column);
+          prefetch_unit<COLUMN>(a(i, (j + t + PREFETCH_UNITS) * T), a.column);
           r[t] = read_across(a(i, (j + t) * T), a.column);
         }
         transpose<COLUMN / 2, Column>(r);
 #pragma GCC unroll 16
         for (int t = 0; t < COLUMN; t++) write_column(rows + (i + t) * step + j, r[t]);
       }
-  const int64_t across = i;  // rows of which whole units are done
+  const int64_t across = i;  // rows of which `whole` units are done
   for (i = 0; i < m; i++, rows += step) {
     int64_t done = i < across ? whole : 0;
     if (a.column == 1)
       for (; done + COLUMN <= k / T; done += COLUMN) write_column(rows + done, read_along(a(i, done * T)));
     auto* to = (Factor<E>*)rows;
-    for (int64_t j = done * T; j < units_of<E>(k) * T; j++) to[j] = j < k ? factor_of<Factor<E>>(*a(i, j)) : Factor<E>{};
+    for (int64_t j = done * T; j < units_of<E>(k) * T; j++)
+      to[j] = j < k ? factor_of<Factor<E>>(*a(i, j)) : Factor<E>{};
   }
 }
 
 // ------------------------------------------------------------------------------------------------- dot products
 
-// c[R, J] (+)= a[R, k] @ b[k, J], where the terms of both are neighbours. Every `turns`-th column of the next J ones is
-// asked for, from column `turn` on.
+// c[R, J] (+)= a[R, k] @ b[k, J], where the terms of both are contiguous. Prefetches every `turns`-th of the next J
+// columns of b, from the `turn`-th on.
 template <int R, int J, class E, class B>
 [[gnu::noinline]] inline void dots(int64_t k, Matrix<E> a, Matrix<B> b, Sums c, int turn, int turns) {
   constexpr int STEP = TERMS<E> * COLUMN;
@@ -254,31 +259,32 @@ template <int R, int J, class E, class B>
     }
 }
 
-// The same for two to R rows, or one if R is.
+// `dots` for 2 to R rows, or 1 if R is 1.
 template <int R, int J, class E, class B>
 PV_FN void dot_group(int64_t rows, int64_t k, Matrix<E> a, Matrix<B> b, Sums c, int turn, int turns) {
   if (rows == R) dots<R, J>(k, a, b, c, turn, turns);
   else if constexpr (R > 2) dot_group<R - 1, J>(rows, k, a, b, c, turn, turns);
 }
-// The same for m rows in equal groups of at most MOST: each asks for its part of the next columns.
-template <int MOST, int J, class E, class B>
+// `dots` for m rows in equal groups of at most MAX_ROWS, each of which prefetches its share of the next columns.
+template <int MAX_ROWS, int J, class E, class B>
 PV_FN void dot_rows(int64_t m, int64_t k, const Matrix<E>& a, const Matrix<B>& b, const Sums& c) {
-  const int groups = int((m + MOST - 1) / MOST);
+  const int groups = int((m + MAX_ROWS - 1) / MAX_ROWS);
   int64_t i = 0;
   for (int group = 0; group < groups; group++) {
     const int64_t rows = (m - i + groups - group - 1) / (groups - group);
-    dot_group<MOST, J>(rows, k, a.from(i, 0), b, c.from(i, 0), group, groups);
+    dot_group<MAX_ROWS, J>(rows, k, a.from(i, 0), b, c.from(i, 0), group, groups);
     i += rows;
   }
 }
-// J columns share the reads of a, and stay in the cache until all rows have read them; what is left of n goes one by one.
-template <int MOST, int J, class E, class B>
+// J columns share the reads of a, and stay in the cache until all rows have read them; the rest of n is computed one by
+// one.
+template <int MAX_ROWS, int J, class E, class B>
 PV_FN void dot_columns(int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<B>& b, const Sums& c) {
   int64_t j = 0;
-  for (; j + J <= n; j += J) dot_rows<MOST, J>(m, k, a, b.from(0, j), c.from(0, j));
-  for (; j < n; j++) dot_rows<MOST, 1>(m, k, a, b.from(0, j), c.from(0, j));
+  for (; j + J <= n; j += J) dot_rows<MAX_ROWS, J>(m, k, a, b.from(0, j), c.from(0, j));
+  for (; j < n; j++) dot_rows<MAX_ROWS, 1>(m, k, a, b.from(0, j), c.from(0, j));
 }
-// Rows and columns of a group: their sums and terms fill the registers.
+// c[m, n] (+)= a[m, k] @ b[k, n] by dot products. Groups of rows and columns are as large as fit in the registers.
 template <class E, class B>
 PV_SHARED void dot_block(
     int64_t m, int64_t n, int64_t k, const Matrix<E>& a, const Matrix<B>& b, const Sums& c) {

@@ -1,4 +1,4 @@
-// Reductions: of one lane, of each lane, and of all lanes into one.
+// Reductions: of scalars, of each lane of vectors, and across lanes.
 namespace pv {
 
 // A reduction joins partial results with `join` and starts from `identity`; `lanes` joins raw registers.
@@ -54,7 +54,7 @@ template <class Op, class V> struct Acc {
   PV_FN V value() const { return sofar; }
 };
 
-// The position of the greatest (least) element, the first of equals; a NaN counts as greater (less) than any number.
+// The position of the maximum (minimum), the first of equals; NaN compares as greater (less) than any number.
 template <class T> struct Argmax {
   T best = T();
   int64_t at = -1;
@@ -72,8 +72,8 @@ template <class T> struct Argmin {
   PV_FN int64_t value() const { return at; }
 };
 
-// The closed blocks of a long sum, added pairwise: level k is free or holds the sum of 2^k blocks, so that the error
-// grows with the logarithm of their number. The accumulator stays apart from it, in a register.
+// The closed blocks of a long sum, added pairwise: level k is empty or has the sum of 2^k blocks, so that the error
+// grows with the logarithm of their number. The accumulator is a separate variable, so that it stays in a register.
 template <class V, int LEVELS = 40> struct Blocks {
   V level[LEVELS];
   uint64_t count = 0;
@@ -95,7 +95,7 @@ template <class V, int LEVELS = 40> struct Blocks {
   }
 };
 
-// All lanes of a joined into one: register with register, then the halves of what is left.
+// All lanes of a joined into one: first registers, then halves of the last register.
 template <class Op, class T, int L> PV_FN T fold(Reg<T, L> a) {
   if constexpr (L == 1) return a[0];
   else return fold<Op, T, L / 2>(Op::template lanes<T, L / 2>(piece<0, L / 2, T, L>(a), piece<L / 2, L / 2, T, L>(a)));
@@ -119,14 +119,15 @@ template <class Op, class T, int W> PV_FN T total(const Vec<T, W>& a) {
   }
 }
 
-// The same for each lane of a vector. Positions are I, wide enough for the last one; the position of lane 0 is given.
-// Once the first elements are seen few are better than all before, so the common step is a comparison and a branch.
+// Argmax or Argmin for each lane of a vector. I: the type of positions, wide enough for the last one. Positions passed
+// and stored are those of lane 0. After the first elements few are better than all before, so the common step is a
+// comparison and a branch.
 template <class Op, class T, int W, class I> struct Arg {
-  static constexpr bool greatest = std::is_same_v<Op, Max>;
+  static constexpr bool is_max = std::is_same_v<Op, Max>;
   Vec<T, W> best = splat<W>(Op::template identity<T>);
   Vec<I, W> at = splat<W>(I(0));  // where the identity is the best, the first element is the first of equals
-  PV_FN Vec<bool, W> better(const Vec<T, W>& a) const {  // or one of the two is NaN
-    return greatest ? compare<NOT_LE>(a, best) : compare<NOT_LE>(best, a);
+  PV_FN Vec<bool, W> better(const Vec<T, W>& a) const {  // also true if one of the two is NaN
+    return is_max ? compare<NOT_LE>(a, best) : compare<NOT_LE>(best, a);
   }
   PV_FN void take(const Vec<bool, W>& better, const Vec<T, W>& a, int64_t i) {
     const auto now = is_float<T> ? bitwise_and(better, compare<EQ>(best, best)) : better;
@@ -143,8 +144,8 @@ template <class Op, class T, int W, class I> struct Arg {
   PV_FN int64_t first() const {
     const T winner = total<Op>(best);
     const auto same = winner == winner ? compare<EQ>(best, splat<W>(winner)) : compare<NE>(best, best);
-    const auto place = add_lanes(at);
-    return total<Min>(where(same, place, splat<W>(std::numeric_limits<I>::max())));
+    const auto position = add_lanes(at);
+    return total<Min>(where(same, position, splat<W>(std::numeric_limits<I>::max())));
   }
   PV_FN static Vec<I, W> add_lanes(const Vec<I, W>& a) { return pv::add(a, cast<I>(iota<W>(0, 1))); }
 };

@@ -52,7 +52,7 @@ template <int N, class F> PV_FN void repeat(F f) {
   }(std::make_index_sequence<N>());
 }
 
-// f on each register of vectors of one lane type.
+// f on each register of vectors with the same lane type.
 template <class To, class F, class T, int W, class... More>
 PV_FN Vec<To, W> map(F f, const Vec<T, W>& a, const More&... more) {
   return build<Vec<To, W>, Vec<To, W>::count>([&](auto K) PV_INLINE { return f(a.r[K], more.r[K]...); });
@@ -92,7 +92,7 @@ template <class To, class From, int W, class F> PV_FN Vec<To, W> convert(const V
   });
 }
 
-// Any register as a full one, of which what is above is undefined; and the low parts of a full one.
+// Any register as a full one, whose upper part is undefined; and the low parts of a full one.
 #ifdef __AVX512F__
 using Bits = __m512i;
 #define PV_BITS(name) _mm512_##name
@@ -121,9 +121,10 @@ template <class R> PV_FN R narrow(Bits a) {
   else { R low; const __m128i all = low_128(a); std::memcpy(&low, &all, sizeof(R)); return low; }
 }
 
-// The lanes of `a`, which holds integers of the narrower or the wider type, as the other one's; the wider ones fill a
-// register. Compilers take such a conversion of bytes apart, lane by lane.
-#define PV_WIDER(from, to, a) (std::is_signed_v<From> ? PV_BITS(cvtepi##from##_epi##to)(a) : PV_BITS(cvtepu##from##_epi##to)(a))
+// Conversion of integer lanes to a wider or a narrower type; the wider ones fill a register. Compilers would convert
+// bytes lane by lane.
+#define PV_WIDER(from, to, a) \
+  (std::is_signed_v<From> ? PV_BITS(cvtepi##from##_epi##to)(a) : PV_BITS(cvtepu##from##_epi##to)(a))
 template <class To, class From> PV_FN Bits wider(Bits a) {
   if constexpr (sizeof(To) == 2) return PV_WIDER(8, 16, low_half(a));
   else if constexpr (sizeof(To) == 4 && sizeof(From) == 2) return PV_WIDER(16, 32, low_half(a));
@@ -142,12 +143,13 @@ template <class To, class From> PV_FN Bits narrower(Bits a) {
   else return full(_mm512_cvtepi64_epi8(a));
 }
 #else
-// The low bytes of each half side by side, and then those of both halves.
+// Compact the low bytes of the lanes of each half, then join both halves.
 template <class To, class From> PV_FN Bits narrower(Bits a) {
   constexpr int size = sizeof(To), step = sizeof(From), half = 16 / step * size;
   const auto byte = [](int k) PV_INLINE { return char(k < half ? k / size * step + k % size : 0x80); };
-  const __m128i low = _mm_setr_epi8(byte(0), byte(1), byte(2), byte(3), byte(4), byte(5), byte(6), byte(7), byte(8), byte(9),
-                                    byte(10), byte(11), byte(12), byte(13), byte(14), byte(15));
+  const __m128i low =
+      _mm_setr_epi8(byte(0), byte(1), byte(2), byte(3), byte(4), byte(5), byte(6), byte(7), byte(8), byte(9),
+                    byte(10), byte(11), byte(12), byte(13), byte(14), byte(15));
   const __m256i each = _mm256_shuffle_epi8(a, _mm256_broadcastsi128_si256(low));
   if constexpr (half == 8) return _mm256_permute4x64_epi64(each, 0x08);
   else if constexpr (half == 4) return full(_mm_unpacklo_epi32(low_128(each), _mm256_extracti128_si256(each, 1)));

@@ -21,9 +21,15 @@ PV_FN float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 template <class T> PV_FN double fma(T a, T b, T c) { return __builtin_fma(double(a), double(b), double(c)); }
 }  // namespace libm
 
-template <class T> PV_FN T add(T a, T b) { if constexpr (is_float<T>) return a + b; else return T(Wrap<T>(a) + Wrap<T>(b)); }
-template <class T> PV_FN T sub(T a, T b) { if constexpr (is_float<T>) return a - b; else return T(Wrap<T>(a) - Wrap<T>(b)); }
-template <class T> PV_FN T mul(T a, T b) { if constexpr (is_float<T>) return a * b; else return T(Wrap<T>(a) * Wrap<T>(b)); }
+template <class T> PV_FN T add(T a, T b) {
+  if constexpr (is_float<T>) return a + b; else return T(Wrap<T>(a) + Wrap<T>(b));
+}
+template <class T> PV_FN T sub(T a, T b) {
+  if constexpr (is_float<T>) return a - b; else return T(Wrap<T>(a) - Wrap<T>(b));
+}
+template <class T> PV_FN T mul(T a, T b) {
+  if constexpr (is_float<T>) return a * b; else return T(Wrap<T>(a) * Wrap<T>(b));
+}
 template <class T> PV_FN T neg(T a) { if constexpr (is_float<T>) return -a; else return T(-Wrap<T>(a)); }
 template <class T> PV_FN T abs(T a) { if constexpr (is_float<T>) return libm::fabs(a); else return a < 0 ? neg(a) : a; }
 template <class T> PV_FN T div(T a, T b) { return a / b; }
@@ -33,7 +39,7 @@ template <class T> PV_FN T sign(T a) { return T((a > 0) - (a < 0)); }
 template <class T> PV_FN T maximum(T a, T b) { return a != a || a > b ? a : b; }
 template <class T> PV_FN T minimum(T a, T b) { return a != a || a < b ? a : b; }
 
-// Integer division never traps: by zero the result is 0 (eager raises an error), and the least integer by -1 wraps.
+// Integer division never traps: by zero the result is 0 (eager raises an error), and the minimum integer by -1 wraps.
 template <class T> PV_FN T truncdiv(T a, T b) {
   if constexpr (is_float<T>) return libm::trunc(a / b);
   else if (b == 0) return 0;

@@ -1,10 +1,10 @@
-// Functions marked PV_SHARED are compiled once for a machine, not with each batch of kernels: they take most of the
-// compiler's time, and depend on the types of elements but on nothing else of a kernel. They come in parts, each with a
-// macro for an element type that has it: what PV_SHARED_dots_float(template) makes is linked to the kernels that use it.
+// Functions marked PV_SHARED are compiled once per machine, not with each batch of kernels: they take most of the
+// compilation time, and of a kernel only the element types matter to them. They are grouped in parts, with a macro for
+// each element type: the object file of PV_SHARED_dots_float(template) is linked to the kernels that use it.
 namespace pv {
 
 #define PV_TILES(TEMPLATE, F, C, Right)                                                                    \
-  TEMPLATE void tiles<C>(Beside&, int64_t, int64_t, const LeftRows<F>&, const Right&, const Sums&);
+  TEMPLATE void tiles<C>(BlockState&, int64_t, int64_t, const LeftRows<F>&, const Right&, const Sums&);
 #define PV_PACKING(TEMPLATE, E)                                                                            \
   TEMPLATE void pack_columns(const Matrix<E>&, int64_t, int64_t, float*, int64_t, const InOrder&);         \
   TEMPLATE void pack_rows(const Matrix<E>&, int64_t, int64_t, float*);                                     \
@@ -22,24 +22,24 @@ namespace pv {
   TEMPLATE void contract_each(int64_t, int64_t, const Window<E>&, const Panels&, Sums);
 #define PV_FINITE(TEMPLATE, F) TEMPLATE bool finite<F>(int64_t, int64_t, const float*);
 #define PV_WEIGHTS(TEMPLATE, F)                                                                            \
-  TEMPLATE float weigh<true, F>(float*, int64_t, float, Seen&);                                            \
-  TEMPLATE float weigh<false, F>(float*, int64_t, float, Seen&);                                           \
-  TEMPLATE void weigh_changes<F>(float*, float*, int64_t, float, float, float, float, float);
+  TEMPLATE float softmax_block<true, F>(float*, int64_t, float, SoftmaxState&);                            \
+  TEMPLATE float softmax_block<false, F>(float*, int64_t, float, SoftmaxState&);                           \
+  TEMPLATE void weights_and_grads<F>(float*, float*, int64_t, float, float, float, float, float);
 #define PV_MASKS(TEMPLATE, E)                                                                              \
   TEMPLATE void cap_scores<E>(float*, int64_t, float, float);                                              \
-  TEMPLATE Shown shown_keys(const E*, int64_t, int64_t, int64_t, float);                                   \
-  TEMPLATE bool each_sees(const E*, int64_t, int64_t, int64_t);                                            \
+  TEMPLATE VisibleKeys keys_above(const E*, int64_t, int64_t, int64_t, float);                             \
+  TEMPLATE bool every_row_has_visible(const E*, int64_t, int64_t, int64_t);                                \
   TEMPLATE float norm(const Matrix<E>&, int64_t, int64_t);                                                 \
   TEMPLATE void add_mask(float*, int64_t, float, const E*, int64_t, Masking);
 
-// What pairs of bf16 need where they are multiplied as such; elsewhere they are floats.
+// Instances for bf16 where pairs of it are multiplied; elsewhere bf16 is converted to float.
 #ifdef __AVX512BF16__
 #define PV_PAIRS(PART, TEMPLATE, ...) PART(TEMPLATE, bf16, ##__VA_ARGS__)
 #else
 #define PV_PAIRS(PART, TEMPLATE, ...)
 #endif
 
-// Convolutions by tiles.
+// Convolutions by AMX tiles.
 #ifdef PV_AMX
 #define PV_COPIED(TEMPLATE)                                                                                \
   TEMPLATE bool contract_copied(int64_t, int64_t, const Window<bf16>&, const Matrix<bf16>&, const Sums&);  \
@@ -51,20 +51,20 @@ namespace pv {
 #define PV_SHARED_products_float(TEMPLATE) PV_TILES(TEMPLATE, float, 2, Rows) PV_PACKING(TEMPLATE, float)
 #define PV_SHARED_products_bf16(TEMPLATE)                                                                  \
   PV_PAIRS(PV_TILES, TEMPLATE, 2, Rows)                                                                    \
-  PV_TILES(TEMPLATE, Factor<bf16>, 2, LyingRows<bf16>) PV_PACKING(TEMPLATE, bf16)
-#define PV_SHARED_products_f16(TEMPLATE) PV_TILES(TEMPLATE, float, 2, LyingRows<f16>) PV_PACKING(TEMPLATE, f16)
+  PV_TILES(TEMPLATE, Factor<bf16>, 2, UnpackedRows<bf16>) PV_PACKING(TEMPLATE, bf16)
+#define PV_SHARED_products_f16(TEMPLATE) PV_TILES(TEMPLATE, float, 2, UnpackedRows<f16>) PV_PACKING(TEMPLATE, f16)
 
-// Panels of which one register of columns is computed.
+// Panels with only one register of columns.
 #define PV_SHARED_halves_float(TEMPLATE) PV_TILES(TEMPLATE, float, 1, Rows)
 #define PV_SHARED_halves_bf16(TEMPLATE)                                                                    \
-  PV_PAIRS(PV_TILES, TEMPLATE, 1, Rows) PV_TILES(TEMPLATE, Factor<bf16>, 1, LyingRows<bf16>)
-#define PV_SHARED_halves_f16(TEMPLATE) PV_TILES(TEMPLATE, float, 1, LyingRows<f16>)
+  PV_PAIRS(PV_TILES, TEMPLATE, 1, Rows) PV_TILES(TEMPLATE, Factor<bf16>, 1, UnpackedRows<bf16>)
+#define PV_SHARED_halves_f16(TEMPLATE) PV_TILES(TEMPLATE, float, 1, UnpackedRows<f16>)
 
 #define PV_SHARED_dots_float(TEMPLATE) PV_DOTS(TEMPLATE, float, float)
 #define PV_SHARED_dots_bf16(TEMPLATE) PV_DOTS(TEMPLATE, bf16, bf16)
 #define PV_SHARED_dots_f16(TEMPLATE) PV_DOTS(TEMPLATE, f16, f16)
 
-// Right operands that are cast as they are read.
+// Right operands that are cast when they are read.
 template <class E> using CastSigned = Cast<int8_t, E>;
 template <class E> using CastUnsigned = Cast<uint8_t, E>;
 #define PV_SHARED_casts_float(TEMPLATE)                                                                    \
@@ -76,8 +76,8 @@ template <class E> using CastUnsigned = Cast<uint8_t, E>;
 
 #define PV_SHARED_windows_float(TEMPLATE)                                                                  \
   PV_WINDOWS(TEMPLATE, float) PV_FINITE(TEMPLATE, float)                                                   \
-  TEMPLATE void pack_columns(const Placed&, int64_t, int64_t, float*, int64_t, const InOrder&);            \
-  TEMPLATE void pack_rows(const PlacedColumns&, int64_t, int64_t, float*);
+  TEMPLATE void pack_columns(const OffsetRows&, int64_t, int64_t, float*, int64_t, const InOrder&);        \
+  TEMPLATE void pack_rows(const OffsetColumns&, int64_t, int64_t, float*);
 #define PV_SHARED_windows_bf16(TEMPLATE)                                                                   \
   PV_WINDOWS(TEMPLATE, bf16) PV_PAIRS(PV_FINITE, TEMPLATE) PV_COPIED(TEMPLATE)
 #define PV_SHARED_windows_f16(TEMPLATE) PV_WINDOWS(TEMPLATE, f16)

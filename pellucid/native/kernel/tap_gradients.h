@@ -1,13 +1,14 @@
-// Gradients of the weights of convolutions of several groups, depthwise ones among them, summed in f32: for each tap,
+// Gradients of the weights of convolutions of several groups, including depthwise ones, summed in f32: for each tap,
 // channel and output of a group a sum over pixels.
 //
-// A block is all taps of some outputs, whose gradients fill registers; each lane has a channel of its group. For some lines
-// of the result's gradient, the taps of a window have their sums in registers: they share the reads of the gradient. What
-// came out of these is added to the block. Where not all taps of a line count, each has pixels of its own.
+// A block has all taps of some outputs, whose gradients fill registers; each lane has a channel of its group. For some
+// lines of the result's gradient, the sums of several taps are in registers and share the reads of the gradient; then
+// they are added to the block. At the ends of a line, where not all taps are in bounds, each tap has its own range of
+// pixels.
 namespace pv {
 
-// One register of both operands, at the first pixel of a line and, of the image, at the first tap. `count` lines follow
-// one another in which all taps count, or it is one line, of which only the pixels in `piece` are added.
+// One register of both operands, at the first pixel of a line and, of the image, at the first tap. Either `count`
+// successive lines for which all taps are in bounds, or one line. piece: the pixels of the lines to add.
 template <class E> struct TapLines {
   const E *image, *gradient;
   const Pixels& pixels;
@@ -18,15 +19,15 @@ template <class E> struct TapLines {
   PV_FN const TermAxis& line() const { return pixels.axes[2]; }
 };
 
-// c[t, u] += sum over the pixels of lines, for H x W taps of lines of `width`; spans: of each u. n: the lanes in use.
-// read: what these have of the image, from which `image` is the first tap.
+// c[t, u] += sum over the pixels of lines, for H x W taps, of `width` per line. spans: the pixels of each u. n: the
+// active lanes. read: loads these lanes of the image. image: the first tap.
 template <int H, int W, class E, class N, class Read>
 PV_FN void add_lines(const TapLines<E>& lines, const E* image, const Span (&spans)[W], const N& n, const Read& read,
                      int64_t width, Sums c) {
   ColumnReg sum[H][W] = {};
   Span shared = spans[0];
 #pragma GCC unroll 8
-  for (int u = 1; u < W; u++) shared.keep(spans[u]);
+  for (int u = 1; u < W; u++) shared.intersect(spans[u]);
   if (shared.last < shared.first) shared = {spans[0].first, spans[0].first};
   for (int64_t l = 0; l < lines.count; l++) {
     const E *first = image + l * lines.lines().left, *gradients = lines.gradient + l * lines.lines().right;
@@ -63,24 +64,25 @@ PV_FN void add_lines(const TapLines<E>& lines, const E* image, const Span (&span
     }
 }
 
-// Taps of a line whose sums are in registers at the same time, and lines of them.
+// Taps of a line whose sums are in registers at the same time, and lines of taps.
 template <int WIDTH> constexpr int TAPS_AT_ONCE = WIDTH < 7 ? WIDTH : 7;
 template <int HEIGHT, int W> constexpr int TAP_LINES = W <= 4 && HEIGHT >= 3 ? 3 : W <= 5 && HEIGHT >= 2 ? 2 : 1;
 
-// The same for the taps of HEIGHT x WIDTH from column u on, of all lines of them that count, and for all channels.
-// channels: calls its argument with the number of each channel, which is so many elements further, and how it is read.
+// `add_lines` for W of HEIGHT x WIDTH taps per line, from column u on, for all lines of taps that are in bounds, and
+// for all channels. channels: calls its argument with the index of each channel, its offset in elements, and how to
+// read it.
 template <int HEIGHT, int WIDTH, int W, class E, class N, class Channels>
-[[gnu::noinline, gnu::noipa]] inline void add_some(
+[[gnu::noinline, gnu::noipa]] inline void add_tap_columns(
     const TapLines<E>& lines, int u, const N& n, const Channels& channels, const Sums& c) {
   constexpr int H = TAP_LINES<HEIGHT, W>;
   Span spans[W];
   for (int k = 0; k < W; k++) {
     spans[k] = span_in_line(lines.pixels, 0, u + k, 1, lines.line().extent);
-    spans[k].keep(lines.piece);
+    spans[k].intersect(lines.piece);
   }
   for (int t = 0; t < HEIGHT;) {
     int counted = 0;
-    while (counted < H && t + counted < HEIGHT && line_counts(lines.pixels, lines.first, t + counted)) counted++;
+    while (counted < H && t + counted < HEIGHT && line_in_bounds(lines.pixels, lines.first, t + counted)) counted++;
     channels([&](int64_t channel, int64_t further, const auto& read) PV_INLINE {
       const E* image = lines.image + t * lines.down + u * lines.right + further;
       const Sums sums = c.from(channel * HEIGHT * WIDTH + t * WIDTH + u, 0);
@@ -90,36 +92,38 @@ template <int HEIGHT, int WIDTH, int W, class E, class N, class Channels>
     t += counted == H ? H : 1;
   }
 }
-// The same for all taps.
+// `add_lines` for all taps and channels.
 template <int HEIGHT, int WIDTH, class E, class N, class Channels>
 PV_FN void add_taps(const TapLines<E>& lines, const N& n, const Channels& channels, const Sums& c) {
   constexpr int W = TAPS_AT_ONCE<WIDTH>, REST = WIDTH % W;
-  for (int u = 0; u + W <= WIDTH; u += W) add_some<HEIGHT, WIDTH, W>(lines, u, n, channels, c);
-  if constexpr (REST > 0) add_some<HEIGHT, WIDTH, REST>(lines, WIDTH - REST, n, channels, c);
+  for (int u = 0; u + W <= WIDTH; u += W) add_tap_columns<HEIGHT, WIDTH, W>(lines, u, n, channels, c);
+  if constexpr (REST > 0) add_tap_columns<HEIGHT, WIDTH, REST>(lines, WIDTH - REST, n, channels, c);
 }
 
-// Pixels that are added one after the other: of several lines, and of a long one. More would round too often.
-constexpr int64_t MOST_PIXELS = 64, MOST_OF_LINE = 512;
+// Maximum number of pixels per sum in registers, of several lines and of one line: larger sums would lose precision.
+constexpr int64_t MAX_PIXELS = 64, MAX_LINE_PIXELS = 512;
 
-// Lines from line j on that are taken together.
+// Number of lines from line j on that are processed together.
 template <int HEIGHT> PV_FN int64_t lines_from(const Pixels& pixels, int64_t j) {
   const auto whole = [&](int64_t line) PV_INLINE {
     int64_t counted = 0;
-    while (counted < HEIGHT && line_counts(pixels, line, counted)) counted++;
+    while (counted < HEIGHT && line_in_bounds(pixels, line, counted)) counted++;
     return counted == HEIGHT;
   };
   int64_t count = 1;
   if (!whole(j)) return count;
-  while (j + count < pixels.axes[1].extent && (count + 1) * pixels.axes[2].extent <= MOST_PIXELS && whole(j + count)) count++;
+  while (j + count < pixels.axes[1].extent && (count + 1) * pixels.axes[2].extent <= MAX_PIXELS && whole(j + count))
+    count++;
   return count;
 }
 
-// Calls each(lines, first column, lanes) for all lines of pixels, or pieces of long ones, and registers of n columns.
+// Calls each(lines, first column, lanes) for all lines of pixels, or pieces of long lines, and for all registers of n
+// columns.
 template <int HEIGHT, class E, class Each>
 PV_FN void for_lines(
     int64_t n, const E* image, const E* gradient, const Pixels& pixels, int64_t down, int64_t right, const Each& each) {
   const auto& [images, lines, line] = pixels.axes;
-  const int64_t piece = equal_part(line.extent, MOST_OF_LINE);
+  const int64_t piece = equal_part(line.extent, MAX_LINE_PIXELS);
   for (int64_t i = 0; i < images.extent; i++)
     for (int64_t j = 0, count; j < lines.extent; j += count) {
       count = lines_from<HEIGHT>(pixels, j);
@@ -133,8 +137,8 @@ PV_FN void for_lines(
     }
 }
 
-// c[taps, n] = sum over pixels of the image, at the tap, times the gradient, channel by channel, for windows of HEIGHT x
-// WIDTH taps that lie `down` and `right` apart.
+// c[taps, n] = sum over pixels of the image, at the tap, times the gradient, channel by channel, for windows of HEIGHT
+// x WIDTH taps. down, right: elements from a tap to the next one below, and to the right.
 template <int HEIGHT, int WIDTH, class E>
 inline void contract_tap_gradients(
     int64_t n, const E* image, const E* gradient, const Pixels& pixels, int64_t down, int64_t right, const Sums& c) {
@@ -148,8 +152,8 @@ inline void contract_tap_gradients(
                     });
 }
 
-// c[channels, taps, n] = the same for groups of OUT columns and IN channels, TOGETHER of which share a register: columns
-// begin with a group, and there are as many as `groups.h` has before registers begin anew. image: of the first group.
+// c[channels, taps, n], like `contract_tap_gradients`, for groups of OUT columns and IN channels, TOGETHER of which
+// share a register. Columns begin with a group; n is at most `Groups::PERIOD`. image: of the first group.
 template <int HEIGHT, int WIDTH, int COUNT, int OUT, int IN, int TOGETHER, class E>
 inline void contract_group_gradients(
     int64_t channels, int64_t n, int64_t from, const E* image, const E* gradient, const Pixels& pixels, int64_t down,
@@ -163,7 +167,7 @@ inline void contract_group_gradients(
     }(std::make_integer_sequence<int, IN>());
   };
   const auto alone = [&](const auto& each) PV_INLINE {
-    for (int64_t k = 0; k < channels; k++) each(k, k, [](const E* at) PV_INLINE { return spread(load(at)); });
+    for (int64_t k = 0; k < channels; k++) each(k, k, [](const E* at) PV_INLINE { return broadcast(load(at)); });
   };
   clear(channels * HEIGHT * WIDTH, n, c);
   for_lines<HEIGHT>(n, image + group * IN, gradient, pixels, down, right,

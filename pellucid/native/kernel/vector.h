@@ -1,7 +1,7 @@
 // The operators on vectors.
 namespace pv {
 
-// The same register as unsigned lanes, on which integer arithmetic wraps around; floats stay floats.
+// A register as unsigned lanes, on which integer arithmetic wraps around; floats stay floats.
 template <class T, int L> PV_FN auto wrapping(Reg<T, L> a) {
   if constexpr (is_float<T>) return a;
   else return (Reg<std::make_unsigned_t<T>, L>)a;
@@ -53,8 +53,8 @@ template <class T, int W> PV_FN Vec<bool, W> gt(const Vec<T, W>& a, const Vec<T,
 template <class T, int W> PV_FN Vec<bool, W> ge(const Vec<T, W>& a, const Vec<T, W>& b) { return le(b, a); }
 template <class T, int W> PV_FN Vec<bool, W> isnan(const Vec<T, W>& a) { return compare<NE>(a, a); }
 
-// True if the compiler knows all lanes, and none is NaN.
-template <class T, int W> PV_FN bool are_known_numbers(const Vec<T, W>& a) {
+// Whether all lanes are compile-time constants, and none is NaN.
+template <class T, int W> PV_FN bool are_constant_numbers(const Vec<T, W>& a) {
   bool all = true;
 #pragma GCC unroll 64
   for (int i = 0; i < W; i++) {
@@ -63,26 +63,26 @@ template <class T, int W> PV_FN bool are_known_numbers(const Vec<T, W>& a) {
   }
   return all;
 }
-// `choose`, of two registers, is the hardware's maximum or minimum: with one NaN among the arguments it returns the
-// second, so only a NaN in the first needs care. A limit that is a constant is none.
-template <class T, int W, class F> PV_FN Vec<T, W> keep_nan(const Vec<T, W>& a, const Vec<T, W>& b, F choose) {
-  if (are_known_numbers(b)) return map<T>(choose, b, a);
+// `choose` is the hardware's maximum or minimum of two registers: if one argument is NaN it returns the second, so only
+// a NaN in the first needs care. A constant limit is not NaN.
+template <class T, int W, class F> PV_FN Vec<T, W> propagate_nan(const Vec<T, W>& a, const Vec<T, W>& b, F choose) {
+  if (are_constant_numbers(b)) return map<T>(choose, b, a);
   return where(isnan(a), a, map<T>(choose, a, b));
 }
 template <class T, int W> PV_FN Vec<T, W> maximum(const Vec<T, W>& a, const Vec<T, W>& b) {
   if constexpr (std::is_same_v<T, bool>) return bitwise_or(a, b);
   else if constexpr (std::is_same_v<T, float>)
-    return keep_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PS(max)(x, y); });
+    return propagate_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PS(max)(x, y); });
   else if constexpr (std::is_same_v<T, double>)
-    return keep_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PD(max)(x, y); });
+    return propagate_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PD(max)(x, y); });
   else return map<T>([](auto x, auto y) PV_INLINE { return x > y ? x : y; }, a, b);
 }
 template <class T, int W> PV_FN Vec<T, W> minimum(const Vec<T, W>& a, const Vec<T, W>& b) {
   if constexpr (std::is_same_v<T, bool>) return bitwise_and(a, b);
   else if constexpr (std::is_same_v<T, float>)
-    return keep_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PS(min)(x, y); });
+    return propagate_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PS(min)(x, y); });
   else if constexpr (std::is_same_v<T, double>)
-    return keep_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PD(min)(x, y); });
+    return propagate_nan(a, b, [](auto x, auto y) PV_INLINE { return (decltype(x))PV_PD(min)(x, y); });
   else return map<T>([](auto x, auto y) PV_INLINE { return x < y ? x : y; }, a, b);
 }
 template <class T, int W> PV_FN Vec<T, W> abs(const Vec<T, W>& a) {
@@ -93,7 +93,7 @@ template <class T, int W> PV_FN Vec<T, W> abs(const Vec<T, W>& a) {
     return std::is_signed_v<T> ? maximum(a, neg(a)) : a;
   }
 }
-// The size of a with the sign of b.
+// The magnitude of a with the sign of b.
 template <class T, int W> PV_FN Vec<T, W> copysign(const Vec<T, W>& a, const Vec<T, W>& b) {
   using U = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
   const auto rest = splat<W>(U(U(-1) >> 1));
@@ -106,7 +106,7 @@ template <class T, int W> PV_FN Vec<T, W> sign(const Vec<T, W>& a) {
   return where(gt(a, zero), splat<W>(T(1)), where(lt(a, zero), minus, zero));
 }
 
-// An intrinsic of the float and of the double registers.
+// An operator with an intrinsic F for floats and D for doubles.
 #define PV_INTRINSIC(name, F, D)                                                                         \
   template <class T, int W> PV_FN Vec<T, W> name(const Vec<T, W>& a) {                                   \
     if constexpr (sizeof(T) == 4) return map<T>([](auto x) PV_INLINE { return (decltype(x))F; }, a);     \
@@ -122,7 +122,7 @@ PV_INTRINSIC(round, _mm512_roundscale_ps(x, 8), _mm512_roundscale_pd(x, 8))
 PV_INTRINSIC(trunc, _mm256_round_ps(x, 11), _mm256_round_pd(x, 11))
 PV_INTRINSIC(round, _mm256_round_ps(x, 8), _mm256_round_pd(x, 8))
 #endif
-// Sleef's functions come with PyTorch; `ulp` is a bound of their error in tenths.
+// Sleef's functions come with PyTorch; `ulp` is the bound of their error, in tenths.
 #define PV_SLEEF(name, symbol, ulp)                                                                      \
   extern "C" [[gnu::const]] Floats PV_SLEEF_F(symbol, ulp)(Floats);                                      \
   extern "C" [[gnu::const]] Doubles PV_SLEEF_D(symbol, ulp)(Doubles);                                    \
@@ -151,7 +151,7 @@ PV_SLEEF(exp_sleef, exp, u10) PV_SLEEF(tanh_sleef, tanh, u10) PV_SLEEF(erf_sleef
 PV_BINARY(pow, u10) PV_BINARY(atan2, u10) PV_BINARY(hypot, u05)
 #undef PV_BINARY
 
-// Sleef's fmod gives NaN where the quotient is huge.
+// Sleef's fmod returns NaN if the quotient is huge.
 template <class T, int W> PV_FN Vec<T, W> fmod(const Vec<T, W>& a, const Vec<T, W>& b) {
   return lanewise([](T x, T y) PV_INLINE { return fmod(x, y); }, a, b);
 }
@@ -173,8 +173,8 @@ template <class T, int W> PV_FN Vec<T, W> asinh(const Vec<T, W>& a) {
   return where(gt(size, splat<W>(squares_overflow<T>)), copysign(large, a), asinh_sleef(a));
 }
 
-// exp, tanh, erf, sin and cos of floats are written out: models spend their time in them, and a call would spill all
-// registers. The polynomials are least-maximum-error fits; each function is within 2 ulp of the exact result.
+// exp, tanh, erf, sin and cos of floats are inlined: models use them heavily, and a call would spill all registers. The
+// polynomials are minimax fits; each function is within 2 ulp of the exact result.
 
 // The polynomial c0 + c1*x + c2*x^2 + ...
 template <int W> PV_FN Vec<float, W> polynomial(const Vec<float, W>&, float c) { return splat<W>(c); }
@@ -189,7 +189,7 @@ template <int W> PV_FN Vec<float, W> clamp(const Vec<float, W>& x, float low, fl
   }, x, splat<W>(low), splat<W>(high));
 }
 
-// a * 2^n for whole n in [-252, 254].
+// a * 2^n for integers n in [-252, 254].
 template <int W> PV_FN Vec<float, W> scale(const Vec<float, W>& a, const Vec<float, W>& n) {
 #ifdef __AVX512F__
   return map<float>([](auto x, auto y) PV_INLINE { return (decltype(x))_mm512_scalef_ps(x, y); }, a, n);
@@ -202,7 +202,7 @@ template <int W> PV_FN Vec<float, W> scale(const Vec<float, W>& a, const Vec<flo
 #endif
 }
 
-// e^x = 2^n * e^r with n = round(x / ln 2): gives n, and e^r - 1 = r + r^2 * q(r).
+// e^x = 2^n * e^r with n = round(x / ln 2): returns n, and e^r - 1 = r + r^2 * q(r).
 template <int W> struct ExpParts { Vec<float, W> n, less_one; };
 template <int W> PV_FN ExpParts<W> exp_parts(const Vec<float, W>& x) {
   const auto n = round(mul(x, splat<W>(0x1.715476p+0f)));
@@ -250,8 +250,8 @@ template <int W> PV_FN Vec<float, W> lookup(const float (&table)[16], const Vec<
 }
 
 // Around the centre c = k * ERF_STEP that is nearest to |x|, erf is erf(c) + t * q(t) with t = |x| - c; around 0 it is
-// x + x * q(x). The step is one for which the erf(c) are close to numbers that a float can hold. Row d of the table has
-// the coefficients of t^d.
+// x + x * q(x). The step is chosen so that the erf(c) are close to floats. Row d of the table has the coefficients of
+// t^d.
 constexpr float ERF_STEP = 0x1.04b4p-2f;
 alignas(64) constexpr float ERF[6][16] = {
     {0x0p+0f, 0x1.1ff016p-2f, 0x1.0e9c24p-1f, 0x1.7099bcp-1f, 0x1.b34bcep-1f, 0x1.db3a2p-1f, 0x1.f04188p-1f,
@@ -291,11 +291,11 @@ template <class T, int W> PV_FN Vec<T, W> erf(const Vec<T, W>& a) {
 }
 
 // |x| = q * pi/2 + r with q = round(|x| / (pi/2)) and pi/2 as the sum of three floats (Cody and Waite 1980): the first
-// difference is exact up to the limit, what the second one loses (Knuth's two-sum) goes into `low`, the rest of r. sin and
-// cos of r take turns, by q, and so do their signs.
-constexpr float MOST_REDUCED = 30000;
-template <int W> struct Turned { Vec<int32_t, W> quarter; Vec<float, W> sine, cosine; };
-template <int W> PV_FN Turned<W> turned(const Vec<float, W>& size) {
+// difference is exact up to the limit; the rounding error of the second one (Knuth's two-sum) is added to `low`, the
+// low part of r. The quadrant q determines whether the result is sin or cos of r, and its sign.
+constexpr float MAX_REDUCED = 30000;
+template <int W> struct ReducedSinCos { Vec<int32_t, W> quadrant; Vec<float, W> sine, cosine; };
+template <int W> PV_FN ReducedSinCos<W> reduced_sin_cos(const Vec<float, W>& size) {
   const auto q = round(mul(size, splat<W>(0x1.45f306p-1f))), second = splat<W>(0x1.777a5cp-25f);
   const auto first = fma(q, splat<W>(-0x1.921fb6p+0f), size);
   const auto more = mul(q, second), r = add(first, more), took = sub(r, first);
@@ -307,36 +307,36 @@ template <int W> PV_FN Turned<W> turned(const Vec<float, W>& size) {
   const auto sine = add(r, fma(mul(r, square), s, low));
   return {convert<int32_t>(q), sine, add(fma(square, c, mul(neg(r), low)), splat<W>(1.0f))};
 }
-// One of two values by the parity of a quarter, negative in the third and the fourth.
+// One of two values by the parity of the quadrant, negated in the third and the fourth.
 template <int W>
-PV_FN Vec<float, W> of_quarter(const Vec<int32_t, W>& n, const Vec<float, W>& even, const Vec<float, W>& odd) {
+PV_FN Vec<float, W> by_quadrant(const Vec<int32_t, W>& n, const Vec<float, W>& even, const Vec<float, W>& odd) {
   const auto chosen = where(compare<EQ>(bitwise_and(n, splat<W>(1)), splat<W>(0)), even, odd);
   const auto minus = map<int32_t>([](auto x) PV_INLINE { return x >> 1 << 31; }, n);
   return as<float>(bitwise_xor(as<int32_t>(chosen), minus));
 }
-// A call of f that no register is spilled for where it is not made.
-template <class F, class V> [[gnu::cold, gnu::noinline]] inline V seldom(F f, const V& a) { return f(a); }
+// A rarely executed call of f, out of line so that the common path spills no registers.
+template <class F, class V> [[gnu::cold, gnu::noinline]] inline V cold_call(F f, const V& a) { return f(a); }
 template <class T, int W> PV_FN Vec<T, W> sin(const Vec<T, W>& a) {
   if constexpr (sizeof(T) == 8) return sin_sleef(a);
   else {
     const auto size = abs(a);
-    if (__builtin_expect(any(gt(size, splat<W>(MOST_REDUCED))), 0)) {
-      return seldom([](const auto& x) PV_INLINE { return sin_sleef(x); }, a);
+    if (__builtin_expect(any(gt(size, splat<W>(MAX_REDUCED))), 0)) {
+      return cold_call([](const auto& x) PV_INLINE { return sin_sleef(x); }, a);
     }
-    const auto parts = turned(size);
+    const auto parts = reduced_sin_cos(size);
     const auto minus = bitwise_and(as<int32_t>(a), splat<W>(INT32_MIN));
-    return as<float>(bitwise_xor(as<int32_t>(of_quarter(parts.quarter, parts.sine, parts.cosine)), minus));
+    return as<float>(bitwise_xor(as<int32_t>(by_quadrant(parts.quadrant, parts.sine, parts.cosine)), minus));
   }
 }
 template <class T, int W> PV_FN Vec<T, W> cos(const Vec<T, W>& a) {
   if constexpr (sizeof(T) == 8) return cos_sleef(a);
   else {
     const auto size = abs(a);
-    if (__builtin_expect(any(gt(size, splat<W>(MOST_REDUCED))), 0)) {
-      return seldom([](const auto& x) PV_INLINE { return cos_sleef(x); }, a);
+    if (__builtin_expect(any(gt(size, splat<W>(MAX_REDUCED))), 0)) {
+      return cold_call([](const auto& x) PV_INLINE { return cos_sleef(x); }, a);
     }
-    const auto parts = turned(size);
-    return of_quarter(add(parts.quarter, splat<W>(1)), parts.sine, parts.cosine);
+    const auto parts = reduced_sin_cos(size);
+    return by_quadrant(add(parts.quadrant, splat<W>(1)), parts.sine, parts.cosine);
   }
 }
 
