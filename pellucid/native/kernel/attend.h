@@ -142,19 +142,11 @@ template <class Added>
 PV_SHARED void add_mask(
     float* scores, int64_t n, float scale, const Added* mask, int64_t step, Masking masking) {
   constexpr int W = 4 * COLUMN;
-  if (mask && step != 1) {
-    for (int64_t j = 0; j < n; j++) {
-      const float score = scores[j] * scale, added = load(mask + j * step);
-      scores[j] = masking == Masking::REPLACES ? (added == 0 ? score : added)
-          : masking == Masking::HIDES && added == -inf<float> ? added : score + added;
-    }
-    return;
-  }
   const auto factor = splat<W>(scale);
   steps<W>(0, n, [&](auto l, int64_t j) PV_INLINE {
     const auto a = mul(load<float>(scores + j, l), factor);
     if (!mask) return store<float>(scores + j, a, l);
-    store<float>(scores + j, masked(a, load(mask + j, l), masking), l);
+    store<float>(scores + j, masked(a, load_strided<W>(mask + j * step, step, l), masking), l);
   });
 }
 

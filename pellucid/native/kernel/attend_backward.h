@@ -78,15 +78,10 @@ template <class F, class Added>
   F* const to = (F*)grad_scores;
   const bool hides = masking == Masking::HIDES;
   const float compared = hides ? -inf<float> : 0.0f;
-  if (step != 1) {
-    for (int64_t j = 0; j < n; j++)
-      if ((load(mask + j * step) == compared) == hides) to[j] = F{};
-    return;
-  }
   const auto zero = splat<COLUMN>(0.0f), all_compared = splat<COLUMN>(compared);
   steps<COLUMN>(0, n, [&](auto l, int64_t j) PV_INLINE {
     const auto grad = load((const F*)to + j, l);
-    const auto equal = eq(load(mask + j, l), all_compared);
+    const auto equal = eq(load_strided<COLUMN>(mask + j * step, step, l), all_compared);
     store<F>(to + j, hides ? where(equal, zero, grad) : where(equal, grad, zero), l);
   });
 }

@@ -70,6 +70,11 @@ PV_SHARED bool every_row_has_visible(const Added* mask, int64_t row, int64_t row
   return true;
 }
 
+// W elements from `at` on, `step` apart.
+template <int W, class E, class Lanes> PV_FN auto load_strided(const E* at, int64_t step, Lanes lanes) {
+  return step == 1 ? load(at, lanes) : gather<W>(at, lanes, [&](int k) PV_INLINE { return k * step; });
+}
+
 // The Frobenius norm; infinite or NaN if an element is.
 template <class E>
 PV_SHARED float norm(const Matrix<E>& a, int64_t rows, int64_t columns) {
@@ -77,8 +82,7 @@ PV_SHARED float norm(const Matrix<E>& a, int64_t rows, int64_t columns) {
   Acc<Sum, Vec<float, W>> sum;
   for (int64_t i = 0; i < rows; i++)
     steps<W>(0, columns, [&](auto l, int64_t j) PV_INLINE {
-      const E* at = a(i, j);
-      const auto x = a.column == 1 ? load(at, l) : gather<W>(at, l, [&](int k) PV_INLINE { return k * a.column; });
+      const auto x = load_strided<W>(a(i, j), a.column, l);
       sum.add(mul(x, x), l);
     });
   return libm::sqrt(total<Sum>(sum.value()));
@@ -89,7 +93,8 @@ PV_SHARED float norm(const Matrix<E>& a, int64_t rows, int64_t columns) {
 PV_FN float skip_limit(float max_score, float value, bool replaces, bool has_visible) {
   const bool bounded = max_score < 1e37f;
   if (!(value < inf<float>) || !(bounded || replaces)) return nan<float>;
-  return bounded && has_visible ? VISIBLE_ABOVE - UNDERFLOW_GAP - 2 * max_score : -inf<float>;
+  // A little more than twice the bound, because norms are rounded.
+  return bounded && has_visible ? VISIBLE_ABOVE - UNDERFLOW_GAP - 2.001f * max_score : -inf<float>;
 }
 
 }  // namespace pv
