@@ -1,6 +1,6 @@
-"""From a plan to what the runtime executes: calls and results that leave open what depends on sizes.
+"""From a plan to what the runtime executes: calls and results in which numbers that depend on sizes are left open.
 
-They are described once for all sizes; the executable makes instances of them.
+They are described once for all sizes; the executable creates instances of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pellucid.native.instance import (
     Strips,
     TensorView,
     Unknown,
-    Way,
+    Variant,
 )
 from pellucid.native.trials import Choices
 from pellucid.schedule.memory import MemoryPlan
@@ -48,8 +48,8 @@ Expected: TypeAlias = "tuple[str, int, torch.dtype, tuple[int, ...], tuple[int, 
 class Probe:
     """What Python does during a run: `before` and `after` the call of a node.
 
-    views: what `after` gets, as live tensors: it may read them and write to them, and must not keep them.
-    observes: whether it gets them in this run. Then nodes run one by one, and no argument is overwritten.
+    views: passed to `after`, as live tensors: it may read and write them, and must not keep references to them.
+    observes: whether they are passed in this run. Then nodes run one by one, and no argument is overwritten.
     """
 
     before: Callable[[], None]
@@ -59,7 +59,7 @@ class Probe:
 
 
 class Places:
-    """Where the buffers of a plan are. numbers: of the buffers. inputs: of the arguments."""
+    """Where the buffers of a plan are stored. numbers: of the buffers, by name. inputs: of the arguments, by name."""
 
     def __init__(self, plan: ExecutionPlan) -> None:
         self._plan = plan
@@ -84,14 +84,14 @@ class Places:
         for number, buffer in self._pool:
             slots[number] = OutputSlot(buffer.nbytes(size))
         for number, buffer in self._arena:
-            home = memory.homes.get(buffer.name)
-            slots[number] = InputSlot(self.inputs[home]) if home else ArenaSlot(memory.offsets[buffer.name])
+            donor = memory.donors.get(buffer.name)
+            slots[number] = InputSlot(self.inputs[donor]) if donor else ArenaSlot(memory.offsets[buffer.name])
         return slots
 
     def expected(self, view: View, size: Numbers) -> Expected:
-        """What an argument must be, of which `view` is the whole.
+        """The dtype and layout that the argument of which `view` is the whole must have.
 
-        The step along a dimension of one element says nothing, and may be a size that the graph is not given.
+        The stride of a dimension of one element is irrelevant, and may be a size that the graph is not passed.
         """
         dtype = TORCH_DTYPES[self._plan.buffers[self.numbers[view.buffer]].dtype]
         strides = (ONE if extent == ONE else stride for extent, stride in zip(view.shape, view.strides, strict=True))
@@ -100,7 +100,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Instances for any sizes. formulas: of the numbers that they are given. nodes: see `Sized`."""
+    """A template for instances of any sizes. formulas: of the numbers that it leaves open. nodes: see `Sized`."""
 
     template: Template
     places: Places
@@ -109,7 +109,7 @@ class Description:
 
 
 class Describer:
-    """Turns a plan into calls and results that leave open what depends on sizes."""
+    """Turns a plan into calls and results in which numbers that depend on sizes are left open."""
 
     def __init__(
         self, plan: ExecutionPlan, addresses: Mapping[str, int], sources: Mapping[str, str], choices: Choices
@@ -135,19 +135,19 @@ class Describer:
             name=self.plan.name,
         )
         for buffer in self.plan.buffers:
-            self.size(buffer.numel)  # where they lie depends on it
+            self.size(buffer.numel)  # the layout of the arena depends on it
         formulas = Formulas(self.plan.symbols, by_name(self.plan.derived), self.terms)
         nodes = tuple(None if isinstance(call, PythonCall) else call.name for call in calls)
         return Description(template, self.places, formulas, nodes)
 
     def size(self, term: Expr | Float) -> Size:
-        """The integer, or the number of what is computed for each set of sizes."""
+        """A constant integer, or the number of a term that is evaluated for each set of sizes."""
         if isinstance(term, Expr) and term.value is not None:
             return term.value
         return Unknown(self.terms.setdefault(term, len(self.terms)))
 
     def calls(self, probes: Mapping[str, Probe], observed: bool) -> tuple[list[Call], list[Strips]]:
-        """The calls of the plan with those of probes; and which run strip by strip: none where all are observed."""
+        """The calls of the plan and of probes; and those that run strip by strip, none if calls are observed."""
         chains = {} if observed else {chain.first: chain for chain in self.plan.chains}
         made: list[Call] = []
         strips: list[Strips] = []
@@ -157,7 +157,7 @@ class Describer:
             last = chain.last if chain else number
             together = self.plan.calls[number : last + 1]
             probed = [(call.name, probes[call.name]) for call in together if call.name in probes]
-            for name, probe in reversed(probed):  # so that the first one is the last to be told of
+            for name, probe in reversed(probed):  # `before` of the first node is called last, right before it runs
                 made.append(PythonCall(probe.before, (), (), (), f"before {name}"))
             if chain:
                 strips.append(self._strips(chain, len(made)))
@@ -169,7 +169,7 @@ class Describer:
         return made, strips
 
     def _strips(self, chain: Chain, first: int) -> Strips:
-        """first: its number among the calls that are made."""
+        """first: the number of the chain's first call among all calls, those of probes included."""
         windows = tuple((self.slots[window.buffer], window.nbytes) for window in chain.windows)
         return Strips(first, first + chain.last - chain.first, windows, chain.parts)
 
@@ -192,17 +192,17 @@ class Describer:
                 )
 
     def _kernel_call(self, launch: Launch) -> KernelCall:
-        way, *others = ways = [Way(self.addresses[w.symbol], self.size(w.extent), w.grain) for w in launch.ways]
+        variant, *others = variants = [Variant(self.addresses[w.symbol], self.size(w.extent), w.grain) for w in launch.variants]
         trial = None
         if others:
-            sources = {way.symbol: self.sources[way.symbol] for way in launch.ways}
-            way, trial = self.choices.of(launch.name, sources, ways)
+            sources = {variant.symbol: self.sources[variant.symbol] for variant in launch.variants}
+            variant, trial = self.choices.of(launch.name, sources, variants)
         return KernelCall(
-            address=way.address,
+            address=variant.address,
             slots=tuple(self.slots[name] for name in launch.params),
             symbols=tuple(self.size(sym(name)) for name in launch.symbols),
-            extent=way.extent,
-            grain=way.grain,
+            extent=variant.extent,
+            grain=variant.grain,
             name=launch.name,
             checks=launch.checks,
             where=launch.where,
@@ -250,7 +250,7 @@ class Describer:
 
 
 def plain_argument(arg: Arg, size: Callable[[Expr | Float], Any]) -> Any:
-    """What an operator is given for an argument that is neither a view nor a list. size: of the symbols."""
+    """The value of an operator's argument that is neither a view nor a list. size: of the symbols."""
     match arg:
         case Expr() | Float():
             return size(arg)

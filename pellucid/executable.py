@@ -113,7 +113,7 @@ class Executable:
         self._checked = checked
         self._parameters = frozenset(parameters)
         self._probes = probes or {}
-        self._sources = {each.name: each.source for kernel in whole.made[1].values() for each in kernel.ways}
+        self._sources = {each.name: each.source for kernel in whole.made[1].values() for each in kernel.variants}
         self._constants = list(constants)
         self._load(addresses)
 
@@ -175,7 +175,7 @@ class Executable:
         instance = Instance.of(described.template, places.slots(size, memory), memory.arena_bytes, numbers)
         floats = [torch.tensor([size.of(name)], dtype=torch.float64) for name in self._plan.supplied]
         expected = [places.expected(view, size) for view in self._checked if view.buffer in places.numbers]
-        taken = sorted({places.inputs[name] for name in memory.homes.values()})
+        taken = sorted({places.inputs[name] for name in memory.donors.values()})
         ready = instance.run, [*self._constants, *floats], expected, taken
         key = sizes, donated, observed
         sized = Sized(self._plan, self._whole, described.nodes, size, self._parameters)
@@ -197,7 +197,7 @@ class Executable:
 
     def _memory(self, size: Numbers, donated: bool, observed: bool) -> MemoryPlan:
         known = self._plan.memory
-        if known is not None and (donated or not known.homes) and not observed:
+        if known is not None and (donated or not known.donors) and not observed:
             return known
         if (donated, observed) not in self._arenas:
             self._arenas[donated, observed] = self._plan.arena(donated=donated, observed=observed)

@@ -1,7 +1,7 @@
-"""What a call of a compiled graph does, for any sizes: where its buffers lie, and the calls in order.
+"""What a call of a compiled graph does, for any sizes: where its buffers are stored, and the calls in order.
 
-It is made once, of the scheduled program and its kernels. The executable makes instances of it for the sizes that it
-meets; `output_code.py`, cosimulation and profiles read it too, so none of them walks the program by itself.
+It is built once, from the scheduled program and its kernels. The executable creates instances of it for the sizes that
+it is called with; `output_code.py`, cosimulation and profiles read it too, so none of them walks the program by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from pellucid.codegen import CppKernel
-from pellucid.ir.analysis import hands_on, reads, writes
+from pellucid.ir.analysis import may_alias_arguments, reads, writes
 from pellucid.ir.derived import Derived, Numbers, by_name, term_text
 from pellucid.ir.index import Expr, const, text
 from pellucid.ir.nodes import Buffer, Extern, Kernel, Node, Program, View
@@ -20,13 +20,13 @@ from pellucid.ir.origin import Origin
 from pellucid.ir.printer import print_arg, with_comments
 from pellucid.ir.types import DType
 from pellucid.schedule.memory import (
-    WORTH_TAKING,
+    MIN_DONATED_BYTES,
+    DonatedArgument,
     Lifetime,
     MemoryPlan,
-    Room,
     Span,
     donations,
-    made_in_place,
+    find_in_place,
     plan_memory,
     spans,
 )
@@ -34,23 +34,24 @@ from pellucid.strips import Chain
 
 
 class Place(Enum):
-    """Where a buffer lies."""
+    """Where a buffer is stored."""
 
     ARGUMENT = "argument"
-    """The caller's."""
+    """In the caller's tensor."""
     ARENA = "arena"
-    """In the run's memory, shared by buffers that are not alive at once, or in that of a donated argument."""
+    """In the run's arena, shared by buffers that are not live at the same time, or in a donated argument."""
     POOL = "pool"
-    """A block of its own, which goes to the caller if it is a result: also of what an operator may make a view of."""
+    """In a block of its own, which goes to the caller if it is a result. Also for buffers of which an operator may return
+    views."""
     OPERATOR = "operator"
-    """What the operator that makes it has allocated."""
+    """In memory that the operator that computes it allocates."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedBuffer:
     """A buffer of `numel` elements.
 
-    whole: a view of all of it, in the shape of a value that the graph has there.
+    whole: a view of all of it, in the shape of a value of the graph that it holds.
     span: the first and the last call that uses it, None if none does.
     """
 
@@ -62,13 +63,13 @@ class PlannedBuffer:
     span: Span | None
 
     def nbytes(self, size: Numbers) -> int:
-        """size: of the symbols. Zero where an extent is: the position of the last element is then below zero."""
+        """size: of the symbols. 0 if an extent is 0, where `numel`, computed from the last element, may be negative."""
         return max(0, size(self.numel)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedWay:
-    """A function that does what a kernel does. symbol: its name. The rest: see `CppKernel`."""
+class PlannedVariant:
+    """A C++ function that implements a kernel. symbol: its name. The rest: see `CppKernel`."""
 
     symbol: str
     extent: Expr
@@ -79,12 +80,12 @@ class PlannedWay:
 class Launch:
     """A call of a kernel.
 
-    name: of the kernel in the program. ways: to do it, the cheapest by price first. checks: messages of its index
-    checks, see `native.instance.KernelCall`. where: the user's line. reads, writes: buffers. The rest: see `CppKernel`.
+    name: of the kernel in the program. variants: its variants, the one of the lowest estimated cost first. checks: messages
+    of its index checks, see `native.instance.KernelCall`. where: the user's line. reads, writes: buffers. The rest: see `CppKernel`.
     """
 
     name: str
-    ways: tuple[PlannedWay, ...]
+    variants: tuple[PlannedVariant, ...]
     params: tuple[str, ...]
     offsets: tuple[int, ...]
     symbols: tuple[str, ...]
@@ -97,7 +98,7 @@ class Launch:
 Call: TypeAlias = Launch | Extern
 
 _LAYOUTS = 64
-"""Layouts of an arena that are kept, for sizes that come back."""
+"""How many layouts of an arena are cached, for sizes that occur again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,10 @@ class ExecutionPlan:
 
     name: of the graph. symbols, inputs, derived: as those of the `Program`. results: its outputs.
     supplied: buffers with one derived float each, arguments that follow those of the caller.
-    donated: arguments that temporaries may overwrite where the caller does not want them any more, see `donations`.
-    in_place: temporaries that may lie where others do, see `made_in_place`.
+    donated: arguments that temporaries may overwrite if the caller holds no other reference, see `donations`.
+    in_place: temporaries that may reuse the memory of others, see `find_in_place`.
     chains: calls that run strip by strip, in order.
-    memory: the places in the arena and in donated arguments; None where they depend on sizes.
+    memory: offsets in the arena, and donated arguments that are reused; None where they depend on sizes.
     """
 
     name: str
@@ -130,10 +131,10 @@ class ExecutionPlan:
         return (*self.inputs, *self.supplied)
 
     def arena(self, *, donated: bool, observed: bool) -> Arena:
-        """The places in the arena, for any sizes.
+        """The layout of the arena, for any sizes.
 
-        donated: whether arguments may be overwritten. observed: after each call its results are there, whole, and what
-        it has read.
+        donated: whether arguments may be overwritten. observed: after each call its results and operands are complete
+        in memory.
         """
         if observed:
             return Arena(self.buffers, {}, {}, ())
@@ -141,7 +142,7 @@ class ExecutionPlan:
 
     @property
     def memory_one_by_one(self) -> MemoryPlan | None:
-        """`memory` where calls run one after the other, and none strip by strip."""
+        """`memory` for calls that run one after the other, none strip by strip."""
         if self.memory is None or not self.chains:
             return self.memory
         return Arena(self.buffers, self.donated, self.in_place, ()).plan(Numbers({}, by_name(self.derived)))
@@ -162,33 +163,33 @@ def plan_execution(
 ) -> ExecutionPlan:
     """The plan of a scheduled program with its kernels, by their names in it.
 
-    values: where it puts what the graph computes. reuse: let temporaries that are not alive at once share memory.
-    donated: inputs whose memory temporaries may take over where nobody else holds it. chains: calls that run strip by
-    strip; needs `reuse`.
+    values: the views that hold values of the graph. reuse: let temporaries that are not live at the same time share
+    memory. donated: inputs whose memory temporaries may take over if there is no other reference to it. chains: calls
+    that run strip by strip; needs `reuse`.
     """
     allocated = _allocated_by_calls(program.nodes)
     whole = _whole(program, values)
     calls = tuple(_launch(node, kernels[node.name]) if isinstance(node, Kernel) else node for node in program.nodes)
     used = spans([(*read_by(call), *written_by(call)) for call in calls], program.outputs)
-    handed_on = {name for node in program.nodes if hands_on(node) for name in reads(node)}
+    aliased = {name for node in program.nodes if may_alias_arguments(node) for name in reads(node)}
 
     def place(buffer: str, role: str) -> Place:
         if role == "input":
             return Place.ARGUMENT
         if buffer in allocated:
             return Place.OPERATOR
-        return Place.ARENA if role == "temp" and reuse and buffer not in handed_on else Place.POOL
+        return Place.ARENA if role == "temp" and reuse and buffer not in aliased else Place.POOL
 
     buffers = tuple(
         PlannedBuffer(b.name, b.dtype, b.numel, place(b.name, b.role), whole[b.name], used.get(b.name))
         for b in program.buffers
     )
     small = {buffer.name for buffer in program.buffers if _is_small(buffer)}
-    free = [name for name in donated if name not in small and name not in handed_on]
-    taken = donations(program.nodes, used, free) if reuse else {}
+    free = [name for name in donated if name not in small and name not in aliased]
+    reused = donations(program.nodes, used, free) if reuse else {}
     kinds = {b.name: (b.numel, b.dtype) for b in buffers if b.place is Place.ARENA and b.name in used}
-    in_place = made_in_place(program.nodes, used, kinds)
-    arena = Arena(buffers, taken, in_place, chains)
+    in_place = find_in_place(program.nodes, used, kinds)
+    arena = Arena(buffers, reused, in_place, chains)
     return ExecutionPlan(
         name=name,
         symbols=program.symbols,
@@ -198,7 +199,7 @@ def plan_execution(
         buffers=buffers,
         calls=calls,
         results=program.outputs,
-        donated=taken,
+        donated=reused,
         in_place=in_place,
         chains=chains,
         memory=None if program.symbols else arena.plan(Numbers({}, by_name(program.derived))),
@@ -224,7 +225,7 @@ def where(origin: Origin) -> str:
 def _launch(kernel: Kernel, compiled: CppKernel) -> Launch:
     return Launch(
         kernel.name,
-        tuple(PlannedWay(each.name, each.extent, each.grain) for each in compiled.ways),
+        tuple(PlannedVariant(each.name, each.extent, each.grain) for each in compiled.variants),
         compiled.params,
         compiled.offsets,
         compiled.symbols,
@@ -236,7 +237,7 @@ def _launch(kernel: Kernel, compiled: CppKernel) -> Launch:
 
 
 def _is_small(buffer: Buffer) -> bool:
-    return buffer.numel.value is not None and buffer.numel.value * buffer.dtype.itemsize < WORTH_TAKING
+    return buffer.numel.value is not None and buffer.numel.value * buffer.dtype.itemsize < MIN_DONATED_BYTES
 
 
 def _check_text(dim: int, origin: Origin) -> str:
@@ -250,9 +251,9 @@ def _allocated_by_calls(nodes: Iterable[Node]) -> frozenset[str]:
 
 
 def _whole(program: Program, values: Iterable[View]) -> dict[str, View]:
-    """By buffer, a view that shows its shape: of a value that the graph has there, else of its elements in a row.
+    """By buffer, a view of all of it: in the shape of a value of the graph that it holds, else one-dimensional.
 
-    AOTAutograd leaves out sizes that the graph does not compute with, so that not every shape is known.
+    AOTAutograd leaves out sizes that the graph does not use in computations, so that not every shape is known.
     """
     known = {*program.symbols, *by_name(program.derived)}
     shapes = {b.name: View(b.name, (b.numel,), (const(1),), const(0)) for b in program.buffers}
@@ -261,9 +262,9 @@ def _whole(program: Program, values: Iterable[View]) -> dict[str, View]:
 
 
 class Arena:
-    """Lays out temporaries for the sizes that it meets.
+    """Lays out temporaries for the sizes of each call.
 
-    Calls of a chain count as one: all that they use is alive together, and of what has a window that is.
+    Calls of a chain count as one: all buffers that they use are live together; of those with windows, only the windows.
     """
 
     def __init__(
@@ -282,44 +283,44 @@ class Arena:
             begin = chain_of[first].first if first in chain_of else first
             return Lifetime(name, begin, chain_of[last].last if last in chain_of else last, 0)
 
-        placed = [b for b in buffers if b.name in used and b.place is Place.ARENA]
-        self._lives = [life(b.name) for b in placed]
-        self._rooms = [
-            Room(name, life(name).last, 0, frozenset() if used[name][1] in chain_of else targets)
+        in_arena = [b for b in buffers if b.name in used and b.place is Place.ARENA]
+        self._lives = [life(b.name) for b in in_arena]
+        self._donated = [
+            DonatedArgument(name, life(name).last, 0, frozenset() if used[name][1] in chain_of else targets)
             for name, targets in donated.items()
         ]
         named = {b.name: b for b in buffers}
-        self._buffers = [*placed, *(named[name] for name in donated)]
+        self._buffers = [*in_arena, *(named[name] for name in donated)]
         self._in_place = {name: at for name, at in in_place.items() if used[name][0] not in chain_of}
-        self._windows = {window.buffer: chain.room(window) for chain in chains for window in chain.windows}
-        self._exact = bool(donated)  # what lies in an argument must fit
-        self._made: dict[tuple[int, ...], MemoryPlan] = {}
+        self._windows = {window.buffer: chain.window_bytes(window) for chain in chains for window in chain.windows}
+        self._exact = bool(donated)  # buffers in arguments must fit
+        self._plans: dict[tuple[int, ...], MemoryPlan] = {}
 
     def plan(self, size: Numbers) -> MemoryPlan:
         """size: of the symbols."""
-        needed = tuple([self._room(buffer, size) for buffer in self._buffers])
-        plan = self._made.get(needed)
+        needed = tuple([self._nbytes(buffer, size) for buffer in self._buffers])
+        plan = self._plans.get(needed)
         if plan is None:
-            if len(self._made) >= _LAYOUTS:
-                self._made.clear()
-            plan = self._made[needed] = self._laid_out(needed)
+            if len(self._plans) >= _LAYOUTS:
+                self._plans.clear()
+            plan = self._plans[needed] = self._lay_out(needed)
         return plan
 
-    def _room(self, buffer: PlannedBuffer, size: Numbers) -> int:
+    def _nbytes(self, buffer: PlannedBuffer, size: Numbers) -> int:
         nbytes = buffer.nbytes(size)
         if buffer.numel.value is None and not self._exact:
-            nbytes = _roomy(nbytes)
+            nbytes = _rounded_up(nbytes)
         return self._windows.get(buffer.name, nbytes)
 
-    def _laid_out(self, needed: Sequence[int]) -> MemoryPlan:
+    def _lay_out(self, needed: Sequence[int]) -> MemoryPlan:
         count = len(self._lives)
         lives = [replace(life, nbytes=n) for life, n in zip(self._lives, needed[:count], strict=True)]
-        rooms = [replace(room, nbytes=n) for room, n in zip(self._rooms, needed[count:], strict=True)]
-        return plan_memory(lives, rooms, self._in_place)
+        donated = [replace(each, nbytes=n) for each, n in zip(self._donated, needed[count:], strict=True)]
+        return plan_memory(lives, donated, self._in_place)
 
 
-def _roomy(nbytes: int) -> int:
-    """At most an eighth more, and the same for many numbers: one layout serves sizes that grow from call to call."""
+def _rounded_up(nbytes: int) -> int:
+    """`nbytes` rounded up by at most 1/8, so that one layout serves sizes that grow from call to call."""
     step = 1 << max(0, nbytes.bit_length() - 4)
     return -(-nbytes // step) * step
 
@@ -340,7 +341,7 @@ def _lines(plan: ExecutionPlan) -> Iterator[str]:
         place = buffer.place.value
         if buffer.place is Place.ARGUMENT:
             place += f" {arguments[buffer.name]}"
-        yield f"  buffer {buffer.name}: {buffer.dtype!r}[{text(buffer.numel)}] {place}{_time_and_place(plan, buffer)}"
+        yield f"  buffer {buffer.name}: {buffer.dtype!r}[{text(buffer.numel)}] {place}{_position_and_span(plan, buffer)}"
     yield ""
     for chain in plan.chains:
         yield f"  strips of calls {chain.first} to {chain.last}, {len(chain.parts)} parts{_windows_text(chain)}"
@@ -351,12 +352,12 @@ def _lines(plan: ExecutionPlan) -> Iterator[str]:
     yield "}"
 
 
-def _time_and_place(plan: ExecutionPlan, buffer: PlannedBuffer) -> str:
-    """Where in the arena or in which argument a buffer lies, and which calls need it."""
+def _position_and_span(plan: ExecutionPlan, buffer: PlannedBuffer) -> str:
+    """The offset of a buffer in the arena or the argument that holds it, and the calls during which it is live."""
     at = ""
     if plan.memory is not None and buffer.place is Place.ARENA and buffer.span is not None:
-        home = plan.memory.homes.get(buffer.name)
-        at = f" in argument {home}" if home else f" at byte {plan.memory.offsets[buffer.name]}"
+        donor = plan.memory.donors.get(buffer.name)
+        at = f" in argument {donor}" if donor else f" at byte {plan.memory.offsets[buffer.name]}"
     if buffer.place is Place.ARGUMENT or buffer.span is None:
         return " donated" if buffer.name in plan.donated else at
     first, last = buffer.span
@@ -371,17 +372,17 @@ def _call_text(call: Call) -> str:
     match call:
         case Launch():
             sizes = f" sizes {', '.join(call.symbols)}" if call.symbols else ""
-            given = (
+            params = (
                 f"{name}[{first}:]" if first else name for name, first in zip(call.params, call.offsets, strict=True)
             )
-            parameters = f"({', '.join(given)}){sizes}"
-            ways = (f"{way.symbol}{parameters} extent {text(way.extent)} grain {way.grain}" for way in call.ways)
-            return f"{call.name}: {' or '.join(ways)}"
+            parameters = f"({', '.join(params)}){sizes}"
+            variants = (f"{variant.symbol}{parameters} extent {text(variant.extent)} grain {variant.grain}" for variant in call.variants)
+            return f"{call.name}: {' or '.join(variants)}"
         case Extern():
             arguments = [print_arg(arg) for arg in call.args] + [f"{k}={print_arg(arg)}" for k, arg in call.kwargs]
             outputs = ", ".join(map(print_arg, call.outputs))
-            made = f" {'into' if call.out else 'makes'} {outputs}" if outputs else ""
-            return f"{call.name}: {call.op}({', '.join(arguments)}){made}"
+            written = f" {'into' if call.out else 'makes'} {outputs}" if outputs else ""
+            return f"{call.name}: {call.op}({', '.join(arguments)}){written}"
 
 
 def _comment(call: Call) -> str:

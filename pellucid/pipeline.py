@@ -48,7 +48,7 @@ from pellucid.native.machine import machine_for
 from pellucid.native.panels import Packer
 from pellucid.options import Options
 from pellucid.schedule import schedule
-from pellucid.schedule.freeze import part, with_inputs
+from pellucid.schedule.freeze import split_frozen, with_inputs
 from pellucid.schedule.in_place import change_in_place
 from pellucid.schedule.pad import pad
 from pellucid.segments import Segments
@@ -62,16 +62,16 @@ EMPTY = Program((), (), (), (), ())
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One graph on its way through the compiler; each stage fills in what it makes.
+    """The state of one graph during compilation; each stage fills in its results.
 
     name: unique in the process, `inference_0`. kind: `inference`, `forward` or `backward`.
-    machine: that it is compiled for.
-    frozen: what its parameters determine, for a program that is prepared once.
+    machine: the target of compilation.
+    frozen: the part that depends on parameters alone, for a program whose parameters are prepared once.
     captured, graph: the FX graph before and after our own passes.
-    lowered, scheduled: the program before and after fusion. values: where it puts what an FX node computes.
+    lowered, scheduled: the program before and after fusion. values: the view that holds the value of an FX node.
     kernels: C++ by the name of the IR kernel; equal kernels have one `CppKernel.name`.
     chains: calls that run strip by strip. plan: what a call does.
-    program: what runs, and `executable`: with what prepares its parameters before.
+    program: the compiled program. executable: `program`, or `Frozen` around it, which prepares its parameters.
     """
 
     name: str
@@ -96,21 +96,21 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What runs before the first call of a program, and again when parameters have changed.
+    """The program that runs before the first call of another one, and again when parameters have changed.
 
-    names: of the frozen arguments. made: of the results of `before`, among the inputs of the program.
+    names: of the frozen arguments. results: names of the results of `before`, among the inputs of the main program.
     """
 
     before: Unit
     names: tuple[str, ...]
-    made: tuple[str, ...]
+    results: tuple[str, ...]
 
 
 Watch: TypeAlias = "Callable[[Unit], Mapping[str, Probe]]"
-"""What shall happen before and after the nodes of a program, by their names, while it runs: for the kit."""
+"""Returns the probes that run before and after the nodes of a program, by node name. Used by the kit."""
 
 Run: TypeAlias = "Callable[[list[Any]], list[Any]]"
-"""A compiled graph: a function of the list of its arguments, which it empties."""
+"""A compiled graph: called with the list of its arguments, which it empties."""
 
 Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
 
@@ -118,8 +118,8 @@ Step: TypeAlias = tuple[Unit, tuple[Decision, ...]]
 def joint_passes(joint: torch.fx.GraphModule, options: Options) -> torch.fx.GraphModule:
     """Forward and backward as one graph, after our own passes on it."""
     machine = machine_for(options.machine)
-    joint, parted = in_parts(joint)
-    for node, decision in parted:
+    joint, split_complex = in_parts(joint)
+    for node, decision in split_complex:
         decide(node, decision)
     joint = fuse_joint_attention(joint, machine) if options.contract else joint
     joint = lay_out_joint(joint, has_loops, Library(machine))
@@ -134,24 +134,24 @@ def graph_passes(
     captured: torch.fx.GraphModule, kind: str, options: Options
 ) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
     """A captured graph after our own passes on it; see `Unit` for its kind."""
-    graph, parted = in_parts(captured)
+    graph, split_complex = in_parts(captured)
     graph, decisions = transform(graph)
-    decisions = tuple(decision for _, decision in parted) + decisions
+    decisions = tuple(decision for _, decision in split_complex) + decisions
     if kind == "forward":
         return graph, decisions + decided_jointly(captured.graph) + kept(captured.graph)
     if kind == "backward":
         return graph, decisions + computed_again(captured.graph)
     machine = machine_for(options.machine)
-    divided = tuple(decision for _, decision in (in_chunks(graph) if options.chunk else ()))
+    chunked = tuple(decision for _, decision in (in_chunks(graph) if options.chunk else ()))
     fused = fuse_attention(graph, machine) if options.contract else ()
     if any(decision.ok for decision in fused):
-        graph, _ = transform(graph)  # copies that nobody needs any more
+        graph, _ = transform(graph)  # removes copies that have no users any more
     frozen = frozen_nodes(graph) if options.freeze else ()
     graph, laid_out = channels_last(graph, has_loops, Library(machine), frozen=frozen)
     if expand_resizes(graph.graph):
         graph, _ = transform(graph)  # axes of the same sizes have the same weights
-    graph, turned = rows_first(graph, has_loops)
-    return graph, decisions + divided + fused + laid_out + turned
+    graph, relaid = rows_first(graph, has_loops)
+    return graph, decisions + chunked + fused + laid_out + relaid
 
 
 def _transform(unit: Unit, options: Options) -> Step:
@@ -167,15 +167,15 @@ def _lower(unit: Unit, options: Options) -> Step:
 
 
 def _freeze(unit: Unit, options: Options) -> Step:
-    """Take apart what parameters determine, and plan that; what is built and loaded later is both."""
+    """Split off what depends on parameters alone, and plan it; both programs are built and loaded later."""
     names = parameters_of(unit.graph) if options.freeze and unit.kind == "inference" else ()
     if not names:
         return unit, _why_not_frozen(unit, options)
-    parted, decisions = part(unit.lowered, names, len(unit.constants))
-    before = replace(unit, name=Name(f"{unit.name}_frozen"), lowered=parted.before, watch=None)
+    parts, decisions = split_frozen(unit.lowered, names, len(unit.constants))
+    before = replace(unit, name=Name(f"{unit.name}_frozen"), lowered=parts.before, watch=None)
     for stage in (_schedule, _codegen, _strips, _plan):
         before, _ = stage(before, options)
-    return replace(unit, lowered=parted.main, frozen=Preparation(before, names, parted.made)), decisions
+    return replace(unit, lowered=parts.main, frozen=Preparation(before, names, parts.made)), decisions
 
 
 def _why_not_frozen(unit: Unit, options: Options) -> tuple[Decision, ...]:
@@ -200,12 +200,12 @@ def _schedule(unit: Unit, options: Options) -> Step:
 
 def _codegen(unit: Unit, options: Options) -> Step:
     nodes = [node for node in unit.scheduled.nodes if isinstance(node, Kernel)]
-    still = frozenset((*unit.frozen.names, *unit.frozen.made)) if unit.frozen else frozenset[str]()
+    constant = frozenset((*unit.frozen.names, *unit.frozen.results)) if unit.frozen else frozenset[str]()
     read = {name for node in unit.scheduled.nodes for name in reads(node)}
     unread = frozenset(buffer.name for buffer in unit.scheduled.buffers if buffer.name not in read)
-    made = frozenset(name for node in nodes for name in writes(node))
-    given = frozenset(buffer.name for buffer in unit.scheduled.buffers if buffer.role == "input")
-    roles = Roles(still, unread, made, given)
+    written = frozenset(name for node in nodes for name in writes(node))
+    inputs = frozenset(buffer.name for buffer in unit.scheduled.buffers if buffer.role == "input")
+    roles = Roles(constant, unread, written, inputs)
     kernels = {node.name: generate(node, options, unit.machine, roles) for node in nodes}
 
     def all_of(node: Kernel) -> Iterator[CppKernel]:
@@ -260,7 +260,7 @@ def _load(unit: Unit, options: Options) -> Step:
         unit.addresses,
         unit.constants,
         unit.watch(unit) if unit.watch else {},
-        # Dynamo guards arguments; what forward saved comes by way of hooks, which may have packed and unpacked it.
+        # Dynamo guards arguments; saved tensors pass through hooks, which may have packed and unpacked them.
         checked=tensors_of(unit.graph) if unit.kind == "backward" else (),
         parameters=parameters_of(unit.graph) if unit.kind == "inference" and not unit.frozen else (),
     )
@@ -278,7 +278,7 @@ def _prepared(unit: Unit, main: Executable) -> Frozen:
     watched = [position[name] for name in frozen.names if name in used]
     read = {name for kernel in unit.kernels.values() for name in kernel.params}
     read |= {name for node in unit.scheduled.nodes if isinstance(node, Extern) for name in reads(node)}
-    unread = [number for number, name in enumerate(frozen.made) if name not in read]
+    unread = [number for number, name in enumerate(frozen.results) if name not in read]
     return Frozen(main, frozen.before.executable, watched, packers, unit.addresses, unread, unit.name)
 
 
@@ -293,14 +293,14 @@ PLANNING: Stages = (
     ("strips", _strips),
     ("plan", _plan),
 )
-MAKING: Stages = (("build", _build), ("load", _load))
-"""These wait for the C++ compiler, and may run in the background."""
+BUILDING: Stages = (("build", _build), ("load", _load))
+"""Stages that wait for the C++ compiler; they may run in the background."""
 
 _numbers = itertools.count()
 
 
 def new_name(kind: str) -> Name:
-    """A name for a compiled graph, which no other of this process has."""
+    """A name for a compiled graph, unique in this process."""
     return Name(f"{kind}_{next(_numbers)}")
 
 
@@ -312,10 +312,10 @@ def compile_graph(
     earlier: Sequence[tuple[str, float]] = (),
     decided: tuple[Decision, ...] = (),
 ) -> tuple[Run, GraphRecord]:
-    """Compile `graph`: as one program, or in segments around what no program holds, see `capture.split`.
+    """Compile `graph`: as one program, or in segments around operators that no program can contain (`capture.split`).
 
-    watch: makes the probes of each program. earlier: what was done before, in seconds, and decided; for the record.
-    With `options.trace` a run folder is written for each program, and for each graph that was split.
+    watch: builds the probes of each program. earlier, decided: times of earlier steps in seconds, and their decisions;
+    for the record. With `options.trace` a run folder is written for each program, and for each graph that was split.
     """
     graph, computed = without_flex_attention(graph, contract=options.contract)
     decided = (*decided, *computed)
@@ -349,7 +349,7 @@ def _compile_segments(
     parts: list[GraphRecord] = []
     if options.background:
         options = replace(options, background=False)
-        why = "what its programs hand on lies in memory as planned, which operators need not keep to"
+        why = "its programs pass each other tensors in planned layouts, which PyTorch's operators need not follow"
         decided = (*decided, Decision("build.background", (name,), False, why))
 
     def compiled(part: torch.fx.GraphModule) -> Any:
@@ -385,23 +385,23 @@ def _compile_program(
     decisions = list(decided)
     times: list[StageTime] = []
 
-    def through(stages: Stages) -> None:
+    def run_stages(stages: Stages) -> None:
         nonlocal unit
         for name, stage in stages:
             start = perf_counter()
-            unit, made = _ran(name, stage, unit, options)
+            unit, made = _run_stage(name, stage, unit, options)
             times.append(StageTime(name, perf_counter() - start))
             decisions.extend(made)
             if options.verify:
                 _verify(name, unit)
 
     try:
-        through(PLANNING)
-        waits = _why_waited(unit, options)
+        run_stages(PLANNING)
+        waits = _why_foreground(unit, options)
         if options.background:
             decisions.append(Decision("build.background", (unit.name,), not waits, waits or _MEANWHILE))
         if waits:
-            through(MAKING)
+            run_stages(BUILDING)
     except NotHeld:
         raise  # the graph will be split
     except Exception as error:
@@ -411,7 +411,7 @@ def _compile_program(
         raise
     record = _record(unit, decisions, times, options, None, earlier)
     if not waits:
-        return InBackground(graph, partial(_make, unit, options, record), unit.name), record
+        return InBackground(graph, partial(_finish, unit, options, record), unit.name), record
     assert unit.executable is not None
     if record.folder is not None:
         for each in (unit, *([unit.frozen.before] if unit.frozen else [])):
@@ -420,8 +420,8 @@ def _compile_program(
     return _recorded(unit.executable, record), record
 
 
-def _ran(name: str, stage: Callable[[Unit, Options], Step], unit: Unit, options: Options) -> Step:
-    """What a stage makes; a bug in it names the stage."""
+def _run_stage(name: str, stage: Callable[[Unit, Options], Step], unit: Unit, options: Options) -> Step:
+    """Run one stage; an internal error in it is reported with the name of the stage."""
     try:
         return stage(unit, options)
     except BUGS as error:
@@ -431,22 +431,22 @@ def _ran(name: str, stage: Callable[[Unit, Options], Step], unit: Unit, options:
 _MEANWHILE = "until its kernels are built, PyTorch's operators compute its calls"
 
 
-def _why_waited(unit: Unit, options: Options) -> str:
-    """Why the kernels of a program are built before its first call; empty where they need not be."""
+def _why_foreground(unit: Unit, options: Options) -> str:
+    """Why the kernels of a program are built before its first call; empty if they are built in the background."""
     if not options.background:
         return "the option `background` is off"
     if options.trace or unit.watch:
-        return "what is looked at is the compiled program"
+        return "a trace or a probe inspects the compiled program"
     if torch.are_deterministic_algorithms_enabled():
-        return "results shall not change from call to call, and those of operators round otherwise"
-    return "all are in the store" if is_built(_sources(unit)) else ""
+        return "deterministic algorithms are requested, and PyTorch's operators round differently than kernels"
+    return "all kernels are in the store" if is_built(_sources(unit)) else ""
 
 
-def _make(unit: Unit, options: Options, record: GraphRecord) -> Run:
-    """The program, made in the background."""
+def _finish(unit: Unit, options: Options, record: GraphRecord) -> Run:
+    """Build and load a program, in the background."""
     try:
-        for name, stage in MAKING:
-            unit, _ = _ran(name, stage, unit, options)
+        for name, stage in BUILDING:
+            unit, _ = _run_stage(name, stage, unit, options)
     except PellucidError as error:
         error.record = record
         raise
@@ -455,7 +455,7 @@ def _make(unit: Unit, options: Options, record: GraphRecord) -> Run:
 
 
 def _recorded(run: Run, record: GraphRecord) -> Run:
-    """The same, with the arguments of its first call going to the run folder if there is one."""
+    """`run`; with a run folder, also writes the arguments of its first call there."""
     return run if record.folder is None else Recorded(run, record.folder)
 
 
@@ -468,7 +468,7 @@ def _verify(stage: str, unit: Unit) -> None:
         verify_program(unit.scheduled)
     if stage == "codegen":
         for kernel in unit.kernels.values():
-            for each in kernel.ways:
+            for each in kernel.variants:
                 verify_nest(each.nest)
 
 
@@ -487,7 +487,7 @@ def _record(
     log_structured(record, options)
     if not options.trace:
         return record
-    with real_tensors():  # constants of the graph are among what is written
+    with real_tensors():  # constants of the graph are written too
         return replace(record, folder=write_run(record, options))
 
 
@@ -530,7 +530,7 @@ ARTIFACTS: Mapping[str, Callable[[GraphRecord], str]] = {
     "perf_hints": lambda record: "\n".join(str(d) for d in record.decisions if d.rule.startswith("codegen.")),
     "schedule": lambda record: "\n".join(f"{t.name}: {t.seconds:.3f} s" for t in (*record.earlier, *record.stages)),
 }
-"""What `TORCH_LOGS` can ask for, under the names that TorchInductor's have."""
+"""The artifacts that `TORCH_LOGS` can enable, under the names that TorchInductor uses."""
 
 
 def _log(record: GraphRecord) -> None:

@@ -1,6 +1,7 @@
-"""Attention that a program writes out becomes one call, whose kernel keeps no matrix of weights in memory.
+"""Attention that a program writes out becomes one call, whose kernel stores no matrix of weights in memory.
 
-In training both halves do, while they are one graph: forward keeps two numbers of each row for backward, no weights.
+In training, forward and backward are fused in the joint graph: forward saves two numbers per row for backward, no
+weights.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from pellucid.capture.torch_compat import expr_of, fake_result, is_symbolic, qui
 from pellucid.capture.transform import is_pure
 from pellucid.capture.written_attention import (
     SOFTMAX,
-    Added,
+    AdditiveMask,
     Gradients,
     Mask,
-    NotWritten,
-    Replaced,
-    Written,
-    reader_beside,
+    NotFusible,
+    MaskedFill,
+    AttentionMatch,
+    other_reader,
     repeated_from,
     reshaped_from,
     source_of,
     transposed_from,
-    written_attention,
-    written_gradients,
+    match_attention,
+    match_gradients,
 )
 from pellucid.ir.attention import Masking
 from pellucid.ir.contraction import DTYPES as KERNEL_DTYPES
@@ -42,11 +43,11 @@ from pellucid.machine.attention import MAX_HEAD_SIZE, Heads
 aten = torch.ops.aten
 
 _RULE = "transform.attention"
-# How far the kernel must be ahead by the model: at sizes that stay in cache, products reach more than it says.
-_AHEAD = 1.17
-# A number that is as good as -inf beside any score in f32, but that a row of nothing else is uniform.
+# The speedup that the model must predict: at sizes that stay in cache, products are faster than it predicts.
+_MIN_SPEEDUP = 1.17
+# Acts like -inf next to any score in f32, except that the weights of a row of nothing else are uniform.
 _LOWEST = -1e30
-# Calls that read their argument in any layout, and whose results do not lie as it does.
+# Calls that read their argument in any layout, and whose results' strides do not depend on it.
 _ANY_LAYOUT = (aten.bmm.default, aten.mm.default, aten.addmm.default, aten.baddbmm.default)
 _VIEWS = (aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim)
 
@@ -61,119 +62,121 @@ def fuse_attention(module: torch.fx.GraphModule, machine: Machine) -> tuple[Deci
 
 
 def fuse_joint_attention(joint: torch.fx.GraphModule, machine: Machine) -> torch.fx.GraphModule:
-    """The same for forward and backward as one graph. The decisions stay with the nodes of forward."""
+    """Like `fuse_attention`, for a joint graph. The decisions are attached to nodes of forward."""
     for node, decision in _fused(joint, machine, joint=True):
         decide(node, decision)
     return joint
 
 
 def _fused(module: torch.fx.GraphModule, machine: Machine, *, joint: bool) -> list[tuple[Node, Decision]]:
-    """What was decided about each softmax, with a node that is still there."""
+    """The decision about each softmax, with a node that is still in the graph."""
     found: list[tuple[Node, Decision]] = []
     for softmax in module.graph.find_nodes(op="call_function", target=SOFTMAX):
         try:
-            written = written_attention(module, softmax)
-            if written is not None:
-                found.append(_fuse(module, written, machine, joint=joint))
-        except NotWritten as refusal:
-            found.append((softmax, Decision(_RULE, (softmax.name,), False, f"not one kernel: {refusal}")))
+            match = match_attention(module, softmax)
+            if match is not None:
+                found.append(_fuse(module, match, machine, joint=joint))
+        except NotFusible as refusal:
+            found.append((softmax, Decision(_RULE, (softmax.name,), False, f"not fused into one kernel: {refusal}")))
     if found:
         module.graph.eliminate_dead_code(is_impure_node=lambda node: not is_pure(node) and node.op != "get_attr")
         module.recompile()
     return found
 
 
-def _fuse(module: torch.fx.GraphModule, written: Written, machine: Machine, *, joint: bool) -> tuple[Node, Decision]:
-    gradients = written_gradients(module, written) if joint else None
-    _check_readers(written, gradients)
-    facts = _check_speed(_covered(written), machine, trained=gradients is not None)
-    fusion = _Fusion(module.graph, written, gradients)
-    names = (fusion.forward.name, written.softmax.name)
+def _fuse(
+    module: torch.fx.GraphModule, match: AttentionMatch, machine: Machine, *, joint: bool
+) -> tuple[Node, Decision]:
+    gradients = match_gradients(module, match) if joint else None
+    _check_readers(match, gradients)
+    facts = _check_speed(_covered(match), machine, trained=gradients is not None)
+    fusion = _Fusion(module.graph, match, gradients)
+    names = (fusion.forward.name, match.softmax.name)
     why = "a softmax between two products is an attention"
     if gradients is not None:
-        why += ", and so are their gradients: backward is given the result and two numbers for each row"
+        why += ", and its gradients are fused too: backward is passed the result and two numbers for each row"
     return fusion.forward, Decision(_RULE, names, True, why, facts)
 
 
-def _check_readers(written: Written, gradients: Gradients | None) -> None:
-    """Nobody else may read what will not be in memory."""
-    calls, results = written.calls, (written.product,)
+def _check_readers(match: AttentionMatch, gradients: Gradients | None) -> None:
+    """Raise `NotFusible` if another call reads a value that the kernel does not store in memory."""
+    calls, results = match.calls, (match.product,)
     if gradients is not None:
         calls, results = calls | gradients.calls, (*results, *gradients.products)
-    reader = reader_beside(calls, results)
+    reader = other_reader(calls, results)
     if reader is not None:
         what = "the caller" if reader.op == "output" else reader.name
-        raise NotWritten(f"{what} reads its weights or scores, which must be in memory")
+        raise NotFusible(f"{what} reads its weights or scores, which must be in memory")
 
 
-def _covered(written: Written) -> Heads:
-    """The attention in numbers, if the kernel covers it; symbols count as they were when the graph was captured."""
-    query, value = written.scores.operands[0].meta["val"], written.product.args[1].meta["val"]  # type: ignore[union-attr]
+def _covered(match: AttentionMatch) -> Heads:
+    """The sizes of the attention, if the kernel supports it; symbolic sizes have the values they had at capture."""
+    query, value = match.scores.operands[0].meta["val"], match.product.args[1].meta["val"]  # type: ignore[union-attr]
     dtype, size = DTYPES.get(query.dtype), query.shape[-1]
-    types = {query.dtype, value.dtype, written.product.meta["val"].dtype}
-    if dtype not in KERNEL_DTYPES or len(types) > 1 or written.softmax.meta["val"].dtype is torch.float64:
-        raise NotWritten("kernels compute it in f32, bf16 and f16, with queries, keys and values of one type")
-    sizes = [expr_of(each) for each in (size, value.shape[-1], written.sizes[3])]
+    types = {query.dtype, value.dtype, match.product.meta["val"].dtype}
+    if dtype not in KERNEL_DTYPES or len(types) > 1 or match.softmax.meta["val"].dtype is torch.float64:
+        raise NotFusible("kernels compute it in f32, bf16 and f16, with queries, keys and values of one type")
+    sizes = [expr_of(each) for each in (size, value.shape[-1], match.sizes[3])]
     if sizes[0].value is None or not 2 <= sizes[0].value <= MAX_HEAD_SIZE or sizes[0] != sizes[1]:
-        raise NotWritten(
+        raise NotFusible(
             f"kernels have head sizes from 2 to {MAX_HEAD_SIZE}, known when compiled, values as long as keys"
         )
     if sizes[2] in (ZERO, ONE):
-        raise NotWritten("it has a single key, or none")
-    batch, heads, rows, keys = map(size_hint, written.sizes)
+        raise NotFusible("it has a single key, or none")
+    batch, heads, rows, keys = map(size_hint, match.sizes)
     return Heads(batch * heads, rows, keys, size_hint(size), dtype=dtype)
 
 
 def _check_speed(heads: Heads, machine: Machine, *, trained: bool) -> tuple[tuple[str, int], ...]:
-    """That the kernel takes less time than the calls; both times, in nanoseconds."""
+    """Check that the kernel is predicted to be faster than the calls; return both times, in nanoseconds."""
     ours, theirs = (round(each) for each in (heads.kernel_time(machine), heads.written_out_time(machine)))
-    if ours * _AHEAD > theirs:
-        raise NotWritten(
+    if ours * _MIN_SPEEDUP > theirs:
+        raise NotFusible(
             f"the kernel takes about {ours:.3g} ns on one thread, its products and softmax {theirs:.3g} ns"
         )
-    held = heads.count * heads.rows * heads.keys * heads.dtype.itemsize
-    if trained and held <= machine.own_cache:
-        raise NotWritten(f"backward would compute its weights again, and {held} bytes of them stay in cache")
+    weight_bytes = heads.count * heads.rows * heads.keys * heads.dtype.itemsize
+    if trained and weight_bytes <= machine.own_cache:
+        raise NotFusible(f"backward would recompute its weights, and {weight_bytes} bytes of them stay in cache")
     return (("kernel_ns", ours), ("written_ns", theirs))
 
 
 class _Fusion:
-    """Puts the calls of an attention, and of its gradients, in the place of others."""
+    """Replaces the matched calls of an attention, and of its gradients, by fused calls."""
 
-    def __init__(self, graph: torch.fx.Graph, written: Written, gradients: Gradients | None) -> None:
-        self.graph, self.written = graph, written
-        self.like = written.product
-        batch, heads, rows, keys = written.sizes
-        with graph.inserting_before(written.product):
+    def __init__(self, graph: torch.fx.Graph, match: AttentionMatch, gradients: Gradients | None) -> None:
+        self.graph, self.match = graph, match
+        self.like = match.product
+        batch, heads, rows, keys = match.sizes
+        with graph.inserting_before(match.product):
             operands = self._operands(batch, heads, rows, keys, gradients)
             mask, masking = self._mask()
-            scaling = (mask, masking, written.scores.scale)
-            results = self._call(ATTENTION, *operands, *scaling, False, written.scores.cap, self._sinks())
-            made = self._items(results, 3)
+            scaling = (mask, masking, match.scores.scale)
+            results = self._call(ATTENTION, *operands, *scaling, False, match.scores.cap, self._sinks())
+            parts = self._items(results, 3)
             self.forward = results
-        for node in (*written.calls, written.product):
+        for node in (*match.calls, match.product):
             merge_origin(results, node)
         if gradients is not None:
-            self._put_gradients(gradients, operands, made, scaling)
-        self._hand_on(written.product, made[0])
+            self._insert_gradients(gradients, operands, parts, scaling)
+        self._replace_product(match.product, parts[0])
 
-    def _put_gradients(
-        self, gradients: Gradients, operands: tuple[Node, ...], results: tuple[Node, ...], scaling: Any
+    def _insert_gradients(
+        self, gradients: Gradients, operands: tuple[Node, ...], forward_results: tuple[Node, ...], scaling: Any
     ) -> None:
         first = next(node for node in self.graph.nodes if node in gradients.products)
         self.like = first
         with self.graph.inserting_before(first):
-            grad_out = self._with_shape(gradients.grad_out, shape_of(results[0].meta["val"]))
-            made = self._call(ATTENTION_BACKWARD, grad_out, *operands, *results, *scaling)
-            query, key, value = self._items(made, 3)
+            grad_out = self._with_shape(gradients.grad_out, shape_of(forward_results[0].meta["val"]))
+            results = self._call(ATTENTION_BACKWARD, grad_out, *operands, *forward_results, *scaling)
+            query, key, value = self._items(results, 3)
             shared = self._shared
             columns = None if shared else self._call(aten.transpose.int, key, -1, -2)
         for node in (*gradients.calls, *gradients.products):
-            merge_origin(made, node)
-        self._hand_on(gradients.query, query)
+            merge_origin(results, node)
+        self._replace_product(gradients.query, query)
         if columns is not None:
-            self._hand_on(gradients.key, columns)
-            self._hand_on(gradients.value, value)
+            self._replace_product(gradients.key, columns)
+            self._replace_product(gradients.value, value)
             return
         for total, grad in zip(shared, (key, value), strict=True):
             with self.graph.inserting_before(total):
@@ -184,20 +187,20 @@ class _Fusion:
     def _operands(
         self, batch: Any, heads: Any, rows: Any, keys: Any, gradients: Gradients | None
     ) -> tuple[Node, Node, Node]:
-        written = self.written
-        queries, columns = written.scores.operands
-        values: Any = written.product.args[1]
+        match = self.match
+        queries, columns = match.scores.operands
+        values: Any = match.product.args[1]
         size = queries.meta["val"].shape[-1]
-        per_query, per_key, turned = (
+        per_query, per_key, per_column = (
             tuple(map(expr_of, (batch, heads, *last))) for last in ((rows, size), (keys, size), (size, keys))
         )
         query = self._with_shape(queries, per_query)
-        key = self._transposed(source_of(columns, turned) or columns, per_key)
+        key = self._transposed(source_of(columns, per_column) or columns, per_key)
         value = self._with_shape(values, per_key)
         if any(
             q == k == ZERO for q, k in zip(strides_of(query.meta["val"])[:2], strides_of(key.meta["val"]), strict=False)
         ):
-            raise NotWritten("heads or batches have the same queries and keys, whose weights would be computed again")
+            raise NotFusible("heads or batches have the same queries and keys, whose weights would be computed several times")
         self._shared: tuple[Node, Node] | tuple[()] = ()
         groups = [repeated_from(each, per_key) for each in (key, value)]
         if None in groups or groups[0].meta["val"].shape[1] != groups[1].meta["val"].shape[1]:  # type: ignore[union-attr]
@@ -215,7 +218,7 @@ class _Fusion:
         return query, each[0], each[1]
 
     def _with_shape(self, node: Node, shape: tuple[Expr, ...]) -> Node:
-        """A tensor with these four dimensions, which are those of `node` or split the first of it."""
+        """`node` in this shape of four dimensions, which are its own or split its first one."""
         found = source_of(node, shape)
         if found is not None:
             return found
@@ -237,12 +240,12 @@ class _Fusion:
         try:
             with quiet_fake_tensors():
                 return self._call(aten.view.default, node, sizes)
-        except (RuntimeError, ValueError):  # its strides cannot be those of this shape
+        except (RuntimeError, ValueError):  # no view of this shape exists
             copy = self._call(aten.clone.default, node, memory_format=torch.contiguous_format)
             return self._call(aten.view.default, copy, sizes)
 
     def _size(self, size: Expr) -> Any:
-        """A size as an argument: a number, or a node of the graph that has it."""
+        """A size as an argument: a number, or a node of the graph that holds it."""
         if size.value is not None:
             return size.value
         for node in self.graph.nodes:
@@ -251,45 +254,45 @@ class _Fusion:
             value = node.meta.get("val")
             if is_symbolic(value) and isinstance(value, torch.SymInt) and expr_of(value) == size:
                 return node
-        raise NotWritten("a size of its heads is none that the graph has")
+        raise NotFusible("no node of the graph holds a size of its heads")
 
     # ------------------------------------------------------------------------------------------------ masks
 
     def _mask(self) -> tuple[Node | None, Masking]:
-        """One mask for all, and what it does to scores."""
-        masks = self.written.scores.masks
+        """All masks combined into one, and how it is applied to scores."""
+        masks = self.match.scores.masks
         if not masks:
             return None, "adds"
-        numbers = [mask.number for mask in masks if isinstance(mask, Replaced)]
+        numbers = [mask.number for mask in masks if isinstance(mask, MaskedFill)]
         masking: Masking = "adds"
         if len(numbers) == len(masks) and 0 not in numbers:
             masking = "replaces"
         elif not all(number <= _LOWEST for number in numbers):
-            raise NotWritten("a number stands in place of scores to which a mask is added, and it does not hide them")
+            raise NotFusible("a number replaces scores to which a mask is added, and it does not hide them")
         elif set(numbers) == {-math.inf}:
             masking = "hides"
         total: Node | None = None
         for mask in masks:
-            if isinstance(mask, Replaced) and masking != "adds":
-                total = self._choice(mask, total)
+            if isinstance(mask, MaskedFill) and masking != "adds":
+                total = self._masked_fill(mask, total)
                 continue
-            part = self._choice(mask, None) if isinstance(mask, Replaced) else self._addend(mask)
+            part = self._masked_fill(mask, None) if isinstance(mask, MaskedFill) else self._addend(mask)
             total = part if total is None else self._call(aten.add.Tensor, total, part)
         assert total is not None
-        query = self.written.scores.operands[0].meta["val"].dtype
+        query = self.match.scores.operands[0].meta["val"].dtype
         if total.meta["val"].dtype not in (query, torch.float32):
             total = self._call(aten._to_copy.default, total, dtype=torch.float32)
         return total, masking
 
-    def _choice(self, mask: Replaced, otherwise: Node | None) -> Node:
-        """Zero, or another mask, where a score counts, else the number."""
+    def _masked_fill(self, mask: MaskedFill, otherwise: Node | None) -> Node:
+        """`where(condition, 0 or another mask, number)`: the number where a score is masked out."""
         zero = otherwise or self._number(0.0)
         number = self._number(mask.number)
         condition = self._aligned(mask.condition, mask)
-        first, second = (zero, number) if mask.kept else (number, zero)
+        first, second = (zero, number) if mask.keep_where else (number, zero)
         return self._call(aten.where.self, condition, first, second)
 
-    def _addend(self, mask: Added) -> Node:
+    def _addend(self, mask: AdditiveMask) -> Node:
         addend = self._aligned(mask.mask, mask)
         return addend if mask.factor == 1 else self._call(aten.mul.Tensor, addend, mask.factor)
 
@@ -299,11 +302,11 @@ class _Fusion:
         return node
 
     def _aligned(self, node: Node, mask: Mask) -> Node:
-        """What is broadcast to scores of some shape, such that it is broadcast to scores with four dimensions.
+        """Reshape what is broadcast to scores of some shape so that it is broadcast to scores with four dimensions.
 
-        Rows and keys that are split, as by the lines of an image, are joined.
+        Rows and keys that are split into several dimensions, as by the lines of an image, are merged.
         """
-        batch, heads, rows, keys = map(expr_of, self.written.sizes)
+        batch, heads, rows, keys = map(expr_of, self.match.sizes)
         if mask.shape == (rows, keys):
             return node
         if mask.shape[:2] == (batch, heads):
@@ -311,46 +314,46 @@ class _Fusion:
         elif mask.shape[0] == batch * heads:
             before = 1
         else:
-            raise NotWritten("a mask is added to scores of another shape")
+            raise NotFusible("a mask is added to scores of another shape")
         own = shape_of(node.meta["val"])
         shape, within = (ONE,) * (len(mask.shape) - len(own)) + own, mask.shape[before:]
-        apart = shape[:2] if before == 2 else (ONE, ONE) if shape[0] == ONE else (batch, heads)
+        outer = shape[:2] if before == 2 else (ONE, ONE) if shape[0] == ONE else (batch, heads)
         if within != (rows, keys):
             whole = self._call(aten.expand.default, node, [self._size(size) for size in (*shape[:before], *within)])
-            return self._reshape(whole, (*apart, rows, keys))
+            return self._reshape(whole, (*outer, rows, keys))
         if before == 2 or shape[0] == ONE:
             return node
         return (
-            self._call(aten.unsqueeze.default, node, 1) if heads == ONE else self._reshape(node, (*apart, *shape[1:]))
+            self._call(aten.unsqueeze.default, node, 1) if heads == ONE else self._reshape(node, (*outer, *shape[1:]))
         )
 
     def _sinks(self) -> Node | None:
         """A score for each row, in f32."""
-        sinks = self.written.sinks
+        sinks = self.match.sinks
         if sinks is None:
             return None
-        each = self._with_shape(sinks, tuple(map(expr_of, (*self.written.sizes[:3], 1))))
+        each = self._with_shape(sinks, tuple(map(expr_of, (*self.match.sizes[:3], 1))))
         if each.meta["val"].dtype is not torch.float32:
             each = self._call(aten._to_copy.default, each, dtype=torch.float32)
         return self._call(aten.squeeze.dim, each, 3)
 
     # ------------------------------------------------------------------------------------------------ results
 
-    def _hand_on(self, product: Node, made: Node) -> None:
-        """Have those who read a product read `made`, which has the same elements in four dimensions."""
-        shape = shape_of(made.meta["val"])
+    def _replace_product(self, product: Node, new: Node) -> None:
+        """Replace all uses of a product by `new`, which has the same elements in four dimensions."""
+        shape = shape_of(new.meta["val"])
         for user in list(product.users):
             if reshaped_from(user) is product and shape_of(user.meta["val"]) == shape:
-                self._replace(user, made)
+                self._replace(user, new)
         if any(user.users for user in product.users) or any(reshaped_from(user) is None for user in product.users):
-            with self.graph.inserting_after(made):
-                copy = self._copied(made)
+            with self.graph.inserting_after(new):
+                copy = self._copied(new)
             with self.graph.inserting_after(copy):
                 flat = self._reshape(copy, shape_of(product.meta["val"]))
             product.replace_all_uses_with(flat)
 
     def _replace(self, old: Node, new: Node) -> None:
-        """Have those who read `old` read `new`, which lies otherwise in memory: views anew, others a copy."""
+        """Replace all uses of `old` by `new`, whose strides may differ: views are recomputed, other users read a copy."""
         self._follow(old, new)
         if old.users:
             if strides_of(old.meta["val"]) != strides_of(new.meta["val"]):
@@ -371,7 +374,7 @@ class _Fusion:
                         self.graph.erase_node(view)
 
     def _view(self, user: Node, old: Node, new: Node) -> Node | None:
-        """The same view of `new`; None if that has not the strides for it."""
+        """The same view of `new`; None if its strides do not allow it."""
         with self.graph.inserting_before(user):
             view = self.graph.node_copy(user, lambda node: new if node is old else node)
         try:
@@ -398,22 +401,22 @@ class _Fusion:
         return node
 
     def _meta(self) -> dict[str, Any]:
-        """What is known of the call in whose place others are put, but for its result."""
+        """The metadata of the call that is replaced, without that of its result."""
         return {key: value for key, value in self.like.meta.items() if key not in ("val", "tensor_meta")}
 
     def _items(self, results: Node, count: int) -> tuple[Node, ...]:
-        made: list[Node] = []
+        items: list[Node] = []
         after = results
         for position in range(count):
             with self.graph.inserting_after(after):
                 after = self.graph.call_function(operator.getitem, (results, position))
             after.meta = {**results.meta, "val": results.meta["val"][position]}
-            made.append(after)
-        return tuple(made)
+            items.append(after)
+        return tuple(items)
 
 
 def _group_total(product: Node, shape: tuple[Expr, ...]) -> Node | None:
-    """The sum over the heads of a group of gradients that a product makes, and that nobody else reads."""
+    """The sum of a product's result, a gradient, over the heads of a group; None if another call reads the result."""
     at = product
     while len(at.users) == 1:
         (user,) = at.users

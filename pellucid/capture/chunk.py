@@ -1,11 +1,11 @@
-"""A huge matrix that a product makes, and all that is computed of its rows: some of the rows at a time.
+"""Computes a huge matrix product, and what depends on its rows, in chunks of rows, so that it is never whole in memory.
 
-The logits of a language model are by far its largest tensor, and of them its loss needs a number for each row. Their
-gradient is as large, and what remains of that, the gradients of the hidden states and of the weight, has a row for each
-or is a sum over rows. So the loss and these gradients are computed of some rows after others.
+The logits of a language model are by far its largest tensor, and its loss needs only one number per row of them. Their
+gradient is as large, and only the gradients of the hidden states (computed row by row) and of the weight (a sum over
+rows) remain of it. So the loss and these gradients are computed chunk by chunk.
 
-Backward is linear in the gradient that it is given. Where that is a single number, forward computes what backward would
-for 1, and backward multiplies it. (Liger Kernel, Hsu et al. 2024, does that by hand, for cross-entropy.)
+Backward is linear in its tangent. Where the tangent is a single number, forward computes what backward would for a
+tangent of 1, and backward multiplies that by it. (Liger Kernel, Hsu et al. 2024, does so by hand, for cross-entropy.)
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from torch.fx import Node
 
 from pellucid.capture.fx import bytes_of, dependent_on_tangents, is_tangent, reachable
 from pellucid.capture.rows import NotInParts, is_linear, operands_along, resized, shape_of, summed
-from pellucid.capture.torch_compat import fake_mode_of, is_symbolic, keep, size_hint
+from pellucid.capture.torch_compat import fake_mode_of, is_symbolic, must_save, size_hint
 from pellucid.capture.transform import is_pure
 from pellucid.ir.decision import Decision
 
 aten = torch.ops.aten
 
 _RULE = "transform.chunks"
-# Bytes of a matrix that is divided, and of a part at most; into how many parts, if these have so many rows: for fewer,
-# reading the weight again and adding up its gradient would take longer than what is computed.
-_LEAST, _PART, _COUNT, _ROWS = 1 << 29, 1 << 28, 16, 512
-# How many times all that remains of it the matrix must be; how many calls are made of it at most.
-_TIMES, _MOST_CALLS = 3, 2000
-# What a node's meta says of its place in forward or backward.
+# Minimum bytes of a matrix that is split, and maximum bytes of a part; the number of parts, and the minimum number of
+# their rows: with fewer, reading the weight again and accumulating its gradient would take longer than the computation.
+_MIN_BYTES, _PART_BYTES, _COUNT, _MIN_ROWS = 1 << 29, 1 << 28, 16, 512
+# Minimum ratio of the matrix to the results that stay in memory; maximum number of calls created for it.
+_MIN_RATIO, _MAX_CALLS = 3, 2000
+# Keys of a node's meta that depend on whether it is in forward or in backward.
 _OF_ITS_HALF = ("partitioner_tag", "autograd_backward", "recompute", "seq_nr")
 _NARROW = (torch.bfloat16, torch.float16)
 
 
 def in_chunks(graph_module: torch.fx.GraphModule) -> tuple[tuple[Node, Decision], ...]:
-    """Change a joint graph, or one for inference; what was decided about each huge product, with a node of the graph.
+    """Change a joint or inference graph; return the decision about each huge product, with a node of the graph.
 
     Before: `%l = mm(%h, %w); %y = _log_softmax(%l, 1); ...; %d = sub(...); %g = mm(%d, %wt); %v = mm(t(%d), %h)`.
-    After: the same of the first rows of `%h`, then of the next ones; `%g` is their `cat` and `%v` their sum, both
+    After: these calls on the first rows of `%h`, then on the next ones; `%g` is their `cat` and `%v` their sum, both
     for a tangent of 1, and then times the tangent.
     """
     found: list[tuple[Node, Decision]] = []
     replaced: set[Node] = set()
     for root in list(graph_module.graph.nodes):
-        if root in replaced or root.target not in (aten.mm.default, aten.addmm.default) or bytes_of(root) < _LEAST:
+        if root in replaced or root.target not in (aten.mm.default, aten.addmm.default) or bytes_of(root) < _MIN_BYTES:
             continue
         facts: tuple[tuple[str, int], ...] = (("bytes", bytes_of(root)),)
         try:
@@ -56,7 +56,7 @@ def in_chunks(graph_module: torch.fx.GraphModule) -> tuple[tuple[Node, Decision]
             found.append((root, Decision(_RULE, (root.name,), False, f"it stays whole: {refusal}", facts)))
             continue
         facts = (*facts, ("chunks", parts.count))
-        made = parts.put_in_place()
+        made = parts.replace()
         replaced.update(parts.members)
         found.append((made, Decision(_RULE, (root.name,), True, "nothing needs all of its rows at once", facts)))
     if any(decision.ok for _, decision in found):
@@ -67,10 +67,10 @@ def in_chunks(graph_module: torch.fx.GraphModule) -> tuple[tuple[Node, Decision]
 
 @dataclass(slots=True)
 class _Region:
-    """What is computed in parts.
+    """The calls that are computed in parts.
 
-    dims: the calls, and the dimension of each result along which it is. sums: calls that add up over all parts, and of
-    each operand the dimension. after: all that depends on the product.
+    dims: these calls, and the dimension of each result that is split. sums: calls that sum over all parts, with the
+    split dimension of each operand. after: all nodes that depend on the product.
     """
 
     root: Node
@@ -79,7 +79,7 @@ class _Region:
     after: set[Node] = field(default_factory=set)
 
     def operands(self, node: Node) -> dict[Node, int | None]:
-        """What a call of the region reads, and along which dimension in parts."""
+        """The operands of a call of the region, and the dimension along which each is split, None for whole ones."""
         return self.sums[node] if node in self.sums else _operands(node, self.dims[node])
 
     def members(self) -> list[Node]:
@@ -87,12 +87,12 @@ class _Region:
         return [node for node in self.root.graph.nodes if node in self.dims or node in self.sums]
 
     def outside(self) -> set[Node]:
-        """What the region reads and does not compute."""
+        """The nodes that the region reads and does not compute."""
         read = {operand for node in self.members() for operand in self.operands(node)}
         return {node for node in read if node not in self.dims}
 
     def grow(self, node: Node, dim: int) -> None:
-        """Take a call in, and what would be as large as the matrix beside it."""
+        """Add a call, and the neighbouring calls whose results would be about as large as the matrix."""
         pending = [(node, dim)]
         while pending:
             node, dim = pending.pop()
@@ -105,17 +105,17 @@ class _Region:
                 continue
             for user in node.users:
                 if self.is_large(node) and user.op == "output":
-                    raise NotInParts(f"{node.name} is a result, of which all is in memory")
+                    raise NotInParts(f"{node.name} is a result, all of which is in memory")
                 if self.is_large(node) and user not in self.dims and user not in self.sums:
                     pending += self.join(user)
 
     def join(self, user: Node) -> list[tuple[Node, int]]:
-        """How to take in a call that reads something of the region: what is to grow."""
+        """Find how to add a call that reads a value of the region; return the calls to `grow` by."""
         terms = summed(user, self.dims)
         if terms is not None:
             self.sums[user] = _once(user, terms)
             return self._needed(self.sums[user])
-        given = {operand: dim for operand, dim in self.dims.items() if operand in user.all_input_nodes}
+        split = {operand: dim for operand, dim in self.dims.items() if operand in user.all_input_nodes}
         why = f"{user.name} is not made of parts of rows"
         for dim in range(len(shape_of(user))):
             try:
@@ -123,12 +123,12 @@ class _Region:
             except NotInParts as refusal:
                 why = str(refusal)
                 continue
-            if all(operands[operand] == each for operand, each in given.items()):
+            if all(operands[operand] == each for operand, each in split.items()):
                 return [(user, dim)]
         raise NotInParts(why)
 
     def _needed(self, operands: dict[Node, int | None]) -> list[tuple[Node, int]]:
-        """Operands that are to be computed in parts as well."""
+        """The operands that have to be computed in parts as well."""
         found = [(node, dim) for node, dim in operands.items() if dim is not None and self.dims.get(node) != dim]
         return [
             (node, dim)
@@ -142,7 +142,7 @@ class _Region:
 
 
 def _region_of(root: Node) -> _Region:
-    """What has to be computed in parts with a product, so that none of it is in memory whole."""
+    """The calls that have to be computed in parts with a product, so that its result is never whole in memory."""
     region = _Region(root)
     region.after = reachable([root], lambda node: node.users)
     region.grow(root, 0)
@@ -165,7 +165,7 @@ def _region_of(root: Node) -> _Region:
 
 
 class _Parts:
-    """Puts the calls of a region, part by part, in its place."""
+    """Replaces the calls of a region by calls on parts."""
 
     def __init__(self, graph: torch.fx.Graph, region: _Region) -> None:
         self.graph, self.region = graph, region
@@ -182,7 +182,7 @@ class _Parts:
         ]
         self._check()
         self.mode = fake_mode_of(graph)
-        self.given: dict[Node, Node] = {}  # what the region reads, for a tangent of 1
+        self.hoisted: dict[Node, Node] = {}  # the operands of the region, for a tangent of 1
         self.sums: dict[Node, Node] = {}  # over the parts so far
 
     def _in_parts(self) -> Iterator[tuple[Node, int]]:
@@ -191,55 +191,55 @@ class _Parts:
         yield from self.region.dims.items()
 
     def _count(self) -> int:
-        """How many parts: as many as the rows can be divided into equally, if that is about what is wanted."""
+        """The number of parts: one that divides the rows equally, if there is one near the wanted number."""
         root = self.region.root
-        count = min(max(_COUNT, -(-bytes_of(root) // _PART)), _size(root, 0) // _ROWS, self.groups)
+        count = min(max(_COUNT, -(-bytes_of(root) // _PART_BYTES)), _size(root, 0) // _MIN_ROWS, self.groups)
         if count < 2:
-            raise NotInParts(f"parts of {_ROWS} rows or more, in {self.groups} groups that stay whole, are too few")
+            raise NotInParts(f"parts of {_MIN_ROWS} rows or more, in {self.groups} indivisible groups, are too few")
         equal = (each for each in range(count, count // 2, -1) if self.groups % each == 0)
         return next(equal, count)
 
     def _tangent(self) -> Node | None:
-        """The number that backward is given, if the region depends on one."""
+        """The tangent, a single number, if the region depends on one."""
         varying = [
             node for node in self.graph.nodes if node in self.varying and (node in self.before or node in self.inside)
         ]
-        given = [node for node in varying if is_tangent(node)]
+        tangents = [node for node in varying if is_tangent(node)]
         if not varying:
             return None
         if self.region.root in self.varying:
-            raise NotInParts("backward makes it")
-        if len(given) > 1 or shape_of(given[0]):
-            raise NotInParts("what backward is given is more than one number, and not known in forward")
+            raise NotInParts("it depends on what backward is given")
+        if len(tangents) > 1 or shape_of(tangents[0]):
+            raise NotInParts("backward is given more than one number, which forward does not know")
         for node in varying:
-            if node is not given[0] and not is_linear(node, self.varying):
+            if node is not tangents[0] and not is_linear(node, self.varying):
                 raise NotInParts(f"{node.name} is no multiple of what backward is given, which forward does not know")
             if node.meta["val"].dtype is torch.float16:
                 raise NotInParts(
                     f"{node.name} has the type float16, whose gradients may need the factor that backward is given"
                 )
-        return given[0]
+        return tangents[0]
 
     def _check(self) -> None:
-        """That calls may be moved and made several times, and that it is worth it."""
+        """Check that calls may be moved and repeated, and that it is worth it."""
         moved = [each for each in self.before if each.op == "call_function" and self._is_moved(each)]
         impure = next((each for each in (*self.members, *moved) if not is_pure(each)), None)
         if impure is not None:
-            raise NotInParts(f"{impure.name} draws random numbers or changes a tensor, and has to stay in its place")
-        if len(self.members) * self.count > _MOST_CALLS:
-            raise NotInParts(f"{len(self.members)} calls would be made {self.count} times, which takes long to compile")
+            raise NotInParts(f"{impure.name} draws random numbers or changes a tensor, and cannot be moved")
+        if len(self.members) * self.count > _MAX_CALLS:
+            raise NotInParts(f"{len(self.members)} calls would be repeated {self.count} times, too many to compile")
         twice = next((each for each in self._made_before() if not self.inside.issuperset(each.users)), None)
         if twice is not None:
             raise NotInParts(f"{twice.name}, which is as large, would be computed twice")
-        turned = next((each for each in self.results if not each.meta["val"].is_contiguous()), None)
-        if turned is not None:
-            raise NotInParts(f"{turned.name} does not lie row after row in memory")
-        remains = sum(map(bytes_of, self.results))
-        if remains * _TIMES > bytes_of(self.region.root):
-            raise NotInParts(f"{remains} bytes are in memory in any case, of what is computed of it")
+        strided = next((each for each in self.results if not each.meta["val"].is_contiguous()), None)
+        if strided is not None:
+            raise NotInParts(f"{strided.name} is not contiguous")
+        remaining = sum(map(bytes_of, self.results))
+        if remaining * _MIN_RATIO > bytes_of(self.region.root):
+            raise NotInParts(f"{remaining} bytes that are computed from it are in memory anyway")
 
     def _made_before(self) -> Iterator[Node]:
-        """Products beside the first that are made in parts, or large gradients that are made for a tangent of 1."""
+        """Other products that are computed in parts, and large gradients that are computed for a tangent of 1."""
         for node in self.members:
             if node not in self.region.after and node.target in (aten.mm.default, aten.addmm.default):
                 yield node
@@ -248,11 +248,11 @@ class _Parts:
                 yield node
 
     def _is_moved(self, node: Node) -> bool:
-        """Whether what the region reads stands after the product, before which all is computed now."""
+        """Whether an operand of the region comes after the product: the region is now computed before it."""
         return self.region.root < node
 
-    def put_in_place(self) -> Node:
-        """Compute the region part by part; a call of the first."""
+    def replace(self) -> Node:
+        """Replace the region by its computation in parts; return a call of the first part."""
         self._hoist()
         pieces: dict[Node, list[Node]] = {node: [] for node in self.results}
         size = -(-self.groups // self.count)
@@ -266,28 +266,28 @@ class _Parts:
         return pieces[self.results[0]][0]
 
     def _hoist(self) -> None:
-        """Have what the region reads computed before it, and for a tangent of 1."""
+        """Compute the operands of the region before it, and for a tangent of 1."""
         root = self.region.root
         order = {node: number for number, node in enumerate(self.graph.nodes)}
         for node in sorted(self.before, key=order.__getitem__):
             if node is self.tangent:
                 value = node.meta["val"]
                 options = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
-                self.given[node] = self._call(aten.full.default, ([], 1.0), options, like=root)
+                self.hoisted[node] = self._call(aten.full.default, ([], 1.0), options, like=root)
             elif node in self.varying:
-                self.given[node] = self._copy(node, node.args, self.given)
+                self.hoisted[node] = self._copy(node, node.args, self.hoisted)
             elif self._is_moved(node):
                 root.prepend(node)
 
     def _part(self, start: int, stop: int) -> dict[Node, Node]:
-        """The calls of the region for these groups of rows."""
+        """Insert the calls of the region for these groups of rows."""
         made: dict[Node, Node] = {}
         slices: dict[Node, Node] = {}
 
         def read(node: Node, dim: int | None) -> Node:
             if node in made:
                 return made[node]
-            whole = self.given.get(node, node)
+            whole = self.hoisted.get(node, node)
             if dim is None:
                 return whole
             if node not in slices:
@@ -307,7 +307,7 @@ class _Parts:
         return made
 
     def _added(self, node: Node, operands: dict[Node, Node]) -> Node:
-        """A sum over rows with those of this part: in f32, if its type is a narrow one."""
+        """A sum over rows, plus that over the rows of this part: in f32 if its type is bf16 or f16."""
         so_far, wide = self.sums.get(node), {"dtype": torch.float32}
         narrow = node.meta["val"].dtype in _NARROW
         if so_far is not None and node.target is aten.mm.default and not narrow:
@@ -319,19 +319,19 @@ class _Parts:
         return part if so_far is None else self._call(aten.add.Tensor, (so_far, part), {}, like=node)
 
     def _whole(self, node: Node, pieces: list[Node]) -> Node:
-        """All of a result: what backward is given times that for 1, if it depends on it."""
+        """A whole result: times the tangent, if it depends on that."""
         if node in self.region.dims:
             whole = self._call(aten.cat.default, (pieces, self.region.dims[node]), {}, like=node)
         else:
             whole = self._cast(pieces[-1], node)
         if node not in self.varying:
             return whole
-        keep(whole)
+        must_save(whole)
         scaled = self._call(aten.mul.Tensor, (whole, self.tangent), {}, like=node)
         return self._cast(scaled, node)
 
     def _cast(self, value: Node, like: Node) -> Node:
-        """A value in the type that another has."""
+        """A value cast to the dtype of another."""
         dtype = like.meta["val"].dtype
         if value.meta["val"].dtype is dtype:
             return value
@@ -343,7 +343,7 @@ class _Parts:
         return self._call(cast(Callable[..., Any], node.target), args, kwargs, like=node)
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, like: Node) -> Node:
-        """A new call before the product, which comes from the same line as another."""
+        """A new call before the product, with the origin of `like`."""
         with self.graph.inserting_before(self.region.root):
             made = self.graph.call_function(target, args, kwargs)
         made.meta = {key: value for key, value in like.meta.items() if key not in _OF_ITS_HALF}
@@ -358,7 +358,7 @@ def _operands(node: Node, dim: int) -> dict[Node, int | None]:
 
 
 def _once(node: Node, operands: list[tuple[Node, int | None]]) -> dict[Node, int | None]:
-    """What is read along which dimension, for a call that reads nothing in two ways."""
+    """The operands of a call and their split dimensions; raises `NotInParts` if one is split along two."""
     found: dict[Node, int | None] = {}
     for operand, dim in operands:
         if found.setdefault(operand, dim) != dim:
@@ -374,7 +374,7 @@ def _agree(node: Node, known: int | None, wanted: int | None) -> None:
 def _size(node: Node, dim: int) -> int:
     size = shape_of(node)[dim]
     if is_symbolic(size):
-        raise NotInParts(f"how many rows {node.name} has is not known when it is compiled")
+        raise NotInParts(f"the number of rows of {node.name} is not known when it is compiled")
     return size
 
 

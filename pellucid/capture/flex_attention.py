@@ -1,12 +1,12 @@
-"""`flex_attention`, whose masks and changes of scores are functions of positions, becomes calls that kernels compute.
+"""`flex_attention`, whose masks and score modifications are functions of positions, becomes calls that kernels compute.
 
     before: `flex_attention(%q, %k, %v, score_mod, (..., mask_mod), scale, ...)`
     after:  `%mask = where(ge(%rows, %keys), 0, -inf)`, `%a = pellucid.attention(%q, %k, %v, %mask, replaces, scale)`
 
-A mask, and what is added to scores, is a tensor of the positions that it depends on; a causal mask is none. Scores that
-are changed otherwise than by a scale and a cap (`tanh`) are computed as the operator defines them, in memory. PyTorch
-has the operator on CPUs for inference alone. The lists of blocks that come with a mask are not read: they follow from
-it.
+A mask, and what is added to scores, is a tensor over the positions that it depends on; a causal mask is none. If
+`score_mod` does more than scale, cap (`tanh`) and add, scores are computed in memory as the operator defines them. On
+CPUs PyTorch has the operator for inference alone. The lists of blocks that come with a mask are not read: they follow
+from it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.fx import GraphModule, Node
 from pellucid.capture.decompositions import decompositions
 from pellucid.capture.fx import attribute_of, dtype_of, order_in_memory, shape_of, strides_of
 from pellucid.capture.operators import ATTENTION
-from pellucid.capture.torch_compat import graph_module_of, traced_anew
-from pellucid.capture.transform import put_calls
-from pellucid.capture.written_attention import Added, Climb, Replaced, Scores
+from pellucid.capture.torch_compat import graph_module_of, trace_function
+from pellucid.capture.transform import insert_calls
+from pellucid.capture.written_attention import AdditiveMask, MaskedFill, ScoreMatcher, Scores
 from pellucid.ir.attention import may_cap
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.decision import Decision
@@ -37,13 +37,13 @@ aten = torch.ops.aten
 
 _RULE = "transform.flex_attention"
 _INF = math.inf
-_LN2 = math.log(2)  # the operator's logarithms are those of 2
+_LN2 = math.log(2)  # the operator's logarithms are to base 2
 _ONES = (aten.new_ones.default, aten.ones.default)
 _BOTH = (aten.bitwise_and.Tensor, aten.logical_and.default)
 
 
 def without_flex_attention(module: GraphModule, *, contract: bool) -> tuple[GraphModule, tuple[Decision, ...]]:
-    """The graph with other calls in the place of each `flex_attention`, itself if it has none; what was decided.
+    """Replace each `flex_attention`; return the graph, unchanged if there is none, and the decisions.
 
     contract: whether kernels may compute attention.
     """
@@ -68,17 +68,17 @@ def _is_flex(node: Node) -> bool:
 def _replaced(
     module: GraphModule, graph: torch.fx.Graph, node: Node, made: Mapping[Node, Any], contract: bool
 ) -> tuple[Any, Decision]:
-    """The results in `graph` of what stands for a call, or the call itself; and why.
+    """The results in `graph` of the calls that replace `node`, or a copy of it; and the decision.
 
-    made: what stands for the nodes before.
+    made: the copies or replacements of the nodes before.
     """
     call = _Call.of(module, node)
     if call is None:
-        why = "PyTorch's definition is called: its functions read what is neither a tensor nor a size"
+        why = "PyTorch's definition is called: its functions read a value that is neither a tensor nor a size"
         return graph.node_copy(node, made.__getitem__), Decision(_RULE, (node.name,), False, why)
-    why = call.why_in_memory() if contract else "the option `contract` asks for it"
+    why = call.why_in_memory() if contract else "the option `contract` is off"
     try:
-        traced = call.meaning(kernel=why is None)
+        traced = call.traced(kernel=why is None)
     except Exception as error:
         what, *_ = str(error).splitlines() or [type(error).__name__]
         why = f"PyTorch's definition is called: its functions cannot be mapped over positions: {what}"
@@ -90,13 +90,13 @@ def _replaced(
 def _inlined(
     module: GraphModule, graph: torch.fx.Graph, node: Node, arguments: Sequence[Node], traced: GraphModule
 ) -> tuple[Node, ...]:
-    """The results of a traced function of `arguments`, whose calls come into `graph` in the place of `node`."""
+    """Insert the calls of a traced function into `graph` in place of `node`; its results for `arguments`."""
     inlined = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
     for constant in traced.graph.find_nodes(op="get_attr"):
         inlined[constant] = copy = graph.node_copy(constant)
         copy.target = f"_{node.name}_{constant.target}"
         setattr(module, copy.target, attribute_of(traced, constant))
-    put_calls(graph, node, traced, inlined)
+    insert_calls(graph, node, traced, inlined)
     return tuple(inlined[result] for result in traced.graph.output_node().args[0])  # type: ignore[union-attr]
 
 
@@ -104,37 +104,37 @@ def _inlined(
 class _Call:
     """A call of `flex_attention`.
 
-    arguments: queries, keys, values, then what `change` reads beside a score and its position, then what `mask` does,
-    then the scale if only the call tells it. change: of a score, by itself, batch, head, row and key. mask: whether a
-    key counts, by the last four of these. like: the result.
+    arguments: queries, keys, values, then the other tensors that `score_mod` reads, then those that `mask_mod` reads,
+    then the scale if it is known only at run time. score_mod: a function of a score, batch, head, row and key.
+    mask_mod: of batch, head, row and key; whether a key is visible. like: the result.
     """
 
     arguments: tuple[Node, ...]
-    change: GraphModule
-    mask: GraphModule
-    read_by_change: int
-    read_by_mask: int
+    score_mod: GraphModule
+    mask_mod: GraphModule
+    score_mod_inputs: int
+    mask_mod_inputs: int
     scale: float | None
     like: Tensor
 
     @classmethod
     def of(cls, module: GraphModule, node: Node) -> _Call | None:
-        """None if one of its functions reads what is neither a tensor nor a number that the call tells."""
-        query, key, value, change, blocks, scale, _, read_by_change, read_by_mask = node.args
-        told = [scale] if isinstance(scale, Node) else []
-        arguments: Any = (query, key, value, *read_by_change, *read_by_mask, *told)  # type: ignore[misc]
+        """None if one of its functions reads a value that is neither a tensor nor a symbolic number."""
+        query, key, value, score_mod, blocks, scale, _, score_mod_reads, mask_mod_reads = node.args
+        scale_node = [scale] if isinstance(scale, Node) else []
+        arguments: Any = (query, key, value, *score_mod_reads, *mask_mod_reads, *scale_node)  # type: ignore[misc]
         values = [each.meta.get("val") if isinstance(each, Node) else None for each in arguments]
         if not all(isinstance(value, Tensor | torch.SymInt | torch.SymFloat) for value in values):
             return None
-        change, mask = (attribute_of(module, each) for each in (change, blocks[-1]))  # type: ignore[arg-type, index]
-        known = None if told else float(scale)  # type: ignore[arg-type]
-        counts = len(read_by_change), len(read_by_mask)  # type: ignore[arg-type]
-        return cls(arguments, change, mask, *counts, known, node.meta["val"][0])  # type: ignore[arg-type]
+        score_mod, mask_mod = (attribute_of(module, each) for each in (score_mod, blocks[-1]))  # type: ignore[arg-type, index]
+        known = None if scale_node else float(scale)  # type: ignore[arg-type]
+        counts = len(score_mod_reads), len(mask_mod_reads)  # type: ignore[arg-type]
+        return cls(arguments, score_mod, mask_mod, *counts, known, node.meta["val"][0])  # type: ignore[arg-type]
 
-    def meaning(self, *, kernel: bool) -> GraphModule:
-        """The graph of what the call means, of its arguments."""
+    def traced(self, *, kernel: bool) -> GraphModule:
+        """The call as a graph of its arguments."""
         values = [each.meta["val"] for each in self.arguments]
-        return traced_anew(self.by_kernel if kernel else self.in_memory, values, table=decompositions())
+        return trace_function(self.by_kernel if kernel else self.in_memory, values, table=decompositions())
 
     def why_in_memory(self) -> str | None:
         """Why no kernel computes it; None if one does."""
@@ -146,50 +146,50 @@ class _Call:
         if size.value is None or not 2 <= size.value <= MAX_HEAD_SIZE or shape_of(value)[3] != size:
             return f"kernels have head sizes from 2 to {MAX_HEAD_SIZE}, known when compiled, values as long as keys"
         if keys in (ZERO, ONE) or group is None or group.value is None:
-            return "it has a single key, or heads of queries that are no multiple of those of keys"
+            return "it has a single key, or its query heads are no multiple of its key heads"
         if self.scale is None:
-            return "its scale is not known before the call"
-        if _scores(self.change) is None:
-            return "`score_mod` does something else to scores than to scale them, to cap them, and to add to them"
+            return "its scale is known only at run time"
+        if _scores(self.score_mod) is None:
+            return "`score_mod` does more than scale scores, cap them, and add to them"
         return None
 
-    def changed(self, sizes: Sequence[Any], read: Sequence[Any], score: Tensor) -> Tensor:
-        """What `score_mod` makes of scores, one for each position or one for all."""
-        return _everywhere(self.change, sizes, read[: self.read_by_change], score)
+    def modified_scores(self, sizes: Sequence[Any], read: Sequence[Any], score: Tensor) -> Tensor:
+        """`score_mod` of scores: of one for each position, or of a single one."""
+        return _over_positions(self.score_mod, sizes, read[: self.score_mod_inputs], score)
 
-    def counts(self, sizes: Sequence[Any], read: Sequence[Any]) -> Tensor:
-        """Whether keys count."""
-        return _everywhere(self.mask, sizes, read[self.read_by_change :][: self.read_by_mask])
+    def visible(self, sizes: Sequence[Any], read: Sequence[Any]) -> Tensor:
+        """Whether keys are visible, by `mask_mod`."""
+        return _over_positions(self.mask_mod, sizes, read[self.score_mod_inputs :][: self.mask_mod_inputs])
 
     def by_kernel(self, query: Tensor, key: Tensor, value: Tensor, *read: Any) -> tuple[Tensor, ...]:
-        """The result, and of each row the logarithm of the sum of exponentials and the greatest score.
+        """The result, and for each row the logarithm of the sum of exponentials and the maximum score.
 
-        A row of which no key counts is zero.
+        A row whose keys are all masked out is zero.
         """
         sizes = (*query.shape[:3], key.shape[2])
-        nothing = query.new_zeros((), dtype=torch.float32)
+        zero = query.new_zeros((), dtype=torch.float32)
         added: Tensor | None = None
-        scores = _scores(self.change)
+        scores = _scores(self.score_mod)
         assert scores is not None and self.scale is not None
         if scores.masks:
-            added = self.changed(sizes, read, nothing).float()
-        conditions = [] if _hides_nothing(self.mask) else list(_conjuncts(_result(self.mask)))
-        causal = [_is_causal(condition, self.mask) for condition in conditions]
+            added = self.modified_scores(sizes, read, zero).float()
+        conditions = [] if _masks_nothing(self.mask_mod) else list(_conjuncts(_result(self.mask_mod)))
+        causal = [_is_causal(condition, self.mask_mod) for condition in conditions]
         mask = added
         if not all(causal):
-            mask = torch.where(self.counts(sizes, read), nothing if added is None else added, -_INF)
+            mask = torch.where(self.visible(sizes, read), zero if added is None else added, -_INF)
         key, value = (each.expand(query.shape[0], -1, -1, -1) for each in (key, value))
-        masking = "hides" if any(isinstance(each, Added) for each in scores.masks) else "replaces"
+        masking = "hides" if any(isinstance(each, AdditiveMask) for each in scores.masks) else "replaces"
         scale = self.scale * scores.scale
-        out, greatest, logarithm = ATTENTION(query, key, value, mask, masking, scale, any(causal), scores.cap)
-        total = greatest + logarithm
+        out, maximum, logarithm = ATTENTION(query, key, value, mask, masking, scale, any(causal), scores.cap)
+        total = maximum + logarithm
         if mask is not None:
-            hidden = total == -_INF
-            out, greatest = torch.where(hidden[..., None], 0, out), torch.where(hidden, -_INF, greatest)
-        return _lying_like(out, self.like), total / _LN2, greatest / _LN2
+            masked_out = total == -_INF
+            out, maximum = torch.where(masked_out[..., None], 0, out), torch.where(masked_out, -_INF, maximum)
+        return _with_strides_of(self.like, out), total / _LN2, maximum / _LN2
 
     def in_memory(self, query: Tensor, key: Tensor, value: Tensor, *read: Any) -> tuple[Tensor, ...]:
-        """The same by scores in memory, of f32 or of f64."""
+        """Like `by_kernel`, with all scores in memory, in f32 or f64."""
         wide = torch.float64 if query.dtype is torch.float64 else torch.float32
         group = query.shape[1] // key.shape[1]
         key, value = (
@@ -197,41 +197,42 @@ class _Call:
         )
         scores = query.to(wide) @ key.to(wide).mT * (read[-1] if self.scale is None else self.scale)
         sizes = tuple(scores.shape)
-        if _result(self.change) is not _arguments(self.change)[0]:
-            scores = self.changed(sizes, read, scores).to(wide)
-        if not _hides_nothing(self.mask):
-            scores = torch.where(self.counts(sizes, read), scores, -_INF)
-        greatest = scores.amax(-1)
-        base = torch.where(greatest == -_INF, 0.0, greatest)
+        if _result(self.score_mod) is not _arguments(self.score_mod)[0]:
+            scores = self.modified_scores(sizes, read, scores).to(wide)
+        if not _masks_nothing(self.mask_mod):
+            scores = torch.where(self.visible(sizes, read), scores, -_INF)
+        maximum = scores.amax(-1)
+        base = torch.where(maximum == -_INF, 0.0, maximum)
         weights = (scores - base[..., None]).exp()
         sums = weights.sum(-1)
         weights = weights / torch.where(sums == 0, 1.0, sums)[..., None]
         out = weights.to(query.dtype) @ value
-        return _lying_like(out, self.like), (base + sums.log()) / _LN2, greatest / _LN2
+        return _with_strides_of(self.like, out), (base + sums.log()) / _LN2, maximum / _LN2
 
 
-def _everywhere(
+def _over_positions(
     function: GraphModule, sizes: Sequence[Any], read: Sequence[Any], score: Tensor | None = None
 ) -> Tensor:
-    """What a function gives at all positions, (batch, heads, rows, keys).
+    """The values of a function at all positions, (batch, heads, rows, keys).
 
-    score: its first argument if it has one, for each position or one for all. A dimension of which neither that nor the
-    function's result depends has a single element.
+    score: its first argument if it has one, for each position or a single one. A dimension has one element if neither
+    the score nor the function depends on it.
     """
-    given = () if score is None else (score,)
-    each = score is not None and score.dim() > 0
-    places = _arguments(function)[len(given) :][:4]
-    counts = [size if each or place.users else 1 for place, size in zip(places, sizes, strict=True)]
+    leading = () if score is None else (score,)
+    per_position = score is not None and score.dim() > 0
+    indices = _arguments(function)[len(leading) :][:4]
+    counts = [size if per_position or index.users else 1 for index, size in zip(indices, sizes, strict=True)]
     positions = [torch.arange(count, device="cpu") for count in counts]
-    over: Callable[..., Tensor] = _Function(function).run
+    mapped: Callable[..., Tensor] = _Function(function).run
     for dim in reversed(range(4)):
         along = tuple(0 if other == dim else None for other in range(4))
-        over = torch.vmap(over, in_dims=((0 if each else None,) * len(given) + along + (None,) * len(read)))
-    return over(*given, *positions, *read)
+        in_dims = (0 if per_position else None,) * len(leading) + along + (None,) * len(read)
+        mapped = torch.vmap(mapped, in_dims=in_dims)
+    return mapped(*leading, *positions, *read)
 
 
 class _Function(torch.fx.Interpreter):
-    """Calls the operators of a function, with tensors for numbers that only a call tells: `vmap` maps no others."""
+    """Runs a function's operators, with tensors in place of symbolic numbers, which `vmap` does not map."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is aten._local_scalar_dense.default:
@@ -243,7 +244,7 @@ class _Function(torch.fx.Interpreter):
 
 
 def _tensor_of(value: Any) -> Any:
-    """Of a number that only a call tells a tensor without dimensions, which counts as it; other values as they are."""
+    """A symbolic number as a tensor without dimensions; other values unchanged."""
     match value:
         case torch.SymInt():
             return aten.scalar_tensor(value, dtype=torch.int64)
@@ -253,8 +254,8 @@ def _tensor_of(value: Any) -> Any:
             return value
 
 
-def _lying_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor with the strides of another one."""
+def _with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor`, copied if its strides are not those of `like`."""
     if strides_of(tensor) == strides_of(like):
         return tensor
     order, back = order_in_memory(like)
@@ -275,28 +276,28 @@ def _result(function: GraphModule) -> Any:
 
 
 def _scores(function: GraphModule) -> Scores | None:
-    """What a function does to scores, where a kernel does so too: what becomes of zero is then added to them.
+    """What `score_mod` does to scores, None if the kernel cannot do the same.
 
-    None if anything else happens to them.
+    The masks that it adds are then its result for a score of zero.
     """
     score, *_ = _arguments(function)
-    found = Climb(function, score).scores(_result(function))
+    found = ScoreMatcher(function, score).scores(_result(function))
     if found is None or not math.isfinite(found.scale) or not may_cap(found.cap):
         return None
-    changed = {score}
+    dependent = {score}
     for node in function.graph.nodes:
-        if not changed.isdisjoint(node.all_input_nodes):
-            changed.add(node)
+        if not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
     for mask in found.masks:
-        if isinstance(mask, Replaced) and mask.number != -_INF:
+        if isinstance(mask, MaskedFill) and mask.number != -_INF:
             return None
-        if (mask.mask if isinstance(mask, Added) else mask.condition) in changed:
+        if (mask.mask if isinstance(mask, AdditiveMask) else mask.condition) in dependent:
             return None
     return found
 
 
-def _hides_nothing(mask: GraphModule) -> bool:
-    """Whether all keys count."""
+def _masks_nothing(mask: GraphModule) -> bool:
+    """Whether all keys are visible."""
     result = _result(mask)
     match result:
         case Node(target=aten.full.default, args=(_, value)):
@@ -308,7 +309,7 @@ def _hides_nothing(mask: GraphModule) -> bool:
 
 
 def _conjuncts(node: Node) -> Iterator[Node]:
-    """What all must be true for a condition to be."""
+    """The conditions whose conjunction `node` is."""
     conditions = [each for each in node.args if isinstance(each, Node)]
     if node.target in _BOTH and len(conditions) == 2:
         for each in conditions:
@@ -318,6 +319,6 @@ def _conjuncts(node: Node) -> Iterator[Node]:
 
 
 def _is_causal(condition: Node, mask: GraphModule) -> bool:
-    """Whether the condition is that a key does not stand behind the row."""
+    """Whether the condition is that a key does not come after the row."""
     _, _, row, key, *_ = _arguments(mask)
     return (condition.target, condition.args) in ((aten.ge.Tensor, (row, key)), (aten.le.Tensor, (key, row)))

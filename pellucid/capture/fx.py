@@ -36,7 +36,7 @@ RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 # Key in a node's meta: origins of the nodes that it replaced.
 _MERGED = "pellucid_merged_origins"
-# What was decided about it while forward and backward were one graph.
+# Key in a node's meta: decisions made on the joint graph.
 _DECIDED = "pellucid_decisions"
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n?\s*(?P<code>[^\n]*)')
@@ -72,25 +72,25 @@ def order_in_memory(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
 
 
 def whole(buffer: str, tensor: torch.Tensor) -> View:
-    """All of a buffer that holds what lies in memory like `tensor`."""
+    """The view of a whole buffer that has the shape and strides of `tensor`."""
     return View(buffer, shape_of(tensor), strides_of(tensor), ZERO)
 
 
 def bytes_of(node: torch.fx.Node) -> int:
-    """Of the tensors that a node makes, by the sizes at the time of the capture."""
+    """The size in bytes of the tensors that a node returns, by the sizes at capture."""
     tensors = [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
     return sum(math.prod(map(size_hint, each.shape)) * each.itemsize for each in tensors)
 
 
 def elements_of(node: torch.fx.Node) -> int:
-    """Of the tensor that a node makes, by its sizes at the time of the capture."""
+    """The number of elements of the tensor that a node returns, by its sizes at capture."""
     return math.prod(map(size_hint, node.meta["val"].shape))
 
 
 def reachable(
     start: Iterable[torch.fx.Node], following: Callable[[torch.fx.Node], Iterable[torch.fx.Node]]
 ) -> set[torch.fx.Node]:
-    """These nodes and all that follow."""
+    """`start` and all nodes reachable from it by `following`."""
     found: set[torch.fx.Node] = set()
     pending = list(start)
     while pending:
@@ -102,17 +102,17 @@ def reachable(
 
 
 def is_tangent(node: torch.fx.Node) -> bool:
-    """Whether a node of a joint or backward graph is a gradient that backward is given."""
+    """Whether a node of a joint or backward graph is a tangent, a gradient passed to backward."""
     return node.op == "placeholder" and "tangents" in node.name
 
 
 def dependent_on_tangents(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """The gradients that backward is given, and all that is computed of them."""
+    """The tangents, and all nodes that depend on them."""
     return reachable(filter(is_tangent, graph.nodes), lambda node: node.users)
 
 
 def attribute_of(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
-    """What a `get_attr` node stands for: a tensor or a graph, of the module or of one inside of it."""
+    """The value of a `get_attr` node: a tensor or a graph, of the module or of a submodule."""
     value: Any = graph_module
     for name in str(node.target).split("."):
         value = getattr(value, name)
@@ -120,7 +120,7 @@ def attribute_of(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> Any
 
 
 def derived_sizes(graph_module: torch.fx.GraphModule) -> dict[str, Derived]:
-    """The derived integers that the sizes of a graph name, each after those that it is made of."""
+    """The derived integers that the sizes of a graph name, each after those that it is computed from."""
     found: dict[str, Derived] = {}
     for node in graph_module.graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
@@ -135,10 +135,10 @@ def derived_sizes(graph_module: torch.fx.GraphModule) -> dict[str, Derived]:
 
 
 def origin_of(node: torch.fx.Node) -> Origin:
-    """The FX node itself and the line of the user's program that made it.
+    """The name of the FX node and the line of the user's program that created it.
 
     The line is the innermost one outside PyTorch; a module of a library counts as the user's program. Where all lines
-    are PyTorch's, as in an `nn.Sequential`, the path and the class of the module stand alone.
+    are PyTorch's, as in an `nn.Sequential`, there is only the path and the class of the module.
     """
     line, (module, kind) = _innermost_line(user_frames(node)), module_of(node)
     known = [UserLine("", 0, kind, module) if line is None else line._replace(module=module)] if line or module else []
@@ -155,24 +155,24 @@ def first_line(graph: torch.fx.Graph) -> str:
 
 
 def first_calls(graph: torch.fx.Graph, count: int = 3) -> str:
-    """What a graph calls first, `linear, relu, linear`."""
+    """The names of the first calls of a graph, `linear, relu, linear`."""
     targets = (node.target for node in graph.nodes if node.op.startswith("call"))
     names = (getattr(each, "_opname", "") or getattr(each, "__name__", str(each)) for each in targets)
     return ", ".join(islice(names, count))
 
 
 def merge_origin(kept: torch.fx.Node, dropped: torch.fx.Node) -> None:
-    """`kept` now stands for `dropped` as well."""
+    """Record that `kept` replaces `dropped` too: its origins include those of `dropped`."""
     kept.meta[_MERGED] = (*kept.meta.get(_MERGED, ()), origin_of(dropped))
 
 
 def decide(node: torch.fx.Node, *decisions: Decision) -> None:
-    """Leave decisions about a joint graph with a node of its forward half, for `decided_jointly`."""
+    """Attach decisions about a joint graph to a node of its forward half, for `decided_jointly`."""
     node.meta[_DECIDED] = (*node.meta.get(_DECIDED, ()), *decisions)
 
 
 def decided_jointly(forward: torch.fx.Graph) -> tuple[Decision, ...]:
-    """What was decided about a training graph before it was cut in two."""
+    """The decisions about a joint graph that were attached before it was partitioned."""
     calls = (node for node in forward.nodes if node.op == "call_function")  # placeholders carry their source's meta
     return tuple(dict.fromkeys(decision for node in calls for decision in node.meta.get(_DECIDED, ())))
 

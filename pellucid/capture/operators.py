@@ -1,20 +1,20 @@
-"""Operators of our own, which passes put into graphs where ATen has none that means the same.
+"""Pellucid's own operators, which passes insert into graphs where ATen has no equivalent.
 
     attention(query, key, value, attn_mask, masking, scale, is_causal, cap, sinks)
-        -> softmax(scale * query @ key^T + attn_mask) @ value, and of each row the greatest score, 0 where that is -inf,
+        -> softmax(scale * query @ key^T + attn_mask) @ value, and for each row its maximum score, 0 where that is -inf,
            and the logarithm of the sum of exponentials relative to it
     attention_backward(grad_out, query, key, value, out, greatest, logarithm, attn_mask, masking, scale)
         -> the gradients of query, key and value
 
-Beside ATen's operator of that kind: a row of which no key counts is NaN, as a softmax has it; and a mask need not be
-added (`Masking`): `torch.where` puts it in place of scores, whatever they are. With `is_causal` keys behind a row
-do not count either. With a `cap` scores are cap * tanh(score / cap) before there is a mask (Gemma 2). `sinks` are
-scores beside those of keys, without values: a weight that no key gets (gpt-oss).
+Differences from ATen's `scaled_dot_product_attention`: a row whose keys are all masked out is NaN, as in a softmax; and
+a mask need not be added (`Masking`): `torch.where` can replace scores by it, whatever they are. `is_causal` also masks
+out the keys after a row. With a `cap`, scores are cap * tanh(score / cap) before the mask is applied (Gemma 2). `sinks`
+are additional scores without keys and values: weights that no key gets (gpt-oss).
 
 query: (batch, heads, rows, size). key, value: (batch, heads or a divisor of it, keys, size). attn_mask: broadcast to
-(batch, heads, rows, keys). sinks: f32, broadcast to (batch, heads, rows). Results lie with heads beside positions in
-memory. What is written here is their meaning, for tools that run graphs call by call; kernels compute them
-(`lower/attention.py`).
+(batch, heads, rows, keys). sinks: f32, broadcast to (batch, heads, rows). Results are laid out as (batch, rows, heads,
+size) in memory. The implementations here are reference definitions, for tools that run graphs call by call; kernels
+compute the operators (`lower/attention.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pellucid.ir.attention import Masking
 
 NAMESPACE = "pellucid"
 KNOWN_NAMESPACES = frozenset({"aten", "prims", NAMESPACE})
-"""Of operators whose schemas and tags say all that they do."""
+"""Namespaces of operators whose schemas and tags describe all their effects."""
 
 
 def may_draw(target: torch._ops.OpOverload) -> bool:
-    """True if a call may draw random numbers: a user's operator may, or count its calls, without saying so."""
+    """True if a call may draw random numbers: a user's operator may, or may have other state, without declaring it."""
     return target.namespace not in KNOWN_NAMESPACES or torch.Tag.nondeterministic_seeded in target.tags
 
 
@@ -89,8 +89,8 @@ def _scores(query: Any, key: Any, mask: Any, masking: Masking, scale: float, cap
         score = (score / cap).tanh() * cap
     if mask is not None:
         added = score if masking == "replaces" else score + mask
-        kept = {"adds": None, "hides": mask != -math.inf, "replaces": mask == 0}[masking]
-        score = added if kept is None else added.where(kept, mask.to(score.dtype))
+        visible = {"adds": None, "hides": mask != -math.inf, "replaces": mask == 0}[masking]
+        score = added if visible is None else added.where(visible, mask.to(score.dtype))
     return score
 
 
@@ -104,13 +104,13 @@ def _repeated(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_out(like: torch.Tensor) -> torch.Tensor:
-    """Memory for a result of this shape, heads beside positions."""
+    """Allocate a result of this shape, laid out as (batch, rows, heads, size)."""
     batch, heads, rows, size = like.shape
     return like.new_empty((batch, rows, heads, size)).transpose(1, 2)
 
 
 def _results(query: Any, *_: Any) -> tuple[torch.Tensor, ...]:
-    """Memory for what an attention gives."""
+    """Allocate the results of an attention."""
     wide = query.dtype if query.dtype is torch.float64 else torch.float32
     return _laid_out(query), *(query.new_empty(query.shape[:3], dtype=wide) for _ in range(2))
 
@@ -119,12 +119,12 @@ def _gradients(_: Any, query: Any, key: Any, value: Any, *__: Any) -> tuple[torc
     return _laid_out(query), _laid_out(key), _laid_out(value)
 
 
-for _name, _meaning, _memory in (
+for _name, _reference, _allocate in (
     ("attention", _attention, _results),
     ("attention_backward", _attention_backward, _gradients),
 ):
-    _LIBRARY.impl(_name, _meaning, "CPU")
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _memory, lib=_LIBRARY)
+    _LIBRARY.impl(_name, _reference, "CPU")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _allocate, lib=_LIBRARY)
 
 ATTENTION = torch.ops.pellucid.attention.default
 ATTENTION_BACKWARD = torch.ops.pellucid.attention_backward.default

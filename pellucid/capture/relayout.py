@@ -1,8 +1,8 @@
-"""A graph whose tensors lie otherwise in memory: copied call by call, with all fake tensors computed anew.
+"""Changes the memory layout of a graph's tensors: copies the graph call by call, with all fake tensors recomputed.
 
-Strides are not written into FX graphs, they follow from the inputs': so one copy of a tensor lays out all that is
-computed from it. Calls whose meaning or worth depends on strides are given those of the captured graph, and so are
-results.
+Strides are not part of FX graphs, they follow from those of the inputs: so copying one tensor determines the layout of
+all that is computed from it. Calls whose meaning or speed depends on strides get arguments with the strides of the
+captured graph, and so do results.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from pellucid.capture.torch_compat import (
 )
 from pellucid.capture.transform import aliases
 from pellucid.ir.index import Expr
-from pellucid.ir.strides import lies, reshaped
+from pellucid.ir.strides import is_dense, reshaped
 
 aten = torch.ops.aten
 ReadsElements: TypeAlias = "Callable[[torch.fx.Node], bool]"
-"""Whether a call goes by the elements of its arguments alone, in loops that follow their strides."""
+"""Whether a call depends only on the elements of its arguments: it is lowered to loops that follow any strides."""
 
 Numbers: TypeAlias = "tuple[int | Expr, ...]"
-"""Numbers, or expressions of sizes: equal ones are equal in every call."""
+"""Numbers, or expressions of sizes: equal expressions are equal in every call."""
 
-# Calls of ATen with a kernel for every layout, and worth it: others are given their arguments as they were captured,
-# since those that only PyTorch itself calls trust their callers to have made them contiguous.
+# ATen operators with an efficient kernel for every layout. Others get arguments with the captured strides, since
+# operators that only PyTorch itself calls rely on their callers for contiguous arguments.
 _ANY_LAYOUT = frozenset(
     "convolution convolution_backward mm addmm bmm baddbmm upsample_nearest2d _upsample_nearest_exact2d"
     " upsample_bilinear2d upsample_bicubic2d upsample_nearest2d_backward _upsample_nearest_exact2d_backward"
     " upsample_bilinear2d_backward upsample_bicubic2d_backward".split()
 )
-# Calls whose meaning depends on how their argument lies in memory.
+# Calls whose meaning depends on the strides of their argument.
 _BY_STRIDES = (aten.as_strided.default, aten.as_strided_.default, aten.set_.source_Tensor, aten.resize_.default)
 
 
 class Refused(Exception):
-    """The graph cannot be laid out anew; the text says why."""
+    """The layout of the graph cannot be changed; the message is the reason."""
 
 
 def check_graph(graph: torch.fx.Graph) -> None:
-    """Raises `Refused` for a graph of which nothing may lie otherwise."""
+    """Raise `Refused` for a graph whose layout may not change."""
     for node in graph.nodes:
         if node.target in _BY_STRIDES:
-            raise Refused(f"{node.name} depends on how its argument lies in memory")
+            raise Refused(f"{node.name} depends on the strides of its argument")
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise Refused(f"{node.name} calls a graph of its own")
     if sizes_depend_on_data(graph):
@@ -64,29 +64,29 @@ def check_graph(graph: torch.fx.Graph) -> None:
 
 
 def sizes_depend_on_data(graph: torch.fx.Graph) -> bool:
-    """Whether nobody knows some size: to compare it is an error of Dynamo's."""
+    """Whether some size depends on data: Dynamo raises an error when it is compared."""
     return any(depends_on_data(size) for node in graph.nodes for size in _sizes(node))
 
 
 def _sizes(node: torch.fx.Node) -> list[Any]:
-    """The sizes of the tensors that a call returns, and what else it returns."""
+    """The sizes of the tensors that a call returns, and its other results."""
     values = pytree.tree_leaves(node.meta.get("val"))
     return [size for each in values for size in (each.shape if isinstance(each, torch.Tensor) else [each])]
 
 
-def _plainest(value: Any) -> Any:
-    """A gradient without odd strides where a dimension has one element: fake tensors of one-tap weights come so."""
+def _with_standard_strides(value: Any) -> Any:
+    """`value` with the usual strides in dimensions of one element, which fake gradients of 1 x 1 weights lack."""
     return value.flatten().view(value.shape) if isinstance(value, torch.Tensor) and value.is_contiguous() else value
 
 
 class Relayout:
-    """Copies a graph. What lies otherwise is said by `lay_out`, of a subclass."""
+    """Copies a graph; a subclass chooses the layouts that change, in `lay_out`."""
 
     def __init__(
         self, graph_module: torch.fx.GraphModule, reads_elements: ReadsElements, clones: Iterable[torch.fx.Node] = ()
     ) -> None:
-        """reads_elements: for the calls whose arguments may lie otherwise than captured. clones: copies in whose place
-        their source may stand.
+        """reads_elements: true for calls whose arguments may have other strides than captured. clones: copies that may
+        be replaced by their source.
         """
         self._module = graph_module
         self._reads_elements = reads_elements
@@ -97,10 +97,10 @@ class Relayout:
         self._shared: set[torch.fx.Node] = set()
         self._fake_mode = fake_mode_of(graph_module.graph)
         self._own_clones = frozenset(clones)
-        self.needless = frozenset(filter(_lies_anew, self._own_clones))
+        self.removed = frozenset(filter(_makes_contiguous, self._own_clones))
 
     def lay_out(self, copy: torch.fx.Node, node: torch.fx.Node) -> bool:
-        """Have arguments of a call lie otherwise, by `move`; whether its fake result has to be computed anew.
+        """Change the layout of arguments of a call; return whether its fake result has to be recomputed.
 
         copy: of the call `node`, in the new graph.
         """
@@ -108,8 +108,8 @@ class Relayout:
 
     def run(self) -> torch.fx.GraphModule:
         for node in self._module.graph.nodes:
-            if node in self.needless or self._lies_so_already(node):
-                self.new[node] = self.new[source_of(node)]  # `_as_captured` copies it for who needs these strides
+            if node in self.removed or self._is_redundant(node):
+                self.new[node] = self.new[source_of(node)]  # `_as_captured` copies it for users that need these strides
             elif node.op == "call_function":
                 self.new[node] = self._call(node)
             elif node.op == "output":
@@ -121,32 +121,32 @@ class Relayout:
         return graph_module_of(self._module, self.graph)
 
     def _share(self, results: Iterable[torch.fx.Node]) -> None:
-        """From here on, views of one memory are views of one copy of it."""
+        """Make results that share memory views of one copy, in later calls of `_as_captured`."""
         bases = Counter(map(base_of, {*results}))
         self._shared = {base for base, count in bases.items() if count > 1}
-        apart = {each for each in self._captured if _is_view(each) and base_of(each) in self._shared}
-        self._captured = {each: copy for each, copy in self._captured.items() if each not in apart}
+        separate = {each for each in self._captured if _is_view(each) and base_of(each) in self._shared}
+        self._captured = {each: copy for each, copy in self._captured.items() if each not in separate}
 
-    def _lies_so_already(self, node: torch.fx.Node) -> bool:
-        """True for a copy of what lies by now as the copy would."""
+    def _is_redundant(self, node: torch.fx.Node) -> bool:
+        """True for a copy whose source has the strides of the copy by now."""
         return node in self._own_clones and result_strides(self.new[source_of(node)]) == result_strides(node)
 
     def _call(self, node: torch.fx.Node) -> torch.fx.Node:
         if self._takes_any_layout(node):
             copy = self.graph.node_copy(node, self.new.__getitem__)
-            as_it_was = _takes_the_same(node, self.new.__getitem__)
-            if not self.lay_out(copy, node) and as_it_was:
-                return copy  # its fake result is what it was
+            unchanged = _has_same_operands(node, self.new.__getitem__)
+            if not self.lay_out(copy, node) and unchanged:
+                return copy  # its fake result is still valid
             if self._evaluated(copy):
                 return copy
             self.graph.erase_node(copy)
         copy = self.graph.node_copy(node, self._as_captured)
-        if not (_takes_the_same(node, self._as_captured) or self._evaluated(copy)):
-            raise Refused(f"{node.name} does not take its arguments again")
+        if not (_has_same_operands(node, self._as_captured) or self._evaluated(copy)):
+            raise Refused(f"{node.name} does not accept copies of its arguments")
         return copy
 
     def _evaluated(self, node: torch.fx.Node) -> bool:
-        """Compute the fake result of a call; False if it does not take such arguments: a view has not all strides."""
+        """Compute the fake result of a call; False if it does not accept such strides, which a view may not."""
         captured = _shapes(node)
         try:
             with quiet_fake_tensors():
@@ -156,20 +156,20 @@ class Relayout:
         return _shapes(node) == captured
 
     def _takes_any_layout(self, node: torch.fx.Node) -> bool:
-        """True if a call does the same with the same values in another order in memory, see `_ANY_LAYOUT`.
+        """True if a call computes the same from arguments with other strides, see `_ANY_LAYOUT`.
 
-        Random numbers are drawn in that order.
+        Random numbers are drawn in memory order.
         """
         target = node.target
         if not isinstance(target, torch._ops.OpOverload):
-            return True  # it picks a result, or computes a size
+            return True  # it selects a result, or computes a size
         if torch.Tag.nondeterministic_seeded in target.tags:
             return False
         known = target.namespace == "aten" and target._opname in _ANY_LAYOUT
         return known or torch.Tag.pointwise in target.tags or self._reads_elements(node)
 
-    def move(self, call: torch.fx.Node, positions: Iterable[int], layout: torch.memory_format) -> None:
-        """Have these arguments of a call lie as `layout` says."""
+    def relayout_arguments(self, call: torch.fx.Node, positions: Iterable[int], layout: torch.memory_format) -> None:
+        """Give these arguments of a call the memory format `layout`."""
         with self.graph.inserting_before(call):
             args = list(call.args)
             for position in positions:
@@ -177,8 +177,8 @@ class Relayout:
             call.args = tuple(args)
 
     def laid_out(self, value: Any, user: torch.fx.Node, layout: torch.memory_format) -> torch.fx.Node:
-        """`value` in memory as `layout` says, made by a copy on behalf of `user` unless it lies so already."""
-        if _lies_so(value.meta["val"], layout):
+        """`value` in the memory format `layout`: copied on behalf of `user` unless it has it already."""
+        if _has_layout(value.meta["val"], layout):
             return value
         if (value, layout) not in self.copies:
             self.copies[value, layout] = self.called(aten.clone.default, value, user, memory_format=layout)
@@ -194,8 +194,8 @@ class Relayout:
         return call
 
     def _evaluate(self, node: torch.fx.Node) -> Any:
-        operands = [each.meta["val"] for each in whole_operands(node)]
-        if operands:  # asking the operator takes five times as long
+        operands = [each.meta["val"] for each in elementwise_operands(node)]
+        if operands:  # calling the operator takes five times as long
             shape, dtype = operands[0].shape, node.meta["val"].dtype
             with self._fake_mode:
                 return operands[0].new_empty_strided(shape, elementwise_strides(*operands), dtype=dtype)
@@ -205,22 +205,22 @@ class Relayout:
             if node.target in RESHAPES:
                 _check_reshaped(args[0], result)
             backward = node.target is aten.convolution_backward.default
-            return tuple(map(_plainest, result)) if backward else result
+            return tuple(map(_with_standard_strides, result)) if backward else result
 
     def _as_captured(self, node: torch.fx.Node) -> torch.fx.Node:
-        """The new counterpart of a result, with the strides that eager gives it: one for all who need these."""
+        """The new counterpart of a node with the captured strides: one copy for all users that need them."""
         if node not in self._captured:
             self._captured[node] = self._with_strides(node)
         return self._captured[node]
 
     def _with_strides(self, node: torch.fx.Node) -> torch.fx.Node:
-        """Of a view, the base is copied; what shares memory in the results shares the copy."""
+        """`_as_captured` uncached. For a view, the base is copied; results that share memory share the copy."""
         new, expected = self.new[node], node.meta.get("val")
         if _is_view(node) and base_of(node) in self._shared:
             return self._view_as_captured(node)
         if result_strides(new) == result_strides(node):
             return new
-        if isinstance(expected, torch.Tensor) and _lies_so(expected):
+        if isinstance(expected, torch.Tensor) and _has_layout(expected):
             return self.laid_out(new, node, torch.contiguous_format)
         if _is_view(node):
             view = self._view_as_captured(node)
@@ -229,7 +229,7 @@ class Relayout:
         return self.restored(new, node)
 
     def _view_as_captured(self, node: torch.fx.Node) -> torch.fx.Node:
-        """The same view of what lies as captured."""
+        """The same view, of the base with the captured strides."""
         source = node.all_input_nodes[0]
         base = self._as_captured(source)
         if base is self.new[source]:
@@ -239,26 +239,26 @@ class Relayout:
         return view
 
     def restored(self, value: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:
-        """A copy of `value` that lies as the captured `node` does, which is neither contiguous nor a view."""
+        """A copy of `value` with the strides of the captured `node`, which is neither contiguous nor a view."""
         raise Refused(f"the result {node.name} must have the strides {result_strides(node)}")
 
 
 def base_of(node: torch.fx.Node) -> torch.fx.Node:
-    """What a view, or a view of one, is part of."""
+    """The tensor that a view, or a view of a view, belongs to."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_view(node: torch.fx.Node) -> bool:
-    """True for a view of its first argument, or one of several views."""
+    """True for a view of its first argument, or one of several views that a call returns."""
     if not aliases(node) or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return False
     return node.target is not operator.getitem or _is_view(node.args[0])
 
 
-def whole_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The arguments that have the shape of the result, of a call that goes element by element; else none."""
+def elementwise_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The arguments of an element-wise call that have the shape of its result; none for other calls."""
     result, target = node.meta.get("val"), node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags or node.kwargs:
         return []
@@ -269,13 +269,13 @@ def whole_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
     return [each for each, value in values if isinstance(value, torch.Tensor) and in_every_call(value.shape) == shape]
 
 
-def _lies_anew(clone: torch.fx.Node) -> bool:
-    """True for a contiguous copy of what lies otherwise: who needs its strides gets a copy, see `_as_captured`."""
-    return _lies_so(clone.meta["val"]) and not _lies_so(source_of(clone).meta["val"])
+def _makes_contiguous(clone: torch.fx.Node) -> bool:
+    """True for a contiguous copy of a tensor that is not: users that need it get a copy, see `_as_captured`."""
+    return _has_layout(clone.meta["val"]) and not _has_layout(source_of(clone).meta["val"])
 
 
 def source_of(clone: torch.fx.Node) -> torch.fx.Node:
-    """What is copied."""
+    """The node that is copied."""
     (source,) = clone.all_input_nodes
     return source
 
@@ -294,35 +294,35 @@ def result_strides(node: torch.fx.Node) -> list[Numbers]:
     return [in_every_call(tensor.stride(), stride_of) for tensor in _tensors(node)]
 
 
-def _place(node: torch.fx.Node) -> list[Numbers]:
-    """Strides, and at which element of its memory it begins: that of a copy's source is another than the copy's."""
+def _position_in_memory(node: torch.fx.Node) -> list[Numbers]:
+    """The strides and storage offset of each tensor that a call returns: a copy and its source may differ in both."""
     return [
         (*in_every_call(tensor.stride(), stride_of), *in_every_call((tensor.storage_offset(),)))
         for tensor in _tensors(node)
     ]
 
 
-def _takes_the_same(node: torch.fx.Node, new: Callable[[torch.fx.Node], torch.fx.Node]) -> bool:
-    """True if what stands for the operands of a call lies as these do."""
-    return all(_place(new(each)) == _place(each) for each in node.all_input_nodes)
+def _has_same_operands(node: torch.fx.Node, new: Callable[[torch.fx.Node], torch.fx.Node]) -> bool:
+    """True if the new operands of a call have the strides and storage offsets of the old ones."""
+    return all(_position_in_memory(new(each)) == _position_in_memory(each) for each in node.all_input_nodes)
 
 
 def in_every_call(values: Iterable[int | torch.SymInt], expression: Callable[..., Expr] = expr_of) -> Numbers:
-    """Sizes, or with `stride_of` strides, as numbers or expressions that are equal only if they are in every call."""
+    """Sizes, or with `stride_of` strides, as numbers or expressions: equal ones are equal in every call."""
     found = (expression(value) if is_symbolic(value) else value for value in values)
     return tuple(each.value if isinstance(each, Expr) and each.value is not None else each for each in found)
 
 
-def _lies_so(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> bool:
-    """True if a tensor lies as `layout` says in every call."""
+def _has_layout(tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> bool:
+    """True if a tensor has the memory format `layout` in every call."""
     if not any(map(is_symbolic, tensor.shape)):
         return tensor.is_contiguous(memory_format=layout)
-    return lies(whole("", tensor), (0, 2, 3, 1) if layout is torch.channels_last else range(tensor.dim()))
+    return is_dense(whole("", tensor), (0, 2, 3, 1) if layout is torch.channels_last else range(tensor.dim()))
 
 
 def _check_reshaped(source: torch.Tensor, view: torch.Tensor) -> None:
-    """Raises RuntimeError where there is no such view: fake tensors have some across dimensions of one element."""
+    """Raise RuntimeError if there is no such view: fake tensors accept some across dimensions of one element."""
     strides = reshaped(whole("", source), shape_of(view))
     symbolic = any(map(is_symbolic, view.shape))
     if strides is None or (symbolic and strides != strides_of(view)):
-        raise RuntimeError(f"no view of shape {tuple(view.shape)} of what lies as {source.stride()}")
+        raise RuntimeError(f"no view of shape {tuple(view.shape)} of a tensor with strides {source.stride()}")

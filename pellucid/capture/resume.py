@@ -1,7 +1,7 @@
-"""Starting a graph that was compiled before: what is taken from PyTorch's private API for that.
+"""Resuming a graph that was compiled before: the uses of PyTorch's private API for that.
 
-A `Witness` sees AOTAutograd capture a Dynamo graph; from what it tells `resume` makes a function that calls the
-compiled graphs, in another process. The rest says all that decides whether a graph is the same one.
+A `Witness` records how AOTAutograd captures a Dynamo graph; from its record, `resume` builds a function that calls the
+compiled graphs in another process. The other functions return what determines whether a graph is the same one.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from pellucid.capture.torch_compat import Compiler, unseen
+from pellucid.capture.torch_compat import Compiler, hidden_from_dynamo
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What AOTAutograd found out about a Dynamo graph, as far as the compiled graphs need it to be called.
+    """AOTAutograd's facts about a Dynamo graph that are needed to call the compiled graphs.
 
-    metadata: of its arguments and results. detached: arguments that get no gradient. guards: all that is known of its
-    sizes. traced: the backward graph, pickled, which compiled autograd traces again; empty without one.
+    metadata: of its arguments and results. detached: arguments that get no gradient. guards: on its sizes.
+    traced: the backward graph, pickled, which compiled autograd traces again; empty without one.
     """
 
     metadata: Any
@@ -47,19 +47,19 @@ class Captured:
 
 
 class NotResumable(Exception):
-    """A graph cannot start without being compiled; the message says why."""
+    """A graph cannot be resumed without compiling it; the message is the reason."""
 
 
 @dataclass(slots=True)
 class Witness:
-    """Sees a Dynamo graph being compiled, and tells, once all is there, what `resume` takes to start it again.
+    """Records the compilation of a Dynamo graph, and reports, once it is complete, what `resume` needs.
 
-    That is at the end of capture, or where there is a backward graph at the first backward pass.
-    tell: gets what was found out, and what the compilers of the forward and the backward graph returned; or why such a
-    graph cannot be resumed. shared: whether some of the arguments share memory.
+    It is complete at the end of capture, or, if there is a backward graph, at the first backward pass.
+    report: is passed the facts, and what the compilers of the forward and the backward graph returned; or the reason
+    why the graph cannot be resumed. shared: whether some of the arguments share memory.
     """
 
-    tell: Callable[[Captured | NotResumable, Any, Any], None]
+    report: Callable[[Captured | NotResumable, Any, Any], None]
     shared: bool
     _metadata: Any = None
     _forwards: list[Any] = field(default_factory=list)
@@ -71,64 +71,64 @@ class Witness:
     _failed: str = ""
 
     def compilers(self, forward: Compiler, backward: Compiler, inference: Compiler) -> dict[str, Compiler]:
-        """These compilers, seen at work: arguments of `capture_with_aot`, after which `captured` is to be called."""
+        """These compilers, wrapped to be recorded: arguments of `capture_with_aot`; call `captured` after it."""
         return {
-            "forward": self._forward_seen(forward),
-            "backward": self._backward_seen(backward),
-            "inference": self._forward_seen(inference),
+            "forward": self._recorded_forward(forward),
+            "backward": self._recorded_backward(backward),
+            "inference": self._recorded_forward(inference),
         }
 
     def captured(self) -> None:
-        """AOTAutograd is done."""
+        """Record that AOTAutograd is done."""
         env = _tracing_env()
         self._guards = () if env is None else tuple(guard.expr for guard in env.guards)
-        self._tell()
+        self._report()
 
-    def _forward_seen(self, compiler: Compiler) -> Compiler:
-        def compile_seen(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+    def _recorded_forward(self, compiler: Compiler) -> Compiler:
+        def compile_recorded(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
             run = compiler(graph, inputs)
             self._metadata = TracingContext.get().fw_metadata
             self._trains = self._metadata.num_symints_saved_for_bw is not None
             self._forwards.append(run)
             return run
 
-        return compile_seen
+        return compile_recorded
 
-    def _backward_seen(self, compiler: Compiler) -> Compiler:
-        def compile_seen(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+    def _recorded_backward(self, compiler: Compiler) -> Compiler:
+        def compile_recorded(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
             self._backward = compiler(graph, inputs)
             try:
                 self._detached = tuple(_compute_indices_of_inps_to_detach(graph, None, self._metadata, self._metadata))
                 self._traced = _pickled(graph)
             except Exception as error:
-                self._failed = f"its backward graph cannot be written down: {error}"
-            self._tell()
+                self._failed = f"its backward graph cannot be serialised: {error}"
+            self._report()
             return self._backward
 
-        return compile_seen
+        return compile_recorded
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._guards is None or (self._trains and self._backward is None):
             return
         reason = self._failed or self._why_not()
         if reason:
-            return self.tell(NotResumable(reason), None, None)
+            return self.report(NotResumable(reason), None, None)
         metadata = copy.copy(self._metadata)
-        metadata.bw_donated_idxs = []  # the compiled graphs take over no buffers
-        metadata.tokens = dict.fromkeys(range(len(metadata.tokens)))  # their number counts
+        metadata.bw_donated_idxs = []  # the compiled graphs overwrite no donated buffers
+        metadata.tokens = dict.fromkeys(range(len(metadata.tokens)))  # only their number matters
         found = Captured(metadata, self._detached, self._guards, self._traced)
-        self.tell(found, self._forwards[0], self._backward)
+        self.report(found, self._forwards[0], self._backward)
 
     def _why_not(self) -> str:
         if len(self._forwards) != 1:
             return "it was compiled in parts"
-        seen = self._metadata
-        tensors = (*seen.subclass_inp_meta, *seen.subclass_fw_graph_out_meta, *seen.subclass_tangent_meta)
+        metadata = self._metadata
+        tensors = (*metadata.subclass_inp_meta, *metadata.subclass_fw_graph_out_meta, *metadata.subclass_tangent_meta)
         if not all(isinstance(each, PlainTensorMeta) for each in tensors):
             return "its arguments or results are of a subclass of torch.Tensor"
-        if seen.num_backward_tokens or seen.num_graphsafe_rng_states:
+        if metadata.num_backward_tokens or metadata.num_graphsafe_rng_states:
             return "its backward graph calls operators with effects"
-        changed = any(each.mutates_data or each.mutates_metadata for each in seen.input_info)
+        changed = any(each.mutates_data or each.mutates_metadata for each in metadata.input_info)
         return "it changes arguments, and some share memory" if self.shared and changed else ""
 
 
@@ -139,14 +139,14 @@ def resume(
     forward: Callable[[list[Any]], list[Any]],
     backward: Callable[[list[Any]], list[Any]] | None,
 ) -> Callable[..., Any]:
-    """What `capture_with_aot` would return, from graphs that were compiled before; nothing is traced."""
+    """The function that `capture_with_aot` would return, from graphs compiled before; nothing is traced."""
     counters["aot_autograd"]["total"] += 1
     metadata = captured.metadata
     config = prepare_aot_config(graph_module, example_inputs, None, True, False)[-1]
     forward = EffectTokensWrapper().post_compile(forward, config, runtime_metadata=metadata)
     run = GenericAOTAutogradResult(
         compiled_fw=cast(Any, _Resumed(forward)),
-        compiled_bw=cast(Any, backward and _Resumed(unseen(backward), metadata.num_symints_saved_for_bw)),
+        compiled_bw=cast(Any, backward and _Resumed(hidden_from_dynamo(backward), metadata.num_symints_saved_for_bw)),
         aot_joint_graph_str=None,
         aot_forward_graph_str=None,
         aot_backward_graph_str=None,
@@ -171,7 +171,7 @@ def resume(
 
 @dataclass(slots=True)
 class _Resumed:
-    """A compiled graph as AOTAutograd's results have them."""
+    """A compiled graph with the interface that AOTAutograd's results expect."""
 
     run: Any
     num_symints_saved_for_bw_: int | None = None
@@ -186,7 +186,7 @@ class _Resumed:
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """A backward graph that is read when compiled autograd asks for it."""
+    """A backward graph that is deserialised when compiled autograd needs it."""
 
     data: bytes
 
@@ -208,14 +208,14 @@ def _tracing_env() -> ShapeEnv | None:
 
 
 def unmet(guards: Sequence[Any]) -> str:
-    """The first of the `Captured.guards` that does not hold for the sizes of now; empty where all hold."""
+    """The first of the `Captured.guards` that does not hold for the current sizes; empty if all hold."""
     env = _tracing_env()
     known = env.backed_var_to_val if env else {}
     return next((str(guard) for guard in guards if guard.xreplace(known) != True), "")  # noqa: E712 (SymPy's)
 
 
 def adopt(guards: Sequence[Any]) -> None:
-    """Have Dynamo guard what was known when a graph was compiled."""
+    """Add the guards of a compiled graph to Dynamo's; raises `NotResumable` if one does not hold."""
     env = _tracing_env()
     if env is None:
         return
@@ -226,23 +226,23 @@ def adopt(guards: Sequence[Any]) -> None:
 
 
 def is_traced_by_dynamo() -> bool:
-    """Whether Dynamo is compiling a frame, and no transform of functions is at work: only then are guards heard."""
+    """Whether Dynamo is compiling a frame outside of functorch transforms: only then do guards take effect."""
     return TracingContext.try_get() is not None and peek_interpreter_stack() is None
 
 
 def dynamo_argument(node: torch.fx.Node, given: Any) -> tuple[Any, str]:
-    """An argument of a Dynamo graph with symbolic sizes, and where in the user's program it comes from."""
+    """An argument of a Dynamo graph with symbolic sizes, and its source in the user's program."""
     marks = sorted(node.meta.get("tensor_dict") or ())
     return node.meta.get("example_value", given), f"{getattr(node, '_dynamo_source', None)!r} {marks}"
 
 
 def holds_subclass(node: torch.fx.Node) -> bool:
-    """Whether the value of a node of a Dynamo graph is, or holds, a tensor that stands for others."""
+    """Whether the value of a node of a Dynamo graph is, or contains, a wrapper subclass of tensors."""
     return any(is_traceable_wrapper_subclass(each) for each in tree_leaves(node.meta.get("example_value")))
 
 
 def known_sizes() -> str:
-    """What the shape environment assumes of symbols from the start; guards come later."""
+    """The shape environment's initial assumptions about symbols, before any guards."""
     env = _tracing_env()
     return "" if env is None else f"{env.settings} {sorted(map(str, env.unbacked_inputs))}"
 
@@ -254,7 +254,7 @@ def range_of(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
 
 
 def front_end_settings() -> str:
-    """PyTorch's settings that decide what AOTAutograd makes of a graph."""
+    """PyTorch's settings that affect how AOTAutograd captures a graph."""
     plain = (bool, int, float, str, type(None))
     return "; ".join(
         f"{name}={value if isinstance(value, plain) else type(value).__qualname__}"
@@ -264,15 +264,15 @@ def front_end_settings() -> str:
 
 
 def asserts_gradients() -> bool:
-    """Whether AOTAutograd is asked to check its promises at run time."""
+    """Whether AOTAutograd checks its assumptions at run time."""
     return aot_settings.debug_assert
 
 
 def traces() -> bool:
-    """Whether `TORCH_TRACE` listens."""
+    """Whether `TORCH_TRACE` is set."""
     return bool(os.environ.get("TORCH_TRACE"))
 
 
 def counted(outcome: str) -> None:
-    """Count an outcome of `reuse` where PyTorch counts those of its own caches."""
+    """Count an outcome of `reuse` in PyTorch's counters, as its own caches do."""
     counters["pellucid"][outcome] += 1

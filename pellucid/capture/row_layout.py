@@ -1,7 +1,7 @@
-"""Sums of rows and columns: what is made of both lies row by row, where norms and products read rows.
+"""Makes element-wise results of row-major and column-major operands row-major, where norms and products read rows.
 
-Eager gives the result of an element-wise operator the order of its first operand. So a model that begins with a
-transposed view, as of an image's pixels, carries that order through all of its residual additions.
+In eager mode the result of an element-wise operator has the dimension order of its first operand. So a model that
+begins with a transposed view, as of an image's pixels, carries that order through all of its residual additions.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pellucid.capture.relayout import (
     Refused,
     Relayout,
     check_graph,
+    elementwise_operands,
     result_strides,
     sizes_depend_on_data,
-    whole_operands,
 )
 from pellucid.capture.torch_compat import elementwise_strides, without_guards
 from pellucid.capture.transform import aliases
@@ -36,7 +36,7 @@ _READ_ROWS = (
 def rows_first(
     graph_module: torch.fx.GraphModule, reads_elements: ReadsElements
 ) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
-    """The graph with such sums lying row by row, or as it is; see the top of this file.
+    """The graph with such sums row-major, or unchanged; see the top of this file.
 
     reads_elements: see `Relayout`. Results of the graph have eager's strides.
 
@@ -45,7 +45,7 @@ def rows_first(
     """
     graph = graph_module.graph
     with without_guards(graph):
-        mixed = () if sizes_depend_on_data(graph) else tuple(node.name for node in graph.nodes if _mixed(node))
+        mixed = () if sizes_depend_on_data(graph) else tuple(node.name for node in graph.nodes if _is_mixed(node))
         if not mixed:
             return graph_module, ()
         try:
@@ -54,14 +54,14 @@ def rows_first(
             result = relayout.run()
         except Refused as refusal:
             return graph_module, (Decision(_RULE, mixed, False, str(refusal)),)
-    if not relayout.turned:
+    if not relayout.changed:
         return graph_module, ()
-    why = "rows are added to what eager keeps column by column, and norms or products read rows of the sums"
-    return result, (Decision(_RULE, tuple(relayout.turned), True, why),)
+    why = "row-major tensors are added to column-major ones, and norms or products read rows of the sums"
+    return result, (Decision(_RULE, tuple(relayout.changed), True, why),)
 
 
 def joint_rows_first(graph_module: torch.fx.GraphModule, reads_elements: ReadsElements) -> torch.fx.GraphModule:
-    """The same for forward and backward as one graph. The decision stays with the first of the sums."""
+    """Like `rows_first`, for a joint graph. The decision is attached to the first of the sums."""
     result, decisions = rows_first(graph_module, reads_elements)
     for decision in decisions:
         decide(next(node for node in result.graph.nodes if node.name in decision.subject), decision)
@@ -69,22 +69,22 @@ def joint_rows_first(graph_module: torch.fx.GraphModule, reads_elements: ReadsEl
 
 
 class _RowsFirst(Relayout):
-    """Turns operands of sums. turned: the names of these sums."""
+    """Makes operands of sums row-major. changed: the names of these sums."""
 
     def __init__(self, graph_module: torch.fx.GraphModule, reads_elements: ReadsElements) -> None:
         super().__init__(graph_module, reads_elements)
-        self.turned: list[str] = []
+        self.changed: list[str] = []
 
     def lay_out(self, copy: torch.fx.Node, node: torch.fx.Node) -> bool:
-        if not _mixed(copy) or not _rows_are_read(node):
+        if not _is_mixed(copy) or not _rows_are_read(node):
             return False
-        columns = {each for each in whole_operands(copy) if not _by_rows(each.meta["val"])}
-        self.move(copy, [k for k, arg in enumerate(copy.args) if arg in columns], torch.contiguous_format)
-        self.turned.append(node.name)
+        columns = {each for each in elementwise_operands(copy) if not _is_row_major(each.meta["val"])}
+        self.relayout_arguments(copy, [k for k, arg in enumerate(copy.args) if arg in columns], torch.contiguous_format)
+        self.changed.append(node.name)
         return True
 
     def restored(self, value: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node:
-        """A copy whose dimensions follow one another in memory as eager has them."""
+        """A copy whose dimensions have the same order in memory as in eager mode."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return super().restored(value, node)
         stride = node.meta["val"].stride()
@@ -96,25 +96,25 @@ class _RowsFirst(Relayout):
         return copy if result_strides(copy) == result_strides(node) else super().restored(value, node)
 
 
-def _mixed(node: torch.fx.Node) -> bool:
-    """True for an element-wise call on rows and columns whose result lies by columns."""
-    values = [each.meta["val"] for each in whole_operands(node)]
-    if len(values) < 2 or not 2 <= values[0].dim() <= 3 or len({*map(_by_rows, values)}) == 1:
+def _is_mixed(node: torch.fx.Node) -> bool:
+    """True for an element-wise call on row-major and column-major operands whose result is column-major."""
+    values = [each.meta["val"] for each in elementwise_operands(node)]
+    if len(values) < 2 or not 2 <= values[0].dim() <= 3 or len({*map(_is_row_major, values)}) == 1:
         return False
     return elementwise_strides(*values)[-1] != 1
 
 
-def _by_rows(tensor: torch.Tensor) -> bool:
+def _is_row_major(tensor: torch.Tensor) -> bool:
     return bool(tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
 
 
 def _rows_are_read(node: torch.fx.Node) -> bool:
-    """Whether norms or products read what element-wise calls make of a result, and no convolution does."""
-    passed = reachable([node], lambda each: [user for user in each.users if _passes(user)])
-    readers = {user.target for each in passed for user in each.users}
+    """Whether norms or products, but no convolutions, read a result, directly or through element-wise calls."""
+    reached = reachable([node], lambda each: [user for user in each.users if _keeps_layout(user)])
+    readers = {user.target for each in reached for user in each.users}
     return not readers.isdisjoint(_READ_ROWS) and readers.isdisjoint(_CONVOLUTIONS)
 
 
-def _passes(node: torch.fx.Node) -> bool:
-    """True for a call that goes element by element, or moves elements at most."""
-    return bool(whole_operands(node)) or aliases(node) or node.target is aten.clone.default
+def _keeps_layout(node: torch.fx.Node) -> bool:
+    """True for an element-wise call, a view or a copy."""
+    return bool(elementwise_operands(node)) or aliases(node) or node.target is aten.clone.default

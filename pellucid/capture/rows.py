@@ -1,4 +1,4 @@
-"""Which parts of its operands a part of a call's result is made of, along one dimension; and which calls are linear."""
+"""Which parts of its operands are needed for a part of a call's result, along one dimension; which calls are linear."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.fx import Node
 _VIEWS = ("view", "_unsafe_view", "reshape")
 _REDUCTIONS = ("sum", "amax", "amin", "mean", "argmax", "argmin")
 _SAME_SIZES = ("_softmax", "_log_softmax", "gather", "scatter")
-# Calls beside those that PyTorch marks whose elements are made of the elements at the same place, as broadcast.
+# Element-wise calls (with broadcasting) in addition to those that PyTorch tags as pointwise.
 _ELEMENTWISE = ("expand", "full", "full_like", "clone", "_to_copy", "detach", "alias", "where", "masked_fill")
 
-# Calls that are linear in some of their arguments: in the first; in one of two; in each of these, others being zero.
+# Calls that are linear in the first argument; in one of two; jointly in these arguments, the others of them being zero.
 _LINEAR_IN_FIRST = frozenset(
     "neg.default expand.default clone.default _to_copy.default detach.default alias.default view.default "
     "_unsafe_view.default reshape.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims t.default "
@@ -26,7 +26,7 @@ _LINEAR_IN_ALL = {
     "add.Tensor": (0, 1), "sub.Tensor": (0, 1), "where.self": (1, 2), "scatter.src": (0, 3), "scatter.value": (0, 3),
     "slice_scatter.default": (0, 1),
 }  # fmt: skip
-# Types that hold multiples of their numbers: others overflow, or lose what is small.
+# Floating-point types, whose values can be scaled: integers overflow or are truncated.
 _WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NUMBERS = ("full", "scalar_tensor", "full_like")
 
@@ -36,21 +36,21 @@ class NotInParts(Exception):
 
 
 def _operator(node: Node) -> str:
-    """The operator that a node calls, without its overload; empty if it is none of ATen's."""
+    """The name of the ATen operator that a node calls, without its overload; empty for other calls."""
     target = node.target
     return target._opname if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" else ""
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
-    """The sizes of the tensor that a node makes; empty for what is no tensor."""
+    """The sizes of the tensor that a node returns; empty if it returns no tensor."""
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def operands_along(node: Node, dim: int) -> list[tuple[Node, int | None]]:
-    """For each operand the dimension whose parts make the parts of the result along `dim`; None: each needs all of it.
+    """For each operand, its dimension that corresponds to `dim` of the result; None if every part needs all of it.
 
-    Raises `NotInParts` where a part of the result is not made of parts.
+    Raises `NotInParts` where a part of the result cannot be computed from such parts.
     """
     name, args, rank = _operator(node), node.args, len(shape_of(node))
     tensors = node.all_input_nodes
@@ -87,7 +87,7 @@ def operands_along(node: Node, dim: int) -> list[tuple[Node, int | None]]:
 
 
 def summed(node: Node, dims: dict[Node, int]) -> list[tuple[Node, int | None]] | None:
-    """The same for a call whose result is a sum over all parts; None if it is none. dims: known of operands."""
+    """Like `operands_along`, for a call that sums over all parts; None for others. dims: those of operands in parts."""
     name, args = _operator(node), node.args
     if name == "mm" and (dims.get(_node(args[0])) == 1 or dims.get(_node(args[1])) == 0):
         return [(_node(args[0]), 1), (_node(args[1]), 0)]
@@ -100,7 +100,7 @@ def summed(node: Node, dims: dict[Node, int]) -> list[tuple[Node, int | None]] |
 
 
 def resized(node: Node, dim: int, size: int) -> tuple[Any, ...]:
-    """The arguments of a call whose result shall have `size` elements along `dim`."""
+    """The arguments of a call, changed so that its result has `size` elements along `dim`."""
     shape = [size if number == dim else each for number, each in enumerate(shape_of(node))]
     name = _operator(node)
     if name == "full":
@@ -109,7 +109,7 @@ def resized(node: Node, dim: int, size: int) -> tuple[Any, ...]:
 
 
 def is_linear(node: Node, variable: Collection[Node]) -> bool:
-    """Whether a call reads some of `variable`, and its result is as many times as large as they are."""
+    """Whether a call reads some of `variable` and its result scales with them: f(s * x) = s * f(x)."""
     given = [k for k, each in enumerate(node.args) if not set(_nodes(each)).isdisjoint(variable)]
     value = node.meta.get("val")
     if not given or not isinstance(value, torch.Tensor) or value.dtype not in _WIDE:
@@ -119,8 +119,8 @@ def is_linear(node: Node, variable: Collection[Node]) -> bool:
         return given == [0]
     if name in _LINEAR_IN_ONE:
         return len(given) == 1
-    places = _LINEAR_IN_ALL.get(name, ())
-    return set(given) <= set(places) and all(_is_zero(node.args[k]) for k in places if k not in given)
+    positions = _LINEAR_IN_ALL.get(name, ())
+    return set(given) <= set(positions) and all(_is_zero(node.args[k]) for k in positions if k not in given)
 
 
 def _is_zero(value: Any) -> bool:
@@ -136,7 +136,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _kept(node: Node) -> list[int | None] | None:
-    """For each dimension of a reduction's result the operand's, None for one that is reduced; None if all are."""
+    """For each dimension of a reduction's result, the operand's, None for a reduced one; None if all are reduced."""
     rank = len(shape_of(_node(node.args[0])))
     given = node.args[1] if len(node.args) > 1 else ()
     reduced = {each % rank for each in ([given] if isinstance(given, int) else given or ())}  # type: ignore[union-attr,operator]
@@ -148,7 +148,7 @@ def _kept(node: Node) -> list[int | None] | None:
 
 
 def _outermost(shape: tuple[int, ...]) -> int | None:
-    """The first dimension of several elements: along it all views of a tensor have the same parts."""
+    """The first dimension with more than one element: all views of a tensor have the same parts along it."""
     return next((dim for dim, size in enumerate(shape) if size != 1), None)
 
 
@@ -159,7 +159,7 @@ def _broadcast(operand: Node, node: Node, dim: int) -> int | None:
 
 
 def _argument(node: Node, name: str, default: Any) -> Any:
-    """The argument of that name, wherever it stands in the call."""
+    """The argument of that name, passed by position or by keyword."""
     schema = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
     position = schema.index(name)
     return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)

@@ -32,12 +32,12 @@ Node = torch.fx.Node
 def split(graph_module: torch.fx.GraphModule, refused: Mapping[str, str] | None = None) -> Outline | None:
     """How to run the graph in steps, or None when one program can hold all of it.
 
-    refused: nodes that lowering has found out to be impossible, by name, with the reason.
+    refused: nodes that lowering has rejected, by name, with the reason.
 
     Before: `a = x + 1; n = nonzero(a); b = n * 2`. After: a segment that adds, a call of `nonzero`, and a segment that
-    multiplies, which is told the size of `n` as an argument.
+    multiplies, which is passed the size of `n` as an argument.
     """
-    lazy = _set_apart(graph_module.graph)
+    lazy = _duplicate_lazy_results(graph_module.graph)
     nodes = _live(graph_module.graph)
     _complete(nodes)
     _name_sizes(nodes)
@@ -47,13 +47,13 @@ def split(graph_module: torch.fx.GraphModule, refused: Mapping[str, str] | None 
     return _Splitter(graph_module, nodes, eager).outline()
 
 
-# ------------------------------------------------------------------------------------------- what Python must do
+# ------------------------------------------------------------------------------------------- what runs in Python
 
 
-def _set_apart(graph: torch.fx.Graph) -> set[Node]:
-    """Give the caller calls of its own of what is lazy, so that others who read that need not wait for Python; these.
+def _duplicate_lazy_results(graph: torch.fx.Graph) -> set[Node]:
+    """Duplicate the calls that compute lazy results, so that other readers of them stay in a segment; the duplicates.
 
-    Before: `c = _conj(e); v = view(c); m = mul(c, 2); return v, m`. After: `v` is made of a `_conj` of its own.
+    Before: `c = _conj(e); v = view(c); m = mul(c, 2); return v, m`. After: `v` is computed from a `_conj` of its own.
     """
     (output,) = graph.find_nodes(op="output")
     made: dict[Node, Node] = {}
@@ -81,25 +81,25 @@ def _live(graph: torch.fx.Graph) -> list[Node]:
 
 
 def _complete(nodes: list[Node]) -> None:
-    """Give calls the results that AOTAutograd leaves out where backward draws the numbers of forward again."""
+    """Add the fake results that AOTAutograd omits where backward draws the random numbers of forward again."""
     for node in nodes:
         if "val" not in node.meta and isinstance(node.target, torch._ops.HigherOrderOperator):
             node.meta["val"] = fake_result(node)
 
 
 def _name_sizes(nodes: list[Node]) -> None:
-    """Give results whose sizes nothing tells the sizes that follow from their arguments.
+    """Recompute the sizes of results that contain unknown symbols from those of their arguments.
 
-    Where the graph was captured with two equal calls, such as `x[mask]` twice, one of them is left, but what was made
-    from the other still bears the name of the other's size.
+    Where the graph was captured with two equal calls, such as `x[mask]` twice, one of them is left, but values computed
+    from the other still have the symbol of the other's size.
     """
-    told = {name for node in nodes if node.op == "placeholder" for name in symbol_paths(node.meta.get("val"))}
+    known = {name for node in nodes if node.op == "placeholder" for name in symbol_paths(node.meta.get("val"))}
     for node in nodes:
         if node.op != "call_function":
             continue
         if node.meta.get("unbacked_bindings") or not _is_operator(node):
-            told |= symbol_paths(node.meta.get("val")).keys() | unbacked_bindings(node).keys()
-        elif _needed(node).keys() - told:
+            known |= symbol_paths(node.meta.get("val")).keys() | unbacked_bindings(node).keys()
+        elif _needed(node).keys() - known:
             node.meta["val"] = fake_result(node)
 
 
@@ -110,9 +110,9 @@ def _is_operator(node: Node) -> bool:
 def _eager(
     graph_module: torch.fx.GraphModule, nodes: list[Node], lazy: set[Node], refused: Mapping[str, str]
 ) -> dict[Node, str]:
-    """The calls that no program can hold, with the reason. lazy: those that make what the caller gets lazy."""
+    """The calls that no program can contain, with the reason. lazy: those that compute lazy results of the graph."""
     reasons: dict[Node, str] = {}
-    foreign: set[Node] = set()  # what cannot be an argument of a program
+    foreign: set[Node] = set()  # values that cannot be arguments of a program
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             value = attribute_of(graph_module, node) if node.op == "get_attr" else node.meta.get("val")
@@ -133,10 +133,10 @@ def _eager(
 
 
 def _reason(node: Node, foreign: set[Node], reasons: Mapping[Node, str]) -> str | None:
-    """Why no program can hold `node`, None if one can."""
+    """Why no program can contain `node`, None if one can."""
     target = node.target
-    if _is_pick(node):
-        # What an operator returns besides tensors never was in the program.
+    if _is_getitem(node):
+        # Results of an operator that are no tensors were never in the program.
         return "" if node.args[0] in reasons else None
     if target is torch.ops.higher_order.with_effects:
         target = node.args[1]
@@ -165,13 +165,13 @@ def is_number(node: Node) -> bool:
     return not isinstance(target, torch._ops.HigherOrderOperator) and is_symbolic(value)
 
 
-def _is_pick(node: Node) -> bool:
+def _is_getitem(node: Node) -> bool:
     return node.target is operator.getitem
 
 
 def _is_view(node: Node) -> bool:
     """True if the result may share memory with an argument of the call."""
-    if _is_pick(node):
+    if _is_getitem(node):
         return isinstance(node.args[0], Node) and _is_view(node.args[0])
     return node.op == "call_function" and aliases(node)
 
@@ -201,14 +201,14 @@ def _is_held(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _is_argument(value: Any) -> bool:
-    """What a program may be handed: its buffers know nothing of the flags for lazy conjugates and negatives."""
+    """Whether a program may be passed a value: its buffers have no flags for lazy conjugates and negatives."""
     if isinstance(value, torch.Tensor):
         return _is_held(value) and not _is_lazy(value)
     return not isinstance(value, torch.ScriptObject)
 
 
 def _is_lazy(value: Any) -> bool:
-    """Whether a tensor stands for the conjugates or negatives of what lies in its memory."""
+    """Whether a tensor represents the conjugates or negatives of the elements in its memory."""
     return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
 
 
@@ -218,7 +218,7 @@ def _is_result(value: Any) -> bool:
 
 
 def _is_whole(nodes: list[Node]) -> bool:
-    """Whether a program can take all arguments, is told all symbols by them, and can return the results."""
+    """Whether a program can be passed all arguments, they determine all symbols, and it can return the results."""
     known = {plain_name(term_of(node.meta["val"])) for node in nodes if _is_integer_argument(node)}
     for node in nodes:
         value = node.meta.get("val")
@@ -240,7 +240,7 @@ def _is_returnable(leaf: Any) -> bool:
 
 
 def _needed(node: Node) -> dict[str, torch.SymInt]:
-    """The integers that a program with `node` in it must be told."""
+    """The integers that a program with `node` in it needs as arguments."""
     needed: dict[str, torch.SymInt] = {}
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
@@ -274,22 +274,22 @@ class _Splitter:
         self._assign()
 
     def outline(self) -> Outline:
-        """Segments are made first, because a value that no other step reads is no output of its segment."""
+        """Build segments first, because a value that no other step reads is no output of its segment."""
         graphs = {part.name: _segment_graph(self, part) for part in self._parts()}
         wanted: set[Any] = {source for _, sources, _ in graphs.values() for source in sources}
         wanted.update(arg for node in self.nodes if node in self.eager for arg in node.all_input_nodes)
         wanted.update(self.nodes[-1].all_input_nodes)
-        told: set[str] = set()
+        bound: set[str] = set()
         steps: list[Step] = []
         for node in self.nodes:
             if node.op == "placeholder":
-                steps += _binds(node, told)
+                steps += _binds(node, bound)
         for each in self.order:
             if isinstance(each, _Part):
                 steps.append(self._segment(each, graphs[each.name], wanted))
             else:
                 steps.append(self._call(each))
-                steps += _binds(each, told)
+                steps += _binds(each, bound)
                 steps += _fit(each)
         inputs = tuple(node.name for node in self.nodes if node.op == "placeholder")
         outputs = self.argument(self.nodes[-1].args[0])
@@ -298,7 +298,7 @@ class _Splitter:
         return Outline(inputs, tuple(steps), outputs, derived, tuple(self._decisions()))
 
     def argument(self, value: Any) -> Any:
-        """An argument of an FX node as a step has it."""
+        """An argument of an FX node in the form that steps use."""
         match value:
             case Node() if is_symbolic(value.meta.get("val")) and value not in self.eager:
                 return Number(term_of(value.meta["val"]))
@@ -323,7 +323,7 @@ class _Splitter:
         return (each for each in self.order if isinstance(each, _Part))
 
     def _assign(self) -> None:
-        """Every node to a step, in the graph's order; a check of sizes does not end a segment, it comes before it."""
+        """Assign every node to a step, in graph order; a check of sizes does not end a segment, but moves before it."""
         current: _Part | None = None
         for node in self.nodes:
             if node.op != "call_function" or (is_number(node) and node not in self.eager):
@@ -331,12 +331,12 @@ class _Splitter:
             if node in self.eager:
                 if _is_check(node) and current is not None:
                     self.order.insert(len(self.order) - 1, node)
-                elif _is_pick(node):
+                elif _is_getitem(node):
                     self.order.insert(self.order.index(node.args[0]) + 1, node)  # type: ignore[arg-type]
                 else:
                     self.order.append(node)
                     current = None
-            elif _is_pick(node) and node.args[0] in self.home:
+            elif _is_getitem(node) and node.args[0] in self.home:
                 self.home[node] = self.home[node.args[0]]  # type: ignore[index]
                 self.home[node].nodes.append(node)
             else:
@@ -346,7 +346,7 @@ class _Splitter:
                 current.nodes.append(node)
                 self.home[node] = current
 
-    def _segment(self, part: _Part, made: _Made, wanted: set[Any]) -> Segment:
+    def _segment(self, part: _Part, made: _SegmentGraph, wanted: set[Any]) -> Segment:
         graph, inputs, copies = made
         outputs = [node for node in part.nodes if node in wanted]
         graph.output(tuple(copies[node] for node in outputs))
@@ -371,7 +371,7 @@ class _Splitter:
 
 def _fit(node: Node) -> Iterator[Fit]:
     layouts = tuple(map(_layout, tree_leaves(node.meta.get("val"))))
-    if any(layouts) and not _is_pick(node):
+    if any(layouts) and not _is_getitem(node):
         yield Fit(node.name, layouts)
 
 
@@ -379,21 +379,21 @@ def _layout(value: Any) -> Layout | None:
     return Layout(value.dtype, shape_of(value), strides_of(value)) if _is_held(value) else None
 
 
-def _binds(node: Node, told: set[str]) -> Iterator[Bind]:
-    """The symbols whose values come to light with that of `node`."""
+def _binds(node: Node, bound: set[str]) -> Iterator[Bind]:
+    """The symbols whose values the result of `node` determines, except those in `bound`, which is updated."""
     for name, path in {**unbacked_bindings(node), **symbol_paths(node.meta.get("val"))}.items():
-        if name not in told:
-            told.add(name)
+        if name not in bound:
+            bound.add(name)
             yield Bind(name, node.name, path)
 
 
-_Made: TypeAlias = "tuple[torch.fx.Graph, dict[Node | str, Ref | Number], dict[Node, Node]]"
+_SegmentGraph: TypeAlias = "tuple[torch.fx.Graph, dict[Node | str, Ref | Number], dict[Node, Node]]"
 
 
-def _segment_graph(splitter: _Splitter, part: _Part) -> _Made:
-    """The graph of a segment, without its output; what it takes, numbers first; its nodes by those that they copy.
+def _segment_graph(splitter: _Splitter, part: _Part) -> _SegmentGraph:
+    """The graph of a segment, without its output; its inputs, numbers first; and its nodes by the nodes they copy.
 
-    A view of a value from another step is made anew, so that the compiler knows that both share memory.
+    A view of a value from another step is recomputed, so that the compiler knows that both share memory.
     """
     body = list(_with_views(splitter, part))
     graph = torch.fx.Graph(splitter.graph_module)
@@ -436,7 +436,7 @@ def _segment_graph(splitter: _Splitter, part: _Part) -> _Made:
 
 
 def _with_views(splitter: _Splitter, part: _Part) -> Iterator[Node]:
-    """The nodes of a segment, each after the views that it reads of other steps' values."""
+    """The nodes of a segment, each after the views of other steps' values that it reads."""
     own, made = set(part.nodes), set[Node]()
 
     def visit(node: Node) -> Iterator[Node]:

@@ -1,4 +1,4 @@
-"""What is taken from PyTorch's private API, so that a new release touches one file; for starting again: `resume.py`."""
+"""All uses of PyTorch's private API, so that a new release affects one file; those for resuming are in `resume.py`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ __all__ = [
     "artifact_logger",
     "autograd_number",
     "capture_with_aot",
-    "compute_again",
+    "prefer_recompute",
     "contiguous_strides",
     "current_graph_name",
     "debug_folder",
@@ -90,7 +90,7 @@ __all__ = [
     "is_known",
     "is_symbolic",
     "is_unshared",
-    "kept_results",
+    "saved_results",
     "key_get",
     "keystr",
     "needed_by",
@@ -108,16 +108,16 @@ __all__ = [
     "symbol_paths",
     "symbolic_of",
     "term_of",
-    "traced_anew",
+    "trace_function",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
     "unbacked_bindings",
     "user_frames",
-    "users_results",
+    "results_of_user",
 ]
 
-# Marks of arguments in `Node.meta`.
+# Keys in `Node.meta` that mark arguments.
 _PARAMETER, _DONATED = "pellucid_parameter", "pellucid_donated"
 
 Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[[list[Any]], list[Any]]]
@@ -135,7 +135,7 @@ def capture_with_aot(
 ) -> Callable[..., Any]:
     """Functionalise, decompose and (for training) differentiate a Dynamo graph, compiling each resulting graph.
 
-    joint: a pass on forward and backward as one graph, before it is cut in two.
+    joint: a pass on the joint graph, before it is partitioned.
     The compilers return functions in the boxed calling convention: one list of arguments, which they may empty.
     Mutations of inputs stay in the graph as `copy_` at its end. Compiled autograd puts a list among the inputs.
     """
@@ -144,18 +144,18 @@ def capture_with_aot(
                         decompositions=decompositions, joint=joint)  # fmt: skip
         return flatten_graph_inputs(graph_module, example_inputs, again)
 
-    # Where DDP has a graph cut into parts, PyTorch tells by this count that AOTAutograd has compiled one.
+    # Where DDP has split a graph, PyTorch reads from this counter whether AOTAutograd has compiled a part.
     counters["aot_autograd"]["total"] += 1
 
     def partition(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         return min_cut_rematerialization_partition(joint(graph), *args, **kwargs)
 
-    with _differentiated_whole(decompositions):
+    with _undecomposed_before_autograd(decompositions):
         return aot_module_simplified(
             graph_module,
             example_inputs,
             fw_compiler=cast(Any, forward),
-            bw_compiler=cast(Any, _out_of_sight(backward)),
+            bw_compiler=cast(Any, _hidden_from_dynamo(backward)),
             inference_compiler=cast(Any, _with_parameters(inference)),
             decompositions=decompositions,
             partition_fn=partition,
@@ -164,11 +164,11 @@ def capture_with_aot(
 
 
 @contextmanager
-def _differentiated_whole(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Operators of `interpolate` whose gradients the table decomposes come to autograd whole.
+def _undecomposed_before_autograd(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Have autograd see the operators of `interpolate` whose gradients the table decomposes as single operators.
 
-    Otherwise PyTorch's own decompositions would take effect before, and gradients be those of their parts. `.vec`, by
-    which `interpolate` calls them, is what the table makes of it.
+    Otherwise PyTorch would decompose them before autograd, and gradients would be those of their parts. `.vec`, the
+    overload that `interpolate` calls, is decomposed by the table.
     """
     forms = [form for form in decompositions if form.__name__.endswith(".vec") and _has_gradient(form, decompositions)]
     operators = [operator for form in forms for operator in (form, form.overloadpacket.default)]
@@ -197,7 +197,7 @@ def _has_gradient(operator: Any, decompositions: Mapping[Any, object]) -> bool:
 
 
 def _with_parameters(compiler: Compiler) -> Compiler:
-    """A compiler whose graph says which of its arguments are parameters and buffers, for `parameters_of`."""
+    """Wrap a compiler so that arguments that are parameters or buffers are marked, for `parameters_of`."""
 
     def compile_marked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         metadata = _metadata()
@@ -210,12 +210,12 @@ def _with_parameters(compiler: Compiler) -> Compiler:
 
 
 def parameters_of(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
-    """The names of a graph's arguments that are parameters or buffers: the same tensors at each call, as a rule."""
+    """The names of a graph's arguments that are parameters or buffers: usually the same tensors at every call."""
     return _marked(graph_module, _PARAMETER)
 
 
 def donated_of(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
-    """The names of a backward graph's arguments that nobody reads after it, see `is_unshared`."""
+    """The names of a backward graph's arguments that are not read after it, see `is_unshared`."""
     return _marked(graph_module, _DONATED)
 
 
@@ -225,73 +225,73 @@ def _marked(graph_module: torch.fx.GraphModule, mark: str) -> tuple[str, ...]:
 
 
 def _metadata() -> Any:
-    """What AOTAutograd knows of the graph that it is having compiled, or None."""
+    """AOTAutograd's metadata of the graph that is being compiled, or None."""
     context = TracingContext.try_get()
     return context.fw_metadata if context else None
 
 
 def is_unshared(args: list[Any], position: int) -> bool:
-    """Whether a tensor that forward kept for backward, among its arguments, may be written to: nobody else holds it.
+    """Whether an argument of backward that forward saved may be overwritten: nothing else holds a reference to it.
 
-    Others do where the graph is retained for another backward pass, or where a hook on saved tensors kept it.
+    Other references exist if the graph is retained for another backward pass, or if a hook on saved tensors kept one.
     """
     native, tensor = cast(Any, torch._C), args[position]
     if native._autograd._get_current_graph_task_keep_graph():
         return False
-    storage = tensor.untyped_storage()  # counts as a holder of itself
-    held = tensor._use_count(), native._storage_Use_Count(storage._cdata)
+    storage = tensor.untyped_storage()  # is one of the references counted
+    counts = tensor._use_count(), native._storage_Use_Count(storage._cdata)
     del tensor, storage
-    return held == (1, 2) and _references(args, position) == _ALONE
+    return counts == (1, 2) and _references(args, position) == _ALONE
 
 
 def _references(args: list[Any], position: int) -> int:
     return sys.getrefcount(args[position])
 
 
-_ALONE = _references([object()], 0)  # what Python counts for an object that a list alone holds
+_ALONE = _references([object()], 0)  # the count for an object that only a list refers to
 
 
-def users_results(graph_module: torch.fx.GraphModule) -> list[int]:
-    """Which of a graph's results AOTAutograd hands to the user as they are: not those that backward gets, for example.
+def results_of_user(graph_module: torch.fx.GraphModule) -> list[int]:
+    """The positions of a graph's results that AOTAutograd returns to the user unchanged: not those saved for backward.
 
-    None of a graph that does not say so.
+    Empty for a graph without that information.
     """
     described = graph_module.graph.output_node().meta.get("desc") or ()
     return [position for position, each in enumerate(described) if isinstance(each, PlainAOTOutput)]
 
 
-def compute_again(node: torch.fx.Node) -> None:
-    """Have the partitioner put a call of a joint graph into backward too, rather than keep its result."""
+def prefer_recompute(node: torch.fx.Node) -> None:
+    """Have the partitioner recompute a call of a joint graph in backward, rather than save its result."""
     node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def keep(node: torch.fx.Node) -> None:
-    """Have the partitioner compute a call of a joint graph in forward and keep its result for backward."""
+def must_save(node: torch.fx.Node) -> None:
+    """Have the partitioner compute a call of a joint graph in forward and save its result for backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def kept_results(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Those of a forward graph's results that are there for backward."""
+def saved_results(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The results of a forward graph that are saved for backward."""
     output = graph.output_node()
     described = zip(output.args[0], output.meta.get("desc") or (), strict=False)  # type: ignore[arg-type]
     saved = SavedForBackwardsAOTOutput | SavedForBackwardsNoVcCheckAOTOutput
     return [node for node, each in described if isinstance(each, saved)]
 
 
-def _out_of_sight(backward: Compiler) -> Compiler:
-    """A compiler that Dynamo does not capture: who calls `loss.backward()` in a compiled function calls it there."""
+def _hidden_from_dynamo(backward: Compiler) -> Compiler:
+    """Wrap a compiler so that Dynamo does not capture it: `loss.backward()` in a compiled function may call it."""
 
-    def compile_unseen(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+    def compile_hidden(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         _mark_donated(graph)
-        return unseen(_disabled(backward)(graph, inputs))
+        return hidden_from_dynamo(_disabled(backward)(graph, inputs))
 
-    return compile_unseen
+    return compile_hidden
 
 
 def _mark_donated(graph: torch.fx.GraphModule) -> None:
-    """Note which arguments AOTAutograd says are forward's own, for `donated_of`; two that share memory are not.
+    """Mark the arguments that AOTAutograd donates to backward, for `donated_of`, except those that share memory.
 
-    It would refuse to run backward again over a retained graph if it knew that we take them over.
+    If AOTAutograd still listed them as donated, it would refuse to run backward again over a retained graph.
     """
     metadata = _metadata()
     if metadata is None or not metadata.bw_donated_idxs:
@@ -305,14 +305,14 @@ def _mark_donated(graph: torch.fx.GraphModule) -> None:
     metadata.bw_donated_idxs = []
 
 
-def unseen(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-    """A compiled graph whose calls Dynamo does not capture."""
+def hidden_from_dynamo(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
+    """Wrap a compiled graph so that Dynamo does not capture its calls."""
 
-    def run_unseen(args: list[Any]) -> list[Any]:
+    def run_hidden(args: list[Any]) -> list[Any]:
         return run(args)
 
-    run_unseen._boxed_call = True  # type: ignore[attr-defined]
-    return _disabled(run_unseen)
+    run_hidden._boxed_call = True  # type: ignore[attr-defined]
+    return _disabled(run_hidden)
 
 
 def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -327,25 +327,25 @@ def decomposition_table(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
 
 
 def resized_shape(before: Sequence[Any], after: Sequence[Any] | None, scales: Sequence[float] | None) -> Sequence[Any]:
-    """The sizes that `interpolate` gives an image of shape `before`, of which either sizes or scales are given."""
+    """The sizes to which `interpolate` resizes an image of shape `before`; either sizes or scales are None."""
     return cast(Sequence[Any], upsample_compute_output_size(before, after, scales))
 
 
 def suggested_format(x: torch.Tensor) -> torch.memory_format:
-    """The memory format in which ATen makes a result that follows the layout of `x`."""
+    """The memory format of an ATen result that follows the layout of `x`."""
     return suggest_memory_format(x)
 
 
 def convolution_format(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *steps: Any
 ) -> torch.memory_format:
-    """In which ATen makes the result of a convolution, and the gradients of these two. steps: as ATen takes them."""
+    """The memory format of a convolution's result and of the gradients of `x` and `weight`. steps: as in ATen."""
     backend = torch._C._select_conv_backend(x, weight, bias, *steps)
     return torch._C._conv_determine_backend_memory_format(x, weight, backend)
 
 
 def elementwise_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """The strides of what ATen makes of tensors element by element; each has the shape of the result, or none."""
+    """The strides of ATen's result of an element-wise operator. tensors: of the result's shape or without dimensions."""
     return compute_elementwise_output_strides(*tensors)
 
 
@@ -356,13 +356,13 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """For work on tensors with elements while a graph is compiled: without fake tensors, gradients or autocast."""
+    """For computing on real tensors while a graph is compiled: without fake tensors, gradients or autocast."""
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
 
 def decomposed_call(node: torch.fx.Node, table: Mapping[Any, Callable[..., Any]]) -> torch.fx.GraphModule:
-    """What a call becomes under a table of decompositions: a graph of its `all_input_nodes`, with fake results."""
+    """A call decomposed by a table: a graph of its `all_input_nodes`, with fake results."""
     operands = node.all_input_nodes
 
     def call(*values: Any) -> Any:
@@ -387,7 +387,7 @@ def quiet_fake_tensors() -> Iterator[None]:
         logger.disabled = disabled
 
 
-# Stands for a size that depends on data, where an example is needed.
+# The example value for a size that depends on data.
 _DATA_DEPENDENT = 8
 
 
@@ -409,12 +409,12 @@ def is_symbolic(value: object) -> TypeIs[torch.SymInt | torch.SymFloat | torch.S
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
-    """Whether it holds whatever the sizes are: no size is looked at."""
+    """Whether the condition holds for all sizes; adds no guard."""
     return statically_known_true(condition)
 
 
 def depends_on_data(value: object) -> bool:
-    """True for a number that nothing but the data of tensors decides: it had no value when the graph was captured."""
+    """True for a number that depends on the data of tensors: it had no value when the graph was captured."""
     return is_symbolic(value) and not value.node.has_hint()
 
 
@@ -426,7 +426,7 @@ def stride_of(value: int | torch.SymInt) -> Expr:
 def expr_of(value: int | torch.SymInt, *, stride: bool = False) -> Expr:
     """A size of Dynamo's shape environment in the project's own index algebra.
 
-    What the algebra has no form for becomes a symbol, whose meaning `derived_in` tells.
+    What the algebra cannot express becomes a symbol, which `derived_in` defines.
     """
     if not isinstance(value, torch.SymInt):
         return const(int(value))
@@ -445,7 +445,7 @@ def term_of(value: Any) -> Term:
 
 
 def derived_in(value: Any, *, stride: bool = False) -> dict[str, Derived]:
-    """The derived integers that `expr_of` or `term_of` names in `value`, each after those that it is made of."""
+    """The derived integers that `expr_of` or `term_of` names in `value`, each after those that it is computed from."""
     if not is_symbolic(value):
         return {}
     symbolic, expression = symbolic_of(value.node.shape_env), value.node.expr
@@ -453,7 +453,7 @@ def derived_in(value: Any, *, stride: bool = False) -> dict[str, Derived]:
 
 
 def needed_by(value: Any, *, stride: bool = False) -> dict[str, torch.SymInt]:
-    """The integers that a program must be told to know `value`, see `Symbolic.needed`."""
+    """The integers that a program needs as arguments to compute `value`, see `Symbolic.needed`."""
     if not is_symbolic(value):
         return {}
     shape_env, expression = value.node.shape_env, value.node.expr
@@ -468,7 +468,7 @@ def depends_on_floats(value: Any) -> bool:
 
 
 def unbacked_bindings(node: torch.fx.Node) -> dict[str, KeyPath]:
-    """The symbols whose values come to light with the result of `node`, and where in it."""
+    """The symbols whose values the result of `node` determines, and the path of each in it."""
     bindings: dict[Any, KeyPath] = node.meta.get("unbacked_bindings") or {}
     shape_env = next(map(_shape_env, tree_leaves(node.meta.get("val"))), None) if bindings else None
     if shape_env is None:
@@ -493,7 +493,7 @@ def fake_result(node: torch.fx.Node) -> Any:
 
 
 def call_in(graph: torch.fx.Graph, source: torch.fx.Node, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-    """Add a call to `graph`, with the fake tensor that it makes; it comes from where a node of another graph does."""
+    """Add a call to `graph`, with its fake result; it has the origin of `source`, a node of another graph."""
     mode = detect_fake_mode([leaf for leaf in tree_leaves(source.meta["val"]) if isinstance(leaf, torch.Tensor)])
     fakes = torch.fx.map_arg((args, kwargs), lambda arg: arg.meta["val"])
     with mode or nullcontext(), enable_python_dispatcher():
@@ -506,37 +506,37 @@ def call_in(graph: torch.fx.Graph, source: torch.fx.Node, target: Any, *args: An
 def fake_graph(
     module: torch.fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode | None = None
 ) -> torch.fx.GraphModule:
-    """The graph, each of whose nodes now carries the fake tensor that it makes of (static) inputs like these.
+    """The graph, each of whose nodes now carries its fake result for (static) inputs like these.
 
-    mode: the inputs are fake tensors of this one already.
+    mode: that of the inputs, if they are fake tensors already.
     """
     made = mode or FakeTensorMode(allow_non_fake_inputs=True)
     propagation = FakeTensorProp(module, made)
-    with enable_python_dispatcher():  # without it operators made of others take no symbols
+    with enable_python_dispatcher():  # without it composite operators accept no symbols
         (propagation.propagate if mode is None else propagation.propagate_dont_convert_inputs)(*inputs)
     return module
 
 
-def traced_anew(
+def trace_function(
     function: Callable[..., Any],
     inputs: Sequence[Any],
     mode: FakeTensorMode | None = None,
     table: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> torch.fx.GraphModule:
-    """The graph of the operators that a function calls on these inputs, fake tensors.
+    """The graph of the operators that a function calls on these inputs, which are fake tensors.
 
-    mode: that of the fake tensors, if there may be none. table: of decompositions.
+    mode: that of the fake tensors, needed if there may be none. table: of decompositions.
     """
     with mode or detect_fake_mode(inputs), torch.no_grad():  # type: ignore[union-attr]
         return make_fx(function, decomposition_table=dict(table or {}))(*inputs)
 
 
 def fake_symbols(values: Mapping[str, int]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
-    """A mode for fake tensors, with symbols of these names that had these values when they were captured."""
+    """A mode for fake tensors, with symbols of these names whose hints are these values."""
     shape_env = ShapeEnv()
     symbols: dict[str, torch.SymInt] = {}
     for name, value in values.items():
-        source, size = ConstantSource(name), value > 1  # a size of 0 or 1 would be taken for a constant
+        source, size = ConstantSource(name), value > 1  # a size of 0 or 1 would become a constant
         symbol = shape_env.create_symbol(
             value, source, DimDynamic.DYNAMIC, None, positive=size or None, do_not_specialize_zero_one=not size
         )
@@ -545,7 +545,7 @@ def fake_symbols(values: Mapping[str, int]) -> tuple[FakeTensorMode, dict[str, t
 
 
 def symbol_paths(value: Any) -> dict[str, KeyPath]:
-    """The symbols that a (fake) value tells: it is one, or a size, a stride or the offset of a tensor in it is."""
+    """The symbols that a (fake) value determines: it is one, or a size, a stride or the offset of a tensor in it is."""
     found: dict[str, KeyPath] = {}
 
     def note(term: Term, *path: Any) -> None:
@@ -566,7 +566,7 @@ def symbol_paths(value: Any) -> dict[str, KeyPath]:
 
 
 def plain_name(term: Term) -> str | None:
-    """The name of the symbol that `term` is, or None when it is more than that."""
+    """The name of the symbol that `term` is; None if it is not just a symbol."""
     if isinstance(term, Float):
         return term.name
     names = list(term.syms()) if isinstance(term, Expr) else []
@@ -591,18 +591,18 @@ def symbolic_of(shape_env: Any) -> Symbolic:
 
 
 def graph_module_of(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """`graph` with the attributes of `root` that it names; its Python is written once somebody wants it."""
+    """`graph` with the attributes of `root` that it names; its Python code is generated on first use."""
     return _LazyGraphModule(root, graph)
 
 
 def fake_mode_of(graph: torch.fx.Graph) -> Any:
-    """The mode under which the tensors that the nodes of a captured graph carry were made: operators run on them."""
+    """The mode of the fake tensors that the nodes of a captured graph carry: operators on them run under it."""
     return detect_fake_mode([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
 
 
 @contextmanager
 def without_guards(graph: torch.fx.Graph) -> Iterator[None]:
-    """For what compares sizes as they were when the graph was captured, and must not hold the graph to the outcome."""
+    """For code that compares sizes by their values at capture, without adding guards on the outcome."""
     shape_env = getattr(fake_mode_of(graph), "shape_env", None)
     with nullcontext() if shape_env is None else shape_env.suppress_guards():
         yield
@@ -614,15 +614,15 @@ def user_frames(node: torch.fx.Node) -> str:
 
 
 def module_of(node: torch.fx.Node) -> tuple[str, str]:
-    """The `nn.Module` whose `forward` made `node`, or the forward node of its gradient: its path, `blocks.1.norm`, and
-    its class, `LayerNorm`.
+    """The `nn.Module` whose `forward` created `node`, or the forward node of its gradient: its path, `blocks.1.norm`,
+    and its class, `LayerNorm`.
 
-    The path is empty for the compiled module itself and where there is none. The roots `self`, and `fn` where PyTorch
-    calls a module of its own (`nn.Sequential`), are the compiled module.
+    The path is empty for the compiled module itself and where there is no module. The compiled module is the root
+    `self`, or `fn` where PyTorch calls a module of its own (`nn.Sequential`).
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {"": ("", None)}
     path, kind = list(stack.values())[-1]
-    kind = kind.__name__ if isinstance(kind, type) else str(kind or "").rpartition(".")[2]  # a text in `torch.export`
+    kind = kind.__name__ if isinstance(kind, type) else str(kind or "").rpartition(".")[2]  # a string in `torch.export`
     name = re.sub(r"^[LG]\['(\w+)'\]", lambda root: "" if root[1] in ("self", "fn") else root[1], str(path))
     return re.sub(r"\._modules\['([^']*)'\]|\['?([^']*?)'?\]", r".\1\2", name).strip("."), kind
 
@@ -630,40 +630,40 @@ def module_of(node: torch.fx.Node) -> tuple[str, str]:
 def artifact_logger(name: str) -> Any:
     """The logger of one of TorchInductor's artifact names (`ir_pre_fusion`, `output_code`, ...).
 
-    These names are registered with `TORCH_LOGS` by PyTorch itself, and mean the same things here. The logger lies
-    below `torch`, because PyTorch attaches its handlers there.
+    These names are registered with `TORCH_LOGS` by PyTorch itself, and mean the same here. The logger is a child of
+    `torch`, because PyTorch attaches its handlers there.
     """
     return getArtifactLogger("torch.pellucid", name)
 
 
 def structured_artifact(name: str, encoding: str, make: Callable[[], str]) -> None:
-    """Give a text to `TORCH_TRACE`, for `tlparse`; without that nothing is made. encoding: `string` or `json`."""
+    """Write a text to `TORCH_TRACE`, for `tlparse`; without that `make` is not called. encoding: `string` or `json`."""
     trace_structured_artifact(name, encoding, make)
 
 
 def debug_folder() -> Path | None:
-    """Where `TORCH_COMPILE_DEBUG=1` has this process write, if it is set."""
+    """The folder that `TORCH_COMPILE_DEBUG=1` has this process write to, None if it is not set."""
     return Path(get_debug_dir()) if os.environ.get("TORCH_COMPILE_DEBUG", "0") == "1" else None
 
 
 def repro_after() -> str | None:
-    """What `TORCHDYNAMO_REPRO_AFTER` asks for: `dynamo`, `aot` or nothing."""
+    """The value of `TORCHDYNAMO_REPRO_AFTER`: `dynamo`, `aot` or None."""
     return dynamo_config.repro_after
 
 
 def is_fake(value: Any) -> bool:
-    """Whether a value is a tensor without elements, with which graphs are traced."""
+    """Whether a value is a fake tensor, with which graphs are traced."""
     return isinstance(value, FakeTensor)
 
 
 def autograd_number() -> int | None:
-    """The number of the node whose gradient autograd computes at the moment; None outside a backward pass."""
+    """The sequence number of the autograd node that is being computed; None outside a backward pass."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
 def next_autograd_number() -> int:
-    """The number of the next node that autograd makes in this thread."""
+    """The sequence number of the next autograd node created in this thread."""
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -673,7 +673,7 @@ def profiling() -> bool:
 
 
 def dynamo_seconds() -> float | None:
-    """How long Dynamo has been at work on the frame that is being compiled; None where there is none."""
+    """The seconds that Dynamo has spent so far on the frame that is being compiled; None if there is none."""
     context = get_metrics_context()
     return (time.time_ns() - context._start_time_ns) * 1e-9 if context.in_progress() else None
 

@@ -15,7 +15,7 @@ from pellucid.ir.decision import Decision
 
 
 def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[Decision, ...]]:
-    """A copy of the graph with equal pure calls made once, and without dead ones and copies that nobody can tell.
+    """A copy of the graph with common subexpressions, dead calls and redundant copies eliminated.
 
     Before: `%a = exp(%x); %b = exp(%x); %c = clone(%b)`. After: `%a = exp(%x)`, used for all, with their origins.
     """
@@ -23,17 +23,17 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
     mapping: dict[torch.fx.Node, torch.fx.Node] = {}
     seen: dict[Any, torch.fx.Node] = {}
     decisions: list[Decision] = []
-    handed_out = returned(graph_module.graph)
+    results = returned(graph_module.graph)
     changes = any(may_write(node) for node in graph_module.graph.nodes)
     for node in graph_module.graph.nodes:
         if may_write(node):
-            seen.clear()  # what it writes to may be read again
+            seen.clear()  # later reads of what it writes return other values
         key = _key(node, mapping) if is_pure(node) else None
         same, rule, why = seen.get(key), "transform.common-subexpression", "the calls are equal"
         if not changes and _is_exact_copy(node, mapping):
             same, rule = mapping[node.args[0]], "transform.copy"
             why = "nothing changes the original or the copy, and the caller gets neither through it"
-        if same is not None and node not in handed_out:
+        if same is not None and node not in results:
             mapping[node] = same
             merge_origin(same, node)
             decisions.append(Decision(rule, (node.name, same.name), True, why))
@@ -48,23 +48,23 @@ def transform(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule,
 def decompose(
     graph: torch.fx.Graph, node: torch.fx.Node, table: Mapping[Any, Callable[..., Any]]
 ) -> list[torch.fx.Node]:
-    """Put the parts of a call with one result in its place, by decompositions; the calls that they are."""
+    """Replace a call with one result by its decomposition in `table`; return the new calls."""
     parts = decomposed_call(node, table)
     made = dict(zip(parts.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     with graph.inserting_before(node):
-        calls = put_calls(graph, node, parts, made)
+        calls = insert_calls(graph, node, parts, made)
     (result,) = parts.graph.output_node().all_input_nodes
     node.replace_all_uses_with(made[result])
     graph.erase_node(node)
     return calls
 
 
-def put_calls(
+def insert_calls(
     graph: torch.fx.Graph, node: torch.fx.Node, parts: torch.fx.GraphModule, made: dict[torch.fx.Node, torch.fx.Node]
 ) -> list[torch.fx.Node]:
-    """Put the calls of a traced graph into another one, for what `node` is there: they come from where that does.
+    """Insert the calls of a traced graph into another one in place of `node`, whose origin they get.
 
-    made: what stands for the arguments and constants of the traced graph; from then on for its calls too.
+    made: the nodes that replace the arguments and constants of the traced graph; those of its calls are added.
     """
     calls = [part for part in parts.graph.nodes if part.op == "call_function"]
     for part in calls:
@@ -74,9 +74,9 @@ def put_calls(
 
 
 def _is_exact_copy(node: torch.fx.Node, mapping: Mapping[torch.fx.Node, torch.fx.Node]) -> bool:
-    """True if the call makes a tensor like its argument, which lies in memory as that does.
+    """True if the call copies its argument into a tensor with the same strides.
 
-    What was captured of views of the copy counts from where the copy begins, which must be where the argument does.
+    If the copy has views, its storage offset must be the argument's too: captured views count from the copy's offset.
     """
     if node.target is not torch.ops.aten.clone.default or not isinstance(node.args[0], torch.fx.Node):
         return False
@@ -85,12 +85,12 @@ def _is_exact_copy(node: torch.fx.Node, mapping: Mapping[torch.fx.Node, torch.fx
         return False
     if strides_of(copy) != strides_of(original) or node.args[0].op != "call_function":
         return False
-    begins, began = (expr_of(each.storage_offset()) for each in (copy, original))
-    return begins == began or not any(map(aliases, node.users))
+    copy_offset, offset = (expr_of(each.storage_offset()) for each in (copy, original))
+    return copy_offset == offset or not any(map(aliases, node.users))
 
 
 def returned(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Nodes whose memory the caller may receive: two results must not become one tensor."""
+    """Nodes whose memory may be returned to the caller: two results must not become one tensor."""
     found: set[torch.fx.Node] = set()
     pending = list(graph.output_node().all_input_nodes)
     while pending:
@@ -113,7 +113,7 @@ def aliases(node: torch.fx.Node) -> bool:
 
 
 def is_pure(node: torch.fx.Node) -> bool:
-    """True if the call has no effect and draws no random numbers. One that returns nothing is there for its effect."""
+    """True if the call has no side effect and draws no random numbers. A call without results has a side effect."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -122,14 +122,14 @@ def is_pure(node: torch.fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", None) in ("_operator", "math")  # arithmetic on sizes
     if target is torch.ops.aten._assert_tensor_metadata.default:
-        return True  # it checks what the capture has recorded
+        return True  # it checks what was recorded at capture
     if not target._schema.returns:
         return False
     return not target._schema.is_mutable and not may_draw(target)
 
 
 def may_write(node: torch.fx.Node) -> bool:
-    """True if the call may change a tensor that is there already. One that only draws random numbers does not."""
+    """True if the call may change an existing tensor. A call that only draws random numbers does not."""
     if node.op != "call_function" or is_pure(node):
         return False
     schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
@@ -137,7 +137,7 @@ def may_write(node: torch.fx.Node) -> bool:
 
 
 def _key(node: torch.fx.Node, mapping: dict[torch.fx.Node, torch.fx.Node]) -> Any:
-    """Equal for calls that give equal results; None if an argument cannot be compared."""
+    """A key that is equal for calls with equal results; None if an argument cannot be compared."""
 
     def freeze(value: Any) -> Any:
         match value:

@@ -1,8 +1,9 @@
-"""Recognises attention in a graph of ATen calls, where a program writes it out: products, and a softmax between them.
+"""Matches attention that a program writes out as separate ATen calls: two matrix products with a softmax between them.
 
-From a softmax on: upwards what makes its scores, down to a matrix product (`Scores`); downwards the matrix product that
-takes its weights (`Written`). In a joint graph the three products that make gradients follow from these (`Gradients`).
-Beside scores a softmax may have one of each row that belongs to no key (a sink), whose weight nobody reads.
+Matching starts at a softmax: backwards through the calls that compute its scores to a matrix product (`Scores`), and
+forwards to the matrix product that reads its weights (`AttentionMatch`). In a joint graph, the three products that
+compute gradients are matched from these (`Gradients`). The argument of a softmax may have one more column, of scores
+that belong to no key (sinks), whose weights are not read.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ _NUMBERS = (aten.scalar_tensor.default, aten.full.default)
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default, aten.detach.default)
 _DROPOUTS = (aten.native_dropout.default, aten.dropout.default, aten.bernoulli.p, aten.bernoulli.default)
 
-_DROPOUT = "dropout draws from eager's own stream, and its weights are in memory"
+_DROPOUT = "dropout draws from eager's random number stream, and its weights are in memory"
 _SUMS = "the product sums over something else than keys"
-_SHAPES = "its scores are taken apart in several ways"
-_UNTRAINED = "the kernel takes no gradients of scores that are capped, or beside sinks"
+_SHAPES = "its scores are reshaped in several ways"
+_UNTRAINED = "the kernel takes no gradients of scores that are capped or have sinks"
 
 
-class NotWritten(Exception):
-    """What looks like an attention is none that a kernel computes; the text says why."""
+class NotFusible(Exception):
+    """No kernel computes this attention; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """A mask, times a number, that is added to scores of some shape."""
+class AdditiveMask:
+    """A mask, times `factor`, that is added to scores of this shape."""
 
     mask: Node
     factor: float
@@ -52,23 +53,23 @@ class Added:
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
-    """A number in place of scores of some shape where `condition` is not `kept`."""
+class MaskedFill:
+    """A number that replaces scores of this shape wherever `condition` is not `keep_where`."""
 
     condition: Node
-    kept: bool
+    keep_where: bool
     number: float
     shape: tuple[Expr, ...]
 
 
-Mask: TypeAlias = "Added | Replaced"
+Mask: TypeAlias = "AdditiveMask | MaskedFill"
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores of an attention: a product of queries and keys, times a scale, with masks in the order of their use.
+    """The scores of an attention: a product of queries and keys, times a scale, with masks in the order of application.
 
-    calls: those that make them, from the product on. cap: they are cap * tanh(that product / cap), before masks.
+    calls: the calls that compute them, from the product on. cap: before masks, scores are cap * tanh(product / cap).
     """
 
     product: Node
@@ -77,10 +78,10 @@ class Scores:
     masks: tuple[Mask, ...] = ()
     cap: float | None = None
 
-    def times(self, number: float) -> Scores:
+    def scaled_by(self, number: float) -> Scores:
         masks = tuple(
             replace(mask, factor=mask.factor * number)
-            if isinstance(mask, Added)
+            if isinstance(mask, AdditiveMask)
             else replace(mask, number=mask.number * number)
             for mask in self.masks
         )
@@ -88,7 +89,7 @@ class Scores:
         return replace(self, scale=self.scale * number, masks=masks, cap=cap)
 
     def tanh(self) -> Scores | None:
-        """Capped at 1; None if something was done to them that the kernel does after this."""
+        """Capped at 1; None if they are masked or capped already: the kernel caps once, before masks."""
         return None if self.masks or self.cap is not None else replace(self, cap=1.0)
 
     @property
@@ -100,11 +101,11 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class AttentionMatch:
     """An attention: its scores, the softmax, the weights in all their shapes and types, and the product with values.
 
-    sinks: the scores beside those of keys, one for each row. between: the calls between scores and weights of keys.
-    sizes: of batch, heads, rows and keys, as the tensor has them that has most of them.
+    sinks: scores of no key, one for each row. between: the calls between the scores and the weights of keys.
+    sizes: batch, heads, rows and keys, taken from the tensor with the most dimensions.
     """
 
     scores: Scores
@@ -122,9 +123,9 @@ class Written:
 
 @dataclass(slots=True)
 class Gradients:
-    """The products that make the gradients of queries, of keys as columns, and of values; and that of the result.
+    """The products that compute the gradients of queries, of keys as columns, and of values; `grad_out`: of the result.
 
-    calls: all that are there for these alone.
+    calls: the calls that serve only these products.
     """
 
     query: Node
@@ -138,53 +139,53 @@ class Gradients:
         return self.query, self.key, self.value
 
 
-def written_attention(module: torch.fx.GraphModule, softmax: Node) -> Written | None:
-    """The attention around a softmax; None if there is no product on both sides of it. Raises `NotWritten`."""
+def match_attention(module: torch.fx.GraphModule, softmax: Node) -> AttentionMatch | None:
+    """Match the attention around a softmax; None if it lacks a product before or after it. Raises `NotFusible`."""
     between: tuple[Node, ...] = (softmax,)
-    given, shift = _unshifted(softmax.args[0])
-    keys, sinks = _beside_sinks(given)
-    scores = Climb(module).scores(keys)
+    argument, shift = _without_max_shift(softmax.args[0])
+    keys, sinks = _split_sinks(argument)
+    scores = ScoreMatcher(module).scores(keys)
     if scores is None or not may_cap(scores.cap):
         return None
     first = softmax
     if sinks is not None:
-        first, between = _weights_of_keys(softmax), (*between, given)
-    weights = set(_passed_on(first))
+        first, between = _weights_of_keys(softmax), (*between, argument)
+    weights = set(_reshaped_and_cast(first))
     products = [user for node in weights for user in node.users if user.target in _PRODUCTS and user.args[0] is node]
     if not products:
         if any(user.target in _DROPOUTS for node in weights for user in node.users):
-            raise NotWritten(_DROPOUT)
+            raise NotFusible(_DROPOUT)
         return None
     rank = softmax.meta["val"].dim()
     if len(products) > 1 or softmax.args[1] not in (-1, rank - 1):
-        raise NotWritten(_SUMS)
+        raise NotFusible(_SUMS)
     (product,) = products
     used = shape_of(product.args[0].meta["val"])  # type: ignore[union-attr]
     last = shape_of(first.meta["val"])[-2:]
     if used[-2:] != last or shape_of(scores.product.meta["val"])[-2:] != last:
-        raise NotWritten(_SUMS)
+        raise NotFusible(_SUMS)
     sizes = _sizes((*scores.calls, *weights), last)
-    return Written(scores, softmax, sinks, (*between, *shift), frozenset(weights), product, sizes)
+    return AttentionMatch(scores, softmax, sinks, (*between, *shift), frozenset(weights), product, sizes)
 
 
-def _unshifted(node: Any) -> tuple[Any, tuple[Node, ...]]:
-    """What a softmax is of, which the greatest number of each row was subtracted from; and the calls that did so."""
+def _without_max_shift(node: Any) -> tuple[Any, tuple[Node, ...]]:
+    """The argument of a softmax before the maximum of each row was subtracted, and the calls that subtract it."""
     match node:
-        case Node(target=aten.sub.Tensor, args=(Node() as given, Node() as greatest)) if not node.kwargs:
-            rank = given.meta["val"].dim()
+        case Node(target=aten.sub.Tensor, args=(Node() as source, Node() as maximum)) if not node.kwargs:
+            rank = source.meta["val"].dim()
             last = (-1, rank - 1)
-            match greatest:
-                case Node(target=aten.amax.default, args=(source, [dim], True)) if source is given and dim in last:
-                    return given, (greatest, node)
+            match maximum:
+                case Node(target=aten.amax.default, args=(reduced, [dim], True)) if reduced is source and dim in last:
+                    return source, (maximum, node)
                 case Node(target=operator.getitem, args=(Node(target=aten.max.dim) as pair, 0)):
-                    source, dim, keep = (*pair.args, False)[:3]
-                    if source is given and dim in last and keep:
-                        return given, (pair, greatest, node)
+                    reduced, dim, keep = (*pair.args, False)[:3]
+                    if reduced is source and dim in last and keep:
+                        return source, (pair, maximum, node)
     return node, ()
 
 
-def _beside_sinks(node: Any) -> tuple[Any, Node | None]:
-    """Scores of keys, and the scores that lie behind them, one for each row."""
+def _split_sinks(node: Any) -> tuple[Any, Node | None]:
+    """The scores of keys, and the sinks concatenated after them, one for each row."""
     match node:
         case Node(target=aten.cat.default, args=([Node() as keys, Node() as sinks], dim)):
             rank = keys.meta["val"].dim()
@@ -194,24 +195,24 @@ def _beside_sinks(node: Any) -> tuple[Any, Node | None]:
 
 
 def _weights_of_keys(softmax: Node) -> Node:
-    """The weights of all but the last number of each row."""
+    """The slice of the weights without the last column."""
     rank, columns = softmax.meta["val"].dim(), shape_of(softmax.meta["val"])[-1]
     parts = [user for user in softmax.users if user.target is aten.slice.Tensor]
     match [(part, *part.args[1:]) for part in parts]:
         case [(part, dim, 0, _, *step)] if dim in (-1, rank - 1) and step in ([], [1]):
             if shape_of(part.meta["val"])[-1] == columns - 1:
                 return part
-    raise NotWritten(_SUMS)
+    raise NotFusible(_SUMS)
 
 
-def reader_beside(calls: set[Node], results: tuple[Node, ...]) -> Node | None:
-    """Somebody else who reads what these calls make, beside what they are there for."""
+def other_reader(calls: set[Node], results: tuple[Node, ...]) -> Node | None:
+    """A reader of values that these calls compute, other than the calls themselves and `results`; None if none."""
     users = (user for node in calls for user in _readers(node))
     return next((user for user in users if user not in calls and user not in results and not _is_unused(user)), None)
 
 
 def _readers(node: Node) -> list[Node]:
-    """The users of a tensor's elements: not those that write over it, or make memory like it."""
+    """The users that read a tensor's elements: not those that overwrite it or only allocate a tensor like it."""
     users = (user for user in node.users if user.target is not aten.new_empty_strided.default)
     return [user for user in users if user.target is not aten.copy.default or user.args[1] is node]
 
@@ -221,7 +222,7 @@ def _is_unused(node: Node) -> bool:
 
 
 def _sizes(nodes: tuple[Node, ...], last: tuple[Expr, ...]) -> tuple[Any, Any, Any, Any]:
-    """Batch, heads, rows and keys: where scores never have four dimensions each of a batch has one head.
+    """Batch, heads, rows and keys; where scores never have four dimensions, there is one head.
 
     last: rows and keys; masks may be added to scores of other shapes.
     """
@@ -230,16 +231,16 @@ def _sizes(nodes: tuple[Node, ...], last: tuple[Expr, ...]) -> tuple[Any, Any, A
     most = max(map(len, shapes), default=0)
     found = [sizes for shape, sizes in shapes.items() if len(shape) == most]
     if len(found) != 1:
-        raise NotWritten(_SHAPES)
+        raise NotFusible(_SHAPES)
     sizes = found[0]
     return (*sizes[:-2], *(1,) * (4 - most), *sizes[-2:])  # type: ignore[return-value]
 
 
-# --------------------------------------------------------------------------------------- calls that keep elements
+# --------------------------------------------------------------------------------------- reshapes and casts
 
 
 def reshaped_from(node: Node) -> Node | None:
-    """The argument of a call that gives the same elements in the same order, in another shape or not."""
+    """The argument of a call whose result has the same elements in the same order, reshaped or not; else None."""
     target, args = node.target, node.args
     if target in _RESHAPES:
         return args[0]  # type: ignore[return-value]
@@ -256,7 +257,7 @@ def reshaped_from(node: Node) -> Node | None:
 
 
 def transposed_from(node: Node) -> Node | None:
-    """The argument of a call that exchanges the last two dimensions."""
+    """The argument of a call that transposes the last two dimensions; else None."""
     if node.target is aten.t.default:
         return node.args[0]  # type: ignore[return-value]
     if node.target not in (aten.permute.default, aten.transpose.int):
@@ -266,7 +267,7 @@ def transposed_from(node: Node) -> Node | None:
 
 
 def source_of(node: Node, shape: tuple[Expr, ...]) -> Node | None:
-    """The first tensor with these elements in this shape, before they were copied or reshaped; None if none has it."""
+    """The earliest tensor with these elements in this shape, before copies and reshapes; None if there is none."""
     found: Node | None = None
     at: Node | None = node
     while at is not None:
@@ -277,7 +278,7 @@ def source_of(node: Node, shape: tuple[Expr, ...]) -> Node | None:
 
 
 def repeated_from(node: Node, shape: tuple[Expr, ...]) -> Node | None:
-    """What was repeated for each head of a group: (batch, shared, 1, keys, size); None if nothing was."""
+    """The tensor that is repeated for each head of a group, (batch, shared, 1, keys, size); None if there is none."""
     at: Node | None = node
     while at is not None:
         source: Any = at.args[0] if at.target is aten.expand.default else None
@@ -292,7 +293,7 @@ def repeated_from(node: Node, shape: tuple[Expr, ...]) -> Node | None:
 
 
 def _order(node: Node) -> list[int]:
-    """The dimensions of the argument in the order that the result has them in."""
+    """The permutation: for each dimension of the result, that of the argument."""
     dims = list(range(node.meta["val"].dim()))
     if node.target is aten.permute.default:
         return [dims[dim] for dim in node.args[1]]  # type: ignore[union-attr]
@@ -302,7 +303,7 @@ def _order(node: Node) -> list[int]:
 
 
 def _cast_from(node: Node) -> Node | None:
-    """The argument of a call that changes the type of floats alone."""
+    """The argument of a cast from one floating-point type to another; else None."""
     if node.target is not aten._to_copy.default:
         return None
     source: Any = node.args[0]
@@ -310,30 +311,33 @@ def _cast_from(node: Node) -> Node | None:
     return source if floats else None
 
 
-def _same_from(node: Node) -> Node | None:
+def _reshaped_or_cast_from(node: Node) -> Node | None:
     return reshaped_from(node) or _cast_from(node)
 
 
-def _passed_on(node: Node) -> Iterator[Node]:
-    """A tensor, and all that it becomes by calls that keep elements."""
+def _reshaped_and_cast(node: Node) -> Iterator[Node]:
+    """A tensor, and all reshapes and casts of it."""
     yield node
     for user in node.users:
-        if user.op == "call_function" and _same_from(user) is node:
-            yield from _passed_on(user)
+        if user.op == "call_function" and _reshaped_or_cast_from(user) is node:
+            yield from _reshaped_and_cast(user)
 
 
-# --------------------------------------------------------------------------------------- what scores are made of
+# --------------------------------------------------------------------------------------- how scores are computed
 
 
 @dataclass(frozen=True, slots=True)
-class Climb:
-    """Goes from scores back to the product that they come from. given: it, where the graph does not make it."""
+class ScoreMatcher:
+    """Matches scores, from the softmax back to the product.
+
+    product: the node that stands for the product where the graph does not compute it.
+    """
 
     module: torch.fx.GraphModule
-    given: Node | None = None
+    product: Node | None = None
 
     def scores(self, node: Any) -> Scores | None:
-        if node is self.given and node is not None:
+        if node is self.product and node is not None:
             return Scores(node, (node,))
         if not isinstance(node, Node) or node.op != "call_function":
             return None
@@ -341,7 +345,7 @@ class Climb:
             return Scores(node, (node,))
         if node.target is aten.baddbmm.default:
             return self._added_product(node)
-        source = _same_from(node)
+        source = _reshaped_or_cast_from(node)
         if source is not None:
             found = self.scores(source)
         elif node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
@@ -358,7 +362,7 @@ class Climb:
         return None if found is None else replace(found, calls=(*found.calls, node))
 
     def number(self, value: Any) -> float | None:
-        """The number that an argument is: written as such, or as a tensor of one element that is known."""
+        """The value of an argument that is a number, or a tensor of no dimensions whose value is known; else None."""
         if isinstance(value, bool | int | float):
             return float(value)
         if not isinstance(value, Node):
@@ -374,7 +378,7 @@ class Climb:
         return self.number(value.args[0]) if value.target in _COPIES and not shape_of(value.meta["val"]) else None
 
     def scaling(self, node: Node) -> tuple[Any, float] | None:
-        """What a call multiplies by a number, and the number."""
+        """The operand that a call multiplies by a number, and the number."""
         first, second = node.args[:2]
         number = self.number(second)
         if number is not None:
@@ -383,13 +387,13 @@ class Climb:
         number = self.number(first)
         return (second, number) if node.target is aten.mul.Tensor and number is not None else None
 
-    def choice(self, node: Node) -> tuple[Any, Replaced] | None:
-        """What `where` has, or else a number."""
+    def choice(self, node: Node) -> tuple[Any, MaskedFill] | None:
+        """The operand of a `where` that chooses between it and a number, and that replacement."""
         condition, first, second = node.args
-        for value, other, kept in ((first, second, True), (second, first, False)):
+        for value, other, keep_where in ((first, second, True), (second, first, False)):
             number = self.number(other)
             if number is not None and isinstance(value, Node) and isinstance(condition, Node):
-                return value, Replaced(condition, kept, number, shape_of(node.meta["val"]))
+                return value, MaskedFill(condition, keep_where, number, shape_of(node.meta["val"]))
         return None
 
     def _added_product(self, node: Node) -> Scores | None:
@@ -398,13 +402,13 @@ class Climb:
         if not all(isinstance(factor, int | float) for factor in factors):
             return None
         beta, alpha = (float(factor) for factor in factors)  # type: ignore[arg-type]
-        masks = (Added(mask, beta, shape_of(node.meta["val"])),) if beta else ()
+        masks = (AdditiveMask(mask, beta, shape_of(node.meta["val"])),) if beta else ()
         return Scores(node, (node,), alpha, masks)
 
     def _scaled(self, node: Node) -> Scores | None:
         found = self.scaling(node)
         scores = None if found is None else self.scores(found[0])
-        return None if found is None or scores is None else scores.times(found[1])
+        return None if found is None or scores is None else scores.scaled_by(found[1])
 
     def _masked(self, node: Node) -> Scores | None:
         first, second = node.args
@@ -416,8 +420,8 @@ class Climb:
             if isinstance(value, Node) and isinstance(mask, Node) and shape_of(value.meta["val"]) == shape:
                 scores = self.scores(value)
                 if scores is not None:
-                    scores = scores.times(sign_of_value) if sign_of_value != 1.0 else scores
-                    return replace(scores, masks=(*scores.masks, Added(mask, factor, shape)))
+                     scores = scores.scaled_by(sign_of_value) if sign_of_value != 1.0 else scores
+                    return replace(scores, masks=(*scores.masks, AdditiveMask(mask, factor, shape)))
         return None
 
     def _chosen(self, node: Node) -> Scores | None:
@@ -431,102 +435,106 @@ class Climb:
 # --------------------------------------------------------------------------------------- gradients, in a joint graph
 
 
-def written_gradients(module: torch.fx.GraphModule, written: Written) -> Gradients | None:
-    """The gradients of an attention; None where nothing takes any. Raises `NotWritten` for others than a kernel has."""
-    changes = _softmax_gradients(written)
+def match_gradients(module: torch.fx.GraphModule, match: AttentionMatch) -> Gradients | None:
+    """Match the gradients of an attention; None if there are none. Raises `NotFusible` if the kernel has not these."""
+    gradients = _softmax_gradients(match)
     weighted = [
         (turned, user)
-        for node in written.weights
+        for node in match.weights
         for turned in node.users
         if transposed_from(turned) is node
         for user in turned.users
         if user.target in _PRODUCTS and user.args[0] is turned
     ]
-    if not changes and not weighted:
+    if not gradients and not weighted:
         return None
-    if written.scores.cap is not None or written.sinks is not None:
-        raise NotWritten(_UNTRAINED)
-    if len(changes) != 1 or len(weighted) != 1:
-        raise NotWritten("not all gradients of queries, keys and values are taken, and the kernel computes all three")
-    (turned, value), (steps, through) = weighted[0], changes[0]
+    if match.scores.cap is not None or match.sinks is not None:
+        raise NotFusible(_UNTRAINED)
+    if len(gradients) != 1 or len(weighted) != 1:
+        raise NotFusible("not all gradients of queries, keys and values are taken, and the kernel computes all three")
+    (turned, value), (steps, through) = weighted[0], gradients[0]
     grad_out: Any = value.args[1]
-    if through.args[0] is not grad_out or transposed_from(through.args[1]) is not written.product.args[1]:  # type: ignore[arg-type]
-        raise NotWritten("its gradients are not those of its own products")
-    scaled = _scaled_changes(Climb(module), written, steps)
-    query, key = _products_of_changes(written, scaled[-1])
+    if through.args[0] is not grad_out or transposed_from(through.args[1]) is not match.product.args[1]:  # type: ignore[arg-type]
+        raise NotFusible("its gradients are not those of its own products")
+    scaled = _score_gradients(ScoreMatcher(module), match, steps)
+    query, key = _gradient_products(match, scaled[-1])
     return Gradients(query, key, value, grad_out, {turned, *steps, *scaled})
 
 
-def _softmax_gradients(written: Written) -> list[tuple[list[Node], Node]]:
-    """The gradients of scores: all calls that make one from the product of gradients and values, and that product.
+def _softmax_gradients(match: AttentionMatch) -> list[tuple[list[Node], Node]]:
+    """The gradients of scores: for each, the calls that compute it, and the product of gradients and values they read.
 
     The last call is `weight * grad - weight * sum(weight * grad)`.
     """
     found: list[tuple[list[Node], Node]] = []
-    for weight in written.weights:
+    for weight in match.weights:
         for scaled in weight.users:
             if scaled.target is not aten.mul.Tensor:
                 continue
-            grad = next((arg for arg in scaled.args if arg not in written.weights), None)
+            grad = next((arg for arg in scaled.args if arg not in match.weights), None)
             for total in scaled.users:
                 if total.target is aten.sum.dim_IntList and isinstance(grad, Node):
-                    found += [(steps, through) for steps, through in _centred(written, scaled, total, grad)]
+                    found += [(steps, through) for steps, through in _centred(match, scaled, total, grad)]
     return found
 
 
-def _centred(written: Written, scaled: Node, total: Node, grad: Node) -> Iterator[tuple[list[Node], Node]]:
+def _centred(match: AttentionMatch, scaled: Node, total: Node, grad: Node) -> Iterator[tuple[list[Node], Node]]:
     rank = scaled.meta["val"].dim()
     if total.args[1:] not in (([-1], True), ([rank - 1], True)):
         return
     for share in total.users:
-        if share.target is aten.mul.Tensor and any(arg in written.weights for arg in share.args):
+        if share.target is aten.mul.Tensor and any(arg in match.weights for arg in share.args):
             for change in share.users:
                 if change.target is aten.sub.Tensor and change.args == (scaled, share):
                     steps, at = [scaled, total, share, change], grad
                     while at is not None and at.target not in _PRODUCTS:
                         steps.insert(0, at)
-                        at = _same_from(at)
+                        at = _reshaped_or_cast_from(at)
                     if at is not None:
                         yield [at, *steps], at
 
 
-def _scaled_changes(climb: Climb, written: Written, steps: list[Node]) -> list[Node]:
-    """The calls from the gradients of the softmax's argument to those of the product: masks and scales."""
-    scores, found, scale, chosen = written.scores, [steps[-1]], 1.0, set[tuple[Node, bool]]()
+def _score_gradients(matcher: ScoreMatcher, match: AttentionMatch, steps: list[Node]) -> list[Node]:
+    """The calls from the gradient of the softmax's argument to that of the product: masks and scales."""
+    scores, found, scale, fills = match.scores, [steps[-1]], 1.0, set[tuple[Node, bool]]()
     while not any(user.target in _PRODUCTS for user in found[-1].users):
         at, users = found[-1], _readers(found[-1])
         if len(users) != 1:
-            raise NotWritten(f"{len(users)} calls read the gradients of its scores, {at.name}")
+            raise NotFusible(f"{len(users)} calls read the gradients of its scores, {at.name}")
         (user,) = users
         if user.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
-            scaling = climb.scaling(user)
+            scaling = matcher.scaling(user)
             if scaling is None or scaling[0] is not at:
-                raise NotWritten(f"{user.name} changes gradients of its scores")
+                raise NotFusible(f"{user.name} changes gradients of its scores")
             scale *= scaling[1]
         elif user.target is aten.where.self:
-            choice = climb.choice(user)
+            choice = matcher.choice(user)
             if choice is None or choice[0] is not at or choice[1].number != 0:
-                raise NotWritten(f"{user.name} changes gradients of its scores")
-            chosen.add((choice[1].condition, choice[1].kept))
-        elif _same_from(user) is not at:
-            raise NotWritten(f"{user.name} reads gradients of its scores")
+                raise NotFusible(f"{user.name} changes gradients of its scores")
+            fills.add((choice[1].condition, choice[1].keep_where))
+        elif _reshaped_or_cast_from(user) is not at:
+            raise NotFusible(f"{user.name} reads gradients of its scores")
         found.append(user)
-    expected = {(mask.condition, mask.kept) for mask in scores.masks if isinstance(mask, Replaced)}
-    if chosen != expected or abs(scale - scores.scale) > 1e-6 * abs(scores.scale):
-        raise NotWritten("its scores are scaled or masked otherwise than their gradients")
+    expected = {(mask.condition, mask.keep_where) for mask in scores.masks if isinstance(mask, MaskedFill)}
+    if fills != expected or abs(scale - scores.scale) > 1e-6 * abs(scores.scale):
+        raise NotFusible("its scores and their gradients are scaled or masked differently")
     return found
 
 
-def _products_of_changes(written: Written, changes: Node) -> tuple[Node, Node]:
-    """The products that make the gradients of queries, and of keys as columns."""
-    queries, keys = written.scores.operands
-    made: Mapping[bool, list[Node]] = {
-        first: [user for user in changes.users if user.target in _PRODUCTS and (user.args[0] is changes) is first]
+def _gradient_products(match: AttentionMatch, score_gradient: Node) -> tuple[Node, Node]:
+    """The products that compute the gradients of queries, and of keys as columns."""
+    queries, keys = match.scores.operands
+    products: Mapping[bool, list[Node]] = {
+        first: [
+            user
+            for user in score_gradient.users
+            if user.target in _PRODUCTS and (user.args[0] is score_gradient) is first
+        ]
         for first in (True, False)
     }
-    if len(made[True]) != 1 or len(made[False]) != 1:
-        raise NotWritten("not all gradients of queries, keys and values are taken, and the kernel computes all three")
-    (query,), (key,) = made[True], made[False]
+    if len(products[True]) != 1 or len(products[False]) != 1:
+        raise NotFusible("not all gradients of queries, keys and values are taken, and the kernel computes all three")
+    (query,), (key,) = products[True], products[False]
     if transposed_from(query.args[1]) is not keys or transposed_from(key.args[0]) is not queries:  # type: ignore[arg-type]
-        raise NotWritten("its gradients are not those of its own products")
+        raise NotFusible("its gradients are not those of its own products")
     return query, key

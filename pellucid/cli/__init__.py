@@ -1,7 +1,7 @@
-"""The `pellucid` command. One file per command, with no logic in it.
+"""The `pellucid` command: one file per command, without logic.
 
 Exit codes, the same for every command, so that `git bisect run pellucid ...` works: 0 good, 1 bad (a wrong
-result, a failing backend), 125 skip (the program cannot be judged), 255 the tool failed (also: it was called wrongly).
+result, a failing backend), 125 skip (the program cannot be judged), 255 the tool itself failed or was misused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pellucid.options import check_environment
 
 
 class _Group(Commands):
-    """A group whose commands never say "bad" (1, Python's habit) when it was the tool that broke."""
+    """A group whose commands never exit with 1 ("bad", and Python's default) when the tool itself failed."""
 
     def main(self, *args: Any, **about: Any) -> Any:
         try:
@@ -62,7 +62,7 @@ class _Group(Commands):
         except (click.ClickException, click.exceptions.Exit):
             raise
         except (KeyboardInterrupt, click.Abort):
-            click.echo("\ninterrupted: nothing was found out", err=True)
+            click.echo("\ninterrupted: no result", err=True)
             sys.exit(Exit.FAILED)
         except PellucidError as error:
             complain(error)
@@ -76,11 +76,11 @@ class _Group(Commands):
 
 
 def _check_environment() -> None:
-    """Tell of variables that mean nothing; the processes that the command starts need not say it again."""
-    with warnings.catch_warnings(record=True) as said:
+    """Warn about unknown PELLUCID_ variables once, and suppress the warning in processes that the command starts."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_environment()
-    for each in said:
+    for each in caught:
         click.echo(f"warning: {each.message}", err=True)
     filters = os.environ.get("PYTHONWARNINGS"), "ignore:the environment variable PELLUCID_"
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, filters))
@@ -96,7 +96,7 @@ def _version() -> str:
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(_version(), prog_name="pellucid")
 def main() -> None:
-    """Pellucid: a torch.compile backend for CPUs that people can see through, and its kit."""
+    """Pellucid: a transparent torch.compile backend for CPUs, and its debugging and profiling kit."""
 
 
 for _command in (

@@ -36,12 +36,12 @@ from pellucid.printing import sentence, show
     "--shape",
     "shapes",
     metavar="SHAPES",
-    help="Of its tensors, separated by commas: 12x128x64, or with a type bf16[12x128], i64[128]<5 (integers below 5).",
+    help="Its tensors' shapes, comma-separated: 12x128x64; with a dtype: bf16[12x128], i64[128]<5 (integers below 5).",
 )
 @click.option("--arg", "arguments", type=SETTING, multiple=True, help="Another argument of --op, by name; repeatable.")
 @click.option("--batch", type=Count(min=1), default=1, show_default=True, help="Sequences per call.")
 @click.option("--seq", type=Count(min=1), default=128, show_default=True, help="Tokens per sequence.")
-@click.option("--dtype", default="f32", show_default=True, metavar="f32|bf16", help="Of weights and activations.")
+@click.option("--dtype", default="f32", show_default=True, metavar="f32|bf16", help="Dtype of weights and activations.")
 @click.option("--train", is_flag=True, help="Measure training steps: forward, loss, backward; dropout is off.")
 @click.option("--dynamic", is_flag=True, help="Compile with symbolic sizes (torch.compile's dynamic=True).")
 @click.option("--fallbacks", is_flag=True, help="List what Pellucid leaves to ATen, with its share of the time.")
@@ -86,11 +86,11 @@ def bench(
     settings = Settings(
         backends or DEFAULT_SUBJECTS, batch, seq, dtype, threads or 0, budget, cold, train, dynamic, fallbacks
     )
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # what torch.profiler tells its developers breaks the bar
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's log messages would garble the progress bar
     with complaints(UnknownName, DoesNotFit), progress_bar() as progress:
 
         def tell(result: ModelResult) -> None:
-            """At once: a run that is stopped loses none of what it has measured."""
+            """Print each result at once: an interrupted run loses nothing that it has measured."""
             if not as_json:
                 with progress.aside():
                     show(out, Group(model_table(result), ""))

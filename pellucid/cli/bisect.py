@@ -1,4 +1,4 @@
-"""`pellucid bisect`: the component to blame."""
+"""`pellucid bisect`: find the component at fault."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pellucid.cli.terminal import one_line
 
 @target_command("pellucid bisect model.py:make --backend inductor")
 def bisect(target: Target) -> None:
-    """Which component makes TARGET fail when it is compiled, and what in it is to blame?
+    """Which component makes TARGET fail when it is compiled, and which step of it is at fault?
 
-    Exits with 1 when something is.
+    Exits with 1 when there is a failure.
     """
     from pellucid.kit.debug.bisect import bisect as run
 

@@ -1,4 +1,4 @@
-"""`pellucid cache`: what compiled graphs leave on disk."""
+"""`pellucid cache`: the on-disk store of compiled graphs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdo
     epilog=example("pellucid cache list", "pellucid cache export warm.tar.gz", "pellucid cache trim --older 30d"),
 )
 def cache() -> None:
-    """What do compiled graphs leave on disk, and is it whole? Lists, checks, trims it, and carries it elsewhere.
+    """List, verify, trim, export and import the store of compiled graphs and kernels.
 
-    The store is $PELLUCID_CACHE_DIR, or else lies in the user's cache folder.
+    The store is $PELLUCID_CACHE_DIR, by default a folder in the user's cache directory.
     """
 
 
 @cache.command("list")
 @_json
 def list_command(as_json: bool) -> None:
-    """Which graphs and kernels are there, of which size and age, and when were they used last?"""
+    """List the graphs and kernels with their size, age and last use."""
     from pellucid.kit.debug.cache import listed
 
     _finish(listed(), as_json)
@@ -36,20 +36,20 @@ def list_command(as_json: bool) -> None:
 @cache.command()
 @_json
 def size(as_json: bool) -> None:
-    """How much is there of what?"""
+    """Show the number and size of entries by kind."""
     from pellucid.kit.debug.cache import sizes
 
     _finish(sizes(), as_json)
 
 
 @cache.command()
-@click.option("--remove", is_flag=True, help="Remove what is bad; it counts as missing anyway.")
+@click.option("--remove", is_flag=True, help="Remove bad entries; the compiler ignores them anyway.")
 @_json
 def verify(remove: bool, as_json: bool) -> None:
-    """Is each entry whole, and could nobody else have written it? All of them are read.
+    """Read every entry, and check that it is intact and that no other user could have written it.
 
-    What was built for another processor, PyTorch or compiler is told, with the difference. Exits with 1 if an entry
-    is damaged, half-written or not to be trusted.
+    Entries built for another processor, PyTorch or compiler are reported with the difference. Exits with 1 if an entry
+    is damaged, incomplete or untrusted.
     """
     from pellucid.kit.debug.cache import verified
 
@@ -60,7 +60,7 @@ def verify(remove: bool, as_json: bool) -> None:
 @click.argument("file", type=OUTPUT_FILE)
 @_json
 def export(file: Path, as_json: bool) -> None:
-    """Write what the store has for this machine to FILE, an archive."""
+    """Write the entries for this machine to FILE, an archive."""
     from pellucid.kit.debug.cache import exported
 
     _finish(exported(file), as_json)
@@ -70,10 +70,10 @@ def export(file: Path, as_json: bool) -> None:
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @_json
 def import_command(file: Path, as_json: bool) -> None:
-    """Put FILE, an archive that `pellucid cache export` wrote, into the store.
+    """Add FILE, an archive that `pellucid cache export` wrote, to the store.
 
-    All of it is checked first. It holds code that runs: take it from nobody whose programs you would not run. What was
-    built for another processor, PyTorch or compiler is refused.
+    All of it is checked first. It contains executable code: import it only from sources whose programs you would run.
+    Entries built for another processor, PyTorch or compiler are rejected.
     """
     from pellucid.kit.debug.cache import imported
 
@@ -81,16 +81,16 @@ def import_command(file: Path, as_json: bool) -> None:
 
 
 @cache.command(epilog=example("pellucid cache trim --older 30d", "pellucid cache trim --size 2GB"))
-@click.option("--older", type=AGE, help="Remove what was not used for so long: 30d, 12h, 90min.")
-@click.option("--size", "nbytes", type=SIZE, help="Then the least recently used, until so much is left: 500MB, 2GB.")
-@click.option("--dry-run", "tried", is_flag=True, help="Only say what would go.")
+@click.option("--older", type=AGE, help="Remove entries unused for this long: 30d, 12h, 90min.")
+@click.option("--size", "nbytes", type=SIZE, help="Then remove the least recently used, down to this size: 500MB, 2GB.")
+@click.option("--dry-run", "tried", is_flag=True, help="Only show what would be removed.")
 @_json
 def trim(older: float | None, nbytes: int | None, tried: bool, as_json: bool) -> None:
-    """Remove what has not been used for long, or what is too much. Other processes may go on meanwhile."""
+    """Remove entries that are old, or that exceed a total size. Other processes may use the store meanwhile."""
     from pellucid.kit.debug.cache import trimmed
 
     if older is None and nbytes is None:
-        raise click.UsageError("say what is to go: --older AGE, --size SIZE or both")
+        raise click.UsageError("specify what to remove: --older AGE, --size SIZE or both")
     _finish(trimmed(older, nbytes, tried), as_json)
 
 

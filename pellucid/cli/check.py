@@ -1,4 +1,4 @@
-"""`pellucid check`: eager against compiled."""
+"""`pellucid check`: compare compiled results with eager ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pellucid.cli.terminal import Count
 
 @target_command("pellucid check model.py:make --backward --fuzz 16")
 @click.option("--fuzz", type=Count(min=0), default=0, metavar="N", help="Try N variations of the inputs too.")
-@click.option("--sanitize", is_flag=True, help="Let AddressSanitizer and UBSan watch the kernels (GCC only; slow).")
+@click.option("--sanitize", is_flag=True, help="Run the kernels under AddressSanitizer and UBSan (GCC only; slow).")
 def check(target: Target, fuzz: int, sanitize: bool) -> None:
-    """Is what TARGET computes when compiled wrong, or only rounded otherwise? float64 decides.
+    """Is TARGET wrong when it is compiled, or does it only round differently? A float64 reference decides.
 
     Exits with 1 when it is wrong, fails, crashes or hangs.
     """

@@ -1,4 +1,4 @@
-"""`pellucid cosim`: every intermediate result, compiled beside eager."""
+"""`pellucid cosim`: compare every intermediate result with eager."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pellucid.cli.target import SETTING, Target, target_command
 
 @target_command("pellucid cosim model.py:make --against inductor")
 @click.option(
-    "--live", is_flag=True, help="Observe only; otherwise each step works on eager's results, so that all faults show."
+    "--live", is_flag=True, help="Only observe. By default each step is given eager's results, so that all faults show."
 )
 @click.option("--against", metavar="NAME|RUN", help="Compare with this backend, or with a run, instead of with eager.")
 @click.option(
-    "--against-option", "others", type=SETTING, multiple=True, help="Compare with the backend under this option."
+    "--against-option", "others", type=SETTING, multiple=True, help="Compare with the backend with this option."
 )
 def cosim(target: Target, live: bool, against: str | None, others: tuple[tuple[str, Any], ...]) -> None:
-    """Which intermediate result of TARGET is the first that is wrong when it is compiled, and which kernel made it?
+    """Which intermediate result of TARGET is the first wrong one when it is compiled, and which kernel computed it?
 
-    A run is compared with (--against RUN) as it was: its results were only observed. Exits with 1 when one is wrong.
+    With --against RUN the results saved in the run are compared, and --live is implied. Exits with 1 when one is wrong.
     """
     from pellucid.kit.debug.cosim import Other, cosim_isolated, write_csv
     from pellucid.kit.debug.simulation import COMPLETE, LIVE

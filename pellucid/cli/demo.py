@@ -16,9 +16,9 @@ from pellucid.printing import code, relative, sentence, show
 @click.command(epilog=example("pellucid demo --model gpt2 --dir my_run"))
 @click.option("--model", default="mobilebert", show_default=True, help="Any model that `pellucid bench` knows.")
 @click.option("--budget", type=SECONDS, default=20.0, show_default=True, help="Seconds of timing.")
-@click.option("--dir", "folder", type=OUTPUT_FOLDER, help="Where the run folder goes.")
+@click.option("--dir", "folder", type=OUTPUT_FOLDER, help="The run folder to write.")
 def demo(model: str, budget: float, folder: Path | None) -> None:
-    """Compile and run a model with eager, Inductor and Pellucid, and write a run folder to look into."""
+    """Run a model with eager, Inductor and Pellucid, and write a run folder to inspect."""
     from pellucid.bench import UnknownName
     from pellucid.kit.bench.demo import demo as run
     from pellucid.kit.bench.demo import explained

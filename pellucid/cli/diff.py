@@ -18,7 +18,7 @@ _RUN = click.Path(path_type=Path, file_okay=False)
 def diff(before: Path, after: Path, as_json: bool) -> None:
     """Which kernels, decisions, plans, numbers and times changed between two runs (of `pellucid capture`)?
 
-    Exits with 1 when something other than times did.
+    Exits with 1 when anything other than times changed.
     """
     from pellucid.kit.debug.diff import diff as run
     from pellucid.kit.runs.run import open_run

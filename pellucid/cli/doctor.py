@@ -1,4 +1,4 @@
-"""`pellucid doctor`: the machine, the toolchain and the process, with a verdict and a remedy each."""
+"""`pellucid doctor`: check the machine, the toolchain and the process, each with a verdict and a remedy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pellucid.cli.terminal import OUTPUT_FILE
 
 @click.command(epilog=example("pellucid doctor --remeasure -o machine.json"))
 @click.option("--remeasure", is_flag=True, help="Measure the machine again: about two seconds.")
-@click.option("-o", "file", metavar="FILE", type=OUTPUT_FILE, help="Write the machine to FILE too.")
+@click.option("-o", "file", metavar="FILE", type=OUTPUT_FILE, help="Write the machine's figures to FILE too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout instead of text.")
 def doctor(remeasure: bool, file: Path | None, as_json: bool) -> None:
-    """What can this machine do, and what is in the way of it?
+    """What can this machine do, and what keeps it from doing so?
 
-    The machine is measured at the first call, and kept: from then on the compiler goes by these figures. FILE is for
-    PELLUCID_MACHINE, here or elsewhere. Exits with 1 if something is bad.
+    The machine is measured at the first call, and the compiler uses the saved figures from then on. Use FILE as
+    PELLUCID_MACHINE, here or on another machine. Exits with 1 if a check fails.
     """
     from pellucid.kit.debug.doctor import doctor as run
     from pellucid.kit.debug.doctor import write_machine

@@ -1,8 +1,8 @@
 """Exit codes.
 
-`git bisect run` takes 125 for a commit to skip and all else up to 127 for a bad one; from 128 on it gives up, and
-blames no commit. So what says nothing of the program must be neither 1 nor 2, Python's and Click's codes for their
-own errors.
+`git bisect run` skips a commit at 125, takes any other code from 1 to 127 for a bad commit, and aborts from 128 on.
+So an outcome that says nothing about the program must be neither 1 nor 2, Python's and Click's codes for their own
+errors.
 """
 
 from enum import IntEnum

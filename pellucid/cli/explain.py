@@ -9,7 +9,7 @@ from pellucid.cli.target import Target, target_command
 def explain(target: Target) -> None:
     """Why does TARGET not compile? If it does: what was not fused, vectorised or compiled, and why.
 
-    Graph breaks and recompilations are told as well. Exits with 1 if it does not compile.
+    Graph breaks and recompilations are reported as well. Exits with 1 if it does not compile.
     """
     from pellucid.kit.debug.reasons import reasons
 

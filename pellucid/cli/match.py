@@ -8,11 +8,11 @@ from pellucid.cli.target import Target, target_command
 
 
 @target_command("pellucid match model.py:make --source")
-@click.option("--source", is_flag=True, help="Print the C++ too, with FX nodes and your lines beside it.")
+@click.option("--source", is_flag=True, help="Print the C++ too, annotated with FX nodes and your lines.")
 def match(target: Target, source: bool) -> None:
     """Which IR operators, FX nodes and lines of yours does each kernel of TARGET implement?
 
-    Exits with 1 if a kernel is unknown.
+    Exits with 1 if this is unknown for a kernel.
     """
     from pellucid.kit.debug.match import match as run
 

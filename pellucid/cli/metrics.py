@@ -19,13 +19,13 @@ from pellucid.cli.terminal import SECONDS, one_line
 @click.option("--table", "only", multiple=True, metavar="NAME", help="Only this table; repeatable.")
 @click.option("--without", multiple=True, metavar="NAME", help="Without this table; repeatable.")
 @click.option("--budget", type=SECONDS, default=5.0, show_default=True, help="Seconds of calls, for tables with times.")
-@click.option("--sum", "sums", is_flag=True, help="TARGET is a folder of tables: only sum them up.")
+@click.option("--sum", "sums", is_flag=True, help="TARGET is a folder of tables: only summarise them.")
 def metrics(target: Target, only: tuple[str, ...], without: tuple[str, ...], budget: float, sums: bool) -> None:
-    """Tables over models as CSV: each row says of which model, backend and graph.
+    """Write tables over models as CSV; each row names its model, backend and graph.
 
     graphs: statistics. kernels: loads, stores, loops, atomic adds, argument bytes. fusion_failures: each pair that was
-    not fused, with its category. slow_fusions: kernels that take longer than their parts. estimates: of the machine
-    model, beside measured times. Exits with 1 when a target could not be looked into.
+    not fused, with its category. slow_fusions: kernels that take longer than their parts. estimates: those of the
+    machine model, next to measured times. Exits with 1 when a target could not be inspected.
     """
     from pellucid.kit.metrics.request import metrics as run
     from pellucid.kit.metrics.summary import summary_of

@@ -20,16 +20,16 @@ from pellucid.kit.shown import plain
     "command",
     metavar="CMD",
     default="",
-    help="Keep what CMD says: it gets the path of a candidate's program, and exits with 0 if that shows the failure.",
+    help="Let CMD decide: it is passed the path of a candidate program, and exits with 0 if that shows the failure.",
 )
-@click.option("--jobs", type=Count(min=1), default=1, show_default=True, help="Candidates tried at once.")
+@click.option("--jobs", type=Count(min=1), default=1, show_default=True, help="Candidates tried in parallel.")
 @click.option("--budget", type=SECONDS, default=600.0, show_default=True, help="Seconds for the whole search.")
 def minify(target: Target, command: str, jobs: int, budget: float) -> None:
     """What is the smallest part of TARGET's graphs that still fails in the same way when it is compiled?
 
     The standalone program is written to -o, by default a new run. Exits with 1 when something fails. With --check CMD,
-    a shell command judges instead: exit status 0 keeps a candidate, as for C-Reduce and llvm-reduce, and any other
-    drops it.
+    a shell command decides instead: exit status 0 keeps a candidate, as for C-Reduce and llvm-reduce, and any other
+    rejects it.
     """
     settings = {"jobs": jobs, "budget": budget, "seconds": target.seconds, "memory": target.memory, "command": command}
     about = target.about()
@@ -46,7 +46,7 @@ def minify(target: Target, command: str, jobs: int, budget: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found: as JSON's types, and to print. No class of the kit, whose modules import torch."""
+    """The result of a search, as JSON types and as text. It uses no class of the kit, whose modules import torch."""
 
     good: bool
     result: dict[str, Any]
@@ -54,7 +54,7 @@ class Found:
 
 
 def search(about: dict[str, Any], folder: str, settings: dict[str, Any]) -> Found:
-    """In a process of its own, so that this one need not import torch."""
+    """Search in a separate process, so that this one need not import torch."""
     from pellucid.kit.minify.minify import Settings
     from pellucid.kit.minify.minify import search as run
     from pellucid.kit.runs.target import Request

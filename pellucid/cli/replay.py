@@ -7,7 +7,7 @@ from pellucid.cli.target import ABOUT_RUN, Target, target_command
 
 @target_command("pellucid replay run --backend inductor", metavar="RUN", about=ABOUT_RUN)
 def replay(target: Target) -> None:
-    """Run the graphs of a run again, eagerly and compiled, and compare: with each other, and with the numbers in it.
+    """Run the graphs of a run again, eagerly and compiled; compare the results with each other and with the saved ones.
 
     Exits with 1 when compiled code is wrong or fails here.
     """

@@ -12,10 +12,10 @@ from pellucid.cli.terminal import SECONDS
 @click.option("--against", multiple=True, metavar="eager|BACKEND", help="Compare with this too; repeatable.")
 @click.option("--budget", type=SECONDS, default=10.0, show_default=True, help="Seconds of calls to measure.")
 def report(target: Target, against: tuple[str, ...], budget: float) -> None:
-    """Where does the time of TARGET go, and what can be done? One HTML page, to look at without a network.
+    """Where does the time of TARGET go, and what can be done? Writes one self-contained HTML page.
 
-    A program is captured and profiled into the run of -o, or a new one. Of a run, the page is made of what it holds;
-    a profile that it lacks is taken. The page is `report.html` in the run, or in the folder of -o.
+    A program is captured and profiled into the run of -o, or a new one. For a run, the page shows its contents, and a
+    profile is taken if it has none. The page is `report.html` in the run, or in the folder of -o.
     """
     from pellucid.kit.report.request import REPORT
     from pellucid.kit.report.request import report as run

@@ -1,4 +1,4 @@
-"""`pellucid run`: a command in the recommended environment."""
+"""`pellucid run`: run a command in the recommended environment."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ STDERR = 2  # a file descriptor
     context_settings={"allow_interspersed_args": False},
 )
 @click.option("--pin", is_flag=True, help="Bind each thread to a core: for a machine that nothing else uses.")
-@click.option("--compare", "pairs", type=Count(min=1), metavar="N", help="Time it N times with and without.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be set.")
+@click.option("--compare", "pairs", type=Count(min=1), metavar="N", help="Time COMMAND N times with and without.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be set.")
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="With --compare or --dry-run: print JSON on stdout; what COMMAND prints goes to stderr.",
+    help="With --compare or --dry-run: print JSON on stdout; the output of COMMAND goes to stderr.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(command: tuple[str, ...], pin: bool, pairs: int | None, dry_run: bool, as_json: bool) -> None:
     """Run COMMAND in the environment that `pellucid doctor` recommends for this machine.
 
-    Says what is set and why; what you have set yourself stays. The command takes the place of this process, so its exit
-    code is that of the command.
+    Prints what is set and why; variables that you have set yourself stay. COMMAND replaces this process, so the exit
+    code is that of COMMAND.
     """
     from pellucid.kit.debug.launch import compare, plan, replace_process
     from pellucid.kit.show import shown

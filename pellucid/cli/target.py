@@ -1,4 +1,4 @@
-"""What the commands of the debugging kit share: the program that they look into, their options, and how they end."""
+"""What the commands of the debugging kit share: the target program, their common options, and how they end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pellucid.kit.runs.target import Request
 
 ABOUT_TARGET = """TARGET is FILE.py:NAME, where NAME() returns (fn, args) or (fn, args, kwargs); or a run, the folder
-    that `pellucid capture` wrote; or -- python SCRIPT.py ..., a program whose torch.compile calls are looked into."""
+    that `pellucid capture` wrote; or -- python SCRIPT.py ..., a script whose torch.compile calls are captured."""
 
 ABOUT_RUN = """RUN is the folder that `pellucid capture` wrote, or RUN:GRAPH for one graph of it."""
 
@@ -41,7 +41,7 @@ class _Setting(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
         key, equals, text = str(value).partition("=")
         if not key or not equals:
-            self.fail(f"{value!r} is no setting: give KEY=VALUE", param, ctx)
+            self.fail(f"{value!r} is not a setting: give KEY=VALUE", param, ctx)
         try:
             return key, ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -49,7 +49,7 @@ class _Setting(click.ParamType):
 
 
 class _Words(click.types.UnprocessedParamType):
-    """A TARGET. about: what that is, for those who give none."""
+    """A TARGET. about: what that is, shown where it is missing."""
 
     def __init__(self, about: str) -> None:
         self.about = " ".join(about.split())
@@ -63,7 +63,7 @@ SETTING = _Setting()
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the shared options say. words: TARGET as it was typed. memory: in bytes, 0 for no limit of the user's."""
+    """The values of the shared options. words: TARGET as typed. memory: in bytes, 0 where the user gave no limit."""
 
     words: Sequence[str]
     backend: str | None
@@ -83,22 +83,22 @@ class Target:
 
     @property
     def more(self) -> tuple[str, ...]:
-        """What stands behind the TARGET."""
+        """The arguments after TARGET."""
         return () if self.is_script else tuple(self.words[1:])
 
     def request(self, takes_more: bool = False, **more: Any) -> Request:
-        """The program that is meant. takes_more: whether words behind the TARGET mean something. more: other fields."""
+        """The request for TARGET. takes_more: whether the command has arguments after TARGET. more: other fields."""
         from pellucid.kit.runs.target import Request
 
         return Request(**self.about(takes_more), **more)
 
     def about(self, takes_more: bool = False) -> dict[str, Any]:
-        """The fields of the request. A script is run and captured first, as its graphs are what can be looked into."""
+        """The fields of the request. A script is run and captured first, because the tools work on its graphs."""
         if self.more and not takes_more:
             first, rest = self.words[0], " ".join(self.more)
             there = os.path.exists(first.partition(":")[0])
-            what = f"one TARGET too many: {rest}" if there else f"{first} is neither a TARGET nor Python"
-            raise click.UsageError(f"{what}; a script is given as -- python SCRIPT.py")
+            what = f"unexpected arguments after TARGET: {rest}" if there else f"{first} is neither a TARGET nor Python"
+            raise click.UsageError(f"{what}; to run a script, write -- python SCRIPT.py")
         target, backend, options = self.words[0], self.backend, dict(self.options)
         if self.is_script:
             target = self._captured()
@@ -128,13 +128,13 @@ class Target:
         return str(folder)
 
     def run_of(self, target: str) -> Path:
-        """The run to write to: that of -o, the one that a script was captured into, or a new one."""
+        """The run to write to: the folder of -o, the run that a script was captured into, or a new one."""
         if self.folder is not None:
             return self.folder
         return Path(target) if self.is_script else new_run(Path(self.words[0]).stem)
 
     def own_run(self, target: str) -> Path | None:
-        """The run that TARGET is, or that a script was captured into; also a folder with no more than a profile."""
+        """The run that TARGET is, or that a script was captured into; also a folder that has only a profile."""
         from pellucid.kit.profile.saved import FILE
         from pellucid.kit.runs.run import split_run
 
@@ -144,13 +144,13 @@ class Target:
         return Path(target) if Path(target, FILE).is_file() else None
 
     def finish(self, result: Any, **how: Any) -> None:
-        """Print a result, keep it in the run of -o, and end the command. how: to print it, see `debug.show`."""
+        """Print a result, save it in the folder of -o, and end the command. how: options of `kit.show.shown`."""
         from pellucid.kit.show import shown
 
         self.end(result, shown(result, **how), result.good)
 
     def end(self, result: Any, text: Any, good: bool) -> None:
-        """The same for a result as JSON's types, with what to print of it."""
+        """Like `finish`, with the text to print; `result` may also be of JSON types."""
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / f"{click.get_current_context().info_name}.json"
@@ -160,7 +160,7 @@ class Target:
 
 
 def new_run(name: str) -> Path:
-    """A folder below `pellucid_runs` that is not there yet. Raises UserError where none can be made."""
+    """A folder below `pellucid_runs` that does not exist yet. Raises UserError if it is not writable."""
     plain_name = re.sub(r"\W+", "_", name).strip("_") or "program"
     stem = Path("pellucid_runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{plain_name}"
     names = (stem.with_name(f"{stem.name}-{n}") if n else stem for n in itertools.count())
@@ -171,22 +171,22 @@ def new_run(name: str) -> Path:
 
 
 _SHARED = (
-    click.option("--backend", metavar="NAME", help="The subject. Default: pellucid, or that of the run."),
+    click.option("--backend", metavar="NAME", help="The backend to test. Default: pellucid, or that of the run."),
     click.option("--option", "options", type=SETTING, multiple=True, help="An option of the backend; repeatable."),
     click.option("--threads", type=Count(min=1), help="Threads to use. Default: torch's choice."),
     click.option(
-        "--timeout", "seconds", type=SECONDS, default=300.0, show_default=True, help="Until it counts as hanging."
+        "--timeout", "seconds", type=SECONDS, default=300.0, show_default=True, help="Seconds until it counts as hung."
     ),
-    click.option("--memory", type=Count(min=1), metavar="MB", help="Until it counts as out of memory."),
+    click.option("--memory", type=Count(min=1), metavar="MB", help="Memory above which it counts as out of memory."),
     click.option(
         "--trust",
         "libraries",
         multiple=True,
         metavar="NAME",
-        help="A library whose operators a run may call.",
+        help="A library whose operators a run may call; repeatable.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout instead of text."),
-    click.option("--backward", is_flag=True, help="Look at gradients and the backward graph as well."),
+    click.option("--backward", is_flag=True, help="Include gradients and the backward graph."),
     click.option("--dynamic", is_flag=True, help="Compile with symbolic sizes (torch.compile's dynamic=True)."),
 )
 
@@ -196,8 +196,8 @@ def target_command(
 ) -> Callable[[Callable[..., None]], click.Command]:
     """A command on a TARGET: `command(target, **own options)`.
 
-    call_of_it: an example. writes: what -o names, and its help. Its docstring is completed with what a TARGET is
-    (`about`).
+    call_of_it: an example call. writes: the metavar of -o, and its help. `about`, what a TARGET is, is appended to
+    the docstring.
     """
 
     def decorate(command: Callable[..., None]) -> click.Command:
@@ -222,12 +222,12 @@ def target_command(
 
 
 def example(*calls: str) -> str:
-    """The end of a command's help."""
+    """The examples at the end of a command's help."""
     return "\n".join(("\b", "For example:", *(f"  {call}" for call in calls)))
 
 
 def end(result: Any, text: Any, as_json: bool, good: bool, unsure: bool = False) -> None:
-    """Print a result, as JSON or as text, and end the command: 0 if good, 1 if bad, 125 if that cannot be told."""
+    """Print a result, as JSON or as text, and exit: 0 if good, 1 if bad, 125 if that cannot be determined."""
     if as_json:
         click.echo(json.dumps(plain(result), indent=1))
     else:

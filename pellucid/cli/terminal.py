@@ -1,4 +1,4 @@
-"""What commands share in how they speak: tables on stdout, progress and complaints on stderr."""
+"""Terminal input and output of the commands: results on stdout, progress and errors on stderr, option types."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ err = Console(stderr=True, highlight=False)
 
 
 class Commands(click.Group):
-    """A group whose help has the first sentence of each command's help, whole."""
+    """A group whose help lists the whole first sentence of each command's help."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -37,27 +37,27 @@ def _first_sentence(command: click.Command) -> str:
 
 
 class _Seconds(click.ParamType):
-    """A time that makes sense: more than zero, and not for ever."""
+    """A positive, finite number of seconds."""
 
     name = "seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         seconds = click.FLOAT.convert(value, param, ctx)
         if not (math.isfinite(seconds) and seconds > 0):
-            self.fail(f"{value} is no time to spend: give seconds, more than 0", param, ctx)
+            self.fail(f"{value} is not a duration: give a number of seconds above 0", param, ctx)
         return seconds
 
 
 class Count(click.IntRange):
-    """An integer in a range, called a whole number where it is none."""
+    """An integer in a range; error messages call it a whole number."""
 
     name = "whole number"
 
 
 class _Output(click.Path):
-    """What is written, a file or a folder: where that cannot be, it is told before the work, not after it.
+    """A file or folder to write; one that is not writable is reported before the work instead of after it.
 
-    A folder is made with those above it; that of a file has to be there, as a mistyped one would be left behind.
+    A folder is created with its parents; the folder of a file must exist, as a mistyped one would be left behind.
     """
 
     def convert(
@@ -66,13 +66,13 @@ class _Output(click.Path):
         path = super().convert(value, param, ctx)
         file = Path(os.fsdecode(path))
         if not self.dir_okay and not file.parent.exists():
-            self.fail(f"cannot write to {value}: there is no folder {file.parent}; make it first", param, ctx)
+            self.fail(f"cannot write to {value}: there is no folder {file.parent}; create it first", param, ctx)
         why = unwritable(file if self.dir_okay else file.parent)
         return self.fail(f"cannot write to {value}: {why}", param, ctx) if why else path
 
 
 def unwritable(folder: Path) -> str:
-    """Why nothing can be written into a folder, which need not be there; empty if it can."""
+    """Why a folder, which need not exist, is not writable; empty if it is."""
     try:
         with TemporaryDirectory(dir=next(each for each in (folder, *folder.parents) if each.exists())):
             return ""
@@ -81,7 +81,7 @@ def unwritable(folder: Path) -> str:
 
 
 class _Quantity(click.ParamType):
-    """A number with a unit; not below zero."""
+    """A non-negative number with a unit."""
 
     def __init__(self, name: str, units: Mapping[str, float], example: str) -> None:
         self.name, self.units, self.example = name, units, example
@@ -91,7 +91,7 @@ class _Quantity(click.ParamType):
         factor = self.units.get(found[2].lower()) if found else None
         if found is None or factor is None:
             known = ", ".join(unit for unit in self.units if unit)
-            self.fail(f"{value!r} is no {self.name}: give {self.example} (units: {known})", param, ctx)
+            self.fail(f"{value!r} is not a valid {self.name}: give {self.example} (units: {known})", param, ctx)
         return float(found[1]) * factor
 
 
@@ -103,7 +103,7 @@ OUTPUT_FOLDER = _Output(path_type=Path, file_okay=False, writable=True)
 
 
 def complain(error: PellucidError) -> None:
-    """Say what went wrong, the facts about it, and what can be done."""
+    """Print an error with its context and its hint."""
     show(err, sentence(f"error: [{error.code}] {error.message}", hang=2))
     for name, value in error.context.items():
         show(err, code(f"{name}: {value}", "  "))
@@ -112,7 +112,7 @@ def complain(error: PellucidError) -> None:
 
 
 def called_wrongly(error: click.UsageError) -> None:
-    """Say how a command is called, what is wrong with this call and, where something is missing, show an example."""
+    """Print a command's usage, what is wrong with this call and, where an argument is missing, an example."""
     if error.ctx is not None:
         click.echo(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", err=True)
     show(err, sentence(f"Error: {error.format_message()}"))
@@ -122,7 +122,7 @@ def called_wrongly(error: click.UsageError) -> None:
 
 @contextmanager
 def complaints(*wrong: type[Exception]) -> Iterator[None]:
-    """Exceptions of a type in `wrong` mean a wrong call; a missing library of models, that nothing can be told here."""
+    """Turn exceptions of the types `wrong` into usage errors, and a missing `transformers` into exit code SKIP."""
     try:
         yield
     except wrong as error:
@@ -135,7 +135,7 @@ def complaints(*wrong: type[Exception]) -> Iterator[None]:
 
 
 class Bar:
-    """How far the work is, as `progress_bar` shows it: called with a text and the fraction done."""
+    """The progress that `progress_bar` shows: called with a text and the fraction done."""
 
     def __init__(self, tell: Callable[[str, float], None], bar: Progress | None = None) -> None:
         self._tell = tell
@@ -146,7 +146,7 @@ class Bar:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Something is printed on stdout, and the bar is not in its way."""
+        """Hide the bar while something is printed on stdout."""
         if self._bar is not None:
             self._bar.stop()
         yield
@@ -156,7 +156,7 @@ class Bar:
 
 @contextmanager
 def progress_bar() -> Iterator[Bar]:
-    """A bar on stderr that goes away when done.
+    """A progress bar on stderr that disappears when done.
 
     Where stderr is no terminal, the texts are printed one per line instead.
     """
@@ -171,9 +171,9 @@ def progress_bar() -> Iterator[Bar]:
 
 @contextmanager
 def one_line() -> Iterator[Callable[[str], None]]:
-    """Yields what to call with how far the work is: a line on stderr that is rewritten, and goes away when done.
+    """Yield a function that shows a status line on stderr: it is overwritten each time, and disappears when done.
 
-    Where stderr is no terminal, every line is kept.
+    Where stderr is no terminal, each line is printed.
     """
     if not err.is_terminal:
         yield lambda line: show(err, line)
@@ -183,11 +183,11 @@ def one_line() -> Iterator[Callable[[str], None]]:
 
 
 def _printer() -> Callable[[str, float], None]:
-    said = [""]
+    last = [""]
 
     def tell(doing: str, done: float) -> None:
-        if doing != said[0]:
-            said[0] = doing
+        if doing != last[0]:
+            last[0] = doing
             show(err, f"[{done:4.0%}] {doing}")
 
     return tell

@@ -1,4 +1,4 @@
-"""`pellucid testgen`: a test for each kernel."""
+"""`pellucid testgen`: write a test for each kernel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _WRITES = ("FOLDER", "Write the tests to FOLDER/tests. Default: a new folder.")
 def testgen(target: Target) -> None:
     """Write a standalone test for every kernel of TARGET, or for each KERNEL named after it.
 
-    A test has the small FX graph that its kernel implements, with the inputs that it has in the program. Exits with 1
-    if a kernel got none.
+    A test contains the small FX graph that its kernel implements, with the inputs that it has in the program. Exits
+    with 1 if no test could be written for a kernel.
     """
     from pellucid.kit.debug.testgen import testgen as run
 

@@ -108,7 +108,7 @@ class CppKernel:
     others: tuple[CppKernel, ...] = ()
 
     @property
-    def ways(self) -> tuple[CppKernel, ...]:
+    def variants(self) -> tuple[CppKernel, ...]:
         """All variants of the kernel, this one first."""
         return (self, *self.others)
 
@@ -235,7 +235,7 @@ def packings_of(kernels: Mapping[str, CppKernel]) -> list[CppPacking]:
 
 def functions_of(kernels: Mapping[str, CppKernel]) -> list[CppKernel | CppPacking]:
     """All functions to build: the kernels, their variants, and the packing functions."""
-    return [*(each for kernel in kernels.values() for each in kernel.ways), *packings_of(kernels)]
+    return [*(each for kernel in kernels.values() for each in kernel.variants), *packings_of(kernels)]
 
 
 def annotate(kernel: CppKernel) -> str:

@@ -8,7 +8,7 @@ from pellucid.codegen.plan import Plan, grain_of
 from pellucid.codegen.rows import Rows
 from pellucid.codegen.sweeps import Sweeps
 from pellucid.errors import InternalError
-from pellucid.ir.attention import Attention, AttentionBackward, find_attention, reduces_in_turn
+from pellucid.ir.attention import Attention, AttentionBackward, find_attention, mixes_reduction_axes
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import ONE, Expr, chunks, product
 from pellucid.ir.nodes import Kernel
@@ -21,7 +21,7 @@ from pellucid.options import Options
 def plan_attention(kernel: Kernel, machine: Machine, options: Options) -> Plan | None:
     """The plan of a kernel whose space is simplified; None if it is neither attention nor its gradients."""
     found = find_attention(kernel)
-    if found is None and reduces_in_turn(kernel):
+    if found is None and mixes_reduction_axes(kernel):
         raise InternalError(f"kernel {kernel.name} reduces over different axes, but is no attention")
     match found:
         case Attention():

@@ -9,7 +9,7 @@ from enum import Enum
 
 from pellucid.codegen.block_sizes import Pricing, Varying
 from pellucid.codegen.nest import Part
-from pellucid.ir.contraction import Choice, Contraction, lies_evenly, stride_along
+from pellucid.ir.contraction import Choice, Contraction, is_evenly_strided, stride_along
 from pellucid.ir.index import ONE, ZERO, Atom, Expr, Var, const, product, var
 from pellucid.ir.nodes import Load, Store
 from pellucid.ir.traffic import LINE
@@ -385,7 +385,7 @@ class Blocks:
         if choice and choice.count:
             return Stack(choice.count, choice.apart, var(MATRIX))
         right = self.contraction.loads[1].index
-        if axes and not lies_evenly(right, axes, self.ranges):
+        if axes and not is_evenly_strided(right, axes, self.ranges):
             return None
         number = ZERO
         for name in axes:

@@ -64,10 +64,10 @@ def _refusal(kernel: CppKernel, share: float) -> str:
     return "its sizes are not known" if kernel.symbols else ""
 
 
-def _others(first: CppKernel, ways: Iterator[CppKernel]) -> Iterator[CppKernel]:
+def _others(first: CppKernel, variants: Iterator[CppKernel]) -> Iterator[CppKernel]:
     """The distinct variants that are called with the same arguments as the first."""
     seen = {first.name}
-    for each in ways:
+    for each in variants:
         if each.name not in seen and (each.params, each.offsets, each.checks) == (
             first.params,
             first.offsets,
@@ -78,19 +78,19 @@ def _others(first: CppKernel, ways: Iterator[CppKernel]) -> Iterator[CppKernel]:
 
 
 def _decided(name: str, kernel: CppKernel, refusal: str, option: str) -> tuple[CppKernel, Decision]:
-    rule, ways = "codegen.variants", kernel.ways
-    facts = tuple((each.name, each.plan.way) for each in ways)
+    rule, variants = "codegen.variants", kernel.variants
+    facts = tuple((each.name, each.plan.way) for each in variants)
     if not kernel.others:
         return kernel, Decision(rule, (name,), False, refusal or "no plan with the same bits has about the same cost")
-    forced = _forced(ways, option)
+    forced = _forced(variants, option)
     if forced is not None:
         return replace(forced, others=()), Decision(rule, (name,), True, f"the option selects {forced.name}", facts)
-    why = f"{len(ways)} plans are close by estimated cost: the first calls find out which is the fastest"
+    why = f"{len(variants)} plans are close by estimated cost: the first calls find out which is the fastest"
     return kernel, Decision(rule, (name,), True, why, facts)
 
 
-def _forced(ways: tuple[CppKernel, ...], option: str) -> CppKernel | None:
+def _forced(variants: tuple[CppKernel, ...], option: str) -> CppKernel | None:
     """The variant that the option names, as one of several comma-separated names or by its rank (0: the cheapest)."""
     if option.isdigit():
-        return ways[min(int(option), len(ways) - 1)]
-    return next((each for each in ways if each.name in option.split(",")), None)
+        return variants[min(int(option), len(variants) - 1)]
+    return next((each for each in variants if each.name in option.split(",")), None)

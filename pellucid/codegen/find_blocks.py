@@ -44,12 +44,12 @@ from pellucid.codegen.weight_gradients import sums_by_channel, sums_by_group, su
 from pellucid.ir.contraction import (
     COLUMNS,
     GROUP_WEIGHTS,
-    MOST_SPREAD_CHANNELS,
-    MOST_SPREAD_TERMS,
+    MAX_SPREAD_CHANNELS,
+    MAX_SPREAD_TERMS,
     Contraction,
     find_contraction,
     is_affine,
-    lies_evenly,
+    is_evenly_strided,
     stored_along,
     stride_along,
 )
@@ -182,7 +182,7 @@ def direct_store(blocks: Blocks, rest: Kernel, machine: Machine) -> Store | None
     if dtypes[store.buffer] is not DType.F32:
         return None
     lines = (blocks.row, *blocks.whole)
-    even = not blocks.whole or lies_evenly(store.index, lines, blocks.ranges)
+    even = not blocks.whole or is_evenly_strided(store.index, lines, blocks.ranges)
     return store if even and stride_along(store.index, blocks.column) == ONE else None
 
 
@@ -357,15 +357,15 @@ def _window_terms(
     spread = None if groups or column in found.batch else _spread(found, ranges)
     inner = spread or _channels_last(found)
     taps, channels = (inner[:-1], inner[-1:]) if spread else taps_of(found, inner)
-    planes = not lies_evenly(right, inner, ranges)
+    planes = not is_evenly_strided(right, inner, ranges)
     if planes and not channels:  # an image of one channel was transposed, the weight was not
         inner = outermost_first(found.inner, right)
         taps, channels = taps_of(found, inner)
-        planes = not lies_evenly(right, inner, ranges)
+        planes = not is_evenly_strided(right, inner, ranges)
     few = area_of(taps, ranges) <= DEPTH
     if len(taps) > MAX_TAP_AXES or (column in found.batch and (channels or not few)):
         return None
-    in_planes = found.dtype is DType.F32 and channels and few and lies_evenly(right, (*channels, *taps), ranges)
+    in_planes = found.dtype is DType.F32 and channels and few and is_evenly_strided(right, (*channels, *taps), ranges)
     return None if planes and not in_planes else _WindowTerms(inner, planes, spread is not None)
 
 
@@ -410,12 +410,12 @@ def _spread(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, ...] | No
     None for any other. Channels may have any stride: channels last or channels first.
     """
     terms = product(ranges[name] for name in found.inner).value
-    if found.dtype is not DType.F32 or found.batch or terms is None or terms > MOST_SPREAD_TERMS:
+    if found.dtype is not DType.F32 or found.batch or terms is None or terms > MAX_SPREAD_TERMS:
         return None
     if not 1 < len(found.inner) <= MAX_TAP_AXES + 1:
         return None
     left, right = (load.index for load in found.loads)
-    few = [name for name in found.inner if name not in found.bounded and estimate(ranges[name]) <= MOST_SPREAD_CHANNELS]
+    few = [name for name in found.inner if name not in found.bounded and estimate(ranges[name]) <= MAX_SPREAD_CHANNELS]
     orders = [
         (outermost_first([each for each in found.inner if each != name], operand), name)
         for operand in (left, right)  # their orders differ if the image was transposed
@@ -424,6 +424,6 @@ def _spread(found: Contraction, ranges: dict[str, Expr]) -> tuple[str, ...] | No
     orderings = (
         (*taps, name)
         for taps, name in orders
-        if lies_evenly(right, (*taps, name), ranges) or lies_evenly(right, (name, *taps), ranges)
+        if is_evenly_strided(right, (*taps, name), ranges) or is_evenly_strided(right, (name, *taps), ranges)
     )
     return next(orderings, None)

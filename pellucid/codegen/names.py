@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pellucid.codegen.nest import Counter, Nest, Parallel, map_lines
-from pellucid.ir.index import Atom, Expr, Sym, Val, Var, const, least, sym, val, var
+from pellucid.ir.index import Atom, Expr, Sym, Val, Var, const, min_value, sym, val, var
 from pellucid.ir.nodes import (
     Axis,
     CheckIndex,
@@ -155,7 +155,7 @@ def restore(nest: Nest, name: str, buffers: Sequence[str], offsets: Sequence[int
 
 def canonical_symbol(name: str, position: int) -> str:
     """The name of the symbol at `position`, with the same minimum value as `name`."""
-    return {1: "s", 0: "u", None: "n"}[least(name)] + str(position)
+    return {1: "s", 0: "u", None: "n"}[min_value(name)] + str(position)
 
 
 def symbols_of(kernel: Kernel) -> dict[str, None]:

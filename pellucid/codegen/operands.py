@@ -83,7 +83,7 @@ class Operands:
             sizes, first = f"hi - lo, {sizes}", self.matrix(left, blocks.contraction.dtype)
         packing, chosen = blocks.packing(), blocks.chosen()
         if chosen and not packing:
-            right = replace(right, start=right.start + chosen.choice.apart * var(MATRIX))
+            right = replace(right, start=right.start + chosen.choice.stride * var(MATRIX))
         found = blocks.contraction
         second = self.panels(packing) if packing else self.matrix(right, found.dtype, found.cast)
         function, known = "contract", self.sizes(blocks)

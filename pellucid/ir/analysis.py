@@ -1,4 +1,4 @@
-"""What nodes read, write and call, and how deep the reductions of a kernel are nested. Scopes: `nodes.axes_of`."""
+"""What nodes read, write and call, and how deeply the reductions of a kernel are nested. Scopes: `nodes.axes_of`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pellucid.ir.nodes import Arg, Extern, Kernel, Node, Reduce, View, operands, remembered
+from pellucid.ir.nodes import Arg, Extern, Kernel, Node, Reduce, View, memoized, operands
 
 
 def reads(node: Node) -> tuple[str, ...]:
@@ -37,15 +37,15 @@ def operator_of(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
-def hands_on(node: Node) -> bool:
-    """Whether what a call returns may lie in the memory of its arguments, as its schema says."""
+def may_alias_arguments(node: Node) -> bool:
+    """Whether the results of a call may share memory with its arguments, according to its schema."""
     if not isinstance(node, Extern) or node.out:
         return False
     return any(result.alias_info is not None for result in operator_of(node.op)._schema.returns)
 
 
 def arguments_of(node: Extern) -> Iterator[Arg]:
-    """The arguments of a call, those in lists one by one."""
+    """The arguments of a call, with lists flattened."""
 
     def flat(arguments: Sequence[Arg]) -> Iterator[Arg]:
         for argument in arguments:
@@ -57,11 +57,11 @@ def arguments_of(node: Extern) -> Iterator[Arg]:
     yield from flat((*node.args, *(value for _, value in node.kwargs)))
 
 
-@remembered
+@memoized
 def depth_of(kernel: Kernel) -> Mapping[str, int]:
     """For each line the number of nested reductions that it depends on, a reduction counting itself."""
     depth: dict[str, int] = {}
     for line in kernel.body:
-        below = max((depth[name] for name in operands(line.rhs)), default=0)
-        depth[line.out] = below + isinstance(line.rhs, Reduce)
+        deepest = max((depth[name] for name in operands(line.rhs)), default=0)
+        depth[line.out] = deepest + isinstance(line.rhs, Reduce)
     return depth

@@ -1,9 +1,9 @@
-"""Attention and its gradients as the loop IR writes them: softmax of a product, times values.
+"""Attention and its gradients in the loop IR: softmax of a product, times values.
 
 With rows i, keys t, terms e and columns d:
 
     score  = sum over e of query[i, e] * key[t, e], times a scale, or cap * tanh(of that / cap);
-             plus a mask[i, t], or that but the mask where it is -inf, or the mask where it is not 0;
+             plus a mask[i, t]; or that, but the mask itself where it is -inf; or the mask itself where it is not 0;
              -inf where t > i + c
     base   = max over t of score, and of sink[i], 0 where that is -inf
     weight = exp(score - base)
@@ -12,19 +12,19 @@ With rows i, keys t, terms e and columns d:
     store logsumexp[i], base + log(total), 0 where total is 0; or base alone, and
     store logarithm[i], log(total)
 
-Cap, mask, `t > i + c`, sink and logsumexp may be absent, and so may both tests whether total is 0: a row of which no
-key counts is then NaN, as a softmax has it. The gradients, as in FlashAttention-2 (Dao 2023, algorithm 2), where i may
-be the rows of several heads that share keys, and there is neither cap nor sink:
+Cap, mask, `t > i + c`, sink and logsumexp are optional, and so are both tests whether total is 0: without them a row
+without a visible key is NaN, as in softmax. The gradients, as in FlashAttention-2 (Dao 2023, algorithm 2), where i may
+be the rows of several heads that share keys, without cap or sink:
 
     weight = exp(score - logsumexp[i]), or exp(score - logsumexp[i] - logarithm[i])
     change = weight * (sum over d of grad_out[i, d] * value[t, d] - sum over d of grad_out[i, d] * out[i, d]) * scale,
-             0 where the mask stands in place of the score: where it is not 0, or is -inf
+             0 where the mask replaces the score: where it is not 0, or is -inf
     store grad_query[i, e], sum over t of change * key[t, e]
     store grad_key[t, e], sum over i of change * query[i, e]
     store grad_value[t, d], sum over i of weight * grad_out[i, d]
 
-These are the kernels whose reductions name different axes: no loops could run them as they stand, so nothing
-rewrites them, and code generation takes each as a whole.
+These are the only kernels whose reductions have different axes: loop nests of the IR cannot express them, so no pass
+rewrites them, and code generation handles each as a whole.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from pellucid.ir.nodes import Compute, Const, IndexValue, Kernel, Line, Load, Re
 from pellucid.ir.types import DType
 
 Masking: TypeAlias = Literal["adds", "hides", "replaces"]
-"""What a mask does to scores: it is added; it is added but where it is -inf, and stands there in place of a score that
-may be NaN; or it stands in place of scores wherever it is not zero."""
+"""How a mask changes scores. adds: it is added. hides: it is added, but where it is -inf it replaces the score, which
+may be NaN. replaces: it replaces the score wherever it is not zero."""
 
 _INF = float("inf")
-_INSTEAD: dict[float, Masking] = {0.0: "replaces", -_INF: "hides"}
+_MASKING: dict[float, Masking] = {0.0: "replaces", -_INF: "hides"}
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Products of queries and keys, with what is added to them.
+    """Products of queries and keys, with scale, cap and mask.
 
-    dtype: of queries and keys, and of values and results, in memory. added: of the mask; `dtype` where there is none.
-    cap: no score is beyond it, before there is a mask; None if they may be anything.
-    term: the axis that is summed. key: that of keys. limit: the position of a key must not be greater than this one;
-    None if all keys count. position: the position of a key, where there is a limit.
+    dtype: of queries, keys, values and results in memory. added: dtype of the mask; `dtype` where there is none.
+    cap: maximum magnitude of scores before the mask is applied; None if unbounded.
+    term: the axis that is summed over. key: the axis of keys. limit: the last visible position of a key; None if all
+    keys are visible. position: the position of a key, where there is a limit.
     """
 
     dtype: DType
@@ -72,12 +72,12 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What an attention reads and writes, and over which axes.
+    """The loads, stores and axes of an attention.
 
-    rows: the axes of queries that share keys and values. column: that of values and results.
-    sinks: of each row a score that counts beside those of keys, of f32.
-    zero: a row of which no key counts is zero; NaN else. logsumexp: the greatest score alone where there is a
-    logarithm, which is that of the sum relative to it.
+    rows: the axes of queries that share keys and values. column: the axis of columns of values and results.
+    sinks: for each row an additional score of the softmax, without a key, in f32.
+    zero: a row without a visible key is zero; else NaN. logsumexp: only the maximum score where `logarithm` is stored,
+    the logarithm of the sum relative to it.
     """
 
     scores: Scores
@@ -93,7 +93,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackward:
-    """What the gradients of an attention read and write: see `Attention`. grad_query: of the compute type."""
+    """The loads and stores of the gradients of an attention, see `Attention`. grad_query: in the compute type."""
 
     scores: Scores
     values: Load
@@ -109,22 +109,22 @@ class AttentionBackward:
 
 
 def may_cap(cap: float | None) -> bool:
-    """Whether scores are capped there as they should be in f32; True where they are not."""
+    """Whether `cap` can be computed accurately in f32; True without a cap."""
     return cap is None or 1e-6 <= abs(cap) <= 1e6
 
 
-def reduces_in_turn(kernel: Kernel) -> bool:
-    """True if reductions name different axes: what an attention alone may do."""
+def mixes_reduction_axes(kernel: Kernel) -> bool:
+    """True if reductions have different axes, which only attention may have."""
     return len({frozenset(line.rhs.axes) for line in kernel.body if isinstance(line.rhs, Reduce)}) > 1
 
 
 def find_attention(kernel: Kernel) -> Attention | AttentionBackward | None:
-    """The attention, or the gradients of one, that `kernel` is, written as above; None if it is anything else.
+    """The attention, or its gradients, that `kernel` computes in the form above; None for any other kernel.
 
-    Computed in f32. Queries, keys, values and results are of one type: f32, or a narrower float in memory. The mask is
-    of this type or f32, logarithms are f32.
+    It computes in f32. Queries, keys, values and results have one type: f32, or a narrower float in memory. The mask
+    has this type or f32, logarithms are f32.
     """
-    if not reduces_in_turn(kernel):
+    if not mixes_reduction_axes(kernel):
         return None
     matcher = _Matcher(kernel)
     try:
@@ -134,8 +134,11 @@ def find_attention(kernel: Kernel) -> Attention | AttentionBackward | None:
         return None
 
 
-def share_of_scores(kernel: Kernel, size: Callable[[Expr], int]) -> float:
-    """The part of the scores of an attention that count; 1 for all that has no limit. size: of an expression."""
+def visible_share(kernel: Kernel, size: Callable[[Expr], int]) -> float:
+    """The share of the scores of an attention that the limit leaves visible; 1 for other kernels or without a limit.
+
+    size: evaluates an expression.
+    """
     found = find_attention(kernel)
     if found is None or found.scores.limit is None or found.scores.position is None:
         return 1.0
@@ -143,16 +146,16 @@ def share_of_scores(kernel: Kernel, size: Callable[[Expr], int]) -> float:
     rows, keys = (product(kernel.ranges[name] for name in axes) for axes in (sorted(limit.vars()), (found.scores.key,)))
     origin: dict[Atom, Expr] = {Var(axis.name): ZERO for axis in kernel.space}
     first = size(limit.substitute(origin) - position.substitute(origin)) + 1
-    seen = sum(min(max(first + row, 0), size(keys)) for row in range(size(rows)))
-    return seen / max(1, size(rows) * size(keys))
+    visible = sum(min(max(first + row, 0), size(keys)) for row in range(size(rows)))
+    return visible / max(1, size(rows) * size(keys))
 
 
 class _OtherError(Exception):
-    """A line is not what the formula has in its place."""
+    """A line does not match the formula."""
 
 
 class _Matcher:
-    """Follows the formula from the stores to the loads; raises `_OtherError` where a line is another one."""
+    """Follows the formula from the stores to the loads; raises `_OtherError` where a line does not match."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -165,19 +168,19 @@ class _Matcher:
         _expect(bool(stores))
         out, *others = (store for _, store in stores)
         sums, divisor = self.operands(out.arg, "div")
-        zero = self.does(divisor, "where")
+        zero = self.is_op(divisor, "where")
         total = self.unless(divisor, 0.0, 1.0) if zero else divisor
-        weights, base_of_sink, sink = self.beside_sink(total)
+        weights, base_of_sink, sink = self.split_sink(total)
         weight, along = self.reduced(weights, "sum")
         weighted, values, over = self.summed(sums)
-        (less,) = self.operands(weight, "exp")
-        score, base = self.operands(less, "sub")
+        (shifted,) = self.operands(weight, "exp")
+        score, base = self.operands(shifted, "sub")
         _expect((weighted, over) == (weight, along))
-        greatest = self.unless(base, -_INF, 0.0)
+        maximum = self.unless(base, -_INF, 0.0)
         if sink is not None:
-            greatest, other = self.operands(greatest, "maximum")
+            maximum, other = self.operands(maximum, "maximum")
             _expect((base_of_sink, other) == (base, sink))
-        _expect(self.reduced(greatest, "max") == (score, along))
+        _expect(self.reduced(maximum, "max") == (score, along))
         _expect(len(others) <= 2)
         logsumexp, logarithm = (*others, None, None)[:2]
         if logsumexp is not None and logarithm is not None:
@@ -206,18 +209,18 @@ class _Matcher:
         changed, query, rows = self.summed(grad_key.arg)
         weight, grad_out, over = self.summed(grad_value.arg)
         _expect((changed, over) == (change, rows))
-        change, mask, masking = self.chosen(change, instead=0.0)
-        change, scale = self.scaled(change)
+        change, mask, masking = self.split_mask(change, instead=0.0)
+        change, scale = self.split_scale(change)
         weighs, centred = self.operands(change, "mul")
         through, delta = self.operands(centred, "sub")
         out_gradient, values, columns = self.summed(through)
         read, out, summed = self.summed(delta)
         _expect(weighs == weight and columns == summed and len(columns) == 1)
         _expect(self.load(out_gradient) == self.load(read) == grad_out)
-        (less,) = self.operands(weight, "exp")
-        score, base = self.operands(less, "sub")
+        (shifted,) = self.operands(weight, "exp")
+        score, base = self.operands(shifted, "sub")
         logarithm = None
-        if self.does(score, "sub"):
+        if self.is_op(score, "sub"):
             logarithm = self.load(base)
             score, base = self.operands(score, "sub")
         logsumexp = self.load(base)
@@ -232,23 +235,23 @@ class _Matcher:
         )
 
     def scores(self, score: str, along: tuple[str, ...]) -> Scores:
-        """The scores of keys that lie along one axis."""
-        score, position, limit = self.limited(score)
+        """The scores; the keys must have one axis."""
+        score, position, limit = self.split_limit(score)
         for index in (position, limit):
             _expect(index is None or [index.coefficient(name) for name in index.vars()] in ([], [ONE]))
         _expect(len(along) == 1 and (position is None or position.vars() == frozenset(along)))
-        score, mask, masking = self.chosen(score)
-        if self.does(score, "add"):
+        score, mask, masking = self.split_mask(score)
+        if self.is_op(score, "add"):
             score, added = self.operands(score, "add")
             _expect(masking != "replaces" and mask in (None, self.load(added)))
             mask = self.load(added)
         else:
             _expect(masking != "hides")
-        score, scale = self.scaled(score)
+        score, scale = self.split_scale(score)
         cap = None
-        if self.does(score, "tanh"):
+        if self.is_op(score, "tanh"):
             (score,), cap = self.operands(score, "tanh"), scale
-            score, scale = self.scaled(score)
+            score, scale = self.split_scale(score)
             scale *= cap
         query, keys, terms = self.summed(score)
         _expect(len(terms) == 1 and may_cap(cap))
@@ -260,35 +263,35 @@ class _Matcher:
         self.check((mask,), added)
         return Scores(dtype, added, first, keys, mask, masking, scale, cap, limit, position, terms[0], along[0])
 
-    def beside_sink(self, total: str) -> tuple[str, str | None, str | None]:
-        """The sum of the weights of keys; where that of a sink is added, also what it is relative to, and the sink."""
-        if not self.does(total, "add"):
+    def split_sink(self, total: str) -> tuple[str, str | None, str | None]:
+        """The sum of the weights of keys; if a sink's weight is added, also the base it is relative to and the sink."""
+        if not self.is_op(total, "add"):
             return total, None, None
         weights, other = self.operands(total, "add")
-        (less,) = self.operands(other, "exp")
-        sink, base = self.operands(less, "sub")
+        (shifted,) = self.operands(other, "exp")
+        sink, base = self.operands(shifted, "sub")
         return weights, base, sink
 
     def check(self, accesses: Iterable[Load | Store | None], dtype: DType) -> None:
-        """All of them have strides, and this type in memory."""
+        """Expect all of them to have affine indices, and this type in memory."""
         for access in accesses:
             _expect(access is None or (is_affine(access.index) and self.dtypes[access.buffer] is dtype))
 
-    def scaled(self, name: str) -> tuple[str, float]:
-        """What is multiplied by a number, and the number."""
-        if self.does(name, "mul"):
+    def split_scale(self, name: str) -> tuple[str, float]:
+        """The value that is multiplied by a constant, and the constant; the value itself and 1.0 without one."""
+        if self.is_op(name, "mul"):
             value, factor = self.operands(name, "mul")
             if isinstance(self.lines[factor].rhs, Const):
                 return value, self.number(factor)
         return name, 1.0
 
     def summed(self, name: str) -> tuple[str, Load, tuple[str, ...]]:
-        """Of a sum of products: the left factor, the right one, which is loaded, and the axes."""
+        """The left factor of a sum of products, the load that is the right one, and the axes."""
         parts, axes = self.reduced(name, "sum")
         left, right = self.operands(parts, "mul")
         return left, self.load(right), axes
 
-    def does(self, name: str, op: str) -> bool:
+    def is_op(self, name: str, op: str) -> bool:
         rhs = self.lines[name].rhs
         return isinstance(rhs, Compute) and rhs.op == op
 
@@ -299,7 +302,7 @@ class _Matcher:
         return rhs.args
 
     def reduced(self, name: str, op: str) -> tuple[str, tuple[str, ...]]:
-        """What is reduced, and the axes over which it is."""
+        """The argument and the axes of a reduction."""
         rhs = self.lines[name].rhs
         if not isinstance(rhs, Reduce) or rhs.op != op:
             raise _OtherError
@@ -318,30 +321,30 @@ class _Matcher:
         return float(rhs.value)
 
     def unless(self, name: str, number: float, instead: float, *, compared: str | None = None) -> str:
-        """The value that `name` is, but for `instead` where that, or `compared`, is `number`."""
+        """The value `x` of `name = instead if x == number else x`; if given, `compared` is compared in place of `x`."""
         condition, other, value = self.operands(name, "where")
         left, right = self.operands(condition, "eq")
         _expect(left == (compared or value) and (self.number(right), self.number(other)) == (number, instead))
         return value
 
-    def chosen(self, name: str, *, instead: float | None = None) -> tuple[str, Load | None, Masking]:
-        """A value, and the mask that stands in its place, or the number `instead`, where the mask does so."""
-        if not self.does(name, "where"):
+    def split_mask(self, name: str, *, instead: float | None = None) -> tuple[str, Load | None, Masking]:
+        """The value before masking, the mask that replaces it (or selects the number `instead`), and how."""
+        if not self.is_op(name, "where"):
             return name, None, "adds"
         condition, first, second = self.operands(name, "where")
         mask, compared = self.operands(condition, "eq")
-        masking = _INSTEAD.get(self.number(compared), "adds")
+        masking = _MASKING.get(self.number(compared), "adds")
         _expect(masking != "adds")
         value, other = (first, second) if masking == "replaces" else (second, first)
         _expect(other == mask if instead is None else self.number(other) == instead)
         return value, self.load(mask), masking
 
-    def limited(self, name: str) -> tuple[str, Expr | None, Expr | None]:
-        """A score, and where keys are left out the position of its key, and that of the last key that counts."""
-        if not self.does(name, "where"):
+    def split_limit(self, name: str) -> tuple[str, Expr | None, Expr | None]:
+        """A score, and if there is a limit, the position of its key and the last visible position."""
+        if not self.is_op(name, "where"):
             return name, None, None
         condition, score, other = self.operands(name, "where")
-        if not self.does(condition, "le"):
+        if not self.is_op(condition, "le"):
             return name, None, None
         at, last = (self.lines[each].rhs for each in self.operands(condition, "le"))
         if not isinstance(at, IndexValue) or not isinstance(last, IndexValue):

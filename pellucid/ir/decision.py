@@ -1,4 +1,4 @@
-"""Every legality or cost rule of the compiler answers with a `Decision`, never with a bare bool."""
+"""Every legality or cost rule of the compiler returns a `Decision`, never a bare bool."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Fact: TypeAlias = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The answer of one rule about one subject.
+    """The result of one rule for one subject.
 
     rule: name of the rule, `stage.rule` (for example `fuse.vertical`).
-    subject: what was asked about: names of kernels, buffers or values.
-    ok: what was decided.
+    subject: names of the kernels, buffers or values that it concerns.
+    ok: whether the rule allows it.
     why: one plain sentence; a refusal without it is a bug.
     facts: the numbers behind the sentence.
     """
@@ -46,7 +46,7 @@ class DecisionLog:
         self._decisions: list[Decision] = []
 
     def add(self, decision: Decision) -> Decision:
-        """Record `decision` and give it back, so that a rule can be asked and logged in one expression."""
+        """Record `decision` and return it, so that a rule can be evaluated and logged in one expression."""
         self._decisions.append(decision)
         return decision
 

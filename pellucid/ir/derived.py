@@ -1,9 +1,9 @@
-"""Numbers that follow from sizes but that the index algebra has no form for: `min(s0, 10)`, `trunc(div(s0, 3))`.
+"""Numbers computed from sizes that the index algebra cannot express: `min(s0, 10)`, `trunc(div(s0, 3))`.
 
-The algebra of `index` must decide equality and ranges, so it knows polynomials, floor-div and mod only. Everything
-else that sizes are computed with is a closed table of functions here. Such a number gets a name in the program; an
-integer is then used like any size symbol, a float is read from memory or handed to a call. Its value is computed in
-Python, once for each set of sizes, with the meaning that Python gives to integers and floats.
+The algebra of `index` must decide equality and ranges, so it knows polynomials, floor-div and mod only. All other
+functions of sizes are in a closed table here. Such a number gets a name in the program; an integer is then used like
+any size symbol, a float is read from memory or passed to a call. Its value is computed in Python, once for each set of
+sizes, with Python's semantics of integers and floats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Number: TypeAlias = bool | int | float
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A float that is known when the graph is called, as `Sym` is for integers."""
+    """A float that is known when the graph is called; `Sym` is the counterpart for integers."""
 
     name: str
 
@@ -107,13 +107,13 @@ FUNCTIONS: dict[str, Function] = {
     "round_to": Function(2, _round),
     "where": Function(3, _where),
 }
-"""Each function by its name. `trunc`, `floor`, `ceil` and `round` make integers of floats."""
+"""Each function by its name. `trunc`, `floor`, `ceil` and `round` convert floats to integers."""
 
 
 class Numbers:
-    """Values of symbols by name, and of what is derived from them, computed when first asked for.
+    """Values of symbols and derived numbers by name, computed on first use.
 
-    Raises what Python raises for the arithmetic: ZeroDivisionError, OverflowError, ValueError.
+    Arithmetic raises as in Python: ZeroDivisionError, OverflowError, ValueError.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Numbers:
         derived: Mapping[str, Derived],
         known: Mapping[Term, int | float] | None = None,
     ) -> None:
-        """known: terms that were computed before."""
+        """known: values of terms that were computed before."""
         self.values: dict[str, int | float] = dict(values)
         self._derived = derived
         self._known = known or {}
@@ -154,14 +154,14 @@ class Numbers:
 
 
 class Formulas:
-    """Terms whose values are computed together, by one Python function that is made of their texts.
+    """Terms whose values are computed together, by one Python function that is generated from their texts.
 
     >>> Formulas(("s0",), {}, [sym("s0") * 2 + 1]).values(3)
     (7,)
     """
 
     def __init__(self, symbols: Sequence[str], derived: Mapping[str, Derived], terms: Iterable[Expr | Float]) -> None:
-        """symbols: whose values are given. Raises InternalError for a term that needs another."""
+        """symbols: the parameters of `values`. Raises InternalError for a term that needs another symbol."""
         self.terms = tuple(terms)
         self._symbols = tuple(symbols)
         self._derived = derived
@@ -170,16 +170,16 @@ class Formulas:
         names: dict[str, Any] = {"F": FUNCTIONS}
         exec("\n".join(lines), names)
         self.values: Callable[..., tuple[Any, ...]] = names["values"]
-        """From the values of the symbols to those of the terms. Raises what Python raises for the arithmetic."""
+        """Maps the values of the symbols to those of the terms. Arithmetic raises as in Python."""
 
     def numbers(self, sizes: Sequence[int], values: Sequence[Any]) -> Numbers:
-        """All numbers for these values of the symbols. values: of the terms, for them."""
+        """All numbers for these values of the symbols. values: of the terms, for these sizes."""
         given = dict(zip(self._symbols, sizes, strict=True))
         return Numbers(given, self._derived, dict(zip(self.terms, values, strict=True)))
 
 
 def _assignments(symbols: Sequence[str], derived: Mapping[str, Derived], terms: Iterable[Term]) -> Iterator[str]:
-    """The lines of a function that compute the derived numbers which terms need, each once, in order."""
+    """Lines of Python that compute the derived numbers that terms need, each once, in order."""
     done = set(symbols)
 
     def lines(name: str) -> Iterator[str]:
@@ -205,12 +205,12 @@ def by_name(derived: tuple[Derived, ...]) -> dict[str, Derived]:
 
 
 def number_name(term: Term) -> str:
-    """A name for the float `term`, made from its text."""
+    """A name for the float `term`, a hash of its text."""
     return f"f_{hashlib.sha256(term_text(term).encode()).hexdigest()[:8]}"
 
 
 def names_in(term: Term) -> frozenset[str]:
-    """The symbols, floats and derived numbers that `term` names itself."""
+    """The symbols, floats and derived numbers that `term` refers to directly."""
     match term:
         case Expr():
             return term.syms()

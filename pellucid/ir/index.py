@@ -1,9 +1,9 @@
 """Index algebra: integer polynomials over axes, size symbols, values, and floor-div and mod atoms.
 
-An `Expr` is kept in one canonical form, a sum of integer multiples of products of atoms, so that equality
-of expressions is equality of Python objects. Sizes, strides and offsets are all `Expr`; a static one is a
-constant. Nothing here is a general computer algebra: it decides what index arithmetic needs (exact division,
-range of an affine form, substitution) and leaves the rest as an atom.
+An `Expr` has one canonical form, a sum of integer multiples of products of atoms, so that equality of
+expressions is equality of Python objects. Sizes, strides and offsets are all `Expr`; a static one is a
+constant. This is no general computer algebra: it decides what index arithmetic needs (exact division, range
+of an affine form, substitution) and leaves the rest as an atom.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeAlias, final
 
 @dataclass(frozen=True, slots=True)
 class Sym:
-    """A size symbol: an integer that is known when the program is called; `least` tells its least value."""
+    """A size symbol: an integer that is known when the program is called; see `min_value`."""
 
     name: str
 
@@ -80,7 +80,7 @@ class Expr:
     __slots__ = ("_atoms", "_hash", "_vals", "_vars", "terms", "value")
     terms: tuple[tuple[Monomial, int], ...]
     value: int | None
-    """The integer this is, or None when it depends on an atom."""
+    """The value of a constant, or None when it depends on an atom."""
 
     def __init__(self, terms: Mapping[Monomial, int]) -> None:
         kept = [(monomial, coefficient) for monomial, coefficient in terms.items() if coefficient]
@@ -89,7 +89,7 @@ class Expr:
         self._fill(tuple(kept))
 
     def _fill(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
-        """Become the sum of `terms`, which are in canonical order and not 0. Facts are kept once they are known."""
+        """Become the sum of `terms`, which are in canonical order and not 0. `_atoms`, `_vars`, `_vals` are caches."""
         self.terms = terms
         self.value = 0 if not terms else terms[0][1] if not terms[0][0] else None
         self._hash = hash(terms)
@@ -98,7 +98,7 @@ class Expr:
         self._vals: frozenset[str] | None = None
 
     def __getstate__(self) -> tuple[tuple[Monomial, int], ...]:
-        return self.terms  # the hash of a text differs from process to process
+        return self.terms  # not the hash: hashes of strings differ from process to process
 
     def __setstate__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
         self._fill(terms)
@@ -143,7 +143,7 @@ class Expr:
     __rmul__ = __mul__
 
     def _scaled(self, factor: int) -> Expr:
-        """`factor` times this; the order of the terms stays."""
+        """`factor` times this; the order of the terms does not change."""
         if factor == 1:
             return self
         terms = [(monomial, coefficient * factor) for monomial, coefficient in self.terms] if factor else []
@@ -175,7 +175,7 @@ class Expr:
 
     @property
     def at_zero(self) -> Expr:
-        """What it is where all axes are 0."""
+        """The value where all axes are 0."""
         return self.substitute({Var(name): ZERO for name in self.vars()})
 
     def coefficient(self, name: str) -> Expr | None:
@@ -304,16 +304,16 @@ def as_expr(value: Expr | int) -> Expr:
     return value if isinstance(value, Expr) else const(value)
 
 
-_LEAST = re.compile(r"([un])(_|\d)")
+_MIN_VALUE = re.compile(r"([un])(_|\d)")
 
 
-def least(name: str) -> int | None:
-    """The least value of the size symbol `name`: 0 for `u0` or `u_length`, unknown for `n0` or `n_shift`, else 1.
+def min_value(name: str) -> int | None:
+    """The minimum of the size symbol `name`: 0 for `u0` or `u_length`, unknown for `n0` or `n_shift`, else 1.
 
-    Sizes are positive, because PyTorch compiles anew for an empty tensor. Sizes that depend on data may be 0, and
-    integers that are no sizes may be negative. The name says so, and thus every expression does, printed or not.
+    Sizes are positive, because PyTorch recompiles for an empty tensor. Sizes that depend on data may be 0, and integers
+    that are no sizes may be negative. The name encodes this, so that printed expressions keep it.
     """
-    match = _LEAST.match(name)
+    match = _MIN_VALUE.match(name)
     return 1 if match is None else 0 if match[1] == "u" else None
 
 
@@ -341,7 +341,7 @@ def total(terms: Iterable[Expr | int]) -> Expr:
 def floordiv(num: Expr, den: Expr | int, ranges: Mapping[str, Expr] | None = None) -> Expr:
     """`num // den` for `den > 0`, with every multiple of `den` taken out exactly.
 
-    ranges: extent of each axis, used to drop a remainder that is known to lie in `[0, den)`.
+    ranges: extent of each axis, used to drop a remainder that is known to be in `[0, den)`.
 
     >>> floordiv(var("i") * 8 + var("j"), 8, {"j": const(8)})
     i
@@ -379,12 +379,12 @@ def equal_piece(extent: Expr, count: Expr) -> Expr:
     """The size of `count` equal pieces of `extent`, at least 1. count: at least 1 if there are points."""
     if nonnegative(extent - 1):
         return chunks(extent, count)
-    none = floordiv(ONE, extent + 1)  # 1 if there are no points, else 0: so nothing is divided by 0
-    return chunks(extent, count + none) + none
+    empty = floordiv(ONE, extent + 1)  # 1 if there are no points, else 0: avoids a division by 0
+    return chunks(extent, count + empty) + empty
 
 
 def _divided(num: Expr, den: Expr, ranges: Mapping[str, Expr] | None) -> tuple[Expr, Expr]:
-    """(q, r) as of `_split`, with one multiple less where that brings r into range: the last row of `n` is `n - 1`."""
+    """(q, r) of `_split`, with q one less where that brings r into range: `(n - 1) // n` is 0, not 1 + (-1 // n)."""
     quotient, rest = _split(num, den)
     if den.value is None and in_range(rest + den, den, ranges):
         return quotient - 1, rest + den
@@ -431,7 +431,7 @@ def exact_div(num: Expr, den: Expr) -> Expr | None:
 
 
 def bounds(expr: Expr, ranges: Mapping[str, Expr] | None) -> tuple[Expr, Expr] | None:
-    """(least, greatest) value over all axes in `ranges`, as expressions over symbols; None when unknown.
+    """(minimum, maximum) over all axes in `ranges`, as expressions over symbols; None when unknown.
 
     An axis that is missing from `ranges`, or a value, has no known bounds.
     """
@@ -473,13 +473,13 @@ def _atom_bounds(atom: Atom, ranges: Mapping[str, Expr] | None) -> tuple[Expr, E
 
 
 def _is_exact(expr: Expr) -> bool:
-    """Whether symbols alone say what it is, without a remainder, whose divisor says more of its range."""
+    """Whether it depends on symbols alone, without a remainder, which its divisor bounds better."""
     return not any(isinstance(atom, Var | Val | Mod) for atom in expr.atoms())
 
 
 @lru_cache(maxsize=65536)
 def nonnegative(expr: Expr) -> bool:
-    """True if `expr >= 0` can be shown for all symbols of their least value or more, axis counters being at least 0."""
+    """True if `expr >= 0` can be shown for all symbols from their minimum on and all axis counters from 0 on."""
     constant = 0
     for monomial, coefficient in _without_multiples(_without_quotients(expr)).terms:
         if monomial and (coefficient < 0 or not all(_atom_nonnegative(atom) for atom in monomial)):
@@ -490,20 +490,20 @@ def nonnegative(expr: Expr) -> bool:
 
 
 def _without_quotients(expr: Expr) -> Expr:
-    """`expr` or less, with no quotient taken away: `n - 8*(n // 8)` is at least `n - n`."""
+    """A lower bound of `expr` that subtracts no quotient: `n - 8*(n // 8)` is at least `n - n`."""
     for monomial, coefficient in expr.terms:
         for number, atom in enumerate(monomial if coefficient < 0 else ()):
             if not isinstance(atom, FloorDiv):
                 continue
             den, rest = atom.den.value, monomial[:number] + monomial[number + 1 :]
             if den and coefficient % den == 0 and all(map(_atom_nonnegative, rest)):
-                less = Expr({rest: coefficient // den}) * atom.num
-                return _without_quotients(expr - Expr({monomial: coefficient}) + less)
+                bound = Expr({rest: coefficient // den}) * atom.num
+                return _without_quotients(expr - Expr({monomial: coefficient}) + bound)
     return expr
 
 
 def _without_multiples(expr: Expr) -> Expr:
-    """`expr` or less, with nothing taken away of which it has a multiple: `n*m - n` is at least 0."""
+    """A lower bound of `expr` without negative terms that a multiple of them outweighs: `n*m - n` is at least 0."""
     for monomial, coefficient in expr.terms:
         if coefficient >= 0 or not monomial or not all(map(_atom_nonnegative, monomial)):
             continue
@@ -517,7 +517,7 @@ def _without_multiples(expr: Expr) -> Expr:
 def _atom_positive(atom: Atom) -> bool:
     match atom:
         case Sym(name):
-            return least(name) == 1
+            return min_value(name) == 1
         case FloorDiv(num, den):
             return nonnegative(num - den)
         case _:
@@ -527,7 +527,7 @@ def _atom_positive(atom: Atom) -> bool:
 def _atom_nonnegative(atom: Atom) -> bool:
     match atom:
         case Sym(name):
-            return least(name) is not None
+            return min_value(name) is not None
         case Var() | Mod():
             return True
         case Val():

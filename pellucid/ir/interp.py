@@ -1,14 +1,14 @@
-"""The meaning of the IR as a program: the oracle that native code is tested with.
+"""An interpreter that defines the meaning of the IR: the oracle that native code is tested against.
 
 Each line of a kernel is evaluated for all points at once, as a tensor with one dimension per axis of the
-space: as long as the axis where the line depends on it, of size 1 elsewhere. A value has exactly its line's
-type, so results round as the IR says. Where the IR leaves something open, this is what happens here:
+space: of the axis' extent where the line depends on the axis, of size 1 elsewhere. A value has exactly its
+line's type, so results round as the IR specifies. Where the IR leaves behaviour undefined, the interpreter does this:
 
 - An integer divided by zero (`floordiv`, `truncdiv`, `remainder`, `fmod`) is divided by one; eager raises
-  ZeroDivisionError. The least integer divided by -1 wraps around to itself; eager may crash.
-- A float cast to an integer type that cannot hold it gives what `Tensor.to` gives on this machine.
+  ZeroDivisionError. The minimum integer divided by -1 wraps around to itself; eager may crash.
+- A float cast to an integer type that cannot hold it becomes what `Tensor.to` returns on this machine.
 - An element outside its buffer, loaded or stored, is a bug of the kernel: InternalError.
-- Memory that nothing was written to holds NaN, 85 or true.
+- Uninitialised memory holds NaN, 85 or true.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Tensor: TypeAlias = torch.Tensor
 
 
 def run_kernel(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[str, int]) -> None:
-    """Run `kernel` on flat tensors, one per parameter; it stores into them after all its loads.
+    """Run `kernel` on flat tensors, one per parameter; it writes them after all its loads.
 
     Raises IndexError where a `CheckIndex` fails; then nothing has been stored.
     """
@@ -65,7 +65,7 @@ def line_values(
 ) -> dict[str, Tensor]:
     """The value of every line but the stores, by name; see the top of this file for their shapes.
 
-    given: values of some lines, of which those that use them are computed instead.
+    given: values of some lines, which the lines that use them get in place of the computed ones.
     """
     frame = _frame(kernel, buffers, symbols)
     computed: dict[str, Tensor] = {}
@@ -77,9 +77,9 @@ def line_values(
 
 
 def run_program(program: Program, inputs: Sequence[Tensor | int | None]) -> list[Tensor | int | None]:
-    """Run `program` on the graph's arguments; it writes into the tensors that it mutates.
+    """Run `program` on the graph's arguments; it writes to the tensors that it mutates.
 
-    Calls go to the operator's own implementation. Results are views of fresh memory, or of an input.
+    Calls run the operator's own implementation. Results are views of new memory, or of an input.
     """
     given = dict(zip(program.inputs, inputs, strict=True))
     numbers = Numbers({name: int(cast(int, given[name])) for name in program.symbols}, by_name(program.derived))
@@ -111,8 +111,9 @@ def run_program(program: Program, inputs: Sequence[Tensor | int | None]) -> list
 class Frame:
     """Points of a kernel that are being evaluated together.
 
-    points: by axis, in the order of dimensions, the positions along it, as a tensor that has all others of size 1.
-    values: one tensor for each line so far, of as many dimensions. symbols: also of other names in indices.
+    points: for each axis, in the order of dimensions, the positions along it, as a tensor with size 1 in all others.
+    values: one tensor for each line so far, with the same number of dimensions. symbols: values of size symbols, and of
+    other names in indices.
     """
 
     name: str
@@ -123,26 +124,26 @@ class Frame:
 
     @property
     def extents(self) -> dict[str, int]:
-        """How many positions there are along each axis."""
+        """The number of positions along each axis."""
         return {axis: points.numel() for axis, points in self.points.items()}
 
 
 def positions(axes: Sequence[str], axis: str, first: int, last: int) -> Tensor:
-    """What `Frame.points` has of an axis for positions from `first` up to but without `last`."""
+    """The entry of `Frame.points` for positions of an axis from `first` up to, but excluding, `last`."""
     return torch.arange(first, last).reshape([-1 if each == axis else 1 for each in axes])
 
 
 def memory_of(
     name: str, params: Sequence[Param], buffers: Mapping[str, Tensor], symbols: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """The flat tensor of each parameter, as long as it says."""
+    """The flat tensor of each parameter, cut to the parameter's size."""
     memory: dict[str, Tensor] = {}
     for param in params:
         buffer, numel = buffers[param.name], size_of(param.numel, symbols)
-        wanted = TORCH_DTYPES[param.dtype]
-        if buffer.dtype != wanted or buffer.dim() != 1 or buffer.numel() < numel:
+        expected = TORCH_DTYPES[param.dtype]
+        if buffer.dtype != expected or buffer.dim() != 1 or buffer.numel() < numel:
             given = f"{buffer.dtype} of shape {tuple(buffer.shape)}"
-            raise InternalError(f"kernel {name}: {param.name} is {given}, not {numel} x {wanted}")
+            raise InternalError(f"kernel {name}: {param.name} is {given}, not {numel} x {expected}")
         memory[param.name] = buffer[:numel]
     return memory
 
@@ -154,7 +155,7 @@ def _frame(kernel: Kernel, buffers: Mapping[str, Tensor], symbols: Mapping[str, 
 
 
 def run_lines(frame: Frame, lines: Iterable[Line]) -> None:
-    """Evaluate `lines` at all points of `frame`; what they store is written after all loads."""
+    """Evaluate `lines` at all points of `frame`; stores happen after all loads."""
     stores: list[tuple[Tensor, Tensor, Tensor, str]] = []
     for line in lines:
         if isinstance(line.rhs, Store):
@@ -166,7 +167,7 @@ def run_lines(frame: Frame, lines: Iterable[Line]) -> None:
 
 
 def store(frame: Frame, line: Line, value: Tensor) -> None:
-    """Write `value` where the store `line` says."""
+    """Write `value` to the elements that the store `line` addresses."""
     assert isinstance(line.rhs, Store)
     _write(*_stored(frame, line, line.rhs, value))
 
@@ -223,13 +224,13 @@ def _loaded(frame: Frame, line: Line, load: Load) -> Tensor:
     index = index_of(frame, load.index)
     if load.mask is None:
         _check_inside(frame, line, index, memory)
-        # Flattened, because indexing with a tensor of no dimensions gives a view, which a store would change.
+        # Flattened, because indexing with a 0-d tensor returns a view, which a store would change.
         return memory[index.flatten()].reshape(index.shape).to(dtype)
     index, mask = _broadcast(index, frame.values[load.mask])
-    touched = index[mask]
-    _check_inside(frame, line, touched, memory)
+    loaded = index[mask]
+    _check_inside(frame, line, loaded, memory)
     result = torch.full(index.shape, load.other, dtype=dtype)
-    unsigned.as_signed(result)[mask] = unsigned.as_signed(memory[touched].to(dtype))
+    unsigned.as_signed(result)[mask] = unsigned.as_signed(memory[loaded].to(dtype))
     return result
 
 
@@ -244,7 +245,7 @@ def _computed(op: str, args: list[Tensor]) -> Tensor:
     if op not in ("floordiv", "truncdiv", "remainder", "fmod") or args[0].is_floating_point():
         return OPS[op].evaluate(*args)
     num, den = args
-    # Both cases trap in the processor. Without them num // 1 and num % 1 are what is left.
+    # Both cases trap in the processor. They are computed as num // 1 and num % 1.
     minus_one = (den == -1) & den.dtype.is_signed
     result = OPS[op].evaluate(num, torch.where((den == 0) | minus_one, 1, den))
     return torch.where(minus_one, -num, result) if op in ("floordiv", "truncdiv") else result
@@ -254,22 +255,22 @@ def _reduced(frame: Frame, op: str, value: Tensor, axes: tuple[str, ...]) -> Ten
     extents = frame.extents
     names = list(extents)
     dims = sorted(names.index(axis) for axis in axes)
-    # A value that is the same all along a reduced axis counts once per point of the axis all the same.
+    # A value that does not vary along a reduced axis still counts once per point of the axis.
     shape = [extents[names[dim]] if dim in dims else size for dim, size in enumerate(value.shape)]
     return reduce_dims(op, value.expand(shape), dims)
 
 
 def reduce_dims(op: str, value: Tensor, dims: Sequence[int]) -> Tensor:
-    """`value` reduced along `dims`, ascending, which are of size 1 then."""
+    """`value` reduced along `dims`, in ascending order, which keep size 1."""
     evaluate = partial(unsigned.reduce, op) if unsigned.is_unsigned(value.dtype) else REDUCTIONS[op].evaluate
     return reduce(lambda folded, dim: folded.unsqueeze(dim), dims, evaluate(value, tuple(dims)))
 
 
 def _stored(frame: Frame, line: Line, store: Store, value: Tensor) -> tuple[Tensor, Tensor, Tensor, str]:
-    """(memory, flat indices, values, join): what the store is going to write."""
+    """(memory, flat indices, values, join) of a store, for `_write`."""
     memory = frame.buffers[store.buffer]
     index, value = _broadcast(index_of(frame, store.index), value)
-    if store.join and store.index.vals():  # each point of the space counts
+    if store.join and store.index.vals():  # it runs at each point of the space
         index, value = (each.expand(tuple(frame.extents.values())) for each in (index, value))
     index = index.flatten()
     _check_inside(frame, line, index, memory)
@@ -280,20 +281,20 @@ def _stored(frame: Frame, line: Line, store: Store, value: Tensor) -> tuple[Tens
 
 
 def _write(memory: Tensor, index: Tensor, value: Tensor, join: str) -> None:
-    """Write or join flat `value` into `memory`, one after the other where elements repeat."""
+    """Write flat `value` to `memory`, or join it, element by element where indices repeat."""
     if not _repeats(index):
         new = _computed(join, [memory[index].to(value.dtype), value]).to(memory.dtype) if join else value
         unsigned.as_signed(memory)[index] = unsigned.as_signed(new)
         return
-    for at, element in zip((int(place) for place in index), value, strict=True):
+    for at, element in zip((int(each) for each in index), value, strict=True):
         old = memory[at].to(value.dtype)
         memory[at] = _computed(join, [old, element]) if join else element
 
 
 def _repeats(index: Tensor) -> bool:
-    """Whether some element is named twice."""
-    places = index.sort().values
-    return bool((places[1:] == places[:-1]).any())
+    """Whether some index occurs twice."""
+    ordered = index.sort().values
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def _check_inside(frame: Frame, line: Line, index: Tensor, memory: Tensor) -> None:
@@ -303,7 +304,7 @@ def _check_inside(frame: Frame, line: Line, index: Tensor, memory: Tensor) -> No
 
 
 def fault(frame: Frame, line: Line, problem: str) -> InternalError:
-    """What is raised where a line does what no kernel may do."""
+    """The error for a line that violates an invariant of kernels."""
     context: dict[str, object] = {"line": print_line(line), "symbols": dict(frame.symbols)}
     return InternalError(f"kernel {frame.name}, line {line.out}: {problem}", context=context)
 
@@ -328,7 +329,7 @@ def _flat(tensor: Tensor, numel: int) -> Tensor:
 
 
 def _fresh(dtype: DType, numel: int) -> Tensor:
-    """Memory with contents that show when they are used."""
+    """Memory with contents that make reads before writes visible in results."""
     return torch.full(
         (numel,),
         math.nan if TORCH_DTYPES[dtype].is_floating_point or TORCH_DTYPES[dtype].is_complex else 85,
@@ -358,7 +359,7 @@ def _call(
 
 
 def _tensors(result: Any) -> list[Tensor | None]:
-    """The tensors that an operator returns, lists of them in line, in schema order."""
+    """The tensors that an operator returns, with lists flattened, in schema order."""
     if result is None or isinstance(result, Tensor):
         return [result]
     if isinstance(result, Sequence):

@@ -16,9 +16,9 @@ over all points of the named axes; a line that depends on those axes as well as 
 over them, which is how softmax and layer norm are one kernel. Stores happen after all loads of the same point; no
 kernel may load an element that another point of the same kernel stores.
 
-A store at an index that depends on values is a scatter. Its points happen in the order of the space (the last axis
-fastest), so where several meet in one element the result is the same on every run: the last one stays, or all are
-joined with what was there, in that order.
+A store at an index that depends on values is a scatter. Its points run in the order of the space (the last axis
+fastest), so that the result is the same in every run where several points store one element: the last one wins, or
+all are combined with the old element, in that order.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class Const:
 
 @dataclass(frozen=True, slots=True)
 class IndexValue:
-    """The value of an index expression, as `i64`: iota, positions, masks made from them."""
+    """The value of an index expression, as `i64`: iota, positions, operands of masks."""
 
     index: Expr
 
 
 @dataclass(frozen=True, slots=True)
 class CheckIndex:
-    """The `i64` value `arg`, with `size` added where it is negative; the program fails with IndexError at that
-    line unless `-size <= arg < size`. With `wrap` false, a negative value fails as well. dim: for the message.
+    """The `i64` value `arg`, with `size` added where it is negative; the line raises IndexError unless
+    `-size <= arg < size`. With `wrap` false, a negative value fails as well. dim: for the message.
     """
 
     arg: str
@@ -84,7 +84,7 @@ class CheckIndex:
 class Load:
     """Element `index` (counted in elements from the start of the buffer) of `buffer`, widened to `DType.compute`.
 
-    mask: a bool value; where it is false the memory is not touched and the result is `other`.
+    mask: a bool value; where it is false the memory is not accessed and the result is `other`.
     """
 
     buffer: str
@@ -103,7 +103,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """A reduction of `ops.REDUCTIONS` of `arg` over `axes`; all of a kernel name the same axes, but in an attention."""
+    """A reduction of `ops.REDUCTIONS` of `arg` over `axes`; all of a kernel have the same axes, except in attention."""
 
     op: str
     arg: str
@@ -116,7 +116,7 @@ class Store:
 
     Two points never store the same element, unless the index depends on values.
 
-    join: a scalar operator of `ops.JOINS`; the element becomes join(element, arg), narrowed each time.
+    join: a scalar operator of `ops.JOINS`; the element becomes join(element, arg), narrowed at each store.
     """
 
     buffer: str
@@ -151,7 +151,7 @@ class Param:
 
 
 class _Sites(NamedTuple):
-    """Where a body touches memory, and the axes that it reduces over."""
+    """The loads and stores of a body, and the axes that it reduces over."""
 
     loads: tuple[tuple[Line, Load], ...]
     stores: tuple[tuple[Line, Store], ...]
@@ -162,22 +162,22 @@ class _Sites(NamedTuple):
 class Kernel:
     """`body` for every point of `space`. `params` lists each buffer that the body loads or stores, once.
 
-    known: what is `remembered` about it.
+    cache: results of `memoized` functions.
     """
 
     name: str
     params: tuple[Param, ...]
     space: tuple[Axis, ...]
     body: tuple[Line, ...]
-    known: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
+    cache: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled without what is `remembered`."""
+        """Pickled without the results of `memoized` functions."""
         return Kernel, (self.name, self.params, self.space, self.body)
 
     @property
     def ranges(self) -> dict[str, Expr]:
-        """Extent of each axis by name, as the index algebra wants it."""
+        """Extent of each axis by name, as the index algebra takes it."""
         return {axis.name: axis.extent for axis in self.space}
 
     @property
@@ -193,20 +193,20 @@ class Kernel:
         return iter(_sites(self).stores)
 
 
-def remembered(function: Callable[[Kernel], _R]) -> Callable[[Kernel], _R]:
-    """`function`, which each kernel is asked about once: fusion asks again and again. Nobody may change the answer."""
+def memoized(function: Callable[[Kernel], _R]) -> Callable[[Kernel], _R]:
+    """`function`, computed once per kernel: fusion calls it again and again. Callers must not change the result."""
 
     @wraps(function)
-    def answer(kernel: Kernel) -> _R:
-        known = kernel.known
-        if function not in known:
-            known[function] = function(kernel)
-        return known[function]
+    def cached(kernel: Kernel) -> _R:
+        cache = kernel.cache
+        if function not in cache:
+            cache[function] = function(kernel)
+        return cache[function]
 
-    return answer
+    return cached
 
 
-@remembered
+@memoized
 def _sites(kernel: Kernel) -> _Sites:
     loads = tuple([(line, line.rhs) for line in kernel.body if isinstance(line.rhs, Load)])
     stores = tuple([(line, line.rhs) for line in kernel.body if isinstance(line.rhs, Store)])
@@ -241,12 +241,12 @@ class Extern:
 
     op: the overload that is called, `namespace::name.overload`: `aten::addmm.out`, `aten::sort.default`.
     args, kwargs: in the operator's schema order.
-    outputs: one view per tensor that the operator returns, None where the schema returns None or nobody uses it;
+    outputs: one view per tensor that the operator returns, None where the schema returns None or it is unused;
         each view's buffer is written whole. When `out` is true, `op` is an out= variant that writes into these
         views, which are not repeated in `kwargs`; otherwise it allocates its results.
     reason: why this is not compiled; it is shown to the user.
     mutates: buffers that the call writes besides its outputs.
-    ordered: draws random numbers or has another effect; such calls keep their order and are never removed.
+    ordered: it draws random numbers or has another side effect; such calls keep their order and are never removed.
     """
 
     name: str
@@ -284,7 +284,7 @@ class Program:
     symbols: size symbols, bound at each call by the integer inputs of these names.
     inputs: in the order of the graph's arguments: the name of an input buffer, or of a symbol, or None (unused).
     outputs: views, integers (`Expr`) or None, in the order of the graph's results.
-    derived: numbers that follow from the symbols, each after those that it is made of. A float that kernels read has an
+    derived: numbers computed from the symbols, each after those that it depends on. A float that kernels read has an
         input buffer of its name, of one f64, which the program supplies itself.
     """
 
@@ -329,12 +329,12 @@ def _vals(index: Expr) -> tuple[str, ...]:
     return tuple(sorted(names)) if names else ()
 
 
-@remembered
+@memoized
 def axes_of(kernel: Kernel) -> Mapping[str, frozenset[str]]:
-    """For each line, the axes its value depends on: the loops it must stand in.
+    """For each line, the axes its value depends on: the loops that must enclose it.
 
-    A store stands in the loops of its value and of its index. A scatter that joins stands in all loops: each point
-    counts, also where neither its value nor its place changes.
+    A store is in the loops of its value and of its index. A scatter that joins is in all loops: it runs at each point,
+    also where neither its value nor its index changes.
     """
     result: dict[str, frozenset[str]] = {}
     every = frozenset(axis.name for axis in kernel.space)

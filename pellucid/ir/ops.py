@@ -1,8 +1,8 @@
 """The scalar operators of kernel bodies: one row holds every fact about an operator.
 
 A row's `name` is also the name of the C++ function in `native/kernel/scalar.h` and, for vectors, `vector.h`; its
-meaning is `evaluate`, on which the interpreter runs. Operators that PyTorch has and this table lacks are written as
-several lines by the lowering.
+meaning is `evaluate`, which the interpreter calls. Lowering expands PyTorch operators that this table lacks into
+several lines.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Domain(Enum):
 class Op:
     """One scalar operator.
 
-    cost: estimated instructions per element; from `EXPENSIVE` on, keeping the value beats recomputing it.
+    cost: estimated instructions per element; from `EXPENSIVE` on, storing the value beats recomputing it.
     evaluate: its meaning on tensors of equal shape and type; for casts the target type comes first.
     """
 
@@ -154,7 +154,8 @@ _ROWS = (
 
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}
 
-# The operators that a store may join its value to memory with: those that give the same in every order, up to rounding.
+# The operators that a store may combine its value and memory with: the result does not depend on the order, up to
+# rounding.
 JOINS = ("add", "mul", "maximum", "minimum")
 
 
@@ -162,7 +163,7 @@ JOINS = ("add", "mul", "maximum", "minimum")
 class Reduction:
     """One reduction operator over the elements of some axes.
 
-    combine: name of the scalar operator that joins two partial results, or "" for the index-valued ones.
+    combine: name of the scalar operator that combines two partial results, or "" for the index-valued ones.
     evaluate: its meaning: (tensor, dims) -> tensor with `dims` removed.
     """
 
@@ -188,7 +189,7 @@ def _flat_arg(function: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, tu
     return evaluate
 
 
-# Over an empty axis `sum` is 0, `prod` 1, `any` false, `all` true; the others are not made by the lowering.
+# Over an empty axis `sum` is 0, `prod` 1, `any` false, `all` true; lowering never emits the others.
 _REDUCTIONS = (
     Reduction("sum", "add", lambda a, dims: a.sum(dims, dtype=a.dtype)),
     Reduction("prod", "mul", _prod),
@@ -204,15 +205,15 @@ REDUCTIONS: dict[str, Reduction] = {row.name: row for row in _REDUCTIONS}
 
 
 def identity_of(join: str, dtype: DType) -> bool | int | float:
-    """What the operator `join` of a store or a reduction leaves every other number as it is with.
+    """The identity element of `join`, the operator of a store or a reduction.
 
-    In kernels the structs of `native/kernel/reductions.h` have it.
+    In kernels the structs of `native/kernel/reductions.h` define it.
     """
     if join in ("maximum", "minimum"):
-        least = join == "maximum"
+        lowest = join == "maximum"
         if dtype.is_float:
-            return -math.inf if least else math.inf
-        return dtype.limits[0 if least else 1] if dtype is not DType.BOOL else not least
+            return -math.inf if lowest else math.inf
+        return dtype.limits[0 if lowest else 1] if dtype is not DType.BOOL else not lowest
     identity = {"add": 0, "bitwise_or": 0, "mul": 1, "bitwise_and": 1}[join]
     return bool(identity) if dtype is DType.BOOL else identity
 

@@ -1,4 +1,4 @@
-"""Where a line of IR comes from: user code, FX nodes and the compiler's own steps."""
+"""Provenance of IR lines: user code, FX nodes and the compiler's own steps."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class UserLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Provenance of a value. It stands beside the value and is never part of its identity.
+    """Provenance of a value. It accompanies the value and is never part of its identity.
 
     nodes: names of the FX nodes, in graph order of first use.
     users: lines of the user's program, innermost frame of each node.
-    steps: what the compiler did to make this line (`lower`, `fuse`, ...); an origin with only steps is glue.
+    steps: the compiler steps that created this line (`lower`, `fuse`, ...); an origin with only steps is glue.
     """
 
     nodes: tuple[str, ...] = ()
@@ -40,11 +40,11 @@ class Origin:
 
     @property
     def is_glue(self) -> bool:
-        """True when no line of the user's program asked for this value."""
+        """True when the value comes from no FX node."""
         return not self.nodes
 
     def step(self, name: str) -> Origin:
-        """This origin with one more compiler step, unless it is there already."""
+        """This origin with one more compiler step, unless it has it already."""
         return self if name in self.steps else Origin(self.nodes, self.users, (*self.steps, name))
 
 
@@ -52,7 +52,7 @@ GLUE = Origin()
 
 
 def merge(origins: Iterable[Origin]) -> Origin:
-    """The union of several origins; nothing is dropped, order of first appearance is kept."""
+    """The union of several origins, in order of first appearance."""
     nodes: dict[str, None] = {}
     users: dict[UserLine, None] = {}
     steps: dict[str, None] = {}

@@ -1,6 +1,6 @@
-"""Reads kernels, programs and index expressions back from the text that `printer` writes.
+"""Parses kernels, programs and index expressions from the text that `printer` writes.
 
-A hand-written recursive-descent parser, one class and so one long file: a method per rule of the grammar, which is
+A hand-written recursive-descent parser: one class, hence one long file, with a method per rule of the grammar, which is
 
     program = "program" "{" ["symbols" names] derived* buffer* ["inputs" input ("," input)*] node* output* "}"
     derived = "derived" name ":" ("int" | "float") "=" formula
@@ -24,8 +24,8 @@ A hand-written recursive-descent parser, one class and so one long file: a metho
     term    = factor (("*" | "//" | "%") factor)*
     factor  = number | name | "[" name "]" | "(" expr ")" | "-" factor
 
-Statements end with the line; inside parentheses and brackets a line break is a blank. Reading checks the
-grammar and the names in index expressions; `verify` checks everything else.
+Statements end with the line; inside parentheses and brackets a line break is whitespace. The parser checks
+the grammar and the names in index expressions; `verify` checks everything else.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _tokens(source: str) -> list[_Token]:
             raise IRSyntaxError(f"unexpected character {source[position]!r}", source, line, column)
         kind, text = match.lastgroup, match.group()
         depth += (text in ("(", "[")) - (text in (")", "]"))
-        # A statement ends with its line, except inside parentheses; empty lines say nothing.
+        # A statement ends with its line, except inside parentheses; empty lines are skipped.
         ends = kind == "newline" and depth <= 0 and tokens and tokens[-1].kind != "newline"
         if ends or kind not in ("blank", "newline"):
             tokens.append(_Token(kind, text, line, column))
@@ -156,7 +156,7 @@ class Parser:
         self.symbols: frozenset[str] = frozenset()
 
     def whole(self, rule: Callable[[Self], T]) -> T:
-        """What `rule` makes of the whole text."""
+        """The result of `rule` on the whole text."""
         self.newlines()
         result = self.located(rule)
         self.newlines()
@@ -179,7 +179,7 @@ class Parser:
         return IRSyntaxError(message, self.source, token.line, token.column, hint=hint)
 
     def located(self, rule: Callable[[Self], T]) -> T:
-        """Deep nesting is the only way to break recursive descent; make that an error of the text as well."""
+        """Apply `rule`; report nesting too deep for recursive descent as a syntax error."""
         try:
             return rule(self)
         except RecursionError:
@@ -230,7 +230,7 @@ class Parser:
         return tuple(items)
 
     def enclosed(self, item: Callable[[], T]) -> tuple[T, ...]:
-        """`( item, item )`, empty or with a comma at the end if one likes."""
+        """`( item, item )`, possibly empty or with a trailing comma."""
         items: list[T] = []
         self.expect("(")
         while not self.at(")"):
@@ -262,7 +262,7 @@ class Parser:
         return Kernel(name, params, space, tuple(body))
 
     def head(self, word: str) -> tuple[str, tuple[Param, ...], tuple[Axis, ...]]:
-        """Name, parameters and axes; from here on, these are the axes and symbols of expressions."""
+        """Name, parameters and axes; the expressions that follow may use these axes and symbols."""
         self.expect(word)
         name = self.name("a kernel name")
         symbols: tuple[str, ...] = ()
@@ -403,7 +403,7 @@ class Parser:
         return Program(symbols, tuple(buffers), inputs, tuple(nodes), tuple(outputs), tuple(derived))
 
     def derived(self) -> Derived:
-        """An integer is a symbol of what follows, a float is not."""
+        """An integer becomes a symbol for expressions that follow, a float does not."""
         name = self.name("a name")
         self.expect(":")
         is_float = self.one_of(["int", "float"], "kind of number") == "float"
@@ -417,7 +417,7 @@ class Parser:
         if self.token.kind == "name" and following.text == "(":
             function = self.one_of(FUNCTIONS, "function")
             return Apply(function, self.enclosed(self.formula))
-        # A minus sign belongs to the float behind it, or to an expression.
+        # A minus sign belongs to the float after it, or to an expression.
         sign = int(self.at("-"))
         literal = self.tokens[min(self.position + sign, len(self.tokens) - 1)]
         is_float = literal.kind == "number" and not literal.text.isdigit()
@@ -481,7 +481,7 @@ class Parser:
         return True
 
     def operator(self) -> str:
-        """`aten::addmm.default`, any number of namespaces deep."""
+        """`aten::addmm.default`, with any number of namespaces."""
         parts = [self.name("an operator `namespace::name.overload`")]
         while self.at("::") or self.at("."):
             parts += [self.advance().text, self.name("a name")]

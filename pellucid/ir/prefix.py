@@ -5,8 +5,8 @@
     w = where m, v, 0.0            v: of k and c
     s = sum w over k
 
-As they stand these are N terms for each of N points. One loop over `i` that adds the term of each point to what it has
-takes N in all: `Prefix.kernel` is what that loop computes, in which `s` is the term until the loop makes it the sum.
+As written, these are N terms for each of N points. One loop over `i` with a running sum adds N terms in all:
+`Prefix.kernel` is the body of that loop, in which `s` is the term, which code generation replaces by the running sum.
 """
 
 from __future__ import annotations
@@ -26,60 +26,60 @@ from pellucid.ir.nodes import (
     Reduce,
     Store,
     axes_of,
+    memoized,
     operands,
-    remembered,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """axis: along which sums grow. total: the sum, over that axis. kernel: the loop, see above."""
+    """axis: the axis of the running sum. total: the sum, over that axis. kernel: the loop, see above."""
 
     axis: str
     total: Line
     kernel: Kernel
 
 
-@remembered
+@memoized
 def find_prefix(kernel: Kernel) -> Prefix | None:
-    """The prefix sum that a kernel is, or None."""
+    """The prefix sum that a kernel computes, or None."""
     reductions = [line for line in kernel.body if isinstance(line.rhs, Reduce)]
     if len(reductions) != 1 or len(kernel.reduced) != 1:
         return None
     (total,), (earlier,) = reductions, kernel.reduced
     assert isinstance(total.rhs, Reduce)
     lines = {line.out: line for line in kernel.body}
-    chosen = _chosen(lines, total.rhs.arg, earlier)
-    if total.rhs.op != "sum" or chosen is None:
+    limited = _limited(lines, total.rhs.arg, earlier)
+    if total.rhs.op != "sum" or limited is None:
         return None
-    axis, term = chosen
+    axis, term = limited
     scopes = axes_of(kernel)
-    alone = all(axis not in scopes[name] for name in _needed(lines, term))
+    independent = all(axis not in scopes[name] for name in _needed(lines, term))
     stored = [store.index.vars() for _, store in kernel.stores()]
     if (
         kernel.ranges[axis] != kernel.ranges[earlier]
-        or not alone
+        or not independent
         or any(axis not in axes or earlier in axes for axes in stored)
     ):
         return None
     if any(load.buffer in writes(kernel) for _, load in kernel.loads()):
         return None
-    made = replace(total, rhs=Compute("cast", (term,)))
+    term_line = replace(total, rhs=Compute("cast", (term,)))
     space = tuple(each for each in kernel.space if each.name != earlier)
-    moved = [_moved(made if line is total else line, earlier, axis) for line in kernel.body]
+    moved = [_moved(term_line if line is total else line, earlier, axis) for line in kernel.body]
     used = _needed({line.out: line for line in moved}, *(line.out for line in moved if isinstance(line.rhs, Store)))
     body = tuple(line for line in moved if line.out in used)
     return Prefix(axis, replace(total, rhs=Reduce("sum", term, (axis,))), replace(kernel, space=space, body=body))
 
 
 def as_run(kernel: Kernel) -> Kernel:
-    """What a kernel computes as it runs: a prefix sum its loop, any other itself."""
+    """The kernel whose points are executed: the loop of a prefix sum, or the kernel itself."""
     prefix = find_prefix(kernel)
     return kernel if prefix is None else prefix.kernel
 
 
-def _chosen(lines: Mapping[str, Line], arg: str, earlier: str) -> tuple[str, str] | None:
-    """The axis up to which terms count, and the term; None if what is summed is nothing of that kind."""
+def _limited(lines: Mapping[str, Line], arg: str, earlier: str) -> tuple[str, str] | None:
+    """The axis whose counter limits the terms, and the term; None unless the argument of the sum has that form."""
     match lines[arg].rhs:
         case Compute("where", (mask, term, zero)):
             pass
@@ -101,7 +101,7 @@ def _chosen(lines: Mapping[str, Line], arg: str, earlier: str) -> tuple[str, str
 
 
 def _needed(lines: Mapping[str, Line], *names: str) -> set[str]:
-    """The lines that these are made of, themselves among them."""
+    """These lines and all lines that they depend on."""
     found, pending = set[str](), list(names)
     while pending:
         name = pending.pop()
@@ -112,7 +112,7 @@ def _needed(lines: Mapping[str, Line], *names: str) -> set[str]:
 
 
 def _moved(line: Line, earlier: str, axis: str) -> Line:
-    """A line at the point where the axis is, in place of an earlier one."""
+    """A line at the current point of the axis in place of an earlier one."""
     match line.rhs:
         case IndexValue(index) | Load(_, index):
             return replace(line, rhs=replace(line.rhs, index=index.substitute({Var(earlier): var(axis)})))

@@ -1,6 +1,6 @@
-"""The text form of kernels and programs; `parser` reads it back.
+"""The text form of kernels and programs, which `parser` parses.
 
-A kernel says everything about itself, so that one cut out of a program replays on its own:
+The text of a kernel is self-contained, so that a kernel cut out of a program can be replayed alone:
 
     kernel scale<s0>(in0: f32[s0], out0: bf16[s0]) {
       axes i0: s0
@@ -12,7 +12,7 @@ A kernel says everything about itself, so that one cut out of a program replays 
 
 `<s0>` declares the size symbols; in an index, `[v3]` is the value `v3`. A float always has a point, an
 exponent or a name (`1.0`, `1e-05`, `nan`, `-inf`), an integer never does. A comment runs from `#` to the end
-of its line; that is where the printer writes the origin.
+of its line; the printer writes the origin there.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def print_view(view: View) -> str:
 
 
 def print_scalar(value: Scalar) -> str:
-    """A scalar such that reading it back gives the same value of the same Python type."""
+    """A scalar as text that parses to the same value of the same Python type."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(value)
 
 
 def print_origin(origin: Origin) -> str:
-    """`add, mul  model.py:12`, or the compiler's steps in parentheses where no user line is behind it."""
+    """`add, mul  model.py:12`, or the compiler's steps in parentheses for glue."""
     if origin.is_glue:
         words = f"({', '.join(origin.steps)})" if origin.steps else ""
     else:
@@ -89,12 +89,12 @@ def print_origin(origin: Origin) -> str:
 
 
 def kernel_symbols(kernel: Kernel) -> tuple[str, ...]:
-    """Names of the size symbols that a kernel mentions, sorted."""
+    """Names of the size symbols that a kernel uses, sorted."""
     return symbols_of(kernel.params, kernel.space, kernel.body)
 
 
 def symbols_of(params: Iterable[Param], space: Iterable[Axis], lines: Iterable[Line]) -> tuple[str, ...]:
-    """Names of the size symbols that these mention, sorted."""
+    """Names of the size symbols that these use, sorted."""
     names: set[str] = set()
     for size in [axis.extent for axis in space] + [param.numel for param in params]:
         names |= size.syms()
@@ -150,15 +150,15 @@ def print_head(
 ) -> list[str]:
     """The lines of a kernel above its body."""
     head = f"{word} {name}" + (f"<{', '.join(symbols)}>" if symbols else "")
-    told = [f"{param.name}: {param.dtype!r}[{text(param.numel)}]" for param in params]
-    line = f"{head}({', '.join(told)}) {{"
-    lines = [line] if len(line) <= _WIDTH else [f"{head}(", *(f"    {param}," for param in told), ") {"]
+    declared = [f"{param.name}: {param.dtype!r}[{text(param.numel)}]" for param in params]
+    line = f"{head}({', '.join(declared)}) {{"
+    lines = [line] if len(line) <= _WIDTH else [f"{head}(", *(f"    {param}," for param in declared), ") {"]
     axes = [f"  axes {', '.join(f'{axis.name}: {text(axis.extent)}' for axis in space)}"] if space else []
     return [*lines, *axes]
 
 
 def with_comments(lines: Sequence[str], comments: Sequence[str]) -> Iterator[str]:
-    """Each line with its comment, if it has one; the comments stand below one another."""
+    """Each line with its comment, if it has one; the comments are aligned."""
     widths = [len(line) for line, comment in zip(lines, comments, strict=True) if comment]
     column = min(max(widths, default=0), _COMMENT_COLUMN)
     for line, comment in zip(lines, comments, strict=True):
@@ -214,7 +214,7 @@ def _extern_lines(extern: Extern, origins: bool) -> Iterator[str]:
 def print_arg(arg: Arg) -> str:
     """An argument of a call, or a result.
 
-    `size` marks an `Expr`, so that the expression 4 and the number 4 stay apart.
+    `size` marks an `Expr`, to distinguish the expression 4 from the number 4.
     """
     match arg:
         case None:

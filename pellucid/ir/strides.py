@@ -1,4 +1,4 @@
-"""How tensors lie in memory, by sizes and strides that hold in every call."""
+"""The memory layout of tensors, from sizes and strides that hold in every call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pellucid.ir.index import ONE, ZERO, Expr
 from pellucid.ir.nodes import View
 
 
-def lies(view: View, order: Sequence[int]) -> bool:
+def is_dense(view: View, order: Sequence[int]) -> bool:
     """True if a tensor is dense with its dimensions in this order, the last one innermost."""
     expected = ONE
     for dim in reversed(order):
@@ -19,9 +19,10 @@ def lies(view: View, order: Sequence[int]) -> bool:
 
 
 def reshaped(view: View, shape: Sequence[Expr]) -> tuple[Expr, ...] | None:
-    """The strides of a view of `view` that has another shape; None where elements do not lie evenly in every call.
+    """The strides of `view` reshaped to `shape`; None unless, in every call, this needs no copy.
 
-    Dimensions that follow one another evenly are runs of elements, each of which dimensions of the view share out.
+    Adjacent dimensions with matching strides form runs of evenly spaced elements; the dimensions of `shape` must split
+    each run exactly.
     """
     found: list[Expr] = []
     left = [*shape]
@@ -36,7 +37,7 @@ def reshaped(view: View, shape: Sequence[Expr]) -> tuple[Expr, ...] | None:
 
 
 def _runs(view: View) -> list[tuple[Expr, Expr]]:
-    """(elements, step) of the runs of a tensor, the last one first."""
+    """(elements, stride) of the runs of a tensor, the innermost one first."""
     runs: list[tuple[Expr, Expr]] = []
     for extent, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
         if runs and (extent == ONE or stride == runs[-1][0] * runs[-1][1]):

@@ -1,7 +1,7 @@
-"""What a kernel moves and computes at given sizes: different elements that it touches, and operations on floats.
+"""Memory traffic and work of a kernel at given sizes: distinct elements that it accesses, floating-point operations.
 
-Counts, not estimates: windows that overlap count their elements once. Where an index depends on values nobody can know
-it before they are there, and each point counts as one element, up to the size of the buffer.
+Exact counts where possible: overlapping windows count their elements once. An index that depends on values is unknown
+before execution, so each point counts as one element, up to the size of the buffer.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from pellucid.ir.attention import share_of_scores
+from pellucid.ir.attention import visible_share
 from pellucid.ir.index import Expr, Sym, Val, Var
 from pellucid.ir.nodes import Compute, Kernel, Line, Load, Reduce, Store, axes_of
 from pellucid.ir.prefix import as_run
 
 Strides: TypeAlias = Sequence[tuple[int, int]]
-"""Steps through memory: (stride, how many places), in elements. Their sums are the elements that an access touches."""
+"""Axes of an access: (stride, extent), in elements. The sums of their offsets are the elements that it accesses."""
 
 LINE = 64
-"""Bytes of a line of the cache."""
+"""Bytes of a cache line."""
 
 _NOT_ARITHMETIC = frozenset(("where", "cast", "round_bf16", "round_f16"))
-_MOST_POINTS = 1 << 22  # that are listed one by one, where there is no formula
+_MAX_LISTED_POINTS = 1 << 22  # enumerated one by one, for indices that are not affine
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of different elements, by buffer, that a call loads and stores; and its operations on floats.
+    """Bytes of distinct elements, by buffer, that a call loads and stores; and its floating-point operations.
 
-    fetched: bytes of the lines of the cache that these elements lie in, more than those of elements that lie apart.
-    rows: by buffer that is indexed by values, how many places these choose, as far as they lie apart.
+    fetched: bytes of the cache lines that contain these elements: more than those of the elements where these are not
+    adjacent. rows: by buffer that is indexed by values, the number of positions that these select, counting each cache
+    line at most once.
 
     An operation is an operator of the loop language at one point, or one step of a reduction; `fma` counts as two.
     """
@@ -47,8 +48,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A load or store. start: the least element. strides: None where the index is not a sum of multiples of axes, with
-    the elements themselves in `listed`, if there are not too many. points: how often it happens.
+    """A load or store. start: the lowest element. strides: None where the index is not affine; then the elements are in
+    `listed`, unless there are too many. points: how often it is executed.
     """
 
     start: int
@@ -58,12 +59,12 @@ class Access:
 
     @property
     def end(self) -> int:
-        """One past the greatest element, of an access with strides."""
+        """One past the highest element, of an access with strides."""
         return self.start + sum(abs(stride) * (extent - 1) for stride, extent in self.strides or ()) + 1
 
 
 def traffic(kernel: Kernel, size: Callable[[Expr], int]) -> Traffic:
-    """The traffic of one call of `kernel`. size: the number that a size expression stands for."""
+    """The traffic of one call of `kernel`. size: evaluates a size expression."""
     kernel = as_run(kernel)
     extents = {axis.name: size(axis.extent) for axis in kernel.space}
     scopes = axes_of(kernel)
@@ -74,10 +75,10 @@ def traffic(kernel: Kernel, size: Callable[[Expr], int]) -> Traffic:
         if isinstance(line.rhs, Load | Store):
             index = line.rhs.index
             access = _access(index, extents, scopes[line.out], size)
-            for found in _moved(line.rhs, loads, stores):
+            for found in _touched(line.rhs, loads, stores):
                 found.setdefault(line.rhs.buffer, {})[index] = access
-    flops = sum(flops_of(line) * _points(worked(line, scopes), extents) for line in kernel.body)
-    flops = int(flops * share_of_scores(kernel, size))
+    flops = sum(flops_of(line) * _points(work_axes(line, scopes), extents) for line in kernel.body)
+    flops = int(flops * visible_share(kernel, size))
     loaded, stored = _bytes(loads, sizes), _bytes(stores, sizes)
     fetched = sum(
         fetched_bytes(list(each.values()), moved[name], *sizes[name])
@@ -91,27 +92,27 @@ def traffic(kernel: Kernel, size: Callable[[Expr], int]) -> Traffic:
     return Traffic(loaded, stored, fetched, rows, flops)
 
 
-def places(strides: Strides) -> int:
-    """How many different sums there are of one multiple of each stride.
+def distinct_offsets(strides: Strides) -> int:
+    """The number of distinct sums of one multiple of each stride, the factor being less than its extent.
 
-    >>> places([(4, 3), (1, 4)])  # a dense matrix of 3 x 4
+    >>> distinct_offsets([(4, 3), (1, 4)])  # a dense matrix of 3 x 4
     12
-    >>> places([(1, 10), (1, 3)])  # windows of 3 that overlap
+    >>> distinct_offsets([(1, 10), (1, 3)])  # windows of 3 that overlap
     12
-    >>> places([(0, 5), (1, 4)])  # four elements, read five times
+    >>> distinct_offsets([(0, 5), (1, 4)])  # four elements, read five times
     4
     """
     steps = sorted((abs(stride), extent) for stride, extent in strides if stride and extent > 1)
     if any(extent == 0 for _, extent in strides):
         return 0
-    count, span, step = 1, 0, 0  # so far: `count` places from 0 to `span`, all of them multiples of `step`
+    count, span, step = 1, 0, 0  # so far: `count` offsets from 0 to `span`, all of them multiples of `step`
     for stride, extent in steps:
         dense = span == step * (count - 1)
         step = gcd(step, stride)
-        if stride > span:  # blocks that lie apart
+        if stride > span:  # disjoint blocks
             count *= extent
             span += stride * (extent - 1)
-        else:  # blocks that overlap: exact where they are dense, and end where the next one goes on
+        else:  # overlapping blocks: exact where they are dense
             span += stride * (extent - 1)
             filled = span // step + 1
             count = filled if dense else min(count * extent, filled)
@@ -119,12 +120,12 @@ def places(strides: Strides) -> int:
 
 
 def tensor_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Bytes of the different elements of a tensor: one that is expanded counts what it was made from."""
-    return places(list(zip(strides, shape, strict=True))) * itemsize
+    """Bytes of the distinct elements of a tensor: an expanded tensor counts the elements that it repeats once."""
+    return distinct_offsets(list(zip(strides, shape, strict=True))) * itemsize
 
 
-def worked(line: Line, scopes: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """The axes at each point of which the work of a line is done; a reduction works at each point of its argument."""
+def work_axes(line: Line, scopes: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """The axes that a line is executed over; a reduction is executed at each point of its argument."""
     match line.rhs:
         case Reduce(_, arg, axes):
             return scopes[arg] | frozenset(axes)
@@ -133,7 +134,7 @@ def worked(line: Line, scopes: Mapping[str, frozenset[str]]) -> frozenset[str]:
 
 
 def flops_of(line: Line) -> int:
-    """Operations on floats at one point."""
+    """Floating-point operations at one point."""
     match line.rhs:
         case Compute(op):
             return (2 if op == "fma" else 1) if line.dtype.is_float and op not in _NOT_ARITHMETIC else 0
@@ -144,36 +145,36 @@ def flops_of(line: Line) -> int:
 
 
 def fetched_bytes(accesses: Sequence[Access], moved: int, numel: int, itemsize: int) -> int:
-    """Bytes of the lines of the cache that accesses to a buffer touch, at the least. moved: of their elements.
+    """A lower bound of the bytes of cache lines that accesses to a buffer touch. moved: bytes of their elements.
 
-    Of several, the one that touches most lines counts: they may touch the same ones.
+    Only the access that touches most lines is counted: the others may touch the same lines.
     """
     lines = max((_lines(each.strides, itemsize) for each in accesses if each.strides is not None), default=0)
     return max(moved, min(lines * LINE, numel * itemsize))
 
 
 def _lines(strides: Strides, itemsize: int) -> int:
-    """Steps of less than a line stay in the lines that they span; larger ones reach others."""
-    apart = [(abs(stride) * itemsize // LINE, extent) for stride, extent in strides if abs(stride) * itemsize >= LINE]
+    """Strides below a line touch the lines that they span; larger ones skip lines."""
+    far = [(abs(stride) * itemsize // LINE, extent) for stride, extent in strides if abs(stride) * itemsize >= LINE]
     near = sum(abs(stride) * itemsize * (extent - 1) for stride, extent in strides if abs(stride) * itemsize < LINE)
-    return places([*apart, (1, -(-(near + itemsize) // LINE))])
+    return distinct_offsets([*far, (1, -(-(near + itemsize) // LINE))])
 
 
 def _rows(kernel: Kernel, scopes: Mapping[str, frozenset[str]], extents: Mapping[str, int]) -> dict[str, int]:
-    """The points of accesses whose index depends on values, but for the axes along which it goes on from there."""
+    """By buffer, the points of accesses whose index depends on values, without the axes that occur in the index."""
     found: dict[str, int] = {}
     for line in kernel.body:
         if isinstance(line.rhs, Load | Store) and line.rhs.index.vals():
-            apart = scopes[line.out] - set(line.rhs.index.vars())
-            found[line.rhs.buffer] = max(found.get(line.rhs.buffer, 0), _points(apart, extents))
+            choosing = scopes[line.out] - set(line.rhs.index.vars())
+            found[line.rhs.buffer] = max(found.get(line.rhs.buffer, 0), _points(choosing, extents))
     return found
 
 
 _Found: TypeAlias = dict[str, dict[Expr, Access]]
 
 
-def _moved(rhs: Load | Store, loads: _Found, stores: _Found) -> tuple[_Found, ...]:
-    """What an access adds to: a store that joins reads as well."""
+def _touched(rhs: Load | Store, loads: _Found, stores: _Found) -> tuple[_Found, ...]:
+    """The accesses that `rhs` belongs to: a store that joins also loads."""
     return (loads,) if isinstance(rhs, Load) else (loads, stores) if rhs.join else (stores,)
 
 
@@ -191,13 +192,13 @@ def _access(index: Expr, extents: Mapping[str, int], scope: Iterable[str], size:
         steps = tuple((size(cast(Expr, linear[name])), extents[name]) for name in axes)
         lowest = size(rest) + sum(min(0, stride * (extent - 1)) for stride, extent in steps)
         return Access(lowest, steps, points)
-    if points > _MOST_POINTS:
+    if points > _MAX_LISTED_POINTS:
         return Access(0, None, points)
     return Access(0, None, points, _listed(index, axes, extents, size))
 
 
 def _listed(index: Expr, axes: Sequence[str], extents: Mapping[str, int], size: Callable[[Expr], int]) -> torch.Tensor:
-    """The elements of an access, one by one."""
+    """All elements of an access, sorted."""
     counters = {
         name: torch.arange(extents[name]).reshape([-1 if other == name else 1 for other in axes]) for name in axes
     }
@@ -210,37 +211,40 @@ def _listed(index: Expr, axes: Sequence[str], extents: Mapping[str, int], size: 
 
 
 def _bytes(accesses: _Found, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    return {name: different(list(found.values()), sizes[name][0]) * sizes[name][1] for name, found in accesses.items()}
+    return {
+        name: distinct_elements(list(found.values()), sizes[name][0]) * sizes[name][1]
+        for name, found in accesses.items()
+    }
 
 
-def different(accesses: Sequence[Access], numel: int) -> int:
-    """How many elements of a buffer of `numel` accesses touch together."""
-    return min(numel, _alone(accesses[0]) if len(accesses) == 1 else _together(accesses, numel))
+def distinct_elements(accesses: Sequence[Access], numel: int) -> int:
+    """The number of elements of a buffer of `numel` that the accesses touch together."""
+    return min(numel, _elements_of_one(accesses[0]) if len(accesses) == 1 else _elements_of_all(accesses, numel))
 
 
-def _together(accesses: Sequence[Access], numel: int) -> int:
-    if numel <= _MOST_POINTS and all(each.strides is not None or each.listed is not None for each in accesses):
+def _elements_of_all(accesses: Sequence[Access], numel: int) -> int:
+    if numel <= _MAX_LISTED_POINTS and all(each.strides is not None or each.listed is not None for each in accesses):
         touched = torch.zeros(numel, dtype=torch.bool)
         for each in accesses:
             _mark(touched, each)
         return int(touched.sum())
-    if all(each.strides is not None for each in accesses):  # too large to mark: those that lie apart add up
+    if all(each.strides is not None for each in accesses):  # too large to mark: disjoint ranges add up
         found, reached = 0, 0
         for each in sorted(accesses, key=lambda access: access.start):
-            found += max(0, _alone(each) - max(0, reached - each.start))
+            found += max(0, _elements_of_one(each) - max(0, reached - each.start))
             reached = max(reached, each.end)
         return found
-    return sum(map(_alone, accesses))
+    return sum(map(_elements_of_one, accesses))
 
 
-def _alone(access: Access) -> int:
+def _elements_of_one(access: Access) -> int:
     if access.strides is not None:
-        return places(access.strides)
+        return distinct_offsets(access.strides)
     return access.points if access.listed is None else len(access.listed)
 
 
 def _mark(touched: torch.Tensor, access: Access) -> None:
-    """Mark the elements of an access; those outside the buffer are named by a masked load, and never touched."""
+    """Mark the elements of an access; those outside the buffer belong to a masked load, and are never accessed."""
     if access.strides is None:
         touched[access.listed[(access.listed >= 0) & (access.listed < len(touched))]] = True
         return
@@ -248,7 +252,7 @@ def _mark(touched: torch.Tensor, access: Access) -> None:
     found[0] = True
     for stride, extent in access.strides:
         done = 1
-        while done < extent:  # twice as many at a time
+        while done < extent:  # doubles each time
             shift = abs(stride) * min(done, extent - done)
             found[shift:] |= found[: len(found) - shift].clone()
             done += min(done, extent - done)

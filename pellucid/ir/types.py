@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 
 ALIGNMENT = 64
-"""Memory of ours starts at a multiple of this many bytes: a cache line, and the widest vector."""
+"""Memory that we allocate starts at a multiple of this many bytes: a cache line, and the widest vector."""
 
 
 class DType(Enum):
@@ -15,7 +15,7 @@ class DType(Enum):
 
     Buffers may hold any of them. Values in a kernel body never have a narrow float type: a load of `bf16` or
     `f16` widens to `f32`, a store narrows with round-to-nearest-even, see `compute`. Buffers of the opaque types
-    pass between ATen calls only; no kernel touches them.
+    pass between ATen calls only; no kernel accesses them.
     """
 
     F64 = "f64"
@@ -53,7 +53,7 @@ class DType(Enum):
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The least and the greatest number of an integer type, or of bool."""
+        """The minimum and maximum of an integer type, or of bool."""
         if self in _SIGNED:
             return -(1 << (8 * self.itemsize - 1)), (1 << (8 * self.itemsize - 1)) - 1
         return 0, 1 if self is DType.BOOL else (1 << (8 * self.itemsize)) - 1
@@ -65,7 +65,7 @@ class DType(Enum):
 
     @property
     def is_wide_unsigned(self) -> bool:
-        """True for the unsigned integers of more than a byte, of which ATen computes little."""
+        """True for the unsigned integers of more than a byte, for which ATen implements few operators."""
         return self in _UNSIGNED and self is not DType.U8
 
     @property

@@ -1,7 +1,7 @@
-"""What the IR's operators mean for `u16`, `u32` and `u64`, of which ATen computes little.
+"""The IR's operators for `u16`, `u32` and `u64`, for which ATen implements few operators.
 
-Pointwise operators are Python's, on its integers, and results are taken modulo 2^bits. Reductions and stores go by the
-bits, seen as a signed type: sums and products wrap around alike, and flipping the sign bit keeps the order.
+Pointwise operators are computed with Python integers, and results are taken modulo 2^bits. Reductions and stores work
+on the bits as a signed type: sums and products wrap in the same way, and flipping the sign bit preserves the order.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
 
 
 def is_unsigned(dtype: torch.dtype) -> bool:
-    """True for the types that this file is about."""
+    """True for the types that this file handles."""
     return dtype in _SIGNED
 
 
 def as_signed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a type that ATen can store into at given places; itself, where it has one."""
+    """The same memory as a type that ATen's indexed stores support; `tensor` itself where they support its type."""
     return tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
 
 
 def evaluate(op: str, args: list[torch.Tensor]) -> torch.Tensor:
-    """A pointwise operator but `where` and `cast`, on tensors of one of these types that broadcast together."""
-    meaning: Callable[..., int] = _UNARY[op] if len(args) == 1 else _BINARY[op]
+    """A pointwise operator, except `where` and `cast`, on tensors of one of these types that broadcast together."""
+    function: Callable[..., int] = _UNARY[op] if len(args) == 1 else _BINARY[op]
     shape: Any = cast("Any", torch).broadcast_shapes(*(arg.shape for arg in args))
     dtype, modulus = args[0].dtype, 1 << (8 * args[0].itemsize)
     columns: list[list[int]] = [cast("Any", arg.expand(shape).flatten()).tolist() for arg in args]
-    numbers = [meaning(*point) % modulus for point in zip(*columns, strict=True)]
+    numbers = [function(*point) % modulus for point in zip(*columns, strict=True)]
     return torch.tensor(numbers, dtype=torch.bool if OPS[op].result is Result.BOOL else dtype).reshape(shape)
 
 

@@ -1,8 +1,8 @@
 """The invariants of the IR: one `check_*` function each.
 
 A check raises `InternalError`, naming the kernel or call and the line, when its invariant does not hold; the
-later checks of a list rely on the earlier ones. A check never guesses: where sizes are symbols and the
-algebra cannot tell, the IR passes.
+later checks of a list rely on the earlier ones. Where sizes are symbols and the algebra cannot decide, the IR
+passes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OPERATOR = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)+(\.[A-Za-z_]\w*)?")
 
 
 def verify_program(program: Program) -> None:
-    """Raise InternalError unless `program` and each of its kernels keep every invariant."""
+    """Raise InternalError unless `program` and each of its kernels satisfy every invariant."""
     for node in program.nodes:
         if isinstance(node, Kernel):
             verify_kernel(node)
@@ -50,7 +50,7 @@ def check_program_names(program: Program) -> None:
 
 
 def check_derived(program: Program) -> None:
-    """Derived numbers are made of symbols and of earlier derived numbers, by functions that exist."""
+    """Derived numbers are computed from symbols and earlier derived numbers, by functions that exist."""
     known = set(program.symbols)
     for each in program.derived:
         if unknown := names_in(each.term) - known:
@@ -77,7 +77,7 @@ def check_symbols(program: Program) -> None:
 
 
 def check_inputs(program: Program) -> None:
-    """The inputs name each symbol and each input buffer that the program does not supply once, and nothing else."""
+    """The inputs list each symbol and each input buffer that the program does not supply, once, and nothing else."""
     given = [name for name in program.inputs if name is not None]
     if problem := name_problem(given):
         raise _program_error(f"inputs: {problem}")
@@ -90,7 +90,7 @@ def check_inputs(program: Program) -> None:
 
 
 def check_buffers(program: Program) -> None:
-    """Buffers have a role, exist where they are named, and kernels see them with their type and size."""
+    """Buffers have a role, all names refer to a buffer, and parameters have the buffer's type and size."""
     buffers = {buffer.name: buffer for buffer in program.buffers}
     for buffer in program.buffers:
         if buffer.role not in ("input", "temp", "output"):
@@ -120,7 +120,7 @@ def check_calls(program: Program) -> None:
 
 
 def check_views(program: Program) -> None:
-    """Views have one stride per dimension and stay inside their buffer, where the index algebra can tell."""
+    """Views have one stride per dimension and stay inside their buffer, where the index algebra can decide."""
     numel = {buffer.name: buffer.numel for buffer in program.buffers}
     for where, view in _views(program):
         if len(view.shape) != len(view.strides):
@@ -232,7 +232,7 @@ def _views(program: Program) -> Iterator[tuple[Node | None, View]]:
 
 
 def program_sizes(program: Program) -> Iterator[tuple[Node | None, Expr]]:
-    """Every size, stride, offset and integer argument, and the node in which it stands."""
+    """Every size, stride, offset and integer argument, and the node that contains it."""
     for buffer in program.buffers:
         yield None, buffer.numel
     for node in program.nodes:

@@ -35,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def verify_kernel(kernel: Kernel) -> None:
-    """Raise InternalError unless `kernel` keeps every invariant."""
+    """Raise InternalError unless `kernel` satisfies every invariant."""
     for check in KERNEL_CHECKS:
         check(kernel)
 
@@ -60,7 +60,7 @@ def check_definitions(kernel: Kernel) -> None:
 
 
 def check_indices(kernel: Kernel) -> None:
-    """Index expressions use axes of the space and `i64` values, sizes symbols only; no symbol is an axis."""
+    """Index expressions use axes and `i64` values of the kernel, sizes only symbols; no symbol is an axis or value."""
     axes = {axis.name for axis in kernel.space}
     types = {line.out: line.dtype for line in kernel.body}
     for what, size in _sizes(kernel):
@@ -95,7 +95,7 @@ def check_params(kernel: Kernel) -> None:
 
 
 def check_types(kernel: Kernel) -> None:
-    """Every line has the type that its operator and arguments give it."""
+    """Every line has the type that follows from its operator and arguments."""
     params = {param.name: param for param in kernel.params}
     types: dict[str, DType] = {}
     for line in kernel.body:
@@ -108,9 +108,9 @@ def check_types(kernel: Kernel) -> None:
 
 
 def check_reductions(kernel: Kernel) -> None:
-    """All reductions name the same axes of the space, at least one, but in an attention; no maximum is over nothing."""
+    """All reductions have the same axes, at least one, except in attention; no maximum is over an empty axis."""
     first: Line | None = None
-    in_turn = find_attention(kernel) is not None
+    is_attention = find_attention(kernel) is not None
     extents = kernel.ranges
     for line in kernel.body:
         if not isinstance(line.rhs, Reduce):
@@ -119,16 +119,16 @@ def check_reductions(kernel: Kernel) -> None:
         if not axes or len(set(axes)) != len(axes) or not extents.keys() >= set(axes):
             raise _kernel_error(kernel, line, "does not reduce over distinct axes of the kernel")
         first = first or line
-        if isinstance(first.rhs, Reduce) and set(axes) != set(first.rhs.axes) and not in_turn:
+        if isinstance(first.rhs, Reduce) and set(axes) != set(first.rhs.axes) and not is_attention:
             raise _kernel_error(kernel, line, f"reduces over other axes than {first.out} does")
         if line.rhs.op not in ("sum", "prod", "any", "all") and any(extents[axis] == ZERO for axis in axes):
             raise _kernel_error(kernel, line, f"{line.rhs.op} over no elements has no value")
 
 
 def check_store_axes(kernel: Kernel) -> None:
-    """A stored value does not vary along an axis that the store's index ignores, unless there is one point or none.
+    """A stored value does not vary along an axis that the store's index ignores, unless that has at most one point.
 
-    A scatter may: the same place may be named at every point of an axis, and points that meet follow one another.
+    A scatter may: several points may store the same element, and are executed in order.
     """
     scopes, extents = axes_of(kernel), kernel.ranges
     if ZERO in extents.values():
@@ -143,9 +143,9 @@ def check_store_axes(kernel: Kernel) -> None:
 
 
 def check_store_collisions(kernel: Kernel) -> None:
-    """No element is stored twice, as far as constant strides tell: by two points or by two lines.
+    """No element is stored twice, by two points or by two lines, as far as constant strides show.
 
-    A kernel that scatters does not reduce, and reads nothing of the buffer that it scatters into.
+    A kernel that scatters does not reduce, and does not load the buffer that it scatters into.
     """
     scopes, extents = axes_of(kernel), kernel.ranges
     stored: set[tuple[str, Expr]] = set()
@@ -160,7 +160,7 @@ def check_store_collisions(kernel: Kernel) -> None:
                 raise _kernel_error(kernel, line, f"loads {store.buffer}, which it scatters into")
             continue
         if any(extents[axis] == ZERO for axis in scopes[line.out]):
-            continue  # it stores nothing, whatever strides an empty tensor has
+            continue  # it stores nothing, whatever the strides of an empty tensor are
         axes = [axis for axis in sorted(scopes[line.out]) if extents[axis] != ONE]
         for left, right in combinations(axes, 2):
             if _collide(store.index, left, right, extents):
@@ -168,7 +168,7 @@ def check_store_collisions(kernel: Kernel) -> None:
 
 
 def check_bounds(kernel: Kernel) -> None:
-    """Stores, and loads without a mask, stay inside their buffer, where the index algebra can tell."""
+    """Stores, and loads without a mask, stay inside their buffer, where the index algebra can decide."""
     extents = kernel.ranges
     if any(extent == ZERO for extent in extents.values()):
         return
@@ -183,7 +183,7 @@ def check_bounds(kernel: Kernel) -> None:
 
 
 def check_in_place(kernel: Kernel) -> None:
-    """A buffer that is stored is loaded only at the index at which it is stored: by the same point."""
+    """A buffer that is stored is loaded only at the index of the store, by the same point."""
     stored: dict[str, set[Expr]] = {}
     for _, store in kernel.stores():
         stored.setdefault(store.buffer, set()).add(store.index)
@@ -216,12 +216,12 @@ def _kernel_error(kernel: Kernel, line: Line | None, problem: str) -> InternalEr
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for a message, in order."""
+    """Names for a message, sorted."""
     return ", ".join(sorted(names))
 
 
 def name_problem(names: Iterable[str]) -> str | None:
-    """What is wrong with the first name that is none or that is there twice."""
+    """The problem of the first name that is invalid or a duplicate, or None."""
     seen: set[str] = set()
     for name in names:
         if not _NAME.fullmatch(name):
@@ -283,7 +283,7 @@ def _type_problem(line: Line, types: dict[str, DType], params: dict[str, Param])
 
 
 def _scalar_problem(value: Scalar, dtype: DType) -> str | None:
-    """Floats take every number, integers take integers in range, bool takes 0 and 1 as well."""
+    """Floats accept every number, integers accept integers in range, bool also accepts 0 and 1."""
     if dtype.is_float:
         return None
     low, high = dtype.limits
@@ -346,35 +346,35 @@ def _reduction_problem(op: str, arg: DType, result: DType) -> str | None:
 
 
 def _collide(index: Expr, left: str, right: str, extents: dict[str, Expr]) -> bool:
-    """True if two points that differ along two axes only surely have the same index.
+    """True if two points that differ only along these two axes certainly have the same index.
 
-    With strides a and b, a step of b / gcd along one axis and of -a / gcd along the other leads back.
+    With strides a and b, a step of b / gcd along one axis and of -a / gcd along the other does not change the index.
     """
     strides = [index.coefficient(axis) for axis in (left, right)]
     a, b = (None if stride is None else stride.value for stride in strides)
-    steps, more = extents[left].value, extents[right].value
-    if a is None or b is None or steps is None or more is None or not steps or not more:
+    size_a, size_b = extents[left].value, extents[right].value
+    if a is None or b is None or size_a is None or size_b is None or not size_a or not size_b:
         return False
     common = gcd(a, b)
-    return common == 0 or (abs(b) // common < steps and abs(a) // common < more)
+    return common == 0 or (abs(b) // common < size_a and abs(a) // common < size_b)
 
 
 def bounds_problem(index: Expr, numel: Expr, extents: dict[str, Expr]) -> str | None:
-    """Why `index` surely leaves `[0, numel)` at some point, or None."""
+    """Why `index` is certainly outside `[0, numel)` at some point, or None."""
     span = bounds(index, extents)
     if span is None:
         return None
     low, high = span
-    # Ends that may not be reached prove something only together: all points are outside, on one side.
-    least, greatest = (low, high) if _is_reached(index) else (high, low)
-    if nonnegative(-least - 1):
-        return f"the index goes down to {least}"
-    if nonnegative(greatest - numel):
-        return f"the index goes up to {greatest}, the buffer has {numel} elements"
+    # Bounds that may not be attained only prove that all points are outside, on one side.
+    lowest, highest = (low, high) if _is_attained(index) else (high, low)
+    if nonnegative(-lowest - 1):
+        return f"the index goes down to {lowest}"
+    if nonnegative(highest - numel):
+        return f"the index goes up to {highest}, the buffer has {numel} elements"
     return None
 
 
-def _is_reached(index: Expr) -> bool:
+def _is_attained(index: Expr) -> bool:
     """True if `bounds` is exact: each axis occurs once and all atoms are axes or symbols."""
     names: list[str] = []
     for monomial, _ in index.terms:

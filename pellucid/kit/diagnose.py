@@ -1,4 +1,4 @@
-"""What is wrong with a program, on one page: each tool in turn as the last answer asks, within a budget of time."""
+"""What is wrong with a program, on one page: runs the tools that earlier results call for, within a time budget."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pellucid.kit.runs.target import Request
 from pellucid.kit.shown import Shown
 
 BUDGET = 120.0
-LEAST = 5.0
-"""Seconds that a tool takes at the least; none is begun with less than that."""
+MIN_SECONDS = 5.0
+"""The time that a tool needs at least; none is started with less left."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A tool of the kit that was run, the seconds that it took, and in a few words what it found."""
+    """A tool of the kit that was run, the seconds that it took, and its result in a few words."""
 
     tool: str
     seconds: float
@@ -38,10 +38,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(Shown):
-    """All that could be found out within the budget; what was not looked for or not found is None.
+    """Everything found out within the budget; results of tools that were not run or found nothing are None.
 
-    bisected: the component to blame. divergence: the first result that is wrong. reasons: why it does not compile, or
-    what was not done to a program that is right. minified: the smallest graph that fails, and its program.
+    bisected: the component at fault. divergence: the first wrong result. reasons: why the program does not compile, or
+    what was not compiled, fused or vectorised of a correct one. minified: the smallest graph that fails, and its
+    program.
     """
 
     target: str
@@ -63,12 +64,12 @@ class Diagnosis(Shown):
 
     @property
     def culprit(self) -> Culprit | None:
-        """The step to blame."""
+        """The step at fault."""
         return self.checked.step or (self.bisected.culprit if self.bisected is not None else None)
 
     @property
     def kernel(self) -> str:
-        """The kernel to blame, or the library's operator; empty if unknown."""
+        """The kernel at fault, or the library operator; empty if unknown."""
         if self.reasons is not None and self.reasons.refused:
             return self.reasons.kernel
         if self.culprit is not None:
@@ -77,7 +78,7 @@ class Diagnosis(Shown):
 
     @property
     def fx_nodes(self) -> tuple[str, ...]:
-        """The operators to blame, by their names in the graph: one where it could be told which."""
+        """The operators at fault, by their names in the graph: only one if it could be determined."""
         if self.reasons is not None and self.reasons.refused:
             return tuple(filter(None, (self.reasons.fx_node,)))
         if self.divergence is not None:
@@ -102,11 +103,11 @@ def diagnose(
     memory: int = 0,
     tell: Callable[[str], None] = print,
 ) -> Diagnosis:
-    """Find out what is wrong with a program, from the verdict to a standalone program that shows the fault.
+    """Find out what is wrong with a program, from the verdict to a standalone program that shows the failure.
 
-    folder: of that program. budget: seconds after which no other tool is begun. seconds: until a run of the program
-    counts as hanging, at most the budget. memory: bytes that each process may take. tell: is given a line about what is
-    going on. Raises UserError and NotJudged as `check_isolated` does.
+    folder: for that program. budget: seconds after which no further tool is started. seconds: until a run of the
+    program counts as hanging, at most the budget. memory: bytes that each process may use. tell: called with a line of
+    progress. Raises UserError and NotJudged as `check_isolated` does.
     """
     work = _Work(request, folder, time.monotonic() + budget, min(seconds, budget), memory, tell)
     found = work.blame()
@@ -132,35 +133,35 @@ class _Work:
         return self.until - time.monotonic()
 
     def limit(self) -> float:
-        """Seconds that one process may take."""
-        return min(self.seconds, max(round(self.left()), LEAST))
+        """The time limit of one process, in seconds."""
+        return min(self.seconds, max(round(self.left()), MIN_SECONDS))
 
     def run(self, tool: str, work: Callable[[], T], found: Callable[[T], str]) -> T | None:
-        """What a tool says; None where it cannot say, or where there is no time for it."""
-        if self.left() < LEAST:
-            self.stages.append(Stage(tool, 0.0, "not run: the time is up"))
+        """The result of a tool; None if it fails, or if no time is left for it."""
+        if self.left() < MIN_SECONDS:
+            self.stages.append(Stage(tool, 0.0, "not run: no time left"))
             return None
         self.tell(tool)
         started = time.monotonic()
         try:
             result = work()
         except PellucidError as error:
-            why = "the time was up before it ended" if self.left() < LEAST else f"it could not say: {error.message}"
+            why = "stopped: no time left" if self.left() < MIN_SECONDS else f"failed: {error.message}"
             self.stages.append(Stage(tool, time.monotonic() - started, why))
             return None
         self.stages.append(Stage(tool, time.monotonic() - started, found(result)))
         return result
 
     def blame(self) -> Bisected | Checked:
-        """The verdict, and what bisection blames; the verdict alone for a backend that cannot be taken apart."""
+        """The verdict and the component at fault; only the verdict for a backend that cannot be bisected."""
         started = time.monotonic()
 
-        def told(step: str) -> None:
+        def tell(step: str) -> None:
             self.tell(f"check and bisect: {step}")
 
         try:
-            found: Bisected | Checked = bisect(self.request, self.seconds, self.memory, told)
-            blamed = f"to blame: {found.component}" if isinstance(found, Bisected) and not found.good else ""
+            found: Bisected | Checked = bisect(self.request, self.seconds, self.memory, tell)
+            blamed = f"at fault: {found.component}" if isinstance(found, Bisected) and not found.good else ""
         except UserError as error:
             found = check_isolated(self.request, self.seconds, self.memory)
             blamed = error.message if found.verdict.bad else ""
@@ -181,19 +182,19 @@ class _Work:
         def says(found: Reasons) -> str:
             if found.refused:
                 return f"the C++ compiler refused {found.kernel}"
-            return found.cause if found.failure is not None else f"{len(found.refusals)} things were not done"
+            return found.cause if found.failure is not None else f"{len(found.refusals)} missed optimisations"
 
         return self.run("explain", lambda: reasons(self.request, self.limit(), self.memory), says)
 
     def smallest(self) -> Minified | None:
         def says(found: Minified) -> str:
             if found.good:
-                return "no graph of it fails alone"
-            more = "" if found.finished else ", and the time was up"
-            return f"{found.nodes_before} nodes became {found.nodes_after}{more}"
+                return "none of its graphs fails on its own"
+            more = "" if found.finished else "; stopped: no time left"
+            return f"reduced from {found.nodes_before} to {found.nodes_after} nodes{more}"
 
         def work() -> Minified:
-            budget = max(self.left(), LEAST)
+            budget = max(self.left(), MIN_SECONDS)
             return minify(self.request, self.folder, budget=budget, seconds=self.limit(), memory=self.memory)
 
         return self.run("minify", work, says)

@@ -1,4 +1,4 @@
-"""What the commands of the kit print."""
+"""The texts that the commands of the kit print."""
 
 from __future__ import annotations
 
@@ -40,41 +40,41 @@ from pellucid.printing import Part, Sentence, Table, code, name, place, relative
 _NOT_DONE = {
     "fusion": "not fused",
     "vectorisation": "not vectorised",
-    "fallback": "not compiled: calls of a library",
-    "call by Python": "held by no program: calls by Python between programs",
+    "fallback": "not compiled: library calls",
+    "call by Python": "not in any program: called by Python between programs",
     "graph break": "graph breaks",
     "recompilation": "recompilations",
 }
 _STYLES = {Verdict.OK: "green", Verdict.ROUNDING: "green"}
 _MEANINGS = {
-    Verdict.OK: "the compiled program does what eager does, bit for bit",
+    Verdict.OK: "the compiled program matches eager bit for bit",
     Verdict.ROUNDING: "the compiled program differs from eager by rounding only",
-    Verdict.UNSURE: "it cannot be told whether the compiled program is wrong",
+    Verdict.UNSURE: "it cannot be determined whether the compiled program is wrong",
     Verdict.WRONG: "the compiled program is wrong",
     Verdict.ERROR: "compiling or running it raised an exception",
-    Verdict.CRASH: "compiling or running it ended the process",
-    Verdict.HANG: "compiling or running it did not end in time",
+    Verdict.CRASH: "compiling or running it crashed the process",
+    Verdict.HANG: "compiling or running it exceeded the time limit",
 }
 
 
-_MOST = 10  # rows of one kind that are printed; `--json` has all of them
-_WHYS = 3  # of them with what is wrong in words
-_INSIDE = 4  # of the results that were not observed
-_LINES = 6  # of a plan's change that are printed
-_ONE_LINE = 62  # columns within which an example and its place stand on one line
+_MAX_ROWS = 10  # rows of one kind that are printed; `--json` has all of them
+_MAX_EXPLAINED = 3  # rows whose error is also described in words
+_MAX_INSIDE = 4  # unobserved results that are printed
+_LINES = 6  # lines of a changed plan that are printed
+_ONE_LINE = 62  # maximum columns of an example and its position on one line
 _BAD = "bold red"
-_NOT_ALONE = "but run alone it does not fail so"
+_NOT_ALONE = "but it does not fail in the same way when run alone"
 _NUMBERS = frozenset(range(3))
-_LEGEND = sentence(("error: from float64, in units of the tensor's rms; ulp: from eager", "dim"))
+_LEGEND = sentence(("error: difference to float64, in units of the tensor's rms; ulp: difference to eager", "dim"))
 
 
 def shown(found: Any, **how: Any) -> RenderableType:
-    """What the command prints of its result. how: see the functions below."""
+    """The text that the command prints for its result. how: options of the functions below."""
     return Group(*_SHOW[type(found)](found, **how))
 
 
 def _checked(found: Checked) -> Iterator[RenderableType]:
-    """A verdict, what it rests on, and where to look."""
+    """A verdict with its evidence, and the step at fault."""
     yield _verdict(found.verdict, f" ({found.backend}): {_MEANINGS[found.verdict]}")
     if found.variation:
         yield sentence(f"with inputs varied: {found.variation}")
@@ -89,19 +89,19 @@ def _checked(found: Checked) -> Iterator[RenderableType]:
 
 
 def _outputs(outputs: Sequence[Output]) -> Iterator[RenderableType]:
-    """The bad ones, the worst first and buffers after what the program computes; the good ones are counted."""
+    """The bad outputs, the worst first and buffers after results of the program; the good ones are counted."""
     bad = {output.name: output for output in outputs if not output.verdict.good}
     rows = [each for each in bad.values() if not each.name.endswith(AGAIN) or each.name.removesuffix(AGAIN) not in bad]
     rows.sort(key=lambda each: ("buffer " in each.name, -_share(each.judgement)))
     if rows:
         yield Table(
             ("error", "allowed", "ulp", "tensor"),
-            [_output(each, n < _WHYS) for n, each in enumerate(rows[:_MOST])],
+            [_output(each, n < _MAX_EXPLAINED) for n, each in enumerate(rows[:_MAX_ROWS])],
             right=_NUMBERS,
         )
-        if len(bad) > len(rows[:_MOST]):
-            yield sentence(f"and {len(bad) - len(rows[:_MOST])} more")
-        if any(each.name.endswith(AGAIN) for each in rows[:_MOST]):
+        if len(bad) > len(rows[:_MAX_ROWS]):
+            yield sentence(f"and {len(bad) - len(rows[:_MAX_ROWS])} more")
+        if any(each.name.endswith(AGAIN) for each in rows[:_MAX_ROWS]):
             yield sentence(f"{AGAIN.strip(' ()')}: {ABOUT_AGAIN}")
         yield _LEGEND
     good = [output for output in outputs if output.verdict.good]
@@ -111,30 +111,30 @@ def _outputs(outputs: Sequence[Output]) -> Iterator[RenderableType]:
     equal = f"{_count(len(good), 'tensor')} compared" if not bad else f"{_count(len(good), 'tensor')} good"
     if rounded:
         worst = max(rounded, key=lambda each: _share(each.judgement))
-        equal += f", {len(good) - len(rounded)} bit for bit equal; the nearest to its limit is {worst.name}: error"
+        equal += f", {len(good) - len(rounded)} bit for bit equal; the closest to its limit is {worst.name}: error"
         equal += f" {worst.judgement.error:.2g}, allowed {worst.judgement.allowed:.2g}"
     yield sentence(equal)
 
 
 def _output(output: Output, why: bool) -> tuple[Any, ...]:
-    """A row. why: in words; said always where it is not in the numbers."""
+    """A row. why: describe the error in words, which is always done if the numbers do not show it."""
     found = output.judgement
-    told = (sentence(f"{output.dtype}{list(output.shape)}: {found.why}"),) if why or _share(found) <= 1 else ()
-    return *_numbers(found), (name(output.name), *told)
+    words = (sentence(f"{output.dtype}{list(output.shape)}: {found.why}"),) if why or _share(found) <= 1 else ()
+    return *_numbers(found), (name(output.name), *words)
 
 
 def _share(found: Judgement) -> float:
-    """How much of what is allowed an error is; infinite where nothing is, or the error is no number."""
+    """The ratio of an error and the allowed error; infinite if no error is allowed, or if it is NaN."""
     share = found.error / found.allowed if found.allowed else math.inf if found.error else 0.0
     return math.inf if math.isnan(share) else share
 
 
 def _bisected(found: Bisected) -> Iterator[RenderableType]:
-    """The component, what in it, and how that was found."""
+    """The component at fault, the step in it, and the verdicts that led to it."""
     if found.good:
         yield from _checked(found.checked)
         return
-    yield sentence("to blame: ", (found.component, _BAD), f" ({found.backend})")
+    yield sentence("at fault: ", (found.component, _BAD), f" ({found.backend})")
     yield from _culprit(found.culprit) if found.culprit else ()
     other = " (another failure, not followed)"
     rows = [(each.component, _verdict(each.verdict, other * each.other)) for each in found.tried]
@@ -142,7 +142,7 @@ def _bisected(found: Bisected) -> Iterator[RenderableType]:
 
 
 def _culprit(step: Culprit) -> Iterator[RenderableType]:
-    """Which call of which graph, what it implements, and the user's lines."""
+    """The step at fault and its graph, the FX nodes that it implements, and the user's lines."""
     called = f", called as {step.kernel}" if step.kernel else ""
     yield code((f"{step.op}{called}" if step.op else f"kernel {step.kernel}") + f" of graph {step.graph}")
     if step.line:
@@ -154,23 +154,23 @@ def _culprit(step: Culprit) -> Iterator[RenderableType]:
         yield from (place(line, "  at ") for line in step.user_lines)
     if step.fused:
         parts = (", ".join(nodes) or "memory" for nodes in (step.fused.first, step.fused.second))
-        counted = f"  wrong from fusion {step.fused.number} of {step.fused.count} on: "
-        yield sentence(counted + " with ".join(parts), hang=4)
+        first = f"  wrong from fusion {step.fused.number} of {step.fused.count} on: "
+        yield sentence(first + " with ".join(parts), hang=4)
 
 
 def _inside(inner: Inner) -> Iterator[RenderableType]:
-    """The first operator inside a kernel that is wrong."""
+    """The first wrong operator inside a kernel."""
     scalar = f", in it {inner.scalar}" if inner.scalar and inner.scalar not in inner.fx_node else ""
     yield sentence("  the first wrong operator inside it: ", (inner.fx_node, _BAD), scalar, hang=4)
     if inner.user_line:
         yield place(inner.user_line, "  at ")
-    told = f"  {_count(inner.values, 'value')} compared, of {inner.seen_in}; {inner.judgement.why}"
-    yield sentence(told, hang=4)
+    evidence = f"  {_count(inner.values, 'value')} compared, of {inner.seen_in}; {inner.judgement.why}"
+    yield sentence(evidence, hang=4)
 
 
 def _cosimulated(found: Cosimulated) -> Iterator[RenderableType]:
-    """The first wrong result and the others, or that there is none."""
-    mode = "each step on eager's results" if found.mode == COMPLETE else "as the program runs"
+    """The wrong results, the first one first, or the largest error if there is none."""
+    mode = "each step is given eager's results" if found.mode == COMPLETE else "observed while the program runs"
     mode += f", against {found.against}" if found.against != "eager" else ""
     seen = f"{_count(len(found.differences), 'result')} compared, {found.unseen} inside kernels ({mode})"
     yield _verdict(found.verdict, f" ({found.backend}): {seen}")
@@ -181,22 +181,22 @@ def _cosimulated(found: Cosimulated) -> Iterator[RenderableType]:
         return
     yield Table(
         ("error", "allowed", "ulp", "result, the first wrong one first"),
-        [_difference(each, number < _WHYS) for number, each in enumerate(wrong[:_MOST])],
+        [_difference(each, number < _MAX_EXPLAINED) for number, each in enumerate(wrong[:_MAX_ROWS])],
         right=_NUMBERS,
     )
-    if len(wrong) > _MOST:
-        yield sentence(f"and {len(wrong) - _MOST} more")
+    if len(wrong) > _MAX_ROWS:
+        yield sentence(f"and {len(wrong) - _MAX_ROWS} more")
     first = found.first_divergence
     if first is not None and first.inner is not None:
         yield code(f"kernel {first.kernel} of graph {first.graph}")
         yield from _inside(first.inner)
     elif first is not None and first.opened:
-        yield sentence(f"kernel {first.kernel} was opened: once its inner values are stored, none of them is wrong")
+        yield sentence(f"none of the inner values of kernel {first.kernel} is wrong when they are stored")
     yield _LEGEND
 
 
 def _difference(found: Difference, why: bool) -> tuple[Any, ...]:
-    """A row. why: also in words."""
+    """A row. why: describe the error in words too."""
     where = f" of graph {found.graph}" if found.graph else ", before the graphs"
     what: list[Part] = [name(found.fx_node), name(found.kernel, "by ", where)]
     what += [place(found.user_line, "at ")] if found.user_line else []
@@ -205,19 +205,19 @@ def _difference(found: Difference, why: bool) -> tuple[Any, ...]:
 
 
 def _unobserved(found: Difference) -> Iterator[Part]:
-    """What may be at fault as well."""
+    """The unobserved operands of a wrong result, which may be at fault instead."""
     if found.inner is not None:
         return
     if found.unobserved:
-        yield sentence("or what it is made of, inside kernels and not observed:")
-    for each in found.unobserved[:_INSIDE]:
+        yield sentence("or one of its operands, which are inside kernels and were not observed:")
+    for each in found.unobserved[:_MAX_INSIDE]:
         yield place(each.user_line, f"  {each.fx_node} at ") if each.user_line else name(each.fx_node, "  ")
-    if len(found.unobserved) > _INSIDE:
-        yield sentence(f"  and {len(found.unobserved) - _INSIDE} more")
+    if len(found.unobserved) > _MAX_INSIDE:
+        yield sentence(f"  and {len(found.unobserved) - _MAX_INSIDE} more")
 
 
 def _captured(found: CapturedRun) -> Iterator[RenderableType]:
-    """The graphs of a new run, and how compiled code does on them."""
+    """The graphs of a new run, with the verdicts on their compiled code."""
     rows = [(each.name, str(each.calls), _verdict(each.verdict), str(each.failure or "")) for each in found.graphs]
     failed = any(each.failure for each in found.graphs)
     names = ("graph", "calls", "verdict", "failure")
@@ -227,12 +227,12 @@ def _captured(found: CapturedRun) -> Iterator[RenderableType]:
 
 
 def _replayed(found: Replay) -> Iterator[RenderableType]:
-    """Each graph: the verdict here, the one in the run, and what is not as it was."""
-    names = ("graph", f"here ({found.backend})", f"in the run ({found.captured_by})", "other than in the run")
+    """For each graph the verdict here, the verdict in the run, and the results that differ from the run."""
+    names = ("graph", f"here ({found.backend})", f"in the run ({found.captured_by})", "different from the run")
     rows = []
     for graph in found.graphs:
         moved = [sentence(f"{each.name}: {each.judgement.why}") for each in graph.moved[:3]]
-        nothing = [sentence("nothing" if graph.recorded else "the run has no numbers")]
+        nothing = [sentence("nothing" if graph.recorded else "the run has no saved results")]
         rows.append((graph.graph, _verdict(graph.verdict), graph.before, moved or nothing))
     yield Table(names, rows)
     for graph in found.graphs:
@@ -241,17 +241,17 @@ def _replayed(found: Replay) -> Iterator[RenderableType]:
 
 
 def _tests(found: Tests) -> Iterator[RenderableType]:
-    """The kernels without a test and why, and how to run the others."""
+    """The kernels without a test, with the reason, and how to run the tests of the others."""
     yield from (sentence(f"no test for {test.symbol}: {test.why}") for test in found.tests if not test.file)
     if not found.files:
         yield sentence("there is no kernel to test")
         return
     folder = relative(str(Path(found.files[0]).parent))
-    yield sentence(f"{_count(len(found.files), 'test')} of kernels: run with `pytest {folder}`")
+    yield sentence(f"{_count(len(found.files), 'kernel test')}: run with `pytest {folder}`")
 
 
 def _changes(found: Changes) -> Iterator[RenderableType]:
-    """What changed, by kind; long texts are cut, `--json` has all of them."""
+    """What changed, by kind; long texts are truncated, `--json` has all of them."""
     if not found.changed:
         yield sentence("nothing changed")
         return
@@ -266,12 +266,12 @@ def _changes(found: Changes) -> Iterator[RenderableType]:
 
 
 def _doctored(found: Doctored) -> Iterator[RenderableType]:
-    """What is bad first; then what the machine can do."""
+    """The checks, the bad ones first; then the figures of the machine."""
     styles = {BAD: _BAD, WARNING: "yellow"}
     rows = []
     for check in found.checks:
-        told = [sentence(check.found)] + ([sentence(f"remedy: {check.remedy}", hang=8)] if check.remedy else [])
-        rows.append((Text(check.verdict, style=styles.get(check.verdict, "green")), check.name, told))
+        texts = [sentence(check.found)] + ([sentence(f"remedy: {check.remedy}", hang=8)] if check.remedy else [])
+        rows.append((Text(check.verdict, style=styles.get(check.verdict, "green")), check.name, texts))
     yield Table((), rows)
     if found.machine is None:
         return
@@ -294,7 +294,7 @@ def _figure(value: float) -> str:
 
 
 def _unsteady(spread: Mapping[str, float], name: str) -> str:
-    """The unit, and half the width of what the middle half of the measurements spans."""
+    """The unit, and half the interquartile range of the measurements."""
     unit = "GB/s" if name.endswith(("read", "write")) else "GFLOP/s"
     return f"{unit}  ±{max(spread.get(f'{name}.one', 0), spread.get(f'{name}.all', 0)) / 2:.0%}"
 
@@ -312,7 +312,7 @@ def _short(text: str) -> str:
 
 
 def _matched(found: Matches, source: bool = False) -> Iterator[RenderableType]:
-    """Each kernel with what it implements. source: and its annotated C++."""
+    """Each kernel with what it implements. source: also print its annotated C++."""
     for kernel in found.kernels:
         yield sentence((kernel.kernel, "bold"), f" of graph {kernel.graph}")
         rows: tuple[tuple[str, Sequence[str], Callable[[str], Part]], ...] = (
@@ -325,17 +325,17 @@ def _matched(found: Matches, source: bool = False) -> Iterator[RenderableType]:
         if source:
             yield code(kernel.annotated)
     unmatched = sum(not kernel.fx_nodes for kernel in found.kernels)
-    calls = f"{_count(len(found.calls), 'call')} of libraries"
+    calls = _count(len(found.calls), "library call")
     yield sentence(f"{_count(len(found.kernels), 'kernel')}, {unmatched} of them unmatched, and {calls}")
 
 
 def _minified(found: Minified) -> Iterator[RenderableType]:
-    """The graph that is left, how much was cut away, and the program that shows the failure."""
+    """The reduced graph, how much it was reduced, and the program that shows the failure."""
     if found.good:
         yield sentence(f"nothing fails ({found.backend}): there is nothing to minify")
         return
-    cut = f"{_count(found.nodes_before, 'node')} became {found.nodes_after}, in {found.queries} queries"
-    yield sentence((str(found.kind), _BAD), f" ({found.backend}): {cut} and {found.seconds:.1f} s")
+    size = f"from {_count(found.nodes_before, 'node')} to {found.nodes_after}, in {found.queries} queries"
+    yield sentence((str(found.kind), _BAD), f" ({found.backend}): reduced {size} and {found.seconds:.1f} s")
     if found.before is not None:
         yield from _before(found.before)
     else:
@@ -343,15 +343,15 @@ def _minified(found: Minified) -> Iterator[RenderableType]:
     if found.changes:
         yield sentence(f"its inputs were changed: {', '.join(found.changes)}")
     yield code(f"repro: {relative(found.repro)}")
-    yield sentence("it fails so" if found.shown else _NOT_ALONE)
+    yield sentence("it reproduces the failure" if found.shown else _NOT_ALONE)
     if not found.finished:
-        yield sentence("the budget was spent before the search was done")
+        yield sentence("the budget was exhausted before the search was done")
     if found.others:
-        yield sentence(f"other failures were met and not followed: {', '.join(found.others)}")
+        yield sentence(f"other failures occurred and were not followed: {', '.join(found.others)}")
 
 
 def _diagnosed(found: Diagnosis) -> Iterator[RenderableType]:
-    """The page of a diagnosis: verdict, what is to blame and where, the program that shows it, what was done."""
+    """The page of a diagnosis: verdict, what is at fault and where, the program that shows it, the tools that ran."""
     yield _verdict(found.verdict, f" ({found.backend}): {_MEANINGS[found.verdict]}")
     smallest = found.minified if found.minified is not None and not found.minified.good else None
     judgement = found.divergence.judgement if found.divergence is not None else None
@@ -381,7 +381,7 @@ def _diagnosed(found: Diagnosis) -> Iterator[RenderableType]:
 
 
 def _next_steps(found: Diagnosis, smallest: Minified | None) -> Iterator[tuple[str, str]]:
-    """What else can be seen, and by which command."""
+    """What to inspect next, and the command for it."""
     target = found.target if found.backend == "pellucid" else f"{found.target} --backend {found.backend}"
     if found.good:
         yield "what was not fused, vectorised or compiled, and why", f"pellucid explain {target}"
@@ -390,22 +390,21 @@ def _next_steps(found: Diagnosis, smallest: Minified | None) -> Iterator[tuple[s
         what = "the failure alone" if smallest.shown else "what is left of the program"
         yield f"{what}, {_count(smallest.nodes_after, 'node')}", f"python {relative(smallest.repro)}"
     if found.kernel and found.verdict is not Verdict.ERROR:
-        yield "the kernel's C++ beside your lines", f"pellucid match {target} --source"
-    yield "all that was compiled, to look at, to edit, or to send", f"pellucid capture {target}"
+        yield "the kernel's C++ next to your lines", f"pellucid match {target} --source"
+    yield "all generated code, to inspect, edit or share", f"pellucid capture {target}"
 
 
 def _before(fault: Faulty) -> Iterator[RenderableType]:
-    """What is wrong before the graphs."""
-    yield sentence(
-        "the graphs are right: the fault lies before them", *((", in ", (fault.stage, _BAD)) if fault.stage else ())
-    )
+    """A fault in a stage before the graphs."""
+    stage = (", ", (fault.stage, _BAD)) if fault.stage else ()
+    yield sentence("the graphs are correct: the fault is in an earlier stage", *stage)
     if fault.op:
         yield sentence("the first wrong operator is ", (fault.op, _BAD))
         yield place(fault.user_line, "  at ")
 
 
 def _failure(found: Failure, *before: tuple[str, str]) -> Iterator[RenderableType]:
-    """How a call ended, at which of the user's lines if that is known, and what to do about it."""
+    """How a call failed, the user's line if it is known, and a hint."""
     yield sentence(*before, str(found))
     if "user line" in found.context:
         yield place(found.context["user line"], "  at ")
@@ -414,20 +413,20 @@ def _failure(found: Failure, *before: tuple[str, str]) -> Iterator[RenderableTyp
 
 
 def _explained(found: Reasons) -> Iterator[RenderableType]:
-    """A compile error from the compiler's message to the user's line; or what was not done, by kind."""
+    """A compile error from the compiler's message to the user's line; or missed optimisations, by kind."""
     if found.refused:
         yield from _explanation(found)
     if found.failure is not None:
         yield from _failure(found.failure, ("it does not compile: ", _BAD))
     if found.good and not found.refusals:
-        yield sentence(f"{found.backend} compiled all of it, and refused nothing")
+        yield sentence(f"{found.backend} compiled everything, with no missed optimisations")
     for kind in KINDS:
         refusals = [each for each in found.refusals if each.kind == kind]
         if refusals:
             yield sentence((_NOT_DONE[kind], "bold"))
             yield _refusals(refusals)
     if found.variants:
-        yield sentence(("kernels that can run in several ways", "bold"))
+        yield sentence(("kernels with several variants", "bold"))
         yield from map(sentence, found.variants)
     if found.starts:
         yield sentence(("how its graphs start", "bold"))
@@ -440,7 +439,7 @@ def _explanation(found: Explanation) -> Iterator[RenderableType]:
     rows = (
         ("message", sentence(found.message)),
         ("stopped at line", code(found.error_line)),
-        ("to blame, line", code(found.cpp_line)),
+        ("faulty line", code(found.cpp_line)),
         ("kernel", code(found.kernel)),
         ("operator", code(found.ir_op)),
         ("FX node", sentence(found.fx_node)),
@@ -452,7 +451,7 @@ def _explanation(found: Explanation) -> Iterator[RenderableType]:
 
 
 def _refusals(refusals: Sequence[Refusal]) -> Table:
-    """Each cause once, the most frequent first, with what it hit first and how often."""
+    """Each cause once, the most frequent first, with its count and its first example."""
     by_cause: dict[str, list[Refusal]] = {}
     for each in refusals:
         by_cause.setdefault(each.cause, []).append(each)
@@ -462,16 +461,16 @@ def _refusals(refusals: Sequence[Refusal]) -> Table:
 
 
 def _reported(found: Reported) -> Iterator[RenderableType]:
-    """Where the page is, and what stands first on it."""
+    """The path of the page, with the headline and the first pieces of advice."""
     if found.profile is not None:
         yield from headline(found.profile)
-    for each in found.advice[:_WHYS]:
+    for each in found.advice[:_MAX_EXPLAINED]:
         yield sentence(f"{each.what} ({each.evidence})", hang=2)
     yield code(f"open {relative(found.page)}")
 
 
 def _example(refusal: Refusal) -> list[Part]:
-    """What was hit, and where."""
+    """The subject of a refusal, and its user line."""
     subject = ", ".join(refusal.subject)
     found = place(refusal.user_line, "  at ")
     if not refusal.user_line:

@@ -1,4 +1,4 @@
-"""Results of commands: as the text that their command prints, as JSON, and in a notebook."""
+"""Results of commands as the text that the command prints, as JSON, and in a notebook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Shown:
-    """`str()` of a result reads like the command's text, as a pipe gets it."""
+    """A result whose `str()` is the text that its command prints to a pipe."""
 
     __slots__ = ()
 
@@ -21,7 +21,7 @@ class Shown:
 
 
 class Paged(Shown):
-    """A notebook shows it as the page of `pellucid report`."""
+    """A result that a notebook shows as the page of `pellucid report`."""
 
     __slots__ = ()
 

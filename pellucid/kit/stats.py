@@ -1,4 +1,4 @@
-"""Measuring: medians with their spread, when a measurement is settled, and what may not disturb it."""
+"""Statistics of measurements: medians, their spread and uncertainty, and timing without garbage collection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A sample by its quartiles: on a shared machine, means and deviations follow the worst outlier."""
+    """The quartiles of a sample: on a shared machine, means and standard deviations follow the worst outlier."""
 
     median: float
     q1: float
@@ -21,7 +21,7 @@ class Summary:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, relative to the median (0.02 reads as ±2%)."""
+        """Half the interquartile range, relative to the median (0.02 reads as ±2%)."""
         return (self.q3 - self.q1) / 2 / abs(self.median) if self.median else 0.0
 
     @property
@@ -47,7 +47,7 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 
 def midmean(samples: Sequence[float]) -> float:
-    """The mean of the middle half, of all if there are few: of parts of a whole it is the sum of theirs.
+    """The mean of the middle half, or of all if there are few.
 
     >>> midmean([1.0, 2.0, 4.0, 100.0])
     3.0
@@ -59,7 +59,7 @@ def midmean(samples: Sequence[float]) -> float:
 
 
 def pairwise_ratio(baseline: Sequence[float], subject: Sequence[float]) -> Summary:
-    """How many times faster `subject` is, round by round: a slow minute of the machine slows both alike.
+    """How many times faster `subject` is, round by round: a slow phase of the machine affects both equally.
 
     >>> pairwise_ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]).median
     2.0
@@ -68,13 +68,13 @@ def pairwise_ratio(baseline: Sequence[float], subject: Sequence[float]) -> Summa
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The mean of ratios: 2x and 0.5x make 1x. Raises `ValueError` on an empty sequence."""
+    """The mean of ratios: that of 2x and 0.5x is 1x. Raises `ValueError` on an empty sequence."""
     return statistics.geometric_mean(values)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the cyclic garbage collector, which would stop some calls and not others."""
+    """Disable the cyclic garbage collector, which would delay some calls and not others."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -14,14 +14,14 @@ from pellucid.capture.fx import elements_of, whole
 from pellucid.ir.contraction import (
     DTYPES,
     GROUP_WEIGHTS,
-    MOST_SPREAD_CHANNELS,
-    MOST_SPREAD_TERMS,
-    MOST_TAPS,
+    MAX_SPREAD_CHANNELS,
+    MAX_SPREAD_TERMS,
+    MAX_TAPS,
     packs_taps,
 )
 from pellucid.ir.index import ONE, ZERO, const, floordiv, mod, nonnegative, product
 from pellucid.ir.nodes import View
-from pellucid.ir.strides import lies
+from pellucid.ir.strides import is_dense
 from pellucid.ir.types import DType
 from pellucid.lower.contraction import check_rate
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments
@@ -99,8 +99,8 @@ def _uncopied(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, An
 
 
 def _lies_by_plane(weight: TensorRef) -> bool:
-    few = nonnegative(const(MOST_TAPS) - product(weight.shape[2:]))
-    return len(weight.shape) == 4 and lies(weight.view, (0, 1, 2, 3)) and few
+    few = nonnegative(const(MAX_TAPS) - product(weight.shape[2:]))
+    return len(weight.shape) == 4 and is_dense(weight.view, (0, 1, 2, 3)) and few
 
 
 def by_dimension(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,14 +143,14 @@ def _check_direct(given: Mapping[str, Any], result: View, few: int = FEW_TERMS) 
     if any(extent.value is None for extent in weight.shape) or not isinstance(given["groups"], int):
         raise NotLowered(_DYNAMIC)
     if _is_one_by_one(given) and given["groups"] == 1:
-        if not is_matrix(x) and not lies(x.view, (0, 1, 2, 3)) and x.view.strides[1] != ONE:
+        if not is_matrix(x) and not is_dense(x.view, (0, 1, 2, 3)) and x.view.strides[1] != ONE:
             raise NotLowered(_PLANAR)
         return
     if _is_one_sum(given, result):
         return
     spread = x.dtype is DType.F32 and _is_spread(given)
     planar = x.view.strides[1] != ONE and x.shape[1] != ONE
-    if planar and not (spread and lies(result, (0, 2, 3, 1))):
+    if planar and not (spread and is_dense(result, (0, 2, 3, 1))):
         raise NotLowered(_PLANAR)
     if spread:
         many = weight.shape[1] == ONE and nonnegative(weight.shape[0] - _MANY_OUTPUTS)
@@ -164,16 +164,16 @@ def _check_direct(given: Mapping[str, Any], result: View, few: int = FEW_TERMS) 
     if ONE in (weight.shape[0], product((result.shape[0], *result.shape[2:]))):
         raise NotLowered(_SINGLE)
     by_plane = x.dtype is DType.F32 and _lies_by_plane(weight)
-    by_column = given["groups"] == 1 and lies(weight.view, (2, 3, 1, 0))
-    if not (by_plane or by_column or lies(weight.view, (0, 2, 3, 1))):
+    by_column = given["groups"] == 1 and is_dense(weight.view, (2, 3, 1, 0))
+    if not (by_plane or by_column or is_dense(weight.view, (0, 2, 3, 1))):
         raise NotLowered(_WEIGHT)
 
 
 def _is_spread(given: Mapping[str, Any]) -> bool:
     """True if a kernel reads the few channels of the image wherever they lie."""
     shape = given["weight"].shape
-    few = nonnegative(const(MOST_SPREAD_CHANNELS) - shape[1])
-    return given["groups"] == 1 and few and nonnegative(const(MOST_SPREAD_TERMS) - product(shape[1:]))
+    few = nonnegative(const(MAX_SPREAD_CHANNELS) - shape[1])
+    return given["groups"] == 1 and few and nonnegative(const(MAX_SPREAD_TERMS) - product(shape[1:]))
 
 
 def _is_one_sum(given: Mapping[str, Any], result: View) -> bool:
@@ -191,4 +191,4 @@ def _is_one_by_one(given: Mapping[str, Any]) -> bool:
 
 def is_matrix(tensor: TensorRef) -> bool:
     """True if the pixels of [N, channels, H, W] are rows, or columns, of one matrix."""
-    return lies(tensor.view, (0, 2, 3, 1)) or (tensor.shape[0] == ONE and lies(tensor.view, (0, 1, 2, 3)))
+    return is_dense(tensor.view, (0, 2, 3, 1)) or (tensor.shape[0] == ONE and is_dense(tensor.view, (0, 1, 2, 3)))

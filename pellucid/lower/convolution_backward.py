@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pellucid.ir.index import ONE, ZERO, Expr, const, floordiv, mod, nonnegative, product
-from pellucid.ir.strides import lies
+from pellucid.ir.strides import is_dense
 from pellucid.ir.types import DType
 from pellucid.lower.contraction import DTYPES, check_rate
 from pellucid.lower.convolution import FEW_TERMS, OFF, by_dimension, is_matrix
@@ -160,10 +160,10 @@ def _of_image(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tensor
     terms_of_each = product((call.weight.shape[0], *call.weight.shape[2:]))
     if not call.by_loops and nonnegative(const(FEW_TERMS - 1) - terms_of_each):
         raise NotLowered(_SMALL)
-    planes = call.one_tap and lies(call.gradient.view, (0, 1, 2, 3)) and call.gradient.shape[0] == ONE
+    planes = call.one_tap and is_dense(call.gradient.view, (0, 1, 2, 3)) and call.gradient.shape[0] == ONE
     if call.gradient.view.strides[1] != ONE and not planes and not call.by_loops:
         raise NotLowered(_PLANAR)
-    if not call.one_tap and not call.by_loops and not lies(call.weight.view, (0, 2, 3, 1)):
+    if not call.one_tap and not call.by_loops and not is_dense(call.weight.view, (0, 2, 3, 1)):
         raise NotLowered(_PLANAR)
     result = graph.new(node.meta["val"][0], "gradient")
     met = _like(graph, call.gradient, call.weight.shape[1]) if call.steps else result

@@ -16,7 +16,7 @@ from pellucid.ir.index import ZERO, Atom, Expr, FloorDiv, Mod, Var, product, tot
 from pellucid.ir.nodes import Axis, Buffer, Compute, Kernel, Load, Param, Reduce, Rhs, Store, axes_of
 from pellucid.ir.ops import OPS
 from pellucid.ir.prefix import as_run
-from pellucid.ir.traffic import flops_of, worked
+from pellucid.ir.traffic import flops_of, work_axes
 from pellucid.ir.types import DType
 
 SYMBOL_GUESS = 256
@@ -48,7 +48,7 @@ def kernel_cost(kernel: Kernel) -> KernelCost:
     scopes = axes_of(kernel)
     flops, work = ZERO, ZERO
     for line in kernel.body:
-        scope, cost = worked(line, scopes), op_cost(line.rhs)
+        scope, cost = work_axes(line, scopes), op_cost(line.rhs)
         if cost:
             work = work + evaluations(scope, kernel.space) * cost
         if flops_of(line):

@@ -31,7 +31,7 @@ from pellucid.native.instance import (
     TensorView,
     Trial,
     Unknown,
-    Way,
+    Variant,
     event_name,
     outputs_of,
     slots_of,
@@ -173,12 +173,12 @@ def _strips(out: Writer, strips: Strips, calls: Sequence[Call]) -> None:
         out.list(part)
 
 
-def _ways(call: KernelCall) -> tuple[Way, ...]:
-    return call.trial.ways if call.trial else (Way(call.address, call.extent, call.grain),)
+def _variants(call: KernelCall) -> tuple[Variant, ...]:
+    return call.trial.variants if call.trial else (Variant(call.address, call.extent, call.grain),)
 
 
-def _way(way: Way) -> tuple[int, Size, int]:
-    return way.address, way.extent, max(1, way.grain)
+def _variant(variant: Variant) -> tuple[int, Size, int]:
+    return variant.address, variant.extent, max(1, variant.grain)
 
 
 def _returned_views(results: Sequence[Result]) -> dict[int, set[TensorView]]:
@@ -237,9 +237,9 @@ class _Encoder:
                 out.list(view.strides)
         out.word(len(self.trials))
         for trial, sites in self.trials.items():
-            out.word(len(trial.ways))
-            for way in trial.ways:
-                out.word(*_way(way))
+            out.word(len(trial.variants))
+            for variant in trial.variants:
+                out.word(*_variant(variant))
             out.word(trial.threads, sites, id(trial.settled))
         return out
 
@@ -249,7 +249,7 @@ class _Encoder:
             raise InternalError(f"call {call.name!r} uses slot {min(unbound)}, which nothing has produced yet")
 
     def call(self, out: Writer, call: Call) -> str:
-        """Write a call; returns the way it is made."""
+        """Write a call; returns the variant it is made."""
         out.text(call.name)
         out.text(call.where)
         match call:
@@ -264,13 +264,13 @@ class _Encoder:
                 return "python: a Python function"
 
     def _kernel(self, out: Writer, call: KernelCall) -> None:
-        first, *_ = ways = _ways(call)
-        for way in ways:
-            if not way.address or (isinstance(way.extent, int) and way.extent < 0):
-                raise InternalError(f"kernel {call.name!r} has extent {way.extent} and address {way.address}")
+        first, *_ = variants = _variants(call)
+        for variant in variants:
+            if not variant.address or (isinstance(variant.extent, int) and variant.extent < 0):
+                raise InternalError(f"kernel {call.name!r} has extent {variant.extent} and address {variant.address}")
         if len(call.offsets) not in (0, len(call.slots)):
             raise InternalError(f"kernel {call.name!r} has {len(call.slots)} slots and {len(call.offsets)} offsets")
-        out.word(CallKind.KERNEL, *_way(first))
+        out.word(CallKind.KERNEL, *_variant(first))
         out.list(call.slots)
         out.list(call.offsets or [0] * len(call.slots))
         out.list(call.symbols)

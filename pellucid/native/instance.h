@@ -40,15 +40,15 @@ struct Arg {
 };
 
 struct KernelCall {
-  Way way;
+  Variant variant;
   Words slots, offsets, symbols;  // offsets: in bytes, of the parameters in their slots
   std::vector<std::string> checks;
-  Trial* trial = nullptr;   // of several ways, this one among them
+  Trial* trial = nullptr;   // of several variants, this one among them
   int64_t site = 0;         // among the calls that share it
 
   bool is_long() const {
-    if (!trial) return way.extent > way.grain;
-    return std::any_of(trial->ways.begin(), trial->ways.end(), [](const Way& each) { return each.extent > each.grain; });
+    if (!trial) return variant.extent > variant.grain;
+    return std::any_of(trial->variants.begin(), trial->variants.end(), [](const Variant& each) { return each.extent > each.grain; });
   }
 };
 
@@ -178,11 +178,11 @@ class Reader {
     for (auto* views : {&plan->views, &plan->shown})
       list(*views, [&] { return View{word(), word(), word(), word(), words(), words()}; });
     list(plan->trials, [&] {
-      std::vector<Way> ways;
-      list(ways, [&] { return way(); });
+      std::vector<Variant> variants;
+      list(variants, [&] { return variant(); });
       int64_t threads = word(), sites = word();
       auto* settled = reinterpret_cast<PyObject*>(word());
-      return std::make_unique<Trial>(std::move(ways), threads, sites, settled, plan->trials.size());
+      return std::make_unique<Trial>(std::move(variants), threads, sites, settled, plan->trials.size());
     });
     list(plan->calls, [&] { return call(*plan); });
     list(plan->results, [&] { return Result{static_cast<ResultKind>(word()), word()}; });
@@ -235,13 +235,13 @@ class Reader {
     return out;
   }
 
-  Way way() { return {reinterpret_cast<KernelFunction>(word()), word(), word()}; }
+  Variant variant() { return {reinterpret_cast<KernelFunction>(word()), word(), word()}; }
 
   Call call(const Plan& plan) {
     Call out{text(), text(), {}, {}, {}, {}};
     switch (static_cast<CallKind>(word())) {  // braces, unlike parentheses, evaluate their members in order
       case CallKind::kKernel: {
-        KernelCall kernel{way(), words(), words(), words(), {}};
+        KernelCall kernel{variant(), words(), words(), words(), {}};
         list(kernel.checks, [&] { return text(); });
         int64_t trial = word();
         kernel.site = word();

@@ -79,8 +79,8 @@ def event_name(program: str, call: str = "") -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to run a kernel: see `KernelCall`."""
+class Variant:
+    """One variant to run a kernel: see `KernelCall`."""
 
     address: int
     extent: Size
@@ -92,11 +92,11 @@ class Trial:
     """Ways to run a kernel that give the same bits, the cheapest by price first: calls find out which is the fastest.
 
     threads: as many as a call has to have to count.
-    settled: called once with a list: the number of the fastest way, the pairs of calls that were compared, and the
-        median of the nanoseconds of each way.
+    settled: called once with a list: the number of the fastest variant, the pairs of calls that were compared, and the
+        median of the nanoseconds of each variant.
     """
 
-    ways: tuple[Way, ...]
+    variants: tuple[Variant, ...]
     threads: int
     settled: Callable[[list[int]], None]
 
@@ -115,7 +115,7 @@ class KernelCall:
     checks: the message of IndexError for each index check of the kernel, with `{index}` and `{size}` in it.
     where: the user's line, for error messages.
     reads: what it reads, for profiles.
-    trial: of several ways to run it, of which this is the first; None where there is one.
+    trial: of several variants to run it, of which this is the first; None where there is one.
     offsets: how many bytes after its slot's pointer each parameter begins; empty where all begin there.
     """
 

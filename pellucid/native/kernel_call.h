@@ -20,24 +20,24 @@ void fill_in(std::string& message, const std::string& name, int64_t value) {
 
 struct Share {
   const KernelCall& call;
-  const Way& way;
+  const Variant& variant;
   void* const* parameters;
   ShareTime* times;  // by thread; null where nobody asks
   std::atomic<int64_t> status{0};
 };
 
 // Some iterations of a kernel, on a stack that is large enough.
-int64_t run_iterations(const Way& way, void* const* parameters, const int64_t* symbols, int64_t begin, int64_t end) {
+int64_t run_iterations(const Variant& variant, void* const* parameters, const int64_t* symbols, int64_t begin, int64_t end) {
   int64_t status = 0;
-  with_room([&] { status = way.function(parameters, symbols, begin, end); });
+  with_room([&] { status = variant.function(parameters, symbols, begin, end); });
   return status;
 }
 
 void run_share(void* data) {
   Share& share = *static_cast<Share*>(data);
-  int64_t n = omp_get_num_threads(), i = omp_get_thread_num(), extent = share.way.extent;
+  int64_t n = omp_get_num_threads(), i = omp_get_thread_num(), extent = share.variant.extent;
   int64_t status =
-      run_iterations(share.way, share.parameters, share.call.symbols.data(), extent * i / n, extent * (i + 1) / n);
+      run_iterations(share.variant, share.parameters, share.call.symbols.data(), extent * i / n, extent * (i + 1) / n);
   if (status) share.status = status;
 }
 
@@ -57,12 +57,12 @@ int64_t torch_threads() {
 }
 
 // times: of the run, or null.
-int64_t run_way(const KernelCall& call, const Way& way, Frame& frame, RunTimes* times) {
-  if (way.extent <= 0) return 0;
-  int64_t threads = way.extent / way.grain;
+int64_t run_variant(const KernelCall& call, const Variant& variant, Frame& frame, RunTimes* times) {
+  if (variant.extent <= 0) return 0;
+  int64_t threads = variant.extent / variant.grain;
   if (threads > 1) threads = std::min(threads, torch_threads());
-  if (threads <= 1) return run_iterations(way, frame.parameters.data(), call.symbols.data(), 0, way.extent);
-  Share share{call, way, frame.parameters.data(), times ? times->shares(threads) : nullptr};
+  if (threads <= 1) return run_iterations(variant, frame.parameters.data(), call.symbols.data(), 0, variant.extent);
+  Share share{call, variant, frame.parameters.data(), times ? times->shares(threads) : nullptr};
   GOMP_parallel(times ? run_timed_share : run_share, &share, static_cast<unsigned>(threads), 0);
   if (times) times->keep_shares();
   return share.status;
@@ -72,14 +72,14 @@ int64_t run_way(const KernelCall& call, const Way& way, Frame& frame, RunTimes* 
 // of the process is trying the same.
 [[gnu::noinline]] int64_t run_tried(const KernelCall& call, Frame& frame, RunTimes* times, std::atomic<bool>& news) {
   Trial& trial = *call.trial;
-  if (!trial.open()) return run_way(call, trial.best(), frame, times);
+  if (!trial.open()) return run_variant(call, trial.best(), frame, times);
   std::unique_lock<std::mutex> lock(trial.mutex, std::defer_lock);
   bool steady = torch_threads() == trial.threads && (trial.threads == 1 || !contention.contended());
   bool counts = steady && !times && lock.try_lock();
-  if (!counts || !trial.open()) return run_way(call, trial.best(), frame, times);
-  const Way& way = trial.next(call.site);
+  if (!counts || !trial.open()) return run_variant(call, trial.best(), frame, times);
+  const Variant& variant = trial.next(call.site);
   int64_t begin = nanoseconds();
-  int64_t status = run_way(call, way, frame, times);
+  int64_t status = run_variant(call, variant, frame, times);
   if (status == 0 && trial.note(call.site, nanoseconds() - begin)) news = true;
   return status;
 }
@@ -89,7 +89,7 @@ int64_t run_kernel(const KernelCall& call, Frame& frame, RunTimes* times, std::a
   for (size_t i = 0; i < call.slots.size(); i++)
     frame.parameters[i] = static_cast<char*>(frame.pointer[call.slots[i]]) + call.offsets[i];
   if (call.trial) [[unlikely]] return run_tried(call, frame, times, news);
-  return run_way(call, call.way, frame, times);
+  return run_variant(call, call.variant, frame, times);
 }
 
 }  // namespace

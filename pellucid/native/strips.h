@@ -49,7 +49,7 @@ void run_steps(const StripsRun& run, int64_t part) {
     }
     const KernelCall& call = run.kernel(step[0]);
     int64_t begin = run.times ? ticks() : 0;
-    call.way.function(memory.parameters.data() + strips.starts[step[0]], call.symbols.data(), step[1], step[2]);
+    call.variant.function(memory.parameters.data() + strips.starts[step[0]], call.symbols.data(), step[1], step[2]);
     if (run.times) run.times[part].calls[step[0]] += ticks() - begin;
   }
   if (run.times) run.times[part].thread = thread_number();

@@ -1,7 +1,7 @@
-// Several ways to run a kernel, of which the fastest here is found while the program runs. Each call runs one of them, so
+// Several variants to run a kernel, of which the fastest here is found while the program runs. Each call runs one of them, so
 // nothing is computed twice, and kernels that work in place need no copies.
 //
-// The first way is held against each of the others in turn, and gives its place to one that is faster. At each site of a
+// The first variant is held against each of the others in turn, and gives its place to one that is faster. At each site of a
 // program calls go A B B A, and the two of a pair are compared: they have the same data, and what slows the machine for
 // longer than a call slows both. Sites, and trials of one program, begin at different places of A B B A: a run that is
 // slow as a whole, or in which a neighbour is tried too, speaks for neither. The first pair of a site finds caches cold
@@ -20,37 +20,37 @@ namespace pellucid {
 
 using KernelFunction = int64_t (*)(void* const* p, const int64_t* s, int64_t begin, int64_t end);
 
-struct Way {
+struct Variant {
   KernelFunction function;
   int64_t extent, grain;
 };
 
 class Trial {
  public:
-  // ways: the cheapest by price first. threads: as many as a call must have to count. sites: the calls of a plan that
+  // variants: the cheapest by price first. threads: as many as a call must have to count. sites: the calls of a plan that
   // share the trial. settled: called once with a list, see `Trial` in instance.py. number: of the plan's trials.
-  Trial(std::vector<Way> ways, int64_t threads, int64_t sites, PyObject* settled, size_t number = 0)
-      : ways(std::move(ways)), threads(threads), settled_(settled), number_(number), sites_(sites),
-        times_(this->ways.size()) {
+  Trial(std::vector<Variant> variants, int64_t threads, int64_t sites, PyObject* settled, size_t number = 0)
+      : variants(std::move(variants)), threads(threads), settled_(settled), number_(number), sites_(sites),
+        times_(this->variants.size()) {
     Py_IncRef(settled_);
   }
   ~Trial() { Py_DecRef(settled_); }
   Trial(const Trial&) = delete;
 
-  const std::vector<Way> ways;
+  const std::vector<Variant> variants;
   const int64_t threads;
   std::mutex mutex;  // of a call that counts, as long as it runs; others don't wait for it
 
   bool open() const { return open_.load(std::memory_order_relaxed); }
 
   // What a call runs that does not count.
-  const Way& best() const { return ways[best_.load(std::memory_order_relaxed)]; }
+  const Variant& best() const { return variants[best_.load(std::memory_order_relaxed)]; }
 
   // What a call runs that counts. The mutex is held, from here to `note`.
-  const Way& next(int64_t number) {
+  const Variant& next(int64_t number) {
     Site& site = sites_[number];
     if (site.rival != rival_) site = begun(number);
-    return ways[site.turn == 1 || site.turn == 2 ? rival_ : best_.load(std::memory_order_relaxed)];
+    return variants[site.turn == 1 || site.turn == 2 ? rival_ : best_.load(std::memory_order_relaxed)];
   }
 
   // True: this was the last call that the trial needed.
@@ -74,10 +74,10 @@ class Trial {
   void tell() {
     if (open() || told_) return;
     told_ = true;
-    PyObject* list = PyList_New(static_cast<ptrdiff_t>(2 + ways.size()));
+    PyObject* list = PyList_New(static_cast<ptrdiff_t>(2 + variants.size()));
     PyList_SetItem(list, 0, PyLong_FromLongLong(static_cast<int64_t>(best_)));
     PyList_SetItem(list, 1, PyLong_FromLongLong(pairs_));
-    for (size_t i = 0; i < ways.size(); i++)
+    for (size_t i = 0; i < variants.size(); i++)
       PyList_SetItem(list, static_cast<ptrdiff_t>(2 + i), PyLong_FromLongLong(static_cast<int64_t>(median(times_[i]))));
     PyObject* done = PyObject_CallFunctionObjArgs(settled_, list, nullptr);
     Py_DecRef(list);
@@ -120,7 +120,7 @@ class Trial {
     pairs_ += static_cast<int64_t>(ratios_.size());
     if (median(ratios_) < 1 - kTie) best_.store(rival_, std::memory_order_relaxed);
     ratios_.clear();
-    if (++rival_ < ways.size()) return false;
+    if (++rival_ < variants.size()) return false;
     open_.store(false, std::memory_order_relaxed);
     return true;
   }
@@ -128,7 +128,7 @@ class Trial {
   PyObject* settled_;
   size_t number_;
   std::vector<Site> sites_;
-  std::vector<std::vector<double>> times_;  // nanoseconds of each way
+  std::vector<std::vector<double>> times_;  // nanoseconds of each variant
   std::vector<double> ratios_;              // of the rival's time to the best one's
   size_t rival_ = 1;
   int64_t pairs_ = 0;

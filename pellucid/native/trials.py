@@ -20,7 +20,7 @@ import torch
 
 from pellucid.ir.decision import Decision
 from pellucid.native.build import default_store
-from pellucid.native.instance import Trial, Way
+from pellucid.native.instance import Trial, Variant
 from pellucid.native.machine import machine_file
 from pellucid.native.store import json_object, text_hash
 
@@ -48,12 +48,12 @@ _all: WeakValueDictionary[int, Choices] = WeakValueDictionary()
 
 
 def variants() -> list[Decision]:
-    """Of the programs of this process that are alive, the kernels that can run in several ways, and which does."""
+    """Of the programs of this process that are alive, the kernels that can run in several variants, and which does."""
     return [decision for _, choices in sorted(_all.items()) for decision in choices.decisions]
 
 
 class Choices:
-    """Of a program's kernels that can run in several ways, which of them run.
+    """Of a program's kernels that can run in several variants, which of them run.
 
     tell: is called with each decision that is made from now on.
     """
@@ -66,10 +66,10 @@ class Choices:
         self._outcomes: dict[str, Outcome] = {}
         self._trials: dict[str, Trial] = {}
 
-    def of(self, node: str, sources: Mapping[str, str], ways: Sequence[Way]) -> tuple[Way, Trial | None]:
-        """How an IR kernel is called: in the way that is known to be the fastest, or else in all of them.
+    def of(self, node: str, sources: Mapping[str, str], variants: Sequence[Variant]) -> tuple[Variant, Trial | None]:
+        """How an IR kernel is called: in the variant that is known to be the fastest, or else in all of them.
 
-        sources: C++ by symbol, the cheapest by price first. ways: in the same order.
+        sources: C++ by symbol, the cheapest by price first. variants: in the same order.
         """
         key = trial_key(sources)
         kernels = self._kernels[key] = tuple(sources)
@@ -77,11 +77,11 @@ class Choices:
         if key not in self._outcomes and key not in self._trials:
             found = recall(key, kernels)
             if found is None:
-                self._trials[key] = Trial(tuple(ways), torch.get_num_threads(), partial(self._settled, key))
+                self._trials[key] = Trial(tuple(variants), torch.get_num_threads(), partial(self._settled, key))
             else:
                 self._decide(key, found)
         outcome = self._outcomes.get(key)
-        return (ways[0], self._trials[key]) if outcome is None else (ways[kernels.index(outcome.fastest)], None)
+        return (variants[0], self._trials[key]) if outcome is None else (variants[kernels.index(outcome.fastest)], None)
 
     @property
     def settled(self) -> int:
@@ -139,7 +139,7 @@ def keep(key: str, outcome: Outcome) -> None:
 
 
 def told(nodes: tuple[str, ...], kernels: tuple[str, ...], outcome: Outcome | None) -> Decision:
-    """The decision about IR kernels that can run in several ways; None: it is not made yet."""
+    """The decision about IR kernels that can run in several variants; None: it is not made yet."""
     facts = (("kernels", " ".join(kernels)),)
     if outcome is None:
         why = f"{len(kernels)} kernels are being tried: the first calls find out which is the fastest"

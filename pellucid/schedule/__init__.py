@@ -1,4 +1,4 @@
-"""The schedule stage: which operators share a kernel, in what order kernels run, and where temporaries lie."""
+"""The schedule stage: which operators share a kernel, in what order kernels run, and where temporaries are stored."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["schedule"]
 
 
 def schedule(program: Program, options: Options, machine: Machine = AVX2) -> tuple[Program, list[Decision]]:
-    """From one kernel per operator to few kernels in a good order, and why it came out like this.
+    """From one kernel per operator to few kernels in a good order, and the decisions that led there.
 
-    machine: what rules that weigh one way against another ask; a reference where none is given.
+    machine: for the cost estimates; a reference machine by default.
     """
     decisions: list[Decision] = []
     program = remove_dead(program)
@@ -36,10 +36,10 @@ def schedule(program: Program, options: Options, machine: Machine = AVX2) -> tup
         program = remove_dead(program)
     program = remove_dead(clean_up(program))  # a load that repeats another may have been the last use of its buffer
     if options.fusion:
-        program, parted, apart = split_parts(program, machine)
+        program, parted, partitioned = split_parts(program, machine)
         decisions += parted
-        if apart:
-            program, fused = fuse(normalize(program), options, machine, apart)
+        if partitioned:
+            program, fused = fuse(normalize(program), options, machine, partitioned)
             decisions += fused
             program = remove_dead(clean_up(program))
     program, split = split_reductions(program, options)

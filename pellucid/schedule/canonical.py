@@ -1,4 +1,4 @@
-"""The canonical form of a kernel, so that kernels that do the same are the same but for names of buffers."""
+"""The canonical form of a kernel, so that equivalent kernels are equal up to names of buffers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pellucid.schedule.rewrite import Rewrite, indices
 
 
 def canonical_kernel(kernel: Kernel) -> Kernel:
-    """`kernel` with as few axes as describe it, in canonical order, and with canonical names.
+    """`kernel` with as few axes as possible, in canonical order, and with canonical names.
 
-    Kept axes stand before reduced ones, and outer (of large stride) before inner. Axes that every index steps
-    through as one become one.
+    Kept axes precede reduced ones, and outer ones (of large stride) inner ones. Axes that every index traverses as one
+    are merged.
 
     Before: `load A[512*b + j]`, `store B[512*b + j]` over `j: 512, b: 8`. After: `A[i0]`, `B[i0]` over `i0: 4096`.
     """
@@ -25,12 +25,12 @@ def canonical_kernel(kernel: Kernel) -> Kernel:
 
 
 def _ordered_space(kernel: Kernel) -> list[Axis]:
-    """The axes that the body uses, kept ones first, each part by falling stride."""
+    """The axes that the body uses, kept ones first, each group by decreasing stride."""
     used: set[str] = set(kernel.reduced)
     for index in indices(kernel.body):
         used |= index.vars()
     if any(store.join and store.index.vals() for _, store in kernel.stores()):
-        used |= kernel.ranges.keys()  # each point counts
+        used |= kernel.ranges.keys()  # it runs at each point
     reduced = set(kernel.reduced)
     kept = [axis for axis in kernel.space if axis.name in used - reduced]
     folded = [axis for axis in kernel.space if axis.name in reduced]
@@ -42,7 +42,7 @@ def _ordered_space(kernel: Kernel) -> list[Axis]:
 
 
 def _by_stride(axes: list[Axis], candidates: list[Expr]) -> list[Axis]:
-    """`axes` by falling stride in the first of the index expressions that depend on most of them."""
+    """`axes` by decreasing stride in the first of the index expressions that depend on most of them."""
     if len(axes) < 2 or not candidates:
         return axes
     names = {axis.name for axis in axes}
@@ -58,7 +58,7 @@ def _by_stride(axes: list[Axis], candidates: list[Expr]) -> list[Axis]:
 def _merge_axes(
     space: list[Axis], body_indices: Iterable[Expr], reduced: frozenset[str]
 ) -> tuple[list[Axis], dict[str, Expr]]:
-    """The axes after joining neighbours wherever every index allows it, and the old axes in terms of the new ones.
+    """The axes after merging neighbours wherever every index allows it, and the old axes in terms of the new ones.
 
     `a*stride_a + b*stride_b` with `stride_a == extent_b * stride_b` is `stride_b` times one longer axis, which
     takes the name of `b`.
@@ -98,7 +98,7 @@ def _renamed(kernel: Kernel, space: list[Axis], forms: dict[str, Expr]) -> Kerne
 
 
 def _sorted_axes(line: Line, order: dict[str, int]) -> Line:
-    """Name the axes of a reduction in the order of the space."""
+    """List the axes of a reduction in the order of the space."""
     if not isinstance(line.rhs, Reduce):
         return line
     axes = tuple(sorted(line.rhs.axes, key=lambda name: order[name]))

@@ -1,4 +1,4 @@
-"""Tidying kernel bodies after fusion: the same line once, no line in vain."""
+"""Cleaning up kernel bodies after fusion: no repeated and no dead lines."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def clean_kernel(kernel: Kernel) -> Kernel:
 
 
 def round_once(kernel: Kernel) -> tuple[Line, ...]:
-    """The body without roundings to a narrow type that a store, or another rounding, does anyway.
+    """The body without roundings to a narrow type that a store, or another rounding, repeats.
 
-    Between them may be maxima and minima with numbers of that type: they come out the same before and after rounding,
-    which keeps numbers in order. Before: `v1 = round_bf16 v0`, `v2 = maximum v1, 0.0`, `store A[i], v2` with A in bf16.
+    Maxima and minima with constants of that type may be in between: rounding is monotonic, so it commutes with them.
+    Before: `v1 = round_bf16 v0`, `v2 = maximum v1, 0.0`, `store A[i], v2` with A in bf16.
     After: `v2 = maximum v0, 0.0`, `store A[i], v2`.
     """
     if not any(isinstance(line.rhs, Compute) and line.rhs.op in _ROUNDINGS for line in kernel.body):
         return kernel.body
     dtypes = {param.name: param.dtype for param in kernel.params}
     values = {line.out: line.rhs for line in kernel.body}
-    # The roundings that the uses of a value end in; the empty name for any other use.
+    # The roundings in which the uses of a value end; the empty name for any other use.
     rounded: dict[str, set[str]] = {}
     for line in reversed(kernel.body):
         after = _roundings(line, dtypes, rounded)
@@ -65,7 +65,7 @@ def round_once(kernel: Kernel) -> tuple[Line, ...]:
 
 
 def _roundings(line: Line, dtypes: Mapping[str, DType], rounded: Mapping[str, set[str]]) -> set[str]:
-    """The roundings that the arguments of `line` go through, nothing else but a choice by size happening to them."""
+    """The roundings that the arguments of `line` go through, with only maxima and minima in between."""
     match line.rhs:
         case Store(buffer, _, _, ""):
             return {ROUNDING.get(dtypes[buffer], "")}
@@ -78,7 +78,7 @@ def _roundings(line: Line, dtypes: Mapping[str, DType], rounded: Mapping[str, se
 
 
 def _keeps(rhs: Rhs, roundings: set[str]) -> bool:
-    """True if `rhs` is a number that none of the roundings changes."""
+    """True if `rhs` is a constant that none of the roundings changes."""
     if not isinstance(rhs, Const) or not roundings <= _ROUNDINGS.keys():
         return False
     number = torch.tensor(rhs.value, dtype=torch.float64)
@@ -86,7 +86,7 @@ def _keeps(rhs: Rhs, roundings: set[str]) -> bool:
 
 
 def share_lines(body: tuple[Line, ...]) -> tuple[Line, ...]:
-    """Compute everything once: equal lines become one, and what would not change a value is left out.
+    """Common subexpression elimination; lines that do not change their argument are removed.
 
     All loads of a point precede its stores, so equal loads are equal values.
     """
@@ -112,14 +112,14 @@ def share_lines(body: tuple[Line, ...]) -> tuple[Line, ...]:
 
 
 def _key(line: Line) -> object:
-    """What two lines of equal value have in common. 0.0 and -0.0 are equal in Python, so scalars go by their text."""
+    """A key that is equal for lines of equal value. Python's 0.0 == -0.0, so scalars are compared by their text."""
     return (line.rhs, line.dtype, repr(line.rhs.other) if isinstance(line.rhs, Load) else "")
 
 
 def _unchanged(line: Line, values: Mapping[str, Line]) -> str | None:
-    """The argument that `line` gives back bit by bit, if it does.
+    """The argument that `line` returns bit for bit, or None.
 
-    `x + 0.0` is not among the forms: it turns -0.0 into 0.0.
+    `x + 0.0` is excluded: it turns -0.0 into 0.0.
     """
     match line.rhs:
         case Compute("cast", (arg,)) if values[arg].dtype is line.dtype:
@@ -139,7 +139,7 @@ def _unchanged(line: Line, values: Mapping[str, Line]) -> str | None:
 
 
 def _shortened(line: Line, values: Mapping[str, Line]) -> Line:
-    """`line` without a choice that was made before: `where c, (where c, x, y), z` is `where c, x, z`."""
+    """`line` without a repeated `where` on the same condition: `where c, (where c, x, y), z` is `where c, x, z`."""
     match line.rhs:
         case Compute("where", (condition, x, y)):
             match values[x].rhs, values[y].rhs:

@@ -1,12 +1,12 @@
-"""What may be fused with a contraction: what runs over each block of its result; with an attention: nothing.
+"""Rules for fusion with contractions: only an epilogue on the result may be fused; with attention, nothing.
 
-A contraction is computed once, in blocks of rows and columns. Lines over rows and columns find the sum of each point
-there; a line over the summed axis would have no loop to stand in.
+A contraction is computed once, in blocks of rows and columns. Lines over rows and columns can use the sum of each point
+there; a line over the summed axis would have no loop.
 """
 
 from __future__ import annotations
 
-from pellucid.ir.attention import reduces_in_turn
+from pellucid.ir.attention import mixes_reduction_axes
 from pellucid.ir.contraction import Contraction, find_contraction, find_groups
 from pellucid.ir.index import ONE, product
 from pellucid.ir.nodes import Kernel
@@ -16,16 +16,16 @@ from pellucid.machine.work import estimate
 from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.match_axes import Mismatch
 
-# Columns that a block must be able to have along one axis, or all there are if these are fewer.
-_LEAST = 32
+# Minimum columns of a block along one axis, or all columns if these are fewer.
+_MIN_COLUMNS = 32
 _FEW_SETS = 4
-"""Of the first cache, which do not hold the lines of all columns of a block."""
+"""Sets of the first cache that are too few to hold the lines of all columns of a block."""
 
 
 def check_neighbours(first: Kernel, second: Kernel) -> Mismatch | None:
-    """Refuse merges that put work before a contraction or beside it, and all that touch an attention."""
+    """Refuse merges that put work before a contraction or next to it, and all merges with attention."""
     for kernel in (first, second):
-        if reduces_in_turn(kernel):
+        if mixes_reduction_axes(kernel):
             return Mismatch("attention", f"{kernel.name} is an attention, which runs as a whole")
     if find_contraction(second) is not None:
         return Mismatch("contraction", f"{second.name} is a product of matrices, which reads its operands from memory")
@@ -33,23 +33,21 @@ def check_neighbours(first: Kernel, second: Kernel) -> Mismatch | None:
         return None
     stored = {store.buffer for _, store in first.stores()}
     if stored.isdisjoint(load.buffer for _, load in second.loads()):
-        return Mismatch(
-            "contraction", f"{first.name} multiplies matrices: it shares its loops with what it feeds alone"
-        )
+        return Mismatch("contraction", f"{first.name} multiplies matrices: only its consumers may share its loops")
     return None
 
 
 def check_epilogue(first: Kernel, kernel: Kernel) -> Mismatch | None:
-    """Refuse a `kernel`, made of the contraction `first` and a consumer, that is no contraction with large blocks."""
+    """Refuse a `kernel`, merged from the contraction `first` and a consumer, that has no large blocks any more."""
     before = find_contraction(first)
     if before is None:
         return None
     refused = _check_blocks(first, before, kernel)
-    return refused and _check_blocks(first, before, canonical_kernel(kernel))  # whose axes are longer, at a cost
+    return refused and _check_blocks(first, before, canonical_kernel(kernel))  # with longer axes, but expensive
 
 
 def check_prefix(first: Kernel, second: Kernel, kernel: Kernel) -> Mismatch | None:
-    """Refuse a `kernel` that is no prefix sum any more, which one of its parts is: it would add all terms anew."""
+    """Refuse a `kernel` that is no prefix sum although one of its parts is: it would add all terms for each point."""
     if find_prefix(kernel) is not None:
         return None
     found = next((each for each in (first, second) if find_prefix(each) is not None), None)
@@ -59,20 +57,20 @@ def check_prefix(first: Kernel, second: Kernel, kernel: Kernel) -> Mismatch | No
 def _check_blocks(first: Kernel, before: Contraction, kernel: Kernel) -> Mismatch | None:
     after = find_contraction(kernel)
     if after is None:
-        return Mismatch("contraction", "some of it would run over more than rows and columns of the product")
+        return Mismatch("contraction", "a part would run over more axes than rows and columns of the product")
     if find_groups(first, before) and not find_groups(kernel, after):
-        return Mismatch("contraction", "outputs of several groups would no longer be neighbours in memory")
+        return Mismatch("contraction", "outputs of several groups would no longer be contiguous in memory")
     extents = [kernel.ranges[name] for name in after.columns]
     longest = max(map(estimate, extents), default=1)
-    if longest < min(estimate(product(extents)), _LEAST):
+    if longest < min(estimate(product(extents)), _MIN_COLUMNS):
         return Mismatch("contraction", f"blocks of {longest} columns would be too small")
     return _check_sets(first, kernel, after)
 
 
 def _check_sets(first: Kernel, kernel: Kernel, found: Contraction) -> Mismatch | None:
-    """Refuse buffers whose columns meet in few sets of the first cache: a kernel of its own walks over them in tiles.
+    """Refuse buffers whose columns map to few sets of the first cache: a separate kernel accesses them in tiles.
 
-    All that lies along rows may: what runs over a block then has its vectors along these.
+    Stores that are contiguous along rows are exempt: the epilogue of a block is then vectorized along rows.
     """
     if any(all(store.index.coefficient(row) == ONE for _, store in kernel.stores()) for row in found.rows):
         return None
@@ -84,19 +82,19 @@ def _check_sets(first: Kernel, kernel: Kernel, found: Contraction) -> Mismatch |
         values = {name: step.value for name, step in steps.items() if step is not None and step.value}
         if not values:
             continue
-        nearest, longest = min(values, key=values.__getitem__), max(values, key=lambda each: estimate(ranges[each]))
-        short = estimate(ranges[nearest]) < min(_LEAST, estimate(ranges[longest]))
-        name = longest if short else nearest  # along which blocks have their columns
+        innermost, longest = min(values, key=values.__getitem__), max(values, key=lambda each: estimate(ranges[each]))
+        short = estimate(ranges[innermost]) < min(_MIN_COLUMNS, estimate(ranges[longest]))
+        name = longest if short else innermost  # the axis of columns within a block
         if values[name] * dtypes[access.buffer].itemsize % (SAME_SET // _FEW_SETS):
             continue
         if estimate(ranges[name]) > FEW_ROWS:
-            return Mismatch("contraction", f"columns of {access.buffer} lie in few sets of the first cache")
+            return Mismatch("contraction", f"columns of {access.buffer} map to few sets of the first cache")
     return None
 
 
 def check_operands(before: Kernel, after: Kernel) -> Mismatch | None:
-    """Refuse to compute operands again: each element is read for many points."""
-    if reduces_in_turn(before):
+    """Refuse to recompute operands: each element is read for many points."""
+    if mixes_reduction_axes(before):
         return Mismatch("attention", f"{before.name} is an attention, which reads its operands from memory")
     one = find_contraction(before)
     if one is None:
@@ -110,7 +108,7 @@ def check_operands(before: Kernel, after: Kernel) -> Mismatch | None:
 
 
 def casts_operand(kernel: Kernel) -> bool:
-    """Whether a kernel is a product that casts an operand as it reads it: less is read than of what is cast before."""
+    """Whether a kernel is a product that casts an operand as it reads it, so that it reads fewer bytes."""
     found = find_contraction(kernel)
     return found is not None and found.cast is not None
 

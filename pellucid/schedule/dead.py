@@ -1,4 +1,4 @@
-"""Dead code: nodes, stores and lines whose results nobody reads, and kernels without a point."""
+"""Dead code elimination: nodes, stores and lines whose results are unused, and kernels without points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pellucid.schedule.rewrite import live_lines, make_kernel
 
 
 def remove_dead(program: Program) -> Program:
-    """Keep what reaches an output, the caller's memory, or has another effect; drop buffers that nobody touches.
+    """Keep nodes that reach an output or the caller's memory, or have a side effect; drop unused buffers.
 
     Before: `b = x + 1` (kernel 1), `c = x * 2` (kernel 2), `return c`. After: kernel 2 alone, and no buffer `b`.
     """
@@ -30,7 +30,7 @@ def remove_dead(program: Program) -> Program:
 
 
 def _live_part(node: Node, needed: set[str]) -> Node | None:
-    """What is left of `node` when only the buffers `needed` matter."""
+    """The part of `node` that writes the buffers `needed`, or None."""
     match node:
         case Extern():
             return node if node.ordered or node.mutates or needed.intersection(writes(node)) else None

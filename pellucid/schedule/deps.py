@@ -1,4 +1,4 @@
-"""Who must run before whom: the order that buffers and effects impose on the nodes of a program."""
+"""Dependencies between nodes: the order that buffers and side effects impose on a program."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pellucid.ir.nodes import Extern, Node
 def dependencies(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
     """For each node, the positions of earlier nodes that it must follow, nearest last.
 
-    A node follows the last writer of what it reads, the last writer of what it writes, and everyone who has read
-    the old contents. Ordered externs follow each other. What this implies through other nodes is left out where
-    that is free, so the total length is linear in the size of the program.
+    A node follows the last writer of the buffers that it reads or writes, and all readers of the old contents. Ordered
+    externs follow each other. Transitive dependencies are omitted where that costs nothing, so the total length is
+    linear in the size of the program.
     """
     writer: dict[str, int] = {}
     readers: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What depends on frozen arguments alone becomes a program of its own, which runs before the first call."""
+"""Nodes that depend only on frozen arguments become a separate program, which runs before the first call."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pellucid.ir.nodes import Arg, Buffer, Extern, Kernel, Node, Program, View
 from pellucid.ir.printer import kernel_symbols
 from pellucid.ir.types import DType
 
-# What is computed once stays in memory, so it may be little more than what it is made of.
+# Precomputed results stay in memory, so they may be at most this many times as large as the inputs of their node.
 _GROWTH = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
-    """A program in two.
+class FrozenSplit:
+    """A program split in two.
 
-    before: has the same arguments, and results that follow from the frozen ones alone.
-    main: the rest; its arguments are those of the program and then `made`, the results of `before`.
+    before: has the same arguments; its results depend only on the frozen ones.
+    main: the rest; its arguments are those of the program, then `made`, the results of `before`.
     """
 
     before: Program
@@ -31,10 +31,10 @@ class Parted:
     made: tuple[str, ...]
 
 
-def part(program: Program, frozen: Collection[str], constants: int) -> tuple[Parted, tuple[Decision, ...]]:
-    """Take apart what the frozen inputs determine.
+def split_frozen(program: Program, frozen: Collection[str], constants: int) -> tuple[FrozenSplit, tuple[Decision, ...]]:
+    """Split off the nodes that the frozen inputs determine.
 
-    constants: how many of the inputs, the last ones, are tensors of the program itself.
+    constants: the number of inputs, at the end, that are tensors of the program itself.
 
     before: `program(x, w): t = w * 2; return x + t`, frozen: w
     after:  `before(x, w): t = w * 2; return t` and `main(x, w, t): return x + t`
@@ -45,7 +45,7 @@ def part(program: Program, frozen: Collection[str], constants: int) -> tuple[Par
     own = {name for name in program.inputs[len(program.inputs) - constants :] if name and name not in written}
     returned = {view.buffer for view in program.outputs if isinstance(view, View)}
     moved: list[Node] = []
-    shared: list[Node] = []  # what needs no argument: either program computes it where it is needed
+    shared: list[Node] = []  # nodes that need no argument: each program that needs them computes them
     decisions: list[Decision] = []
     for node in program.nodes:
         read, made = set(reads(node)), set(writes(node))
@@ -58,16 +58,16 @@ def part(program: Program, frozen: Collection[str], constants: int) -> tuple[Par
             own |= made
             continue
         grown = _bytes(sizes, made) > _GROWTH * _bytes(sizes, read)
-        why = "it would keep much more memory than what it is made of" if grown else "it depends on frozen values alone"
+        why = "its result is much larger than its inputs" if grown else "it depends only on frozen values"
         decisions.append(Decision("freeze.before", (node.name,), not grown, why))
         if not grown:
             moved.append(node)
             still |= made
-    return _parted(program, moved, shared, constants), tuple(decisions)
+    return _split(program, moved, shared, constants), tuple(decisions)
 
 
 def with_inputs(program: Program, sizes: Mapping[str, int], constants: int) -> Program:
-    """`program` with more arguments, as many f32 as `sizes` says by name, before its own tensors."""
+    """`program` with more f32 arguments, of the sizes that `sizes` lists by name, before its own tensors."""
     if not sizes:
         return program
     buffers = tuple(Buffer(name, DType.F32, const(numel), "input") for name, numel in sizes.items())
@@ -80,10 +80,10 @@ def _inputs(program: Program, more: Collection[str], constants: int) -> tuple[st
     return (*program.inputs[:at], *more, *program.inputs[at:])
 
 
-def _parted(program: Program, moved: list[Node], shared: list[Node], constants: int) -> Parted:
-    away, both = {node.name for node in moved}, {node.name for node in shared}
-    rest = tuple(node for node in program.nodes if node.name not in away)
-    first = tuple(node for node in program.nodes if node.name in away | both)
+def _split(program: Program, moved: list[Node], shared: list[Node], constants: int) -> FrozenSplit:
+    moved_names, shared_names = {node.name for node in moved}, {node.name for node in shared}
+    rest = tuple(node for node in program.nodes if node.name not in moved_names)
+    first = tuple(node for node in program.nodes if node.name in moved_names | shared_names)
     computed = {name for node in moved for name in writes(node)}
     needed = {name for node in rest for name in reads(node)}
     made = tuple(buffer.name for buffer in program.buffers if buffer.name in computed & needed)
@@ -105,7 +105,7 @@ def _parted(program: Program, moved: list[Node], shared: list[Node], constants: 
         inputs=_inputs(program, made, constants),
         nodes=rest,
     )
-    return Parted(before, main, made)
+    return FrozenSplit(before, main, made)
 
 
 def _bytes(sizes: dict[str, Buffer], names: Collection[str]) -> int:
@@ -113,7 +113,7 @@ def _bytes(sizes: dict[str, Buffer], names: Collection[str]) -> int:
 
 
 def _repeatable(node: Node, buffers: Collection[Buffer]) -> bool:
-    """True if all calls of `node` do the same: with no symbol, no random number, no memory that it changes."""
+    """True if all executions of `node` do the same: it uses no symbols or random numbers and mutates nothing."""
     if any(buffer.numel.value is None for buffer in buffers):
         return False
     match node:

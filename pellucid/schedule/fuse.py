@@ -16,15 +16,15 @@ from pellucid.schedule.vertical import fuse_vertically
 
 
 def fuse(
-    program: Program, options: Options, machine: Machine, apart: Collection[str] = ()
+    program: Program, options: Options, machine: Machine, partitioned: Collection[str] = ()
 ) -> tuple[Program, list[Decision]]:
-    """Merge kernels where that is legal and pays: along data flow first, then side by side.
+    """Merge kernels where that is legal and pays: along data flow first, then horizontally.
 
-    apart: see `FusionGraph`.
+    partitioned: see `FusionGraph`.
 
-    Before: one kernel per operator. After: one kernel per stretch of operators between library calls.
+    Before: one kernel per operator. After: about one kernel per sequence of operators between library calls.
     """
-    graph, log = FusionGraph(program, machine, apart), DecisionLog()
+    graph, log = FusionGraph(program, machine, partitioned), DecisionLog()
     fuse_vertically(graph, options, log)
     fuse_horizontally(graph, options, log)
     groups = graph.groups()

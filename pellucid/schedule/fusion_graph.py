@@ -1,9 +1,9 @@
-"""The graph that fusion works on: nodes that merge, in an order that stays topological.
+"""The graph that fusion works on: nodes that merge, in an order that remains topological.
 
-Merging two nodes is allowed when no path leads from one to the other through a third. To find out, and to keep the
-order topological, only nodes that stand between the two in the order have to be looked at (the incremental
-algorithm of Pearce and Kelly). Fusion mostly joins neighbours, so this is near-linear for a whole program; a search
-that grows beyond a fixed budget is given up, and the merge refused.
+Two nodes may merge if no path leads from one to the other through a third. To check this, and to keep the order
+topological, only nodes between the two in the order are inspected (the incremental algorithm of Pearce and Kelly).
+Fusion mostly merges neighbours, so this is near-linear for a whole program; a search that exceeds a fixed budget is
+abandoned, and the merge refused.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pellucid.machine import Machine
 from pellucid.schedule.deps import dependencies
 from pellucid.schedule.match_axes import Mismatch
 
-_SEARCH_BUDGET = 1000  # edges looked at for one merge
+_SEARCH_BUDGET = 1000  # edges visited for one merge
 
 
 @dataclass(slots=True, eq=False)
 class Group:
     """A node of the graph: an extern, or a kernel that other kernels may have been merged into.
 
-    place: where it stands in the order; smaller runs earlier.
-    parts: names of the nodes that it was made from, in program order.
+    rank: position in the order; smaller ranks run earlier.
+    parts: names of the nodes that were merged into it, in program order.
     read, written: buffers that it reads and writes.
-    merged_into: the group that has taken this one's place.
+    merged_into: the group that replaces this one.
     """
 
     node: Node
-    place: int
+    rank: int
     parts: tuple[str, ...]
     read: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ def survivor(group: Group) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """The answer that two groups may merge: what has to move before and after the merged one."""
+    """A legal merge of two groups: the groups that must move before and after the merged one."""
 
     first: Group
     second: Group
@@ -66,33 +66,33 @@ class Joint:
 
 
 class FusionGraph:
-    """The nodes of a program, their order, who reads and writes each buffer, and the machine that it is for.
+    """The nodes of a program, their order, the readers and writers of each buffer, and the target machine.
 
-    apart: buffers of which several nodes store elements, never the same: if there are any, it is their nodes that are
-    to merge with others. fusions: made so far.
+    partitioned: buffers that several nodes write, each its own elements; if there are any, only their writers are
+    merged with others. fusions: number so far.
     """
 
-    def __init__(self, program: Program, machine: Machine, apart: Collection[str] = ()) -> None:
+    def __init__(self, program: Program, machine: Machine, partitioned: Collection[str] = ()) -> None:
         self.program = program
         self.machine = machine
-        self.apart = frozenset(apart)
+        self.partitioned = frozenset(partitioned)
         self._count = 0
         self.fusions = 0
         self.buffers = {buffer.name: buffer for buffer in program.buffers}
         self.readers: dict[str, dict[Group, None]] = {}
         self.writers: dict[str, list[int]] = {}
-        self._members = [Group(node, place, (node.name,)) for place, node in enumerate(program.nodes)]
-        self._places = {node.name: place for place, node in enumerate(program.nodes)}
-        for place, earlier in enumerate(dependencies(program.nodes)):
+        self._members = [Group(node, position, (node.name,)) for position, node in enumerate(program.nodes)]
+        self._positions = {node.name: position for position, node in enumerate(program.nodes)}
+        for position, earlier in enumerate(dependencies(program.nodes)):
             for other in earlier:
-                self._link(self._members[other], self._members[place])
-            self._enter(self._members[place], program.nodes[place])
-            for buffer in self._members[place].written:
-                self.writers.setdefault(buffer, []).append(place)
+                self._link(self._members[other], self._members[position])
+            self._enter(self._members[position], program.nodes[position])
+            for buffer in self._members[position].written:
+                self.writers.setdefault(buffer, []).append(position)
 
     def concerns(self, node: Node) -> bool:
-        """Whether `node` is to merge with others."""
-        return not self.apart or not self.apart.isdisjoint(writes(node))
+        """Whether fusion considers `node`."""
+        return not self.partitioned or not self.partitioned.isdisjoint(writes(node))
 
     def group(self, position: int) -> Group:
         """The group that the node at `position` of the program belongs to."""
@@ -102,10 +102,10 @@ class FusionGraph:
     def groups(self) -> list[Group]:
         """All groups, in an order in which they can run."""
         alive = [group for group in self._members if group.merged_into is None]
-        return sorted(dict.fromkeys(alive), key=lambda group: group.place)
+        return sorted(dict.fromkeys(alive), key=lambda group: group.rank)
 
     def last_writer(self, buffer: str, position: int) -> int | None:
-        """Position of the node that last wrote `buffer` before the node at `position`; None for the caller."""
+        """Position of the last writer of `buffer` before the node at `position`; None if that is the caller."""
         writers = self.writers.get(buffer, [])
         before = bisect_left(writers, position)
         return writers[before - 1] if before else None
@@ -116,12 +116,12 @@ class FusionGraph:
         return None if writer is None else self.group(writer)
 
     def is_changed(self, buffer: str, *groups: Group) -> bool:
-        """True if a node writes `buffer` that does not run before all nodes of these groups."""
+        """True if a node writes `buffer` that does not precede all nodes of these groups."""
         writers = self.writers.get(buffer)
-        return bool(writers) and any(self._places[part] <= writers[-1] for group in groups for part in group.parts)
+        return bool(writers) and any(self._positions[part] <= writers[-1] for group in groups for part in group.parts)
 
     def needed_outside(self, buffer: str, *inside: Group) -> bool:
-        """True if somebody besides the groups `inside` wants `buffer` in memory."""
+        """True if `buffer` is used outside the groups `inside`, by a reader or by the caller."""
         if self.buffers[buffer].role != "temp":
             return True
         return any(reader not in inside for reader in self.readers.get(buffer, ()))
@@ -130,7 +130,7 @@ class FusionGraph:
 
     def joint(self, one: Group, other: Group) -> Joint | Mismatch:
         """Whether two groups may become one."""
-        first, second = (one, other) if one.place < other.place else (other, one)
+        first, second = (one, other) if one.rank < other.rank else (other, one)
         budget = [_SEARCH_BUDGET]
         ahead = _between(first, second, budget, forward=False)
         if isinstance(ahead, Mismatch):
@@ -138,13 +138,13 @@ class FusionGraph:
         behind = _between(first, second, budget, forward=True)
         if isinstance(behind, Mismatch):
             return behind
-        return Joint(first, second, tuple(sorted(ahead, key=_place)), tuple(sorted(behind, key=_place)))
+        return Joint(first, second, tuple(sorted(ahead, key=_rank)), tuple(sorted(behind, key=_rank)))
 
     def merge(self, joint: Joint, kernel: Kernel) -> Group:
-        """Put `kernel` in the place of both groups of `joint`."""
+        """Replace both groups of `joint` by `kernel`."""
         self.fusions += 1
         moved = (*joint.ahead, joint.first, joint.second, *joint.behind)
-        places = sorted(group.place for group in moved)
+        ranks = sorted(group.rank for group in moved)
         parts = (*joint.first.parts, *joint.second.parts)
         keep, drop = joint.second, joint.first
         if len(drop.before) + len(drop.after) > len(keep.before) + len(keep.after):
@@ -154,17 +154,17 @@ class FusionGraph:
         self._redirect(drop, keep)
         keep.parts = parts
         self._enter(keep, kernel)
-        # One place of the two is left empty.
-        for group, place in zip((*joint.ahead, keep), places, strict=False):
-            group.place = place
-        for group, place in zip(reversed(joint.behind), reversed(places), strict=False):
-            group.place = place
+        # One of the two ranks becomes free.
+        for group, rank in zip((*joint.ahead, keep), ranks, strict=False):
+            group.rank = rank
+        for group, rank in zip(reversed(joint.behind), reversed(ranks), strict=False):
+            group.rank = rank
         return keep
 
     def inline(self, group: Group, kernel: Kernel, producer: Group, position: int) -> None:
-        """Give `group` the body `kernel`, which computes what it used to load from `producer`.
+        """Replace the body of `group` by `kernel`, which computes the values that it loaded from `producer`.
 
-        position: where in the program the new loads read.
+        position: of the group's node in the program, which determines the writers that the new loads depend on.
         """
         self.fusions += 1
         old = set(group.read)
@@ -179,7 +179,7 @@ class FusionGraph:
                 self._link(source, group)
 
     def store_more(self, group: Group, kernel: Kernel, buffers: tuple[Buffer, ...]) -> None:
-        """Give `group` the body `kernel`, which also stores these new buffers."""
+        """Replace the body of `group` by `kernel`, which also stores these new buffers."""
         self._leave(group)
         self._enter(group, kernel)
         for buffer in buffers:
@@ -187,7 +187,7 @@ class FusionGraph:
             self.writers[buffer.name] = [self._members.index(group)]
 
     def fresh(self) -> int:
-        """A number that no other call has given."""
+        """A number that no other call returns."""
         self._count += 1
         return self._count
 
@@ -217,8 +217,8 @@ class FusionGraph:
             del self.readers[buffer][group]
 
 
-def _place(group: Group) -> int:
-    return group.place
+def _rank(group: Group) -> int:
+    return group.rank
 
 
 def _between(first: Group, second: Group, budget: list[int], *, forward: bool) -> dict[Group, None] | Mismatch:
@@ -231,10 +231,10 @@ def _between(first: Group, second: Group, budget: list[int], *, forward: bool) -
         for other in group.after if forward else group.before:
             budget[0] -= 1
             if budget[0] < 0:
-                return Mismatch("search-limit", "too many nodes lie between them to look for a cycle")
+                return Mismatch("search-limit", "too many nodes are between them to search for a cycle")
             if other is end and group is not start:
                 return Mismatch("cycle", "a node between them needs the first and is needed by the second")
-            if first.place < other.place < second.place and other not in found:
+            if first.rank < other.rank < second.rank and other not in found:
                 found[other] = None
                 stack.append(other)
     return found

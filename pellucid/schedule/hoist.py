@@ -1,6 +1,6 @@
-"""What depends on inner axes alone is computed once, in a kernel of its own, instead of again for each outer point.
+"""Values that depend only on inner axes are computed once, in a separate kernel, instead of again for each outer point.
 
-Code lifts a line out of the loops inside of those that it needs, but not out of the loops around them:
+Code generation hoists a line out of loops inside those that it depends on, but not out of the loops around them:
 
     before: `y[i, c] = x[i, c] * rsqrt(var[c])`    for each of 50176 rows i
     after:  `row[c] = rsqrt(var[c])`
@@ -37,12 +37,12 @@ from pellucid.schedule.cleanup import clean_kernel
 from pellucid.schedule.rewrite import make_kernel, row_major, unique_name
 
 STEP = "hoist"
-# Elements of a row: more would come from farther away than the first caches.
-_LONGEST = 16384
+# Maximum elements of a row: a larger one would not stay in the first caches.
+_MAX_ROW = 16384
 
 
 def hoist(program: Program, machine: Machine) -> tuple[Program, list[Decision]]:
-    """`program`, whose kernels are in canonical form, with expensive rows computed once, in kernels of their own."""
+    """`program`, whose kernels are in canonical form, with expensive rows computed once, in separate kernels."""
     nodes: list[Node] = []
     buffers = list(program.buffers)
     decisions: list[Decision] = []
@@ -54,7 +54,7 @@ def hoist(program: Program, machine: Machine) -> tuple[Program, list[Decision]]:
             if best is None:
                 decisions += [rows.decision for rows in found]
                 break
-            first, node, made = best.apart(taken)  # what is left has other names: its rows are looked for again
+            first, node, made = best.extract(taken)  # the rest is renamed: it is searched for rows again
             nodes.append(first)
             buffers += made
             decisions.append(best.decision)
@@ -64,15 +64,15 @@ def hoist(program: Program, machine: Machine) -> tuple[Program, list[Decision]]:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Values over `axes` that the rest of `kernel` uses again and again, and whether they are worth a kernel."""
+    """Values over `axes` that the rest of `kernel` uses repeatedly, and whether a separate kernel for them pays."""
 
     kernel: Kernel
     axes: tuple[Axis, ...]
     values: tuple[Line, ...]
     decision: Decision
 
-    def apart(self, taken: set[str]) -> tuple[Kernel, Kernel, list[Buffer]]:
-        """The kernel that stores the values, the one that loads them, and the memory between the two."""
+    def extract(self, taken: set[str]) -> tuple[Kernel, Kernel, list[Buffer]]:
+        """The kernel that stores the values, the one that loads them, and the buffers between the two."""
         kernel = self.kernel
         params = {param.name: param for param in kernel.params}
         index, numel = row_major(self.axes), product(axis.extent for axis in self.axes)
@@ -101,7 +101,7 @@ def find_rows(kernel: Kernel, machine: Machine) -> list[Rows]:
         for name in operands(line.rhs):
             value = lines[name]
             if not isinstance(value.rhs, Compute) or not value.dtype.is_float:
-                continue  # masks and positions are better known to the code than loaded
+                continue  # masks and positions are cheaper to compute than to load
             if name in movable and scopes[name] < scopes[line.out]:
                 users.setdefault(scopes[name], {})[name] = value
     found = (_weigh(kernel, scopes, scope, tuple(values.values()), machine) for scope, values in users.items() if scope)
@@ -109,7 +109,7 @@ def find_rows(kernel: Kernel, machine: Machine) -> list[Rows]:
 
 
 def _movable(kernel: Kernel) -> set[str]:
-    """Lines that give the same before the kernel as in it: they need no reduction and nothing that it stores."""
+    """Lines that have the same value before the kernel: they need no reduction and no buffer that it stores."""
     stored = {store.buffer for _, store in kernel.stores()}
     movable: set[str] = set()
     for line in kernel.body:
@@ -132,7 +132,7 @@ def _weigh(
     values: tuple[Line, ...],
     machine: Machine,
 ) -> Rows | None:
-    """The rows over the axes `scope`, and whether they are worth a kernel; None where they cost little anyway."""
+    """The rows over the axes `scope`, and whether a kernel for them pays; None if they are cheap."""
     axes = tuple(axis for axis in kernel.space if axis.name in scope)
     points = estimate(product(axis.extent for axis in axes))
     times = estimate(evaluations(scope, kernel.space)) // max(points, 1)
@@ -145,18 +145,18 @@ def _weigh(
     names = ", ".join(axis.name for axis in axes)
     facts = (("ns_saved", round(saved)), ("ns_spent", round(spent)), ("values", len(values)))
 
-    def decided(ok: bool, why: str) -> Rows:
+    def rows(ok: bool, why: str) -> Rows:
         return Rows(kernel, axes, values, Decision("schedule.hoist", (kernel.name,), ok, why, facts))
 
-    if points > _LONGEST:
-        return decided(False, f"{points} points of {names} are too many to stay in the cache")
+    if points > _MAX_ROW:
+        return rows(False, f"{points} points of {names} are too many to stay in the cache")
     if saved <= spent:
-        return decided(False, f"computing what depends on {names} alone {times} times costs less than a kernel more")
-    return decided(True, f"what depends on {names} alone is computed once instead of {times} times")
+        return rows(False, f"computing what depends only on {names} {times} times costs less than another kernel")
+    return rows(True, f"what depends only on {names} is computed once instead of {times} times")
 
 
 def _needed_by(values: Iterable[Line], kernel: Kernel) -> list[Line]:
-    """The values and all that they are made of, in order."""
+    """The values and all lines that they depend on, in order."""
     needed = {line.out for line in values}
     kept: list[Line] = []
     for line in reversed(kernel.body):

@@ -1,13 +1,13 @@
-"""Inputs that a program changes are changed where they lie.
+"""Inputs that a program changes are changed in place.
 
-Graphs have no side effects: what changes an input makes a new tensor of it, others read that, and it is copied into the
-input at the end. A model that adds a token to its cache of keys and values would copy all of the cache twice:
+Graphs are functional: a change of an input creates a new tensor, later operators read that, and it is copied back to
+the input at the end. A model that adds a token to its cache of keys and values would copy the whole cache twice:
 
     before: `y[i] = x[i]` for all i    `y[64*[p] + j] = key[j]`    ... reads y ...    `x[i] = y[i]` for all i
     after:                             `x[64*[p] + j] = key[j]`    ... reads x ...
 
-The same holds for part of an input, and for temporaries that nobody reads once they are copied: a chain of changes has
-no copy between two links.
+This also applies to part of an input, and to temporaries that are not read after they are copied: a chain of changes
+needs no copy between two of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from pellucid.schedule.solve import radix
 def change_in_place(program: Program, values: Mapping[str, View]) -> tuple[Program, Mapping[str, View], list[Decision]]:
     """`program`, one kernel for each operator, without the copies that its changes do not need.
 
-    values: where it puts what, by name; they are returned as they lie afterwards, without what is changed later.
+    values: where the program stores values, by name; they are returned for the new program, without those that are
+    overwritten.
     """
     editor, decisions = _Editor(program), list[Decision]()
-    for position in sorted(editor.copies, reverse=True):  # the last link of a chain first: the others find theirs then
+    for position in sorted(editor.copies, reverse=True):  # backwards, for chains of changes
         copy = editor.copy_at(position) if position in editor.copies else None
         if copy is None or len(editor.writers[copy.target]) == 1:
             continue
@@ -37,19 +38,19 @@ def change_in_place(program: Program, values: Mapping[str, View]) -> tuple[Progr
         if not refusal:
             editor.remove(copy)
             values = copy.moved(values)
-        why = refusal or f"nobody needs {copy.source} as it was: it is changed where it lies"
+        why = refusal or f"no node needs the old contents of {copy.source}: it is changed in place"
         decisions.append(Decision("schedule.in_place", (name, copy.source), not refusal, why))
     return editor.program(), values, decisions[::-1]
 
 
 class _Editor:
-    """The nodes of a program by their positions, some of which are taken out, and who reads and writes each buffer.
+    """The remaining nodes of a program by position, and the readers and writers of each buffer.
 
-    copies: what kernels load and store that do nothing else with it.
+    copies: the load and the store of kernels that only copy.
     """
 
     def __init__(self, program: Program) -> None:
-        self._given = program
+        self._original = program
         self.nodes: dict[int, Node] = dict(enumerate(program.nodes))
         self.buffers = {buffer.name: buffer for buffer in program.buffers}
         self.returned = {view.buffer for view in program.outputs if isinstance(view, View)}
@@ -65,20 +66,20 @@ class _Editor:
             self.readers[name].add(position)
         for name in writes(node):
             self.writers[name].add(position)
-        found = _moved(node) if isinstance(node, Kernel) else None
+        found = _copied(node) if isinstance(node, Kernel) else None
         if found is not None:
             self.copies[position] = found
 
     def copy_at(self, position: int) -> _Copy | None:
-        """The copy at a position, if it makes a whole temporary in which the elements lie as in their own buffer."""
+        """The copy at a position, if it fills a whole temporary with elements in the order of their own buffer."""
         load, store = self.copies[position]
         offset = load.index - store.index
         if self.buffers[store.buffer].role != "temp" or offset.vars() or not self._is_all(position, store):
             return None
-        return _Copy(position, self._back(load.buffer, store.buffer, offset), load.buffer, store.buffer, offset)
+        return _Copy(position, self._copy_back(load.buffer, store.buffer, offset), load.buffer, store.buffer, offset)
 
-    def _back(self, source: str, target: str, offset: Expr) -> int | None:
-        """Where all of `target` is put where it came from."""
+    def _copy_back(self, source: str, target: str, offset: Expr) -> int | None:
+        """The position of the kernel that copies all of `target` back to `source`."""
         for position in sorted(self.writers[source] & self.readers[target] & self.copies.keys()):
             load, store = self.copies[position]
             if store.index - load.index == offset and self._is_all(position, load):
@@ -90,27 +91,27 @@ class _Editor:
         return isinstance(kernel, Kernel) and radix(kernel, access.index, self.buffers[access.buffer].numel) is not None
 
     def refusal(self, copy: _Copy) -> str:
-        """Why the source of a copy cannot hold what its target does; empty if it can."""
+        """Why the source of a copy cannot replace its target; empty if it can."""
         source, target, start = copy.source, copy.target, copy.start
-        given, end = self.buffers[source].role != "temp", len(self._given.nodes) if copy.back is None else copy.back
+        given, end = self.buffers[source].role != "temp", len(self._original.nodes) if copy.back is None else copy.back
         if given and copy.back is None:
-            return f"{source} is the caller's, and is to stay as it is"
+            return f"{source} belongs to the caller and must not change"
         if source in self.returned or (given and target in self.returned):
-            return f"the caller gets {source} and {target}, which may not share memory"
+            return f"the caller receives {source} and {target}, which must not share memory"
         for position in sorted(self.readers[source] | self.writers[source]):
             if start < position < end:
-                return f"{self.nodes[position].name} needs {source} as it was"
+                return f"{self.nodes[position].name} needs the old contents of {source}"
         for position in sorted(self.writers[target]):
             if not start <= position <= end or isinstance(self.nodes[position], Extern):
-                return f"{self.nodes[position].name} changes {target} by itself"
+                return f"{self.nodes[position].name} also writes {target}"
         later = min((position for position in self.writers[source] if position > end), default=None)
         for position in sorted(self.readers[target]):
             if later is not None and position >= later:
-                return f"{self.nodes[position].name} needs {target}, and {source} is changed before"
+                return f"{self.nodes[position].name} reads {target} after {source} is changed"
         return ""
 
     def remove(self, copy: _Copy) -> None:
-        """Have `source` for `target`, and take out this copy and the one back."""
+        """Replace `target` by `source`, and remove this copy and the copy back."""
         for position in (copy.start, *(() if copy.back is None else (copy.back,))):
             del self.nodes[position], self.copies[position]
             for name in (copy.source, copy.target):
@@ -125,19 +126,19 @@ class _Editor:
         self._renamed.append(copy)
 
     def program(self) -> Program:
-        """What is left."""
-        outputs = self._given.outputs
+        """The program without the removed copies."""
+        outputs = self._original.outputs
         for copy in self._renamed:
             outputs = tuple(copy.view(each) if isinstance(each, View) else each for each in outputs)
         nodes = tuple(self.nodes[position] for position in sorted(self.nodes))
-        return replace(self._given, buffers=tuple(self.buffers.values()), nodes=nodes, outputs=outputs)
+        return replace(self._original, buffers=tuple(self.buffers.values()), nodes=nodes, outputs=outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A kernel that makes a temporary, `target`, of the elements of `source` that lie side by side from `offset` on.
+    """A kernel that copies the contiguous elements of `source` from `offset` on to a temporary, `target`.
 
-    start: its position. back: that of the kernel that puts all of `target` where it came from, if there is one.
+    start: its position. back: the position of the kernel that copies all of `target` back, if there is one.
     """
 
     start: int
@@ -147,12 +148,12 @@ class _Copy:
     offset: Expr
 
     def moved(self, values: Mapping[str, View]) -> Mapping[str, View]:
-        """The values, those of `target` in `source`; what a temporary held before is nowhere in the end."""
+        """The values, those of `target` in `source`, without the overwritten values of a temporary `source`."""
         given = self.back is not None
         return {name: self.view(view) for name, view in values.items() if given or view.buffer != self.source}
 
     def node(self, node: Node, buffer: Buffer) -> Node:
-        """A node with `source`, which is this buffer, for `target`."""
+        """A node with `source`, which is `buffer`, in place of `target`."""
         match node:
             case Extern():
                 args = tuple(self.argument(each) for each in node.args)
@@ -179,8 +180,8 @@ class _Copy:
         return replace(view, buffer=self.source, offset=view.offset + self.offset)
 
 
-def _moved(kernel: Kernel) -> tuple[Load, Store] | None:
-    """What a kernel loads and stores that does nothing else with it."""
+def _copied(kernel: Kernel) -> tuple[Load, Store] | None:
+    """The load and the store of a kernel that only copies, else None."""
     match [line.rhs for line in kernel.body]:
         case [Load(source, _, None) as load, Store(target, _, _, "") as store] if source != target:
             same = len({param.dtype for param in kernel.params}) == 1

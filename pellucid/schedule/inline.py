@@ -1,8 +1,8 @@
-"""Inlining: a consumer computes again what a producer stores, instead of loading it.
+"""Inlining: a consumer recomputes what a producer stores, instead of loading it.
 
 This is for producers that cannot share the consumer's points: constants, small tensors that are broadcast, parts of
-a tensor, and cheap values with several consumers. Of a reduction a consumer loads the result: what reads few elements
-of a softmax computes them from the numbers of their rows, and the softmax need not be in memory.
+a tensor, and cheap values with several consumers. The results of reductions are loaded: a consumer of few elements
+of a softmax computes them from the maximum and sum of their rows, and the softmax need not be in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pellucid.ir.attention import reduces_in_turn
+from pellucid.ir.attention import mixes_reduction_axes
 from pellucid.ir.index import Expr, FloorDiv, Mod, in_range, nonnegative, product, total
 from pellucid.ir.nodes import Buffer, CheckIndex, Compute, Kernel, Line, Load, Param, Reduce, Store, axes_of, operands
 from pellucid.ir.types import DType
@@ -41,19 +41,17 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Inlined:
-    """A consumer that computes for itself what it used to load, and the names of the lines that it got."""
+    """A consumer that recomputes what it loaded before, and the names of the copied lines."""
 
     kernel: Kernel
     copied: frozenset[str]
 
 
 def recipe_of(producer: Kernel, buffer: str) -> Recipe | Mismatch:
-    """The recipe of `buffer`, if one point of the producer needs nothing from another but what that stores."""
+    """The recipe of `buffer`, if a point of the producer depends on other points only through stored results."""
     store, *others = (store for _, store in producer.stores() if store.buffer == buffer)
     if others:
-        return Mismatch(
-            "several-stores", f"{len(others) + 1} lines store parts of {buffer}, each by a recipe of its own"
-        )
+        return Mismatch("several-stores", f"{len(others) + 1} lines store parts of {buffer}, each computed differently")
     needed = {store.arg}
     stored = _stored_totals(producer, buffer)
     lines: list[Line] = []
@@ -68,9 +66,9 @@ def recipe_of(producer: Kernel, buffer: str) -> Recipe | Mismatch:
 
 
 def _stored_totals(kernel: Kernel, buffer: str) -> dict[str, Load]:
-    """The values that follow from reductions, are the same for all points of these, and are stored beside `buffer`.
+    """Values that depend on reductions, do not vary along the reduced axes, and are stored in addition to `buffer`.
 
-    Of buffers with the same value the later ones load the first, never the other way: recipes never lead in a circle.
+    Of buffers with the same value the later ones load the first, never the reverse, so that recipes are not cyclic.
     """
     scopes, totals = axes_of(kernel), set[str]()
     for line in kernel.body:
@@ -89,7 +87,7 @@ def _stored_totals(kernel: Kernel, buffer: str) -> dict[str, Load]:
 
 
 def with_totals(kernel: Kernel, buffer: str, taken: set[str]) -> tuple[Kernel, tuple[Buffer, ...]]:
-    """The kernel with the results of those reductions stored that the recipe of `buffer` needs, and where.
+    """The kernel with stores of the reductions that the recipe of `buffer` needs, and the new buffers.
 
     Before: `max`, `exp`, `sum`, `store y`. After: also `store y_max[i0]` and `store y_sum[i0]`.
     """
@@ -107,8 +105,8 @@ def with_totals(kernel: Kernel, buffer: str, taken: set[str]) -> tuple[Kernel, t
     for line in kernel.body:
         body.append(line)
         if line.out in made:
-            place = row_major(axis for axis in kernel.space if axis.name in scopes[line.out])
-            store = Store(made[line.out].name, place, line.out)
+            index = row_major(axis for axis in kernel.space if axis.name in scopes[line.out])
+            store = Store(made[line.out].name, index, line.out)
             body.append(Line(f"{line.out}.store", store, line.dtype, line.origin.step("fuse")))
     params = {param.name: param for param in kernel.params}
     params |= {each.name: Param(each.name, each.dtype, each.numel) for each in made.values()}
@@ -116,17 +114,17 @@ def with_totals(kernel: Kernel, buffer: str, taken: set[str]) -> tuple[Kernel, t
 
 
 def follows_totals(kernel: Kernel, buffer: str) -> bool:
-    """Whether what is stored in `buffer` runs along the axes of reductions, and so is more than their results.
+    """Whether the value stored in `buffer` varies along reduced axes, so that it has more elements than the reductions.
 
-    An attention's are its own: it runs as a whole.
+    False for attention, which runs as a whole.
     """
     scopes = axes_of(kernel)
     stored = [scopes[store.arg] for _, store in kernel.stores() if store.buffer == buffer]
-    return not reduces_in_turn(kernel) and any(not scope.isdisjoint(kernel.reduced) for scope in stored)
+    return not mixes_reduction_axes(kernel) and any(not scope.isdisjoint(kernel.reduced) for scope in stored)
 
 
 def reads_few(consumer: Kernel, buffer: Buffer) -> bool:
-    """Whether a kernel loads less than a quarter as many elements of a buffer as there are."""
+    """Whether a kernel loads less than a quarter of the elements of a buffer."""
     scopes = axes_of(consumer)
     points = (
         product(axis.extent for axis in consumer.space if axis.name in scopes[line.out])
@@ -156,8 +154,8 @@ def inline(graph: FusionGraph, recipe: Recipe, producer: Group, group: Group) ->
         if (load.index, load.mask) in known:
             values[line.out] = known[load.index, load.mask]
             continue
-        if _may_fail(recipe.lines) and not _looks_everywhere(load, consumer, numel):
-            return Mismatch("cost", "it may fail at points at which the consumer does not look")
+        if _may_fail(recipe.lines) and not _loads_everything(load, consumer, numel):
+            return Mismatch("cost", "it may fail at points that the consumer does not read")
         point = solve(recipe.kernel, recipe.store.index, numel, consumer, load.index, load.mask)
         if isinstance(point, Mismatch):
             return point
@@ -168,7 +166,7 @@ def inline(graph: FusionGraph, recipe: Recipe, producer: Group, group: Group) ->
     kernel = split_axes(make_kernel(consumer.name, consumer.space, body, params))
     if _divisions(kernel) > _divisions(consumer):
         return Mismatch(
-            "different-loop-orders", f"finding the point that stores an element of {buffer} takes divisions"
+            "different-loop-orders", f"computing the point that stores an element of {buffer} needs divisions"
         )
     return Inlined(kernel, frozenset(line.out for lines in copies.values() for line in lines))
 
@@ -184,8 +182,8 @@ def _divisions(kernel: Kernel) -> int:
     return sum(isinstance(atom, FloorDiv | Mod) for atom in atoms)
 
 
-def _looks_everywhere(load: Load, consumer: Kernel, numel: Expr) -> bool:
-    """Whether a load, which leaves out none, has as many points as its buffer has elements."""
+def _loads_everything(load: Load, consumer: Kernel, numel: Expr) -> bool:
+    """Whether a load is unmasked and has at least as many points as its buffer has elements."""
     points = product(consumer.ranges[name] for name in load.index.vars())
     return load.mask is None and nonnegative(points - numel)
 
@@ -206,11 +204,11 @@ def _may_fail(lines: Iterable[Line]) -> bool:
 def _copy(recipe: Recipe, point: Mapping[str, Expr], consumer: Kernel, mask: str | None, number: int) -> list[Line]:
     """The lines of the recipe at another point, under new names; the stored value comes last.
 
-    Where the consumer's load is masked, the point may not exist: then no memory is touched for it, unless the
-    element exists all the same (a parameter per channel, under a mask that depends on the row).
+    Where the consumer's load is masked, the point may not exist: the copied loads are masked too, unless their element
+    always exists (a parameter per channel, under a mask that depends on the row).
     """
     numel = {param.name: param.numel for param in recipe.kernel.params}
-    names = {line.out: f"copy{number}:v{place}" for place, line in enumerate(recipe.lines)}
+    names = {line.out: f"copy{number}:v{position}" for position, line in enumerate(recipe.lines)}
     lines: list[Line] = []
     for line in Rewrite(names, point, {}, consumer.ranges).lines(recipe.lines):
         line = replace(line, origin=line.origin.step("fuse"))

@@ -1,12 +1,12 @@
-"""Finding one iteration space for two kernels, from the buffers that they share.
+"""Find a common iteration space for two kernels, from the buffers that they share.
 
 The first kernel stores `B[512*i + j]`, the second loads `B[512*k + 64*h + d]`. Both indices are numbers written in
 a mixed radix: digits (the axes), each with a weight (its stride) and a range (its extent). Digits of equal weight
 are the same digit; where their ranges differ, the larger one is split. Here `j` becomes `(h, d)` and `i` is `k`.
-The order of the axes in either kernel does not matter, so a transposed consumer is nothing special.
+The order of the axes in either kernel does not matter, so a transposed consumer needs no special case.
 
-Axes that the shared buffer does not tell about, those that one kernel reduces and over which the other one
-broadcasts or reduces too, are paired through inputs that both kernels load, and else by their extents.
+Axes that are not in the index of the shared buffer, those that one kernel reduces and over which the other one
+broadcasts or reduces too, are paired through inputs that both kernels load, or else by their extents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Anchor: TypeAlias = tuple[Expr, Expr]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """One space for two kernels, and what becomes of the axes of each."""
+    """One space for two kernels, and the rewrite of each to that space."""
 
     space: tuple[Axis, ...]
     first: Rewrite
@@ -46,7 +46,7 @@ def match_axes(
     """The common space of `first` and `second`.
 
     anchors: index expressions, one of each kernel, that address the same element at the same point.
-    hints: the same, but only likely.
+    hints: pairs that probably do.
     """
     left, right = _Digits(first), _Digits(second)
     for one, other in anchors:
@@ -57,14 +57,14 @@ def match_axes(
         for one, other in hints:
             _pair_digits(left, right, one, other)
         if not _pair_in_order(left, right):
-            return Mismatch("reduction-axes", "the axes that only one of them knows have different extents")
+            return Mismatch("reduction-axes", "axes that the shared buffers do not determine have different extents")
     space = _common_space(left, right)
     refusal = _check_scopes(left, right) or _check_index_reductions((left, right), space)
     return refusal or Match(space, left.rewrite(space), right.rewrite(space))
 
 
 def same_order(first: Kernel, second: Kernel, match: Match) -> bool:
-    """Whether the common axes that both kernels have follow one another alike in the two."""
+    """Whether the axes that both kernels have are in the same order in both."""
     orders = [
         [piece for axis in kernel.space for piece in rewrite.pieces.get(axis.name, (axis.name,))]
         for kernel, rewrite in ((first, match.first), (second, match.second))
@@ -75,7 +75,7 @@ def same_order(first: Kernel, second: Kernel, match: Match) -> bool:
 
 
 class _Digits:
-    """The axes of one kernel while they are taken apart into common digits, the innermost digit first."""
+    """The axes of one kernel while they are split into common digits, the innermost digit first."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -85,7 +85,7 @@ class _Digits:
         self.reduced = kernel.reduced
 
     def take(self, name: str, digit: Axis, rest: Expr) -> None:
-        """`digit` is the next one of the axis `name`; `rest` is the extent of what is left of it."""
+        """Split `digit` off as the next one of the axis `name`; `rest` is the remaining extent."""
         self.digits[name].append(digit)
         self.weight[name] = self.weight[name] * digit.extent
         if rest == ONE:
@@ -116,7 +116,7 @@ class _Digits:
 
 
 def _pair(left: _Digits, one: str, right: _Digits, other: str) -> bool:
-    """Make the next digits of axis `one` of `left` and axis `other` of `right` the same; False if none fits both."""
+    """Pair the next digits of axis `one` of `left` and axis `other` of `right`; False if no digit fits both."""
     a, b = left.open[one], right.open[other]
     extent = a if exact_div(b, a) is not None else b
     rest_a, rest_b = exact_div(a, extent), exact_div(b, extent)
@@ -131,7 +131,7 @@ def _pair(left: _Digits, one: str, right: _Digits, other: str) -> bool:
 
 
 def _pair_digits(left: _Digits, right: _Digits, one: Expr, other: Expr) -> Mismatch | None:
-    """Pair the digits of equal weight of two index expressions that shall mean the same element."""
+    """Pair the digits of equal weight of two index expressions that must address the same element."""
     a, b = _strides(left, one), _strides(right, other)
     if a is None or b is None:
         return Mismatch("different-loop-orders", f"no common radix for {one} and {other}")
@@ -161,7 +161,7 @@ def _strides(side: _Digits, index: Expr) -> dict[str, Expr] | None:
 
 
 def _explain(left: _Digits, right: _Digits, a: list[str], b: list[str], one: Expr, other: Expr) -> Mismatch | None:
-    """None if all digits found a partner and the constant parts agree, else the reason in words."""
+    """None if all digits are paired and the constant parts agree, else the reason."""
     if not a and not b:
         base_a, base_b = one.at_zero, other.at_zero
         if base_a == base_b:
@@ -179,7 +179,7 @@ def _explain(left: _Digits, right: _Digits, a: list[str], b: list[str], one: Exp
 
 
 def _pair_in_order(left: _Digits, right: _Digits) -> bool:
-    """Pair what is left of both sides from the innermost axis outwards; True if nothing remains."""
+    """Pair the remaining axes of both sides from the innermost outwards; True if all are paired."""
     while left.open and right.open:
         one = [axis.name for axis in left.kernel.space if axis.name in left.open][-1]
         other = [axis.name for axis in right.kernel.space if axis.name in right.open][-1]
@@ -189,9 +189,9 @@ def _pair_in_order(left: _Digits, right: _Digits) -> bool:
 
 
 def _common_space(left: _Digits, right: _Digits) -> tuple[Axis, ...]:
-    """All digits, in the order of the side that has them all.
+    """All digits, in the order of the side that has all of them.
 
-    An axis that one side alone has becomes a digit of the common space here.
+    An axis that only one side has becomes a digit of the common space here.
     """
     _close(left, {digit.name for digits in right.digits.values() for digit in digits})
     _close(right, {digit.name for digits in left.digits.values() for digit in digits})
@@ -215,7 +215,7 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def _check_scopes(left: _Digits, right: _Digits) -> Mismatch | None:
-    """Refuse spaces in which a side would neither run at every point nor once per reduction."""
+    """Refuse spaces in which a side would run neither at every point nor at every point of the kept axes."""
     full = {axis.name for side in (left, right) for axis in side.ordered()}
     reduced_left, reduced_right = left.names(left.reduced), right.names(right.reduced)
     reduced = set(reduced_left) | set(reduced_right)
@@ -224,12 +224,12 @@ def _check_scopes(left: _Digits, right: _Digits) -> Mismatch | None:
     for side in (left, right):
         own = {axis.name for axis in side.ordered()}
         if own not in (full, full - reduced):
-            return Mismatch("broadcast", "one of them runs over a part of the other's space")
+            return Mismatch("broadcast", "one of them runs over only part of the other's space")
     return None
 
 
 def _check_index_reductions(sides: tuple[_Digits, _Digits], space: tuple[Axis, ...]) -> Mismatch | None:
-    """Refuse another order of axes for argmax and argmin, which count along the reduced axes in space order."""
+    """Refuse to reorder the axes of argmax and argmin, which count along the reduced axes in space order."""
     for side in sides:
         if not side.reduced:
             continue

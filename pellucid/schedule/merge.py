@@ -14,21 +14,21 @@ from pellucid.schedule.rewrite import Rewrite, make_kernel
 
 
 def merge_kernels(
-    first: Kernel, second: Kernel, match: Match, dead: Collection[str] = (), apart: Collection[str] = ()
+    first: Kernel, second: Kernel, match: Match, dead: Collection[str] = (), partitioned: Collection[str] = ()
 ) -> Kernel | Mismatch:
     """One kernel that does the work of `first` and then of `second`, over the space of `match`.
 
     Values and lines of the two must have different names.
 
-    dead: buffers that `first` stores and that nobody but `second` loads. apart: buffers of which both may store
-    elements, never the same.
+    dead: buffers that `first` stores and only `second` loads. partitioned: buffers that both may store, each its own
+    elements.
 
     Before: `first` stores `B[i] = v`, `second` loads `w = B[i]` and stores `C[i] = w + w`.
     After: `C[i] = v + v`, and before that `B[i] = v` unless B is dead.
     """
     head, tail = match.first.lines(first.body), match.second.lines(second.body)
     lines, loaded, stored = _contents(head)
-    refusal = _check_forwarding(stored, tail, apart)
+    refusal = _check_forwarding(stored, tail, partitioned)
     if refusal is not None:
         return refusal
     values: dict[str, Line] = {}
@@ -62,7 +62,7 @@ def _contents(
 
 
 def _without_stores(body: tuple[Line, ...], buffers: Collection[str]) -> tuple[Line, ...]:
-    """`body` without its stores into `buffers`; their origins pass to the stored values."""
+    """`body` without its stores to `buffers`; their origins are added to the stored values."""
     if not buffers:
         return body
     heirs: dict[str, list[Origin]] = {}
@@ -80,10 +80,9 @@ def forward(
 ) -> list[Line]:
     """`body` with each load named in `values` replaced by the value of that line.
 
-    What is left of a load that masks or converts stays as lines of its own. The origin of a load that vanishes
-    passes to the lines that used it.
+    The mask or conversion of a load becomes separate lines. The origin of a removed load is added to its users.
 
-    before: lines to put in the place of a load, which compute the value.
+    before: lines to insert in place of a load, which compute the value.
     """
     renamed: dict[str, str] = {}
     inherited: dict[str, Origin] = {}
@@ -105,7 +104,7 @@ def forward(
 
 
 def _as_load(line: Line, value: Line) -> list[Line]:
-    """The lines that turn `value` into what the load `line` gives; none when they are the same."""
+    """The lines that convert `value` to the value of the load `line`; none if they are equal."""
     assert isinstance(line.rhs, Load)
     name, lines = value.out, list[Line]()
     if value.dtype is not line.dtype:
@@ -123,7 +122,7 @@ def _as_load(line: Line, value: Line) -> list[Line]:
 
 
 def scalar_of(value: Scalar, dtype: DType) -> Scalar:
-    """A number as a constant of a type has it."""
+    """`value` as a constant of type `dtype`."""
     return float(value) if dtype.is_float else value
 
 
@@ -133,8 +132,10 @@ def _inherit(line: Line, heirs: list[Origin]) -> Line:
     return replace(line, origin=merge([line.origin, *heirs]))
 
 
-def _check_forwarding(stored: Mapping[str, Store], tail: Iterable[Line], apart: Collection[str]) -> Mismatch | None:
-    """Every load of a stored buffer must read the very element that is stored at the same point."""
+def _check_forwarding(
+    stored: Mapping[str, Store], tail: Iterable[Line], partitioned: Collection[str]
+) -> Mismatch | None:
+    """Every load of a stored buffer must read the element that is stored at the same point."""
     for line in tail:
         match line.rhs:
             case Load(buffer, index) if buffer in stored and index != stored[buffer].index:
@@ -144,7 +145,7 @@ def _check_forwarding(stored: Mapping[str, Store], tail: Iterable[Line], apart: 
                 same = index.vars() == stored[buffer].index.vars()
                 constant = (index - stored[buffer].index).value
                 return Mismatch("different-offset" if same and constant is not None else "different-loop-orders", where)
-            case Store(buffer) if buffer in stored and buffer not in apart:
+            case Store(buffer) if buffer in stored and buffer not in partitioned:
                 return Mismatch("mutation", f"both write {buffer}")
             case _:
                 pass

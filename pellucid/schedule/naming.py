@@ -1,4 +1,4 @@
-"""Telling names for merged kernels."""
+"""Descriptive names for merged kernels."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pellucid.ir.decision import Decision
 from pellucid.ir.nodes import Kernel, Node
 from pellucid.schedule.fusion_graph import Group
 
-_LONGEST = 48
+_MAX_LENGTH = 48
 
 
 def name_kernels(groups: Iterable[Group]) -> tuple[tuple[Node, ...], list[Decision]]:
-    """The nodes of `groups` under unique names, and for each merged kernel what it was made from.
+    """The nodes of `groups` with unique names, and for each merged kernel a decision that lists its parts.
 
-    Before: a kernel made from `add_4`, `mul_5` and `relu_6`. After: `add_mul_relu_4`.
+    Before: a kernel merged from `add_4`, `mul_5` and `relu_6`. After: `add_mul_relu_0`.
     """
     nodes: list[Node] = []
     decisions: list[Decision] = []
@@ -35,7 +35,7 @@ def name_kernels(groups: Iterable[Group]) -> tuple[tuple[Node, ...], list[Decisi
 
 
 def merged_name(parts: Iterable[str]) -> str:
-    """The operators of `parts`, equal neighbours once, cut in the middle when there are many.
+    """The operators of `parts`, without repeated neighbours, abbreviated in the middle if there are many.
 
     >>> merged_name(["add_1", "mul_2", "mul_3", "relu_4"])
     'add_mul_relu'
@@ -45,14 +45,14 @@ def merged_name(parts: Iterable[str]) -> str:
         word = re.sub(r"(_\d+)+$", "", part)
         if not words or words[-1] != word:
             words.append(word)
-    if len("_".join(words)) <= _LONGEST:
+    if len("_".join(words)) <= _MAX_LENGTH:
         return "_".join(words)
     head, tail = words[:3], words[-2:]
-    return f"{'_'.join(head)}_etc_{'_'.join(tail)}"[: _LONGEST + 12].rstrip("_")
+    return f"{'_'.join(head)}_etc_{'_'.join(tail)}"[: _MAX_LENGTH + 12].rstrip("_")
 
 
 def _unique(name: str, taken: set[str], numbers: dict[str, int]) -> str:
-    """`name` with the next number that is free."""
+    """`name` with the next free number."""
     while (candidate := f"{name}_{numbers.get(name, 0)}") in taken:
         numbers[name] = numbers.get(name, 0) + 1
     numbers[name] = numbers.get(name, 0) + 1

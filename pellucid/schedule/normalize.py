@@ -1,4 +1,4 @@
-"""Kernels as fusion wants them: names of values unique in the program, indices without avoidable floor-div and mod."""
+"""The form of kernels that fusion expects: value names unique in the program, no avoidable floor-div and mod."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def unique_values(kernel: Kernel, position: int) -> Kernel:
 
 
 def split_axes(kernel: Kernel) -> Kernel:
-    """Split each axis that an index divides without remainder, so that the index is affine in the pieces."""
+    """Split each axis whose extent a divisor in an index divides, so that the index is affine in the pieces."""
     while (found := _divided_axis(kernel)) is not None:
         kernel = _split(kernel, *found)
     return kernel

@@ -1,4 +1,4 @@
-"""The order in which nodes run: the graph's own, or the one in which every node waits until it is needed."""
+"""The order in which nodes run: the graph's own, or the one in which every node runs as late as possible."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pellucid.schedule.deps import dependencies
 
 
 def order(program: Program) -> tuple[Program, list[Decision]]:
-    """Put the nodes into the order that needs less memory for temporaries; stay with the given one if equal.
+    """Choose the order of nodes that needs less memory for temporaries; the given one if equal.
 
-    Before: `a = f(x)`, `b = g(x)`, `c = h(b)`, `d = a + c`: `a` waits while `b` and `c` are made.
+    Before: `a = f(x)`, `b = g(x)`, `c = h(b)`, `d = a + c`: `a` is live while `b` and `c` are computed.
     After: `b`, `c`, `a`, `d`.
     """
     late = late_order(dependencies(program.nodes))
@@ -23,16 +23,17 @@ def order(program: Program) -> tuple[Program, list[Decision]]:
     now, then = (peak_bytes(nodes, program.buffers) for nodes in (program.nodes, reordered))
     facts = (("peak_given", now), ("peak_late", then))
     if then >= now:
-        why = "making each result as late as possible would not save memory"
+        why = "computing each result as late as possible would not save memory"
         return program, [Decision("order.late", ("program",), False, why, facts)]
-    why = "making each result as late as possible saves memory"
+    why = "computing each result as late as possible saves memory"
     return replace(program, nodes=tuple(reordered)), [Decision("order.late", ("program",), True, why, facts)]
 
 
 def late_order(before: Sequence[Sequence[int]]) -> list[int]:
-    """Positions in an order in which each node follows what it needs and comes right before its first user.
+    """Positions in an order in which each node follows its inputs and directly precedes its first user.
 
-    What a node needs last is made first: that mostly has the longer way behind it, and others need not wait for it.
+    The nearest input of a node is visited first: it usually has the longer chain of inputs, during which results of
+    shorter ones would stay live.
 
     before: for each node, the nodes that it must follow.
     """
@@ -55,17 +56,17 @@ def late_order(before: Sequence[Sequence[int]]) -> list[int]:
 
 
 def peak_bytes(nodes: Sequence[Node], buffers: Sequence[Buffer]) -> int:
-    """The most bytes of temporaries that are alive at once when `nodes` run in this order, by estimated sizes."""
+    """The maximum of bytes of temporaries that are live at once when `nodes` run in this order, by estimated sizes."""
     size = {b.name: estimated_bytes(b) for b in buffers if b.role == "temp"}
     last: dict[str, int] = {}
     for position, node in enumerate(nodes):
         last.update(dict.fromkeys((*reads(node), *writes(node)), position))
-    alive, peak = 0, 0
-    born: set[str] = set()
+    live, peak = 0, 0
+    defined: set[str] = set()
     for position, node in enumerate(nodes):
         touched = [buffer for buffer in dict.fromkeys((*reads(node), *writes(node))) if buffer in size]
-        alive += sum(size[buffer] for buffer in touched if buffer not in born)
-        born.update(touched)
-        peak = max(peak, alive)
-        alive -= sum(size[buffer] for buffer in touched if last[buffer] == position)
+        live += sum(size[buffer] for buffer in touched if buffer not in defined)
+        defined.update(touched)
+        peak = max(peak, live)
+        live -= sum(size[buffer] for buffer in touched if last[buffer] == position)
     return peak

@@ -1,9 +1,10 @@
-"""Rows of temporaries that would meet in few sets of a cache get one more line, so that they spread over all sets.
+"""Rows of temporaries that map to few sets of a cache get one more line, so that they spread over all sets.
 
-    before: `y[1024*i0 + i1]` over 1024 rows of 4096 bytes: a column lies in 32 of the second cache's 2048 sets
-    after:  `y[1040*i0 + i1]`, a column lies in all sets
+    before: `y[1024*i0 + i1]` over 1024 rows of 4096 bytes: a column maps to 32 of the second cache's 2048 sets
+    after:  `y[1040*i0 + i1]`: a column maps to all sets
 
-Only buffers that kernels alone see are padded: never inputs, results, what backward gets, or what a library call reads.
+Only buffers that no node other than kernels accesses are padded: never inputs, results, tensors saved for backward, or
+arguments of library calls.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from pellucid.machine.work import estimate, estimated_bytes
 from pellucid.schedule.canonical import canonical_kernel
 from pellucid.schedule.normalize import split_axes
 
-# A row may grow by this share.
-MOST_GROWTH = 1 / 8
-# Bytes of a row that a kernel takes at a time while it walks along columns: what `codegen.vector` unrolls to.
+# A row may grow by at most this share.
+MAX_GROWTH = 1 / 8
+# Bytes of a row that a kernel processes at a time while it walks along columns: what `codegen.vector` unrolls to.
 COLUMN_BYTES = 4 * LINE
-# Instructions that a kernel spends on each row, where it could take all rows as one before.
+# Extra instructions per row of a kernel that looped over all elements without rows before.
 ROW_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A kernel that reads `buffer` across rows of `row` elements, and the nanoseconds that padding saves it."""
+    """A kernel's accesses to `buffer` across rows of `row` elements, and the nanoseconds that padding saves."""
 
     buffer: str
     row: int
@@ -47,7 +48,7 @@ def pad(
 ) -> tuple[Program, Mapping[str, View], list[Decision]]:
     """`program`, whose kernels are in canonical form, with rows of temporaries padded where that pays.
 
-    values: where it puts what, by name; they are returned as they lie afterwards.
+    values: where the program stores values, by name; they are returned for the padded program.
     """
     decisions: list[Decision] = []
     found: dict[str, list[Walk]] = {}
@@ -65,7 +66,7 @@ def pad(
 def _weigh(
     program: Program, values: Mapping[str, View], walks: list[Walk], refusal: str, machine: Machine
 ) -> tuple[Program, Mapping[str, View], Decision]:
-    """The program with one buffer padded, or as it was. refusal: why that may not be; empty if it may."""
+    """The program with one buffer padded, or unchanged. refusal: why the buffer must not be padded; empty if it may."""
     best = max(walks, key=lambda walk: walk.saved)
     buffer = program.buffer(best.buffer)
     padding = Padding.of(buffer.name, best.row, buffer.dtype.itemsize)
@@ -79,9 +80,9 @@ def _weigh(
         looping = sum(_axes(after) > _axes(nodes[name]) for name, after in kernels.items())
         spent = issuing(machine, ROW_STEPS * looping * estimate(buffer.numel) / padding.row)
         if None in kernels.values() or None in moved.values():
-            refusal = "some access, or a value that a debugger asks for, does not keep to its rows"
+            refusal = "an access, or a value that a debugger reads, crosses its rows"
         elif saved <= spent:
-            refusal = f"{looping} kernels would loop over rows that are one to them now: it costs more than it saves"
+            refusal = f"{looping} kernels would need a loop over rows: that costs more than it saves"
         else:
             grown = replace(buffer, numel=padding.numel(buffer.numel))
             program = replace(
@@ -96,7 +97,7 @@ def _weigh(
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Rows of `row` elements of `buffer` that get `padded` elements each."""
+    """Rows of `row` elements of `buffer`, padded to `padded` elements each."""
 
     buffer: str
     row: int
@@ -104,14 +105,14 @@ class Padding:
 
     @classmethod
     def of(cls, buffer: str, row: int, itemsize: int) -> Padding:
-        """An odd number of lines, which is prime to any number of sets."""
+        """Padding to an odd number of lines, which is coprime to any power of two of sets."""
         lines = -(-row * itemsize // LINE) | 1
         return cls(buffer, row, lines * LINE // itemsize)
 
     def refusal(self, numel: Expr) -> str:
         if exact_div(numel, const(self.row)) is None:
-            return f"it is no whole number of rows of {self.row}"
-        if self.padded - self.row > MOST_GROWTH * self.row:
+            return f"its size is not a multiple of rows of {self.row}"
+        if self.padded - self.row > MAX_GROWTH * self.row:
             return f"rows of {self.row} would grow to {self.padded}"
         return ""
 
@@ -122,28 +123,28 @@ class Padding:
         return index + floordiv(index, self.row, ranges) * (self.padded - self.row)
 
     def view(self, view: View) -> View | None:
-        """`view` of the padded buffer; None if it has no strides there."""
+        """`view` of the padded buffer; None if it has no constant strides there."""
         names = [f"d{number}" for number in range(len(view.shape))]
         ranges = dict(zip(names, view.shape, strict=True))
-        place = total(var(name) * stride for name, stride in zip(names, view.strides, strict=True)) + view.offset
-        place = self.index(place, ranges)
-        strides = [place.coefficient(name) for name in names]
-        if any(stride is None or stride.vars() for stride in strides) or _divided(place):
+        index = total(var(name) * stride for name, stride in zip(names, view.strides, strict=True)) + view.offset
+        index = self.index(index, ranges)
+        strides = [index.coefficient(name) for name in names]
+        if any(stride is None or stride.vars() for stride in strides) or _divided(index):
             return None
-        offset = place
+        offset = index
         for name in names:
             offset = offset.without(name)
         return replace(view, strides=tuple(stride for stride in strides if stride is not None), offset=offset)
 
     def node(self, node: Node) -> Kernel | None:
-        """The kernel on the padded buffer; None if some index would divide."""
+        """The kernel on the padded buffer; None if an index would need a division."""
         assert isinstance(node, Kernel)
         body = tuple(self._line(line, node.ranges) for line in node.body)
         params = {param.name: param for param in node.params}
         params[self.buffer] = replace(params[self.buffer], numel=self.numel(params[self.buffer].numel))
         kernel = split_axes(replace(node, body=body, params=tuple(params.values())))
-        mine = (line.rhs for line in kernel.body if isinstance(line.rhs, Load | Store))
-        if any(access.buffer == self.buffer and _divided(access.index) for access in mine):
+        accesses = (line.rhs for line in kernel.body if isinstance(line.rhs, Load | Store))
+        if any(access.buffer == self.buffer and _divided(access.index) for access in accesses):
             return None
         return canonical_kernel(kernel)
 
@@ -154,7 +155,7 @@ class Padding:
 
 
 def find_walks(kernel: Kernel, temporaries: Collection[str], machine: Machine) -> list[Walk]:
-    """What the kernel reads across rows that lie in few sets; sizes that are not known yet count as middling ones."""
+    """The kernel's reads across rows that map to few sets; unknown sizes are estimated."""
     params = {param.name: param for param in kernel.params if param.name in temporaries}
     contraction = find_contraction(kernel)
     if contraction is not None:
@@ -167,23 +168,23 @@ def find_walks(kernel: Kernel, temporaries: Collection[str], machine: Machine) -
 
 
 def _copied(contraction: Contraction, param: Param, machine: Machine) -> Walk | None:
-    """A product whose left rows lie in one set of the first cache, which is why they are copied."""
+    """The walk of a product that copies its left operand because rows map to one set of the first cache."""
     load, _ = contraction.loads
     steps = [load.index.coefficient(name) for name in contraction.rows]
     row = min((step.value for step in steps if step is not None and step.value), default=0)
-    along = any(load.index.coefficient(name) == ONE for name in contraction.inner)
+    contiguous = any(load.index.coefficient(name) == ONE for name in contraction.inner)
     numel = estimate(param.numel)
-    if contraction.windowed or not along or not row:
+    if contraction.windowed or not contiguous or not row:
         return None
     if row * param.dtype.itemsize % SAME_SET or numel <= FEW_ROWS * row:
         return None
     size = numel * param.dtype.itemsize
-    why = f"rows of {row} elements lie in one set of the first cache: a product would copy them"
+    why = f"rows of {row} elements map to one set of the first cache: a product would copy them"
     return Walk(param.name, row, moving(machine, size, size, size) / machine.cores, why)
 
 
 def _column_walk(kernel: Kernel, load: Load, param: Param, machine: Machine) -> Walk | None:
-    """A reduction that walks down some columns several times, and finds them gone from the second cache."""
+    """The walk of a reduction over columns, several times, which have been evicted from the second cache in between."""
     steps = {name: load.index.coefficient(name) for name in kernel.ranges}
     known = {name: step.value or 0 for name, step in steps.items() if step is not None}
     down = [name for name in kernel.reduced if known.get(name, 0) > 0]
@@ -194,33 +195,33 @@ def _column_walk(kernel: Kernel, load: Load, param: Param, machine: Machine) -> 
     if again < 1 or rows < own.holds(row * param.dtype.itemsize) or rows * COLUMN_BYTES > own.size:
         return None
     size = estimated_bytes(param)
-    beyond = machine.level(max(size, own.size + 1))
-    saved = again * size * (1 / beyond.read.one - 1 / own.read.one) / machine.cores
+    outer = machine.level(max(size, own.size + 1))
+    saved = again * size * (1 / outer.read.one - 1 / own.read.one) / machine.cores
     why = f"{rows} rows of {row} elements keep a column in the second cache between {again + 1} sweeps over it"
     return Walk(param.name, row, saved, why) if saved > 0 else None
 
 
 def sweeps(kernel: Kernel, buffer: str) -> int:
-    """How often the kernel walks over what it loads of `buffer`: before a reduction, and again with what came out."""
+    """How many times the kernel sweeps over `buffer`: once before a reduction, and again with its result."""
     reduced, scopes, depth = set(kernel.reduced), axes_of(kernel), depth_of(kernel)
-    made: set[str] = set()
+    dependent: set[str] = set()
     for line in kernel.body:
         loaded = isinstance(line.rhs, Load) and line.rhs.buffer == buffer
-        if (loaded or not made.isdisjoint(operands(line.rhs))) and scopes[line.out] & reduced:
-            made.add(line.out)
-    return len({depth[name] for name in made})
+        if (loaded or not dependent.isdisjoint(operands(line.rhs))) and scopes[line.out] & reduced:
+            dependent.add(line.out)
+    return len({depth[name] for name in dependent})
 
 
 def _fixed(program: Program) -> dict[str, str]:
-    """Why no buffer of these may lie otherwise than it does."""
+    """The buffers whose layout must not change, each with the reason."""
     found: dict[str, str] = {view.buffer: "it is a result" for view in program.outputs if isinstance(view, View)}
     for node in program.nodes:
         if not isinstance(node, Kernel):
-            why = f"{node.name} wants it as it lies"
+            why = f"{node.name} requires its layout"
         elif find_attention(node) is not None:
-            why = "attention packs its operands, and gains nothing by it"
+            why = "attention packs its operands, and gains nothing"
         elif (contraction := find_contraction(node)) is not None and contraction.windowed:
-            why = "a convolution by windows touches it"
+            why = "a convolution reads or writes it"
         else:
             accesses = (line.rhs for line in node.body if isinstance(line.rhs, Load | Store))
             found |= {each.buffer: "an index depends on values" for each in accesses if each.index.vals()}

@@ -1,4 +1,4 @@
-"""May two groups become one kernel? Each question has its rule; the first refusal is the answer."""
+"""Merge two groups into one kernel if every rule allows it; the first refusal is returned."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _RULES = {
     "prefix": "fuse.prefix",
 }
 
-# A reduction is spread over threads along the axes that it keeps. With fewer rows than this, and rows longer than
-# this, a sweep that waits for the result would run on few threads, where a kernel of its own can use them all.
+# A reduction is parallel along its kept axes. With fewer rows than `_FEW_ROWS`, each longer than `_LONG_ROW`, a sweep
+# that needs the result would run on few threads, whereas a separate kernel can use all of them.
 _FEW_ROWS = 16
 _LONG_ROW = 32768
 
-# Bytes of a temporary that shall not wait for another one, and how many times what is made of it that must be.
+# A temporary of at least `_LARGE` bytes must not stay in memory until another one is computed if it has `_TIMES` as
+# many bytes as what is computed from it.
 _LARGE, _TIMES = 16 << 20, 4
 
 
@@ -46,7 +47,7 @@ def refusal(subject: tuple[str, str], mismatch: Mismatch, facts: tuple[tuple[str
 
 def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options) -> Group | Mismatch:
     """Merge two groups of `graph` if every rule agrees; the earlier one becomes the first part of the kernel."""
-    first, second = (one.kernel, other.kernel) if one.place < other.place else (other.kernel, one.kernel)
+    first, second = (one.kernel, other.kernel) if one.rank < other.rank else (other.kernel, one.kernel)
     refused = check_count(graph, options) or _check_size(first, second, options) or _check_scatter(first, second)
     refused = refused or check_neighbours(first, second)
     if refused is not None:
@@ -62,7 +63,7 @@ def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options)
     if not (options.loop_orders or same_order(first, second, match)):
         return Mismatch("different-loop-orders", "their loops differ in order, and option loop_orders is off")
     dead = [buffer for buffer in joint.first.written if not graph.needed_outside(buffer, joint.first, joint.second)]
-    kernel = merge_kernels(first, second, match, dead, graph.apart)
+    kernel = merge_kernels(first, second, match, dead, graph.partitioned)
     if isinstance(kernel, Mismatch):
         return kernel
     refused = check_limits(kernel, options) or _check_parallel(kernel) or check_epilogue(first, kernel)
@@ -72,14 +73,14 @@ def merge_groups(graph: FusionGraph, one: Group, other: Group, options: Options)
 
 
 def check_count(graph: FusionGraph, options: Options) -> Mismatch | None:
-    """Refuse to fuse more often than the user wants."""
+    """Refuse to exceed the maximum number of fusions."""
     if graph.fusions >= options.max_fusions:
-        return Mismatch("size-limit", f"{graph.fusions} fusions were made, which is all that may be")
+        return Mismatch("size-limit", f"{graph.fusions} fusions were made, which is the maximum")
     return None
 
 
 def check_limits(kernel: Kernel, options: Options) -> Mismatch | None:
-    """Refuse kernels beyond the limits that the user may set."""
+    """Refuse kernels above the limits of the options."""
     if len(kernel.body) > options.max_fused_lines:
         return Mismatch("size-limit", f"{len(kernel.body)} lines are more than {options.max_fused_lines}")
     if len(kernel.params) > options.max_fused_buffers:
@@ -93,25 +94,25 @@ def _match(graph: FusionGraph, first: Kernel, second: Kernel) -> Match | Mismatc
     loads = [load for _, load in second.loads()]
     anchors = [(stored[load.buffer], load.index) for load in loads if load.buffer in stored]
     if anchors:
-        # The index with most axes says most about the space.
+        # The index with most axes determines most of the space.
         anchor = max(anchors, key=lambda anchor: len(anchor[0].vars()))
         if len(anchor[0].vars()) == len(first.space) and len(anchor[1].vars()) == len(second.space):
             return match_axes(first, second, [anchor])
         return match_axes(first, second, [anchor], _shared_loads(graph, first, loads))
-    beside = _stored_beside(graph, first, second)
+    partial = _partial_stores(graph, first, second)
     shared = _shared_loads(graph, first, loads)
-    return match_axes(first, second, beside, shared) if beside else match_axes(first, second, shared[:1], shared[1:])
+    return match_axes(first, second, partial, shared) if partial else match_axes(first, second, shared[:1], shared[1:])
 
 
-def _stored_beside(graph: FusionGraph, first: Kernel, second: Kernel) -> list[Anchor]:
-    """Where both kernels store the same number of elements of one buffer, as if they began at the same one."""
-    begun = {store.buffer: store.index for _, store in first.stores() if store.buffer in graph.apart}
-    both = [(begun[store.buffer], store.index) for _, store in second.stores() if store.buffer in begun]
+def _partial_stores(graph: FusionGraph, first: Kernel, second: Kernel) -> list[Anchor]:
+    """The indices at which both kernels store parts of one buffer, without their offsets."""
+    stored = {store.buffer: store.index for _, store in first.stores() if store.buffer in graph.partitioned}
+    both = [(stored[store.buffer], store.index) for _, store in second.stores() if store.buffer in stored]
     return [(one - one.at_zero, other - other.at_zero) for one, other in both[:1]]
 
 
 def _shared_loads(graph: FusionGraph, first: Kernel, loads: Iterable[Load]) -> list[Anchor]:
-    """Where both kernels load the same buffers, for a few of the largest."""
+    """The indices at which both kernels load the same buffer, for a few of the largest buffers."""
     loaded: dict[str, Expr] = {}
     for _, load in first.loads():
         loaded.setdefault(load.buffer, load.index)
@@ -121,16 +122,16 @@ def _shared_loads(graph: FusionGraph, first: Kernel, loads: Iterable[Load]) -> l
 
 
 def _check_size(first: Kernel, second: Kernel, options: Options) -> Mismatch | None:
-    """Refuse early what is too large even if every load and store between the two vanishes."""
+    """Refuse early if the result is too large even without all loads and stores between the two."""
     vanishing = sum(1 for _ in first.stores()) + sum(1 for _ in second.loads())
-    least = len(first.body) + len(second.body) - vanishing
-    if least > options.max_fused_lines:
-        return Mismatch("size-limit", f"{least} lines or more are more than {options.max_fused_lines}")
+    minimum = len(first.body) + len(second.body) - vanishing
+    if minimum > options.max_fused_lines:
+        return Mismatch("size-limit", f"{minimum} lines or more are more than {options.max_fused_lines}")
     return None
 
 
 def _check_scatter(first: Kernel, second: Kernel) -> Mismatch | None:
-    """Refuse to put other work into a scatter, which shares less of its work among threads, and does it in order."""
+    """Refuse to merge other work into a scatter, which is less parallel, and runs in order."""
     for kernel in (first, second):
         if any(store.join or store.index.vals() for _, store in kernel.stores()):
             return Mismatch("scatter", f"{kernel.name} adds to memory, or stores at indices that depend on values")
@@ -138,7 +139,7 @@ def _check_scatter(first: Kernel, second: Kernel) -> Mismatch | None:
 
 
 def _check_parallel(kernel: Kernel) -> Mismatch | None:
-    """Refuse a second sweep over long rows when there are few rows to share among threads."""
+    """Refuse a second sweep over long rows if there are few rows to distribute over threads."""
     reduced = kernel.reduced
     if not reduced:
         return None
@@ -147,11 +148,11 @@ def _check_parallel(kernel: Kernel) -> Mismatch | None:
     rows = estimate(product(extent for name, extent in ranges.items() if name not in reduced))
     if rows >= _FEW_ROWS or length < _LONG_ROW or not _has_second_sweep(kernel):
         return None
-    return Mismatch("cost", f"{rows} rows of {length} elements leave too little for other threads to do")
+    return Mismatch("cost", f"{rows} rows of {length} elements are too little parallel work for a second sweep")
 
 
 def _check_memory(graph: FusionGraph, first: Kernel, second: Kernel) -> Mismatch | None:
-    """Refuse to have a large temporary, of which little is made, wait in memory until another one is there."""
+    """Refuse to keep a large temporary, from which little is computed, in memory until another one is computed."""
     one, other = ({load.buffer for _, load in kernel.loads()} for kernel in (first, second))
     waiting = sum(_temporary(graph, name) for name in one - other)
     if not waiting or not any(_temporary(graph, name) for name in other - one):
@@ -159,7 +160,7 @@ def _check_memory(graph: FusionGraph, first: Kernel, second: Kernel) -> Mismatch
     made = sum(estimated_bytes(graph.buffers[store.buffer]) for _, store in first.stores())
     if waiting < _TIMES * made:
         return None
-    return Mismatch("memory", f"{waiting} bytes would stay in memory until what {second.name} reads is there as well")
+    return Mismatch("memory", f"{waiting} bytes would stay in memory until other inputs of {second.name} exist")
 
 
 def _temporary(graph: FusionGraph, name: str) -> int:

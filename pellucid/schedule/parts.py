@@ -1,6 +1,6 @@
-"""Kernels that compute otherwise in each part of an axis become a kernel for each part.
+"""Kernels that compute different values in each part of an axis are split into one kernel per part.
 
-So a `cat` needs no masks, and what makes one of its tensors can store it where it belongs:
+Then a `cat` needs no masks, and the producer of one of its tensors can store it directly in the result:
 
     before: `for i0 < 96: c = i0 < 64; store y[i0], where c, (load a[i0] if c), (load b[i0 - 64] if not c)`
     after:  `for i0 < 64: store y[i0], load a[i0]`
@@ -42,11 +42,11 @@ from pellucid.schedule.merge import scalar_of
 from pellucid.schedule.rewrite import Rewrite, live_lines, make_kernel, unique_name
 
 STEP = "parts"
-MOST_PARTS = 16
+MAX_PARTS = 16
 
 
 def split_parts(program: Program, machine: Machine) -> tuple[Program, list[Decision], frozenset[str]]:
-    """`program` with such kernels split where that pays, and the buffers that their parts store together."""
+    """`program` with such kernels split where that pays, the decisions, and the buffers that several parts write."""
     ways = {node.name: _ways(node) for node in program.nodes if isinstance(node, Kernel)}
     if not any(ways.values()):
         return program, [], frozenset()
@@ -54,61 +54,61 @@ def split_parts(program: Program, machine: Machine) -> tuple[Program, list[Decis
     taken = {node.name for node in program.nodes}
     nodes: list[Node] = []
     decisions: list[Decision] = []
-    apart: set[str] = set()
+    partitioned: set[str] = set()
     for node in program.nodes:
-        if isinstance(node, Kernel) and ways[node.name] and _makes_alone(graph, node):
+        if isinstance(node, Kernel) and ways[node.name] and _is_only_writer(graph, node):
             parts, decision = _decided(graph, node, ways[node.name])
             decisions.append(decision)
             if decision.ok:
                 nodes += [replace(part, name=unique_name(f"{node.name}_part", taken)) for part in parts]
-                apart.update(writes(node))
+                partitioned.update(writes(node))
                 continue
         nodes.append(node)
-    return replace(program, nodes=tuple(nodes)), decisions, frozenset(apart)
+    return replace(program, nodes=tuple(nodes)), decisions, frozenset(partitioned)
 
 
-def _makes_alone(graph: FusionGraph, kernel: Kernel) -> bool:
-    """Whether a kernel alone makes what it stores, of which it loads nothing."""
+def _is_only_writer(graph: FusionGraph, kernel: Kernel) -> bool:
+    """Whether no other node writes the buffers that a kernel stores, and it loads none of them."""
     stored = writes(kernel)
     return all(len(graph.writers[name]) == 1 for name in stored) and {*stored}.isdisjoint(reads(kernel))
 
 
 def _passed_on(graph: FusionGraph, kernel: Kernel) -> Iterator[Buffer]:
-    """What other kernels make for this one alone, and may store for it elsewhere."""
+    """Temporaries of other kernels that only this kernel reads, so that these may store them elsewhere."""
     for name in reads(kernel):
-        makers = (graph.program.nodes[position] for position in graph.writers.get(name, ()))
-        alone = graph.buffers[name].role == "temp" and len(graph.readers[name]) == 1
-        if alone and all(isinstance(maker, Kernel) for maker in makers):
+        writers = (graph.program.nodes[position] for position in graph.writers.get(name, ()))
+        only_reader = graph.buffers[name].role == "temp" and len(graph.readers[name]) == 1
+        if only_reader and all(isinstance(writer, Kernel) for writer in writers):
             yield graph.buffers[name]
 
 
 def _decided(
     graph: FusionGraph, kernel: Kernel, ways: Sequence[tuple[Kernel, ...]]
 ) -> tuple[tuple[Kernel, ...], Decision]:
-    """The way whose parts take least time, and whether that is less than what the whole kernel takes.
+    """The split whose parts take the shortest time, and whether that is less than the time of the whole kernel.
 
-    What other kernels make for a part alone need not be stored and read once more.
+    Temporaries that only this kernel reads need not be stored and read again.
     """
     machine = graph.machine
-    prices = [sum(_price(each, machine) for each in _side_by_side(parts)) for parts in ways]
-    apart = min(prices)
-    parts, whole, spared = ways[prices.index(apart)], _price(kernel, machine), 0.0
+    prices = [sum(_price(each, machine) for each in _merged(parts)) for parts in ways]
+    divided = min(prices)
+    parts, whole, spared = ways[prices.index(divided)], _price(kernel, machine), 0.0
     for buffer in _passed_on(graph, kernel):
         size = estimated_bytes(buffer)
         spared += moving(machine, size, size, size, machine.cores) + starting(machine, machine.cores)
-    ok = apart - spared < whole
-    facts = (("ns_whole", round(whole)), ("ns_parts", round(apart)), ("ns_spared", round(spared)))
+    ok = divided - spared < whole
+    facts = (("ns_whole", round(whole)), ("ns_parts", round(divided)), ("ns_spared", round(spared)))
     more = "less" if ok else "more"
     why = f"{len(parts)} kernels with fewer masks take {more} time than one that chooses at each point"
     return parts, Decision("schedule.parts", (kernel.name,), ok, why, facts)
 
 
-def _side_by_side(parts: Iterable[Kernel]) -> Iterator[Kernel]:
-    """Parts with equal axes as one kernel, which they are to become."""
-    alike: dict[tuple[Axis, ...], list[Kernel]] = {}
+def _merged(parts: Iterable[Kernel]) -> Iterator[Kernel]:
+    """Parts with equal axes as one kernel, into which fusion will merge them."""
+    by_space: dict[tuple[Axis, ...], list[Kernel]] = {}
     for part in parts:
-        alike.setdefault(part.space, []).append(part)
-    for space, kernels in alike.items():
+        by_space.setdefault(part.space, []).append(part)
+    for space, kernels in by_space.items():
         params = {param.name: param for kernel in kernels for param in kernel.params}
         body = [
             line
@@ -129,21 +129,21 @@ def _price(kernel: Kernel, machine: Machine) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """A value that is true before the point `bound` of an axis if it is `below`, and from there on if not."""
+    """A value that is true before the point `bound` of an axis if `below`, else from that point on."""
 
     axis: str
     bound: int
     below: bool
 
     def within(self, axis: str, first: int, last: int) -> bool | None:
-        """What it is at the points from `first` up to `last`; None if it is not the same at all of them."""
+        """Its value at the points from `first` up to, excluding, `last`; None if it is not constant there."""
         if axis != self.axis or first < self.bound < last:
             return None
         return (last <= self.bound) == self.below
 
 
 def _ways(kernel: Kernel) -> list[tuple[Kernel, ...]]:
-    """The ways to split a kernel: by parts of one axis, or of each where that makes a difference."""
+    """The ways to split a kernel: along one axis, or along all axes where that differs."""
     stored = [store.index for _, store in kernel.stores()]
     if any(isinstance(line.rhs, Reduce | CheckIndex) for line in kernel.body) or any(index.vals() for index in stored):
         return []
@@ -152,14 +152,14 @@ def _ways(kernel: Kernel) -> list[tuple[Kernel, ...]]:
     parts = (kernel,)
     for axis in axes:
         parts = tuple(each for part in parts for each in _along(part, axis))
-    return [*found, parts] if 1 < len(parts) <= MOST_PARTS and parts not in found else found
+    return [*found, parts] if 1 < len(parts) <= MAX_PARTS and parts not in found else found
 
 
 def _along(kernel: Kernel, axis: str) -> tuple[Kernel, ...]:
-    """A kernel for each part of an axis if one of them reads less; else the kernel itself."""
+    """A kernel for each part of an axis if one of them has fewer loads; else the kernel itself."""
     conditions, extent = _conditions(kernel), kernel.ranges[axis].value if axis in kernel.ranges else None
     bounds = {each.bound for each in conditions.values() if each.axis == axis and 0 < each.bound < (extent or 0)}
-    if extent is None or not 0 < len(bounds) < MOST_PARTS:
+    if extent is None or not 0 < len(bounds) < MAX_PARTS:
         return (kernel,)
     parts = tuple(_part(kernel, conditions, axis, *ends) for ends in pairwise((0, *sorted(bounds), extent)))
     return parts if any(_loaded(part) < _loaded(kernel) for part in parts) else (kernel,)
@@ -170,7 +170,7 @@ def _loaded(kernel: Kernel) -> int:
 
 
 def _conditions(kernel: Kernel) -> dict[str, _Condition]:
-    """The values of a kernel that compare a position with a number."""
+    """The values of a kernel that compare a position with a constant."""
     values = {line.out: line.rhs for line in kernel.body}
     found: dict[str, _Condition] = {}
     for line in kernel.body:
@@ -188,7 +188,7 @@ def _conditions(kernel: Kernel) -> dict[str, _Condition]:
 
 
 def _part(kernel: Kernel, conditions: Mapping[str, _Condition], axis: str, first: int, last: int) -> Kernel:
-    """A kernel at the points of an axis from `first` up to `last`, where conditions that are known are gone."""
+    """A kernel at the points of an axis from `first` up to, excluding, `last`, with constant conditions folded."""
     space = tuple(Axis(each.name, const(last - first)) if each.name == axis else each for each in kernel.space)
     moved: dict[str, Expr] = {axis: var(axis) + first}
     if last - first == 1:
@@ -211,7 +211,7 @@ def _part(kernel: Kernel, conditions: Mapping[str, _Condition], axis: str, first
 
 
 def _simplified(line: Line, known: Mapping[str, bool]) -> Rhs | str:
-    """What a line computes where some conditions are known, or the name of what it is equal to."""
+    """The right-hand side of a line where some conditions are known, or the name of the value that it equals."""
     match line.rhs:
         case Compute("where", (condition, chosen, other)) if condition in known:
             return chosen if known[condition] else other

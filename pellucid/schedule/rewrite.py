@@ -1,4 +1,4 @@
-"""Rewriting lines of kernel bodies: other names for values, other coordinates for axes."""
+"""Rewriting lines of kernel bodies: new names for values, new coordinates for axes."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def make_kernel(name: str, space: Iterable[Axis], body: Iterable[Line], params: 
 
 def row_major(axes: Iterable[Axis]) -> Expr:
     """The position among all points of `axes`, the last axis running fastest."""
-    place = ZERO
+    position = ZERO
     for axis in axes:
-        place = place * axis.extent + var(axis.name)
-    return place
+        position = position * axis.extent + var(axis.name)
+    return position
 
 
 def unique_name(stem: str, taken: set[str]) -> str:
-    """`stem`, with a number if it is taken; it is taken from now on."""
+    """`stem`, with a number if it is taken; the result is added to `taken`."""
     name, number = stem, 0
     while name in taken:
         number += 1
@@ -130,7 +130,7 @@ def unique_name(stem: str, taken: set[str]) -> str:
 def live_lines(body: Iterable[Line], dead_stores: frozenset[str] = frozenset()) -> tuple[Line, ...]:
     """The lines that the stores of `body` need, without stores into `dead_stores`.
 
-    The origin of a removed store passes to the value that was stored, so that no FX node is lost.
+    The origin of a removed store is added to the stored value, so that no FX node is lost.
     """
     needed: set[str] = set()
     inherited: dict[str, list[Line]] = {}

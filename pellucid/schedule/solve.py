@@ -1,8 +1,8 @@
-"""Which point of a producer made the element that a consumer loads?
+"""Solve for the point of a producer that stores the element that a consumer loads.
 
 The producer stores every element of its buffer once, at `24*i + 4*j + k`, a number in mixed radix. The digits of
 the consumer's index are the point: `i = index // 24`, `j = index // 4 % 6`, `k = index % 4`. With the ranges of the
-consumer's axes most of the divisions are exact and vanish; others go when an axis of the consumer is split.
+consumer's axes most of the divisions are exact and vanish; others vanish when an axis of the consumer is split.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ def solve(
 ) -> dict[str, Expr] | Mismatch:
     """The axes of `producer` in terms of those of `consumer`, such that `stored` becomes `loaded`.
 
-    mask: the value of `consumer` without which the load does not touch memory; the solution holds where it is true.
+    mask: the mask of the load, a value of `consumer`, if it has one; the solution holds where it is true.
     """
     digits = radix(producer, stored, numel)
     if digits is None:
-        return Mismatch("different-loop-orders", f"{stored} does not count through the whole buffer")
+        return Mismatch("different-loop-orders", f"{stored} does not enumerate the whole buffer")
     ranges = consumer.ranges
-    inside, there, back = dict(ranges), dict[Atom, Expr](), dict[Atom, Expr]()
+    extended, forth, back = dict(ranges), dict[Atom, Expr](), dict[Atom, Expr]()
     for line in consumer.body if loaded.vals() else ():
-        # A value that was checked lies in a range: use a counter over it as an axis.
+        # A checked value is in a known range: use a counter over this range as an axis.
         if line.out in loaded.vals() and isinstance(line.rhs, CheckIndex):
             counter = f"{line.out} in range"
-            inside[counter] = line.rhs.size
-            there[Val(line.out)] = var(counter)
+            extended[counter] = line.rhs.size
+            forth[Val(line.out)] = var(counter)
             back[Var(counter)] = of_atom(Val(line.out))
-    if any(Val(name) not in there for name in loaded.vals()):
-        return Mismatch("indirect", f"{loaded} is computed from a value that may lie anywhere")
+    if any(Val(name) not in forth for name in loaded.vals()):
+        return Mismatch("indirect", f"{loaded} is computed from a value of unknown range")
     for position, low, high in [] if mask is None else intervals(consumer.body, mask, ranges):
         # Where the mask holds, `position` is `low` plus a counter that starts at 0: use the counter as an axis.
         name = next((name for name in sorted(position.vars()) if position.coefficient(name) == ONE), None)
-        if name is not None and Var(name) not in there:
+        if name is not None and Var(name) not in forth:
             counter = f"{name} from {low}"
-            inside[counter] = high - low
-            there[Var(name)] = var(counter) + low - position.without(name)
+            extended[counter] = high - low
+            forth[Var(name)] = var(counter) + low - position.without(name)
             back[Var(counter)] = position - low
-    index = loaded.substitute(there, inside)
+    index = loaded.substitute(forth, extended)
     solution: dict[str, Expr] = {}
     for number, (name, weight) in enumerate(digits):
-        digit = floordiv(index, weight, inside)
+        digit = floordiv(index, weight, extended)
         if number < len(digits) - 1:
-            digit = mod(digit, producer.ranges[name], inside)
+            digit = mod(digit, producer.ranges[name], extended)
         solution[name] = digit.substitute(back, ranges)
     return solution
 
 
 def radix(kernel: Kernel, stored: Expr, numel: Expr) -> list[tuple[str, Expr]] | None:
-    """The axes of `stored` and their weights, innermost first; None unless it counts from 0 to `numel` without gap."""
+    """The axes of `stored` and their weights, innermost first; None unless it enumerates 0 to `numel` without gaps."""
     left = {name: stored.coefficient(name) for name in stored.vars()}
     ranges = kernel.ranges
     found: list[tuple[str, Expr]] = []
@@ -70,9 +70,9 @@ def radix(kernel: Kernel, stored: Expr, numel: Expr) -> list[tuple[str, Expr]] |
 
 
 def intervals(body: Iterable[Line], mask: str, ranges: Mapping[str, Expr]) -> list[tuple[Expr, Expr, Expr]]:
-    """What the bool value `mask` says about positions: `(position, low, high)` for `low <= position < high`.
+    """The bounds that the bool value `mask` implies: `(position, low, high)` for `low <= position < high`.
 
-    Understood are comparisons of a position with a size, joined by `bitwise_and`.
+    Comparisons of a position with a size, combined by `bitwise_and`, are recognised.
     """
     lines = {line.out: line for line in body}
     low: dict[Expr, Expr] = {}

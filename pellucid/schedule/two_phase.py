@@ -1,7 +1,7 @@
-"""Reductions in two phases: a partial result for each chunk, then the result of these.
+"""Reductions in two phases: a partial result for each chunk, then the reduction of these.
 
 A kernel is parallel over its kept axes only, so the sum of a whole tensor, or a statistic of few channels, would run
-on one thread or few. Here such a kernel becomes several, all of them plain kernels:
+on one thread or few. Such a kernel is split into several ordinary kernels:
 
     before: `s = sum x[i] over i < 1048576; y[i] = x[i] / s`
     after:  `part[c] = sum x[16384*c + j] over j < 16384`    for each of 64 chunks c
@@ -48,7 +48,7 @@ STEP = "two phases"
 
 
 def split_reductions(program: Program, options: Options) -> tuple[Program, list[Decision]]:
-    """`program` with its long reductions in two phases, and why each reduction is, or is not."""
+    """`program` with its long reductions in two phases, and a decision for each reduction."""
     nodes: list[Node] = []
     buffers = list(program.buffers)
     decisions: list[Decision] = []
@@ -68,7 +68,7 @@ def split_reductions(program: Program, options: Options) -> tuple[Program, list[
 
 
 def split_kernel(kernel: Kernel, cuts: Sequence[Cut]) -> tuple[tuple[Kernel, ...], tuple[Buffer, ...]]:
-    """The kernels that together do what `kernel` does, in order, and the buffers between them."""
+    """The kernels that together replace `kernel`, in order, and the buffers between them."""
     split = _Split(kernel, tuple(cuts), {kernel.name, *(param.name for param in kernel.params)})
     return tuple(split.kernels()), tuple(split.buffers)
 
@@ -77,7 +77,7 @@ def split_kernel(kernel: Kernel, cuts: Sequence[Cut]) -> tuple[tuple[Kernel, ...
 class _Split:
     """Splits one kernel.
 
-    kernel: as it was. chunked: the same over the axes `chunks` (which chunk) and `inside` (where in it).
+    kernel: the original. chunked: the same over the axes `chunks` (which chunk) and `inside` (position in a chunk).
     parts, totals: for each reduction the buffer of its partial results and of its result.
     """
 
@@ -108,7 +108,7 @@ class _Split:
         loaded = {load.buffer for _, load in self.kernel.loads()}
         last = max(self.stage.values())
         exact = all(cut.exact for cut in self.cuts)
-        early: dict[int, list[Line]] = {}  # stores that the first phase of a stage does in passing
+        early: dict[int, list[Line]] = {}  # stores that the first phase of a stage also executes
         late: list[Line] = []  # other stores along the reduced axes
         kept: list[Line] = []  # stores that do not vary along the reduced axes
         for line, store in self.kernel.stores():
@@ -118,20 +118,20 @@ class _Split:
                 early.setdefault(self.stage[line.out] + 1, []).append(line)
             else:
                 late.append(line)
-        # A store in place waits until the last load of its buffer.
-        apart = bool(late) and any(isinstance(line.rhs, Store) and line.rhs.buffer in loaded for line in kept)
-        made: list[Kernel] = []
+        # A store in place must follow the last load of its buffer.
+        separate = bool(late) and any(isinstance(line.rhs, Store) and line.rhs.buffer in loaded for line in kept)
+        kernels: list[Kernel] = []
         for now in range(1, last + 1):
             joins = [line for line in self.kernel.body if isinstance(line.rhs, Reduce) and self.stage[line.out] == now]
-            made.append(self._first(now, joins, early.get(now, [])))
+            kernels.append(self._first(now, joins, early.get(now, [])))
             final = now == last
-            results = kept if final and not apart else []
-            made.append(self._second(now, joins, results, needed=not final or bool(late) or apart))
+            results = kept if final and not separate else []
+            kernels.append(self._second(now, joins, results, needed=not final or bool(late) or separate))
         names = (f"{self.kernel.name}_rest", f"{self.kernel.name}_last")
-        for name, stores in zip(names, (late, kept if apart else []), strict=True):
+        for name, stores in zip(names, (late, kept if separate else []), strict=True):
             if stores:
-                made.append(self._pointwise(name, stores))
-        return made
+                kernels.append(self._pointwise(name, stores))
+        return kernels
 
     # ------------------------------------------------------------------------------------------ phases
 
@@ -145,12 +145,14 @@ class _Split:
                 value, kind = f"{line.out}.{what}", self._dtype(chunked, op)
                 partial = Reduce(op, chunked.rhs.arg, self.inside)
                 body.append(Line(value, partial, kind, chunked.origin.step(STEP)))
-                name = self.parts[value] = self._buffer("part", kind, product(a.extent for a in self._place(line)))
-                body.append(self._store(name, row_major(self._place(line)), value, body[-1]))
+                name = self.parts[value] = self._buffer(
+                    "part", kind, product(a.extent for a in self._partial_axes(line))
+                )
+                body.append(self._store(name, row_major(self._partial_axes(line)), value, body[-1]))
         return self._kernel(f"{self.kernel.name}_part{now}", self.chunked.space, body)
 
     def _second(self, now: int, joins: Sequence[Line], results: Sequence[Line], needed: bool) -> Kernel:
-        """The results of all chunks joined, and the lines that follow from them alone."""
+        """The combined results of all chunks, and the lines that depend only on them."""
         body: list[Line] = []
         for line in joins:
             body += self._join(line)
@@ -164,19 +166,19 @@ class _Split:
         return self._kernel(f"{self.kernel.name}_all{now}", axes, [*body, *rest])
 
     def _join(self, line: Line) -> list[Line]:
-        """The lines that make a reduction from its partial results."""
+        """The lines that compute a reduction from its partial results."""
         assert isinstance(line.rhs, Reduce)
         op, names = line.rhs.op, tuple(axis.name for axis in self.chunks)
-        origin, place = line.origin.step(STEP), self._place(line)
+        origin, axes = line.origin.step(STEP), self._partial_axes(line)
 
         def load(what: str, index: Expr, kind: DType) -> Line:
             return Line(f"{line.out}.{what}.of", Load(self.parts[f"{line.out}.{what}"], index), kind, origin)
 
         if op not in ("argmax", "argmin"):
-            partial = load("value", row_major(place), line.dtype)
+            partial = load("value", row_major(axes), line.dtype)
             return [partial, Line(line.out, Reduce(op, partial.out, names), line.dtype, origin)]
-        # The chunk with the best value, the first of equals, then the position inside of it.
-        best = load("value", row_major(place), self.lines[line.rhs.arg].dtype)
+        # The chunk with the best value, the first of equal ones, then the position inside it.
+        best = load("value", row_major(axes), self.lines[line.rhs.arg].dtype)
         chunk = Line(f"{line.out}.chunk", Reduce(op, best.out, names), line.dtype, origin)
         kept = self._kept(line)
         index = val(chunk.out) * product(axis.extent for axis in kept) + row_major(kept)
@@ -187,7 +189,7 @@ class _Split:
         return [best, chunk, within, before, answer]
 
     def _pointwise(self, name: str, stores: Sequence[Line]) -> Kernel:
-        """The stores that wait for all results."""
+        """The stores that need all results."""
         body = self._closure(stores, {line.out: line for line in self.kernel.body}, keep=())
         return self._kernel(name, self.kernel.space, body)
 
@@ -196,7 +198,7 @@ class _Split:
     def _closure(
         self, roots: Sequence[Line], lines: dict[str, Line], keep: Sequence[Line], known: Iterable[str] = ()
     ) -> list[Line]:
-        """What `roots` need, in order, with results of earlier stages loaded. The lines `keep` are left out."""
+        """The lines that `roots` need, in order, without `keep` and `known`; results of earlier stages are loaded."""
         left_out = {line.out for line in keep} | set(known)
         needed: set[str] = set()
         stack = [line.out for line in roots]
@@ -218,7 +220,7 @@ class _Split:
         return replace(line, rhs=Load(self.totals[line.out], row_major(self._kept(line))))
 
     def _partial(self, op: str) -> dict[str, str]:
-        """What is kept of each chunk, and the reduction that makes it."""
+        """The partial results of each chunk, and the reduction that computes each."""
         return {"value": op[3:], "position": op} if op in ("argmax", "argmin") else {"value": op}
 
     def _dtype(self, line: Line, op: str) -> DType:
@@ -231,7 +233,7 @@ class _Split:
     def _kept(self, line: Line) -> tuple[Axis, ...]:
         return tuple(axis for axis in self.kernel.space if axis.name in self.depends[line.out])
 
-    def _place(self, line: Line) -> tuple[Axis, ...]:
+    def _partial_axes(self, line: Line) -> tuple[Axis, ...]:
         return (*self.chunks, *self._kept(line))
 
     def _buffer(self, stem: str, dtype: DType, numel: Expr) -> str:
@@ -248,9 +250,9 @@ class _Split:
 
 
 def chunk_axes(kernel: Kernel, cuts: Sequence[Cut]) -> tuple[Kernel, tuple[Axis, ...], tuple[str, ...]]:
-    """The kernel over cut axes, the axes that number the chunks, and the reduced axes inside of a chunk.
+    """The kernel over cut axes, the axes that number the chunks, and the reduced axes inside a chunk.
 
-    Where chunks are not exact, points past the end of an axis load nothing and do not count.
+    Where chunks are not exact, points past the end of an axis load nothing and contribute nothing.
     """
     names = {axis.name for axis in kernel.space}
     pieces: dict[str, tuple[Axis, ...]] = {}
@@ -260,16 +262,16 @@ def chunk_axes(kernel: Kernel, cuts: Sequence[Cut]) -> tuple[Kernel, tuple[Axis,
         pieces[cut.axis] = both[:1] if cut.size == ONE else both
     space = tuple(piece for axis in kernel.space for piece in pieces.get(axis.name, (axis,)))
     sizes = {cut.axis: cut.size for cut in cuts}
-    places = {old: _position(new, sizes[old]) for old, new in pieces.items()}
+    positions = {old: _position(new, sizes[old]) for old, new in pieces.items()}
     rewrite = Rewrite(
-        axes=places,
+        axes=positions,
         pieces={old: tuple(axis.name for axis in new) for old, new in pieces.items()},
         ranges={axis.name: axis.extent for axis in space},
     )
     body = rewrite.lines(kernel.body)
     limits = {cut.axis: kernel.ranges[cut.axis] for cut in cuts if not cut.exact}
     if limits:
-        body = _masked(kernel, body, {axis: (places[axis], limit) for axis, limit in limits.items()})
+        body = _masked(kernel, body, {axis: (positions[axis], limit) for axis, limit in limits.items()})
     chunked = replace(kernel, space=space, body=body)
     first = {new[0].name for new in pieces.values()}
     chunks = tuple(axis for axis in space if axis.name in first)
@@ -282,18 +284,18 @@ def _position(pieces: tuple[Axis, ...], size: Expr) -> Expr:
 
 
 def _masked(kernel: Kernel, body: Sequence[Line], limits: dict[str, tuple[Expr, Expr]]) -> tuple[Line, ...]:
-    """`body` with nothing loaded and nothing counted past the end of a cut axis."""
+    """`body` with loads and reduced values masked past the end of a cut axis."""
     depends = axes_of(kernel)
     origin = merge(line.origin for line in body if isinstance(line.rhs, Reduce)).step(STEP)
-    made: list[Line] = []
+    result: list[Line] = []
 
     def line(name: str, rhs: Const | IndexValue | Compute, dtype: DType) -> str:
-        made.append(Line(name, rhs, dtype, origin))
+        result.append(Line(name, rhs, dtype, origin))
         return name
 
     mask = ""
-    for axis, (place, limit) in limits.items():
-        at = line(f"{axis}.at", IndexValue(place), DType.I64)
+    for axis, (position, limit) in limits.items():
+        at = line(f"{axis}.at", IndexValue(position), DType.I64)
         end = line(f"{axis}.end", IndexValue(limit), DType.I64)
         inside = line(f"{axis}.inside", Compute("lt", (at, end)), DType.BOOL)
         mask = line(f"{axis}.both", Compute("bitwise_and", (mask, inside)), DType.BOOL) if mask else inside
@@ -304,22 +306,22 @@ def _masked(kernel: Kernel, body: Sequence[Line], limits: dict[str, tuple[Expr, 
 
     dtypes = {each.out: each.dtype for each in body}
     for each in body:
-        beyond = bool(depends[each.out] & limits.keys())
+        varies = bool(depends[each.out] & limits.keys())
         match each.rhs:
-            case Load(buffer, index, old, other) if beyond:
+            case Load(buffer, index, old, other) if varies:
                 both = mask
                 if old is not None:
                     both = line(f"{each.out}.mask", Compute("bitwise_and", (old, mask)), DType.BOOL)
-                made.append(replace(each, rhs=Load(buffer, index, both, other)))
-            case CheckIndex(arg) if beyond:
-                made.append(replace(each, rhs=replace(each.rhs, arg=chosen(each.out, arg, 0, DType.I64))))
+                result.append(replace(each, rhs=Load(buffer, index, both, other)))
+            case CheckIndex(arg) if varies:
+                result.append(replace(each, rhs=replace(each.rhs, arg=chosen(each.out, arg, 0, DType.I64))))
             case Reduce(op, arg, axes):
                 join = REDUCTIONS[op.removeprefix("arg")].combine
                 value = chosen(each.out, arg, identity_of(join, dtypes[arg]), dtypes[arg])
-                made.append(replace(each, rhs=Reduce(op, value, axes)))
+                result.append(replace(each, rhs=Reduce(op, value, axes)))
             case _:
-                made.append(each)
-    return tuple(made)
+                result.append(each)
+    return tuple(result)
 
 
 def _fresh(stem: str, names: set[str]) -> str:

@@ -1,14 +1,14 @@
-"""Points whose results nobody reads are not computed.
+"""Points whose results are never read are not computed.
 
-A causal convolution pads a line at both ends, and a slice drops what comes too late; a language model computes the
-scores of all tokens, and looks at those of the last one:
+A causal convolution pads a line at both ends, and a slice drops the surplus at one end; a language model computes the
+scores of all tokens, and reads those of the last one:
 
     before: `y[i] = sum ... over k`  for i < 1026      `z[i] = relu y[i]`  for i < 1024
     after:  `y[i] = sum ... over k`  for i < 1024      `z[i] = relu y[i]`  for i < 1024
 
-which have the same points now, and become one kernel. Kernels without a reduction, which may be computed again where
-they are read (`inline.py`), are cut if that leaves half of them or less. What is left has a buffer of its own: the one
-of the whole result is gone, as it is where kernels are fused.
+which now have the same points, and become one kernel. Kernels without a reduction, which may be inlined into their
+readers (`inline.py`), are cut only if at most half of their points remain. The remaining part has a buffer of its own;
+the buffer of the whole result is gone, as after fusion.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import accumulate, groupby
 from operator import mul
 
 from pellucid.ir.analysis import reads, writes
-from pellucid.ir.attention import reduces_in_turn
+from pellucid.ir.attention import mixes_reduction_axes
 from pellucid.ir.decision import Decision
 from pellucid.ir.index import (
     ONE,
@@ -44,7 +44,7 @@ from pellucid.schedule.solve import radix, solve
 
 
 def cut_unread(program: Program) -> tuple[Program, list[Decision]]:
-    """`program`, one kernel for each operator, each at those points alone that somebody reads."""
+    """`program`, one kernel for each operator, each restricted to the points that are read."""
     whole = set(_read_whole(program))
     buffers = {buffer.name: buffer for buffer in program.buffers}
     nodes = {node.name: node for node in program.nodes}
@@ -82,9 +82,9 @@ def _read_whole(program: Program) -> Iterable[str]:
 
 
 def _cuttable(kernel: Kernel) -> Store | None:
-    """The only store of a kernel each of whose points stands for itself, and fails nowhere."""
+    """The only store of a kernel whose points are independent and cannot fail; None for other kernels."""
     stores = [store for _, store in kernel.stores()]
-    if len(stores) != 1 or reduces_in_turn(kernel):
+    if len(stores) != 1 or mixes_reduction_axes(kernel):
         return None
     fails = any(isinstance(line.rhs, CheckIndex) for line in kernel.body)
     return None if fails or stores[0].join or stores[0].index.vals() else stores[0]
@@ -92,7 +92,7 @@ def _cuttable(kernel: Kernel) -> Store | None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """`count` points of an axis, `step` from one to the next."""
+    """`count` points of an axis, from `first` on, with distance `step`."""
 
     first: Expr
     step: Expr
@@ -105,9 +105,10 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What is read of a buffer. parts: of the axes of the kernel that stores it, the innermost one in memory first.
+    """The part of a buffer that is read. parts: by axis of the kernel that stores it, the innermost in memory first.
 
-    extents, weights: of these axes, before. points: by load of a reader, which element it loads, in these axes.
+    extents, weights: of these axes, before the cut. points: by load of a reader, the element that it loads, as
+    coordinates on these axes.
     """
 
     parts: Mapping[str, _Part]
@@ -121,33 +122,33 @@ class _Cut:
 
     @property
     def strides(self) -> dict[str, Expr]:
-        """Of the parts, in a buffer that has nothing else."""
+        """The strides of the axes in a buffer that has only the parts."""
         counts = (part.count for part in self.parts.values())
         return dict(zip(self.parts, accumulate(counts, mul, initial=ONE), strict=False))
 
     def is_whole(self, axis: str) -> bool:
         return self.parts[axis] == _Part(ZERO, ONE, self.extents[axis])
 
-    def place(self, index: Expr, point: Mapping[str, Expr], ranges: Mapping[str, Expr]) -> Expr:
-        """Where the element at an index lies, which is at this point.
+    def offset(self, index: Expr, point: Mapping[str, Expr], ranges: Mapping[str, Expr]) -> Expr:
+        """The new index of the element at `index`, whose coordinates are `point`.
 
-        Neighbouring axes that are whole stay together if what an index says of them would have to be taken apart.
+        Neighbouring axes that are whole stay together if splitting the index between them would need divisions.
         """
         rest = index - total(self.weights[axis] * point[axis] for axis in self.parts if not self.is_whole(axis))
-        place, strides = ZERO, self.strides
+        offset, strides = ZERO, self.strides
         for whole, run in groupby(self.parts, key=self.is_whole):
             axes = list(run)
             if whole and any(isinstance(atom, FloorDiv | Mod) for axis in axes for atom in point[axis].atoms()):
                 low, high = self.weights[axes[0]], self.weights[axes[-1]] * self.extents[axes[-1]]
-                place += strides[axes[0]] * mod(floordiv(rest, low, ranges), floordiv(high, low), ranges)
+                offset += strides[axes[0]] * mod(floordiv(rest, low, ranges), floordiv(high, low), ranges)
                 continue
             for axis in axes:
                 part = self.parts[axis]
-                place += strides[axis] * floordiv(point[axis] - part.first, part.step, ranges)
-        return place
+                offset += strides[axis] * floordiv(point[axis] - part.first, part.step, ranges)
+        return offset
 
     def kernels(self, kernel: Kernel, store: Store, readers: Iterable[Kernel], buffer: Buffer) -> Iterable[Kernel]:
-        """The kernel, cut, and its readers, with a buffer that has these parts alone."""
+        """The kernel, cut, and its readers, with a buffer that has only these parts."""
         param = Param(buffer.name, buffer.dtype, buffer.numel)
         counts = {axis: part.count for axis, part in self.parts.items()}
         space = [replace(axis, extent=counts.get(axis.name, axis.extent)) for axis in kernel.space]
@@ -159,9 +160,9 @@ class _Cut:
             for axis, part in self.parts.items()
             if axis not in ranges or not self.is_whole(axis)
         }
-        place = total(stride * counters[axis] for axis, stride in self.strides.items())
+        index = total(stride * counters[axis] for axis, stride in self.strides.items())
         lines = [
-            replace(line, rhs=replace(line.rhs, buffer=buffer.name, index=place)) if line.rhs == store else new
+            replace(line, rhs=replace(line.rhs, buffer=buffer.name, index=index)) if line.rhs == store else new
             for line, new in zip(kernel.body, Rewrite(axes=moved, ranges=ranges).lines(kernel.body), strict=True)
         ]
         yield _made(kernel, space, lines, param)
@@ -172,8 +173,8 @@ class _Cut:
     def _loaded(self, reader: Kernel, line: Line, buffer: str) -> Line:
         if not isinstance(line.rhs, Load) or (reader.name, line.rhs) not in self.points:
             return line
-        place = self.place(line.rhs.index, self.points[reader.name, line.rhs], reader.ranges)
-        return replace(line, rhs=replace(line.rhs, buffer=buffer, index=place))
+        index = self.offset(line.rhs.index, self.points[reader.name, line.rhs], reader.ranges)
+        return replace(line, rhs=replace(line.rhs, buffer=buffer, index=index))
 
     def decisions(self, kernel: Kernel, store: Store) -> Iterable[Decision]:
         for axis, part in self.parts.items():
@@ -181,7 +182,7 @@ class _Cut:
                 continue
             every = "" if part.step == ONE else f"every {part.step} from "
             what = f"{part.first}" if part.count == ONE else f"{every}{part.first} to {part.last}"
-            why = f"of {store.buffer} nothing but {what} is read along {axis}: nothing else is computed"
+            why = f"only {what} of {store.buffer} is read along {axis}: the rest is not computed"
             yield Decision("schedule.unread", (kernel.name, store.buffer), True, why)
 
 
@@ -190,7 +191,7 @@ def _made(kernel: Kernel, space: Iterable[Axis], lines: Iterable[Line], param: P
 
 
 def _cut(kernel: Kernel, store: Store, buffer: Buffer, readers: Sequence[Kernel]) -> _Cut | None:
-    """What readers need of the points of a kernel, None if that is all of them, or is not known."""
+    """The points of a kernel that its readers need; None if these are all, or unknown, or the cut does not pay."""
     digits = radix(kernel, store.index, buffer.numel)
     if digits is None:
         return None
@@ -198,7 +199,7 @@ def _cut(kernel: Kernel, store: Store, buffer: Buffer, readers: Sequence[Kernel]
     parts: dict[str, _Part] = {}
     for reader in readers:
         for load in {load for _, load in reader.loads() if load.buffer == buffer.name}:
-            point = _same(kernel, store, reader, load) or solve(
+            point = _with_equal_strides(kernel, store, reader, load) or solve(
                 kernel, store.index, buffer.numel, reader, load.index, load.mask
             )
             if isinstance(point, Mismatch):
@@ -208,15 +209,15 @@ def _cut(kernel: Kernel, store: Store, buffer: Buffer, readers: Sequence[Kernel]
                 extent = kernel.ranges[axis]
                 part = _Part(ZERO, ONE, extent) if axis in kernel.reduced else _part(point[axis], reader.ranges, extent)
                 parts[axis] = _joined(parts.get(axis, part), part, extent)
-    left, all_of_it = product(part.count for part in parts.values()), product(kernel.ranges[axis] for axis in parts)
-    if left == all_of_it or (not kernel.reduced and 2 * estimate(left) > estimate(all_of_it)):
+    needed, whole = product(part.count for part in parts.values()), product(kernel.ranges[axis] for axis in parts)
+    if needed == whole or (not kernel.reduced and 2 * estimate(needed) > estimate(whole)):
         return None
     weights, extents = dict(digits), {axis: kernel.ranges[axis] for axis in parts}
     return _Cut(parts, extents, weights, points)
 
 
-def _same(kernel: Kernel, store: Store, reader: Kernel, load: Load) -> dict[str, Expr] | None:
-    """The axes of a kernel as those of a reader whose index has the same strides, of whatever sizes these are."""
+def _with_equal_strides(kernel: Kernel, store: Store, reader: Kernel, load: Load) -> dict[str, Expr] | None:
+    """The axes of a kernel in terms of the axes of a reader whose index has the same strides, for any sizes."""
     point: dict[str, Expr] = {}
     for axis in store.index.vars():
         step = store.index.coefficient(axis)
@@ -229,7 +230,7 @@ def _same(kernel: Kernel, store: Store, reader: Kernel, load: Load) -> dict[str,
 
 
 def _part(position: Expr, ranges: Mapping[str, Expr], extent: Expr) -> _Part:
-    """The points of an axis that `position` takes, all where that is not known: what is masked may lie beyond."""
+    """The points of an axis that `position` visits; all if unknown: a masked position may be outside the axis."""
     low, high = bounds(position, ranges) or (ZERO, extent - 1)
     if not (nonnegative(low) and nonnegative(extent - 1 - high) and nonnegative(high - low)):
         return _Part(ZERO, ONE, extent)
@@ -241,7 +242,7 @@ def _part(position: Expr, ranges: Mapping[str, Expr], extent: Expr) -> _Part:
 
 
 def _joined(one: _Part, other: _Part, extent: Expr) -> _Part:
-    """The least part of an axis that has both, if these differ without steps."""
+    """The smallest part of an axis that contains both; without steps unless they are equal."""
     if one == other:
         return one
     first = next((a.first for a, b in ((one, other), (other, one)) if nonnegative(b.first - a.first)), ZERO)

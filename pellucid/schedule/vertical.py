@@ -1,4 +1,4 @@
-"""Vertical fusion: a kernel joins the kernels that make its inputs."""
+"""Vertical fusion: kernels merge with the producers of their inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fuse_vertically(graph: FusionGraph, options: Options, log: DecisionLog) -> N
 
 
 def _visit(graph: FusionGraph, position: int, options: Options, log: DecisionLog) -> None:
-    """Fuse the node at `position` with what makes its inputs; inlining may add inputs on the way."""
+    """Fuse the node at `position` with the producers of its inputs; inlining may add inputs."""
     nodes = graph.program.nodes
     pending = _writers(graph, position, reads(nodes[position]))
     while pending:
@@ -39,7 +39,7 @@ def _visit(graph: FusionGraph, position: int, options: Options, log: DecisionLog
             continue
         before = group.read
         subject = nodes[writer].name, nodes[position].name
-        for decision in _Question(graph, options, producer, group, position, buffer, subject).answer():
+        for decision in _Candidate(graph, options, producer, group, position, buffer, subject).fuse():
             log.add(decision)
             if decision.rule == "fuse.inline" and decision.ok:
                 added = [name for name in group.read if name not in before]
@@ -47,14 +47,14 @@ def _visit(graph: FusionGraph, position: int, options: Options, log: DecisionLog
 
 
 def _writers(graph: FusionGraph, position: int, buffers: Iterable[str]) -> list[tuple[int, str]]:
-    """The buffers among `buffers` that the program makes, each with the position of its writer, the last one last."""
-    made = ((graph.last_writer(buffer, position), buffer) for buffer in buffers)
-    return sorted((writer, buffer) for writer, buffer in made if writer is not None)
+    """Those of `buffers` that the program writes, each with the position of its writer, in ascending order."""
+    written = ((graph.last_writer(buffer, position), buffer) for buffer in buffers)
+    return sorted((writer, buffer) for writer, buffer in written if writer is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """May `group` have the value of `buffer` without memory, from its `producer`?"""
+class _Candidate:
+    """A candidate for fusion: `group` reads `buffer`, which `producer` writes."""
 
     graph: FusionGraph
     options: Options
@@ -64,8 +64,8 @@ class _Question:
     buffer: str
     subject: tuple[str, str]
 
-    def answer(self) -> Iterator[Decision]:
-        """Try the ways one after the other: inline what costs nothing, merge, inline what is cheap."""
+    def fuse(self) -> Iterator[Decision]:
+        """Try in order: inline producers without loads, merge, inline others if that pays."""
         facts = (("buffer", self.buffer),)
         if isinstance(self.producer.node, Extern):
             yield refusal(self.subject, Mismatch("extern", f"{self.producer.node.op} is a library call"), facts)

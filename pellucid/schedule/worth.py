@@ -1,4 +1,4 @@
-"""Is it worth computing a value again instead of loading it? Both are priced in nanoseconds of this machine."""
+"""Decide whether to recompute a value instead of loading it; both costs are estimated in nanoseconds of the machine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pellucid.schedule.fusion_graph import FusionGraph, Group
 from pellucid.schedule.inline import Inlined, Recipe, loads_of
 from pellucid.schedule.match_axes import Mismatch
 
-_MOST_LINES = 64
-_MOST_READERS = 16
+_MAX_LINES = 64
+_MAX_READERS = 16
 
 
 def check_strides(machine: Machine, first: Kernel, second: Kernel, merged: Kernel) -> Mismatch | None:
-    """Refuse to merge two kernels whose accesses no loop order serves together, where loading again costs less.
+    """Refuse to merge two kernels if no loop order makes all accesses contiguous and separate kernels cost less.
 
-    What follows a contraction is written block by block, whatever its order.
+    The epilogue of a contraction is exempt: it is written block by block, whatever its order.
     """
     lost = 0.0 if find_contraction(first) is not None else _striding_more(machine, (first, second), merged)
     if lost <= 0:
@@ -39,47 +39,47 @@ def check_strides(machine: Machine, first: Kernel, second: Kernel, merged: Kerne
         return None
     return Mismatch(
         "strided",
-        f"whatever the loop order, some accesses of both together would lie apart in memory: that costs {lost:.3g} ns"
+        f"in any loop order, some accesses of the merged kernel would be strided: that costs {lost:.3g} ns"
         f" and saves {gain:.3g} ns",
     )
 
 
-def _striding_more(machine: Machine, apart: Sequence[Kernel], together: Kernel) -> float:
-    """Nanoseconds that accesses take longer where one kernel makes them all, and no loop order serves them together."""
+def _striding_more(machine: Machine, separate: Sequence[Kernel], together: Kernel) -> float:
+    """Nanoseconds that accesses take longer in one kernel, if no loop order makes all of them contiguous."""
     if not strided_along_all_axes(together):
         return 0.0
     spent = strided_cost(canonical_kernel(together), machine)
-    return max(0.0, spent and spent - sum(strided_cost(canonical_kernel(kernel), machine) for kernel in apart))
+    return max(0.0, spent and spent - sum(strided_cost(canonical_kernel(kernel), machine) for kernel in separate))
 
 
 def is_trivial(recipe: Recipe) -> bool:
-    """True for constants, positions and masks made from them: cheaper to make than to load, wherever."""
+    """True for constants, positions and masks computed from them: always cheaper to compute than to load."""
     return recipe.is_constant and sum(op_cost(line.rhs) for line in recipe.lines) < EXPENSIVE
 
 
 def inlining_costs(
     graph: FusionGraph, recipe: Recipe, producer: Group, consumer: Group, inlined: Inlined
 ) -> tuple[bool, tuple[tuple[str, Fact], ...]]:
-    """Whether inlining pays, and the numbers: nanoseconds that are saved, and that computing again takes."""
+    """Whether inlining pays, and the nanoseconds that it saves and that recomputation takes."""
     machine, threads = graph.machine, graph.machine.cores
-    held = kernel_work(consumer.kernel, 0).working_set
+    working_set = kernel_work(consumer.kernel, 0).working_set
     saved = _saved(graph, recipe, producer, consumer)
-    gain = moving(machine, saved.read, saved.written, held, threads)
+    gain = moving(machine, saved.read, saved.written, working_set, threads)
     gain += issuing(machine, saved.work / machine.lanes, threads) + saved.kernels * starting(machine, threads)
     work, expensive = _work(inlined.kernel, inlined.copied)
     again = issuing(machine, work / machine.lanes, threads)
-    price = again + moving(machine, _bytes_added(consumer.kernel, inlined), 0, held, threads)
+    price = again + moving(machine, _bytes_added(consumer.kernel, inlined), 0, working_set, threads)
     found = find_contraction(inlined.kernel)
     if not (found and found.rows and found.columns):  # blocks of a product read their operands in any order
         price += _striding_more(machine, (recipe.kernel, consumer.kernel), inlined.kernel)
-    # What is dear is computed again only where that takes less than a kernel more.
-    pays = price <= gain and len(recipe.lines) <= _MOST_LINES and not (expensive and again > starting(machine, threads))
+    # Expensive lines are recomputed only if that takes less time than another kernel.
+    pays = price <= gain and len(recipe.lines) <= _MAX_LINES and not (expensive and again > starting(machine, threads))
     return pays, (("ns_saved", round(gain)), ("ns_spent", round(price)), ("lines", len(recipe.lines)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """Bytes that are not read and not written, instructions at one point each, and kernels that are not called."""
+    """Bytes not read and not written, scalar instructions not executed, and kernels not called."""
 
     read: float
     written: float = 0.0
@@ -88,7 +88,7 @@ class _Saved:
 
 
 def _saved(graph: FusionGraph, recipe: Recipe, producer: Group, consumer: Group) -> _Saved:
-    """The consumer's loads; if all readers may follow suit, also its share of the store and of what makes it."""
+    """The consumer's loads; if all readers may inline `buffer`, also its share of the store and the producer's work."""
     buffer = recipe.store.buffer
     param = next(param for param in consumer.kernel.params if param.name == buffer)
     ranges = consumer.kernel.ranges
@@ -108,9 +108,9 @@ def _saved(graph: FusionGraph, recipe: Recipe, producer: Group, consumer: Group)
 
 
 def _may_vanish(graph: FusionGraph, buffer: str) -> bool:
-    """True if nobody would miss `buffer` should all its readers inline it; a share among many is nothing."""
+    """True if `buffer` is unused after all its readers inline it, and they are few enough for a share to matter."""
     readers = graph.readers[buffer]
-    few = graph.buffers[buffer].role == "temp" and len(readers) <= _MOST_READERS
+    few = graph.buffers[buffer].role == "temp" and len(readers) <= _MAX_READERS
     return few and all(isinstance(reader.node, Kernel) for reader in readers)
 
 
@@ -128,7 +128,7 @@ def _work(kernel: Kernel, lines: Collection[str]) -> tuple[int, bool]:
 
 
 def _bytes_added(before: Kernel, inlined: Inlined) -> int:
-    """Bytes of the copied loads that the consumer did not do anyway."""
+    """Bytes of the copied loads that the consumer did not have before."""
     known = {(load.buffer, load.index) for _, load in before.loads()}
     params = {param.name: param for param in inlined.kernel.params}
     added = {

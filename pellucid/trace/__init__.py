@@ -1,1 +1,1 @@
-"""Runs: a folder per compiled graph with every stage's result, as text that people and tools read."""
+"""Runs: a folder per compiled graph with every stage's result, as text for people and tools."""

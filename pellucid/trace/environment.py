@@ -1,4 +1,4 @@
-"""The machine and the versions in use: what the results of a run, and its times, depend on beside the program."""
+"""The machine and the versions in use, which the results and times of a run depend on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def environment() -> dict[str, Any]:
-    """As they are now. cores: how many this process may use. threads: torch's."""
+    """The current environment. cores: number that this process may use. threads: torch's."""
     return {
         "pellucid": _version("pellucid"),
         "torch": torch.__version__,

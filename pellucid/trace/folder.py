@@ -1,4 +1,4 @@
-"""Writing a run folder: the same for the compiler's trace of one graph and for the kit's capture of a program."""
+"""Writing a run folder, for the compiler's trace of one graph and for the kit's capture of a program."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _AROUND = 6  # lines before and after one of the user's
 
 
 def check_free(folder: Path) -> None:
-    """Raises UserError when a folder has a run already."""
+    """Raise UserError if a folder already has a run."""
     if (folder / RUN).exists():
         raise UserError(f"{folder} has a run already", hint="give another folder, or remove it")
 
 
 @dataclass(frozen=True, slots=True)
 class RunWriter:
-    """Adds to the run in a folder. See `schema` for what lies where."""
+    """Adds to the run in a folder; see `schema` for its files."""
 
     folder: Path
 
     @classmethod
     def create(cls, folder: Path, *, backend: str, options: Mapping[str, Any], target: str = "") -> RunWriter:
-        """A new run. Raises UserError when the folder has one already, or cannot be written."""
+        """A new run. Raises UserError if the folder already has one, or cannot be written."""
         check_free(folder)
         about: dict[str, Any] = {
             "schema_version": VERSION,
@@ -62,17 +62,17 @@ class RunWriter:
         return folder
 
     def note(self, **facts: Any) -> None:
-        """More facts for `run.json`."""
+        """Add facts to `run.json`."""
         write_json(self.folder / RUN, {**read_json(self.folder / RUN), **facts})
 
     def note_compiled(self, name: str, facts: Mapping[str, Any]) -> None:
-        """What became of a graph."""
+        """Add facts about the compilation of a graph to `run.json`."""
         about = read_json(self.folder / RUN)
         known = about["compiled"].get(name, {})
         self.note(compiled={**about["compiled"], name: {**known, **facts}})
 
     def add_graph(self, name: str, kind: str, module: torch.fx.GraphModule) -> None:
-        """One more graph, as data. Raises UserError for one that is not made of PyTorch's operators."""
+        """Add a graph, as data. Raises UserError for one that calls anything but PyTorch's operators."""
         tensors = TensorStore(self.folder)
         saved = {
             "kind": kind,
@@ -83,23 +83,23 @@ class RunWriter:
         self.note(graphs=[*read_json(self.folder / RUN)["graphs"], name])
 
     def add_values(self, name: str, **values: Sequence[Any]) -> None:
-        """What the programs of a graph run with: `inputs`, `constants`. Raises UserError for what cannot be saved."""
+        """Add `inputs` or `constants` of the programs of a graph. Raises UserError for values that cannot be saved."""
         path, tensors = self.of_graph(name) / VALUES, TensorStore(self.folder)
         known: dict[str, Any] = read_json(path) if path.exists() else {}
         fresh = {what: tensors.save(f"{name}-{what}", list(each)) for what, each in values.items()}
         write_json(path, {**known, **fresh})
 
     def add_numbers(self, name: str, numbers: Mapping[str, Any]) -> None:
-        """What a graph returned."""
+        """Add the results of a graph."""
         write_json(self.of_graph(name) / NUMBERS, TensorStore(self.folder).save(f"{name}-results", dict(numbers)))
 
     def add_texts(self, name: str, texts: Mapping[str, str]) -> None:
-        """Text files of a graph, by name."""
+        """Add text files of a graph, by name."""
         for file, text in texts.items():
             (self.of_graph(name) / file).write_text(text, encoding="utf-8")
 
     def add_user_source(self, lines: Iterable[UserLine]) -> None:
-        """These lines of the user's program and those around them, as they are in their files now."""
+        """Add these lines of the user's program, with lines around them, as they are in their files now."""
         found: dict[str, dict[str, str]] = {}
         for file, number, *_ in lines:
             window = range(max(1, number - _AROUND), number + _AROUND + 1) if file else ()
@@ -108,14 +108,14 @@ class RunWriter:
         write_json(self.folder / USER_SOURCE, {file: each for file, each in found.items() if each})
 
     def add_sources(self, sources: Mapping[str, str]) -> None:
-        """The C++ of kernels, by symbol."""
+        """Add the C++ of kernels, by symbol."""
         folder = self.folder / "kernels"
         folder.mkdir(exist_ok=True)
         for symbol, text in sources.items():
             (folder / f"{symbol}.cpp").write_text(text, encoding="utf-8")
 
     def add_rows(self, file: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows of a table, by column."""
+        """Append rows to a table; each maps columns to values."""
         path, columns = self.folder / file, TABLES[file]
         fresh = not path.exists()
         with path.open("a", newline="", encoding="utf-8") as out:
@@ -126,7 +126,7 @@ class RunWriter:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file. Raises UserError when it is missing or is none."""
+    """Read a JSON file. Raises UserError if it is missing or invalid."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file atomically."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     part.replace(path)

@@ -1,4 +1,4 @@
-"""FX graphs as Python programs that run in a fresh process."""
+"""FX graphs as Python programs that run in a new process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jinja2 import Template
 from pellucid.capture.sizes import sizes_to_json
 from pellucid.capture.torch_compat import is_symbolic, size_hint
 
-# Constants of at most as many elements are written out.
+# Constants of at most this many elements are written out.
 _INLINE_ELEMENTS = 64
 
 # Names that the text of every graph may use.
-_CUSTOMARY = ("torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree")
+_PREDEFINED = ("torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree")
 
 INPUTS = Template('''\
 def make_inputs():
@@ -78,13 +78,13 @@ if __name__ == "__main__":
 
 @dataclass(slots=True)
 class Constants:
-    """The constants that the programs of a run folder share, in the order in which they came up."""
+    """The constants that the programs of a run folder share, in order of first use."""
 
     tensors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     _known: dict[int, int] = field(default_factory=dict[int, int])
 
     def text(self, tensor: torch.Tensor) -> str:
-        """An expression for a constant, with its bits."""
+        """An expression for a constant, bit for bit."""
         if tensor.numel() <= _INLINE_ELEMENTS and tensor.is_contiguous() and not tensor.is_complex():
             numbers = cast(object, tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
             return f"torch.tensor({numbers!r}, dtype={tensor.dtype})"
@@ -107,7 +107,7 @@ def runnable(
     backend: str = "pellucid",
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """A program that runs the graph, see `schema`. backend, options: what compiles it."""
+    """A program that runs the graph, see `schema`. backend, options: for compiling it."""
     how = "" if backend == "pellucid" and not options else f", {backend!r}, {dict(options or {})!r}"
     code = graph.print_readable(print_output=False)
     code = re.sub(r"^class \S+\(torch\.nn\.Module\):", "class CapturedGraph(torch.nn.Module):", code, count=1)
@@ -126,7 +126,7 @@ def runnable(
 
 
 def _attributes(graph: torch.fx.GraphModule, owner: str, kind: str, constants: Constants) -> Iterator[str]:
-    """Statements that give a graph, and the graphs inside it, the constants that they read."""
+    """Statements that assign to a graph, and to nested graphs, the constants that they read."""
     seen: set[str] = set()
     for node in graph.graph.find_nodes(op="get_attr"):
         name = str(node.target)
@@ -142,9 +142,9 @@ def _attributes(graph: torch.fx.GraphModule, owner: str, kind: str, constants: C
 
 
 def _imports(graph: torch.fx.GraphModule) -> Iterator[str]:
-    """For the functions that the text of the graph calls by a name of its own."""
+    """Imports of the functions that the text of the graph calls by other names."""
     for name, value in graph.graph.python_code("self").globals.items():
-        if name not in _CUSTOMARY and callable(value):
+        if name not in _PREDEFINED and callable(value):
             yield f"from {value.__module__} import {value.__qualname__} as {name}"
     for child in graph.children():
         if isinstance(child, torch.fx.GraphModule):
@@ -152,11 +152,11 @@ def _imports(graph: torch.fx.GraphModule) -> Iterator[str]:
 
 
 def input_text(value: object) -> str:
-    """An expression that makes an input like the (fake) value; symbolic sizes take their hints."""
+    """An expression for an input like the (fake) value, with hints for symbolic sizes."""
     if isinstance(value, torch.Tensor):
         shape = tuple(size_hint(size) for size in value.shape)
         strides = tuple(size_hint(stride) for stride in value.stride())
         return f"drawn({shape}, {strides}, {value.dtype})"
     if isinstance(value, torch.SymInt):
-        return str(size_hint(value)) if is_symbolic(value) else "0"  # a jagged size is no number, and nobody reads it
+        return str(size_hint(value)) if is_symbolic(value) else "0"  # size of a jagged tensor: unused
     return repr(value)

@@ -1,7 +1,7 @@
-"""FX graphs as files that nobody has to trust: nodes as JSON, operators by name.
+"""FX graphs as files that are safe to read from untrusted sources: nodes as JSON, operators by name.
 
-Reading one makes a graph of PyTorch's operators and of listed functions on numbers. It imports nothing, and every name
-that ends up in generated code is an identifier; so a graph from a stranger can compute, and nothing else.
+Reading one creates a graph of PyTorch's operators and of listed functions on numbers. It imports nothing, and every
+name in generated code is checked to be an identifier; so an untrusted graph can compute, and nothing else.
 """
 
 # pyright: basic
@@ -41,9 +41,9 @@ _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
 
 def graph_to_json(module: torch.fx.GraphModule, save: Callable[[Mapping[str, torch.Tensor]], Any]) -> dict[str, Any]:
-    """A graph as JSON. save: is given its tensor attributes by name, and says what stands for them.
+    """A graph as JSON. save: maps its tensor attributes, by name, to JSON.
 
-    Raises UserError for a graph that calls what only its author's Python has.
+    Raises UserError for a graph that calls anything but PyTorch's operators and listed functions.
     """
     tensors: dict[str, torch.Tensor] = {}
     return {"nodes": _nodes(module, tensors, ""), "attributes": save(tensors)}
@@ -52,7 +52,7 @@ def graph_to_json(module: torch.fx.GraphModule, save: Callable[[Mapping[str, tor
 def graph_from_json(
     saved: Mapping[str, Any], load: Callable[[Any], Mapping[str, torch.Tensor]], libraries: frozenset[str] = frozenset()
 ) -> torch.fx.GraphModule:
-    """The graph that `graph_to_json` made this JSON of. libraries: whose operators it may call beside PyTorch's.
+    """The graph from JSON that `graph_to_json` wrote. libraries: whose operators it may call in addition to PyTorch's.
 
     Raises UserError for anything that could do more than compute.
     """
@@ -70,7 +70,7 @@ def _node(module: torch.fx.GraphModule, node: torch.fx.Node, tensors: dict[str, 
     def no_tensor(value: torch.Tensor) -> Any:
         raise UserError(f"{node.name} has a tensor among its arguments", hint="make it an input of the program")
 
-    made: dict[str, Any] = {
+    saved: dict[str, Any] = {
         "name": node.name,
         "op": node.op,
         "target": node.target if isinstance(node.target, str) else _named(node),
@@ -81,18 +81,18 @@ def _node(module: torch.fx.GraphModule, node: torch.fx.Node, tensors: dict[str, 
         value: Any = operator.attrgetter(str(node.target))(module)
         path = f"{prefix}{node.target}"
         if isinstance(value, torch.fx.GraphModule):
-            made["graph"] = _nodes(value, tensors, f"{path}.")
+            saved["graph"] = _nodes(value, tensors, f"{path}.")
         else:
             tensors[path] = value
-    made |= _original(node)
+    saved |= _original(node)
     users = origin_of(node).users
     if users:
-        made["users"] = [[line.file, line.line, line.code, line.module] for line in users[-1:]]
-    return made
+        saved["users"] = [[line.file, line.line, line.code, line.module] for line in users[-1:]]
+    return saved
 
 
 def _original(node: torch.fx.Node) -> dict[str, str]:
-    """The operator that a decomposition made the node of: Inductor names its kernels by these."""
+    """The operator that was decomposed into the node: Inductor names its kernels after these."""
     original = node.meta.get("original_aten")
     if not isinstance(original, torch._ops.OpOverload) or original.namespace not in KNOWN_NAMESPACES:
         return {}
@@ -121,7 +121,7 @@ def _named(node: torch.fx.Node) -> str:
 
 @dataclass(slots=True)
 class _Reader:
-    """Makes a module of saved nodes. tensors: the attributes of it and of the graphs inside of it, by path."""
+    """Builds a module from saved nodes. tensors: its attributes and those of nested graphs, by path."""
 
     tensors: Mapping[str, torch.Tensor]
     libraries: frozenset[str]
@@ -190,7 +190,7 @@ def _operator(name: str, libraries: frozenset[str]) -> Any:
     op, _, overload = rest.rpartition(".")
     if name in _HIGHER_ORDER:
         return getattr(torch.ops.higher_order, rest)
-    # Those of other libraries can do anything, so whoever reads a run names the libraries whose operators it may call.
+    # Operators of other libraries can do anything, so the reader of a run lists the libraries that it may call.
     if namespace not in KNOWN_NAMESPACES | libraries or f"{namespace}.{op}" in _REFUSED:
         raise UserError(
             f"the run calls {name}, an operator that may do more than compute",
@@ -203,15 +203,15 @@ def _operator(name: str, libraries: frozenset[str]) -> Any:
 
 
 def _frames(users: Any) -> Iterator[str]:
-    """User lines as PyTorch writes them. They end in comments of generated code, which must not end before they do."""
+    """User lines as PyTorch writes them, sanitized: they become comments of generated code, which they must not end."""
     for file, line, code, *_ in users:
         file, code = ("".join(c if c.isprintable() and c not in '"\\' else "?" for c in str(s)) for s in (file, code))
         yield f'  File "{file}", line {int(line)}, in forward\n    {code}'
 
 
 def _module(users: Any) -> tuple[str, str]:
-    """The path of the module that ran the innermost line, and its class where there is no line; a run that was written
-    earlier has none.
+    """The path of the module that ran the innermost line, and its class if there is no line; both empty in runs of
+    earlier versions.
     """
     _, line, code, *module = users[-1] if users else ("", 0, "")
     path, kind = ("".join(filter(str.isprintable, str(each))) for each in ("".join(map(str, module)), code))

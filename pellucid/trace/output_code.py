@@ -1,4 +1,4 @@
-"""The plan of a compiled graph as a Python program with its C++ kernels."""
+"""The execution plan of a compiled graph as a Python program with its C++ kernels."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ if __name__ == "__main__":
         sys.exit(compare_edited(call, SOURCES, [*make_inputs(), *make_constants()], __file__))
 ''', keep_trailing_newline=True)  # fmt: skip
 
-# What the text of `call` names beside tensors and sizes.
+# Names that the text of `call` uses in addition to tensors and sizes.
 HELPERS = frozenset("F args arena buffer fit kernels results torch view".split())
 _TAKEN = HELPERS | frozenset(keyword.kwlist) | frozenset(dir(builtins))
 
 
 def output_code(record: GraphRecord, constants: Constants | None = None) -> str:
-    """The program's text. Temporaries lie in one arena as in the native plan, if all sizes are static.
+    """The program's text. If all sizes are static, temporaries are in one arena, as in the native plan.
 
-    constants: of the run folder that the program will lie in.
+    constants: of the run folder that will contain the program.
     """
     distinct: dict[str, CppKernel | CppPacking] = {}
     for each in (record.before, record) if record.before else (record,):
@@ -91,7 +91,7 @@ def output_code(record: GraphRecord, constants: Constants | None = None) -> str:
 
 
 def _name(name: str) -> str:
-    """The Python name of a buffer or a size: never one that the program needs itself, and another for each."""
+    """The Python name of a buffer or a size: unique, and none that the program uses otherwise."""
     name = name.replace(".", "_")  # of panels
     return f"{name}_" if name.rstrip("_") in _TAKEN else name
 
@@ -114,16 +114,16 @@ def _body(record: GraphRecord) -> Iterator[str]:
 
 
 def _plan_of(record: GraphRecord) -> ExecutionPlan:
-    """Of a graph whose plan has been made."""
+    """The execution plan of a graph that has one."""
     assert record.plan is not None
     return record.plan
 
 
 def _prepared(record: GraphRecord) -> Iterator[str]:
-    """What is computed and packed before the first call of the compiled graph; here it happens at each call."""
+    """The code that the compiled graph runs before its first call; this program runs it in each call."""
     if record.before is not None:
         plan = _plan_of(record.before)
-        yield "# With the option `freeze`, what follows up to the panels happens before the first call alone."
+        yield "# With the option `freeze`, the code up to the panels runs only before the first call."
         yield from (_fresh(buffer) for buffer in plan.buffers if buffer.place in (Place.ARENA, Place.POOL))
         for call in plan.calls:
             yield from _call(call, plan.supplied)
@@ -134,7 +134,7 @@ def _prepared(record: GraphRecord) -> Iterator[str]:
 
 
 def _derived(plan: ExecutionPlan) -> Iterator[str]:
-    """Numbers that follow from the sizes; a float that kernels read is a tensor."""
+    """Numbers derived from sizes; a float that kernels read is a tensor."""
     for each in plan.derived:
         formula = python_text(each.term)
         if each.name in plan.supplied:
@@ -163,9 +163,9 @@ def _call(call: Call, supplied: tuple[str, ...]) -> Iterator[str]:
     match call:
         case Launch():
             yield f"# {call.name}: {call.where}"
-            way = call.ways[0]
+            first = call.variants[0]
             parameters, symbols = ", ".join(map(_parameter, call.params, call.offsets)), ", ".join(call.symbols)
-            yield f'kernels["{way.symbol}"]([{parameters}], [{symbols}], {text(way.extent)})'
+            yield f'kernels["{first.symbol}"]([{parameters}], [{symbols}], {text(first.extent)})'
         case Extern():
             yield f"# {call.reason}: {where(call.origin)}"
             yield from _extern(call, supplied)

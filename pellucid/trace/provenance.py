@@ -1,4 +1,4 @@
-"""Which C++ line implements which IR, FX nodes and user lines, and the other way round."""
+"""Maps C++ lines to IR lines, FX nodes and user lines, and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pellucid.trace.record import GraphRecord
 
 
 def provenance(record: GraphRecord) -> dict[str, Any]:
-    """`kernels`: per kernel call, its C++ lines with their origins; `fx_nodes`: per FX node, where it ended up.
+    """`kernels`: per kernel call, its C++ lines with their origins; `fx_nodes`: per FX node, the nodes that compute it.
 
     A C++ line with `glue` true belongs to no operator: braces, loop headers, pointer set-up.
     """
@@ -28,9 +28,9 @@ def provenance(record: GraphRecord) -> dict[str, Any]:
                 origins = [node.origin]
         for origin in origins:
             for name in origin.nodes:
-                places = nodes.setdefault(name, [])
-                if node.name not in places:
-                    places.append(node.name)
+                implementing = nodes.setdefault(name, [])
+                if node.name not in implementing:
+                    implementing.append(node.name)
     return {"kernels": kernels, "fx_nodes": nodes}
 
 

@@ -1,4 +1,4 @@
-"""What the pipeline knows about one compiled graph, ready to be written, shown or queried."""
+"""All that the pipeline records about one compiled graph, for writing, printing and queries."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class StageTime:
 class GraphRecord:
     """One graph after its last stage, or after the stage that failed with `error`.
 
-    captured: the FX graph as AOTAutograd gave it; graph: the same after Pellucid's own FX passes.
-    values: where the programs put the tensor that an FX node computes, by the node's name.
-    kernels: generated C++ by the name of the IR kernel. plan: what a call does, None if a stage before has failed.
+    captured: the FX graph from AOTAutograd; graph: the same after Pellucid's own FX passes.
+    values: where the programs store the tensor that an FX node computes, by the node's name.
+    kernels: generated C++ by the name of the IR kernel. plan: the steps of a call; None if an earlier stage has failed.
     outline: how a graph that was split is run; such a graph has no program itself. parts: the records of its segments.
-    earlier: what took place before the stages, where that is known: Dynamo, AOTAutograd.
-    before: what parameters determine, computed before the first call: its results and panels are more arguments.
-    folder: of the graph in its run, if it is traced.
+    earlier: stages before Pellucid's, if known: Dynamo, AOTAutograd.
+    before: the program that depends only on parameters, run before the first call: its results and panels are
+    additional arguments. folder: of the graph in its run, if it is traced.
     """
 
     name: str
@@ -65,7 +65,7 @@ class GraphRecord:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Time in each stage, that of the parts included."""
+        """Time in each stage, including that of the parts."""
         total: dict[str, float] = {}
         for time in self.stages:
             total[time.name] = total.get(time.name, 0.0) + time.seconds
@@ -76,6 +76,6 @@ class GraphRecord:
 
     @property
     def eager(self) -> tuple[tuple[str, Decision], ...]:
-        """The calls that Python makes between programs, as decisions, each with the name of the graph around it."""
+        """The calls that Python makes between programs, as decisions, each with the name of its graph."""
         own = tuple((self.name, each) for each in self.decisions if each.rule == "split.eager")
         return own + tuple(each for part in self.parts for each in part.eager)

@@ -1,4 +1,4 @@
-"""Writing run folders, and the same texts where `TORCH_TRACE` wants them."""
+"""Writing run folders, and the same texts to `TORCH_TRACE`."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from pellucid.trace.output_code import output_code
 from pellucid.trace.provenance import provenance
 from pellucid.trace.record import GraphRecord
 
-# Arguments that take more memory are not written into a run folder.
-_MOST_BYTES = 1 << 30
+# Arguments of more bytes in total are not written to a run folder.
+_MAX_BYTES = 1 << 30
 
 
 def write_run(record: GraphRecord, options: Options) -> Path:
-    """Write everything known about one graph into a new run below `options.trace`; returns the graph's folder in it.
+    """Write everything known about one graph to a new run below `options.trace`; returns the graph's folder in it.
 
-    A stage that did not run leaves its files out.
+    The files of stages that did not run are missing.
     """
     parent, name = Path(options.trace), record.name
-    given = {each.name: value for each in fields(options) if (value := getattr(options, each.name)) != each.default}
-    given.pop("trace")
+    changed = {each.name: value for each in fields(options) if (value := getattr(options, each.name)) != each.default}
+    changed.pop("trace")
     folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{name}"
-    writer = RunWriter.create(folder, backend="pellucid", options=given)
+    writer = RunWriter.create(folder, backend="pellucid", options=changed)
     constants = Constants()
-    writer.add_texts(name, {file: make() for file, make in texts_of(record, constants).items()})
-    with suppress(UserError):  # it calls what only this Python has: there is no graph as data
+    writer.add_texts(name, {file: text_of() for file, text_of in texts_of(record, constants).items()})
+    with suppress(UserError):  # it calls functions of the user's program: it cannot be written as data
         writer.add_graph(name, record.kind, record.captured)
     writer.add_values(name, constants=constants.tensors)
     writer.note_compiled(name, facts_of(record))
@@ -62,21 +62,21 @@ def write_run(record: GraphRecord, options: Options) -> Path:
 
 
 def add_decision(record: GraphRecord, folder: Path, decision: Decision) -> None:
-    """Add a decision that was made after the last stage to the run of a graph, whose folder this is."""
+    """Add a decision that was made after the last stage to the run of a graph. folder: of the graph."""
     RunWriter(folder.parents[1]).add_rows("decisions.csv", decision_rows(replace(record, decisions=(decision,))))
 
 
 def log_structured(record: GraphRecord, options: Options) -> None:
-    """Give the texts of a run to `TORCH_TRACE`, if that is set: `tlparse` shows each as a file of its own."""
+    """Write the texts of a run to `TORCH_TRACE`, if that is set: `tlparse` shows each as a separate file."""
     texts = texts_of(record, Constants())
     texts["run.json"] = lambda: json.dumps(
         {"environment": environment(), "options": asdict(options), **facts_of(record)}, indent=1
     )
     texts["decisions.csv"] = lambda: _csv("decisions.csv", decision_rows(record))
     texts["kernels.csv"] = lambda: _csv("kernels.csv", kernel_rows(record))
-    for name, make in texts.items():
+    for name, text_of in texts.items():
         stem, _, kind = name.rpartition(".")
-        structured_artifact(f"pellucid_{record.name}_{stem}", "json" if kind == "json" else "string", make)
+        structured_artifact(f"pellucid_{record.name}_{stem}", "json" if kind == "json" else "string", text_of)
 
 
 def texts_of(record: GraphRecord, constants: Constants) -> dict[str, Callable[[], str]]:
@@ -107,7 +107,7 @@ def texts_of(record: GraphRecord, constants: Constants) -> dict[str, Callable[[]
 
 
 class Recorded:
-    """A compiled graph whose first arguments go into its run folder."""
+    """A compiled graph that writes the arguments of its first call to its run folder."""
 
     _boxed_call = True
 
@@ -123,12 +123,12 @@ class Recorded:
 
 
 def _record_inputs(folder: Path, args: Sequence[Any]) -> None:
-    """Nothing is written where the arguments are no plain values, or more than a folder should hold."""
+    """Write the arguments, unless some are no plain values or they exceed `_MAX_BYTES`."""
     if not all(value is None or isinstance(value, torch.Tensor | torch.SymInt | int | float | str) for value in args):
         return
     plain = [_plain(value) for value in args]
     memory = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in plain if _is_dense(each)}
-    if sum(memory.values()) > _MOST_BYTES:
+    if sum(memory.values()) > _MAX_BYTES:
         return
     try:
         with suppress(UserError):  # a tensor that is not dense
@@ -139,7 +139,7 @@ def _record_inputs(folder: Path, args: Sequence[Any]) -> None:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.SymInt):
-        return 0  # a jagged size is no number, and nobody reads it
+        return 0  # a size of a jagged tensor is not a number, and is not read
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
@@ -148,7 +148,7 @@ def _is_dense(value: Any) -> TypeIs[torch.Tensor]:
 
 
 def facts_of(record: GraphRecord) -> dict[str, Any]:
-    """What `run.json` says of a graph."""
+    """The entry of `run.json` for a graph."""
     records = record.programs
     nodes = [node for each in records for node in each.scheduled.nodes]
     return {
@@ -200,7 +200,7 @@ def decision_rows(record: GraphRecord) -> Iterator[dict[str, Any]]:
 
 
 def kernel_rows(record: GraphRecord) -> Iterator[dict[str, Any]]:
-    """Rows of `kernels.csv`: of what was built."""
+    """Rows of `kernels.csv`, for kernels that were built and for library calls."""
     for position, node in enumerate(record.scheduled.nodes):
         if isinstance(node, Kernel) and node.name not in record.kernels:
             continue
@@ -217,7 +217,7 @@ def kernel_rows(record: GraphRecord) -> Iterator[dict[str, Any]]:
 
 
 def kernel_facts(node: Kernel, compiled: CppKernel) -> dict[str, Any]:
-    """What a row says of a kernel beside where it comes from."""
+    """The columns of a row that describe the kernel itself."""
     cost = kernel_cost(node)
     return {
         "symbol": compiled.name,
@@ -236,13 +236,13 @@ def kernel_facts(node: Kernel, compiled: CppKernel) -> dict[str, Any]:
 
 
 def sources_of(record: GraphRecord) -> dict[str, str]:
-    """The C++ of each different kernel, annotated, by symbol; also of what runs before the first call."""
+    """The C++ of each distinct kernel, annotated, by symbol, including kernels that run before the first call."""
     before = sources_of(record.before) if record.before else {}
     packings = {each.name: each.source for each in packings_of(record.kernels)}
     return {
         **before,
         **packings,
-        **{each.name: annotate(each) for kernel in record.kernels.values() for each in kernel.ways},
+        **{each.name: annotate(each) for kernel in record.kernels.values() for each in kernel.variants},
     }
 
 

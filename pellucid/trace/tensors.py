@@ -1,8 +1,8 @@
-"""Tensors as files that nobody has to trust: bytes as safetensors; types, strides and shared memory beside them.
+"""Tensors as files that are safe to read from untrusted sources: bytes as safetensors; dtypes and strides as JSON.
 
-A tree of values becomes JSON (`TensorStore.save`), in which a tensor is a view of a numbered stretch of memory. The
-stretches lie in `tensors/NAME.safetensors` under the hash of their bytes: those that several trees of a run share, as
-the weights of a forward and a backward graph are, are stored once. Reading makes fresh memory for every tree.
+A tree of values becomes JSON (`TensorStore.save`), in which a tensor is a view of a numbered range of memory. The
+ranges are in `tensors/NAME.safetensors` under the hash of their bytes: ranges that several trees of a run share, such
+as the weights of a forward and a backward graph, are stored once. Reading allocates new memory for every tree.
 """
 
 # pyright: basic
@@ -28,7 +28,7 @@ from pellucid.trace.values import decode, encode
 
 @dataclass(slots=True)
 class _Memory:
-    """The stretch of a storage that the tensors of a tree cover, in bytes."""
+    """The range of a storage that the tensors of a tree cover, in bytes."""
 
     number: int
     tensor: torch.Tensor
@@ -61,18 +61,18 @@ class TensorStore:
         return {"memory": hashes, "value": encode(tree, lambda tensor: _describe(tensor, memories))}
 
     def load(self, saved: Mapping[str, Any]) -> Any:
-        """The tree that `save` made this JSON of. Raises UserError when bytes are missing or do not fit."""
+        """The tree from JSON that `save` wrote. Raises UserError if bytes are missing or do not match."""
         memory = [self._bytes(digest) for digest in saved["memory"]]
         return decode(saved["value"], lambda described: _rebuilt(described, memory))
 
     def _write(self, name: str, memories: Mapping[int, _Memory]) -> list[str]:
         hashes, fresh = [], {}
         for each in memories.values():
-            stretch = _raw(each)
-            digest = _digest(stretch)
+            content = _raw(each)
+            digest = _digest(content)
             hashes.append(digest)
             if digest not in self._known and digest not in fresh:
-                fresh[digest] = stretch.clone()
+                fresh[digest] = content.clone()
         if fresh:
             path = self.folder / TENSORS / f"{name}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,10 +84,10 @@ class TensorStore:
         if digest not in self._known:
             raise UserError(f"{self.folder} lacks the tensor {digest[:12]}", hint="copy the whole folder")
         with _opened(self._known[digest]) as file:
-            stretch = file.get_tensor(digest).clone()
-        if stretch.dtype is not torch.uint8 or _digest(stretch) != digest:
+            content = file.get_tensor(digest).clone()
+        if content.dtype is not torch.uint8 or _digest(content) != digest:
             raise UserError(f"the tensor {digest[:12]} in {self._known[digest]} is damaged", hint="copy the run again")
-        return stretch
+        return content
 
 
 @contextmanager
@@ -99,8 +99,8 @@ def _opened(path: Path) -> Iterator[Any]:
         raise UserError(f"{path} is damaged: {error}", hint="copy the run again") from None
 
 
-def _digest(stretch: torch.Tensor) -> str:
-    return hashlib.sha256(stretch.numpy()).hexdigest()  # pyright: ignore[reportArgumentType]
+def _digest(content: torch.Tensor) -> str:
+    return hashlib.sha256(content.numpy()).hexdigest()  # pyright: ignore[reportArgumentType]
 
 
 def _cover(memories: dict[int, _Memory], tensor: torch.Tensor) -> None:
@@ -122,13 +122,13 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """From the first byte of its storage, as operators count offsets from there, to the byte after a tensor."""
+    """The byte range from the start of the storage, to which offsets are relative, to the end of the tensor."""
     size, start = tensor.element_size(), int(tensor.storage_offset())
     return 0, (start + _elements(tensor.shape, tensor.stride())) * size
 
 
 def _elements(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements of memory a view of this shape reaches over."""
+    """The number of elements of memory that a view of this shape spans."""
     return sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if 0 not in shape else 0
 
 
@@ -153,15 +153,15 @@ def _describe(tensor: torch.Tensor, memories: Mapping[int, _Memory]) -> dict[str
 
 
 def _rebuilt(described: Mapping[str, Any], memory: Sequence[torch.Tensor]) -> torch.Tensor:
-    dtype, stretch = getattr(torch, described["dtype"], None), memory[described["memory"]]
+    dtype, content = getattr(torch, described["dtype"], None), memory[described["memory"]]
     shape, stride, offset = described["shape"], described["stride"], described["offset"]
     if not isinstance(dtype, torch.dtype) or len(shape) != len(stride) or min((*shape, *stride, offset), default=0) < 0:
-        raise UserError(f"the run describes a tensor that cannot be: {dict(described)}")
+        raise UserError(f"the run describes an impossible tensor: {dict(described)}")
     first = offset // dtype.itemsize
-    if offset % dtype.itemsize or (first + _elements(shape, stride)) * dtype.itemsize > stretch.numel():
+    if offset % dtype.itemsize or (first + _elements(shape, stride)) * dtype.itemsize > content.numel():
         raise UserError(f"the run describes a tensor outside of its memory: {dict(described)}")
     tensor = torch.empty(0, dtype=dtype)
-    tensor.set_(stretch.untyped_storage(), first, shape, stride)  # type: ignore[call-overload]
+    tensor.set_(content.untyped_storage(), first, shape, stride)  # type: ignore[call-overload]
     tensor = torch.ops.aten._neg_view(tensor) if described.get("neg") else tensor
     tensor = tensor.conj() if described.get("conj") else tensor
     return tensor.requires_grad_(bool(described.get("requires_grad")))

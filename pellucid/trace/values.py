@@ -1,7 +1,7 @@
-"""Plain values as JSON and back: what the arguments of an FX node, or a tree of inputs, hold beside tensors.
+"""Plain values as JSON and back: non-tensor parts of the arguments of an FX node, or of a tree of inputs.
 
-Numbers, strings, None and lists are themselves; everything else is an object with one key that says what it is.
-Reading makes values only: it imports nothing and calls nothing that the file names.
+Numbers, strings, None and lists are themselves; everything else is an object with one key that names its kind. Reading
+creates only values: it imports nothing and calls nothing that the file names.
 """
 
 # pyright: basic
@@ -22,7 +22,7 @@ _ENUMERATED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "m
 def encode(
     value: Any, tensor: Callable[[torch.Tensor], Any], node: Callable[[torch.fx.Node], Any] | None = None
 ) -> Any:
-    """A value as JSON; `tensor` and `node` say what stands for those. Raises UserError for a value of another kind."""
+    """A value as JSON; `tensor` and `node` encode tensors and nodes. Raises UserError for a value of another kind."""
 
     def inner(item: Any) -> Any:
         return encode(item, tensor, node)
@@ -63,7 +63,7 @@ def encode(
 
 
 def decode(value: Any, tensor: Callable[[Mapping[str, Any]], Any], node: Callable[[str], Any] | None = None) -> Any:
-    """The value that `encode` made this JSON of. Raises UserError for JSON that it never makes."""
+    """The value from JSON that `encode` wrote. Raises UserError for other JSON."""
 
     def inner(item: Any) -> Any:
         return decode(item, tensor, node)
@@ -95,4 +95,4 @@ def decode(value: Any, tensor: Callable[[Mapping[str, Any]], Any], node: Callabl
     named = getattr(torch, str(content), None)
     if kind in _ENUMERATED and isinstance(named, _ENUMERATED[kind]):
         return named
-    raise UserError(f"the run holds a value that nobody knows: {value!r:.80}")
+    raise UserError(f"the run contains a value of unknown kind: {value!r:.80}")

@@ -174,9 +174,9 @@ REFUSED = {
 
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk, "_LEAST", ROWS * CLASSES)
-    monkeypatch.setattr(chunk, "_ROWS", 24)
-    monkeypatch.setattr(chunk, "_TIMES", 0)
+    monkeypatch.setattr(chunk, "_MIN_BYTES", ROWS * CLASSES)
+    monkeypatch.setattr(chunk, "_MIN_ROWS", 24)
+    monkeypatch.setattr(chunk, "_MIN_RATIO", 0)
 
 
 @pytest.fixture
@@ -262,20 +262,20 @@ def test_the_option_switches_it_off(decided: list[Decision]) -> None:
 
 
 def test_what_is_small_stays_whole(monkeypatch: pytest.MonkeyPatch, decided: list[Decision]) -> None:
-    monkeypatch.setattr(chunk, "_LEAST", 1 << 29)
+    monkeypatch.setattr(chunk, "_MIN_BYTES", 1 << 29)
     judge(plain, torch.float32)
     assert decided == []
 
 
 def test_parts_have_rows_enough(monkeypatch: pytest.MonkeyPatch, decided: list[Decision]) -> None:
-    monkeypatch.setattr(chunk, "_ROWS", ROWS // 2 + 1)
+    monkeypatch.setattr(chunk, "_MIN_ROWS", ROWS // 2 + 1)
     judge(plain, torch.float32)
     assert "too few" in decided[0].why
 
 
 @pytest.mark.parametrize("least", [7, 13, 40])
 def test_parts_need_not_be_equal(least: int, monkeypatch: pytest.MonkeyPatch, decided: list[Decision]) -> None:
-    monkeypatch.setattr(chunk, "_ROWS", least)
+    monkeypatch.setattr(chunk, "_MIN_ROWS", least)
     monkeypatch.setattr(chunk, "_COUNT", 11)
     judge(plain, torch.float32)
     judge(shifted, torch.float32)

@@ -191,7 +191,7 @@ def test_functional_updates_leave_their_input_alone(tmp_path: Path) -> None:
     assert torch.equal(run(cache, new, torch.tensor([3, 9])), step(cache, new, torch.tensor([3, 9])))
     assert torch.equal(cache, before)
     (why,) = [row["why"] for row in decisions(tmp_path) if row["rule"] == "schedule.in_place"]
-    assert "is the caller's, and is to stay as it is" in why
+    assert "belongs to the caller and must not change" in why
 
 
 def test_a_wrong_position_is_an_error() -> None:

@@ -91,7 +91,7 @@ def test_depthwise_networks_run_channels_last_and_return_eagers_strides(
         assert [t.stride() for t in result] == [t.stride() for t in eager]
         assert_matches(result, eager, copy.deepcopy(model).double()(x.double()))
     (why,) = said(rows, "transform.channels-last")
-    assert why.startswith("spares oneDNN 3,480 copied elements of activations")
+    assert why.startswith("spares oneDNN copies of 3,480 elements of activations")
     assert [row["ok"] for row in rows if row["rule"] == "transform.channels-last"] == ["1"]
     assert said(rows, "codegen.contract")
 
@@ -106,7 +106,7 @@ def in_double(x: torch.Tensor) -> torch.Tensor:
     ("function", "why"),
     [
         (in_double, "costs 74,368 of weights and at the ends"),
-        (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), groups=8).as_strided((2, 2), (3, 1)), "how its argument lies"),
+        (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), groups=8).as_strided((2, 2), (3, 1)), "the strides of its argument"),
         (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), groups=8).transpose(1, 3) * 2, "must have the strides"),
     ],
 )

@@ -148,10 +148,10 @@ def refused(loss: Loss, folder: Path, *args: Tensor) -> list[str]:
     [
         (lambda x: x.log_softmax(1), "it is a result and in memory anyway"),
         (lambda x: (x.softmax(1) @ x.t()).sum(), "reads it from memory, so it is there anyway"),
-        (lambda x: x[:, :2].log_softmax(1).square().sum(), "two numbers of each row are no less than the row"),
-        (lambda x: x.t().log_softmax(1).square().sum(), "its parts would lie in the order of its input in memory"),
-        (lambda x: (x @ x.t()).softmax(1).square().sum(), "its input would be kept instead, which is as large"),
-        (lambda x: x.softmax(1).square().sum(), "computing its exponentials again takes longer than writing them"),
+        (lambda x: x[:, :2].log_softmax(1).square().sum(), "two numbers of each row are no smaller than the row"),
+        (lambda x: x.t().log_softmax(1).square().sum(), "its parts would have the strides of its input"),
+        (lambda x: (x @ x.t()).softmax(1).square().sum(), "its input would be saved instead, which is as large"),
+        (lambda x: x.softmax(1).square().sum(), "recomputing its exponentials takes longer than writing them"),
     ],
 )
 def test_what_is_kept_whole(loss: Loss, why: str, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_columns_that_meet_in_one_set_are_loaded_by_themselves(tmp_path: Path) -
 
     result, rows = traced(function, tmp_path, *tensors)
     check(function, result, *tensors)
-    assert any("lie in few sets of the first cache" in row["why"] for row in rows)
+    assert any("map to few sets of the first cache" in row["why"] for row in rows)
 
 
 def loops(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import pellucid
 from pellucid.kit.debug.check import Request
-from pellucid.kit.profile.advice import LEAST, advise
+from pellucid.kit.profile.advice import MIN_SAVING, advise
 from pellucid.kit.profile.measure import advised, program_of, take
 from pellucid.kit.profile.request import profile_target
 from pellucid.kit.profile.result import Event, KernelTime, Overhead, Process, Profile, PythonSide
@@ -162,7 +162,7 @@ def test_what_is_planted_is_named_on_top(category, backend):
     assert found.advice, found
     first = found.advice[0]
     assert first.category == category, [(each.category, each.gain, each.evidence) for each in found.advice]
-    assert first.gain > 1 / (1 - LEAST)
+    assert first.gain > 1 / (1 - MIN_SAVING)
     assert any(planted.line in where for where in first.where) if planted.line else not first.where
     assert first.evidence and "pellucid profile model.py:make" in first.check
     assert first.what in " ".join(str(found).split()) or "\n" in str(found)
@@ -282,7 +282,7 @@ def test_what_gains_most_comes_first_and_what_gains_little_is_not_said():
     first, second = advice_of(some, more, little)
     assert (first.category, second.category) == ("fallback", "scalar-kernel")
     assert second.gain == pytest.approx(1000 / 750, abs=1e-3) and second.where == ("k", "model.py:3")
-    assert "takes 50% of the time at 50% of the limit of memory, scalar because the plan says so" in second.evidence
+    assert "takes 50% of the time at 50% of the memory limit, scalar because the plan says so" in second.evidence
     assert "no lowering" in first.evidence and first.check == "pellucid profile model.py:make"
 
 

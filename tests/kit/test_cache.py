@@ -77,7 +77,7 @@ def test_sizes_add_up(root: Path) -> None:
 
 def test_a_whole_store_is_good(root: Path) -> None:
     result = run("verify")
-    assert result.exit_code == Exit.GOOD and "all of 3 entries are whole" in result.stdout
+    assert result.exit_code == Exit.GOOD and "all 3 entries are intact" in result.stdout
 
 
 def test_a_damaged_entry_is_told_and_removed_when_asked(root: Path) -> None:
@@ -113,7 +113,7 @@ def test_what_other_versions_and_machines_left_is_told_with_the_difference(root:
     old = {**_versions(), "PyTorch": "1.13"}
     default_store().add_program("b" * 40, b"pickled", {"line": "a.py:1", "graphs": [], "versions": old})
     result = run("verify")
-    assert result.exit_code == Exit.GOOD and "2 are whole and not used here" in result.stdout
+    assert result.exit_code == Exit.GOOD and "2 are intact but not used here" in result.stdout
     assert "another version of PyTorch (1.13; here it is" in result.stdout
     assert "does not yield its name" in result.stdout
     assert "not used here: what it says it was built for does not yield its name" in run("list").stdout
@@ -127,13 +127,13 @@ def test_the_archive_is_made_and_taken(root: Path, tmp_path: Path, monkeypatch: 
     result = run("import", tmp_path / "warm.tar.gz")
     assert result.exit_code == Exit.GOOD and "1 graph, 1 library, 1 file" in result.stdout
     assert "compiled for 2 threads" in result.stdout
-    assert "there already: 1 graph, 1 library, 1 file" in run("import", tmp_path / "warm.tar.gz").stdout
+    assert "already present: 1 graph, 1 library, 1 file" in run("import", tmp_path / "warm.tar.gz").stdout
 
 
 def test_trimming(root: Path) -> None:
     (program,) = (root / "programs").iterdir()
     os.utime(program, (time.time() - 40 * 86400,) * 2)
-    assert "would go: 1 graph" in run("trim", "--older", "30d", "--dry-run").stdout and program.exists()
+    assert "would be removed: 1 graph" in run("trim", "--older", "30d", "--dry-run").stdout and program.exists()
     assert "removed: 1 graph" in run("trim", "--older", "30d").stdout and not program.exists()
     assert "removed: nothing" in run("trim", "--older", "30d").stdout
     assert "removed: 1 library" in run("trim", "--size", "100").stdout
@@ -142,13 +142,13 @@ def test_trimming(root: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["trim"], "say what is to go: --older AGE, --size SIZE or both"),
-        (["trim", "--older", "long"], "'long' is no age: give 30d or 12h (units: s, min, h, d, w)"),
-        (["trim", "--older", "-1d"], "is no age"),
-        (["trim", "--size", "2 elephants"], "is no size: give 500MB or 2GB"),
+        (["trim"], "specify what to remove: --older AGE, --size SIZE or both"),
+        (["trim", "--older", "long"], "'long' is not a valid age: give 30d or 12h (units: s, min, h, d, w)"),
+        (["trim", "--older", "-1d"], "is not a valid age"),
+        (["trim", "--size", "2 elephants"], "is not a valid size: give 500MB or 2GB"),
         (["import", "no.tar.gz"], "'no.tar.gz' does not exist"),
         (["import", "/tmp"], "is a directory"),
-        (["export", "/no-dir/a.tar.gz"], "there is no folder /no-dir; make it first"),
+        (["export", "/no-dir/a.tar.gz"], "there is no folder /no-dir; create it first"),
         (["export", "/proc/a.tar.gz"], "cannot write to /proc/a.tar.gz"),
         (["lst"], "No such command 'lst'"),
         (["import"], "For example:\n  pellucid cache import warm.tar.gz"),

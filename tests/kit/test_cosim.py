@@ -120,7 +120,7 @@ def test_results_that_share_memory_are_a_divergence(monkeypatch):
     monkeypatch.setattr(pipeline, "transform", without_clone)
     first = cosim_case(Case("f", *doubled()), subject_of("pellucid")).first_divergence
     assert first is not None and first.fx_node == "clone" and "planted.py:" in first.user_line
-    assert first.judgement.why == "it shares the memory of output 0, in eager it does not"
+    assert first.judgement.why == "it shares memory with output 0, but not in eager"
 
 
 @pytest.mark.sampled

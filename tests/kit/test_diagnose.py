@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.errors import NotJudged, UserError
-from pellucid.kit.diagnose import LEAST, _Work, diagnose
+from pellucid.kit.diagnose import MIN_SECONDS, _Work, diagnose
 from pellucid.kit.judge.judge import Verdict
 from pellucid.kit.runs.target import Request
 
@@ -58,21 +58,21 @@ def test_a_good_program_is_told_what_to_look_at_next(tmp_path: Path) -> None:
 
 @pytest.mark.sampled
 def test_what_there_is_no_time_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pellucid.kit.diagnose.LEAST", 1e9)
+    monkeypatch.setattr("pellucid.kit.diagnose.MIN_SECONDS", 1e9)
     found = diagnose(Request(f"{STORIES}:pellucid_wrong_result"), tmp_path, 300, tell=lambda _: None)
     assert found.verdict is Verdict.WRONG and found.bisected is not None and found.minified is None
-    assert "the time is up" in str(found)
+    assert "no time left" in str(found)
 
 
 def test_a_tool_that_ran_out_of_time_is_not_the_programs_fault(tmp_path: Path) -> None:
-    work = _Work(Request("model.py:make"), tmp_path, time.monotonic() + LEAST + 0.05, 300, 0, lambda _: None)
+    work = _Work(Request("model.py:make"), tmp_path, time.monotonic() + MIN_SECONDS + 0.05, 300, 0, lambda _: None)
 
     def slow() -> None:
         time.sleep(0.1)
         raise UserError("no end after 5 s")
 
     assert work.run("cosim", slow, str) is None
-    assert work.stages[-1].found == "the time was up before it ended"
+    assert work.stages[-1].found == "stopped: no time left"
 
 
 @pytest.mark.sampled

@@ -131,7 +131,7 @@ def test_a_program_that_does_not_repeat_itself_is_not_judged():
         calls[0] += 1
         return x * calls[0]
 
-    with pytest.raises(UserError, match="gives another output 0 when it is called again"):
+    with pytest.raises(UserError, match="not deterministic: output 0 differs between two calls in eager mode"):
         check(f, (torch.ones(3),))
 
 
@@ -151,9 +151,9 @@ class Held:
 
 
 def test_tensors_that_cannot_be_seen_are_not_said_to_be_right():
-    with pytest.raises(UserError, match="output 0 is a Held: the tensors in it cannot be seen"):
+    with pytest.raises(UserError, match="output 0 is a Held: the tensors in it cannot be found"):
         check(lambda x: Held(x + 1), (torch.ones(3),))
-    with pytest.raises(UserError, match="nothing that can be compared"):
+    with pytest.raises(UserError, match="has no results to compare"):
         check(lambda x: None, (torch.ones(3),))
     assert check(lambda x: (x.sum().item(), x.dim() > 1), (torch.ones(3),)).outputs[1].dtype == "bool"
 

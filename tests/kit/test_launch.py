@@ -62,7 +62,7 @@ def test_what_is_gained_is_told_by_running_in_turn():
     found = compare(plan([sys.executable, "-c", program]), 2)
     assert found.gain is not None and found.gain.ratio.count == 2 and found.gain.ratio.median > 1.2
     assert found.gain.plain_seconds.median > 0.3 and "times as fast" in text(shown(found))
-    with pytest.raises(NotJudged, match="ends with 3 with the settings"):
+    with pytest.raises(NotJudged, match="exits with 3 with the settings"):
         compare(plan([sys.executable, "-c", "raise SystemExit(3)"]), 1)
 
 

@@ -42,21 +42,21 @@ def test_a_step_below_its_limit_says_where_the_rest_goes():
     base = StepFacts("g", "k", "k", "kernel", loaded=4096, stored=0, flops=10**9, dtype="f32", threads=2)
     peak = 10**9 / AVX2.flops.f32.all
     assert rest_of(base, peak / 0.71) == ()
-    assert rest_of(base, 2 * peak) == ("50% work that nothing counts, being disturbed",)
+    assert rest_of(base, 2 * peak) == ("50% work that is not modelled, interference",)
     assert rest_of(base, 2 * peak, 0.2) == (
-        "20% waiting for the last of its threads",
-        "30% work that nothing counts, being disturbed",
+        "20% waiting for its slowest thread",
+        "30% work that is not modelled, interference",
     )
     many = replace(base, instructions=1.5 * peak * 2 * AVX2.instructions)
     assert rest_of(many, 1.55 * peak) == ("32% issuing vector instructions",)
     assert rest_of(many, 1.55 * peak, 0.3) == (
         "32% issuing vector instructions",
-        "3% waiting for the last of its threads",
+        "3% waiting for its slowest thread",
     )
     assert rest_of(replace(many, scalar="a reason"), 1.55 * peak) == ("32% computing without vectors (a reason)",)
     packed = replace(base, uncounted=("packing an operand",), scalar="a reason")
     assert rest_of(packed, 2 * peak) == (
-        "50% packing an operand, computing without vectors (a reason), being disturbed",
+        "50% packing an operand, computing without vectors (a reason), interference",
     )
     size = int(peak / 2 * AVX2.memory.read.all)  # half as long as the operations take, if it comes from memory
     far = replace(base, loaded=size, touched=size, parts=(Part(size, 0, 1, 10**9),))
@@ -68,11 +68,11 @@ def test_bytes_apart_and_libraries_say_where_the_rest_goes():
     apart = StepFacts("g", "k", "k", "kernel", loaded=size, stored=0, touched=size, fetched=2 * size, threads=2)
     limit = limit_of(apart, AVX2)
     assert limit is not None
-    assert rest_of(apart, 2 * limit.bound)[0] == "50% fetching lines of the cache of which it needs a part"
+    assert rest_of(apart, 2 * limit.bound)[0] == "50% fetching partly used cache lines"
     call = StepFacts("g", "mm", "mm", "product", loaded=8, stored=8, flops=10**9, dtype="f32")
     reached = 10**9 / AVX2.product.f32.of(torch.get_num_threads())
     *_, slower, rest = rest_of(call, 4 * reached)
-    assert "what the library is slower at this" in slower and rest.endswith("work of the library, being disturbed")
+    assert "the library being slower than the peak" in slower and rest.endswith("work of the library, interference")
 
 
 def test_contractions_say_what_nothing_counts():

@@ -11,7 +11,7 @@ import torch
 
 from pellucid.errors import UserError
 from pellucid.kit.minify.minify import Kind, minify
-from pellucid.kit.minify.subgraph import NotAGraph, Subgraph, Workshop, merged_inputs, side_by_side
+from pellucid.kit.minify.subgraph import CapturedGraphs, NotAGraph, Subgraph, merged_inputs, side_by_side
 from pellucid.kit.programs.graphs import interpret
 from pellucid.kit.runs.target import Request
 from tests.kit.planted import FAULTS, mixed, negated
@@ -30,7 +30,7 @@ FAULTY = [
 
 @pytest.fixture(scope="module")
 def mixed():
-    return Workshop(Request(f"{PLANTED}:mixed"))
+    return CapturedGraphs(Request(f"{PLANTED}:mixed"))
 
 
 @pytest.mark.sampled
@@ -186,7 +186,7 @@ def run(graph):
 
 def test_calls_that_are_alike_are_named_once(mixed):
     (name,) = mixed.graphs
-    every, unlike = (mixed.units(name, mixed.names(name), alike=alike) for alike in (True, False))
+    every, unlike = (mixed.units(name, mixed.names(name), duplicates=each) for each in (True, False))
     assert len(unlike) < len(every)
     assert {mixed.operators(name, part.names) for part in every} == {mixed.operators(name, p.names) for p in unlike}
 
@@ -200,11 +200,11 @@ def test_inputs_become_fewer_shorter_and_of_plainer_types(tmp_path):
         "def make():\n"
         "    return sums, (torch.randn(8, 6).half(), torch.randn(8, 6).half())\n"
     )
-    shop = Workshop(Request(f"{file}:make"))
-    (name,) = shop.graphs
-    whole = Subgraph(name, shop.names(name))
-    assert merged_inputs(shop.inputs(whole)) == ["input 1 as 0"]
-    part = shop.cut(whole.changed("input 1 as 0", "size 6 to 3", "dtype float16 to float32", "integers in 0"))
+    captured = CapturedGraphs(Request(f"{file}:make"))
+    (name,) = captured.graphs
+    whole = Subgraph(name, captured.names(name))
+    assert merged_inputs(captured.inputs(whole)) == ["input 1 as 0"]
+    part = captured.cut(whole.changed("input 1 as 0", "size 6 to 3", "dtype float16 to float32", "integers in 0"))
     assert [(tuple(each.shape), each.dtype) for each in part.inputs] == [((8, 3), torch.float32)]
     (result,) = run(part)
     x = part.inputs[0]
@@ -220,11 +220,11 @@ def test_what_takes_no_tensors_is_no_graph(tmp_path):
         "def make():\n"
         "    return pair, (torch.randn(8),)\n"
     )
-    shop = Workshop(Request(f"{file}:make"))
-    (name,) = shop.graphs
-    with pytest.raises(NotAGraph, match="topk is no tensor"):
-        shop.cut(Subgraph(name, ("getitem",)))
-    assert [part.names for part in shop.units(name, ("topk", "getitem", "add"))] == [("topk", "getitem"), ("add",)]
+    captured = CapturedGraphs(Request(f"{file}:make"))
+    (name,) = captured.graphs
+    with pytest.raises(NotAGraph, match="topk is not a tensor or number"):
+        captured.cut(Subgraph(name, ("getitem",)))
+    assert [part.names for part in captured.units(name, ("topk", "getitem", "add"))] == [("topk", "getitem"), ("add",)]
 
 
 def test_kinds_of_failure_are_told_apart():

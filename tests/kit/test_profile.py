@@ -273,7 +273,7 @@ def test_a_program_without_graphs_says_so():
         return None
 
     (found,) = take([program_of(Case("empty", fn, (f32(2),)), subject_of("pellucid"))], "empty", budget=0.05)
-    assert "no graph ran that pellucid has compiled" in found.notes and not found.kernels
+    assert "no graph compiled by pellucid ran" in found.notes and not found.kernels
     assert found.overhead.python_microseconds == pytest.approx(found.microseconds)
 
 
@@ -292,7 +292,7 @@ def test_rows_are_held_against_the_machine(taken):
 def test_what_is_beyond_its_limit_says_why():
     """Only attention leaves out what counts as work."""
     row = KernelTime("a", "kernel", "attention", "a", 1, 5.0, 0.0, 5.0, 0.1, limit="compute", percent_of_limit=170.0)
-    assert "a mask hides" in row.because
+    assert "masked-out scores" in row.because
     assert not replace(row, percent_of_limit=80.0).because and not replace(row, group="products").because
 
 
@@ -341,7 +341,7 @@ def test_one_profile_at_a_time():
         for look in (str, type(p)._repr_html_, lambda p: p.result, lambda p: p.trace("trace.json")):
             with pytest.raises(UserError, match="not finished"):
                 look(p)
-    assert "no graph ran that pellucid has compiled" in p.result.notes
+    assert "no graph compiled by pellucid ran" in p.result.notes
 
 
 def test_a_trace_has_a_track_for_each_thread(tmp_path):
@@ -411,7 +411,7 @@ def test_counters_stand_in_the_row_of_their_step():
     found = profile_of(clock_of_times, [Call(0, 1000)], backend="pellucid", target="", counted=counted)
     (row,) = found.kernels
     assert (row.cycles, row.instructions, row.cache_misses) == (1000, 400, 8) and row.cycles_per_instruction == 2.5
-    assert "2.50 cycles an instruction, 8 misses" in str(found)
+    assert "2.50 cycles per instruction, 8 last-level cache misses" in str(found)
 
 
 def test_without_counters_a_profile_says_why(monkeypatch):
@@ -500,5 +500,5 @@ def test_a_folder_without_a_profile_is_refused(tmp_path):
     with pytest.raises(UserError, match="has no profile"):
         profile_target(Request("nothing.py:make"), str(tmp_path))
     (tmp_path / "profile.json").write_text('{"kernels": [{"name": "<script>"}]}')
-    with pytest.raises(UserError, match="holds no profile"):
+    with pytest.raises(UserError, match="is not a valid profile"):
         profile_target(Request("nothing.py:make"), str(tmp_path))

@@ -109,7 +109,7 @@ def test_a_call_graph_as_files(tmp_path):
 
 
 def test_what_cannot_draw_a_call_graph_says_so_before_anything_is_measured(monkeypatch):
-    with pytest.raises(UserError, match="no format"):
+    with pytest.raises(UserError, match="unknown call graph format"):
         check_callgraph(Path("python.txt"))
     monkeypatch.setattr(python.shutil, "which", lambda name: None)
     with pytest.raises(UserError, match="Graphviz"):

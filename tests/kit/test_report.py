@@ -33,7 +33,7 @@ from pellucid.kit.profile.result import (
 )
 from pellucid.kit.profile.saved import saved, saved_profile
 from pellucid.kit.report.charts import cosim_strip, roofline, threads
-from pellucid.kit.report.drawing import MOST_BOXES, Step, draw, draw_calls
+from pellucid.kit.report.drawing import MAX_BOXES, Step, draw, draw_calls
 from pellucid.kit.report.material import place_of
 from pellucid.kit.report.page import notebook
 from pellucid.kit.report.request import measure, save_program, write_page
@@ -155,7 +155,7 @@ def test_boxes_stand_below_what_they_are_made_of_also_through_views():
 def test_of_a_large_graph_the_hottest_part_is_drawn():
     steps = [Step(f"k{n}", True, (f"n{n}",), share=0.5 if n == 700 else 0.0) for n in range(1000)]
     found = draw("g", steps, nodes(*((f"n{n}", f"n{n + 1}") for n in range(999))))
-    assert found.is_part and found.total == 1000 and len(found.boxes) == MOST_BOXES
+    assert found.is_part and found.total == 1000 and len(found.boxes) == MAX_BOXES
     assert {box.step.name for box in found.boxes} >= {"k699", "k700", "k701"}
 
 
@@ -246,7 +246,7 @@ def test_the_command_makes_a_page_of_a_run_and_measures_nothing(tmp_path):
 def test_a_notebook_shows_the_page():
     text = compare(profile(kernel()), profile(kernel("mul_0")))._repr_html_()
     inner = html.unescape(text.partition('srcdoc="')[2].rpartition('"')[0])
-    assert inner.startswith("<!doctype html>") and "Beside pellucid" in inner
+    assert inner.startswith("<!doctype html>") and "Compared with pellucid" in inner
 
 
 # ------------------------------------------------------------------------------------------------ in a browser

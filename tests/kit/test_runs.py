@@ -217,7 +217,7 @@ def test_a_script_is_captured_as_it_is(script_run):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["sh", "-c", "true"], "is no Python"),
+        (["sh", "-c", "true"], "is not Python"),
         ([sys.executable], "names no script"),
         ([sys.executable, "nothing.py"], "there is no file nothing.py"),
         ([sys.executable, "-m", "nothing_there"], "the script ended with"),
@@ -265,7 +265,7 @@ def test_a_script_may_end_itself(status, tmp_path):
     )
     command = [sys.executable, str(script)]
     if status:
-        with pytest.raises(NotJudged, match="the script ended itself with exit status 3"):
+        with pytest.raises(NotJudged, match="the script called sys.exit with status 3"):
             capture_script(command, tmp_path / "run", "pellucid", {}, 100)
     else:
         capture_script(command, tmp_path / "run", "pellucid", {}, 100)
@@ -345,8 +345,8 @@ def call(saved):
         (lambda s: call(s).update(kwargs={"dict": [["a=print(1), b", 1]]}), "impossible name"),
         (lambda s: call(s).update(op="call_method"), "unknown kind"),
         (lambda s: call(s).update(name="x):\n    import os\n    def g("), "impossible name"),
-        (lambda s: call(s).update(args={"object": "os"}), "a value that nobody knows"),
-        (lambda s: call(s).update(args={"dtype": "nn"}), "a value that nobody knows"),
+        (lambda s: call(s).update(args={"object": "os"}), "a value of unknown kind"),
+        (lambda s: call(s).update(args={"dtype": "nn"}), "a value of unknown kind"),
         (lambda s: s["inputs"]["value"][0]["tensor"].update(shape=[1 << 40, 1]), "outside of its memory"),
         (lambda s: s["inputs"]["value"][0]["tensor"].update(offset=-4), "cannot be"),
         (lambda s: s["inputs"]["value"][0]["tensor"].update(stride=[1]), "cannot be"),
@@ -405,7 +405,7 @@ def test_the_commands(mixed_run, tmp_path):
         assert {row["verdict"] for row in csv.DictReader(file)} <= {"ok", "rounding"}
     assert json.loads((tmp_path / "out" / "cosim.json").read_text()) == json.loads(made.stdout)
     wrong = pellucid("check", MIXED, "again")
-    assert wrong.returncode == 255 and "one TARGET too many" in wrong.stderr
+    assert wrong.returncode == 255 and "unexpected arguments after TARGET" in wrong.stderr
 
 
 # ------------------------------------------------------------------------------------------------ tensors

@@ -78,7 +78,7 @@ def test_the_ladder_of_bisect_is_printed_once():
         "inductor", "codegen", None, checked(), (Tried("lowering", Verdict.OK), Tried("codegen", Verdict.WRONG))
     )
     assert str(found).splitlines() == [
-        "to blame: codegen (inductor)",
+        "at fault: codegen (inductor)",
         "used up to  verdict",
         "lowering    ok",
         "codegen     wrong",
@@ -143,7 +143,7 @@ def test_a_program_that_does_not_fail_alone_is_not_called_the_failure_alone(alon
     left = Minified("pellucid", Kind("wrong"), 9, 2, 30, 1.0, "graph", "repro.py", shown=alone)
     text = str(Diagnosis("model.py:make", "pellucid", checked(output("output 0", 2)), minified=left))
     assert ("the failure alone, 2 nodes" in text) is alone
-    assert ("but run alone it does not fail so" in text) is not alone
+    assert ("but it does not fail in the same way when run alone" in text) is not alone
 
 
 def test_a_failure_leads_to_the_users_line_and_to_what_can_be_done():

@@ -90,12 +90,12 @@ def test_a_bad_report_exits_with_1(monkeypatch):
         (["capture", "no.py:x", "-o", "/proc/no/run"], "cannot write to /proc/no/run: "),
         (["capture", "no.py:x", "-o", f"{__file__}/run"], "/run: Not a directory"),
         (["doctor", "-o", "/proc/no/machine.json"], "cannot write to "),
-        (["profile", "no.py:x", "--trace", "/no-dir/t.json"], "/t.json: there is no folder /no-dir; make it first"),
-        (["profile", "no.py:x", "--callgraph", "/no-dir/c.pstats"], "there is no folder /no-dir; make it first"),
+        (["profile", "no.py:x", "--trace", "/no-dir/t.json"], "/t.json: there is no folder /no-dir; create it first"),
+        (["profile", "no.py:x", "--callgraph", "/no-dir/c.pstats"], "there is no folder /no-dir; create it first"),
         (["profile", "no.py:x", "--trace", f"{__file__}/trace.json"], "cannot write to "),
         (["profile", "no.py:x", "-o", "/proc/no/run"], "cannot write to /proc/no/run: "),
-        (["doctor", "-o", "/no-dir/machine.json"], "there is no folder /no-dir; make it first"),
-        (["check", "pyhton", "train.py"], "pyhton is neither a TARGET nor Python; a script is given as -- python"),
+        (["doctor", "-o", "/no-dir/machine.json"], "there is no folder /no-dir; create it first"),
+        (["check", "pyhton", "train.py"], "pyhton is neither a TARGET nor Python; to run a script, write -- python"),
     ],
 )
 def test_a_wrong_call_exits_with_255_and_says_what_would_be_right(args, complaint):
@@ -135,7 +135,7 @@ def test_a_folder_that_has_a_run_is_told_before_the_program_runs(tmp_path):
 
 def test_the_list_of_commands_has_whole_sentences():
     listed = run("--help").output.partition("Commands:")[2]
-    assert "..." not in listed and "and what in it is to blame?" in " ".join(listed.split())
+    assert "..." not in listed and "and which step of it is at fault?" in " ".join(listed.split())
 
 
 def test_a_model_that_cannot_be_built_here_exits_with_125(monkeypatch):

@@ -1,1 +1,1 @@
-"""The tools that find what is wrong with a compiled program, and where."""
+"""The tools that find faults of a compiled program, and their location."""

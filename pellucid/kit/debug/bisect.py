@@ -1,8 +1,7 @@
-"""Which component of a backend is to blame: the first whose use makes a program fail, and what in it.
+"""Bisect the components of a backend: find the first whose use makes a program fail, and the culprit in it.
 
-A backend has a ladder (`Subject.ladder`): ways to run a program from eager on, each with one more component. The
-search keeps a rung that is good and a higher one that is bad, and halves what lies between. What is to blame within
-the component, see `culprit`.
+A backend has a ladder (`Subject.ladder`): ways to run a program, from eager upwards, each with one more component. The
+binary search maintains a good rung and a higher bad one. See `culprit` for the search within the component.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pellucid.errors import NotJudged, UserError
 from pellucid.kit.debug.check import Checked, Culprit, check_target, isolated
-from pellucid.kit.debug.culprit import find_culprit, operators_in, run_as_far, stand_on
+from pellucid.kit.debug.culprit import find_culprit, operators_in, run_up_to, select_rung
 from pellucid.kit.judge.judge import Verdict
 from pellucid.kit.process.child import SECONDS, Failure, Worker
 from pellucid.kit.process.forks import Forks
@@ -24,7 +23,7 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One rung and what became of the program there. other: it failed, but not in the way that is looked for."""
+    """The verdict on the program at one rung. other: it failed, but not in the way that is searched for."""
 
     component: str
     verdict: Verdict
@@ -33,9 +32,9 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Bisected(Shown):
-    """component: to blame; `nothing` where the program is good. culprit: what in it, as far as that can be told.
+    """component: at fault; `nothing` where the program is good. culprit: the step in it, if it could be determined.
 
-    checked: the program under the whole backend. tried: the rungs that were run, in that order.
+    checked: the program under the whole backend. tried: the rungs that were run, in order.
     """
 
     backend: str
@@ -56,10 +55,10 @@ def bisect(
     tell: Callable[[str], None] = print,
     start: Callable[[int], Worker | Forks] = Worker,
 ) -> Bisected:
-    """Find the component that makes a program fail; every attempt runs in a process of its own.
+    """Find the component that makes a program fail; attempts run in worker processes.
 
-    seconds, memory (bytes): what an attempt may take. tell: is given a line before each attempt. start: makes what the
-    attempts run in, of the memory. Raises UserError as `check_isolated` does.
+    seconds, memory (bytes): limits of an attempt. tell: is called with a line of text before each attempt. start:
+    creates the worker, given the memory limit. Raises UserError as `check_isolated` does.
     """
     with start(memory) as worker:
         tried: list[Tried] = []
@@ -74,10 +73,10 @@ def bisect(
             return Bisected(request.backend, NOTHING, None, whole, tuple(tried))
         if not whole.verdict.bad:
             why = next(output.judgement.why for output in whole.outputs if output.verdict is Verdict.UNSURE)
-            raise NotJudged(f"{request.target} cannot be judged: {why}", hint="give it other inputs")
+            raise NotJudged(f"{request.target} cannot be judged: {why}", hint="use other inputs")
         names = worker.call(rung_names, request, seconds=seconds)
         if isinstance(names, Failure):
-            raise UserError(f"the backend {request.backend} cannot be taken apart: {names}")
+            raise UserError(f"the backend {request.backend} cannot be split into components: {names}")
         low, high, worst, where = -1, len(names) - 1, whole, None
         while high - low > 1:
             middle = (low + high) // 2
@@ -97,16 +96,16 @@ def bisect(
 def narrowed(
     worker: Worker | Forks, request: Request, number: int | None, culprit: Culprit, kind: str, seconds: float
 ) -> Culprit:
-    """The operator at which a kernel of several ends that does not return, as the kernel where that cannot be told.
+    """Narrow a kernel that does not return down to one of its operators; the kernel itself if that is impossible.
 
-    The kernel is run as far as each of them, by halving. kind: of its failure.
+    A binary search runs the kernel up to one of its operators each time. kind: of its failure.
     """
     inside = worker.call(operators_in, request, number, culprit.kernel, seconds=seconds)
     if isinstance(inside, Failure) or len(inside) < 2:
         return culprit
 
     def fails(at: int) -> bool:
-        found = worker.call(run_as_far, request, number, culprit.kernel, at, seconds=seconds)
+        found = worker.call(run_up_to, request, number, culprit.kernel, at, seconds=seconds)
         return isinstance(found, Failure) and found.kind == kind
 
     low, high = -1, len(inside) - 1
@@ -119,7 +118,7 @@ def narrowed(
 
 
 def same_failure(one: Checked, other: Checked) -> bool:
-    """Whether two bad runs fail in the same way, in the same place: an output, an exception, a step, where known."""
+    """Whether two bad runs have the same verdict and, where known, an output, exception or FX node in common."""
     if one.verdict is not other.verdict:
         return False
     if one.failure is None or other.failure is None:
@@ -135,10 +134,10 @@ def same_failure(one: Checked, other: Checked) -> bool:
 
 
 def rung_names(request: Request) -> list[str]:
-    """The components of a backend, from the front."""
+    """The components of a backend, in order."""
     return [rung.component for rung in subject_for(request).ladder()]
 
 
 def check_rung(request: Request, number: int | None) -> Checked:
-    """`check` on a rung of the ladder; None: the backend as it is."""
-    return check_target(request, stand_on(subject_for(request), number, request))
+    """`check` on a rung of the ladder; None: the whole backend."""
+    return check_target(request, select_rung(subject_for(request), number, request))

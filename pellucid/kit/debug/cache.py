@@ -1,4 +1,4 @@
-"""What compiled graphs leave on disk: listed, summed up, checked, carried to another machine, and trimmed."""
+"""The store of compiled graphs on disk: list, summarise, verify, export, import and trim it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from pellucid.native.toolchain import misfit, note_of
 from pellucid.printing import Table, code, name, place, sentence
 from pellucid.reuse import stale
 
-_MOST = 10  # rows of one kind that are printed; `--json` has all of them
+_MAX_ROWS = 10  # rows of one kind that are printed; `--json` has all of them
 _BAD = "bold red"
 _TITLES = {
-    PROGRAM: "graphs: what they were compiled to",
-    KERNELS: "kernels: libraries that hold some each",
+    PROGRAM: "graphs: compiled programs",
+    KERNELS: "kernels: libraries of several kernels each",
     TRIAL: "trials: which of several kernels is the fastest here",
-    FILE: "headers, runtimes and what kernels share",
+    FILE: "headers, runtimes and code that kernels share",
     WORK: "being written, or left by a process that died",
-    STRANGE: "not the store's",
+    STRANGE: "files that do not belong to the store",
 }
 _COUNTED = {
     PROGRAM: "graph",
@@ -38,18 +38,17 @@ _COUNTED = {
     TRIAL: "trial",
     FILE: "file",
     WORK: "unfinished file",
-    STRANGE: "strange file",
+    STRANGE: "unknown file",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An entry of the store. key: under which it lies. made, used: seconds since 1970. size: in bytes.
+    """An entry of the store. key: of its folder. made, used: seconds since 1970. size: in bytes.
 
-    line: of the user's program where a graph begins. calls: what it calls first. graphs: what it became: kind, calls,
-    kernels. kernels: names, of a trial the fastest one first.
-    threads: for which a graph was compiled. problem: what is wrong with it, or why it is not used here; where that was
-    not asked, empty.
+    line: of the user's program where a graph begins. calls: the operators that it calls first. graphs: what it was
+    compiled to: kind, nodes, kernels. kernels: names; of a trial the fastest first. threads: the number for which a
+    graph was compiled. problem: what is wrong with it, or why it is not used here; empty where that was not checked.
     """
 
     kind: str
@@ -68,7 +67,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What lies under a key of the store: for which toolchain and machine. misfit: why none of it is used here."""
+    """A folder of the store: for which toolchain and machine. misfit: why nothing in it is used here."""
 
     key: str
     built_for: str
@@ -79,7 +78,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Listed(Shown):
-    """items: the last used first."""
+    """items: the most recently used first."""
 
     root: str
     keys: tuple[Key, ...]
@@ -92,7 +91,7 @@ class Listed(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Sizes(Shown):
-    """sizes: bytes by kind. counts: entries by kind; kernels: of all libraries together."""
+    """sizes: bytes by kind. counts: entries by kind. kernels: the number in all libraries together."""
 
     root: str
     keys: tuple[Key, ...]
@@ -111,9 +110,9 @@ class Sizes(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Verified(Shown):
-    """bad: entries that are not whole or not to be trusted. unused: whole ones that no process here would use.
+    """bad: entries that are damaged, incomplete or untrusted. unused: intact ones that no process here would use.
 
-    unsafe: why nothing of a directory is to be trusted. removed: whether the bad ones were.
+    unsafe: why nothing in a directory is trusted. removed: whether the bad entries were removed.
     """
 
     root: str
@@ -130,7 +129,7 @@ class Verified(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Carried(Shown):
-    """What was exported, or imported. size: of the archive. left_out: with their problems."""
+    """The entries exported or imported. size: of the archive. left_out: with their problems."""
 
     what: str
     file: str
@@ -148,7 +147,7 @@ class Carried(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Trimmed(Shown):
-    """removed: what went, or would go. left: bytes that are left."""
+    """removed: the entries removed, or that would be. left: remaining bytes. tried: whether it was a dry run."""
 
     root: str
     removed: tuple[Item, ...]
@@ -161,14 +160,14 @@ class Trimmed(Shown):
 
 
 def listed() -> Listed:
-    """All entries of the store. Nothing is checked or unpickled."""
+    """List all entries of the store. Nothing is checked or unpickled."""
     keys, entries = _all()
     items = sorted(map(_item, entries), key=lambda item: -item.used)
     return Listed(str(default_root()), keys, tuple(items))
 
 
 def sizes() -> Sizes:
-    """How much there is of what."""
+    """Count the entries and bytes of each kind."""
     keys, entries = _all()
     counts, nbytes = Counter[str](), Counter[str]()
     for entry in entries:
@@ -179,7 +178,7 @@ def sizes() -> Sizes:
 
 
 def verified(remove: bool = False) -> Verified:
-    """Read every entry and check it. remove: those that are not whole, or not to be trusted."""
+    """Read every entry and check it. remove: remove those that are damaged, incomplete or untrusted."""
     root = default_root()
     checked, bad, unused = 0, list[Item](), list[Item]()
     for folder in key_folders(root):
@@ -196,33 +195,33 @@ def verified(remove: bool = False) -> Verified:
 
 
 def _unfound(entry: Entry) -> str:
-    """Why no process finds an entry."""
+    """Why no process looks up an entry; empty where one may."""
     if entry.kind == PROGRAM:
         return stale(entry.about)
-    return "no kernel names it" if inventory.is_orphan(entry) else ""
+    return "no kernel uses it" if inventory.is_orphan(entry) else ""
 
 
 def exported(file: Path) -> Carried:
-    """Write what the store has for this machine to an archive. Raises UserError where there is nothing."""
+    """Write the entries for this machine to an archive. Raises UserError where there are none."""
     store = default_store()
     return _carried("exported to", file, store.key, archive.export(store.directory, file, stale))
 
 
 def imported(file: Path) -> Carried:
-    """Put an archive into the store. Raises StoreError for one that is of no use here, or not to be trusted."""
+    """Add an archive to the store. Raises StoreError for one that is unusable here, or untrusted."""
     key, found = archive.install(file, default_root(), stale)
     return _carried("imported from", file, key, found)
 
 
 def trimmed(unused_s: float | None, nbytes: int | None, tried: bool = False) -> Trimmed:
-    """Remove what was not used for so long, then the least recently used until no more is left than `nbytes`.
+    """Remove entries unused for `unused_s` seconds, then the least recently used until at most `nbytes` are left.
 
-    tried: only say what would go. Raises StoreError where nothing can be removed.
+    tried: a dry run. Raises StoreError where nothing can be removed.
     """
     root = default_root()
-    gone = inventory.trim(root, unused_s, nbytes, (lambda _: None) if tried else None)
-    left = sum(entry.nbytes for entry in _all()[1]) - (sum(entry.nbytes for entry in gone) if tried else 0)
-    return Trimmed(str(root), tuple(map(_item, gone)), left, tried)
+    removed = inventory.trim(root, unused_s, nbytes, (lambda _: None) if tried else None)
+    left = sum(entry.nbytes for entry in _all()[1]) - (sum(entry.nbytes for entry in removed) if tried else 0)
+    return Trimmed(str(root), tuple(map(_item, removed)), left, tried)
 
 
 def _all() -> tuple[tuple[Key, ...], list[Entry]]:
@@ -238,7 +237,7 @@ def _all() -> tuple[tuple[Key, ...], list[Entry]]:
 
 def _built_for(note: dict[str, object]) -> str:
     if not note:
-        return "nothing says what"
+        return "built for an unknown toolchain and machine"
     parts = (
         f"{note.get('kind')} {note.get('version')}",
         note.get("isa"),
@@ -268,11 +267,11 @@ def _item(entry: Entry, why: str = "") -> Item:
 
 
 def _unsafe(root: Path) -> Iterator[str]:
-    """Directories of which nothing is used, as others can put something into them."""
+    """Why directories are not used: other users can write to them."""
     if not root.exists():
         return
-    ours = [each for key in key_folders(root) for each in (key, *(path for path in key.iterdir() if path.is_dir()))]
-    for check, directories in ((check_way, [root]), (check_safe, [root, *ours])):
+    inner = [each for key in key_folders(root) for each in (key, *(path for path in key.iterdir() if path.is_dir()))]
+    for check, directories in ((check_way, [root]), (check_safe, [root, *inner])):
         for directory in directories:
             try:
                 check(directory)
@@ -284,8 +283,8 @@ def _carried(what: str, file: Path, key: str, found: archive.Moved) -> Carried:
     threads = {int(entry.about.get("threads", 0)) for entry in found.moved if entry.kind == PROGRAM}
     notes = list(found.notes)
     if what.startswith("imported") and threads - {torch.get_num_threads()}:
-        many = " or ".join(map(str, sorted(threads)))
-        notes.append(f"graphs were compiled for {many} threads, and are found by processes with as many")
+        counts = " or ".join(map(str, sorted(threads)))
+        notes.append(f"graphs were compiled for {counts} threads, and are only used by processes with as many")
     moved, present = tuple(map(_item, found.moved)), tuple(map(_item, found.present))
     left_out = tuple(_item(entry, why) for entry, why in found.left_out)
     return Carried(what, str(file), key, file.stat().st_size, moved, present, left_out, tuple(notes))
@@ -295,7 +294,7 @@ def _carried(what: str, file: Path, key: str, found: archive.Moved) -> Carried:
 
 
 def cache_text(found: Listed | Sizes | Verified | Carried | Trimmed) -> Iterator[RenderableType]:
-    """What `pellucid cache` prints."""
+    """Render what `pellucid cache` prints."""
     match found:
         case Listed():
             yield from _listed(found)
@@ -310,23 +309,23 @@ def cache_text(found: Listed | Sizes | Verified | Carried | Trimmed) -> Iterator
 
 
 def _listed(found: Listed) -> Iterator[RenderableType]:
-    """Each kind by itself, and the keys that other machines or versions have left."""
+    """A table for each kind, then the keys, also those of other machines and versions."""
     if not found.keys:
         yield sentence(f"there is no store yet: {found.root}")
     for kind in _TITLES:
         items = [item for item in found.items if item.kind == kind]
         if items:
             yield sentence((_TITLES[kind], "bold"))
-            rows = [(_size(each.size), _age(each.made), _age(each.used), _what(each)) for each in items[:_MOST]]
-            yield Table(("size", "made", "used", "what"), rows, right=frozenset((0,)))
-            if len(items) > _MOST:
-                rest = sum(item.size for item in items[_MOST:])
-                yield sentence(f"and {_many(kind, len(items) - _MOST)} more, {_size(rest)}; --json has all")
+            rows = [(_size(each.size), _age(each.made), _age(each.used), _what(each)) for each in items[:_MAX_ROWS]]
+            yield Table(("size", "created", "used", "what"), rows, right=frozenset((0,)))
+            if len(items) > _MAX_ROWS:
+                rest = sum(item.size for item in items[_MAX_ROWS:])
+                yield sentence(f"and {_many(kind, len(items) - _MAX_ROWS)} more, {_size(rest)}; --json lists all")
     yield from _keys(found.root, found.keys)
 
 
 def _what(item: Item) -> tuple[Any, ...]:
-    """In words, for a column of a table."""
+    """The cell that describes an entry."""
     if item.kind == KERNELS:
         first = name(item.kernels[0]) if item.kernels else name(item.name)
         more = len(item.kernels) - 1
@@ -344,7 +343,7 @@ def _what(item: Item) -> tuple[Any, ...]:
 
 
 def _keys(root: str, keys: Sequence[Key]) -> Iterator[RenderableType]:
-    """Where it lies, and for which toolchains."""
+    """The path of the store, and the toolchain of each key."""
     if not keys:
         return
     yield sentence((f"in {root}", "bold"))
@@ -360,7 +359,7 @@ def _sizes(found: Sizes) -> Iterator[RenderableType]:
         for kind in _COUNTED
         if kind in found.sizes
     ]
-    yield Table((), [*rows, (_size(found.size), "together")], right=frozenset((0,)))
+    yield Table((), [*rows, (_size(found.size), "in total")], right=frozenset((0,)))
     yield from _keys(found.root, found.keys)
 
 
@@ -372,31 +371,31 @@ def _verified(found: Verified) -> Iterator[RenderableType]:
     for why in found.unsafe:
         yield sentence((why, _BAD))
     if found.bad:
-        done = "removed" if found.removed else "they count as missing; `pellucid cache verify --remove` removes them"
+        done = "removed" if found.removed else "they are ignored; `pellucid cache verify --remove` removes them"
         yield sentence((f"{len(found.bad)} of {found.checked} entries are bad", _BAD), f": {done}")
         yield from _problems(found.bad)
     if found.unused:
-        yield sentence((f"{len(found.unused)} are whole and not used here", "bold"))
+        yield sentence((f"{len(found.unused)} are intact but not used here", "bold"))
         yield from _problems(found.unused)
     if not found.bad and not found.unsafe:
-        yield sentence(f"all of {found.checked} entries are whole, in {found.root}")
+        yield sentence(f"all {found.checked} entries are intact, in {found.root}")
 
 
 def _problems(items: Sequence[Item]) -> Iterator[RenderableType]:
-    """Entries by what is wrong with them: each reason once."""
+    """Entries grouped by what is wrong with them."""
     by_reason: dict[str, list[Item]] = {}
     for item in items:
         by_reason.setdefault(item.problem, []).append(item)
     rows = [(_many_of(each), (sentence(why), name(each[0].name))) for why, each in by_reason.items()]
-    yield Table(("entries", "why, and the first of them"), rows[:_MOST])
-    if len(rows) > _MOST:
-        yield sentence(f"and {len(rows) - _MOST} more reasons; --json has all")
+    yield Table(("entries", "why, and the first entry"), rows[:_MAX_ROWS])
+    if len(rows) > _MAX_ROWS:
+        yield sentence(f"and {len(rows) - _MAX_ROWS} more reasons; --json lists all")
 
 
 def _carried_text(found: Carried) -> Iterator[RenderableType]:
     yield sentence(f"{found.what} {found.file} ({_size(found.size)}): {_many_of(found.moved) or 'nothing'}")
     if found.present:
-        yield sentence(f"there already: {_many_of(found.present)}")
+        yield sentence(f"already present: {_many_of(found.present)}")
     if found.left_out:
         yield sentence(("left out", "bold"))
         yield from _problems(found.left_out)
@@ -405,7 +404,7 @@ def _carried_text(found: Carried) -> Iterator[RenderableType]:
 
 def _trimmed(found: Trimmed) -> Iterator[RenderableType]:
     freed = sum(item.size for item in found.removed)
-    done = "would go" if found.tried else "removed"
+    done = "would be removed" if found.tried else "removed"
     yield sentence(f"{done}: {_many_of(found.removed) or 'nothing'}, {_size(freed)}; {_size(found.left)} left")
 
 
@@ -430,7 +429,7 @@ def _size(nbytes: int) -> str:
 
 
 def _age(when: float) -> str:
-    """How long ago."""
+    """The time since `when`, rounded."""
     seconds = time.time() - when
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:

@@ -1,7 +1,7 @@
-"""Capturing a program into a run, and running a run again: here, elsewhere, or by another backend.
+"""Capture a program into a run, and replay a run: here, on another machine, or with another backend.
 
-`capture` takes two passes, each in a process that may die: the graphs with their inputs as eager calls them, then what
-the backend makes of each, so that a program which kills its process is captured as well.
+`capture` takes two passes in worker processes: first the graphs with their inputs in eager mode, then what the backend
+compiles each to. So a program whose compiled code crashes is captured as well.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _TIMED_RUNS = 5
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A graph in a run. calls: of operators. verdict: compiled code beside eager, on the saved inputs. failure: how
-    compiling or running it ended, if otherwise than by returning. seconds: of each stage of compilation, in order.
+    """A graph in a run. calls: the number of operator calls. verdict: on compiled code, run on the saved inputs.
+    failure: how compiling or running it failed, if it did. seconds: of each stage of compilation, in order.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Saved:
 
 
 class _OfGraphs(Shown):
-    """What became of several graphs, each with a verdict."""
+    """Results for several graphs, each with a verdict."""
 
     __slots__ = ()
     graphs: Any
@@ -67,7 +67,7 @@ class _OfGraphs(Shown):
 
 @dataclass(frozen=True, slots=True)
 class CapturedRun(_OfGraphs):
-    """graphs: in the order of their first calls. kernels: the different ones. megabytes: of tensors in the folder."""
+    """graphs: in the order of their first calls. kernels: the number of distinct ones. megabytes: of saved tensors."""
 
     folder: str
     backend: str
@@ -79,13 +79,13 @@ class CapturedRun(_OfGraphs):
 def capture(
     request: Request, folder: Path, *, intermediates: bool = False, seconds: float = SECONDS, memory: int = 0
 ) -> CapturedRun:
-    """Write a program's graphs, their inputs, and what the backend makes of them into a new run.
+    """Write a program's graphs, their inputs, and what the backend compiles them to into a new run.
 
-    intermediates: save every result that compiled code leaves in memory, not only those that a graph returns.
-    seconds, memory (bytes): what each step of the work may take. Raises UserError for a program that fails in eager
+    intermediates: save every result that compiled code stores in memory, not only those that a graph returns.
+    seconds, memory (bytes): limits of each step of the capture. Raises UserError for a program that fails in eager
     mode, and for a graph that cannot be saved.
     """
-    fresh = request.target != str(folder)  # else a script was captured into it
+    fresh = request.target != str(folder)  # else a script has already been captured into it
     if fresh:
         check_free(folder)
     with Worker(memory) as worker:
@@ -96,7 +96,7 @@ def capture(
 
 
 def _complete(worker: Worker, request: Request, run: Run, intermediates: bool, seconds: float) -> CapturedRun:
-    """Add to the graphs of a run what the backend of the request makes of them."""
+    """Add what the backend of the request compiles the graphs of a run to."""
     saved: list[Saved] = []
     for name in run.names:
         part = replace(request, target=f"{run.folder}:{name}")
@@ -116,11 +116,11 @@ def _complete(worker: Worker, request: Request, run: Run, intermediates: bool, s
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A graph of a run, run again.
+    """A replayed graph of a run.
 
-    checked: compiled code beside eager, here. before: the verdict in the run; empty where it has none. moved: results
-    that differ from those in the run by more than rounding, by what made them: `eager` or `compiled`.
-    recorded: whether the run has any.
+    checked: compiled code compared with eager, here. before: the verdict in the run; empty where it has none. moved:
+    results, of `eager` or `compiled`, that differ from those in the run by more than rounding. recorded: whether the
+    run has results.
     """
 
     graph: str
@@ -136,7 +136,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Replay(_OfGraphs):
-    """backend: that ran it here. captured_by: that of the run."""
+    """backend: the one used here. captured_by: the backend of the run."""
 
     folder: str
     backend: str
@@ -145,9 +145,9 @@ class Replay(_OfGraphs):
 
 
 def replay(request: Request, seconds: float = SECONDS, memory: int = 0) -> Replay:
-    """Run the graphs of a run on their saved inputs, eagerly and compiled, and compare: with each other and the run.
+    """Replay the graphs of a run on their saved inputs, eagerly and compiled; compare with each other and the run.
 
-    request.target: the run, or `RUN:GRAPH`. seconds, memory (bytes): what one graph may take.
+    request.target: the run, or `RUN:GRAPH`. seconds, memory (bytes): limits for one graph.
     """
     folder, one = split_run(request.target) or (Path(request.target), "")
     run = open_run(folder, request.libraries)
@@ -173,7 +173,7 @@ def save_graphs(request: Request, folder: str) -> int:
     with listening() as refusals, starting(request.backend, request.options) as starts:
         graphs, _ = captured(request)
     if not graphs:
-        raise UserError(f"{request.target} becomes no graph: nothing in it can be compiled")
+        raise UserError(f"no graph was captured from {request.target}: nothing in it can be compiled")
     about = {"backend": request.backend, "options": request.options, "target": request.target}
     writer = RunWriter.create(Path(folder), **about)
     for graph in graphs:
@@ -184,7 +184,7 @@ def save_graphs(request: Request, folder: str) -> int:
 
 
 def save_compiled(request: Request, intermediates: bool, runs: bool) -> Sequence[tuple[str, float]]:
-    """Write what a backend makes of one graph of a run: its programs, kernels, decisions, and (if it runs) numbers.
+    """Write what a backend compiles one graph of a run to: programs, kernels, decisions, and (if it runs) results.
 
     Returns the seconds of each stage.
     """
@@ -207,7 +207,7 @@ def save_compiled(request: Request, intermediates: bool, runs: bool) -> Sequence
 
 
 def _save_programs(writer: RunWriter, graph: Graph, compiled: Compiled, request: Request) -> None:
-    """What the backend made of a graph stage by stage, as text and as programs, with the constants of these."""
+    """Write the graph after each stage of the backend, as text and as runnable programs, with their constants."""
     constants = Constants()
     about = (graph.kind, constants, request.backend, request.options)
     texts = {
@@ -220,9 +220,9 @@ def _save_programs(writer: RunWriter, graph: Graph, compiled: Compiled, request:
 
 
 def moved_results(request: Request, compiled: bool) -> list[Output] | None:
-    """What differs between the numbers in a run and those here: eager's, and if it runs those of compiled code.
+    """The results that differ between a run and here: eager's and, if it runs, those of compiled code.
 
-    None: the run has no numbers of the graph.
+    None: the run has no results of the graph.
     """
     (graph,), subject = captured(request)
     run = run_of(request.target, request.libraries)
@@ -242,7 +242,7 @@ def moved_results(request: Request, compiled: bool) -> list[Output] | None:
 
 
 def _seeded(run: Callable[[list[Any]], Sequence[Any]], graph: Graph) -> list[Any]:
-    """What a graph returns on copies of its inputs; its random numbers are the same each time."""
+    """The results of a graph on copies of its inputs, with seeded random numbers."""
     torch.manual_seed(0)
     return list(run(list(copied(graph.inputs))))
 
@@ -263,7 +263,7 @@ def _kernel_row(graph: Graph, step: Step, times: Mapping[str, float]) -> dict[st
 
 @dataclass(slots=True)
 class _Watch(Probe):
-    """Keeps what steps leave in memory."""
+    """Saves the results that steps store in memory."""
 
     intermediates: bool
     values: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -274,9 +274,9 @@ class _Watch(Probe):
 
 
 def step_times(subject: Subject, graph: Graph) -> dict[str, float]:
-    """Seconds of each step, the median of some runs, from the timers of the compiled graph."""
+    """Seconds of each step, the median of `_TIMED_RUNS` runs, from the timers of the compiled graph."""
     run = subject.timed(graph)
-    with torch.no_grad():  # Inductor's library calls write to `out`, which autograd refuses for parameters
+    with torch.no_grad():  # Inductor's library calls write to `out`, which autograd rejects for parameters
         run(list(copied(graph.inputs)))
         with clock() as taken:
             for _ in range(_TIMED_RUNS):

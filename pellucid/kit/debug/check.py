@@ -1,4 +1,4 @@
-"""Does a compiled program do what eager does? Outputs, gradients, and inputs that it changes, one by one."""
+"""Compare a compiled program with eager: each output, gradient, and input that it changes in place."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Culprit:
     """A step of a compiled graph.
 
     op: of a library call; empty for a generated kernel. fx_nodes: in graph order. user_lines: `file:line`.
-    line: number and text of a line of its C++ to which this is narrowed down; empty where it is not. inside: of a
-    kernel that was opened, the operator that is to blame; then the nodes and lines are its own. fused: of a fault that
-    comes with one fusion, what was fused.
+    line: number and text of the line of its C++ at fault; empty where it is unknown. inside: the faulty operator inside
+    the kernel, if one was found; then fx_nodes and user_lines are that operator's. fused: the fusion that causes the
+    fault, if one does.
     """
 
     graph: str
@@ -75,17 +75,17 @@ class Culprit:
 
     @classmethod
     def called(cls, op: str, user_line: str) -> Culprit:
-        """An operator that eager called: it is known before there is a graph."""
+        """An operator that eager called, before any graph was captured."""
         return cls(EAGER, "", f"aten::{op}", (op,), (user_line,) if user_line else ())
 
 
 @dataclass(frozen=True, slots=True)
 class Checked(Shown):
-    """What became of one program under one backend.
+    """The result of checking one program under one backend.
 
-    variation: how its inputs differ from the given ones; empty for those themselves. tried: variations looked at,
-    the given inputs included. failure: how it ended, when it did not return. step: what it was doing then; or what
-    makes the first output, where none has wrong values, but some lie otherwise in memory.
+    variation: how the inputs differ from the given ones; empty for the given ones. tried: the number of variations
+    checked, including the given inputs. failure: how it ended, when it did not return. step: the step that was running
+    then; or the operator that computes the first misplaced output, where only strides or shared memory are wrong.
     """
 
     backend: str
@@ -103,10 +103,10 @@ class Checked(Shown):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run left: tensors by name, their strides where they matter, and who shares memory with whom.
+    """The effects of one run: tensors by name, the strides of results, and the pairs of tensors that share memory.
 
-    calls: how many calls it made. The names of what the second one left end with `AGAIN`. zeros: where its arguments
-    and parameters were 0 when they were changed for that.
+    calls: the number of calls. Names of the second call's tensors end with `AGAIN`. zeros: where its arguments and
+    parameters were 0 when they were changed for the second call.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -127,20 +127,20 @@ def check(
     dynamic: bool | None = None,
     fuzz: int = 0,
 ) -> Checked:
-    """Compare `fn(*args, **kwargs)` compiled by `backend` with eager, float64 as the judge.
+    """Compare `fn(*args, **kwargs)` compiled by `backend` with eager, with float64 as the reference.
 
-    backward: gradients as well, of a fixed weighting of the results. fuzz: how many variations of the inputs to try
-    beside the given ones; the first bad one is returned. Runs in this process: code that crashes takes it along.
-    Raises what `fn` raises in eager mode.
+    backward: compare gradients as well, of a fixed weighting of the results. fuzz: the number of variations of the
+    inputs to try in addition to the given ones; the first bad one is returned. Runs in this process: a crash of
+    compiled code ends it. Raises what `fn` raises in eager mode.
     """
     case = Case.of(fn, args, kwargs)
     return check_case(case, subject_of(backend, options), backward=backward, dynamic=dynamic, fuzz=fuzz)
 
 
 def check_isolated(request: Request, seconds: float = SECONDS, memory: int = 0) -> Checked:
-    """`check` in a process of its own: a crash, a hang and running out of memory are verdicts that name the kernel.
+    """`check` in a separate process: a crash, a hang or running out of memory is a verdict that names the kernel.
 
-    seconds, memory (bytes): what the process may take. Raises UserError for a target that does not exist, or fails in
+    seconds, memory (bytes): limits of the process. Raises UserError for a target that does not exist, or fails in
     eager mode.
     """
     with request.worker(memory) as worker:
@@ -155,7 +155,7 @@ def isolated(
     seconds: float,
     backend: str,
 ) -> Checked:
-    """What `function` says of a request, and of a rung of its backend's ladder: a `Checked`; or what its end means."""
+    """Call `function` on a request, and a rung of its backend's ladder, in a worker; a failure becomes a `Checked`."""
     found = worker.call(function, request, *rung, seconds=seconds)
     if not isinstance(found, Failure):
         return found
@@ -163,18 +163,18 @@ def isolated(
     if found.kind == "error" or found.step == EAGER:
         raise not_judged(f"{request.target} fails in eager mode", found)
     find = "pellucid.kit.debug.culprit:find_step"
-    asked = (request, found.step, found.text, *rung)
-    step = worker.call(find, *asked, seconds=seconds) if found.step else None
+    arguments = (request, found.step, found.text, *rung)
+    step = worker.call(find, *arguments, seconds=seconds) if found.step else None
     return Checked(backend, Verdict(found.kind), (), found, step=step if isinstance(step, Culprit) else None)
 
 
 def check_request(request: Request) -> Checked:
-    """In a worker process: the step that runs is noted for who finds the process dead."""
+    """Check a request in a worker process; the running step is noted, to be read if the process dies."""
     return check_target(request, subject_for(request))
 
 
 def check_target(request: Request, subject: Subject) -> Checked:
-    """The program of a request, or each graph of its run, under a subject."""
+    """Check the program of a request, or each graph of its run, under a subject."""
     marker = Marker()
     marker.note(EAGER)
     if split_run(request.target) is None:
@@ -191,7 +191,7 @@ def check_target(request: Request, subject: Subject) -> Checked:
 
 
 def step_of(subject: Subject, graph: Graph, name: str, report: str = "") -> Culprit | None:
-    """The step of this name that a subject makes of a graph. report: of a sanitizer, which may tell its line."""
+    """The step of this name in a graph compiled by a subject. report: of a sanitizer, which may name a line."""
     for step in subject.compile(graph).steps:
         if step.name == name:
             line = line_in(step, places_in(report))
@@ -203,9 +203,9 @@ def step_of(subject: Subject, graph: Graph, name: str, report: str = "") -> Culp
 
 
 def line_in(step: Step, places: Iterable[Place]) -> int:
-    """The line of a kernel, from 1, that a compiler or a sanitizer means; 0 where it means none.
+    """The line of a kernel, from 1, that a compiler or a sanitizer refers to; 0 if none.
 
-    The compiler knows a kernel by its symbol, or by a file in which its text lies.
+    Its file is named by the kernel's symbol, or contains the text of several kernels.
     """
     lines = step.source.splitlines()
     for place in places:
@@ -226,7 +226,7 @@ def check_case(
     fuzz: int = 0,
     probe: Probe | None = None,
 ) -> Checked:
-    """See `check`. probe: around each step of the compiled graphs."""
+    """Like `check`. probe: is called before and after each step of the compiled graphs."""
     found = _check_inputs(case, subject, backward, dynamic, probe)
     variation, tried = "", 1
     for what, other in variations(case, fuzz) if fuzz and not found.verdict.bad else ():
@@ -234,7 +234,7 @@ def check_case(
             varied = _check_inputs(other, subject, backward, dynamic, probe)
         except (ToolchainError, StoreError):
             raise
-        except Exception:  # eager does not take these inputs: nothing to compare with
+        except Exception:  # eager does not accept these inputs: there is nothing to compare with
             continue
         tried += 1
         if ORDER.index(varied.verdict) > ORDER.index(found.verdict) and not varied.good:
@@ -251,7 +251,7 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
     first = {name: tensor for name, tensor in eager.tensors.items() if not name.endswith(AGAIN)}
     check_repeatable(first, _outcome(case.fresh(), backward, 1).tensors)
     if not eager.tensors:
-        raise NotJudged("the program leaves nothing that can be compared", hint="let it return what it computes")
+        raise NotJudged("the program has no results to compare", hint="return the tensors that it computes")
     expected = expected_outcome(case, backward, first, 1).compute()
     try:
         fresh = case.fresh()
@@ -266,25 +266,25 @@ def _check_inputs(case: Case, subject: Subject, backward: bool, dynamic: bool | 
     finally:
         torch._dynamo.reset()
     seconds = ((tensor, actual.tensors.get(name)) for name, tensor in eager.tensors.items() if name not in first)
-    if any(made is None or close(made, tensor) is None for tensor, made in seconds):
+    if any(other is None or close(other, tensor) is None for tensor, other in seconds):
         expected = expected_outcome(case, backward, eager.tensors, 2, eager.zeros)
     outputs = tuple(compare(actual, eager, expected))
     bad = [output for output in outputs if not output.verdict.good]
-    step = maker_of(case, backward, bad) if bad and all(each.judgement.misplaced for each in bad) else None
+    step = producer_of(case, backward, bad) if bad and all(each.judgement.misplaced for each in bad) else None
     return Checked(subject.name, worst([output.verdict for output in outputs]), outputs, step=step)
 
 
-def maker_of(case: Case, backward: bool, outputs: Sequence[Output]) -> Culprit | None:
-    """The operator of eager's that makes the first of these outputs; of one about two tensors, the second counts."""
+def producer_of(case: Case, backward: bool, outputs: Sequence[Output]) -> Culprit | None:
+    """The operator that computes the first of these outputs in eager mode, see `call_producing`."""
     calls, fresh = Calls(), case.fresh()
     with torch.set_grad_enabled(backward), calls:
-        made = dict(named_tensors(fresh(), "output"))
-    call = next(filter(None, (call_that_made(each, made, calls) for each in outputs)), None)
+        tensors = dict(named_tensors(fresh(), "output"))
+    call = next(filter(None, (call_producing(each, tensors, calls) for each in outputs)), None)
     return None if call is None else Culprit.called(call.op, call.line)
 
 
-def call_that_made(output: Output, tensors: Mapping[str, torch.Tensor], calls: Calls) -> Call | None:
-    """The call of eager's that made an output; of one about two tensors, the second counts before the first."""
+def call_producing(output: Output, tensors: Mapping[str, torch.Tensor], calls: Calls) -> Call | None:
+    """Eager's call that computed an output. For an output about two tensors the second is looked up first."""
     names = (part.removesuffix(AGAIN) for part in reversed(output.name.split(" and ")))
     return next(filter(None, (calls.maker(tensors[name]) for name in names if name in tensors)), None)
 
@@ -292,7 +292,7 @@ def call_that_made(output: Output, tensors: Mapping[str, torch.Tensor], calls: C
 def expected_outcome(
     case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int, zeros: Zeros = None
 ) -> Expected:
-    """What a program should leave. eager: what it left after so many calls."""
+    """The expected results of a program. eager: its tensors in eager mode after this number of calls."""
     return Expected(
         eager,
         lambda change: _exactly(_changed(case, change), backward, eager, calls, zeros),
@@ -301,18 +301,18 @@ def expected_outcome(
 
 
 def check_repeatable(once: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> None:
-    """Raises UserError when eager does not do the same again: nothing could be said of compiled code then."""
+    """Raises NotJudged when eager's results differ from call to call: compiled code cannot be judged then."""
     for name, tensor in once.items():
         other = again.get(name)
-        if other is None or not near(other, tensor):  # sums of many threads may be added up in any order
+        if other is None or not near(other, tensor):  # threads may add up a sum in any order
             raise NotJudged(
-                f"in eager mode the program gives another {name} when it is called again",
-                hint="let it start from the same state each time; random numbers of torch are seeded already",
+                f"the program is not deterministic: {name} differs between two calls in eager mode",
+                hint="make every call start from the same state; torch's random numbers are seeded already",
             )
 
 
 def _eager_outcome(case: Case, backward: bool) -> Outcome:
-    """Two calls; or one, where eager does not take the changed values."""
+    """The outcome of two calls; of one, where eager does not accept the changed values."""
     try:
         return _outcome(case.fresh(), backward, 2)
     except Exception:
@@ -322,25 +322,25 @@ def _eager_outcome(case: Case, backward: bool) -> Outcome:
 def _outcome(
     case: Case, backward: bool, calls: int, call: Callable[..., Any] | None = None, zeros: Zeros = None
 ) -> Outcome:
-    """Run a program, and then on the same tensors with other values: compiled code must not have kept the old ones.
+    """Run a program, then again on the same tensors with other values: compiled code must not have cached the old ones.
 
-    zeros: of eager's outcome, so that the values are changed as they were there.
+    zeros: from eager's outcome, so that the values are changed in the same way.
     """
-    first = called(case, backward, call)
-    kept = Outcome(copied(first.tensors), first.strides, first.shared)  # results may be views of what is changed
+    result = called(case, backward, call)
+    first = Outcome(copied(result.tensors), result.strides, result.shared)  # results may be views of changed tensors
     tensors = _tensors_of(case)
     if calls < 2:
-        return kept
+        return first
     zeros = zeros_of(tensors) if zeros is None else zeros
     if not change_in_place(tensors, zeros):
-        return kept
+        return first
     for tensor in tensors:
         tensor.grad = None
     again = called(case, backward, call)
     return Outcome(
-        {**kept.tensors, **{name + AGAIN: tensor for name, tensor in again.tensors.items()}},
-        {**kept.strides, **{name + AGAIN: strides for name, strides in again.strides.items()}},
-        kept.shared | {(a + AGAIN, b + AGAIN) for a, b in again.shared},
+        {**first.tensors, **{name + AGAIN: tensor for name, tensor in again.tensors.items()}},
+        {**first.strides, **{name + AGAIN: strides for name, strides in again.strides.items()}},
+        first.shared | {(a + AGAIN, b + AGAIN) for a, b in again.shared},
         calls,
         zeros,
     )
@@ -352,7 +352,7 @@ def called(
     call: Callable[..., Any] | None = None,
     around_backward: AbstractContextManager[Any] = _NOTHING,
 ) -> Outcome:
-    """One call; its random numbers begin at the same seed every time."""
+    """The outcome of one call; its random numbers start from the same seed every time."""
     torch.manual_seed(0)
     before = {name: copied(tensor) for name, tensor in named_tensors((case.args, dict(case.kwargs)), "input")}
     with torch.set_grad_enabled(backward):
@@ -395,8 +395,8 @@ def named_tensors(tree: Any, what: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, torch.tensor(leaf)
         elif any(isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()):
             raise NotJudged(
-                f"{name} is a {type(leaf).__name__}: the tensors in it cannot be seen",
-                hint="use tuples and dicts, or make it known by torch.export.register_dataclass",
+                f"{name} is a {type(leaf).__name__}: the tensors in it cannot be found",
+                hint="use tuples and dicts, or register the class with torch.export.register_dataclass",
             )
 
 
@@ -406,14 +406,14 @@ def _path(path: Sequence[Any]) -> str:
 
 
 def meaningful_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """0 where they do not matter; nothing where a tensor has no elements."""
+    """A tensor's strides, 0 where a size of 1 makes them irrelevant; none for a tensor without elements."""
     return (
         tuple(s if n > 1 else 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True)) if tensor.numel() else ()
     )
 
 
 def _sharing(tensors: Mapping[str, torch.Tensor]) -> frozenset[tuple[str, str]]:
-    """Pairs of an output and an input, or of two outputs, in the same memory."""
+    """Pairs of two outputs, or of an output and an input, that share memory."""
     by_storage: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -431,9 +431,9 @@ def _sharing(tensors: Mapping[str, torch.Tensor]) -> frozenset[tuple[str, str]]:
 def _exactly(
     case: Case, backward: bool, eager: Mapping[str, torch.Tensor], calls: int, zeros: Zeros
 ) -> Mapping[str, torch.Tensor] | None:
-    """The outcome in float64; None for a program that does not run in float64, or then does other things.
+    """The outcome in float64; None for a program that does not run in float64, or has other results then.
 
-    Its conversions to shorter types are none, because compiled code may leave out such roundings, if it runs without.
+    Conversions to narrower types are ignored if the program runs so: compiled code may omit such roundings.
     """
     for mode in (InFloat64, nullcontext):
         wide = case_in(case, torch.float64)
@@ -459,22 +459,22 @@ def _changed(case: Case, change: InPlace) -> Case:
 
 
 def _tensors_of(case: Case) -> list[torch.Tensor]:
-    """What the results of a program depend on: its inputs, parameters and buffers."""
+    """The tensors that the results of a program depend on: its inputs, parameters and buffers."""
     inputs = pytree.tree_leaves((case.args, dict(case.kwargs)))
     own = [*case.fn.parameters(), *case.fn.buffers()] if isinstance(case.fn, torch.nn.Module) else []
     return [*(leaf for leaf in inputs if isinstance(leaf, torch.Tensor)), *own]
 
 
 def compare(actual: Outcome, eager: Outcome, expected: Expected) -> Iterator[Output]:
-    """What an outcome is beside eager's: its tensors, their strides, and who shares memory with whom."""
+    """Judge an outcome against eager's: its tensors, their strides, and which of them share memory."""
     for name, tensor in eager.tensors.items():
         shape, dtype = kind_of(tensor)
         if name not in actual.tensors:
-            yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "it is missing in the compiled program"))
+            yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "missing from the compiled program's results"))
             continue
-        made = actual.tensors[name]
-        near = None if name in expected.eager else close(made, tensor)  # then it was not asked of float64
-        found = near or expected.judge(name, made)
+        value = actual.tensors[name]
+        # A name that `expected` lacks was close to eager's, and not computed in float64.
+        found = (None if name in expected.eager else close(value, tensor)) or expected.judge(name, value)
         if found.verdict.good and actual.strides.get(name) != eager.strides.get(name):
             why = f"strides {actual.tensors[name].stride()}, eager's are {tensor.stride()}"
             found = Judgement(Verdict.WRONG, why, misplaced=True)
@@ -482,9 +482,9 @@ def compare(actual: Outcome, eager: Outcome, expected: Expected) -> Iterator[Out
     for name, tensor in actual.tensors.items():
         if name not in eager.tensors and (not name.startswith("gradient") or tensor.any()):
             shape, dtype = kind_of(tensor)
-            yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "eager has no such thing"))
+            yield Output(name, shape, dtype, Judgement(Verdict.WRONG, "eager has no such result"))
     for a, b in sorted(actual.shared ^ eager.shared):
-        what = "share memory, in eager they do not" if (a, b) in actual.shared else "share memory in eager only"
+        what = "share memory, but not in eager" if (a, b) in actual.shared else "share memory in eager only"
         tensor = actual.tensors.get(a, eager.tensors.get(a))
         shape, dtype = kind_of(tensor) if tensor is not None else ((), "")
         yield Output(f"{a} and {b}", shape, dtype, Judgement(Verdict.WRONG, what, misplaced=True))

@@ -1,9 +1,9 @@
-"""Cosimulation: every intermediate result of a compiled graph beside eager's, and the first that is wrong.
+"""Cosimulation: compare every intermediate result of a compiled graph with eager's, and find the first wrong one.
 
-The graphs are compared with the program that they were captured from before (`user_program`).
+The graphs themselves are first compared with the program that they were captured from (`user_program`).
 
-Compiled code can also be compared with other compiled code (`Against`): another backend, other options, or the numbers
-in a run. Where the two differ, float64 says which of them is wrong.
+Compiled code can also be compared with other compiled code (`Against`): another backend, other options, or the results
+saved in a run. Where the two differ, float64 decides which of them is wrong.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ from pellucid.kit.subjects.registry import subject_of
 
 @dataclass(frozen=True, slots=True)
 class Cosimulated(Shown):
-    """All results that could be compared, in the order in which they came to be. unseen: FX nodes whose results never
-    lay in memory: they are parts of kernels. against: what they were compared with."""
+    """All results that could be compared, in the order in which they were computed.
+
+    unseen: the number of FX nodes whose results were never stored in memory, inside kernels. against: what the results
+    were compared with.
+    """
 
     backend: str
     mode: str
@@ -47,7 +50,7 @@ class Cosimulated(Shown):
         return self.verdict.good
 
     def with_first(self, first: Difference | None) -> Cosimulated:
-        """The same after one more result."""
+        """The same with another result in front."""
         if first is None:
             return self
         return replace(self, verdict=worst([first.verdict, self.verdict]), differences=(first, *self.differences))
@@ -61,24 +64,23 @@ class Cosimulated(Shown):
 def cosim_case(
     case: Case, subject: Subject, mode: str = COMPLETE, *, backward: bool = False, dynamic: bool | None = None
 ) -> Cosimulated:
-    """Cosimulate every graph of a program, each on the inputs that eager gave to it; and the graphs beside the program
-    itself."""
+    """Cosimulate every graph of a program on its inputs in eager mode, and compare the graphs with the program."""
     before = before_graphs(case, subject, backward, dynamic)
     found = cosim_graphs(subject.graphs(case, backward=backward, dynamic=dynamic), subject, mode)
     return found.with_first(before)
 
 
 def before_graphs(case: Case, subject: Subject, backward: bool, dynamic: bool | None) -> Difference | None:
-    """What is wrong with the graphs themselves: the first operator of the program that has another result in them."""
+    """The first operator of the program whose result in the captured graphs is wrong, before they are compiled."""
     found = first_before_graphs(case, subject, backward, dynamic)
     return None if found is None else Difference("", found.stage, -1, found.op, found.user_line, found.judgement)
 
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """Other compiled code. values: by FX node, or `output N`, its results of a graph in a mode.
+    """Other compiled code. values: returns its results for a graph in a mode, by FX node or `output N`.
 
-    subject: what computes them here; None for a run.
+    subject: the backend that computes them here; None for a run.
     """
 
     name: str
@@ -93,7 +95,7 @@ def cosim_graphs(
     marker: Probe | None = None,
     against: Against | None = None,
 ) -> Cosimulated:
-    """The same for graphs that were captured before. marker: is told of each step too."""
+    """Cosimulate captured graphs. marker: is called around each step too."""
     found: list[Difference] = []
     unseen = 0
     for graph in graphs:
@@ -111,7 +113,7 @@ def cosim_graphs(
 
 
 def other_subject(subject: Subject) -> Against:
-    """What another backend, or the same with other options, makes of the same graphs."""
+    """The results of another backend, or of the same with other options, for the same graphs."""
 
     def values(graph: Graph, mode: str) -> Mapping[str, torch.Tensor]:
         simulation = Simulation(graph, subject.compile(graph), mode, None, seen={})
@@ -123,12 +125,12 @@ def other_subject(subject: Subject) -> Against:
 
 
 def other_run(run: Run) -> Against:
-    """The numbers that compiled code left in a run, on its machine and by its version."""
+    """The results of compiled code saved in a run, from its machine and version."""
 
     def values(graph: Graph, mode: str) -> Mapping[str, torch.Tensor]:
         numbers = run.numbers(graph.name)
         if numbers is None:
-            raise UserError(f"{run.folder} has no numbers of graph {graph.name}", hint="capture the same program")
+            raise UserError(f"{run.folder} has no results of graph {graph.name}", hint="capture the same program")
         results = {f"output {n}": value for n, value in enumerate(numbers["compiled"])}
         return {**numbers["intermediates"], **results}
 
@@ -150,17 +152,17 @@ class Other:
 def cosim_isolated(
     request: Request, mode: str = COMPLETE, seconds: float = SECONDS, memory: int = 0, other: Other | None = None
 ) -> Cosimulated:
-    """The same for the program of a request in a process of its own.
+    """Cosimulate the program of a request in a separate process.
 
     Raises UserError for a target that does not exist, fails in eager mode, or does not return when it is compiled.
     """
-    refused, hint = f"{request.target} cannot be cosimulated", "look at it with `pellucid check` first"
+    refused, hint = f"{request.target} cannot be cosimulated", "run `pellucid check` on it first"
     with Worker(memory) as worker:
         return worker.ask(cosim_request, request, mode, other, seconds=seconds, refused=refused, hint=hint)
 
 
 def cosim_request(request: Request, mode: str, other: Other | None = None) -> Cosimulated:
-    """In a worker process."""
+    """Cosimulate the program of a request in this process."""
     subject = subject_for(request)
     against = other.open(request) if other is not None else None
     both = [subject] if against is None or against.subject is None else [subject, against.subject]
@@ -171,15 +173,15 @@ def cosim_request(request: Request, mode: str, other: Other | None = None) -> Co
     return found.with_first(before_graphs(load_case(request.target), subject, request.backward, request.dynamic))
 
 
-PLACE = ("graph", "position", "kernel", "fx_node", "user_line", "operator", "operator_line")
-NUMBERS = ("verdict", "error", "allowed", "max_error", "ulp", "why")
+LOCATION = ("graph", "position", "kernel", "fx_node", "user_line", "operator", "operator_line")
+JUDGEMENT = ("verdict", "error", "allowed", "max_error", "ulp", "why")
 
 
 def write_csv(found: Cosimulated, folder: Path) -> None:
     """Write every comparison into `cosim.csv` of a run."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
-        [*(getattr(each, name) for name in PLACE), *(getattr(each.judgement, name) for name in NUMBERS)]
+        [*(getattr(each, name) for name in LOCATION), *(getattr(each.judgement, name) for name in JUDGEMENT)]
         for each in found.differences
     ]
-    write_table(folder / "cosim.csv", (*PLACE, *NUMBERS), rows)
+    write_table(folder / "cosim.csv", (*LOCATION, *JUDGEMENT), rows)

@@ -1,7 +1,7 @@
-"""What is to blame within a component: an operator or a kernel, and the user's line.
+"""Find the culprit within a component: an operator or a kernel, and the user's line.
 
-Where a backend has steps, cosimulation finds the first wrong one; where it cannot compile, the failure says where. The
-components before the graphs are compared with the user's own program, the graph passes with the graphs.
+Where a backend has steps, cosimulation finds the first wrong one; where it fails to compile, the failure names it. The
+components before the graphs are compared with the user's program, the graph passes with the graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pellucid.kit.debug.fusion import wrong_fusion
 from pellucid.kit.debug.passes import first_changed
 from pellucid.kit.debug.simulation import COMPLETE, LIVE, PASSES
 from pellucid.kit.debug.user_program import first_at_stage, stage_names
-from pellucid.kit.debug.zoom import endings
+from pellucid.kit.debug.zoom import prefixes
 from pellucid.kit.process.child import chain_of
 from pellucid.kit.programs.case import load_case
 from pellucid.kit.programs.graphs import Graph
@@ -34,45 +34,45 @@ _THREADS = torch.get_num_threads()
 
 
 def find_step(request: Request, name: str, report: str, number: int | None = None) -> Culprit | None:
-    """The step of this name on a rung (None: the backend as it is), whose graphs are not run. report: see `step_of`."""
-    subject = stand_on(subject_for(request), number, request)
+    """The step of this name on a rung (None: the whole backend), without running its graphs. report: see `step_of`."""
+    subject = select_rung(subject_for(request), number, request)
     graphs = graphs_for(request, subject)
     return next((step for graph in graphs if (step := step_of(subject, graph, name, report)) is not None), None)
 
 
 def operators_in(request: Request, number: int | None, name: str) -> list[Culprit]:
-    """The operators in a step of a rung that cannot be run, in order."""
-    subject = stand_on(subject_for(request), number, request)
-    return [Culprit.of(graph.name, "", node) for graph, node, _ in _endings(request, subject, name)]
+    """The operators in a step of a rung, in order, for a step that cannot be run."""
+    subject = select_rung(subject_for(request), number, request)
+    return [Culprit.of(graph.name, "", node) for graph, node, _ in _prefixes(request, subject, name)]
 
 
-def run_as_far(request: Request, number: int | None, name: str, at: int) -> None:
-    """Run what computes the value of one of these operators, without what comes after it."""
-    subject = stand_on(subject_for(request), number, request)
-    _, _, part = _endings(request, subject, name)[at]
+def run_up_to(request: Request, number: int | None, name: str, at: int) -> None:
+    """Run the part of a step that computes the value of its operator number `at`."""
+    subject = select_rung(subject_for(request), number, request)
+    _, _, part = _prefixes(request, subject, name)[at]
     subject.compile(part).run(part.inputs)
 
 
-def _endings(request: Request, subject: Subject, name: str) -> list[tuple[Graph, torch.fx.Node, Graph]]:
+def _prefixes(request: Request, subject: Subject, name: str) -> list[tuple[Graph, torch.fx.Node, Graph]]:
     for graph in graphs_for(request, subject):
         compiled = subject.compile(graph)
         for step in compiled.steps:
             if step.name == name:
-                return [(graph, node, part) for node, part in endings(graph, compiled, step, subject)]
+                return [(graph, node, part) for node, part in prefixes(graph, compiled, step, subject)]
     return []
 
 
-def stand_on(subject: Subject, number: int | None, request: Request) -> Subject:
-    """The backend as far as a rung of its ladder; None: as it is."""
+def select_rung(subject: Subject, number: int | None, request: Request) -> Subject:
+    """The backend up to a rung of its ladder, with the rung's number of threads set; None: the whole backend."""
     rung = Rung("", subject) if number is None else subject.ladder()[number]
     torch.set_num_threads(rung.threads or request.threads or _THREADS)
     return rung.subject
 
 
 def find_culprit(request: Request, number: int) -> Culprit | None:
-    """What is wrong within the component of a rung; None where that cannot be told.
+    """The culprit within the component of a rung; None where it cannot be determined.
 
-    A rung that has no steps to look at is judged by the next one above it that has.
+    A rung without steps is inspected through the next one above it that has steps.
     """
     subject = subject_for(request)
     rungs = subject.ladder()
@@ -82,7 +82,7 @@ def find_culprit(request: Request, number: int) -> Culprit | None:
     if component == PASSES:
         return wrong_pass(request, rungs[number].subject)
     for at in range(number, len(rungs)):
-        part = stand_on(subject, at, request)
+        part = select_rung(subject, at, request)
         graphs = graphs_for(request, part)
         compiled: list[Compiled] = []
         for graph in graphs:
@@ -114,7 +114,7 @@ def _first_of(found: Cosimulated, subject: Subject, graphs: Sequence[Graph]) -> 
 
 
 def _with_fusion(culprit: Culprit, subject: Subject, graphs: Sequence[Graph]) -> Culprit:
-    """The same with the fusion that makes the fault, if there is one."""
+    """The culprit with the fusion that causes the fault, if one does."""
     graph = next(graph for graph in graphs if graph.name == culprit.graph)
     fused = wrong_fusion(graph, subject)
     if fused is None:
@@ -123,7 +123,7 @@ def _with_fusion(culprit: Culprit, subject: Subject, graphs: Sequence[Graph]) ->
 
 
 def refused_part(subject: Subject, graph: Graph, error: BaseException) -> Culprit | None:
-    """What a backend could not compile: what a C++ compiler complains of, else the node that was worked on."""
+    """The part that a backend could not compile: named by the C++ compiler's error, else the node being compiled."""
     refused = subject.refused(error)
     if refused is not None:
         why = explain(refused)
@@ -141,7 +141,7 @@ def refused_part(subject: Subject, graph: Graph, error: BaseException) -> Culpri
 
 
 def wrong_before_graphs(request: Request, subject: Subject, component: str) -> Culprit | None:
-    """The first of eager's calls that the program as far as a component brings it gets wrong; a run begins later."""
+    """The first wrong operator of the program after a component; None for a run, which begins with its graphs."""
     if split_run(request.target) is not None:
         return None
     found = first_at_stage(component, load_case(request.target), subject, request.backward, request.dynamic)
@@ -149,7 +149,7 @@ def wrong_before_graphs(request: Request, subject: Subject, component: str) -> C
 
 
 def wrong_pass(request: Request, subject: Subject) -> Culprit | None:
-    """The first operator that has another result after the backend's passes, or of which they lost the effect."""
+    """The first operator whose result the backend's passes changed, or whose side effect they dropped."""
     for graph in graphs_for(request, subject):
         try:
             passed = subject.passed(graph)

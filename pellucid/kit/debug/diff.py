@@ -1,7 +1,7 @@
-"""What changed between two runs: kernels, decisions, plans, numbers and times.
+"""Report what changed between two runs: kernels, decisions, plans, results and times.
 
-Two kernels are the same when they implement the same FX nodes of the same graph; their C++ may differ. A time has
-changed when it did so by a quarter or more, and more than a launch costs: runs are timed on machines that are shared.
+Two kernels are the same when they implement the same FX nodes of the same graph; their C++ may differ. A time counts as
+changed if it differs by more than a quarter and by more than the cost of a launch, because machines are shared.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from pellucid.kit.shown import Shown
 from pellucid.kit.subjects.refusals import kind_of
 
 KINDS = ("environment", "graph", "result", "kernel", "decision", "plan", "number", "time")
-# Where a line of a plan or of a kernel comes from is not what it does.
+# Comments in plans and kernels that name the origin of a line, which do not count as changes.
 _ORIGIN, _COMMENT = (re.compile(rf" +{sign} .*$", re.MULTILINE) for sign in ("#", "//"))
 _TIME_RATIO, _TIME_S = 1.25, 20e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """kind: of KINDS. what: a graph, a kernel, a result ... before, after: in words; one is empty where it is only in
-    the other.
-    """
+    """kind: one of KINDS. what: a graph, a kernel, a result ... before, after: as text; empty for a run without it."""
 
     kind: str
     what: str
@@ -47,7 +45,7 @@ class Changes(Shown):
 
     @property
     def good(self) -> bool:
-        """Whether nothing changed but times, which no two runs share."""
+        """Whether nothing changed but times, which always differ."""
         return all(change.kind == "time" for change in self.changed)
 
 
@@ -76,7 +74,7 @@ def _mapping(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> 
 
 
 def _graphs(run: Run) -> dict[str, str]:
-    """By graph, its calls."""
+    """The calls of each graph."""
     called = {name: run.calls(name) for name in run.names}
     return {name: f"{len(calls)} calls: {' '.join(calls)}" for name, calls in called.items()}
 
@@ -87,12 +85,12 @@ def _results(run: Run) -> dict[str, str]:
 
 
 def _kernels(run: Run) -> dict[str, str]:
-    """By what they implement, the C++ function (its name tells its text) or the operator of a library."""
+    """By FX nodes, the C++ function (its name contains a hash of its text) or the library operator."""
     return {f"{row['graph']}: {row['fx_nodes']}": row["symbol"] or row["op"] for row in run.table("kernels.csv")}
 
 
 def _decisions(run: Run) -> dict[str, str]:
-    """What was not fused, not vectorised and not compiled, and why."""
+    """What was not fused, vectorised or compiled, and why."""
     found: dict[str, list[str]] = {}
     for row in run.table("decisions.csv"):
         kind = kind_of(row["rule"])
@@ -102,7 +100,7 @@ def _decisions(run: Run) -> dict[str, str]:
 
 
 def _plans(before: Run, after: Run) -> Iterator[Change]:
-    """Loops after fusion, and the C++ of kernels that have the same name."""
+    """Changes of the loops after fusion, and of the C++ of kernels that have the same name."""
     for name in before.names:
         yield from _text_change(
             name, *(_ORIGIN.sub("", run.text(name, "ir_post_fusion.txt")) for run in (before, after))
@@ -121,7 +119,7 @@ def _text_change(name: str, before: str, after: str) -> Iterator[Change]:
 
 
 def _numbers(before: Run, after: Run) -> Iterator[Change]:
-    """Results, eager's and compiled, that differ by more than rounding: eager's of the first run are the reference."""
+    """Results, of eager and compiled code, that differ by more than rounding; those of `before` are the reference."""
     for name in before.names:
         a, b = before.numbers(name), after.numbers(name)
         if a is None or b is None:

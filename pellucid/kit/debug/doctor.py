@@ -1,4 +1,4 @@
-"""What there is to say of this machine and this process before any program runs: a verdict and a remedy each."""
+"""Check this machine and this process before any program runs; each check has a verdict and a remedy."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ GOOD, WARNING, BAD = "good", "warning", "bad"
 _OPENMP = ("libgomp", "libiomp", "libomp")
 _BINDING = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _ALLOCATORS = ("libjemalloc", "libtcmalloc", "libmimalloc")
-_LARGE = 48 << 20  # bytes of a tensor that the C library gives back to the system when it is freed
+_LARGE = 48 << 20  # bytes of a tensor that the C library returns to the system when it is freed
 _SLOW_DENORMALS = 4.0
 KEEP_PAGES = "MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at. verdict: `good`, `warning` (it costs time) or `bad` (it does not work, or gives surprises).
+    """The result of one check. verdict: `good`, `warning` (it costs time) or `bad` (it fails or misbehaves).
 
-    remedy: what to do about it; empty where there is nothing to do. settings: variables of the environment that do it,
-    for a process that is to be started: what `pellucid run` applies.
+    found: what was found. remedy: what to do about it; may be empty. settings: environment variables that do it in a
+    new process, as `pellucid run` applies them.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Doctored(Shown):
-    """checks: in the order in which they matter. machine: its figures; None where it could not be measured."""
+    """checks: the worst first. machine: its measured figures; None where it could not be measured."""
 
     checks: tuple[Check, ...]
     machine: Machine | None
@@ -64,9 +64,9 @@ class Doctored(Shown):
 
 
 def doctor(remeasure: bool = False) -> Doctored:
-    """Look at this machine, as this process may use it; measure it first where that has not been done.
+    """Check this machine, as far as this process may use it; measure it first if that has not been done.
 
-    remeasure: measure it again. What was measured is what the compiler asks from now on.
+    remeasure: measure it again. The compiler uses the measured figures from now on.
     """
     toolchain = _toolchain()
     machine, check = _machine(remeasure or measured() is None)
@@ -75,7 +75,7 @@ def doctor(remeasure: bool = False) -> Doctored:
 
 
 def process_checks() -> tuple[Check, ...]:
-    """What there is to say of this process, without measuring the machine."""
+    """The checks of this process, without measuring the machine."""
     return _sorted([each() for each in _CHECKS])
 
 
@@ -85,7 +85,7 @@ def _sorted(checks: list[Check]) -> tuple[Check, ...]:
 
 
 def write_machine(found: Doctored, file: Path) -> None:
-    """Write the measurements, for PELLUCID_MACHINE. Raises UserError where there are none, or no such place."""
+    """Write the measurements to a file for PELLUCID_MACHINE. Raises UserError where there are none, or on failure."""
     if found.machine is None:
         raise UserError(f"there is nothing to write to {file}: the machine could not be measured")
     try:
@@ -95,7 +95,7 @@ def write_machine(found: Doctored, file: Path) -> None:
 
 
 def _machine(again: bool) -> tuple[Machine | None, Check]:
-    """The measurements, and whether the machine that PELLUCID_MACHINE names in their place can be read."""
+    """The measurements, and whether the file that PELLUCID_MACHINE names to override them can be read."""
     machine, check = _measurements(again)
     given = os.environ.get("PELLUCID_MACHINE")
     if not given:
@@ -105,13 +105,13 @@ def _machine(again: bool) -> tuple[Machine | None, Check]:
     except UserError as error:
         found = f"nothing can be compiled: {error.message}; {check.found}"
         return machine, Check(
-            "machine", BAD, found, "unset PELLUCID_MACHINE, or make such a file: pellucid doctor -o FILE"
+            "machine", BAD, found, "unset PELLUCID_MACHINE, or write such a file: pellucid doctor -o FILE"
         )
-    return machine, replace(check, found=f"{check.found}; PELLUCID_MACHINE={given} is what the compiler asks")
+    return machine, replace(check, found=f"{check.found}; the compiler uses PELLUCID_MACHINE={given} instead")
 
 
 def _measurements(again: bool) -> tuple[Machine | None, Check]:
-    """Made again or those that are kept. Disturbed ones are shown, and not kept."""
+    """The measurements, saved or new. New ones that other programs disturbed are shown but not saved."""
     if not again:
         return measured(), Check("machine", GOOD, f"{cpu().name}, measured before: {machine_file()}")
     try:
@@ -119,12 +119,12 @@ def _measurements(again: bool) -> tuple[Machine | None, Check]:
     except PellucidError as error:
         return None, Check("machine", WARNING, f"it cannot be measured: {error.message}", error.hint or "")
     if not made.steady:
-        found = f"{cpu().name}: other programs disturbed the measurements, so they are not kept"
-        return made.machine, Check("machine", WARNING, found, "end them, then: pellucid doctor --remeasure")
+        found = f"{cpu().name}: other programs disturbed the measurements, so they are not saved"
+        return made.machine, Check("machine", WARNING, found, "stop them, then run: pellucid doctor --remeasure")
     try:
         return keep(made.machine), Check("machine", GOOD, f"{cpu().name}, measured now: {machine_file()}")
     except OSError as error:
-        found = f"{cpu().name}: the measurements cannot be kept: {error}"
+        found = f"{cpu().name}: the measurements cannot be saved: {error}"
         return made.machine, Check("machine", WARNING, found, "set PELLUCID_CACHE_DIR to a directory of yours")
 
 
@@ -136,22 +136,22 @@ def _toolchain() -> Check:
         return Check("toolchain", BAD, error.message, error.hint or "")
     found = f"{shlex.join(toolchain.compiler)}, {toolchain.kind} {toolchain.version}; kernels in {store.directory}"
     if toolchain.absent:
-        return Check("toolchain", WARNING, f"{toolchain.absent}; only kernels of the store can be used", INSTALL_HINT)
+        return Check("toolchain", WARNING, f"{toolchain.absent}; only kernels in the store can be used", INSTALL_HINT)
     return Check("toolchain", GOOD, found)
 
 
 def _package() -> Check:
-    """Whether the first program finds native code that was built with the package."""
-    came = {"the runtime": came_with_package(), "micro-kernels": bool(shipped(default_toolchain()))}
-    lacking = " and ".join(name for name, there in came.items() if not there)
-    if not lacking:
-        return Check("package", GOOD, "the runtime and micro-kernels came with it")
-    wait = "the first program in each store waits until they are built"
-    if came["the runtime"] and os.environ.get("PELLUCID_CXXFLAGS"):
+    """Whether the package includes prebuilt native code for the first program."""
+    included = {"the runtime": came_with_package(), "micro-kernels": bool(shipped(default_toolchain()))}
+    missing = " and ".join(name for name, there in included.items() if not there)
+    if not missing:
+        return Check("package", GOOD, "it includes the prebuilt runtime and micro-kernels")
+    wait = "the first program with a new store waits until they are built"
+    if included["the runtime"] and os.environ.get("PELLUCID_CXXFLAGS"):
         found, remedy = f"its micro-kernels were built without PELLUCID_CXXFLAGS: {wait}", "unset PELLUCID_CXXFLAGS"
         return Check("package", WARNING, found, remedy)
-    found = f"{lacking} did not come with it: {wait}"
-    return Check("package", WARNING, found, "install Pellucid again, where there is a C++ compiler")
+    found = f"it does not include {missing}: {wait}"
+    return Check("package", WARNING, found, "reinstall Pellucid on a machine with a C++ compiler")
 
 
 def _instructions() -> Check:
@@ -159,86 +159,88 @@ def _instructions() -> Check:
     has = "avx512f" in cpu().flags
     if has and used != "AVX512":
         pinned = "ATEN_CPU_CAPABILITY" in os.environ
-        found, remedy = f"{used}; the processor has AVX-512, and PyTorch does not use it", "unset ATEN_CPU_CAPABILITY"
+        found, remedy = f"{used}; the processor has AVX-512, but PyTorch does not use it", "unset ATEN_CPU_CAPABILITY"
         return Check("instructions", WARNING, found, remedy if pinned else "")
     return Check("instructions", GOOD, used)
 
 
 def openmp_runtimes() -> tuple[str, ...]:
-    """The OpenMP runtimes that this process has loaded, as paths. Two of them keep two teams of threads."""
+    """The paths of the OpenMP runtimes that this process has loaded. Each keeps its own team of threads."""
     return _loaded(_OPENMP)
 
 
 def _openmp() -> Check:
     found = openmp_runtimes()
     if len(found) > 1:
-        remedy = "keep PyTorch's: take the others out of LD_PRELOAD, or of the packages that load them"
+        remedy = "use only PyTorch's: remove the others from LD_PRELOAD, or the packages that load them"
         return Check("openmp", BAD, f"{len(found)} runtimes in one process: {', '.join(found)}", remedy)
     return Check("openmp", GOOD, found[0] if found else "none is loaded: PyTorch runs on one thread")
 
 
 def _threads() -> Check:
     threads, cores, physical = torch.get_num_threads(), usable_cores(), _physical_cores()
-    found = f"{threads} threads of PyTorch's on {cores} cores that this process may use"
+    found = f"{threads} PyTorch threads on the {cores} cores that this process may use"
     best = min(cores, physical)
     remedy, settings = f"OMP_NUM_THREADS={best}", {"OMP_NUM_THREADS": str(best)}
     if threads > cores:
         return Check("threads", WARNING, f"{found}: they wait for one another", remedy, settings)
     if threads > physical:
-        found += f", which are {physical} physical ones"
-        return Check("threads", WARNING, found, f"try {remedy}: two share one's arithmetic", settings)
+        found += f", which are {physical} physical cores"
+        return Check("threads", WARNING, found, f"try {remedy}: two threads share a core's arithmetic units", settings)
     if threads < best:
-        return Check("threads", WARNING, f"{found}: cores are left idle", remedy, settings)
+        return Check("threads", WARNING, f"{found}: some cores are idle", remedy, settings)
     return Check("threads", GOOD, found)
 
 
 def _affinity() -> Check:
     allowed, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     bound = [f"{name}={os.environ[name]}" for name in _BINDING if name in os.environ]
-    told = ", ".join(bound) or "threads are not bound to cores"
-    found = f"{allowed} of {present} cores allowed; {told}"
+    binding = ", ".join(bound) or "threads are not bound to cores"
+    found = f"{allowed} of {present} cores allowed; {binding}"
     if allowed == 1 < present:
-        return Check("affinity", WARNING, found, "taskset, or what started this process, holds it on one core")
+        return Check("affinity", WARNING, found, "taskset, or the parent process, restricts this process to one core")
     return Check("affinity", GOOD, found)
 
 
 def _container() -> Check:
     quota, threads = cpu_quota(), torch.get_num_threads()
-    memory = f"{available_memory() >> 20} MB of memory to be had"
+    memory = f"{available_memory() >> 20} MB of memory available"
     if quota is None:
-        return Check("container", GOOD, f"no limit of CPU time; {memory}")
+        return Check("container", GOOD, f"no CPU time limit; {memory}")
     found = f"CPU time of {quota:g} cores; {memory}"
     if threads > quota:
         settings = {"OMP_NUM_THREADS": str(max(1, int(quota)))}
         remedy = f"OMP_NUM_THREADS={settings['OMP_NUM_THREADS']}, or a higher limit"
-        return Check("container", WARNING, f"{found}: {threads} threads use it up, and then all wait", remedy, settings)
+        return Check("container", WARNING, f"{found}: {threads} threads exceed it and are throttled", remedy, settings)
     return Check("container", GOOD, found)
 
 
 def _load() -> Check:
     running = os.getloadavg()[0]
     cores = os.cpu_count() or 1
-    found = f"{running:.1f} processes ran or waited over the last minute, on {cores} cores"
+    found = f"load average {running:.1f} over the last minute, on {cores} cores"
     if running > cores + 0.5:
-        return Check("load", WARNING, found, "end what else is running before timing anything")
+        return Check("load", WARNING, found, "stop other programs before timing anything")
     return Check("load", GOOD, found)
 
 
 def _allocator() -> Check:
-    """Whether memory that was freed is faulted in again: told by doing it."""
+    """Whether freed memory is faulted in again when it is reused; determined by trying it."""
     named = ", ".join(_loaded(_ALLOCATORS)) or "the C library's"
     share, pages = faults_per_page(), _LARGE // resource.getpagesize()
-    found = f"{named}; {share * pages:.0f} page faults for a new tensor of {pages} pages, as large as one just freed"
+    found = f"{named}; reallocating a freed tensor of {pages} pages takes {share * pages:.0f} page faults"
     if share > 1 / 16:
-        remedy = f"LD_PRELOAD of jemalloc or tcmalloc, or {KEEP_PAGES}: for eager and for calls of ATen"
+        remedy = f"LD_PRELOAD jemalloc or tcmalloc, or set {KEEP_PAGES}: for eager mode and calls to ATen"
         settings = {name: value for name, _, value in (each.partition("=") for each in KEEP_PAGES.split())}
         return Check("allocator", WARNING, found, remedy, settings)
     return Check("allocator", GOOD, found)
 
 
 def faults_per_page(rounds: int = 3) -> float:
-    """Page faults for each page of a large tensor that takes the place of one that was freed: 1 where the allocator
-    gives memory back to the system, next to 0 where it keeps it."""
+    """Page faults per page of a large tensor allocated after freeing one of the same size.
+
+    About 1 where the allocator returns memory to the system, about 0 where it keeps it.
+    """
     for _ in range(2):
         torch.empty(_LARGE, dtype=torch.uint8).fill_(1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -250,16 +252,16 @@ def faults_per_page(rounds: int = 3) -> float:
 
 def _huge_pages() -> Check:
     text = _read("/sys/kernel/mm/transparent_hugepage/enabled")
-    mode = text.partition("[")[2].partition("]")[0] or "not told by the system"
+    mode = text.partition("[")[2].partition("]")[0] or "unknown"
     return Check("huge pages", GOOD, f"transparent huge pages: {mode}")
 
 
 def _denormals() -> Check:
-    """How much longer a product takes whose results are denormal, and whether they are flushed to zero."""
+    """How much longer a multiplication with denormal results takes, and whether they are flushed to zero."""
     if (torch.tensor([1e-30]) * 1e-10).item() == 0:
         return Check("denormals", GOOD, "they are flushed to zero: torch.set_flush_denormal(True)")
     slow = _product_seconds(1e-30) / _product_seconds(1.0)
-    found = f"they are kept, as IEEE 754 says; a product with denormal results takes {slow:.1f} times as long"
+    found = f"they are computed as IEEE 754 requires; a product with denormal results takes {slow:.1f} times as long"
     if slow > _SLOW_DENORMALS:
         remedy = "torch.set_flush_denormal(True), in each thread, if values below 1e-38 do not matter"
         return Check("denormals", WARNING, found, remedy)
@@ -279,8 +281,8 @@ def _product_seconds(value: float) -> float:
 def _counters() -> Check:
     found = refused()
     if found is None:
-        return Check("counters", GOOD, "cycles, instructions and misses of the cache can be read")
-    return Check("counters", GOOD, f"none: {found.why}", found.remedy)  # which costs no time
+        return Check("counters", GOOD, "cycles, instructions and cache misses can be counted")
+    return Check("counters", GOOD, f"none: {found.why}", found.remedy)  # it costs no time, so it is no warning
 
 
 def _versions() -> Check:
@@ -310,7 +312,7 @@ def _loaded(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _physical_cores() -> int:
-    """Of those that this process may use: threads of one core count once."""
+    """The number of physical cores among those that this process may use."""
     topology = (f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list" for n in os.sched_getaffinity(0))
     siblings = {_read(path).strip() or path for path in topology}
     return len(siblings)

@@ -1,8 +1,8 @@
-"""A compiler's message explained: the kernel, its line, the operator, the FX node, the user's line, the cause.
+"""Explain a C++ compiler's error: the kernel, its line, the operator, the FX node, the user's line, the cause.
 
-A C++ error often stands in the line that uses a value, while the fault lies in the line that made it, with another
-type than the operator should have. So the types of which the message complains are matched with the operands of the
-line; the operand that has not the type that it should have is what is to blame.
+A C++ error is often reported for the line that uses a value, while the fault is in the line that defines it with the
+wrong type. So the types in the message are matched with the operands of the line; an operand without its expected type
+is at fault.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pellucid.kit.subjects.refusals import DEFINITION, NAME, Refused, Value, def
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What went wrong. cpp_line: number and text of the line to blame. error_line: where the compiler stopped."""
+    """The explanation. cpp_line: number and text of the line at fault. error_line: where the compiler stopped."""
 
     kernel: str = ""
     cpp_line: str = ""
@@ -33,13 +33,13 @@ _CAUSES = (
     (rf"deduced conflicting types .*\({_A} and {_B}", "the operands have different types, {a} and {b}"),
     (r"conflicting types", "the operands have different types"),
     (rf"no match(?:ing)? (?:function )?for (?:call to )?{_A}", "there is no {a} for operands of these types"),
-    (rf"cannot convert {_A} to {_B}", "a value of type {a} stands where {b} is needed"),
-    (rf"request for member {_A} in {_B}", "{b} has a type that has no {a}"),
-    (rf"has no member named {_A}", "the value has a type that has no {a}"),
-    (r"invalid operands|wrong type argument|invalid type argument", "the operator does not take values of this type"),
+    (rf"cannot convert {_A} to {_B}", "a value of type {a} is used where {b} is needed"),
+    (rf"request for member {_A} in {_B}", "the type of {b} has no member {a}"),
+    (rf"has no member named {_A}", "the type of the value has no member {a}"),
+    (r"invalid operands|wrong type argument|invalid type argument", "the operator does not accept values of this type"),
     (r"too (?:many|few) arguments", "a function is called with the wrong number of arguments"),
-    (r"was not declared|undeclared", "a name is used that is not defined"),
-    (r"expected", "the text of the kernel is not C++"),
+    (r"was not declared|undeclared", "an undefined name is used"),
+    (r"expected", "the kernel is not valid C++"),
 )
 _TYPES = re.compile(r"for call to [‘'`][^(’']*\((?P<types>[^’']*)\)[’'`]|operand types? (?:is|are) (?P<more>[^)]*)")
 
@@ -65,21 +65,21 @@ def explain(refused: Refused) -> Explanation:
 
 
 def _line_to_blame(refused: Refused, lines: list[str], text: str) -> int:
-    """The line that defines the operand with a type that it should not have; else the line of the error."""
-    given = _given_types(refused.output)
+    """The line that defines the only operand with an unexpected type; else the line of the error."""
+    operand_types = _operand_types(refused.output)
     definition = DEFINITION.match(text)
     used = NAME.findall(definition["value"] if definition else text)
     operands = [name for name in dict.fromkeys(used) if defined_at(lines, name, refused.line)]
     wrong: list[str] = []
-    if len(operands) == len(given):
-        for name, kind in zip(operands, given, strict=True):
+    if len(operands) == len(operand_types):
+        for name, kind in zip(operands, operand_types, strict=True):
             expected = _value_of(refused, lines[defined_at(lines, name, refused.line) - 1]).dtype
             if expected and expected not in kind:
                 wrong.append(name)
     return defined_at(lines, wrong[0], refused.line) if len(wrong) == 1 else refused.line
 
 
-def _given_types(output: str) -> list[str]:
+def _operand_types(output: str) -> list[str]:
     """The types of the operands, as the message lists them."""
     found = _TYPES.search(output)
     if not found:
@@ -102,7 +102,7 @@ def _value_of(refused: Refused, line: str) -> Value:
 
 
 def _cause(refused: Refused, value: Value) -> str:
-    """In words: what kind of error it is, and which operator made a value of the wrong type."""
+    """Describe the kind of error, and the operator whose value has the wrong type."""
     for pattern, words in _CAUSES:
         found = re.search(pattern, refused.output)
         if found:
@@ -111,13 +111,13 @@ def _cause(refused: Refused, value: Value) -> str:
     else:
         what = refused.message
     mismatch = "type mismatch: " if "type" in what else ""
-    made = (
-        f"; ops.{value.op} should make a value of type {value.dtype}" if value.op and value.dtype and mismatch else ""
+    expected = (
+        f"; ops.{value.op} should return a value of type {value.dtype}" if value.op and value.dtype and mismatch else ""
     )
-    return f"{mismatch}{what}{made}"
+    return f"{mismatch}{what}{expected}"
 
 
 def _hint(value: Value) -> str:
     if not value.op:
-        return "look at the line in the kernel's source"
-    return f"look at how the backend prints ops.{value.op} in C++"
+        return "inspect the line in the kernel's source"
+    return f"inspect how the backend generates C++ for ops.{value.op}"

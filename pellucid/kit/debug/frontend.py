@@ -1,4 +1,4 @@
-"""What Dynamo did otherwise than its user may think: it broke a graph, or compiled a function again."""
+"""Record graph breaks and recompilations of Dynamo, and whether graphs are found in the store."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pellucid.options import make_options
 from pellucid.reuse import Start, consult
 
 GRAPH_BREAK, RECOMPILATION = "graph break", "recompilation"
-_MOST = 100_000  # compilations that are remembered; Dynamo keeps 64 by itself
+_MAX_COMPILATIONS = 100_000  # whose metrics Dynamo keeps; 64 by default
 _TORCH = str(Path(torch.__file__).parent)
 _CALLER = re.compile(r"Line: (?P<line>\d+), Name: (?P<name>.*), Filename: (?P<file>.*)")  # of Dynamo's stack traces
 
 
 @contextmanager
 def listening() -> Iterator[list[Refusal]]:
-    """The graph breaks and recompilations of the block, each place and cause once; the list is filled at its end."""
+    """The graph breaks and recompilations in the block, each line and cause once; the list is filled at its end."""
     found: list[Refusal] = []
-    breaks: list[Any] = []  # Dynamo's own list is emptied when it is reset
-    utils.set_compilation_metrics_limit(_MOST)
+    breaks: list[Any] = []  # Dynamo's own list is cleared by `reset`
+    utils.set_compilation_metrics_limit(_MAX_COMPILATIONS)
     utils.clear_compilation_metrics()
     try:
         with mock.patch.object(output_graph, "graph_break_reasons", breaks):
@@ -40,7 +40,7 @@ def listening() -> Iterator[list[Refusal]]:
 
 @contextmanager
 def starting(backend: str, options: Mapping[str, object]) -> Iterator[list[Start]]:
-    """How a process would start the graphs that Pellucid captures in the block."""
+    """Whether the store has the graphs that Pellucid captures in the block."""
     found: list[Start] = []
     capture = graphs.capture_with_aot
 
@@ -62,7 +62,7 @@ def _breaks(reasons: Sequence[Any]) -> Iterator[Refusal]:
 
 
 def _skipped() -> Iterator[Refusal]:
-    """Functions that Dynamo leaves to Python as a whole, because a graph would break in a loop for example."""
+    """Functions that Dynamo skips entirely, for example because a graph would break inside a loop."""
     for each in utils.get_compilation_metrics():
         if each.fail_type == "Unsupported" and each.fail_reason:
             name, start = _compiled(each)
@@ -79,7 +79,7 @@ def _recompilations() -> Iterator[Refusal]:
 
 
 def _compiled(metrics: Any) -> tuple[str, str]:
-    """The function that was compiled, and where it begins; of one of PyTorch's, who called it, and where."""
+    """The compiled function and its first line; for a function of PyTorch, its caller in the user's code."""
     if metrics.co_filename and not metrics.co_filename.startswith(_TORCH):
         return metrics.co_name or "", f"{metrics.co_filename}:{metrics.co_firstlineno}"
     frames = [_CALLER.fullmatch(frame) for frame in metrics.stack_trace or ()]
@@ -88,5 +88,5 @@ def _compiled(metrics: Any) -> tuple[str, str]:
 
 
 def _sentence(text: str) -> str:
-    """The first paragraph, on one line: Dynamo's advice for developers of Dynamo comes after it."""
+    """The first paragraph, on one line; the rest is advice for Dynamo's developers."""
     return " ".join(text.strip().split("\n\n")[0].split())

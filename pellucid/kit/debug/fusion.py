@@ -1,4 +1,4 @@
-"""The single fusion that makes a graph wrong: the first ones are made, and no more; how many may be, is halved."""
+"""Find the single fusion that makes a graph wrong, by a binary search over the number of fusions allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pellucid.kit.subjects.base import Subject
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What makes the fault as soon as it is one kernel, by FX nodes. number: of the fusion, of so many in the graph."""
+    """The two groups of FX nodes whose fusion causes the fault. number: of the fusion, out of `count` in the graph."""
 
     first: tuple[str, ...]
     second: tuple[str, ...]
@@ -20,9 +20,9 @@ class Fused:
 
 
 def wrong_fusion(graph: Graph, subject: Subject) -> Fused | None:
-    """The fusion without which, and without those after it, the results of a graph are right.
+    """The first fusion that makes the results of a graph wrong; without it and later ones they are right.
 
-    None where the subject does not tell its fusions, or the fault does not depend on them.
+    None where the subject does not report its fusions, or the fault does not depend on them.
     """
     count = len(subject.compile(graph).fusions())
     if not count or not _is_wrong(graph, subject.fusing(count)) or _is_wrong(graph, subject.fusing(0)):
@@ -31,8 +31,8 @@ def wrong_fusion(graph: Graph, subject: Subject) -> Fused | None:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _is_wrong(graph, subject.fusing(middle)) else (middle, high)
-    made = subject.fusing(high).compile(graph).fusions()[high - 1]
-    return Fused(made.first.nodes, made.second.nodes, high, count)
+    last = subject.fusing(high).compile(graph).fusions()[high - 1]
+    return Fused(last.first.nodes, last.second.nodes, high, count)
 
 
 def _is_wrong(graph: Graph, subject: Subject) -> bool:

@@ -1,4 +1,4 @@
-"""`pellucid run`: a command in the environment that the doctor recommends: what changes, why, and what it gains."""
+"""`pellucid run`: run a command in the environment that the doctor recommends; report the changes and the speedup."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PIN = Check(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A variable of the environment. before: what it is; None where it is not set. One that is set is left as it is.
+    """A recommended environment variable. before: its current value; None if unset. A variable that is set stays.
 
-    check: of the doctor, and why: what that found.
+    check: the doctor's check that recommends it. why: what the check found.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A command with the settings and without, called in turn. Seconds, and page faults of one call, as medians.
+    """A command run alternately with and without the settings: seconds, and the median page faults per run.
 
-    ratio: how many times as fast it is with them, pair by pair.
+    ratio: the speedup with the settings, pair by pair.
     """
 
     seconds: Summary
@@ -60,7 +60,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Launch(Shown):
-    """settings: all that were recommended. code: the exit code of the command. gain: where it was measured."""
+    """settings: all that are recommended. code: the exit code of the command. gain: None unless measured."""
 
     command: tuple[str, ...]
     settings: tuple[Setting, ...]
@@ -69,7 +69,7 @@ class Launch(Shown):
 
     @property
     def environment(self) -> dict[str, dict[str, str | None]]:
-        """What becomes of the variables that were recommended: `before` and `after`. No others: some hold secrets."""
+        """The values of the recommended variables `before` and `after`. No others: some hold secrets."""
         return {
             each.name: {"before": each.before, "after": each.value if each.applied else each.before}
             for each in self.settings
@@ -85,7 +85,7 @@ class Launch(Shown):
 
 
 def plan(command: Sequence[str], pin: bool = False) -> Launch:
-    """What would be set for a command. pin: bind threads to cores too. Raises UserError for a command that is none."""
+    """What would be set for a command. pin: bind threads to cores too. Raises UserError if there is no such command."""
     if not command or shutil.which(command[0]) is None:
         raise UserError(
             f"there is no command {command[0] if command else ''!r}", hint="pellucid run -- python train.py"
@@ -94,7 +94,7 @@ def plan(command: Sequence[str], pin: bool = False) -> Launch:
 
 
 def settings_of(checks: Sequence[Check], environment: Mapping[str, str] = os.environ) -> tuple[Setting, ...]:
-    """What checks recommend; of two numbers of threads the smaller one."""
+    """The settings that checks recommend; of two numbers of threads the smaller one."""
     found: dict[str, Setting] = {}
     for check in checks:
         for name, value in check.settings.items():
@@ -111,10 +111,10 @@ def replace_process(launch: Launch) -> None:
 
 
 def compare(launch: Launch, pairs: int, stdout: int | None = None) -> Launch:
-    """Run the command with the settings and without, in turn, so many times each, and time it.
+    """Time the command, alternately with and without the settings, `pairs` times each.
 
-    What it prints is shown once; stdout: the file descriptor for what it writes to stdout, ours by default. Raises
-    NotJudged for a command that fails.
+    Its output is shown once; stdout: the file descriptor for its stdout, by default this process's. Raises NotJudged
+    for a command that fails.
     """
     seconds: dict[bool, list[float]] = {True: [], False: []}
     faults: dict[bool, list[int]] = {True: [], False: []}
@@ -122,10 +122,10 @@ def compare(launch: Launch, pairs: int, stdout: int | None = None) -> Launch:
         for applied in (True, False) if number % 2 == 0 else (False, True):
             begin = time.perf_counter()
             environment = launch.variables() if applied else dict(os.environ)
-            code, faulted = _called(launch.command, environment, number == 0 and applied, stdout)
+            code, faulted = _run(launch.command, environment, number == 0 and applied, stdout)
             if code:
                 how = "with the settings" if applied else "without them"
-                raise NotJudged(f"{launch.command[0]} ends with {code} {how}", hint="run it without --compare")
+                raise NotJudged(f"{launch.command[0]} exits with {code} {how}", hint="run it without --compare")
             seconds[applied].append(time.perf_counter() - begin)
             faults[applied].append(faulted)
     with_them, without = (summarise(seconds[applied]) for applied in (True, False))
@@ -134,8 +134,8 @@ def compare(launch: Launch, pairs: int, stdout: int | None = None) -> Launch:
     return Launch(launch.command, launch.settings, 0, gain)
 
 
-def _called(command: Sequence[str], environment: Mapping[str, str], shown: bool, stdout: int | None) -> tuple[int, int]:
-    """The exit code of a command and its page faults, those of processes that it waited for included."""
+def _run(command: Sequence[str], environment: Mapping[str, str], shown: bool, stdout: int | None) -> tuple[int, int]:
+    """The exit code of a command and its page faults, including those of child processes that it waited for."""
     to, errors = (stdout, None) if shown else (subprocess.DEVNULL, subprocess.DEVNULL)
     process = subprocess.Popen(command, env=environment, stdout=to, stderr=errors, stdin=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -148,12 +148,12 @@ def _time(seconds: float) -> str:
 
 
 def launch_text(found: Launch) -> Iterator[RenderableType]:
-    """What is set, what was there, and why; and what that gained, if it was measured."""
+    """What is set, its value before, and why; and the speedup, if it was measured."""
     if not found.settings:
-        yield sentence("the environment is as it should be: nothing is set")
+        yield sentence("nothing to set: the environment is already as recommended")
     for each in found.settings:
         now = f"{each.name}={each.value}" if each.applied else f"{each.name}={each.before} stays, as you set it"
-        more = "" if each.applied else f"; recommended is {each.value}"
+        more = "" if each.applied else f"; the recommended value is {each.value}"
         yield sentence((now, "bold"), f"{more}  ({each.check}: {each.why})", hang=2)
     gain = found.gain
     if gain is not None:

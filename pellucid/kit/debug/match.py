@@ -1,4 +1,4 @@
-"""What each kernel implements: IR operators, FX nodes in order, user lines; its C++ with these written beside it."""
+"""What each kernel implements: IR operators, FX nodes in order, user lines; and its C++ annotated with them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Matched:
     """A kernel of a compiled graph.
 
     symbol: its C++ function; equal kernels share it. ir_ops: in the order of the C++. fx_nodes: in graph order, as
-    `name = operator`. user_lines: `file:line`. annotated: the C++, each line with the nodes and user lines behind it.
-    glue: how many of its lines belong to no operator (loops, braces); lines: how many there are.
+    `name = operator`. user_lines: `file:line`. annotated: the C++, each line with its nodes and user lines. glue: the
+    number of lines that belong to no operator (loops, braces). lines: the number of lines.
     """
 
     graph: str
@@ -38,7 +38,7 @@ class Matched:
 
 @dataclass(frozen=True, slots=True)
 class Matches(Shown):
-    """kernels: of all graphs. calls: of libraries, by graph, call and operator."""
+    """kernels: of all graphs. calls: library calls as graph, call and operator."""
 
     backend: str
     kernels: tuple[Matched, ...]
@@ -46,25 +46,25 @@ class Matches(Shown):
 
     @property
     def good(self) -> bool:
-        """Whether every kernel is known to implement something."""
+        """Whether FX nodes are known for every kernel."""
         return all(kernel.fx_nodes for kernel in self.kernels)
 
 
 def match(request: Request, seconds: float = SECONDS, memory: int = 0) -> Matches:
-    """Compile a program, in a process of its own, and match its kernels with its graphs."""
+    """Compile a program in a separate process, and match its kernels with its graphs."""
     refused, hint = f"{request.target} does not compile", "see `pellucid explain`"
     with Worker(memory) as worker:
         return worker.ask(match_request, request, seconds=seconds, refused=refused, hint=hint)
 
 
 def match_request(request: Request) -> Matches:
-    """The same in this process."""
+    """Like `match`, in this process."""
     graphs, subject = captured(request)
     return match_graphs(graphs, subject)
 
 
 def match_graphs(graphs: list[Graph], subject: Subject) -> Matches:
-    """Match the kernels of graphs that were captured before."""
+    """Match the kernels of captured graphs."""
     kernels: list[Matched] = []
     calls: list[tuple[str, str, str]] = []
     for graph in graphs:
@@ -94,5 +94,5 @@ def _matched(graph: str, step: Step, nodes: list[torch.fx.Node]) -> Matched:
 
 
 def annotated(step: Step) -> str:
-    """The C++ of a kernel with the nodes and user lines of each line written beside it."""
+    """The C++ of a kernel, each line annotated with its nodes and user lines."""
     return annotate_source(step.source, step.lines) if step.lines else step.source

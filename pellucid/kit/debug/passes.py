@@ -1,4 +1,4 @@
-"""Does a graph still mean the same after a backend's passes? Results are compared by the names of the nodes."""
+"""Check that a backend's graph passes preserve semantics: compare the results of nodes by name."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pellucid.kit.programs.graphs import Graph, is_random, mutates, values_of
 
 
 def first_changed(graph: Graph, passed: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """The first operators whose results are others after graph passes: what these took away comes first.
+    """The first operators whose results graph passes changed, operators that they removed first.
 
-    Else the first whose effect they lost; nothing where all is as it was.
+    Else the first operator whose side effect they dropped; empty where nothing changed.
     """
     nodes = {node.name: node for node in graph.module.graph.nodes if node.op == "call_function"}
     kept = {node.name for node in passed.graph.nodes}
     inputs = copied(graph.inputs)
-    for _ in range(2):  # the second time with other values in the same memory, which a pass may have kept
+    for _ in range(2):  # the second time with other values in the same memory, as a pass may have folded the first
         before = values_of(graph.module, copied(inputs), lambda node: not is_random(node))
         after = values_of(passed, inputs, lambda node: not is_random(node))
         for name, value in after.items():
             if name in before and not agree(value, before[name]):
-                return _unexplained(_with_lost(nodes[name], kept), before, list(after.values())) or [nodes[name]]
+                return _unexplained(_with_removed(nodes[name], kept), before, list(after.values())) or [nodes[name]]
         if not change_in_place(inputs):
             break
     effects = (node for node in nodes.values() if mutates(node))
@@ -34,8 +34,8 @@ def first_changed(graph: Graph, passed: torch.fx.GraphModule) -> list[torch.fx.N
     return [] if gone is None else [gone]
 
 
-def _with_lost(node: torch.fx.Node, kept: set[str]) -> list[torch.fx.Node]:
-    """A node and what it needs, in graph order, as far as its names are gone from the graph after the passes."""
+def _with_removed(node: torch.fx.Node, kept: set[str]) -> list[torch.fx.Node]:
+    """A node and the removed nodes that it depends on through removed nodes, in graph order."""
     found: set[torch.fx.Node] = set()
     pending = [node]
     while pending:
@@ -45,27 +45,27 @@ def _with_lost(node: torch.fx.Node, kept: set[str]) -> list[torch.fx.Node]:
     return sorted(found)
 
 
-def _unexplained(lost: list[torch.fx.Node], before: Mapping[str, Any], after: Sequence[Any]) -> list[torch.fx.Node]:
-    """Those whose result is nowhere after the passes, nor the result of one that needs it.
+def _unexplained(removed: list[torch.fx.Node], before: Mapping[str, Any], after: Sequence[Any]) -> list[torch.fx.Node]:
+    """The removed nodes whose result, and that of every user, no node has after the passes.
 
-    A product that became one operator with the sum that takes it is gone, but the sum's result is there.
+    A product that was fused with the sum that reads it is removed, but the sum's result still exists.
     """
     explained: set[torch.fx.Node] = set()
-    for node in reversed(lost):
+    for node in reversed(removed):
         if not explained.isdisjoint(node.users) or any(_equal(before.get(node.name), value) for value in after):
             explained.add(node)
-    return [node for node in lost if node not in explained]
+    return [node for node in removed if node not in explained]
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
-    """Whether both are tensors of one shape and the same up to rounding."""
+    """Whether both are tensors of the same shape and type, and equal up to rounding."""
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False
     return ours.shape == theirs.shape and ours.dtype == theirs.dtype and near(ours, theirs)
 
 
 def agree(ours: Any, theirs: Any) -> bool:
-    """Whether two results are the same up to rounding, on the way to them as well."""
+    """Whether two results are equal up to rounding, that of intermediate values included."""
     return all(near(a, b) for a, b in zip(_tensors_of(ours), _tensors_of(theirs), strict=False))
 
 

@@ -1,4 +1,4 @@
-"""Why: the compile error of a program, or else all that its backend did not do."""
+"""Explain the compile error of a program, or else every optimisation that its backend did not apply."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ KINDS = ("fusion", "vectorisation", "fallback", BY_PYTHON, GRAPH_BREAK, RECOMPIL
 class Reasons(Shown, Explanation):
     """The compile error explained, with empty fields where there was none.
 
-    failure: how compilation ended otherwise than well, if that was no kernel's fault. refusals: what was not done in
-    the graphs that compiled. starts: whether the store has what the program's graphs were compiled to. variants: of
-    kernels that can run in several ways, which does, or that calls find out.
+    failure: how compilation failed, if not because of a kernel. refusals: what was not done in the graphs that
+    compiled. starts: whether the store has the program's compiled graphs. variants: for kernels with several variants,
+    which one runs, or that calls will determine it.
     """
 
     backend: str
@@ -38,7 +38,7 @@ class Reasons(Shown, Explanation):
 
     @property
     def refused(self) -> bool:
-        """Whether the C++ compiler refused a kernel."""
+        """Whether the C++ compiler rejected a kernel."""
         return bool(self.kernel)
 
     @property
@@ -47,7 +47,7 @@ class Reasons(Shown, Explanation):
 
 
 def reasons(request: Request, seconds: float = SECONDS, memory: int = 0) -> Reasons:
-    """Compile a program, in a process of its own, and tell what went wrong or was not done."""
+    """Compile a program in a separate process, and report what failed or was not done."""
     with Worker(memory) as worker:
         found = worker.call(find_reasons, request, seconds=seconds)
     if not isinstance(found, Failure):
@@ -57,7 +57,7 @@ def reasons(request: Request, seconds: float = SECONDS, memory: int = 0) -> Reas
 
 
 def find_reasons(request: Request) -> Reasons:
-    """The same in this process."""
+    """Like `reasons`, in this process."""
     with listening() as refusals, starting(request.backend, request.options) as starts:
         graphs, subject = captured(request)
     saved = _about(request)
@@ -85,6 +85,6 @@ def find_reasons(request: Request) -> Reasons:
 
 
 def _about(request: Request) -> Mapping[str, Any]:
-    """What the front end did while a run was captured."""
+    """The metadata of a run, which includes what the front end did during capture."""
     run = run_of(request.target, request.libraries)
     return {} if run is None else run.about

@@ -1,6 +1,6 @@
-"""Looking into a program as it is: its script runs with `torch.compile` capturing into a run instead of compiling.
+"""Capture an unmodified script: it runs with `torch.compile` capturing into a run instead of compiling.
 
-The graphs run eagerly, so the script does what it does uncompiled, and cannot crash of what is being looked for.
+The graphs run eagerly, so the script behaves as without compilation, and the fault to be found cannot crash it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from pellucid.kit.subjects.registry import subject_of
 from pellucid.trace.folder import RunWriter, check_free
 from pellucid.trace.schema import RUN
 
-_EXIT = "exit"  # in `run.json`: what the script called `sys.exit` with
+_EXIT = "exit"  # in `run.json`: the argument of the script's `sys.exit`
 
 
 def capture_script(
     command: Sequence[str], folder: Path, backend: str, options: Mapping[str, Any], seconds: float
 ) -> None:
-    """Run `python [-m MODULE | SCRIPT.py] ...` and write each graph that it compiles, with its first inputs, into a run
-    (a new folder).
+    """Run `python [-m MODULE | SCRIPT.py] ...` and write each graph that it compiles, with its first inputs, into a new
+    run.
 
-    backend, options: how graphs are captured, and what the run is for. What the script prints goes to stderr. Raises
-    UserError when it is no Python command, takes longer than `seconds`, or compiles nothing; NotJudged when it fails.
+    backend, options: for which graphs are captured. The script's output goes to stderr. Raises UserError when the
+    command is not Python, takes longer than `seconds`, or compiles nothing; NotJudged when it fails.
     """
     subject_of(backend, options)
     check_free(folder)
@@ -54,26 +54,26 @@ def capture_script(
     try:
         ended = subprocess.run(call, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": search}, timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise UserError(f"the script did not end within {seconds:g} s", hint="give it more with --timeout") from None
+        raise UserError(f"the script did not end within {seconds:g} s", hint="raise the limit with --timeout") from None
     if ended.returncode:
         raise NotJudged(
             f"the script {_how_it_ended(folder, ended.returncode)} while its graphs ran eagerly",
-            hint=f"what it printed is above; it ran under {shutil.which(python)}, which needs torch and pellucid",
+            hint=f"its output is above; it ran under {shutil.which(python)}, which needs torch and pellucid",
         )
     if not open_run(folder).names:
-        raise UserError("the script compiled nothing", hint="what it calls torch.compile on is what is looked into")
+        raise UserError("the script compiled nothing", hint="only functions compiled with torch.compile are captured")
 
 
 def _how_it_ended(folder: Path, status: int) -> str:
     itself = (folder / RUN).is_file() and _EXIT in open_run(folder).about
-    return f"ended itself with exit status {status}" if itself else f"ended with {status}"
+    return f"called sys.exit with status {status}" if itself else f"ended with {status}"
 
 
 def _split(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
     """The interpreter, its flags, and what it runs."""
     python, *rest = command
     if not Path(python).name.startswith("python"):
-        raise UserError(f"{python} is no Python", hint="give -- python SCRIPT.py ...")
+        raise UserError(f"{python} is not Python", hint="give -- python SCRIPT.py ...")
     if shutil.which(python) is None:
         raise UserError(f"there is no program {python}", hint="give -- python SCRIPT.py ...")
     flags: list[str] = []
@@ -112,24 +112,24 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _own_lines(error: traceback.TracebackException) -> str:
-    """A traceback without the lines of PyTorch and of ours, and without exceptions that have no others."""
-    _leave_out(error)
+    """A traceback without the frames of PyTorch and Pellucid, and without exceptions that have no other frames."""
+    _remove_frames(error)
     return re.sub(r"^Set TORCHDYNAMO_VERBOSE.*\n+", "", "".join(error.format()), flags=re.MULTILINE).rstrip()
 
 
-def _leave_out(error: traceback.TracebackException) -> bool:
-    """False: nothing is left."""
+def _remove_frames(error: traceback.TracebackException) -> bool:
+    """Remove the frames of PyTorch and Pellucid. False if none is left."""
     left = [frame for frame in error.stack if not frame.filename.startswith(NOT_THE_USERS)]
     error.stack = traceback.StackSummary.from_list(left)
     for name in ("__cause__", "__context__"):
         inner = getattr(error, name)
-        if inner is not None and not _leave_out(inner):
+        if inner is not None and not _remove_frames(inner):
             setattr(error, name, None)
     return bool(left)
 
 
 def _replace_compile(backend: Callable[..., Any]) -> None:
-    """Every later `torch.compile` uses this backend, whatever backend, mode and options it names."""
+    """Make every later `torch.compile` use this backend, whatever backend, mode and options it is passed."""
     original = torch.compile
 
     def compile(model: Any = None, **given: Any) -> Any:

@@ -1,9 +1,10 @@
-"""The run of one compiled graph beside eager's: what each step gives, what it returns, and what it keeps.
+"""Compare a run of one compiled graph with eager: the results of each step, of the graph, and of a second run.
 
-Two modes. `complete`: after each step its results are compared and then replaced by eager's, so that every step works
-on eager's numbers; all wrong steps are found, each for a fault of its own. `live`: nothing is replaced; what is seen
-is what the program does, and a result that is not near eager's is compared with what eager makes of the live results
-before it: so neither roundings that added up nor the fault of an earlier step are held against a step.
+There are two modes. `complete`: after each step its results are compared and then replaced by eager's, so that every
+step works on eager's values; all wrong steps are found, each for a fault of its own. `live`: nothing is replaced; the
+program runs as it does without observation, and a result that is not close to eager's is compared with what eager
+computes from the live results before it: a step is blamed neither for accumulated rounding nor for the fault of an
+earlier step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from pellucid.capture.fx import origin_of
-from pellucid.capture.torch_compat import users_results
+from pellucid.capture.torch_compat import results_of_user
 from pellucid.kit.debug.check import meaningful_strides
 from pellucid.kit.debug.passes import first_changed
 from pellucid.kit.debug.zoom import Inner, zoom
@@ -36,7 +37,7 @@ PASSES = "graph passes"
 
 @dataclass(frozen=True, slots=True)
 class Unobserved:
-    """An FX node whose result never lay in memory. user_line: `file:line`."""
+    """An FX node whose result was never stored in memory. user_line: `file:line`."""
 
     fx_node: str
     user_line: str
@@ -44,16 +45,16 @@ class Unobserved:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A result of a step beside eager's.
+    """A result of a step compared with eager's.
 
-    graph: its name. kernel: the step, `result` for what the graph returns, or `graph passes` where already the graph
-    that was compiled is wrong. position: of the step. fx_node: whose result it is. user_line: `file:line` of the node.
-    unobserved: of a wrong one, what it was made of inside kernels since the last results that were observed: any of
-    these may be what went wrong.
-    inner: the operator to blame inside the kernel. opened: whether it was looked for; without one, the fault does not
-    occur when inner values are stored.
-    Where already the captured graphs are wrong, there is no graph, kernel is the component that made them so, fx_node
-    the operator that the user's program called.
+    graph: its name. kernel: the step, `result` for a result of the graph, or `graph passes` where the transformed graph
+    is already wrong. position: of the step. fx_node: whose result it is. user_line: `file:line` of the node.
+    unobserved: of a wrong result, the nodes inside kernels that it was computed from, back to the last observed
+    results: any of them may be at fault.
+    inner: the operator at fault inside the kernel. opened: whether it was searched for; if it was and inner is None,
+    the fault does not occur when inner values are stored.
+    Where the captured graphs are already wrong, graph is empty, kernel is the component at fault, and fx_node the
+    operator that the user's program called.
     """
 
     graph: str
@@ -72,12 +73,12 @@ class Difference:
 
     @property
     def operator(self) -> str:
-        """The FX node of the operator to blame, as far as that is known."""
+        """The FX node of the operator at fault, as far as that is known."""
         return self.inner.fx_node if self.inner else self.fx_node
 
     @property
     def operator_line(self) -> str:
-        """Its line."""
+        """The user line of `operator`."""
         return self.inner.user_line if self.inner else self.user_line
 
     @property
@@ -90,26 +91,26 @@ class Difference:
 
 
 def first_wrong(graph: Graph, compiled: Compiled, mode: str, marker: Probe) -> Difference | None:
-    """The first wrong result of a graph that was compiled before; what comes after it is not run."""
+    """The first wrong result of a compiled graph; the run stops there."""
     simulation = Simulation(graph, compiled, mode, marker, stop=True)
-    with suppress(_Enough):
+    with suppress(_Stop):
         simulation.run()
     return next((each for each in simulation.differences if each.verdict.bad), None)
 
 
-class _Enough(Exception):
-    """Ends a run."""
+class _Stop(Exception):
+    """Stops a run."""
 
 
 def simulate(graph: Graph, compiled: Compiled, mode: str, marker: Probe | None = None) -> list[Difference]:
-    """The results of a graph that was compiled before."""
+    """The results of a compiled graph, compared with eager's."""
     return Simulation(graph, compiled, mode, marker).run()
 
 
 class Simulation(Probe):
-    """One graph: eager's results, and what becomes of them in compiled code.
+    """One graph: eager's results, and those of compiled code.
 
-    other: results of other code to compare with. seen: is filled with the results of this code. stop: at the first
+    other: results of other code to compare with. seen: is filled with the results of this code. stop: stop at the first
     wrong result.
     """
 
@@ -133,12 +134,12 @@ class Simulation(Probe):
         self.differences: list[Difference] = []
         self.together = {name: set(step.values) for step in compiled.steps for name in step.values}
         self.positions = {step.name: position for position, step in enumerate(compiled.steps)}
-        self.known: dict[str, torch.Tensor] = {}  # what later steps work on: eager's results, or the live ones
+        self.known: dict[str, torch.Tensor] = {}  # what later steps read: eager's results, or the live ones
 
     def run(self) -> list[Difference]:
         inputs = list(copied(self.graph.inputs))
         self._round(inputs)
-        if self.other is not None or self.seen is not None:  # of one call with the graph's own inputs
+        if self.other is not None or self.seen is not None:  # these are of one call with the graph's own inputs
             return self.differences
         if self._good():
             before = Reference(self.graph.module, self.graph.inputs, set())
@@ -152,7 +153,7 @@ class Simulation(Probe):
         return self.differences
 
     def opened(self, found: Sequence[Difference], subject: Subject) -> list[Difference]:
-        """The same differences, with the operator to blame for the first one that is wrong, where a step made it."""
+        """The same differences, with the operator at fault added to the first wrong one, if a step computed it."""
         at = next((at for at, each in enumerate(found) if each.verdict.bad), None)
         steps = {step.name: step for step in self.compiled.steps}
         step = steps.get(found[at].kernel) if at is not None else None
@@ -175,10 +176,10 @@ class Simulation(Probe):
         return all(each.verdict.good for each in self.differences)
 
     def _passes(self, before: Reference) -> Iterator[Difference]:
-        """What is wrong with the passes on the graph: what they returned is what the steps were compared with."""
+        """Compare the graph before and after its passes: the steps were compared with the graph after them."""
         random = _random_calls(self.graph.module)
         if random != _random_calls(self.compiled.graph):
-            return  # not the same numbers
+            return  # their random numbers differ
         after = self.reference
         writers = writers_of(self.graph.module)
         changed = [(after.given[position], before.given[position], name) for position, name in writers.items()]
@@ -198,16 +199,16 @@ class Simulation(Probe):
                 return
 
     def _misplaced(self, before: Reference) -> Iterator[Difference]:
-        """The user's results that have other strides than eager's, or lie in the memory of another one or an input.
+        """The user's results with other strides than eager's, or that share memory with another one or an input.
 
-        before: the graph that was to be compiled. Strides may also be those that it was captured with.
+        before: the graph before passes. A result may also have the strides that it was captured with.
         """
         nodes = {node.name: node for node in self.graph.module.graph.nodes}
-        eager, inputs = _places([*before.given, *before.results]), len(before.given)
-        users = [inputs + position for position in users_results(self.graph.module)]
+        eager, inputs = _layouts([*before.given, *before.results]), len(before.given)
+        users = [inputs + position for position in results_of_user(self.graph.module)]
         for position in users:
             node = nodes.get(before.result_nodes[position - inputs])
-            mine, theirs = self.places[position], eager[position]
+            mine, theirs = self.layouts[position], eager[position]
             if node is None or mine is None or theirs is None:
                 continue
             (strides, owner), (given, own) = mine, theirs
@@ -216,7 +217,7 @@ class Simulation(Probe):
                 why = f"strides {strides}, eager's are {given}"
             elif owner != own == position and (owner < inputs or owner in users):
                 what = f"input {owner}" if owner < inputs else f"output {owner - inputs}"
-                why = f"it shares the memory of {what}, in eager it does not"
+                why = f"it shares memory with {what}, but not in eager"
             if why:
                 found, users = Judgement(Verdict.WRONG, why, misplaced=True), origin_of(node).users
                 line = str(users[-1]) if users else ""
@@ -225,9 +226,9 @@ class Simulation(Probe):
                 yield Difference(self.graph.name, kernel, at, node.name, line, found)
 
     def _change(self, inputs: list[Any]) -> bool:
-        """Other values in the same memory: what the program has kept of the old ones shows now. False: no such values.
+        """Write other values into the inputs, to find values that the program has cached. False: that is not possible.
 
-        An operator that eager cannot call with them is no fault of the compiled program.
+        An operator that fails on them in eager mode is no fault of the compiled program.
         """
         with torch.no_grad():
             for mine, given in zip(inputs, self.graph.inputs, strict=True):
@@ -237,7 +238,7 @@ class Simulation(Probe):
             if not change_in_place(inputs):
                 return False
             wanted = set(self.reference.values)
-            del self.reference, self.known  # the memory of the first round is for the second
+            del self.reference, self.known  # free their memory for the second round
             self.reference = Reference(self.compiled.graph, copied(inputs), wanted)
         except Exception:
             return False
@@ -247,7 +248,7 @@ class Simulation(Probe):
         self.known = self.reference.values if self.mode == COMPLETE else {}
         torch.manual_seed(0)
         results = self.compiled.run(inputs, self)
-        self.places = _places([*inputs, *results])
+        self.layouts = _layouts([*inputs, *results])
         expected = zip(results, self.reference.results, self.reference.result_nodes, strict=True)
         for position, (actual, eager, node) in enumerate(expected):
             if isinstance(actual, torch.Tensor) and isinstance(eager, torch.Tensor):
@@ -278,7 +279,7 @@ class Simulation(Probe):
 
     def _compare(self, kernel: str, name: str, node: str, actual: torch.Tensor, eager: torch.Tensor, key: str) -> None:
         observed: Collection[str] = self.known
-        if self.other is None or key not in self.other:  # a part of a kernel there
+        if self.other is None or key not in self.other:  # computed inside a kernel there
             found = self._judge(node, actual, eager, self.known)
         else:
             found, ours = self._judge_both(node, actual, eager, self.other[key])
@@ -288,7 +289,7 @@ class Simulation(Probe):
         inside = self._unobserved(node, observed) if found.verdict.bad else ()
         self.differences.append(Difference(self.graph.name, kernel, position, name, line, found, inside))
         if self.stop and found.verdict.bad:
-            raise _Enough
+            raise _Stop
 
     def _unobserved(self, node: str, observed: Collection[str]) -> tuple[Unobserved, ...]:
         if node not in self.nodes:
@@ -299,8 +300,11 @@ class Simulation(Probe):
     def _judge(
         self, node: str, actual: torch.Tensor, eager: torch.Tensor, known: Mapping[str, torch.Tensor]
     ) -> Judgement:
-        """known: the results that this one was made of, by FX node. Those of the same kernel are not: inside it, they
-        need not have been rounded to the type that they are stored in."""
+        """Judge the result of a node.
+
+        known: the results that it was computed from, by FX node. Results of the same kernel are excluded: inside it,
+        they need not be rounded to the type that they are stored in.
+        """
         found = close(actual, eager)
         if found is not None or not node:
             return found or judge(actual, eager, eager)
@@ -316,7 +320,7 @@ class Simulation(Probe):
     def _judge_both(
         self, node: str, actual: torch.Tensor, eager: torch.Tensor, other: torch.Tensor
     ) -> tuple[Judgement, bool]:
-        """The difference from other code: no more than rounding, unless one of the two is wrong; whether ours is."""
+        """Judge the difference from other code: rounding, unless one of the two is wrong; and whether it is ours."""
         found = close(actual, other)
         if found is not None:
             return found, True
@@ -325,11 +329,11 @@ class Simulation(Probe):
         ours, theirs = self._judge(node, actual, eager, self.known), self._judge(node, other, eager, theirs_known)
         if not ours.verdict.good:
             return ours, True
-        return theirs if theirs.verdict.good else replace(theirs, why=f"the other one is wrong: {theirs.why}"), False
+        return theirs if theirs.verdict.good else replace(theirs, why=f"the other result is wrong: {theirs.why}"), False
 
 
-def _places(values: Sequence[Any]) -> list[tuple[tuple[int, ...], int] | None]:
-    """Of tensors that have elements: the strides, 0 where they do not matter, and the first in the same memory."""
+def _layouts(values: Sequence[Any]) -> list[tuple[tuple[int, ...], int] | None]:
+    """For each tensor with elements, its meaningful strides and the position of the first tensor in the same memory."""
     first: dict[int, int] = {}
     return [
         (

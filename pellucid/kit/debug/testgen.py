@@ -1,8 +1,7 @@
-"""A test for each kernel: a file that pytest runs, with the small FX graph that the kernel implements and its inputs.
+"""Generate a test for each kernel: a pytest file with the small FX graph that the kernel implements and its inputs.
 
-The inputs are those that eager gives the kernel's operators in the program. How far compiled code may be from eager is
-measured when the test is written, as `judge` does: from eager's own distance to float64. Run as a program, a file
-measures its kernel against eager instead.
+The inputs are those of the kernel's operators in eager mode in the program. The tolerance is measured when the test is
+written, as in `judge`: from eager's own distance to float64. Run as a script, the file times the kernel and eager.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from pellucid.kit.subjects.registry import subject_of
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A test of a kernel. kernels: all of the program that share its C++, as `graph:kernel`. file: empty where there is
-    none; why: then, why not.
+    """A test of a kernel. kernels: all of the program that share its C++, as `graph:kernel`. file: empty if none could
+    be written. why: the reason then.
     """
 
     symbol: str
@@ -42,7 +41,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Tests(Shown):
-    """The tests of a program's kernels: one for each different kernel."""
+    """The tests of a program's kernels, one for each distinct kernel."""
 
     backend: str
     tests: tuple[Generated, ...]
@@ -53,14 +52,14 @@ class Tests(Shown):
 
     @property
     def good(self) -> bool:
-        """Whether every kernel has one."""
+        """Whether every kernel has a test."""
         return all(test.file for test in self.tests)
 
 
 def testgen(
     request: Request, folder: Path, kernels: Sequence[str] = (), seconds: float = SECONDS, memory: int = 0
 ) -> Tests:
-    """Write a test for each different kernel of a program, or for those named (by kernel or symbol), into a folder.
+    """Write a test for each distinct kernel of a program, or for those named (by kernel or symbol), into a folder.
 
     Raises UserError for a program that does not compile, and for a kernel that it does not have.
     """
@@ -74,7 +73,7 @@ def testgen(
 
 
 def generate(request: Request, folder: str, kernels: Sequence[str]) -> Tests:
-    """The same in this process."""
+    """Like `testgen`, in this process."""
     graphs, subject = captured(request)
     Path(folder).mkdir(parents=True, exist_ok=True)
     made: dict[str, Generated] = {}
@@ -136,7 +135,7 @@ def _write(part: Graph, step: Step, file: Path, request: Request) -> None:
 
 
 def _tolerances(part: Graph) -> Iterator[float]:
-    """By result, how far compiled code may be from eager."""
+    """For each result, the maximum distance of compiled code from eager."""
     expected = expected_of(part)
     return (float(f"{expected.tolerance(name):.2e}") for name in expected.eager if name.startswith("output"))
 
@@ -144,10 +143,10 @@ def _tolerances(part: Graph) -> Iterator[float]:
 _KERNEL = Template('''
 from pellucid.runnable import Watched, graph_of, subject_of
 
-# By result: how far it may be from eager's, from eager's own distance to float64.
+# For each result, the maximum distance from eager's, derived from eager's own distance to float64.
 TOLERANCES = {{ tolerances }}
 
-# The kernel, by its C++. Which sizes of the inputs are symbols; None: all sizes are fixed.
+# A hash of the kernel's C++. The symbolic sizes of the inputs; None: all sizes are fixed.
 KERNEL = "{{ kernel }}"
 SIZES = {{ sizes }}
 SUBJECT = subject_of("{{ backend }}", {{ options }})
@@ -161,8 +160,7 @@ FX nodes: {{ step.origin.nodes | join(", ") | wordwrap(100) }}
 at {{ line }}
 {%- endfor %}
 
-`pytest` compares it with eager, and fails too when it is not this kernel that runs. As a program this file measures
-both.
+`pytest` compares it with eager, and also fails when another kernel runs instead. Run as a script, this file times both.
 """
 
 {{ program }}def graph():
@@ -185,7 +183,7 @@ def test_compiled_as_eager():
 
 
 def benchmark(rounds=50):
-    """Seconds per call of eager and compiled, taken in turns."""
+    """Print the seconds per call of eager and compiled code, called in turn."""
     compiled = SUBJECT.callable(graph())
     calls, inputs = {"eager": Graph(), "compiled": lambda *args: compiled(list(args))}, make_inputs()
     seconds = {name: [] for name in calls}

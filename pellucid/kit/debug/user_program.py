@@ -1,11 +1,11 @@
-"""What comes before the graphs: the user's own program as the reference of the graphs that it is captured into.
+"""Check the components before the graphs, with the user's program as the reference of the graphs captured from it.
 
-Eager's ATen calls, forward and backward, are kept with the user's lines. Then the program runs again as far as a stage
-brings it (Dynamo, AOTAutograd, the joint graph and its partitioner, decompositions, layout), eagerly, and each call of
-the stage is joined to eager's by its provenance: the operator that the user called, from which it may have been
+Eager's ATen calls, forward and backward, are recorded with the user's lines. Then the program is transformed up to a
+stage (Dynamo, AOTAutograd, the joint graph and its partitioner, decompositions, layout) and run eagerly, and each call
+of the stage is joined to eager's by its provenance: the operator that the user called, from which it may have been
 decomposed, and the line. A joined result is compared and replaced by eager's, so that each operator works on eager's
-numbers. The first of eager's calls that has no right result in the last stage is to blame, and the first stage in
-which it has none.
+values. At fault are the first of eager's calls that has no right result in the last stage, and the first stage in which
+it has none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils import _pytree as pytree
 
-from pellucid.kit.debug.check import Outcome, call_that_made, called, check_repeatable, compare, expected_outcome
+from pellucid.kit.debug.check import Outcome, call_producing, called, check_repeatable, compare, expected_outcome
 from pellucid.kit.judge.expected import Expected
 from pellucid.kit.judge.judge import Judgement, close
 from pellucid.kit.judge.vary import InPlace, changed, overlapping
@@ -32,7 +32,7 @@ from pellucid.kit.subjects.base import Captured, Subject
 
 @dataclass(frozen=True, slots=True)
 class Faulty:
-    """The first operator of the user's program that a stage before the graphs gets wrong.
+    """The first operator of the user's program that is wrong after a stage before the graphs.
 
     stage: the component, as `bisect` names it. op: of ATen. user_line: `file:line`.
     """
@@ -46,34 +46,34 @@ class Faulty:
 def first_before_graphs(
     case: Case, subject: Subject, backward: bool = False, dynamic: bool | None = None
 ) -> Faulty | None:
-    """The first wrong operator of the graphs that a backend is given, beside the user's program; None if all is right.
+    """The first wrong operator of the graphs that a backend receives, compared with the program; None if none is wrong.
 
-    Raises what the program raises in eager mode, and NotJudged when eager does not do the same again.
+    Raises what the program raises in eager mode, and NotJudged when its results differ from call to call.
     """
     user, stages = UserProgram(case, backward), _stages(subject)
-    found = user.beside(stages[-1], dynamic)
+    found = user.first_wrong(stages[-1], dynamic)
     if found is None:
         return None
     check_repeatable(user.outcome.tensors, called(case.fresh(), backward).tensors)
     good, bad = -1, len(stages) - 1
     while bad - good > 1:
         middle = (good + bad) // 2
-        earlier = user.beside(stages[middle], dynamic)
+        earlier = user.first_wrong(stages[middle], dynamic)
         good, bad, found = (good, middle, earlier) if earlier is not None else (middle, bad, found)
     return found
 
 
 def stage_names(subject: Subject) -> list[str]:
-    """The components before the graphs, from the front."""
+    """The components before the graphs, in order."""
     return [stage.component for stage in _stages(subject)]
 
 
 def first_at_stage(
     component: str, case: Case, subject: Subject, backward: bool = False, dynamic: bool | None = None
 ) -> Faulty | None:
-    """The first wrong operator of the program as far as one stage brings it."""
+    """The first wrong operator of the program after one stage."""
     stage = next(each for each in _stages(subject) if each.component == component)
-    return UserProgram(case, backward).beside(stage, dynamic)
+    return UserProgram(case, backward).first_wrong(stage, dynamic)
 
 
 # ------------------------------------------------------------------------------------------------ eager
@@ -97,25 +97,25 @@ class _Result:
 
 
 class UserProgram:
-    """The program as eager runs it: its calls, and what it leaves."""
+    """The program in eager mode: its calls and its outcome."""
 
     def __init__(self, case: Case, backward: bool) -> None:
         self.case, self.backward = case, backward
-        self.watch = Calls()
+        self.recorder = Calls()
         fresh = case.fresh()
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self.watch:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with self.recorder:
                 return fresh.fn(*args, **kwargs)
 
-        self.outcome = called(fresh, backward, watched, self.watch)
+        self.outcome = called(fresh, backward, recorded, self.recorder)
 
     @property
     def calls(self) -> Sequence[Call]:
-        return self.watch.made
+        return self.recorder.made
 
-    def beside(self, stage: Stage, dynamic: bool | None) -> Faulty | None:
-        """The first of eager's calls that a stage gets wrong."""
+    def first_wrong(self, stage: Stage, dynamic: bool | None) -> Faulty | None:
+        """Compare a stage with eager: the first of eager's calls that is wrong in it."""
         join, fresh = Join(self.calls, whole=stage.whole), self.case.fresh()
         torch._dynamo.reset()
         try:
@@ -129,16 +129,16 @@ class UserProgram:
         return None if found is None else Faulty(stage.component, found[0].op, found[0].line, found[1])
 
     def _wrong_result(self, outcome: Outcome) -> tuple[Call, Judgement] | None:
-        """What the program leaves that is wrong although each call is right: results that were mixed up, say."""
+        """The first wrong output of the program although each call is right, for example if outputs were swapped."""
         eager = self.outcome.tensors
         nearly = Expected(eager, lambda _: {}, lambda _: {})
         if all(output.verdict.good for output in compare(outcome, self.outcome, nearly)):
             return None
         for output in compare(outcome, self.outcome, expected_outcome(self.case, self.backward, eager, 1)):
             if output.verdict.bad:
-                maker = call_that_made(output, eager, self.watch)
-                if maker is not None:
-                    return maker, output.judgement
+                producer = call_producing(output, eager, self.recorder)
+                if producer is not None:
+                    return producer, output.judgement
         return None
 
 
@@ -146,32 +146,34 @@ class UserProgram:
 
 
 class Join:
-    """Joins the calls of a stage to eager's. whole: the stage breaks no operator up, so that each has its result."""
+    """Joins the calls of a stage to eager's. whole: the stage decomposes no operator, so that each has its result."""
 
     def __init__(self, calls: Sequence[Call], whole: bool) -> None:
         self.calls, self._whole = calls, whole
-        self.open: dict[tuple[Any, ...], list[_Result]] = {}  # results of eager's that are not joined yet
+        self.open: dict[tuple[Any, ...], list[_Result]] = {}  # eager's results that are not joined yet
         self._joined: set[tuple[int, int]] = set()
-        self._unlike: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
+        self._mismatches: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
         for position, call in enumerate(calls):
             for number, value in enumerate(call.results):
-                if isinstance(value, torch.Tensor) and value.layout is torch.strided and not _is_nothing(call):
+                if isinstance(value, torch.Tensor) and value.layout is torch.strided and not _computes_nothing(call):
                     result = _Result(position, number, call)
                     self.open.setdefault(result.key, []).append(result)
 
-    def meet(self, op: str, line: str, value: Any, *, view: bool, backward: bool) -> None:
-        """A stage has computed what an operator of a line returns, in the backward pass or before it. It is replaced by
-        eager's, but for views."""
+    def match(self, op: str, line: str, value: Any, *, view: bool, backward: bool) -> None:
+        """Join a stage's result of an operator at a line to eager's, and overwrite it by eager's unless it is a view.
+
+        backward: it was computed in the backward pass.
+        """
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return
         key = _key(op, value, backward)
-        fitting = [each for each in self.open.get(key, ()) if _same_line(line, each.call.line)]
-        found = next((each for each in fitting if draws(each.call.func) or close(value, each.value)), None)
+        candidates = [each for each in self.open.get(key, ()) if _same_line(line, each.call.line)]
+        found = next((each for each in candidates if draws(each.call.func) or close(value, each.value)), None)
         if found is None:
-            found = next((each for each in fitting[:1] if self._judge(each, value).verdict.good), None)
+            found = next((each for each in candidates[:1] if self._judge(each, value).verdict.good), None)
         if found is None:
-            if fitting:
-                self._unlike.setdefault(key, []).append((line, value.clone()))
+            if candidates:
+                self._mismatches.setdefault(key, []).append((line, value.clone()))
             return
         self.open[key].remove(found)
         self._joined.add((found.position, found.number))
@@ -183,67 +185,67 @@ class Join:
         missing: set[int] = set()
         for result in sorted((each for some in self.open.values() for each in some), key=lambda each: each.position):
             call = result.call
-            unlike = self._unlike.get(result.key, [])
-            at = next((n for n, (line, _) in enumerate(unlike) if _same_line(line, call.line)), None)
-            if at is None or not call.line or self._drawn_otherwise(call, missing):
+            mismatches = self._mismatches.get(result.key, [])
+            at = next((n for n, (line, _) in enumerate(mismatches) if _same_line(line, call.line)), None)
+            if at is None or not call.line or self._depends_on_random(call, missing):
                 missing.add(result.position)
                 continue
-            found = self._judge(result, unlike.pop(at)[1])
+            found = self._judge(result, mismatches.pop(at)[1])
             if found.verdict.bad:
-                lost = self._lost(call, missing) if self._whole else None
-                return lost or call, found
+                dropped = self._first_dropped(call, missing) if self._whole else None
+                return dropped or call, found
         return None
 
     def _judge(self, result: _Result, actual: torch.Tensor) -> Judgement:
-        """What a stage made of the joined results that it depends on, by what eager and float64 make of them."""
+        """Judge a stage's result by what eager and float64 compute from the joined results that it depends on."""
         eager = result.value
         found = close(actual, eager)
         if found is not None:
             return found
 
         def exactly(change: InPlace) -> dict[str, torch.Tensor]:
-            return named(self._again(result, lambda value: widened(changed(value, change)), wider))
+            return named(self._recomputed(result, lambda value: widened(changed(value, change)), wider))
 
         def eagerly(change: InPlace) -> dict[str, torch.Tensor]:
-            return named(self._again(result, lambda value: changed(value, change), lambda each: each))
+            return named(self._recomputed(result, lambda value: changed(value, change), lambda each: each))
 
         def named(value: torch.Tensor | None) -> dict[str, torch.Tensor]:
             return {} if value is None else {"": value}
 
         return Expected({"": eager}, exactly, eagerly).judge("", actual)
 
-    def _again(
+    def _recomputed(
         self, result: _Result, change: Callable[[Any], Any], constant: Callable[[Any], Any]
     ) -> torch.Tensor | None:
-        """A result of changed joined results before it. None when an operator on the way does not take that."""
-        made: dict[int, list[Any]] = {}
+        """A result recomputed from changed joined results. None when an operator in between does not accept them."""
+        values: dict[int, list[Any]] = {}
         pending = [result.position]
         try:
             while pending:
                 call = self.calls[pending[-1]]
                 sources = {at: source for at, source in call.sources.items() if not self._is_given(*source)}
-                needed = [position for position, _ in sources.values() if position not in made]
+                needed = [position for position, _ in sources.values() if position not in values]
                 if needed:
                     pending += needed
                     continue
 
                 def tensor(at: int, value: torch.Tensor, sources: Any = sources) -> Any:
-                    return made[sources[at][0]][sources[at][1]] if at in sources else change(value)
+                    return values[sources[at][0]][sources[at][1]] if at in sources else change(value)
 
-                made[pending.pop()] = call.again(tensor, constant)
+                values[pending.pop()] = call.again(tensor, constant)
         except Exception:
             return None
-        return made[result.position][result.number]
+        return values[result.position][result.number]
 
     def _is_given(self, position: int, number: int) -> bool:
-        """Whether a stage works on eager's result: it was joined, and is no view of one that was not."""
+        """Whether a stage reads eager's result: it was joined, and is no view of a result that was not."""
         call = self.calls[position]
         if returns_view(call.func):
             return all(self._is_given(*source) for source in call.sources.values())
         return (position, number) in self._joined or draws(call.func) or "empty" in call.op
 
-    def _before(self, call: Call, missing: set[int]) -> list[int]:
-        """The calls with no result in the stage on which one depends, through no others, in order."""
+    def _missing_before(self, call: Call, missing: set[int]) -> list[int]:
+        """The calls without a result in the stage on which `call` depends directly or through such calls, in order."""
         found: set[int] = set()
         pending = [call]
         while pending:
@@ -252,13 +254,13 @@ class Join:
             pending += [self.calls[at] for at in fresh]
         return sorted(found)
 
-    def _drawn_otherwise(self, call: Call, missing: set[int]) -> bool:
-        """Whether it works on random numbers that the stage draws in another way."""
-        return any(draws(self.calls[at].func) for at in self._before(call, missing))
+    def _depends_on_random(self, call: Call, missing: set[int]) -> bool:
+        """Whether a call depends on random numbers that the stage draws in another way."""
+        return any(draws(self.calls[at].func) for at in self._missing_before(call, missing))
 
-    def _lost(self, call: Call, missing: set[int]) -> Call | None:
-        """The first call that the stage does not make, although one that it makes depends on it."""
-        before = (self.calls[at] for at in self._before(call, missing))
+    def _first_dropped(self, call: Call, missing: set[int]) -> Call | None:
+        """The first call on which `call` depends and that the stage has dropped."""
+        before = (self.calls[at] for at in self._missing_before(call, missing))
         return next((each for each in before if each.sources and not returns_view(each.func)), None)
 
 
@@ -267,12 +269,12 @@ def _key(op: str, value: torch.Tensor, backward: bool) -> tuple[Any, ...]:
 
 
 def _same_line(a: str, b: str) -> bool:
-    """Whether two calls may stem from one line: of some it is not known. A graph's names the module as well."""
+    """Whether two calls may come from the same line, which may be unknown, and in a graph names the module as well."""
     return not a or not b or a.partition(" (")[0] == b.partition(" (")[0]
 
 
-def _is_nothing(call: Call) -> bool:
-    """Whether a call computes nothing."""
+def _computes_nothing(call: Call) -> bool:
+    """Whether a call only allocates memory or aliases a tensor."""
     return "empty" in call.op or call.op in ("detach", "alias")
 
 
@@ -281,9 +283,9 @@ def _is_nothing(call: Call) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A way to run the program eagerly as far as a component brings it.
+    """A way to run the program eagerly after the components up to one.
 
-    run: of a function, gives what to call and what to do so in during the backward pass. whole: see `Join`.
+    run: of a function, returns the callable to run, and the context manager for the backward pass. whole: see `Join`.
     """
 
     component: str
@@ -292,16 +294,16 @@ class Stage:
 
 
 def _stages(subject: Subject) -> list[Stage]:
-    """What lies before the graphs that a backend compiles, from the front; the last are those graphs."""
+    """The stages before the graphs that a backend compiles, in order; the last produce those graphs."""
     found = [Stage("dynamo", _as_dynamo_captures, True), Stage("aotautograd", _as_aot_traces, True)]
     for rung in subject.ladder():
         if isinstance(rung.subject, Captured):
-            found.append(Stage(rung.component, _Captures(rung.subject), not rung.subject.decompositions()))
+            found.append(Stage(rung.component, _AsCaptured(rung.subject), not rung.subject.decompositions()))
     return found
 
 
-class _Met(Observed):
-    """Gives each call that is made to a join."""
+class _Joining(Observed):
+    """Joins the results of each call that is made."""
 
     def __init__(self, join: Join, *, unknown: bool = False) -> None:
         super().__init__(unknown=unknown)
@@ -309,13 +311,13 @@ class _Met(Observed):
 
     def after(self, func: Any, line: str, made: Any, result: Any) -> None:
         for each in pytree.tree_leaves(result):
-            self._join.meet(op_of(func), line, each, view=returns_view(func), backward=in_backward())
+            self._join.match(op_of(func), line, each, view=returns_view(func), backward=in_backward())
 
 
 def _as_dynamo_captures(
     fn: Callable[..., Any], join: Join, dynamic: bool | None
 ) -> tuple[Callable[..., Any], Observed]:
-    mode = _Met(join)
+    mode = _Joining(join)
 
     class Noting(torch.fx.Interpreter):
         def run_node(self, n: torch.fx.Node) -> Any:
@@ -333,7 +335,7 @@ def _as_dynamo_captures(
 
 
 def _as_aot_traces(fn: Callable[..., Any], join: Join, dynamic: bool | None) -> tuple[Callable[..., Any], Observed]:
-    mode = _Met(join, unknown=True)  # its graphs run as Python
+    mode = _Joining(join, unknown=True)  # its graphs run as Python
 
     def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         traced = lookup_backend("aot_eager")(module, list(inputs))
@@ -348,8 +350,8 @@ def _as_aot_traces(fn: Callable[..., Any], join: Join, dynamic: bool | None) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _Captures:
-    """As the graphs that a subject captures."""
+class _AsCaptured:
+    """Runs a program through the graphs that a subject captures."""
 
     subject: Subject
 
@@ -366,7 +368,7 @@ class _Captures:
                     if node in ends:
                         view, backward = returns_view(node.target), _is_gradient(node)
                         for each in pytree.tree_leaves(value):
-                            join.meet(ends[node], line_of(node), each, view=view, backward=backward)
+                            join.match(ends[node], line_of(node), each, view=view, backward=backward)
                     return value
 
                 def run(args: list[Any]) -> list[Any]:
@@ -381,7 +383,7 @@ class _Captures:
 
 
 def _parts(module: torch.fx.GraphModule) -> dict[torch.fx.Node, tuple[Any, ...]]:
-    """By node, the operator of the user's that it is part of, and what tells its call from others of that operator."""
+    """For each node, the user's operator that it is part of, and what distinguishes calls of that operator."""
     found: dict[torch.fx.Node, tuple[Any, ...]] = {}
     for node in calls_of(module):
         source = node.args[0] if node.target is operator.getitem else None
@@ -398,10 +400,10 @@ def _parts(module: torch.fx.GraphModule) -> dict[torch.fx.Node, tuple[Any, ...]]
 def _ends(
     parts: Mapping[torch.fx.Node, tuple[Any, ...]], forward: Collection[tuple[Any, ...]]
 ) -> Iterator[tuple[torch.fx.Node, str]]:
-    """The nodes that compute what an operator of the user's returns, with that operator: it does not need them itself.
+    """The nodes that compute the result of a user's operator, with that operator: no other node of it reads them.
 
-    forward: parts of the forward graph, of which a backward graph computes some again. A part of a gradient that the
-    forward graph computes is no end.
+    forward: parts of the forward graph, some of which a backward graph recomputes. A part of a gradient that the
+    forward graph computes is excluded.
     """
     backward = bool(forward)
     for node, part in parts.items():

@@ -1,13 +1,13 @@
-"""A kernel opened: the first operator inside it whose value is wrong.
+"""Find the first operator inside a kernel whose value is wrong.
 
-Cosimulation compares what lies in memory. What a kernel computes on the way to it does not. So the operators between
-memory and a wrong result are compiled once more, as a graph that returns the value of each of them, and run on the
-same inputs; there each is compared with what eager makes of the values before it.
+Cosimulation compares values in memory, but a kernel's inner values are not stored. So the operators between the stored
+values and a wrong result are compiled once more, as a graph that returns the value of each of them, and run on the same
+inputs; each value is compared with what eager computes from the values before it.
 
-A kernel that stores more is another kernel, and the fault may not occur in it. Then it is looked for in more of the
-graph: with the kernels since the last library call, which may share a loop with it, then in all of it. Where storing
-a value is what hides the fault, nothing more is stored: of the kernels that end in one of the operators each, the
-shortest that is wrong ends in the one that is looked for.
+A kernel that stores more is another kernel, and the fault may not occur in it. Then a larger part of the graph is
+searched: the kernels since the last library call, which may share a loop with it, then the whole graph. If storing a
+value hides the fault, nothing more is stored: of the kernels that each end with one of the operators, the shortest
+wrong one ends with the operator at fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pellucid.kit.programs.graphs import Graph, calls_of, cut, is_view, size_inp
 from pellucid.kit.subjects.base import Compiled, Step, Subject
 
 Look: TypeAlias = Callable[[Graph, Compiled], Iterable[tuple[str, Judgement]]]
-"""Judges what a compiled graph computes, by FX node, each value beside what eager makes of the values before it."""
+"""Judges the values of a compiled graph, by FX node, each against what eager computes from the values before it."""
 
 ALONE, KERNELS, GRAPH, SHORTEST = "its inner values", "the kernels before it", "the whole graph", "the shortest part"
 
@@ -36,9 +36,9 @@ ALONE, KERNELS, GRAPH, SHORTEST = "its inner values", "the kernels before it", "
 class Inner:
     """The first wrong operator inside a kernel.
 
-    fx_node, user_line: of the operator. scalar: the operator of the loop language in it that is wrong, where the
-    subject tells. values: how many values inside the kernel were compared. seen_in: where the fault still occurred
-    when they were. judgement: on its value.
+    fx_node, user_line: of the operator. scalar: the wrong loop-language operator in it, where the subject reports it.
+    values: the number of inner values compared. seen_in: the part of the graph in which the fault still occurred.
+    judgement: on its value.
     """
 
     fx_node: str
@@ -52,13 +52,13 @@ class Inner:
 def zoom(
     graph: Graph, compiled: Compiled, node: str, known: Mapping[str, Any], subject: Subject, look: Look
 ) -> Inner | None:
-    """Open what computes the wrong result `node` of a compiled graph.
+    """Search the kernel that computes the wrong result `node` of a compiled graph.
 
-    graph: with the inputs on which the result is wrong. known: right values in memory by FX node. None: the fault
-    does not occur in any part that was tried, or the parts do not compile alone; or it is a library call that is wrong.
+    graph: with the inputs on which the result is wrong. known: right values in memory by FX node. None: the fault does
+    not occur in any part that was tried, the parts do not compile alone, or a library call is wrong.
     """
     kernel = _Kernel(graph, compiled, known, subject, look)
-    if kernel.is_known(node):
+    if kernel.is_library_call(node):
         return None
     for part, seen_in in kernel.parts(node):
         found = kernel.first_wrong(part, seen_in)
@@ -67,21 +67,23 @@ def zoom(
     return kernel.shortest(node)
 
 
-def endings(graph: Graph, compiled: Compiled, step: Step, subject: Subject) -> Sequence[tuple[torch.fx.Node, Graph]]:
-    """The operators inside a step in order, each with what computes its value as a graph of its own.
+def prefixes(graph: Graph, compiled: Compiled, step: Step, subject: Subject) -> Sequence[tuple[torch.fx.Node, Graph]]:
+    """The operators inside a step in order, each with the part of the step that computes its value, as a graph.
 
-    For a step that cannot be run: eager's values are what it works on.
+    The inputs are eager's values, because the step cannot be run.
     """
     stored = {name for each in compiled.steps for name in each.values}
     kernel = _Kernel(graph, compiled, Reference(compiled.graph, graph.inputs, stored).values, subject, lambda *_: ())
-    made = set(step.values)
-    inner = kernel.part(sorted(made), made).inner
-    return [(kernel.nodes[name], kernel.graph_of(_Part(kernel.part([name], made).calls, (name,)))) for name in inner]
+    recomputed = set(step.values)
+    inner = kernel.part(sorted(recomputed), recomputed).inner
+    return [
+        (kernel.nodes[name], kernel.graph_of(_Part(kernel.part([name], recomputed).calls, (name,)))) for name in inner
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Calls to compile as a graph of their own. inner: those whose values it returns, in graph order."""
+    """Calls to compile as a separate graph. inner: those whose values it returns, in graph order."""
 
     calls: tuple[str, ...]
     inner: tuple[str, ...]
@@ -89,7 +91,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A part that was compiled and judged. wrong: which of its inner values are."""
+    """A part that was compiled and judged. wrong: the wrong ones of its inner values."""
 
     graph: Graph
     compiled: Compiled
@@ -98,7 +100,7 @@ class _Run:
 
 
 class _Kernel:
-    """The graph around a kernel, and the values that are known in it."""
+    """The graph around a kernel, and the known values in it."""
 
     def __init__(
         self, graph: Graph, compiled: Compiled, known: Mapping[str, Any], subject: Subject, look: Look
@@ -110,13 +112,13 @@ class _Kernel:
         self.values = {**dict(zip((each.name for each in self.placeholders), graph.inputs, strict=True)), **known}
         self.nodes = {each.name: each for each in self.module.graph.nodes}
 
-    def is_known(self, node: str) -> bool:
-        """Whether a result is that of a library call whose operands are seen: of a kernel before it they may not be."""
+    def is_library_call(self, node: str) -> bool:
+        """Whether a library call computes a result from known operands; a preceding kernel may not store them all."""
         called = all(step.op for step in self.steps if node in step.values)
         return called and len(self.part([node], {node}).inner) == 1
 
     def parts(self, node: str) -> Iterator[tuple[_Part, str]]:
-        """What ends in a result: from values in memory on, from library calls on, all of the graph."""
+        """Parts that compute a result: from values in memory, from results of library calls, and the whole graph."""
         alone = self.part([node], {node})
         yield alone, ALONE
         results = [each for step in self.steps if node in step.values for each in step.values] or [node]
@@ -131,22 +133,24 @@ class _Kernel:
             yield _Part(every.calls, tuple(each for each in every.inner if each in wanted)), GRAPH
 
     def first_wrong(self, part: _Part, seen_in: str) -> Inner | None:
-        """The first wrong value of a part; None where all are right, or it cannot be compiled alone."""
+        """The first wrong value of a part; None where all are right, or the part cannot be compiled alone."""
         run = self._run(part)
         if run is None or not run.wrong:
             return None
         name = run.wrong[0]
-        call = _made_by(self.nodes[name])
+        call = _producer(self.nodes[name])
         line = ([*map(str, origin_of(call).users), ""])[0]
         scalar = ""
-        with suppress(Exception):  # more than was asked for: the operator is known
+        with suppress(Exception):  # optional: the operator is known anyway
             scalar = run.compiled.wrong_scalar(call.name, run.graph.inputs, near)
         return Inner(call.name, line, scalar, len(part.inner), seen_in, run.judged[name])
 
     def is_wrong_alone(self, part: _Part, call: str) -> bool:
-        """Whether a wrong value of a part is wrong where it ends with it: what is stored beside others, in their loops,
-        may be wrong because of them."""
-        ends = tuple(each for each in part.inner if _made_by(self.nodes[each]).name == call)
+        """Whether a wrong value of a part is also wrong when the part ends with it.
+
+        Otherwise it is wrong because of the other values stored in the same loops.
+        """
+        ends = tuple(each for each in part.inner if _producer(self.nodes[each]).name == call)
         needed = {each.name for end in ends for each in needed_for(self.nodes[end], ())}
         run = self._run(_Part(tuple(each for each in part.calls if each in needed), ends))
         return run is not None and bool(run.wrong)
@@ -162,7 +166,7 @@ class _Kernel:
         return _Run(graph, compiled, judged, wrong)
 
     def shortest(self, node: str) -> Inner | None:
-        """The same without storing a value that is not stored anyway, by halving the operators before a result."""
+        """The first wrong value before a result, found by bisection without storing additional values."""
         inner = self.part([node], {node}).inner
 
         def tried(at: int) -> Inner | None:
@@ -176,33 +180,35 @@ class _Kernel:
             low, high, found = (low, middle, shorter) if shorter is not None else (middle, high, found)
         return found
 
-    def part(self, results: Sequence[str], made: Set[str]) -> _Part:
-        """The calls between what is known, without what they make, and results."""
-        have = {self.nodes[name] for name in self.values.keys() - made if name in self.nodes}
+    def part(self, results: Sequence[str], recomputed: Set[str]) -> _Part:
+        """The calls that compute results from known values. recomputed: nodes whose known values are not used."""
+        have = {self.nodes[name] for name in self.values.keys() - recomputed if name in self.nodes}
         needed = {each for name in results for each in needed_for(self.nodes[name], have) if each not in have}
         calls = [each for each in calls_of(self.module) if each in needed]
         tensors = [each for each in calls if isinstance(each.meta.get("val"), torch.Tensor)]
-        inner = [each.name for each in tensors if not is_view(_made_by(each))]
+        inner = [each.name for each in tensors if not is_view(_producer(each))]
         return _Part(tuple(each.name for each in calls), tuple(inner))
 
     def graph_of(self, part: _Part) -> Graph:
-        """A part with the inputs that it needs, laid out as the graph has them."""
+        """A part with the inputs that it needs, with the strides that they have in the graph."""
         every = self.placeholders if len(part.calls) == len([*calls_of(self.module)]) else size_inputs(self.module)
         module, inputs = cut(self.module, part.calls, self.values, every, part.inner)
         fresh = module.graph.find_nodes(op="placeholder")
-        laid_out = tuple(_laid_out(value, node.meta.get("val")) for node, value in zip(fresh, inputs, strict=True))
-        return Graph(self.graph.name, self.graph.kind, module, laid_out)
+        strided = tuple(
+            _with_strides_of(value, node.meta.get("val")) for node, value in zip(fresh, inputs, strict=True)
+        )
+        return Graph(self.graph.name, self.graph.kind, module, strided)
 
 
-def _made_by(node: torch.fx.Node) -> torch.fx.Node:
-    """The operator that computes the value of a node: of several results each is taken out."""
+def _producer(node: torch.fx.Node) -> torch.fx.Node:
+    """The operator that computes the value of a node: the source of a `getitem`, else the node itself."""
     while node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
         node = node.args[0]
     return node
 
 
-def _laid_out(value: Any, like: Any) -> Any:
-    """A value with the strides that the graph was compiled for; backends may lay results out otherwise than eager."""
+def _with_strides_of(value: Any, like: Any) -> Any:
+    """A value with the strides that the graph was compiled for; a backend's may differ from eager's."""
     if not isinstance(value, torch.Tensor) or not isinstance(like, torch.Tensor):
         return value
     sizes, strides = tuple(like.shape), like.stride()

@@ -1,1 +1,1 @@
-"""Wrong, or rounding: eager is the specification, float64 the judge."""
+"""Distinguish wrong results from rounding: eager is the specification, float64 the reference."""

@@ -1,8 +1,8 @@
-"""Is a whole model as good as eager's? The judge's distances, as one number per run.
+"""Decide whether a whole model is as accurate as in eager mode: the judge's distances, as one number per run.
 
-e(x) = max |x - reference| / rms(reference), where the reference is the same program on the same numbers in
-float64. A gradient is measured on the largest rms in its module: what a bias adds to the keys of attention cancels in
-softmax, so that its gradient is 0 but for rounding, and has no scale of its own.
+e(x) = max |x - reference| / rms(reference), where the reference is the same program on the same numbers in float64.
+The error of a gradient is relative to the largest rms in its module: the bias of an attention's keys, for example,
+cancels in softmax, so that its gradient is 0 but for rounding, and has no scale of its own.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.utils import _pytree as pytree
 from pellucid.kit.judge.judge import distance
 from pellucid.kit.programs.case import Case
 
-# Stricter than the judge is with one value: the worst of a whole model varies less, and this is what we promise of one.
+# Stricter than the judge's for one value: the worst of a whole model varies less, and this is what Pellucid promises.
 FACTOR, FLOOR_ROUNDINGS = 2.0, 4
 
 
 def tensors(output: object) -> list[Tensor]:
-    """The tensors of a model's output, whatever its nesting, in a fixed order."""
+    """The tensors of a model's output, however nested, in a fixed order."""
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def floating_type(case: Case) -> torch.dtype:
-    """The narrowest floating type of a program's parameters and arguments; float32 where it has none."""
+    """The narrowest floating-point type of a program's parameters and arguments; float32 where it has none."""
     found = [*case.fn.parameters()] if isinstance(case.fn, torch.nn.Module) else []
     found += tensors((case.args, dict(case.kwargs)))
     types = [tensor.dtype for tensor in found if tensor.is_floating_point()]
@@ -43,25 +43,25 @@ def error(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
     if len(outputs) != len(reference):
         return math.inf
     found = (distance(*each) for each in zip(outputs, reference, strict=True))
-    return max((away / (rms or 1.0) for away, rms in found), default=0.0)
+    return max((error / (rms or 1.0) for error, rms in found), default=0.0)
 
 
 def gradient_error(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """The worst e(x) over the gradients of parameters, by their names; infinite when one is missing.
+    """The worst e(x) over the gradients of parameters, by name; infinite when one is missing.
 
-    A parameter that plays no part in the loss may have a gradient of zeros instead of none, as AOTAutograd gives it.
+    A parameter that the loss does not depend on may have a gradient of zeros instead of none, as under AOTAutograd.
     """
     if not gradients.keys() >= reference.keys():
         return math.inf
     found: dict[str, list[tuple[float, float]]] = {}
     for name, gradient in gradients.items():
-        away = distance(gradient, reference.get(name, torch.zeros_like(gradient)))
-        found.setdefault(name.rpartition(".")[0], []).append(away)
+        error_and_rms = distance(gradient, reference.get(name, torch.zeros_like(gradient)))
+        found.setdefault(name.rpartition(".")[0], []).append(error_and_rms)
     return max(
-        (max(away for away, _ in each) / (max(rms for _, rms in each) or 1.0) for each in found.values()), default=0.0
+        (max(error for error, _ in each) / (max(rms for _, rms in each) or 1.0) for each in found.values()), default=0.0
     )
 
 
 def is_accurate(subject: float, eager: float, dtype: torch.dtype) -> bool:
-    """Whether error `subject` is as good as eager's error, up to rounding in `dtype`."""
+    """Whether the error `subject` is no larger than eager's, up to rounding in `dtype`."""
     return subject <= FACTOR * eager + FLOOR_ROUNDINGS * torch.finfo(dtype).eps

@@ -1,4 +1,4 @@
-"""Does one compiled graph do what eager does? What it returns, and the inputs that it changes, one by one."""
+"""Compare one compiled graph with eager: each result, and each input that it changes in place."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pellucid.kit.subjects.base import Probe, Subject
 
 
 def judge_graph(graph: Graph, subject: Subject, probe: Probe | None = None) -> tuple[Output, ...]:
-    """Compile a graph and judge its outcome. Raises what eager or compiled code raises."""
+    """Compile a graph, run it and judge its results. Raises what eager or compiled code raises."""
     expected = expected_of(graph).compute()
     compiled = subject.compile(graph)
     return judge_run(graph, lambda inputs: compiled.run(inputs, probe), expected)
 
 
 def judge_run(graph: Graph, run: Callable[[list[Any]], Sequence[Any]], expected: Expected) -> tuple[Output, ...]:
-    """Run a compiled graph and judge its outcome."""
+    """Run a compiled graph and judge its results."""
     inputs = list(copied(graph.inputs))
     torch.manual_seed(0)
     actual = _named(graph, run(inputs), inputs)
@@ -34,7 +34,7 @@ def judge_run(graph: Graph, run: Callable[[list[Any]], Sequence[Any]], expected:
 
 
 def expected_of(graph: Graph) -> Expected:
-    """What a graph should return, and leave in the inputs that it changes. Raises what eager raises."""
+    """The expected results of a graph, and final values of the inputs that it changes. Raises what eager raises."""
 
     def outcome(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -44,7 +44,7 @@ def expected_of(graph: Graph) -> Expected:
         return outcome(graph.module, changed(list(graph.inputs), change))
 
     def exactly(change: InPlace) -> dict[str, torch.Tensor] | None:
-        """None where an operator has no float64, or where it would draw other random numbers."""
+        """None where an operator does not support float64, or where it would draw other random numbers."""
         if any(is_random(node) for node in calls_of(graph.module)):
             return None
         try:
@@ -56,12 +56,12 @@ def expected_of(graph: Graph) -> Expected:
 
 
 def _named(graph: Graph, results: Sequence[Any], inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """What a run of the graph left: its results, and the inputs that it was to change."""
+    """The results of a run of the graph, and the inputs that it changes, by name."""
     names = [node.name for node in graph.module.graph.find_nodes(op="placeholder")]
     written = {f"input {names[each]} (changed)": inputs[each] for each in writers_of(graph.module)}
     return outputs(results) | {name: value for name, value in written.items() if isinstance(value, torch.Tensor)}
 
 
 def outputs(results: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """The tensors of what a graph returned."""
+    """The tensors among a graph's results, by name."""
     return {f"output {n}": value for n, value in enumerate(results) if isinstance(value, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""Eager's results of a graph, op by op; parts of it again in float64, or on other numbers."""
+"""Eager's results of a graph, operator by operator; and parts of it recomputed in float64, or from other values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from pellucid.kit.programs.graphs import in_float64, interpret, is_random, mutat
 
 
 class Reference:
-    """Eager's results of a graph, op by op."""
+    """Eager's results of a graph, operator by operator.
+
+    wanted: the nodes whose values are saved.
+    """
 
     def __init__(self, module: torch.fx.GraphModule, inputs: Sequence[Any], wanted: set[str]) -> None:
         self.module, self.inputs = module, inputs
@@ -42,17 +45,18 @@ class Reference:
         self._owners = Counter(_memory(each) for each in pytree.tree_leaves(lasting) if isinstance(each, torch.Tensor))
 
     def replaced(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A copy of a value, in the memory of eager's if nothing else lies there: fresh memory costs more."""
+        """A copy of a value, in the memory of eager's if that is unshared: fresh memory costs more."""
         mine = self.values[name]
-        alone = self._owners[_memory(mine)] == 1 and not overlapping(mine)
-        return mine.copy_(value) if alone and mine.shape == value.shape and mine.dtype == value.dtype else value.clone()
+        unshared = self._owners[_memory(mine)] == 1 and not overlapping(mine)
+        fits = mine.shape == value.shape and mine.dtype == value.dtype
+        return mine.copy_(value) if unshared and fits else value.clone()
 
     def exactly(self, change: InPlace) -> dict[str, torch.Tensor]:
-        """All wanted values in float64, from the inputs on; random numbers are those that eager drew."""
+        """All wanted values in float64, computed from the inputs; random numbers are those that eager drew."""
         return self._values(in_float64(self.module), lambda tree: widened(changed(tree, change)))
 
     def drawn(self) -> dict[str, torch.Tensor]:
-        """What the operators that draw random numbers gave, by the FX nodes that hold it as a tensor."""
+        """The results of the operators that draw random numbers, by the FX node whose value is the tensor."""
         found = dict(self.random)
         for name, value in self.random.items():
             parts = [user for user in self._nodes[name].users if user.target is operator.getitem]
@@ -60,12 +64,12 @@ class Reference:
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def eagerly(self, change: InPlace) -> dict[str, torch.Tensor]:
-        """The same in the types of the program."""
+        """Like `exactly`, in the types of the program."""
         return self._values(self.module, lambda tree: changed(tree, change))
 
     def _values(self, module: torch.fx.GraphModule, given: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        wanted = {*self.values, *self.result_nodes}  # all of a training step in float64 may not fit into memory
+        wanted = {*self.values, *self.result_nodes}  # all values of a training step in float64 may not fit in memory
 
         def keep(node: torch.fx.Node, value: Any) -> Any:
             value = given(self.random[node.name]) if node.name in self.random else value
@@ -77,20 +81,20 @@ class Reference:
         return found
 
     def between(self, name: str, known: Collection[str]) -> list[torch.fx.Node]:
-        """The nodes that a value is made of and that are not known, without inputs and constants, in graph order."""
+        """The unknown nodes that a value is computed from, without inputs and constants, in graph order."""
         given = {self._nodes[each] for each in known if each in self._nodes and each != name}
         needed = set(needed_for(self._nodes[name], given)) - given - {self._nodes[name]}
         return [node for node in self.module.graph.nodes if node in needed and node.op == "call_function"]
 
     def local(self, name: str, known: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """One value from known results of earlier nodes: only what lies between them and it is computed.
+        """One value computed from known results of earlier nodes; only the nodes in between are run.
 
-        None when an operator in between does not take them.
+        None when an operator in between does not accept them.
         """
         return self._local(name, known, lambda each: each, lambda each: each)
 
     def expected(self, name: str, known: Mapping[str, torch.Tensor], eager: torch.Tensor) -> Expected:
-        """What that value should be, under the name of its node. eager: what eager makes of it."""
+        """The expected value of `local`, under the name of its node. eager: eager's result."""
 
         def exactly(change: InPlace) -> dict[str, torch.Tensor]:
             return found(self._local(name, known, lambda tree: widened(changed(tree, change)), wider))
@@ -110,7 +114,7 @@ class Reference:
         change: Callable[[Any], Any],
         constant: Callable[[Any], Any],
     ) -> torch.Tensor | None:
-        """change: makes what is given of a known value. constant: the same of what stands in the calls."""
+        """change: applied to each known value. constant: applied to each constant argument of the calls."""
         nodes = self._nodes
         given = dict(zip(self.module.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
         given |= {nodes[each]: known[each] for each in known if each in nodes and each != name}
@@ -136,7 +140,7 @@ class Reference:
         change: Callable[[Any], Any],
         constant: Callable[[Any], Any],
     ) -> Any:
-        """The value of a node, if the values that it needs are there."""
+        """The value of a node whose arguments are in `values`."""
         if node in given:
             return change(given[node])
         if node.op == "get_attr":
@@ -152,7 +156,7 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 def _dropped(args: Sequence[Any], mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What dropout makes of its arguments with the elements that it drew before."""
+    """Dropout's results, with a mask that it drew before."""
     x, p = args[:2]
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p) if args[2] in (None, True) else 1.0
     return x * mask * scale, mask
@@ -163,7 +167,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def needed_for(node: torch.fx.Node, known: Collection[torch.fx.Node]) -> list[torch.fx.Node]:
-    """What has to be computed for a node, in order, itself the last; nothing behind what is known."""
+    """The nodes that a node depends on, in order, itself the last; the search stops at known nodes."""
     order: dict[torch.fx.Node, None] = {}
     stack: list[tuple[torch.fx.Node, bool]] = [(node, False)]
     while stack:
@@ -177,5 +181,5 @@ def needed_for(node: torch.fx.Node, known: Collection[torch.fx.Node]) -> list[to
 
 
 def _is_changed(node: torch.fx.Node) -> bool:
-    """Whether an operator that works in place may change the result of a node later."""
+    """Whether an in-place operator may change the result of a node later."""
     return any(map(mutates, node.users))

@@ -17,14 +17,14 @@ from pellucid.kit.programs.graphs import LOW
 _PLACES = 8
 
 Change = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
-# Changes tensors in place. It may draw random numbers: used again, it changes otherwise.
+# Changes tensors in place. It may draw random numbers, so that each call makes a different change.
 InPlace: TypeAlias = Callable[[Iterable[Any]], None]
 
 
 def variations(case: Case, count: int) -> Iterator[tuple[str, Case]]:
-    """`count` variations with what is varied, the kinds in turn, each time with other random numbers.
+    """Yield `count` variations with their description; the kinds take turns, each time with other random numbers.
 
-    Integers stay between the least and the largest that was given, because they may be indices.
+    Integers stay between the minimum and maximum of the given ones, because they may be indices.
     """
     kinds = list(_KINDS.items())
     for number in range(count):
@@ -43,15 +43,15 @@ def variations(case: Case, count: int) -> Iterator[tuple[str, Case]]:
 
 
 def change_in_place(tensors: Sequence[Any], zeros: Sequence[torch.Tensor | None] | None = None) -> bool:
-    """Give every float other values without rounding: half of it, or a quarter for 0. False if there was none.
+    """Change every float without rounding: halve it, or replace 0 by 0.25. False if there is none.
 
-    What was positive stays so, and no number leaves the range of those that were there. zeros: what `zeros_of` says of
-    another run of the same program: where a rounding made 0 of a number, or a number of 0, both are changed alike.
+    Positive values stay positive, and magnitudes do not grow, except that of 0. zeros: from `zeros_of` in another run
+    of the same program: a number that rounding turned into 0 in only one of them is changed in the same way in both.
     """
     changed = False
     with torch.no_grad():
         for tensor, known in zip_longest(tensors, zeros or ()):
-            if _takes_other_values(tensor):
+            if _is_changeable(tensor):
                 zero = known if known is not None and known.shape == tensor.shape else tensor == 0
                 tensor.mul_(0.5).masked_fill_(zero, 0.25)
                 changed = True
@@ -59,20 +59,21 @@ def change_in_place(tensors: Sequence[Any], zeros: Sequence[torch.Tensor | None]
 
 
 def zeros_of(tensors: Sequence[Any]) -> list[torch.Tensor | None]:
-    """By tensor, where it is 0; None for one that `change_in_place` leaves as it is."""
-    return [tensor == 0 if _takes_other_values(tensor) else None for tensor in tensors]
+    """For each tensor, where it is 0; None for one that `change_in_place` does not change."""
+    return [tensor == 0 if _is_changeable(tensor) else None for tensor in tensors]
 
 
-def _takes_other_values(tensor: Any) -> bool:
+def _is_changeable(tensor: Any) -> bool:
+    """Whether it is a nonempty floating-point tensor without overlapping elements."""
     floats = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout is torch.strided
     return floats and tensor.numel() > 0 and not overlapping(tensor)
 
 
 def nudge_in_place(tensors: Iterable[Any], generator: torch.Generator) -> None:
-    """Move every float up or down at random, by as much as its rounding matters in a sum.
+    """Move every float up or down at random, by about the effect of rounding in a sum.
 
-    Sums in another order differ by more than a rounding of each term: partial sums round too. So single precision moves
-    by a few places; shorter types, which are added up in single precision, by one. A 0 stays 0.
+    Sums in another order differ by more than a rounding of each term: partial sums are rounded too. So float32 moves by
+    `_PLACES` units in the last place; narrower types, which are summed in float32, by one. A 0 stays 0.
     """
     with torch.no_grad():
         for tensor in tensors:
@@ -84,18 +85,18 @@ def nudge_in_place(tensors: Iterable[Any], generator: torch.Generator) -> None:
 
 
 def nudging(seed: int) -> InPlace:
-    """A change that moves floats like that, other ones of each tensor."""
+    """`nudge_in_place` with a generator of this seed."""
     return partial(nudge_in_place, generator=torch.Generator().manual_seed(seed))
 
 
 def scaling(seed: int) -> InPlace:
-    """A change that makes every float smaller, by a factor of its tensor between 1/2 and 1: signs and zeros stay."""
+    """A change that scales each tensor of floats by a random factor between 1/2 and 1: signs and zeros stay."""
     generator = torch.Generator().manual_seed(seed)
 
     def scale(tensors: Iterable[Any]) -> None:
         with torch.no_grad():
             for tensor in tensors:
-                if _takes_other_values(tensor):
+                if _is_changeable(tensor):
                     tensor.mul_(1 - torch.rand((), generator=generator).item() / 2)
 
     return scale
@@ -106,14 +107,14 @@ def unchanged(tensors: Iterable[Any]) -> None:
 
 
 def changed(tree: Any, change: InPlace) -> Any:
-    """Copies of a tree's tensors after a change."""
+    """A copy of a tree with its tensors changed."""
     fresh = copied(tree)
     change(pytree.tree_leaves(fresh))
     return fresh
 
 
 def overlapping(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie in the same place."""
+    """Whether two elements may share an address."""
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() > reach + 1
 
@@ -134,7 +135,7 @@ def _values(scale: float) -> Change:
 
 
 def _special(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Ordinary numbers with NaN, infinities and zeros of both signs among them."""
+    """Ordinary numbers mixed with NaN, infinities and zeros of both signs."""
     made = _values(1.0)(tensor, generator)
     if tensor.dtype.is_floating_point and tensor.numel():
         kinds = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0], dtype=tensor.dtype)
@@ -144,19 +145,19 @@ def _special(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _transposed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The same values, the dimensions in the opposite order in memory."""
+    """The same values, with the dimensions in reverse order in memory."""
     return tensor.permute(*reversed(range(tensor.dim()))).contiguous().permute(*reversed(range(tensor.dim())))
 
 
 def _spread(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The same values with a gap after each, and before the first."""
+    """The same values with a gap of one element before each."""
     memory = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)
     memory[..., 1] = tensor
     return memory[..., 1]
 
 
 def _longer(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One more along the first dimension."""
+    """One more element along the first dimension."""
     return torch.cat([tensor, tensor[:1]]) if tensor.dim() and tensor.shape[0] else tensor
 
 

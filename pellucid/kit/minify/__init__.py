@@ -1,1 +1,1 @@
-"""The smallest program that still fails."""
+"""Minify a failing program."""

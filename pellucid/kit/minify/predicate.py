@@ -1,4 +1,4 @@
-"""A command of the user's as the judge of candidates."""
+"""A user's command as the predicate on candidates."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 
 from pellucid.errors import UserError
 from pellucid.kit.minify.repro import How, write_repro
-from pellucid.kit.minify.subgraph import EagerPart, NotAGraph, Subgraph, Workshop
+from pellucid.kit.minify.subgraph import CapturedGraphs, EagerPart, NotAGraph, Subgraph
 from pellucid.kit.minify.trial import GOOD, Found, Kind
 
 ACCEPTED = Kind("accepted", "the command")
 
-# As shells have it: a command that cannot be run, or is not there.
+# Exit codes of a shell: the command cannot be executed, or is not found.
 _NO_COMMAND = (126, 127)
 
 
 class Predicate:
-    """A command that is run through the shell with the path of a candidate's program as its last argument.
+    """A shell command, run with the path of a candidate's program appended as its last argument.
 
-    It exits with 0 when the program shows the failure that is looked for, and with anything else when it does not: as
-    for C-Reduce, C-Vise and llvm-reduce, and the opposite of `git bisect run`.
+    It exits with 0 when the program shows the wanted failure, else with another code: as for C-Reduce, C-Vise and
+    llvm-reduce, and the opposite of `git bisect run`.
     """
 
-    def __init__(self, command: str, shop: Workshop, how: How, seconds: float) -> None:
-        self.command, self.shop, self.how, self.seconds = command, shop, how, seconds
+    def __init__(self, command: str, captured: CapturedGraphs, how: How, seconds: float) -> None:
+        self.command, self.captured, self.how, self.seconds = command, captured, how, seconds
 
     def found(self, part: Subgraph) -> Found:
         """Whether the command accepts a part."""
         try:
-            graph = self.shop.cut(part)
+            graph = self.captured.cut(part)
             EagerPart(graph)
         except NotAGraph:
             return Found(GOOD)
@@ -55,6 +55,6 @@ class Predicate:
         if ended.returncode in _NO_COMMAND:
             raise UserError(
                 f"the command cannot be run: {ended.stderr.strip() or self.command}",
-                hint="give --check a command of the shell; the program's path is added to it",
+                hint="pass --check a shell command; the program's path is appended to it",
             )
         return ended.returncode == 0

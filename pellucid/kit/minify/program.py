@@ -1,8 +1,8 @@
-"""The smallest program that fails where its graphs are right: what is wrong then lies before them.
+"""Find the smallest program that fails although its graphs are right: the fault is before the graphs.
 
-The program itself is shrunk: without arguments that it can do without, with shorter dimensions, with modules replaced
-by one that returns its first argument. A candidate is the changes that make it. It is judged as `check` does, through
-the graphs as the backend captures them where that is enough to fail: nothing has to be compiled then.
+The program itself is shrunk: optional arguments are removed, dimensions shortened, and modules replaced by one that
+returns its first argument. A candidate is a list of such changes. It is judged as by `check`; if the graphs that the
+backend captures already fail when run eagerly, nothing is compiled.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pellucid.kit.runs.target import Request, subject_for
 from pellucid.kit.subjects.base import Captured, Subject
 
 _SIZES = (1, 2, 5, 17)
-# Where the program is wrong, but none of its operators.
+# For a program that is wrong although none of its operators is.
 UNKNOWN = Faulty("", "", "", Judgement(Verdict.OK))
 
 
 class First(torch.nn.Module):
-    """Takes a module's place, and returns its first argument."""
+    """Replaces a module, and returns its first argument."""
 
     def forward(self, first: Any, *_: Any, **__: Any) -> Any:
         return first
@@ -67,8 +67,8 @@ def _narrowed(leaf: Any, old: int, new: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Smallest:
-    """A program that fails. kind: how. nodes_before, nodes_after: calls in its graphs. changes: what made it of the
-    given one. repro: its path. fault: what is wrong with its graphs, if that is an operator."""
+    """A program that fails. kind: of failure. nodes_before, nodes_after: calls in its graphs. changes: made to the
+    original program. repro: its path. fault: the wrong operator in its graphs, if there is one."""
 
     kind: Kind
     nodes_before: int
@@ -82,12 +82,12 @@ def smallest(
     request: Request,
     folder: Path,
     ask: Callable[..., Any],
-    late: Callable[[], bool],
+    out_of_time: Callable[[], bool],
     tell: Callable[[str], None],
 ) -> Smallest | None:
     """Shrink the program of a request and write it into a folder; None for one that does not fail.
 
-    ask: calls a function in a fork, and gives its result or the `Failure` that it ended with.
+    ask: calls a function in a fork, and returns its result or the `Failure` that it ended with.
     """
     captured = has_captured(request)
 
@@ -99,7 +99,7 @@ def smallest(
         answer = ask(function, request, *args)
         if isinstance(answer, Failure):
             pass_on(answer)
-            raise NotJudged(f"{request.target} cannot be looked into: {answer}", hint="see `pellucid check`")
+            raise NotJudged(f"{request.target} cannot be minified: {answer}", hint="see `pellucid check`")
         return answer
 
     tell("the whole program")
@@ -109,7 +109,7 @@ def smallest(
         kind = tried(())
     if kind == GOOD:
         return None
-    changes = shrink(load_case(request.target), lambda changes: kind.same(tried(changes)), late, tell)
+    changes = shrink(load_case(request.target), lambda changes: kind.same(tried(changes)), out_of_time, tell)
     tell("the program")
     fault = asked(fault_of, changes) or UNKNOWN
     counts = [asked(calls_of_program, each) for each in ((), changes)]
@@ -118,15 +118,15 @@ def smallest(
 
 
 def shrink(
-    case: Case, fails: Callable[[Sequence[str]], bool], late: Callable[[], bool], tell: Callable[[str], None]
+    case: Case, fails: Callable[[Sequence[str]], bool], out_of_time: Callable[[], bool], tell: Callable[[str], None]
 ) -> tuple[str, ...]:
-    """The changes after which a program still fails: fewer inputs, smaller sizes, fewer modules."""
+    """The changes with which a program still fails: fewer inputs, smaller sizes, fewer modules."""
     kept: tuple[str, ...] = ()
 
     def keep(changes: Sequence[str]) -> bool:
-        """Make all changes at once; else each half of them, where that fails too."""
+        """Keep all changes if the program still fails with them; else try each half."""
         nonlocal kept
-        if not changes or late():
+        if not changes or out_of_time():
             return False
         if fails((*kept, *changes)):
             kept = (*kept, *changes)
@@ -161,9 +161,9 @@ def _children(fn: Any, path: str) -> list[str]:
 
 
 def try_program(request: Request, changes: Sequence[str], captured: bool) -> Kind:
-    """How the program of a request fails after changes. captured: through the graphs alone, which run eagerly.
+    """How the program of a request fails after changes. captured: run its captured graphs eagerly instead of compiling.
 
-    One that cannot be changed so, or that fails in eager mode, is good.
+    A program that cannot be changed in this way, or that fails in eager mode, is good.
     """
     subject = subject_for(request)
     if captured:
@@ -181,30 +181,30 @@ def try_program(request: Request, changes: Sequence[str], captured: bool) -> Kin
 
 
 def _as_captured(subject: Subject) -> Subject:
-    """The backend as far as it captures graphs."""
+    """The backend up to the capture of graphs."""
     return [rung.subject for rung in subject.ladder() if isinstance(rung.subject, Captured)][-1]
 
 
 def has_captured(request: Request) -> bool:
-    """Whether the graphs of a backend can be run without it."""
+    """Whether the graphs that a backend captures can be run without it."""
     return any(isinstance(rung.subject, Captured) for rung in subject_for(request).ladder())
 
 
 def fault_of(request: Request, changes: Sequence[str]) -> Faulty | None:
-    """What is wrong with the graphs of the program after changes."""
+    """The wrong operator in the graphs of the program after changes."""
     case = changed(load_case(request.target), changes)
     return first_before_graphs(case, subject_for(request), request.backward, request.dynamic)
 
 
 def calls_of_program(request: Request, changes: Sequence[str]) -> int:
-    """How many operators its graphs call."""
+    """The number of operator calls in the graphs of the program after changes."""
     case = changed(load_case(request.target), changes)
     graphs = subject_for(request).graphs(case, backward=request.backward, dynamic=request.dynamic)
     return sum(graph.calls for graph in graphs)
 
 
 def write_program(request: Request, changes: Sequence[str], folder: Path, title: str) -> str:
-    """Write the program after changes, and return its path."""
+    """Write the program after changes; returns its path."""
     case = changed(load_case(request.target), changes)
     modules = tuple(words[2] for words in (change.split() for change in changes) if words[0] == "first")
     return str(write_program_repro(request, case.args, case.kwargs, modules, folder, title))

@@ -1,5 +1,5 @@
-"""A program of its own that shows a failure. That of a graph needs torch and the backend, nothing else; that of a
-program, whose graphs are right, the user's file as well."""
+"""Write a standalone program that reproduces a failure. That of a graph needs only torch and the backend; that of a
+program whose graphs are right also needs the user's file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FILE = {{ file }}
 
 
 def load():
-    """The file as a module; the one that there is where it was imported before."""
+    """The file as a module, imported unless it is already."""
     known = (each for each in list(sys.modules.values()) if getattr(each, "__file__", None) == FILE)
     module = next(known, None)
     if module is None:
@@ -71,7 +71,7 @@ def load():
 
 
 class First(torch.nn.Module):
-    """Takes a module's place, and returns its first argument."""
+    """Replaces a module, and returns its first argument."""
 
     def forward(self, first, *_, **__):
         return first
@@ -123,8 +123,8 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How a graph is compiled and compared. tolerance: of a wrong result, between what it may be off and what it is;
-    0 where nothing is wrong by a number."""
+    """How a graph is compiled and compared. tolerance: for a wrong result, between the allowed and the actual error; 0
+    for other failures."""
 
     backend: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -133,12 +133,10 @@ class How:
 
 
 def write_repro(graph: Graph, how: How, folder: Path, title: str) -> tuple[Path, str]:
-    """Write `repro.py` into a folder, and `inputs.bin` where the numbers are many; returns the program's path
-    and the text of the graph in it.
-    """
+    """Write `repro.py` into a folder, and `inputs.bin` for large inputs; returns the program's path and its graph's text."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "inputs.bin").unlink(missing_ok=True)
-    graph = _used(graph)
+    graph = _without_unused_inputs(graph)
     arguments = f", options={dict(how.options)!r}" if how.options else ""
     arguments += f", dynamic={how.dynamic}" if how.dynamic is not None else ""
     text = _TEXT.render(
@@ -162,7 +160,7 @@ def write_program_repro(
     folder: Path,
     title: str,
 ) -> Path:
-    """Write `repro.py` for a program of the user's with these arguments and without some of its modules."""
+    """Write `repro.py` for a user's program with these arguments and without some of its modules."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "inputs.bin").unlink(missing_ok=True)
     file, _, name = request.target.rpartition(":")
@@ -183,13 +181,13 @@ def write_program_repro(
 
 
 def _arguments(options: Mapping[str, Any], dynamic: bool | None) -> str:
-    """What `torch.compile` is given beside the backend."""
-    given = f", options={dict(options)!r}" if options else ""
-    return given + (f", dynamic={dynamic}" if dynamic is not None else "")
+    """The arguments of `torch.compile` after the backend, as text."""
+    text = f", options={dict(options)!r}" if options else ""
+    return text + (f", dynamic={dynamic}" if dynamic is not None else "")
 
 
-def _used(graph: Graph) -> Graph:
-    """The graph without the inputs that it does not use: sizes that compiling it had to know."""
+def _without_unused_inputs(graph: Graph) -> Graph:
+    """The graph without unused inputs: sizes that were needed only to compile it."""
     module = twin(graph.module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [each for node, each in zip(placeholders, graph.inputs, strict=True) if node.users]

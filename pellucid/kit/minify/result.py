@@ -1,4 +1,4 @@
-"""What a search for a smaller failure says, on its way and in the end."""
+"""The progress and the result of a search for a smaller failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pellucid.kit.shown import Shown
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """How far the search is. step: what it does. nodes: calls that are left."""
+    """The progress of the search. step: what it is doing. nodes: the number of calls left."""
 
     graph: str
     step: str
@@ -27,10 +27,10 @@ class Shrunk:
 
 @dataclass(frozen=True, slots=True)
 class Minified(Shown):
-    """kind: of failure. graph: its text. repro: the standalone program; shown: whether it was seen to fail so.
-    changes: what was done to the inputs. others: failures of another kind that were met on the way, and not followed.
-    finished: whether the search came to its end within its budget. times: seconds by step. before: what is wrong
-    before the graphs, where these are right; then nodes are counted in the graphs of the program, and `graph` is empty.
+    """kind: of failure. graph: its text. repro: the standalone program; shown: whether it was verified to fail so.
+    changes: applied to the inputs. others: failures of other kinds that were found and not followed. finished: whether
+    the search ended within its budget. times: seconds by step. before: the fault before the graphs, where these are
+    right; then nodes are counted in the graphs of the program, and `graph` is empty.
     """
 
     backend: str

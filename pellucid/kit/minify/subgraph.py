@@ -1,4 +1,4 @@
-"""Parts of a captured graph as graphs of their own, and what a subject makes of them."""
+"""Parts of a captured graph as separate graphs, and the judgement on their compiled code."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ _FLOATS = (torch.float64, torch.bfloat16, torch.float16)
 
 
 class NotAGraph(ValueError):
-    """Calls that cannot stand alone, or not with these inputs."""
+    """Calls that do not form a graph that runs, or not with these inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subgraph:
     """Some calls of a captured graph.
 
-    graph: its name. names: of the calls, in graph order. changes: what was done to the inputs, in order; inputs are
-    numbered as the calls need them first:
-    `size A to B` (every dimension of A elements keeps its first B), `dtype A to B`, `input J as I` (where I stands for
-    J), `ones in I`, `zeros in I`, `integers in I` (rounded).
+    graph: its name. names: of the calls, in graph order. changes: applied to the inputs, in order; inputs are numbered
+    by first use: `size A to B` (every dimension of size A keeps its first B elements), `dtype A to B`, `input J as I`
+    (I replaces J), `ones in I`, `zeros in I`, `integers in I` (rounded).
     """
 
     graph: str
@@ -37,13 +36,13 @@ class Subgraph:
     changes: tuple[str, ...] = ()
 
     def changed(self, *changes: str) -> Subgraph:
-        """The same with more changes."""
+        """The part with more changes."""
         return replace(self, changes=(*self.changes, *changes))
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What is known of an input of a part. number: in the changes. plain: all its elements are the same."""
+    """A tensor input of a part. number: its number in the changes. plain: all its elements are equal."""
 
     number: int
     shape: tuple[int, ...]
@@ -51,8 +50,8 @@ class Input:
     plain: bool
 
 
-class Workshop:
-    """The captured graphs of a program in this process, and what eager computes in them."""
+class CapturedGraphs:
+    """The captured graphs of a program in this process, and their values in eager mode."""
 
     def __init__(self, request: Request) -> None:
         graphs, self.subject = captured(request)
@@ -60,7 +59,7 @@ class Workshop:
         self._values: dict[str, dict[str, Any]] = {}
 
     def values(self, name: str) -> dict[str, Any]:
-        """Eager's result of every node of a graph, its inputs included, as they were when they came to be."""
+        """Eager's result of every node of a graph, including inputs, before any later in-place change."""
         if name not in self._values:
             graph = self.graphs[name]
             placeholders = [node.name for node in graph.module.graph.nodes if node.op == "placeholder"]
@@ -72,35 +71,35 @@ class Workshop:
         """The calls of a graph, in order."""
         return tuple(node.name for node in calls_of(self.graphs[name].module))
 
-    def units(self, name: str, among: Sequence[str], alike: bool = True) -> list[Subgraph]:
-        """Each call alone, in the order of `among`; one that returns several tensors with the calls that take them out.
+    def units(self, name: str, among: Sequence[str], duplicates: bool = True) -> list[Subgraph]:
+        """Each call alone, in the order of `among`; a call that returns several tensors together with its `getitem`s.
 
-        alike: keep also those that are the same as one before, but for the numbers they compute with.
+        duplicates: keep calls that differ from an earlier one only by the values of their tensors.
         """
         nodes = {node.name: node for node in calls_of(self.graphs[name].module)}
         found: dict[tuple[str, ...], None] = {}
         seen: set[str] = set()
         for node in (nodes[each] for each in among if each in nodes):
             base = node
-            while _takes_out(base) and isinstance(base.args[0], torch.fx.Node):
+            while _is_getitem(base) and isinstance(base.args[0], torch.fx.Node):
                 base = base.args[0]
-            members = {base.name, *(user.name for user in base.users if _takes_out(user))}
+            members = {base.name, *(user.name for user in base.users if _is_getitem(user))}
             unit = tuple(each for each in nodes if each in members)
-            text = self._described(name, base)
-            if unit and unit not in found and (alike or text not in seen):
+            text = self._signature(name, base)
+            if unit and unit not in found and (duplicates or text not in seen):
                 found[unit] = None
             seen.add(text)
         return [Subgraph(name, unit) for unit in found]
 
     def around(self, name: str, names: Sequence[str], reach: int) -> Subgraph:
-        """The part with what stands up to `reach` calls before or after it in the graph."""
+        """The part with up to `reach` calls before and after each of its calls in the graph."""
         every = self.names(name)
         at = [position for position, each in enumerate(every) if each in set(names)]
         near = {p for position in at for p in range(position - reach, position + reach + 1)}
         return Subgraph(name, tuple(each for position, each in enumerate(every) if position in near))
 
     def before(self, name: str, names: Sequence[str], steps: int) -> tuple[str, ...]:
-        """The calls on which others depend, through that many calls at most, the nearest first."""
+        """The calls that `names` depend on through at most `steps` edges, the nearest first."""
         nodes = {node.name: node for node in calls_of(self.graphs[name].module)}
         found: dict[str, None] = {}
         last = [each for each in names if each in nodes]
@@ -111,12 +110,12 @@ class Workshop:
         return tuple(found)
 
     def operators(self, name: str, names: Sequence[str]) -> tuple[str, ...]:
-        """What the calls call, each once."""
+        """The distinct operators of the calls."""
         chosen = set(names)
         return tuple(sorted({str(n.target) for n in calls_of(self.graphs[name].module) if n.name in chosen}))
 
     def inputs(self, part: Subgraph) -> list[Input]:
-        """The tensors that a part takes."""
+        """The tensor inputs of a part."""
         _, numbered = self._cut(part)
         return [
             Input(number, tuple(each.shape), str(each.dtype).removeprefix("torch."), _is_plain(each))
@@ -125,21 +124,21 @@ class Workshop:
         ]
 
     def cut(self, part: Subgraph) -> Graph:
-        """The part as a graph: what it needs from outside are inputs; what nobody in it needs is returned as well."""
+        """The part as a graph: outside values become inputs; values that no call in it reads are returned as well."""
         return side_by_side([self.bare(part)], self.symbolic(part))
 
     def bare(self, part: Subgraph) -> Graph:
-        """The same whose nodes do not know their sizes and types yet, see `side_by_side`."""
+        """Like `cut`, but without the sizes and types of nodes, see `side_by_side`."""
         module, inputs = self._cut(part)
         return Graph(part.graph, self.graphs[part.graph].kind, module, tuple(inputs.values()))
 
     def symbolic(self, part: Subgraph) -> bool:
-        """Whether the part keeps the symbols for sizes with which it was captured."""
+        """Whether the part keeps the symbolic sizes with which it was captured."""
         module = self.graphs[part.graph].module
         return bool(size_inputs(module)) and not any(each.startswith("dtype") for each in part.changes)
 
-    def _described(self, name: str, node: torch.fx.Node) -> str:
-        """A call in words: two calls of which they are the same differ by the numbers they compute with at most."""
+    def _signature(self, name: str, node: torch.fx.Node) -> str:
+        """A call as text: calls with the same text differ at most by the values of their tensors."""
         values = self.values(name)
 
         def text(each: Any) -> Any:
@@ -156,14 +155,14 @@ class Workshop:
         module, given = cut(whole.module, chosen, self.values(part.graph), sizes)
         for node, value in zip(module.graph.find_nodes(op="placeholder"), given, strict=True):
             if not isinstance(value, torch.Tensor | int | float | bool):
-                raise NotAGraph(f"{node.name} is no tensor")
+                raise NotAGraph(f"{node.name} is not a tensor or number")
         inputs = _changed(module.graph, list(copied(given)), part.changes)
         if part.changes:
             module.recompile()
         return module, inputs
 
 
-def _takes_out(node: torch.fx.Node) -> bool:
+def _is_getitem(node: torch.fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
 
 
@@ -175,7 +174,7 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def _changed(graph: torch.fx.Graph, given: list[Any], changes: Sequence[str]) -> dict[int, Any]:
-    """Apply changes to a graph and its inputs; returns what is left of these, by number."""
+    """Apply changes to a graph and its inputs; returns the remaining inputs by number."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = dict(enumerate(given))
     for change in changes:
@@ -200,7 +199,7 @@ def _changed(graph: torch.fx.Graph, given: list[Any], changes: Sequence[str]) ->
 
 
 def _rewrite(graph: torch.fx.Graph, change: Callable[[Any], Any]) -> None:
-    """Change what is written into the calls of a graph."""
+    """Change the constant arguments of the calls of a graph."""
     for node in graph.nodes:
         if node.op == "call_function":
             node.args = tuple(change(each) for each in node.args)
@@ -208,14 +207,14 @@ def _rewrite(graph: torch.fx.Graph, change: Callable[[Any], Any]) -> None:
 
 
 def _resized(value: Any, old: int, new: int) -> Any:
-    """Sizes stand in lists; a number alone means something else."""
+    """Replace a size in lists of sizes; a number outside of a list is something else."""
     if isinstance(value, list | tuple):
         return [new if type(each) is int and each == old else _resized(each, old, new) for each in value]
     return value
 
 
 def narrowed(value: Any, old: int, new: int) -> Any:
-    """A value with `new` where it has a size of `old`."""
+    """A value whose dimensions of size `old` are narrowed to `new`."""
     if not isinstance(value, torch.Tensor):
         return new if value == old and type(value) is int else value
     small = value
@@ -246,7 +245,7 @@ def _plain(kind: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def smaller_sizes(part: Subgraph, inputs: Sequence[Input], limits: Sequence[int]) -> Iterator[Subgraph]:
-    """The part with no dimension longer than a limit, for each limit."""
+    """For each limit, the part with no dimension above it."""
     sizes = sorted({size for each in inputs for size in each.shape}, reverse=True)
     for limit in limits:
         changes = [f"size {size} to {limit}" for size in sizes if size > limit]
@@ -255,24 +254,24 @@ def smaller_sizes(part: Subgraph, inputs: Sequence[Input], limits: Sequence[int]
 
 
 def single_sizes(part: Subgraph, inputs: Sequence[Input]) -> list[str]:
-    """Changes that make all dimensions of one size 1."""
+    """For each size, the change of its dimensions to 1."""
     return [f"size {size} to 1" for size in sorted({size for each in inputs for size in each.shape if size > 1})]
 
 
-def plainer_types(inputs: Sequence[Input]) -> list[str]:
-    """Changes that make every float of another type float32."""
+def simpler_types(inputs: Sequence[Input]) -> list[str]:
+    """Changes that convert every other floating-point type to float32."""
     names = [str(dtype).removeprefix("torch.") for dtype in _FLOATS]
     return [f"dtype {name} to float32" for name in names if any(each.dtype == name for each in inputs)]
 
 
 def merged_inputs(inputs: Sequence[Input]) -> list[str]:
-    """Changes that put the first input of a shape and type in the place of the others."""
+    """Changes that replace inputs of equal shape and type by the first of them."""
     first: dict[Any, int] = {}
     found: list[str] = []
     for each in inputs:
-        kept = first.setdefault((each.shape, each.dtype), each.number)
-        if kept != each.number:
-            found.append(f"input {each.number} as {kept}")
+        number = first.setdefault((each.shape, each.dtype), each.number)
+        if number != each.number:
+            found.append(f"input {each.number} as {number}")
     return found
 
 
@@ -280,25 +279,25 @@ def merged_inputs(inputs: Sequence[Input]) -> list[str]:
 
 
 def side_by_side(graphs: Sequence[Graph], symbolic: bool) -> Graph:
-    """Graphs as one that does what all of them do. symbolic: the sizes that their nodes know already are kept.
+    """Combine graphs into one that computes all of them. symbolic: keep the sizes that their nodes have already.
 
-    Raises NotAGraph when sizes or types do not fit.
+    Raises NotAGraph when sizes or types do not match.
     """
-    made = torch.fx.Graph()
+    combined = torch.fx.Graph()
     known: dict[torch.fx.Node, torch.fx.Node] = {}
     for number, graph in enumerate(graphs):
         for node in graph.module.graph.nodes:
             if node.op == "placeholder":
-                known[node] = made.placeholder(node.name if len(graphs) == 1 else f"part{number}_{node.name}")
+                known[node] = combined.placeholder(node.name if len(graphs) == 1 else f"part{number}_{node.name}")
                 known[node].meta = dict(node.meta)
     results: list[torch.fx.Node] = []
     for graph in graphs:
         for node in calls_of(graph.module):
-            known[node] = made.node_copy(node, known.__getitem__)
+            known[node] = combined.node_copy(node, known.__getitem__)
         results += [known[node] for node in graph.module.graph.output_node().args[0]]  # type: ignore[union-attr]
-    made.output(tuple(results))
+    combined.output(tuple(results))
     inputs = tuple(each for graph in graphs for each in graph.inputs)
-    module = torch.fx.GraphModule(torch.nn.Module(), made)
+    module = torch.fx.GraphModule(torch.nn.Module(), combined)
     try:
         module = module if symbolic else rebound(module, inputs)
     except Exception as error:
@@ -307,7 +306,7 @@ def side_by_side(graphs: Sequence[Graph], symbolic: bool) -> Graph:
 
 
 class EagerPart:
-    """What eager makes of a graph, and as much of what float64 and other draws make of it as has to be known.
+    """Eager's results of a part, and those in float64 and for other inputs, computed when needed.
 
     Raises NotAGraph when eager cannot run it.
     """
@@ -321,7 +320,7 @@ class EagerPart:
 
     @property
     def count(self) -> int:
-        """How many results it has."""
+        """The number of results."""
         return len(self.graph.module.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def fresh(self) -> list[Any]:
@@ -329,7 +328,7 @@ class EagerPart:
         return list(copied(self.graph.inputs))
 
     def worst(self, actual: Sequence[Any]) -> Judgement | None:
-        """What is wrong with results of compiled code, by the first that is; None if they are good."""
+        """The judgement on the first wrong result of compiled code; None if all are good."""
         eager = self._expected.eager
         results = {name: value for name, value in outputs(actual).items() if name in eager}
         if all(close(value, eager[name]) is not None for name, value in results.items()):
@@ -339,7 +338,7 @@ class EagerPart:
 
 
 def shape_key(graph: Graph) -> str:
-    """What compiled code depends on: the calls, and the sizes, strides and types of the inputs."""
+    """A key for compiled code: the calls, and the sizes, strides and types of the inputs."""
     kinds = [
         f"{tuple(each.shape)}{each.stride()}{each.dtype}" if isinstance(each, torch.Tensor) else repr(each)
         for each in graph.inputs

@@ -1,4 +1,4 @@
-"""What becomes of a graph, or of parts of it, in a fork: how it fails, in what step, and which calls are suspected."""
+"""Try a graph, or parts of it, in a fork: how it fails, in which step, and which calls are suspects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pellucid.errors import StoreError, ToolchainError
 from pellucid.kit.debug.explain import explain
 from pellucid.kit.debug.simulation import COMPLETE, LIVE, first_wrong
 from pellucid.kit.judge.judge import Verdict
-from pellucid.kit.minify.subgraph import EagerPart, NotAGraph, Subgraph, Workshop, shape_key, side_by_side
+from pellucid.kit.minify.subgraph import CapturedGraphs, EagerPart, NotAGraph, Subgraph, shape_key, side_by_side
 from pellucid.kit.process.child import Failure, failure_of, pass_on, raise_if_nothing_compiles
 from pellucid.kit.programs.graphs import Graph, calls_of
 from pellucid.kit.runs.target import Request
@@ -27,11 +27,11 @@ COMPILE, RUN = "compile", "run"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How something fails: what a smaller graph has to have in common with the original.
+    """The kind of a failure, which a smaller graph has to have in common with the original.
 
-    verdict: as `check` has it. what: the exception's type or the signal; empty for wrong numbers. phase: `compile` or
-    `run`; empty for wrong numbers, and where it is unknown. operators: of the calls that are suspected; none where
-    nothing is known.
+    verdict: as in `check`. what: the exception's type or the signal; empty for wrong results. phase: `compile` or
+    `run`; empty for wrong results, and where it is unknown. operators: of the suspect calls; empty where there are
+    none.
     """
 
     verdict: str
@@ -40,7 +40,7 @@ class Kind:
     operators: tuple[str, ...] = ()
 
     def same(self, other: Kind) -> bool:
-        """Whether another failure is of this kind. Of operators, one in common is enough."""
+        """Whether another failure is of this kind. One operator in common is enough."""
         if (self.verdict, self.what, self.phase) != (other.verdict, other.what, other.phase):
             return False
         return not (self.operators and other.operators) or not set(self.operators).isdisjoint(other.operators)
@@ -55,33 +55,33 @@ GOOD = Kind("good")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """nodes: the calls that are suspected, the most suspect first. tolerance: see `repro.How`."""
+    """The result of a trial. nodes: the suspect calls, the most likely first. tolerance: see `repro.How`."""
 
     kind: Kind
     nodes: tuple[str, ...] = ()
     tolerance: float = 0.0
 
 
-_shop: Workshop | None = None
+_captured: CapturedGraphs | None = None
 _compiled: dict[str, Compiled | Exception] = {}
 
 
-def open_shop(request: Request) -> Workshop:
+def capture_graphs(request: Request) -> CapturedGraphs:
     """Capture the graphs of a program, for this process and its forks."""
-    global _shop
-    _shop = Workshop(request)
+    global _captured
+    _captured = CapturedGraphs(request)
     _compiled.clear()
-    return _shop
+    return _captured
 
 
-def shop() -> Workshop:
-    """What `open_shop` made."""
-    assert _shop is not None
-    return _shop
+def captured_graphs() -> CapturedGraphs:
+    """What `capture_graphs` made."""
+    assert _captured is not None
+    return _captured
 
 
 class Noted(Marker):
-    """Notes the phase, the step and the calls that it implements, for who finds the process dead."""
+    """Notes the phase, the step and the calls that it implements, to be read if the process dies."""
 
     def phase(self, name: str) -> None:
         self.note(name)
@@ -94,17 +94,17 @@ class Noted(Marker):
 
 
 def found_of(failure: Failure) -> Found:
-    """What the end of a process says. The last name in a full note may be cut off, and is no call then.
+    """The result of a trial that failed. The last name of a note at maximum length may be truncated, and is ignored.
 
-    Raises ToolchainError and StoreError where nothing compiles: all parts would fail, each as wanted.
+    Raises ToolchainError and StoreError where nothing compiles: all parts would fail in the same way.
     """
     if failure.what in (ToolchainError.__name__, StoreError.__name__):
         pass_on(failure)
     phase, _, rest = failure.step.partition("\n")
     nodes = tuple(rest.split("\n")[1:])
     operators: tuple[str, ...] = ()
-    if nodes and _shop is not None:
-        operators = tuple(sorted({name for graph in _shop.graphs for name in _shop.operators(graph, nodes)}))
+    if nodes and _captured is not None:
+        operators = tuple(sorted({name for graph in _captured.graphs for name in _captured.operators(graph, nodes)}))
     return Found(Kind(failure.kind, failure.what, phase, operators), nodes)
 
 
@@ -112,13 +112,13 @@ def found_of(failure: Failure) -> Found:
 
 
 def try_whole(name: str) -> Found:
-    """How a whole graph fails, and which calls are suspected; dies of it where that is how it fails."""
-    graph, noted = shop().graphs[name], Noted()
+    """How a whole graph fails, and the suspect calls. Crashes or hangs if the graph does."""
+    graph, noted = captured_graphs().graphs[name], Noted()
     noted.phase(COMPILE)
     try:
-        compiled = shop().subject.compile(graph)
+        compiled = captured_graphs().subject.compile(graph)
     except Exception as error:
-        return _refusal(error, graph)
+        return _rejected(error, graph)
     noted.phase(RUN)
     for mode in (COMPLETE, LIVE):
         try:
@@ -128,26 +128,26 @@ def try_whole(name: str) -> Found:
         if wrong is not None:
             steps = [step for step in compiled.steps if step.name == wrong.kernel]
             nodes = tuple(dict.fromkeys(node for step in steps for node in step.origin.nodes)) or (wrong.fx_node,)
-            return Found(Kind(Verdict.WRONG.value, operators=shop().operators(name, nodes)), nodes)
+            return Found(Kind(Verdict.WRONG.value, operators=captured_graphs().operators(name, nodes)), nodes)
     return Found(GOOD)
 
 
-def _refusal(error: Exception, graph: Graph) -> Found:
-    """An exception of the compiler: of the kernel that it refused, the call to blame stands first."""
+def _rejected(error: Exception, graph: Graph) -> Found:
+    """The result for an exception of the compiler: the calls of the kernel that it rejected, the one at fault first."""
     raise_if_nothing_compiles(error)
-    refused = shop().subject.refused(error)
+    refused = captured_graphs().subject.refused(error)
     if refused is None:
         return Found(_kind(failure_of(error), COMPILE), _mentioned(str(error), graph))
     blamed = explain(refused).fx_node.split(", ")
     every = [node for value in refused.values.values() for node in value.origin.nodes]
     own = [name for line in refused.source.splitlines() for name in _defined(refused.values, line)]
     nodes = tuple(node for node in dict.fromkeys((*blamed, *own)) if node in every)
-    operators = shop().operators(graph.name, nodes)
+    operators = captured_graphs().operators(graph.name, nodes)
     return Found(Kind("error", failure_of(error).what, COMPILE, operators), nodes)
 
 
 def _mentioned(text: str, graph: Graph) -> tuple[str, ...]:
-    """The calls whose operators a message names, else those whose names it has as words, which may be by chance."""
+    """The calls whose operators a message names, else those whose names occur in it, possibly by chance."""
     words = set(re.findall(r"[\w.]+", text))
     calls = list(calls_of(graph.module))
     named = [node.name for node in calls if str(node.target) in words]
@@ -155,7 +155,7 @@ def _mentioned(text: str, graph: Graph) -> tuple[str, ...]:
 
 
 def _defined(values: Mapping[str, Any], line: str) -> Iterator[str]:
-    """The calls behind a line of a kernel."""
+    """The calls that a line of a kernel implements."""
     for text, value in values.items():
         if text in line:
             yield from value.origin.nodes
@@ -166,9 +166,9 @@ def _kind(failure: Failure, phase: str) -> Kind:
 
 
 def try_parts(parts: Sequence[Subgraph]) -> Found | tuple[Found, ...]:
-    """How parts fail that are compiled as one graph: one by one where their results are wrong or good, else together.
+    """Compile parts as one graph: a result for each part if the graph runs, else one for all.
 
-    A part that cannot stand alone, or that eager cannot run, is good.
+    A part that is not a valid graph, or that eager cannot run, is good.
     """
     noted = Noted()
     noted.phase("eager")
@@ -177,7 +177,7 @@ def try_parts(parts: Sequence[Subgraph]) -> Found | tuple[Found, ...]:
     if not able:
         return tuple(Found(GOOD) for _ in parts)
     try:
-        graph = side_by_side([each.graph for each in able], shop().symbolic(parts[0]))
+        graph = side_by_side([each.graph for each in able], captured_graphs().symbolic(parts[0]))
     except NotAGraph:
         return (Found(GOOD),) if len(parts) == 1 else Found(GOOD)
     phase = COMPILE
@@ -189,22 +189,22 @@ def try_parts(parts: Sequence[Subgraph]) -> Found | tuple[Found, ...]:
         torch.manual_seed(0)
         results = compiled.run([each for one in able for each in one.fresh()], noted)
     except Exception as error:
-        nodes = _refusal(error, graph).nodes if phase == COMPILE else ()
+        nodes = _rejected(error, graph).nodes if phase == COMPILE else ()
         return Found(_with_operators(_kind(failure_of(error), phase), parts), nodes)
     return tuple(_judged(references, results, parts))
 
 
 def _reference(part: Subgraph) -> EagerPart | None:
-    """What eager makes of a part; None where it cannot run it."""
+    """Eager's results of a part; None where it cannot run it."""
     try:
-        return EagerPart(shop().bare(part))
+        return EagerPart(captured_graphs().bare(part))
     except NotAGraph:
         return None
 
 
 def _with_operators(kind: Kind, parts: Sequence[Subgraph]) -> Kind:
-    """A kind with the operators of parts."""
-    operators = tuple(sorted({op for part in parts for op in shop().operators(part.graph, part.names)}))
+    """A kind with the operators of parts added."""
+    operators = tuple(sorted({op for part in parts for op in captured_graphs().operators(part.graph, part.names)}))
     return Kind(kind.verdict, kind.what, kind.phase, operators)
 
 
@@ -212,13 +212,13 @@ def _compile(graph: Graph) -> Compiled:
     key = shape_key(graph)
     if key not in _compiled:
         try:
-            _compiled[key] = shop().subject.compile(graph)
+            _compiled[key] = captured_graphs().subject.compile(graph)
         except Exception as error:
             _compiled[key] = error
-    made = _compiled[key]
-    if isinstance(made, Exception):
-        raise made
-    return made
+    compiled = _compiled[key]
+    if isinstance(compiled, Exception):
+        raise compiled
+    return compiled
 
 
 def _judged(
@@ -241,7 +241,7 @@ def _judged(
 
 
 def run_program(program: str) -> Found:
-    """How a program fails that is run as `python PROGRAM`."""
+    """How a program fails when run as `python PROGRAM`."""
     noted = Noted()
     noted.phase(RUN)
     torch._dynamo.reset()

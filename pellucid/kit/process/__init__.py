@@ -1,1 +1,1 @@
-"""What may crash, hang or eat all memory, in processes of its own."""
+"""Run code that may crash, hang or exhaust memory in separate processes."""

@@ -1,4 +1,4 @@
-"""Work in a fresh process that tells how it gets on. This module is small, so that the process begins at once."""
+"""One call in a fresh process that reports its progress. This module is small, so that the process starts quickly."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from typing import Any
 from pellucid.errors import InternalError, NotJudged, StoreError, ToolchainError, UserError
 
 _PR_SET_PDEATHSIG = 1
-_SAID, _DONE, _REFUSED, _BROKE = "said", "done", "refused", "broke"
+_PROGRESS, _DONE, _REFUSED, _BROKE = "progress", "done", "refused", "broke"
 
 
 class Died(Exception):
-    """The process ended without an answer, or had to be ended. text: the end of what it wrote to stderr."""
+    """The process ended without an answer, or was killed. text: the tail of its stderr."""
 
     def __init__(self, why: str, text: str) -> None:
         super().__init__(why)
@@ -33,21 +33,22 @@ class Died(Exception):
 
 
 def died(target: str, death: Died) -> UserError:
-    """What to say of a target that ends the process that captures it."""
-    said = death.text.strip().splitlines()
+    """The error for a target that ends the process that captures it."""
+    lines = death.text.strip().splitlines()
     return NotJudged(
-        f"{target} cannot be looked into, {death}{': ' + said[-1] if said else ''}",
+        f"{target} cannot be inspected, {death}{': ' + lines[-1] if lines else ''}",
         hint="see `pellucid check`, which runs it in eager mode too",
     )
 
 
-def begin(popen: Any, function: str, handle: int, said: Path, *, stdin: int, **variables: str) -> Any:
-    """A fresh Python that calls `module:function` with an open file, in a session of its own and with these variables.
+def begin(popen: Any, function: str, handle: int, output: Path, *, stdin: int, **variables: str) -> Any:
+    """Start a fresh Python process, in its own session and with these environment variables, that calls
+    `module:function` with an open file.
 
-    popen: what starts it. said: the file for what it writes to stdout and stderr.
+    popen: the class that starts it. output: the file for its stdout and stderr.
     """
     module, _, name = function.partition(":")
-    with said.open("wb") as file:
+    with output.open("wb") as file:
         return popen(
             [sys.executable, "-c", f"from {module} import {name}; {name}({handle})"],
             pass_fds=(handle,),
@@ -60,7 +61,7 @@ def begin(popen: Any, function: str, handle: int, said: Path, *, stdin: int, **v
 
 
 class Apart:
-    """One call of `package.module:function` in a process of its own, begun at once."""
+    """One call of `package.module:function` in a separate process, which is started at once."""
 
     def __init__(self, function: str, *args: Any) -> None:
         read, write = os.pipe()
@@ -74,7 +75,7 @@ class Apart:
             pipe.write(pickle.dumps((function, args)))
 
     def result(self, hear: Callable[[Any], None], seconds: float) -> Any:
-        """What the function returned. hear: gets what it says before.
+        """The function's result. hear: called with each progress report.
 
         Raises the function's UserError, ToolchainError or StoreError, InternalError for any other exception of it, or
         Died, also after `seconds`.
@@ -91,19 +92,19 @@ class Apart:
                 if kind == _BROKE:
                     raise InternalError(what)
                 hear(what)
-            raise Died(f"it did not end in {seconds:g} s", self._said())
+            raise Died(f"it did not end in {seconds:g} s", self._output())
         except EOFError:
             status = self._process.wait()
             how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
-            raise Died(f"its process ended {how}", self._said()) from None
+            raise Died(f"its process ended {how}", self._output()) from None
         finally:
             self.close()
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         return self._errors.read_text(errors="replace")[-4000:]
 
     def close(self) -> None:
-        """End the process and what it started."""
+        """Kill the process and those that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -117,18 +118,18 @@ _answers: Connection | None = None
 
 
 def die_with_parent() -> None:
-    """Let this process be killed when the one that started it ends, however that ends."""
+    """Have this process killed when its parent ends, however that happens."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def say(what: Any) -> None:
-    """Tell the process that waits for this one; nothing where none does."""
+    """Report progress to the process that waits for this one, if there is one."""
     if _answers is not None:
-        _answers.send_bytes(pickle.dumps((_SAID, what)))
+        _answers.send_bytes(pickle.dumps((_PROGRESS, what)))
 
 
 def serve(write: int) -> None:
-    """Do what stands on standard input, and end the process: what else runs in it is not waited for."""
+    """Make the call that is pickled on standard input, and exit without waiting for other threads."""
     global _answers
     die_with_parent()
     _answers = Connection(write, readable=False)

@@ -1,7 +1,7 @@
-"""Running what may crash, hang or eat all memory, in a process of its own whose end is a result.
+"""Running code that may crash, hang or exhaust memory in a separate process, whose death is a result.
 
-A `Child` is a process that answers calls and is watched: a `Worker` is a fresh one, which remembers the modules that
-it has imported, and is started anew when a call has killed it; `forks.Forks` are copies of this process.
+A `Child` is a monitored process that answers calls. A `Worker` uses a fresh one, which keeps the modules that it has
+imported, and is restarted when a call has killed it; `forks.Forks` are copies of this process.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ SECONDS = 300.0
 POLL_S = 0.02
 PENDING = object()
 NOTE_BYTES = 4096
-_SAID_BYTES = 4000
+_MAX_OUTPUT = 4000
 _END_S = 1.0
 _NO_COMPILER = "InvalidCxxCompiler"  # Inductor's
 _WARNING = re.compile(r"^(?:\S.*:\d+: \w*Warning: .*\n(?:  .*\n)?|\[W\d{3,} .*\n)", re.MULTILINE)  # Python's, PyTorch's
-NOTE = "NOTE_OF_PELLUCID_DEBUG"  # a name that does not begin like those of the compiler's options
+NOTE = "NOTE_OF_PELLUCID_DEBUG"  # without the prefix PELLUCID_ of the compiler's options
 NOT_THE_USERS = (str(Path(pellucid.__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a call ended that did not return.
+    """How a call failed.
 
-    kind: `error` (an exception), `crash` (a signal, an abort, no memory left) or `hang`.
-    what: the exception's type, the signal's name, or the limit. text: the message, or the end of stderr.
-    step: the step of a compiled graph that was running, if any was. trace: the user's frames of the exception.
-    context: what the exception carries to explain it.
+    kind: `error` (an exception), `crash` (a signal, an abort, out of memory) or `hang`.
+    what: the exception's type, the signal's name, or the exceeded limit. text: the message, or the tail of stderr.
+    step: the step of a compiled graph that was running, if any. trace: the user's frames of the exception.
+    context: the exception's context, and its hint.
     """
 
     kind: str
@@ -67,12 +67,12 @@ class Failure:
 
     def __str__(self) -> str:
         during = f" during {self.step}" if self.step else ""
-        said = f": {gist(self.text)}" if self.text.strip() else ""
-        return f"{self.what}{during}{said}"
+        message = f": {gist(self.text)}" if self.text.strip() else ""
+        return f"{self.what}{during}{message}"
 
 
 def gist(text: str) -> str:
-    """What a message says in a line: its first, with the next where that only announces it.
+    """A message in one line: its first line, joined with the next one if it ends with a colon.
 
     >>> gist("backend='inductor' raised:\\nValueError: no\\n\\nSet TORCHDYNAMO_VERBOSE=1")
     "backend='inductor' raised: ValueError: no"
@@ -82,13 +82,13 @@ def gist(text: str) -> str:
 
 
 def not_judged(what: str, failure: Failure) -> NotJudged:
-    """The error to raise where no compiled code is to blame. what: failed. The user's own lines go along."""
+    """The error to raise where compiled code is not at fault. what: what failed. It includes the user's frames."""
     context: dict[str, object] = {"in your code": "\n" + failure.trace} if failure.trace else {}
-    return NotJudged(f"{what}: {failure}", hint="correct that first", context=context)
+    return NotJudged(f"{what}: {failure}", hint="fix that first", context=context)
 
 
 def pass_on(failure: Failure) -> None:
-    """Raise what a call ended with if that says nothing of compiled code: it is the user's fault, or the machine's."""
+    """Raise the error behind a failure if it is no verdict on compiled code but an error of the user or the machine."""
     kind = next(
         (each for each in (UserError, NotJudged, ToolchainError, StoreError) if each.__name__ == failure.what), None
     )
@@ -98,9 +98,9 @@ def pass_on(failure: Failure) -> None:
 
 
 class Child:
-    """A process that answers calls, one at a time, and may die of one. It leads a session, and ends with all in it.
+    """A process that answers calls, one at a time, and may die of one. It leads a session, which is killed as a whole.
 
-    start: begins it, given this end of a pipe, the end that it serves, and the files for notes and for what it writes.
+    start: starts it, given this end of a pipe, the end that it serves, and the files for notes and for its output.
     memory: bytes that it may use.
     """
 
@@ -121,22 +121,22 @@ class Child:
         return self._status() is None
 
     def ask(self, function: str | Callable[..., Any], args: Sequence[Any], seconds: float) -> None:
-        """Let it call a function (pickled on the way, or `package.module:name`); `answer` tells what came of it."""
+        """Have it call a function (sent pickled, or given as `package.module:name`); `answer` returns the result."""
         self._note.write_bytes(bytes(NOTE_BYTES))
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
-        with suppress(OSError):  # it is dead, as `answer` will see
+        with suppress(OSError):  # it is dead, as `answer` will find out
             self.pipe.send_bytes(pickle.dumps((function, tuple(args))))
 
     def pause(self) -> None:
-        """Let it and what it started stand still, until `go_on`."""
+        """Stop it and the processes that it started until `go_on`."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """The end of a `pause`."""
+        """Continue it after `pause`."""
         self._signal(signal.SIGCONT)
 
     def answer(self, wait: float = 0.0) -> Any:
-        """What the function returned, or the `Failure` that it ended with; `PENDING` after so many seconds of neither.
+        """The function's result, or the `Failure` that it ended with; `PENDING` if neither comes in `wait` seconds.
 
         A failure may have ended the process.
         """
@@ -156,12 +156,12 @@ class Child:
         return PENDING
 
     def end(self) -> None:
-        """Kill it and what it started, once."""
+        """Kill it and the processes that it started, once."""
         if self.pipe.closed:
             return
         self._signal(signal.SIGKILL)
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            self._process.kill()  # it has no session of its own yet
+            self._process.kill()  # in case it has no session of its own yet
         self._process.wait()
         self.pipe.close()
 
@@ -193,15 +193,15 @@ class Child:
     def _stopped(self, kind: str, what: str) -> Failure:
         step = self._note.read_bytes().rstrip(b"\0").decode(errors="replace")
         self.end()
-        said = self._errors.read_text(errors="replace") if self._errors.exists() else ""
-        return Failure(kind, what, report_in(said) or _WARNING.sub("", said)[-_SAID_BYTES:], step)
+        output = self._errors.read_text(errors="replace") if self._errors.exists() else ""
+        return Failure(kind, what, report_in(output) or _WARNING.sub("", output)[-_MAX_OUTPUT:], step)
 
 
 class Worker:
-    """A fresh Python process to call functions in, and another one when it dies. Use it as a context manager.
+    """A fresh Python process to call functions in, replaced when it dies. Use it as a context manager.
 
-    memory: bytes that its memory may grow to; by default three quarters of what is available now.
-    variables: of its environment, beside those of this process.
+    memory: bytes that it may use; by default three quarters of what is available now.
+    variables: environment variables, in addition to those of this process.
     """
 
     def __init__(self, memory: int = 0, variables: Mapping[str, str] | None = None) -> None:
@@ -217,7 +217,7 @@ class Worker:
         self.close()
 
     def call(self, function: str | Callable[..., Any], *args: Any, seconds: float = SECONDS) -> Any:
-        """What a function of a module, or `package.module:name`, returns for these arguments; else a `Failure`."""
+        """The result of a module-level function, or of `package.module:name`, for these arguments; else a `Failure`."""
         if self._child is not None and not self._child.alive:
             self._child.end()
             self._child = None
@@ -227,13 +227,14 @@ class Worker:
             child.ask(function, args, seconds)
             while (found := child.answer(POLL_S)) is PENDING:
                 pass
-        except BaseException:  # interrupted: its answer would be taken for another's
+        except BaseException:  # interrupted: a late answer would be taken for that of the next call
             child.end()
             raise
         return found
 
     def ask(self, function: str | Callable[..., Any], *args: Any, seconds: float, refused: str, hint: str) -> Any:
-        """The same for what should not fail. Raises what `pass_on` does, else NotJudged: `refused` and how it ended."""
+        """Like `call`, for a call that should not fail. Raises what `pass_on` does, else NotJudged: `refused` and how
+        it failed."""
         found = self.call(function, *args, seconds=seconds)
         if not isinstance(found, Failure):
             return found
@@ -241,7 +242,7 @@ class Worker:
         raise NotJudged(f"{refused}: {found}", hint=hint)
 
     def pause(self) -> None:
-        """Let it stand still until the next call: idle threads of what it has loaded may spin, and take cores away."""
+        """Stop it until the next call: idle threads of its libraries may spin, and take cores away."""
         if self._child is not None:
             self._child.pause()
 
@@ -256,12 +257,12 @@ class Worker:
 
 
 def most_memory() -> int:
-    """Bytes that a process may use if nothing else is said."""
+    """The bytes that a process may use by default."""
     return psutil.virtual_memory().available * 3 // 4
 
 
 def _signal_name(number: int) -> str:
-    """The name of a signal, also of one that Python does not know."""
+    """The name of a signal, even if Python does not know it."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -272,7 +273,7 @@ def _signal_name(number: int) -> str:
 
 
 class Note:
-    """A few bytes that the parent process reads when this one is dead: what it was about."""
+    """A few bytes that the parent process reads when this one is dead: what it was doing."""
 
     def __init__(self) -> None:
         path = os.environ.get(NOTE)
@@ -287,8 +288,8 @@ class Note:
 
 
 def serve(handle: int) -> None:
-    """Answer the calls that come through a pipe, until it closes."""
-    die_with_parent()  # an endless loop would outlive a parent that is killed
+    """Answer the calls received through a pipe, until it is closed."""
+    die_with_parent()  # an endless loop would outlive a killed parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pipe = Connection(handle)
     while True:
@@ -314,14 +315,14 @@ def _answer(function: str | Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those behind it."""
+    """An exception followed by its causes."""
     while error is not None:
         yield error
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
 
 
 def raise_if_nothing_compiles(error: BaseException) -> None:
-    """Raises the ToolchainError or StoreError behind an exception of a backend: it is no verdict on a program."""
+    """Raise the ToolchainError or StoreError that caused an exception of a backend: it is no verdict on a program."""
     for each in chain_of(error):
         if type(each) in (ToolchainError, StoreError):
             raise each
@@ -330,7 +331,7 @@ def raise_if_nothing_compiles(error: BaseException) -> None:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An exception as a failure: that of the backend itself where Dynamo has wrapped it."""
+    """An exception as a failure; of one that Dynamo has wrapped, the backend's own exception."""
     inner = getattr(error, "inner_exception", None) or error
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
     trace = "".join(traceback.format_list(frames)).rstrip()
@@ -338,12 +339,12 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(inner, PellucidError):
         text, context = inner.message, {**inner.context, "hint": inner.hint}
     if isinstance(inner, InternalError) and isinstance(inner.__cause__, BUGS):
-        what = f"{what} ({type(inner.__cause__).__name__})"  # bugs of two kinds are two failures
+        what = f"{what} ({type(inner.__cause__).__name__})"  # bugs of different types are different failures
     return Failure("error", what, text, "", trace, {key: str(value) for key, value in context.items()})
 
 
 def _pickled(answer: Any) -> bytes:
-    """An answer as bytes; as a failure where it cannot be pickled."""
+    """An answer as bytes, or a failure if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
         pickle.dump(answer, buffer)

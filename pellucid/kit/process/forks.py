@@ -1,8 +1,8 @@
-"""Forks: copies of this process that have all it imported and computed at once, and may die of what they run.
+"""Forks: copies of this process that start with everything it has imported and computed, and may die of their calls.
 
-The process must have no threads of its own, for a fork is without them and would wait for them for ever: torch starts
-OpenMP's when it first computes with more than one, so it has to be told to use one before (`torch.set_num_threads(1)`).
-The forks compute with as many as they are told to.
+The process must have no other threads: a fork does not have them, and would wait for them forever. torch starts OpenMP
+threads when it first computes with more than one, so call `torch.set_num_threads(1)` before. The forks compute with
+their own number of threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Forks:
     def __init__(self, count: int = 1, threads: int = 1, memory: int = 0) -> None:
         self._count, self._threads, self._memory = count, threads, memory or most_memory()
         self._free: list[Child] = []
-        self._busy: dict[Child, int] = {}  # the number of the call that each works on
+        self._busy: dict[Child, int] = {}  # the index of the call that each executes
         self._folder = tempfile.TemporaryDirectory(prefix="pellucid-debug-")
 
     def __enter__(self) -> Forks:
@@ -38,20 +38,20 @@ class Forks:
         self.close()
 
     def close(self) -> None:
-        """End all children and what they started."""
+        """Kill all children and the processes that they started."""
         for child in (*self._free, *self._busy):
             child.end()
         self._free, self._busy = [], {}
         self._folder.cleanup()
 
     def call(self, function: str | Callable[..., Any], *args: Any, seconds: float) -> Any:
-        """What a function of a module returns in a child, or the `Failure` that ended it."""
+        """The result of a module-level function in a child, or the `Failure` that ended it."""
         return self.map(function, [args], seconds)[0]
 
     def map(
         self, function: str | Callable[..., Any], arguments: Sequence[tuple[Any, ...]], seconds: float
     ) -> list[Any]:
-        """The same for several calls, which run side by side as far as there are children."""
+        """Like `call`, for several calls, of which up to `count` run in parallel."""
         answers: dict[int, Any] = {}
         waiting = list(range(len(arguments)))
         try:
@@ -62,13 +62,13 @@ class Forks:
                     child.ask(function, arguments[self._busy[child]], seconds)
                 answers |= self._collected()
         finally:
-            for child in self._busy:  # interrupted: its answer would be taken for another's
+            for child in self._busy:  # interrupted: a late answer would be taken for that of another call
                 child.end()
             self._busy = {}
         return [answers[number] for number in range(len(arguments))]
 
     def _collected(self) -> dict[int, Any]:
-        """The answers that are there by now, by the numbers of their calls."""
+        """The answers that have arrived, by the indices of their calls."""
         found: dict[int, Any] = {}
         wait([child.pipe for child in self._busy], timeout=POLL_S)
         for child in list(self._busy):
@@ -81,7 +81,7 @@ class Forks:
         return found
 
     def _spare(self) -> Child | None:
-        """A child that waits for a call; those that somebody killed are done with."""
+        """A child that waits for a call; dead ones are discarded."""
         while self._free:
             child = self._free.pop()
             if child.alive:

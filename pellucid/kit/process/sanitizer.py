@@ -1,7 +1,7 @@
-"""Processes in which AddressSanitizer and UndefinedBehaviorSanitizer watch the kernels.
+"""Processes that run the kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-Their libraries are preloaded, as Python itself is not built for them; the kernels are compiled with `FLAGS`. What they
-find ends the process, and their report on stderr says where: a `Place` is a line of it.
+The sanitizers' libraries are preloaded, as Python itself is not built with them; the kernels are compiled with `FLAGS`.
+An error ends the process, and the report on stderr says where: a `Place` is a frame of it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from pellucid.native.build import default_toolchain
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
 _LIBRARIES = ("libasan.so", "libubsan.so", "libstdc++.so")
 _COMMON = "abort_on_error=1:halt_on_error=1:print_stacktrace=1"
-# Python and torch leave memory to the end of the process; torch frees in one library what it allocated in another.
+# Python and torch leak memory until the process ends; torch frees in one library what it allocated in another.
 _ADDRESS = f"{_COMMON}:detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0:allocator_may_return_null=1"
 _REPORT = re.compile(r"^(?:==\d+==ERROR: |\S+ (?=runtime error: ))(?P<what>.*)", re.MULTILINE)
 _FRAME = re.compile(r"^ +#\d+ 0x[0-9a-f]+ in .+? (?P<file>\S+?):(?P<line>\d+)(?::\d+)?$", re.MULTILINE)
 _ACCESS = re.compile(r"^(?:READ|WRITE) of size \d+", re.MULTILINE)
-_KEPT = 16_000
+_MAX_REPORT = 16_000
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of a source that was executing. file: as the compiler knows it."""
+    """A source line that was executing. file: the path given to the compiler."""
 
     file: str
     line: int
 
 
 def variables() -> dict[str, str]:
-    """The environment of such a process. Raises ToolchainError where the compiler has no sanitizers."""
+    """The environment variables of such a process. Raises ToolchainError if the compiler has no sanitizers."""
     toolchain = default_toolchain()
     if toolchain.kind != "gcc" or toolchain.absent:
-        raise ToolchainError("the sanitizers are those of GCC, which is not the compiler here", hint="set CXX to g++")
+        raise ToolchainError("the sanitizers require GCC, which is not the compiler in use", hint="set CXX to g++")
     found = [_library(toolchain.compiler, name) for name in _LIBRARIES]
     flags = " ".join(filter(None, (os.environ.get("PELLUCID_CXXFLAGS"), *FLAGS)))
     preload = ":".join(filter(None, (*found, os.environ.get("LD_PRELOAD"))))
@@ -53,17 +53,17 @@ def _library(compiler: tuple[str, ...], name: str) -> str:
     return path
 
 
-def report_in(said: str) -> str:
-    """A sanitizer's report in what a process wrote to stderr, with its headline first; empty where there is none."""
-    found = _REPORT.search(said)
+def report_in(output: str) -> str:
+    """The sanitizer report in the stderr of a process, with its headline first; empty if there is none."""
+    found = _REPORT.search(output)
     if found is None:
         return ""
-    rest = said[found.end() : found.end() + _KEPT].partition("SUMMARY: ")[0]
+    rest = output[found.end() : found.end() + _MAX_REPORT].partition("SUMMARY: ")[0]
     access = _ACCESS.search(rest)
     return found["what"].partition(" on address ")[0] + (f", {access[0]}" if access else "") + rest
 
 
 def places_in(report: str) -> Iterator[Place]:
-    """Where the fault lies, the innermost line first."""
+    """The stack frames of a report, the innermost first."""
     for found in _FRAME.finditer(report):
         yield Place(found["file"], int(found["line"]))

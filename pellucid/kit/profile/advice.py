@@ -1,7 +1,7 @@
-"""What to do about the time of a program: one rule for each kind of advice, over its profile and the machine.
+"""Advice on how to make a program faster: one rule for each kind of advice, over its profile and the machine.
 
-A rule says what it would save at the most, in microseconds of a call; what saves less than `LEAST` of a call is not
-worth saying.
+A rule estimates the maximum saving, in microseconds per call; advice that saves less than `MIN_SAVING` of a call is
+dropped.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from pellucid.kit.profile.result import Advice, Event, KernelTime, Profile
 from pellucid.kit.profile.rows import GROUPS
 from pellucid.machine import Machine
 
-LEAST = 0.05
-"""Of a call's time."""
+MIN_SAVING = 0.05
+"""Share of a call's time."""
 
-_MOST = 0.9  # of a call's time is what any advice saves: what is left is not known so well
-_LINES = 3  # of the user's, in `where`
+_MAX_SAVING = 0.9  # share of a call's time: larger estimates are too uncertain
+_LINES = 3  # user lines listed in `where`
 _ORDINARY = frozenset((GROUPS["kernel"], GROUPS["call"], GROUPS["layout"]))
 _COPIES = (
     "clone",
     "copy",
     "contiguous",
     "_to_copy",
-)  # not `copy_`, which writes back what is changed in place
-_SPARED_GUARDS = 0.5  # of the guards of MobileNetV2 and of 52 blocks in a sequence, with PyTorch 2.13
-_HUGE = 512  # pages in a huge one
-_SMALL = 5  # times what a call is expected to take: what takes longer does more than to be called
+)  # not `copy_`, which writes in-place changes back
+_SAVED_GUARDS = 0.5  # share measured for MobileNetV2 and for 52 sequential blocks, with PyTorch 2.13
+_HUGE = 512  # pages in a huge page
+_SMALL = 5  # times the expected time of a call: a kernel that takes longer does more than call overhead
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a rule found. saved: microseconds of a call of the program. environment, options: of the command that checks
-    it. certain: to be said whatever it saves."""
+    """What a rule found. saved: microseconds per call of the program. environment, options: of the command that checks
+    it. certain: reported whatever it saves."""
 
     category: str
     what: str
@@ -54,11 +54,12 @@ Rule: TypeAlias = Callable[[Profile, Machine], Iterator[Found]]
 
 
 def advise(profile: Profile, machine: Machine) -> tuple[Advice, ...]:
-    """What to do, what gains most first."""
+    """Advice, the largest gain first."""
     whole = profile.microseconds
     if whole <= 0:
         return ()
-    found = [each for rule in RULES for each in rule(profile, machine) if each.certain or each.saved >= LEAST * whole]
+    every = (each for rule in RULES for each in rule(profile, machine))
+    found = [each for each in every if each.certain or each.saved >= MIN_SAVING * whole]
     found.sort(key=lambda each: -each.saved)
     return tuple(
         Advice(
@@ -66,7 +67,7 @@ def advise(profile: Profile, machine: Machine) -> tuple[Advice, ...]:
             each.what,
             each.where,
             each.evidence,
-            round(whole / (whole - min(max(each.saved, 0.0), _MOST * whole)), 3),
+            round(whole / (whole - min(max(each.saved, 0.0), _MAX_SAVING * whole)), 3),
             _command(profile, each),
         )
         for each in found
@@ -74,7 +75,7 @@ def advise(profile: Profile, machine: Machine) -> tuple[Advice, ...]:
 
 
 def _command(profile: Profile, found: Found) -> str:
-    """How to see whether it helped: the same profile again."""
+    """The command that shows whether it helped: the same profile again."""
     if profile.target == "block":
         command = "the same program with pellucid.profile()"
     else:
@@ -87,14 +88,14 @@ def _command(profile: Profile, found: Found) -> str:
 
 
 def _oversubscription(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """More threads than cores: they take turns, and wait for one another at the end of every kernel."""
+    """More threads than cores: they share cores, and wait for each other at the end of every kernel."""
     process = profile.process
     if 0 < process.cores < profile.threads:
         yield Found(
             "oversubscription",
             f"use {process.cores} threads: torch.set_num_threads({process.cores})",
             (),
-            f"{profile.threads} threads share {process.cores} cores, and could run but had no core for "
+            f"{profile.threads} threads share {process.cores} cores, and were ready to run but waited for a core "
             f"{process.waited:.0%} of the time",
             process.waited * profile.microseconds,
             environment=f"OMP_NUM_THREADS={process.cores}",
@@ -103,17 +104,17 @@ def _oversubscription(profile: Profile, machine: Machine) -> Iterator[Found]:
 
 
 def _threads(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """Fewer threads than cores, and kernels that are long enough to be shared."""
+    """Fewer threads than cores, and kernels that are long enough to be run in parallel."""
     cores, threads = profile.process.cores, profile.threads
     if threads < cores:
-        worth = [row for row in profile.kernels if row.microseconds * 1e3 > 2 * machine.barrier]
-        saved = sum(row.total_microseconds for row in worth) * (1 - threads / cores)
+        parallel = [row for row in profile.kernels if row.microseconds * 1e3 > 2 * machine.barrier]
+        saved = sum(row.total_microseconds for row in parallel) * (1 - threads / cores)
         yield Found(
             "threads",
             f"use {cores} threads: torch.set_num_threads({cores})",
             (),
-            f"{threads} of {cores} cores {'is' if threads == 1 else 'are'} used, and {len(worth)} kernels and calls "
-            "take longer than it takes threads to meet",
+            f"{threads} of {cores} cores {'is' if threads == 1 else 'are'} used, and {len(parallel)} kernels and calls "
+            "are long enough to run in parallel",
             saved,
             environment=f"OMP_NUM_THREADS={cores}",
             options=f"--threads {cores}",
@@ -121,45 +122,45 @@ def _threads(profile: Profile, machine: Machine) -> Iterator[Found]:
 
 
 def _openmp_runtimes(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """Each runtime keeps a team of threads of its own, which spins while it waits for work."""
+    """Each runtime has its own thread pool, which spins while it waits for work."""
     runtimes = profile.process.openmp
     if len(runtimes) > 1:
         yield Found(
             "openmp-runtimes",
-            "keep PyTorch's OpenMP runtime only: take the others out of LD_PRELOAD, or of the packages that load them",
+            "load PyTorch's OpenMP runtime only: remove the others from LD_PRELOAD, or the packages that load them",
             (),
-            f"{len(runtimes)} OpenMP runtimes in the process: {', '.join(runtimes)}; threads could run but had no core "
-            f"for {profile.process.waited:.0%} of the time",
+            f"{len(runtimes)} OpenMP runtimes in the process: {', '.join(runtimes)}; threads were ready to run but "
+            f"waited for a core {profile.process.waited:.0%} of the time",
             profile.process.waited * profile.microseconds if profile.threads <= profile.process.cores else 0.0,
             certain=True,
         )
 
 
 def _pages(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """Memory that comes from the system at every call: each page of it is a trip to the kernel, which fills it with
-    zeros. A huge page is one fault, and costs many times as much: the time in the system says so."""
+    """Memory that is requested from the system in every call: each page costs a page fault, which zeroes it. A huge
+    page is one fault but costs many times as much, as the system time shows."""
     process = profile.process
-    least = process.page_faults * machine.page * 1e-3
-    saved = min(max(least, process.system / max(1, profile.threads)), least * _HUGE)
+    minimum = process.page_faults * machine.page * 1e-3
+    saved = min(max(minimum, process.system / max(1, profile.threads)), minimum * _HUGE)
     evidence = f"{process.page_faults:.0f} page faults in each call take {saved:.0f} of {profile.microseconds:.0f} µs"
     if process.keeps_memory:
-        what = "let the program keep the memory that it maps in each call, instead of asking for it again"
+        what = "let the program reuse the memory that it maps in each call, instead of mapping it again"
         yield Found("page-faults", what, (), evidence, saved)
     else:
         what = f"let the allocator keep memory: set {KEEP_PAGES}, or LD_PRELOAD jemalloc or tcmalloc"
-        evidence += "; the allocator gives the memory of tensors that are freed back to the system"
+        evidence += "; the allocator returns the memory of freed tensors to the system"
         yield Found("allocator", what, (), evidence, saved, environment=KEEP_PAGES)
 
 
 def _denormals(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """Numbers too small to be normal take some instructions many times as long."""
+    """Some instructions are many times slower on denormal numbers."""
     process = profile.process
     if process.denormals and process.flushed > 1:
         yield Found(
             "denormals",
-            "torch.set_flush_denormal(True) in each thread, if values below 1e-38 do not matter; or keep them away",
+            "call torch.set_flush_denormal(True) in each thread, if values below 1e-38 do not matter; or avoid them",
             (*_kernels_at(process.denormals[0].line, profile), *_lines(process.denormals)),
-            f"a call is {process.flushed:.2f} times as fast while denormal numbers count as zeros; "
+            f"a call is {process.flushed:.2f} times as fast when denormal numbers are flushed to zero; "
             f"{process.denormals[0].why}",
             profile.microseconds * (1 - 1 / process.flushed),
         )
@@ -173,25 +174,25 @@ def _recompilation(profile: Profile, machine: Machine) -> Iterator[Found]:
     if events:
         yield Found(
             "recompilation",
-            "keep what a guard looks at the same from call to call, or mark it as dynamic",
+            "keep what the guards check unchanged from call to call, or mark it as dynamic",
             _lines(events),
-            f"compilations while it was measured: {len(events)}, the last because: {_brief(events[-1])}",
+            f"recompilations while it was measured: {len(events)}, the last one because: {_brief(events[-1])}",
             profile.overhead.python_microseconds,
             options="--dynamic",
         )
 
 
 def _graph_break(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """Python between graphs, and kernels that do little in them; with one graph in its place, one entry is left."""
+    """Python between graphs, and small kernels in them; a single graph would be entered only once."""
     events = profile.process.graph_breaks
     if events:
         runs = profile.graph_runs
         between = profile.overhead.microseconds + sum(row.total_microseconds for row in _small(profile))
         yield Found(
             "graph-break",
-            "take what breaks the graph out of the compiled function",
+            "move what breaks the graph out of the compiled function",
             _lines(events),
-            f"{len(events)} {'place breaks' if len(events) == 1 else 'places break'} the graph, {runs:g} graphs run in "
+            f"{len(events)} graph {'break' if len(events) == 1 else 'breaks'}, {runs:g} graphs run in "
             f"a call, and {profile.overhead.python_microseconds / profile.microseconds:.0%} of it is Python: "
             f"{_brief(events[0])}",
             between * (1 - 1 / max(runs, 1) if runs else 1.0),
@@ -199,7 +200,7 @@ def _graph_break(profile: Profile, machine: Machine) -> Iterator[Found]:
 
 
 def _guards(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """What Dynamo checks before each call, of each parameter; most of it at once where it may go by dictionaries."""
+    """Dynamo's guards, checked for each parameter before each call; dictionary tags can replace most of the checks."""
     guards = profile.python.guards_microseconds if profile.python else 0.0
     exported = "; for inference, `pellucid.compile_exported` needs none" if profile.backend == "pellucid" else ""
     if guards:
@@ -207,10 +208,9 @@ def _guards(profile: Profile, machine: Machine) -> Iterator[Found]:
             "guards",
             "set torch._dynamo.config.use_recursive_dict_tags_for_guards = True before the program is compiled",
             (),
-            f"before each call Dynamo checks for {guards:.0f} of {profile.microseconds:.0f} µs whether what it has "
-            "compiled still fits; with this setting changes of a hook's closure or a module's class go unseen"
-            + exported,
-            guards * _SPARED_GUARDS,
+            f"Dynamo's guards take {guards:.0f} of {profile.microseconds:.0f} µs of each call; with this setting "
+            "changes of a hook's closure or a module's class are not detected" + exported,
+            guards * _SAVED_GUARDS,
         )
 
 
@@ -218,29 +218,29 @@ def _guards(profile: Profile, machine: Machine) -> Iterator[Found]:
 
 
 def _layout(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """Copies from one order in memory to another, and elements that lie apart in memory."""
+    """Copies from one memory layout to another, and strided accesses that waste cache lines."""
     for row in profile.kernels:
         if row.group == GROUPS["layout"] or _only_copies(row):
             yield Found(
                 "layout",
-                "lay the tensor out as its readers want it where it is made, so that it need not be copied",
+                "create the tensor in the layout that its readers need, so that it need not be copied",
                 _where(row),
-                f"{_said(row, profile)} and computes nothing: it only moves {_size(row.bytes)}",
+                f"{_time_of(row, profile)} and computes nothing: it only moves {_size(row.bytes)}",
                 row.total_microseconds,
             )
-        elif _apart(row) > 1:
+        elif _overfetch(row) > 1:
             yield Found(
                 "layout",
-                "make what it reads and writes contiguous: of elements that lie apart each takes a line of the cache",
+                "make its inputs and outputs contiguous: each strided element takes a whole cache line",
                 _where(row),
-                f"{_said(row, profile)} and needs {_size(row.bytes)}, but the lines of the cache that these lie in are "
+                f"{_time_of(row, profile)} and uses {_size(row.bytes)}, but the cache lines that it touches are "
                 f"{_size(row.fetched)}",
-                row.total_microseconds * (1 - 1 / _apart(row)),
+                row.total_microseconds * (1 - 1 / _overfetch(row)),
             )
 
 
-def _apart(row: KernelTime) -> float:
-    """How many times the bytes that a row needs it fetches in lines of the cache, where bytes are its limit; else 1."""
+def _overfetch(row: KernelTime) -> float:
+    """Bytes of the cache lines that a row touches per byte that it uses, where it is bound by memory; else 1."""
     if not row.fetched or not row.bytes or row.limit in ("compute", "overhead"):
         return 1.0
     return max(1.0, row.fetched / row.bytes)
@@ -255,45 +255,45 @@ def _copies(node: str) -> bool:
 
 
 def _scalar_kernel(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """With vectors a kernel takes as long as its limit at the least, and no less than its share of the lanes.
+    """A vectorised kernel takes at least the time of its limit, and at least 1 / lanes of its scalar time.
 
-    They fetch as many lines of the cache as scalar code does.
+    It fetches as many cache lines as scalar code does.
     """
     for row in profile.kernels:
         if row.scalar:
-            least = max((row.percent_of_limit or 0.0) / 100 * _apart(row), 1 / machine.lanes)
+            remaining = max((row.percent_of_limit or 0.0) / 100 * _overfetch(row), 1 / machine.lanes)
             yield Found(
                 "scalar-kernel",
-                "let it be vectorised",
+                "rewrite it so that it can be vectorised",
                 _where(row),
-                f"{_said(row, profile)}{_reached(row)}, scalar because {row.scalar}",
-                row.total_microseconds * (1 - min(1.0, least)),
+                f"{_time_of(row, profile)}{_reached(row)}, scalar because {row.scalar}",
+                row.total_microseconds * (1 - min(1.0, remaining)),
             )
 
 
 def _fallback(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """An operator that is not compiled; one that only moved its bytes would take what its limit says."""
+    """An operator that is not compiled; the saving assumes that a compiled one would reach its limit."""
     for row in profile.kernels:
         if row.kind == "call" and row.group == GROUPS["call"] and profile.backend != "eager":
             why = f": {row.reason}" if row.reason else ""
             yield Found(
                 "fallback",
-                "write it with operators that are compiled",
+                "rewrite it with operators that are compiled",
                 _where(row),
-                f"{_said(row, profile)} and is a call of PyTorch's library{why}",
+                f"{_time_of(row, profile)} and is a call of PyTorch's library{why}",
                 row.total_microseconds * (1 - min(1.0, (row.percent_of_limit or 0.0) / 100)),
             )
 
 
 def _unfrozen(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """Parameters that are packed at each call, which takes each column as long as so many rows of products."""
+    """Parameters that are packed at each call. Packing costs as much as `PACK` rows of the product."""
     rows = [row for row in profile.kernels if row.packed and row.flops]
     saved = {row.name: row.total_microseconds * PACK / (PACK + min(_rows(row), ROWS)) for row in rows}
     if rows:
         longest = max(rows, key=lambda row: saved[row.name])
         yield Found(
             "unfrozen",
-            'give torch.compile options={"freeze": True}, if parameters stay as they are',
+            'pass options={"freeze": True} to torch.compile, if the parameters do not change',
             _where(longest),
             f"kernels that pack a parameter at each call: {len(rows)}, which take "
             f"{sum(row.total_microseconds for row in rows):.0f} of {profile.microseconds:.0f} µs",
@@ -303,28 +303,28 @@ def _unfrozen(profile: Profile, machine: Machine) -> Iterator[Found]:
 
 
 def _rows(row: KernelTime) -> float:
-    """Of the product that a kernel computes with a parameter of so many elements."""
+    """The rows of the product that a kernel computes with its packed parameter."""
     return (row.flops or 0) / (2 * row.packed)
 
 
 def _imbalance(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """Not where other processes take the cores: then any kernel waits for the thread that was stopped."""
-    if profile.process.waited >= LEAST:
+    """Not reported where other processes take the cores: then any kernel waits for a descheduled thread."""
+    if profile.process.waited >= MIN_SAVING:
         return
     for row in profile.kernels:
         if row.imbalance:
             yield Found(
                 "imbalance",
-                "give its threads equal shares: sizes that are a multiple of their number, or fewer threads",
+                "give its threads equal shares: use sizes that are a multiple of their number, or fewer threads",
                 _where(row),
-                f"{_said(row, profile)}; its {row.threads} threads wait {row.imbalance:.0%} of their time for the last "
-                "of them",
+                f"{_time_of(row, profile)}; its {row.threads} threads wait {row.imbalance:.0%} of their time for the "
+                "slowest one",
                 row.total_microseconds * row.imbalance,
             )
 
 
 def _small_kernels(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """Kernels that take longer to be called than to work."""
+    """Kernels whose call overhead exceeds their work."""
     rows = _small(profile)
     if rows:
         calls = sum(row.calls for row in rows)
@@ -334,7 +334,7 @@ def _small_kernels(profile: Profile, machine: Machine) -> Iterator[Found]:
             "small-kernels",
             "give each kernel more to do: larger batches, or several inputs in one tensor",
             _where(longest),
-            f"calls that do less than it takes to make them: {calls:.0f}; with what is between them they take "
+            f"calls whose overhead exceeds their work: {calls:.0f}; with the time between them they take "
             f"{spent:.0f} of {profile.microseconds:.0f} µs",
             spent,
         )
@@ -349,7 +349,7 @@ def _small(profile: Profile) -> list[KernelTime]:
 
 
 def _dtype(profile: Profile, machine: Machine) -> Iterator[Found]:
-    """A type in which this machine multiplies, or moves, more slowly than in f32."""
+    """A dtype in which this machine multiplies or moves fewer elements per second than in f32."""
     for row in profile.kernels:
         dtype = next((each for each in DType if each.value == row.dtype and each is not DType.F32), None)
         if dtype is None:
@@ -361,8 +361,8 @@ def _dtype(profile: Profile, machine: Machine) -> Iterator[Found]:
             "dtype",
             f"compute in f32 instead of {dtype.value}, where its precision is enough",
             _where(row),
-            f"{_said(row, profile)}; this machine {'moves' if moves else 'multiplies'} {rate:.2g} times as much in "
-            f"{dtype.value} as in f32",
+            f"{_time_of(row, profile)}; this machine {'moves' if moves else 'multiplies'} {rate:.2g} times as many "
+            f"elements per second in {dtype.value} as in f32",
             row.total_microseconds * (1 - min(1.0, rate)),
         )
 
@@ -389,13 +389,13 @@ RULES: tuple[Rule, ...] = (
 # ------------------------------------------------------------------------------------------------ sentences
 
 
-def _said(row: KernelTime, profile: Profile) -> str:
+def _time_of(row: KernelTime, profile: Profile) -> str:
     calls = f" in {row.calls:g} calls" if row.calls != 1 else ""
     return f"{row.name} takes {row.total_microseconds / profile.microseconds:.0%} of the time{calls}"
 
 
 def _reached(row: KernelTime) -> str:
-    return f" at {row.percent_of_limit:.0f}% of the limit of {row.limit}" if row.percent_of_limit is not None else ""
+    return f" at {row.percent_of_limit:.0f}% of the {row.limit} limit" if row.percent_of_limit is not None else ""
 
 
 def _where(row: KernelTime) -> tuple[str, ...]:
@@ -407,12 +407,12 @@ def _lines(events: Iterable[Event]) -> tuple[str, ...]:
 
 
 def _kernels_at(line: str, profile: Profile) -> tuple[str, ...]:
-    """The longest kernel with this line."""
+    """The longest kernel that implements this line."""
     return tuple(row.name for row in profile.kernels if line in row.user_lines)[:1]
 
 
 def _brief(event: Event) -> str:
-    """Why, without the hints and stacks that Dynamo adds."""
+    """The reason without the hints and stacks that Dynamo adds."""
     return re.split(r" (?:Explanation|Hint|User stack trace):", event.why)[0]
 
 

@@ -1,4 +1,4 @@
-"""What makes one profile faster than another: their work by groups, beside each other."""
+"""Why one profile is faster than another: their times by group, side by side."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pellucid.kit.profile.rows import PYTHON_AND_LAUNCH
 
 
 def compare(ours: Profile, theirs: Profile, run: str = "") -> Comparison:
-    """Every row counts in one group, and what is left of a call without timers as Python and launch: so the groups add
-    up to what is seen without them. The timers themselves stand between the steps, where they are left out.
+    """Compare two profiles by group. Every row is in one group; the rest of a call without timers is Python and launch.
 
+    So the groups add up to the time without timers. The timers run between the steps, whose times exclude them.
     run: the name of the folder that theirs was read from.
     """
     mine, other = _groups(ours), _groups(theirs)
@@ -31,8 +31,8 @@ def _groups(found: Profile) -> Mapping[str, float]:
 
 
 def _replaced(ours: Profile, theirs: Profile) -> Iterator[Replaced]:
-    """Each operator of eager mode counts once, for the kernels that implement its kind on its line; where there is none
-    of that kind, as it was decomposed, for all on its line.
+    """The operators of eager mode by the kernels that replaced them. Each operator is counted once: for the kernels
+    that implement its kind on its line or, where there is none because it was decomposed, for all on its line.
     """
     if not any(row.line_calls for row in theirs.kernels):
         return
@@ -58,13 +58,13 @@ def _by_line(row: KernelTime) -> list[tuple[str, float]]:
 
 
 def _divided(rows: Sequence[int], kernels: Sequence[KernelTime]) -> list[tuple[int | None, float]]:
-    """By their calls."""
+    """The kernels with their shares of the calls."""
     whole = sum(kernels[n].calls for n in rows)
     return [(n, kernels[n].calls / whole) for n in rows] if whole else [(None, 1.0)]
 
 
 def _plain(line: str) -> str:
-    """Without the module that a line belongs to."""
+    """A line without the module that it belongs to."""
     return line.partition(" (")[0]
 
 

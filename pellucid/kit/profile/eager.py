@@ -1,4 +1,4 @@
-"""Where the time of an eager program goes: its operators, as torch.profiler sees them."""
+"""Where the time of an eager program goes: its operators, as measured by torch.profiler."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CALLS = 5
 
 
 def eager_profile(call: Callable[[], Any], plain: Sequence[float], target: str) -> Profile:
-    """plain: seconds of calls without a profiler.
+    """The profile of a program that runs eagerly. plain: seconds of calls without a profiler.
 
-    torch.profiler makes each operator slower; what a call takes without it is the whole, and where operators seem to
-    take more than that, their times are scaled to it.
+    torch.profiler slows each operator down. The time of a call without it is the total, and operators whose times add
+    up to more are scaled to it.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
         begin = perf_counter()
@@ -35,7 +35,7 @@ def eager_profile(call: Callable[[], Any], plain: Sequence[float], target: str) 
     summary, whole = summarise(times), midmean(times) * 1e6
     events = [each for each in profiler.key_averages(group_by_input_shape=True) if each.key.startswith("aten::")]
     taken = sum(each.self_cpu_time_total for each in events) / _CALLS
-    scale = max(1.0, whole / (profiled * 1e6))  # the profiler had a better moment than the calls without it
+    scale = max(1.0, whole / (profiled * 1e6))  # above 1 if the machine was faster during the profiled calls
     scale = min(scale, whole / taken) if taken else 1.0
     with _Lines() as seen:
         call()
@@ -43,7 +43,7 @@ def eager_profile(call: Callable[[], Any], plain: Sequence[float], target: str) 
     rows = [_row(each, scale, whole, seen) for each in events]
     rows.sort(key=lambda row: -row.total_microseconds)
     rest = whole - sum(row.total_microseconds for row in rows)
-    note = f"operators as torch.profiler sees them; a call takes {profiled * 1e6 / whole:.2f} times as long under it"
+    note = f"operators as measured by torch.profiler; a call takes {profiled * 1e6 / whole:.2f} times as long under it"
     return Profile(
         "eager",
         target,
@@ -60,11 +60,11 @@ def eager_profile(call: Callable[[], Any], plain: Sequence[float], target: str) 
 
 
 _Key: TypeAlias = "tuple[str, tuple[str, ...]]"
-"""An operator, and the shapes that it reads, but for those of numbers and of tensors in lists."""
+"""An operator and the shapes of its inputs, without numbers and tensors in lists."""
 
 
 class _Lines(Observed):
-    """Counts the calls of operators by the user's lines."""
+    """Counts the calls of operators by user line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Lines(Observed):
             self._any.setdefault(name, Counter())[line] += 1
 
     def within(self, events: Iterable[Any]) -> None:
-        """Operators that others call, as `relu` calls `clamp_min`, have the lines of these."""
+        """Give operators that others call, as `relu` calls `clamp_min`, the lines of their callers."""
         inner: dict[_Key, Counter[str]] = {}
         for event in events:
             outer = event
@@ -93,7 +93,7 @@ class _Lines(Observed):
         self._exact |= inner
 
     def of(self, name: str, shapes: tuple[str, ...]) -> Counter[str]:
-        """Lines of an operator at such shapes, else at any."""
+        """The lines of an operator with these shapes, or with any if there are none."""
         return self._exact.get((name, shapes)) or self._any.get(name, Counter())
 
 
@@ -110,7 +110,7 @@ def _row(event: Any, scale: float, whole: float, seen: _Lines) -> KernelTime:
     return KernelTime(
         name=name,
         kind="call",
-        group=GROUPS["kernel" if group == "call" else group],  # what a compiler would make kernels of
+        group=GROUPS["kernel" if group == "call" else group],  # a compiler would generate kernels for these
         symbol=name,
         calls=event.count / _CALLS,
         microseconds=event.self_cpu_time_total * scale / event.count,

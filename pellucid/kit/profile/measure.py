@@ -1,4 +1,4 @@
-"""Taking profiles: of code as it runs, and of programs that are called again and again with and without timers."""
+"""Taking profiles of programs that are called repeatedly, with and without timers."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from pellucid.native.counters import HARDWARE, refused
 EAGER = "eager"
 BUDGET = 10.0
 _COUNTED_CALLS = 5
-_WARM_CALLS = 3  # compile; tell the shapes; run as the rest do
-_LEAST_ROUNDS, _MOST_ROUNDS = 5, 200
-_WAITED = 0.1  # of the time that threads could run: from here on it is said
-_BLOCK_SECONDS = 0.02  # of calls in a row, without timers and then with
+_WARM_CALLS = 3  # to compile, to resolve the shapes, and to run as all later calls do
+_MIN_ROUNDS, _MAX_ROUNDS = 5, 200
+_WAITED = 0.1  # share of the threads' runnable time from which on waiting for a core is reported
+_BLOCK_SECONDS = 0.02  # of consecutive calls, first without timers and then with them
 
 
 @dataclass
 class Program:
-    """Something to call, under one backend. call: once; eager: the same without it. backend: its name, or `eager`."""
+    """A program under one backend. call: runs it once. eager: runs it once in eager mode. backend: its name, or
+    `eager`."""
 
     backend: str
     call: Callable[[], Any]
@@ -59,7 +60,7 @@ class Program:
 
 
 def program_of(case: Case, subject: Subject | None, backward: bool = False, dynamic: bool | None = None) -> Program:
-    """A program compiled by a subject, or in eager mode. backward: and its gradients, of a fixed weighting."""
+    """A program compiled by a subject, or in eager mode. backward: also compute gradients, with fixed weights."""
     fresh = case.fresh()
     torch._dynamo.reset()
     step = _training_step if backward else _inference
@@ -88,10 +89,10 @@ def program_of_graphs(graphs: Sequence[Graph], subject: Subject | None) -> Progr
 
 
 def take(programs: Sequence[Program], target: str, budget: float = BUDGET) -> list[Profile]:
-    """Profiles of programs that are called in turn for about `budget` seconds, in blocks without timers and with them.
+    """Profile programs that are called in turn for about `budget` seconds, in blocks without timers and with them.
 
-    A program that raises has the profile of what was measured before. Raises UserError for one that fails at once, and
-    NotJudged where it fails in eager mode too.
+    The profile of a program that raises covers the calls before. Raises UserError for one that fails in the first
+    calls, and NotJudged if it fails in eager mode too.
     """
     for program in programs:
         _warm(program, target)
@@ -99,15 +100,15 @@ def take(programs: Sequence[Program], target: str, budget: float = BUDGET) -> li
     with uncollected():
         _measure([each for each in programs if each.backend != EAGER or len(programs) > 1] or programs, budget)
         for program in programs:
-            _look(program)
+            _inspect(program)
     if counters["stats"]["unique_graphs"] > graphs:
         for program in programs:
-            program.notes.append("graphs were compiled while it was measured: it recompiles from call to call")
+            program.notes.append("graphs were compiled while it was measured: the program recompiles between calls")
     return [_profile(program, target) for program in programs]
 
 
-def _look(program: Program) -> None:
-    """At what the process did; the program is called some more: with and without denormal numbers, under cProfile."""
+def _inspect(program: Program) -> None:
+    """Record the process's state, and call the program with denormals flushed, under cProfile and with counters."""
     flushed, denormals = 1.0, ()
     if not program.failure:
         try:
@@ -116,12 +117,12 @@ def _look(program: Program) -> None:
             program.python = look_at_python(program.call)
             program.uncounted = _count(program)
         except Exception as error:
-            program.failure = _said(error)
+            program.failure = _cause(error)
     program.process = program.watch.seen(flushed, denormals)
 
 
 def _count(program: Program) -> str:
-    """Call it with hardware counters; or why not."""
+    """Call a program with hardware counters. Returns why they cannot be read; empty if they were."""
     if program.backend == EAGER:
         return ""
     if program.backend != "pellucid":
@@ -144,12 +145,12 @@ def _profile(program: Program, target: str) -> Profile:
 
 
 def advised(found: Profile) -> Profile:
-    """A profile with what to do about it, on this machine, and a note where others took the cores."""
+    """A profile with advice for this machine, and a note if other processes took the cores."""
     process, notes = found.process, found.notes
     if process.waited >= _WAITED and found.threads <= process.cores:
         notes = (
             *notes,
-            f"other processes took the cores for {process.waited:.0%} of the time: it is shorter without them",
+            f"other processes took the cores for {process.waited:.0%} of the time: without them it is faster",
         )
     return replace(found, notes=notes, advice=advise(found, known_machine()[0]))
 
@@ -172,21 +173,21 @@ def _times(program: Program, target: str) -> Profile:
 def _measure(programs: Sequence[Program], budget: float) -> None:
     counts = {id(program): _calls_per_block(program) for program in programs}
     start = perf_counter()
-    for turn in range(_MOST_ROUNDS):
+    for turn in range(_MAX_ROUNDS):
         for program in programs[turn % len(programs) :] + programs[: turn % len(programs)]:  # type: ignore[operator]
             if not program.failure:
                 _block(program, counts[id(program)])
-        if turn + 1 >= _LEAST_ROUNDS and perf_counter() - start >= budget:
+        if turn + 1 >= _MIN_ROUNDS and perf_counter() - start >= budget:
             return
 
 
 def _block(program: Program, count: int) -> None:
-    """Calls without timers, then with; the first of each is not counted, as the caches hold another program's data."""
+    """Calls without timers, then with; the first of each is discarded, as the caches hold another program's data."""
     try:
         with program.watch.calling():
             _calls(program, count)
     except Exception as error:
-        program.failure = _said(error)
+        program.failure = _cause(error)
 
 
 def _calls(program: Program, count: int) -> None:
@@ -214,12 +215,12 @@ def _warm(program: Program, target: str) -> None:
     except Exception as error:
         _call_eagerly(program, target)
         raise UserError(
-            f"{target} fails under {program.backend}: {_said(error)}", hint="see `pellucid check` and `explain`"
+            f"{target} fails under {program.backend}: {_cause(error)}", hint="see `pellucid check` and `explain`"
         ) from error
 
 
 def _call_eagerly(program: Program, target: str) -> None:
-    """Raises NotJudged for a program that fails without a compiler too."""
+    """Raise NotJudged for a program that fails without a compiler too."""
     try:
         program.eager()
     except PellucidError:
@@ -228,8 +229,8 @@ def _call_eagerly(program: Program, target: str) -> None:
         raise not_judged(f"{target} fails in eager mode", failure_of(error)) from error
 
 
-def _said(error: BaseException) -> str:
-    """The cause, in a line: Dynamo wraps what a backend raises, and what an operator raises while it is traced."""
+def _cause(error: BaseException) -> str:
+    """The cause in one line, unwrapped: Dynamo wraps exceptions of backends, and of operators while it traces them."""
     if isinstance(error, ShortenTraceback | TorchRuntimeError):
         error = next((each for each in chain_of(error) if not isinstance(each, TorchDynamoException)), error)
     return f"{type(error).__name__}: {gist(error.message if isinstance(error, PellucidError) else str(error))}"
@@ -237,7 +238,7 @@ def _said(error: BaseException) -> str:
 
 def _calls_per_block(program: Program) -> int:
     begin = perf_counter()
-    with suppress(Exception):  # the block will say
+    with suppress(Exception):  # `_block` will report it
         program.call()
     return max(1, min(1000, round(_BLOCK_SECONDS / max(perf_counter() - begin, 1e-6))))
 
@@ -251,7 +252,7 @@ def _inference(case: Case, fn: Callable[..., Any]) -> Callable[[], Any]:
 
 
 def _training_step(case: Case, fn: Callable[..., Any]) -> Callable[[], None]:
-    """Forward and backward, from the loss that a model returns, else from every result that has a gradient."""
+    """Forward and backward, from the loss that a model returns, else from every result that requires a gradient."""
     leaves = [
         *_leaves((case.args, dict(case.kwargs))),
         *(case.fn.parameters() if isinstance(case.fn, torch.nn.Module) else ()),

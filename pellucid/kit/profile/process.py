@@ -1,4 +1,4 @@
-"""What is seen of the process while a program runs: what advice follows from, beside times."""
+"""Observations of the process while a program runs, which advice is based on in addition to times."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from pellucid.kit.subjects.refusals import Refusal
 from pellucid.native.cpu import scheduled, usable_cores
 from pellucid.native.runtime import flushed_denormals
 
-_FAULTS = 1 / 16  # of the pages of a large tensor: from here on the allocator gives memory back
+_FAULTS = 1 / 16  # share of a large tensor's pages that fault, from which on the allocator returns memory to the system
 _PAIRS, _PAIR_SECONDS = 50, 0.6
-_FASTER = 1.05  # from here on denormal numbers are looked for
+_FASTER = 1.05  # speedup from which on denormal numbers are searched for
 
 
 @dataclass
 class Watch:
-    """Sums up what is seen. faults, system: in a call, each time that calls were counted; microseconds of all threads.
-    ran, waited: nanoseconds of all threads."""
+    """Accumulates observations. faults: page faults per call, system: microseconds of system time per call, one value
+    for each `counting`. ran, waited: nanoseconds of all threads."""
 
     faults: list[float] = field(default_factory=list)
     system: list[float] = field(default_factory=list)
@@ -41,21 +41,21 @@ class Watch:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """The program is compiled: where its graph breaks counts."""
+        """While the program is compiled: record its graph breaks."""
         with listening() as heard:
             yield
         self.breaks += [_event(each) for each in heard if each.kind == GRAPH_BREAK]
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """The program is called, and has been before: that it is compiled again counts."""
+        """While the compiled program is called: record recompilations."""
         with listening() as heard:
             yield
         self.recompilations += [_event(each) for each in heard if each.kind != GRAPH_BREAK]
 
     @contextmanager
     def counting(self, calls: int) -> Iterator[None]:
-        """So many calls without timers: their page faults count, and whether threads wait for a core."""
+        """While `calls` calls run without timers: record page faults, and how long threads wait for a core."""
         ran, waited = scheduled()
         before = resource.getrusage(resource.RUSAGE_SELF)
         yield
@@ -88,9 +88,9 @@ def _event(heard: Refusal) -> Event:
 
 
 def faster_flushed(call: Callable[[], Any]) -> float:
-    """How many times as fast the fastest call is while denormal numbers count as zeros; 1 if hardly.
+    """How many times as fast the fastest call is when denormal numbers are flushed to zero; 1 if hardly faster.
 
-    The fastest of each, in turn: what disturbs some calls, other processes say, does not count.
+    Both kinds of calls alternate, and the fastest of each are compared, so that interference by others does not matter.
     """
     kept, flushed = [], []
     began = perf_counter()
@@ -109,7 +109,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def denormals_in(eager: Callable[[], Any]) -> tuple[Event, ...]:
-    """The calls of operators that return denormal numbers when a program runs eagerly, the worst first."""
+    """The operator calls that return denormal numbers when a program runs eagerly, the largest share first."""
     with _Denormals() as found:
         eager()
     return tuple(
@@ -119,7 +119,7 @@ def denormals_in(eager: Callable[[], Any]) -> tuple[Event, ...]:
 
 
 class _Denormals(Observed):
-    """shares: by operator and line, of the numbers in its results."""
+    """shares: by operator and line, the share of denormal numbers in its results."""
 
     def __init__(self) -> None:
         super().__init__()

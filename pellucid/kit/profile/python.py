@@ -1,7 +1,7 @@
-"""Where in Python the time outside compiled graphs goes: calls of the program under cProfile.
+"""Where the time outside compiled graphs goes in Python: calls of the program under cProfile.
 
-cProfile makes each Python function slower and C++ hardly, so the parts of a whole are scaled to what was measured
-without it. An operator written as `a + b` is no call to it: it counts for the function that it stands in.
+cProfile slows down Python functions but hardly C++, so the parts are scaled to the total measured without it. It does
+not see an operator written as `a + b` as a call: its time belongs to the enclosing function.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OTHER = "other libraries"
 _SECONDS, _MOST_CALLS = 0.3, 200
 _FORMATS = (".pstats", ".dot", ".svg", ".png", ".pdf")
 _GUARDS = "TorchDynamo Cache Lookup"
-_FUNCTION_SHARE, _CALL_SHARE = 0.005, 0.001  # below these gprof2dot leaves out functions and calls too
+_FUNCTION_SHARE, _CALL_SHARE = 0.005, 0.001  # gprof2dot omits functions and calls below these too
 
 _LIBRARIES = tuple(sysconfig.get_paths()[each] for each in ("purelib", "stdlib"))
 _TORCH = Path(torch.__file__).parent
@@ -44,11 +44,11 @@ _FOLDERS = {
     f"{Path(pellucid.__file__).parent}/": "Pellucid",
     **dict.fromkeys((*_LIBRARIES, "<"), _OTHER),
 }
-"""Parts by where a file is; what is in none of these is the user's."""
+"""The part that a file belongs to, by its folder; files in no listed folder are the user's."""
 
 
 class _Function(NamedTuple):
-    """As pstats names it. file: `~` for what is not Python."""
+    """A function as pstats names it. file: `~` for native functions."""
 
     file: str
     line: int
@@ -57,7 +57,7 @@ class _Function(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """calls; own, total: seconds. callers: the same of the calls that each makes."""
+    """The times of a function. own, total: seconds. callers: by caller, the calls that it makes, own and total."""
 
     calls: int
     own: float
@@ -67,9 +67,9 @@ class _Timed:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What cProfile and torch.profiler saw of a program. stats: None where cProfile could not run.
+    """What cProfile and torch.profiler measured of a program. stats: None if cProfile could not run.
 
-    seconds: of a call under cProfile; guards: the share of a call that Dynamo's guards take.
+    seconds: of a call under cProfile. guards: the share of a call that Dynamo's guards take.
     """
 
     stats: pstats.Stats | None
@@ -80,7 +80,7 @@ class Seen:
 
 
 def look_at_python(call: Callable[[], Any]) -> Seen:
-    """Some calls of a program under cProfile, then under torch.profiler, which knows of guards."""
+    """Run some calls of a program under torch.profiler, which times guards, then under cProfile."""
     begin = perf_counter()
     call()
     count = max(1, min(_MOST_CALLS, round(_SECONDS / max(perf_counter() - begin, 1e-6))))
@@ -93,7 +93,7 @@ def look_at_python(call: Callable[[], Any]) -> Seen:
     python = cProfile.Profile()
     try:
         python.enable()
-    except ValueError as error:  # another tool watches already
+    except ValueError as error:  # another profiling tool is active
         return Seen(None, count, 0.0, guards, str(error))
     begin = perf_counter()
     try:
@@ -106,8 +106,9 @@ def look_at_python(call: Callable[[], Any]) -> Seen:
 
 
 def python_side(seen: Seen, python: float, plain: float, compiled: bool) -> PythonSide:
-    """What was seen as numbers. python: microseconds of a call outside kernels and library calls, without cProfile;
-    plain: of a whole call. compiled: operators that PyTorch was asked for count as Python's, else as the program's.
+    """The result of a measurement. python: microseconds of a call outside kernels and library calls, without cProfile;
+    plain: of a whole call. compiled: whether operators called from Python are part of `python`; in an eager profile
+    they have rows of their own.
     """
     if seen.stats is None:
         return PythonSide(0.0, seen.guards * plain, (), (), (), seen.why_not)
@@ -161,30 +162,30 @@ def _function(function: _Function, timed: _Timed, split: Mapping[str, float], ca
 
 
 def check_callgraph(file: Path) -> None:
-    """Raises UserError where a call graph cannot be written: its format is none, or what draws it is not there."""
+    """Raise UserError if a call graph cannot be written: the format is unknown, or a tool is not installed."""
     if file.suffix not in _FORMATS:
-        raise UserError(f"{file} is no format of a call graph", hint=f"one of {', '.join(_FORMATS)}")
+        raise UserError(f"{file} has an unknown call graph format", hint=f"use one of {', '.join(_FORMATS)}")
     if file.suffix != ".pstats" and importlib.util.find_spec("gprof2dot") is None:
-        hint = "pip install 'pellucid[callgraph]'; or FILE.pstats, which needs nothing"
+        hint = "pip install 'pellucid[callgraph]'; or write FILE.pstats, which needs no tool"
         raise UserError("gprof2dot, which draws call graphs, is not installed", hint=hint)
     if file.suffix not in (".pstats", ".dot") and shutil.which("dot") is None:
-        hint = "apt-get install graphviz; or FILE.dot, which needs gprof2dot only"
+        hint = "apt-get install graphviz; or write FILE.dot, which needs gprof2dot only"
         raise UserError("Graphviz, which lays call graphs out, is not installed", hint=hint)
 
 
 def write_callgraph(seen: Seen, file: Path) -> None:
-    """What cProfile saw as `.pstats`, or as the call graph that gprof2dot makes of it: `.dot`, or a picture.
+    """Write cProfile's data as `.pstats`, or as the call graph that gprof2dot draws of it: `.dot`, or an image.
 
-    Raises UserError where cProfile saw nothing, and where the file cannot be written.
+    Raises UserError if cProfile could not run, and if the file cannot be written.
     """
     if seen.stats is None:
-        raise UserError(f"there is no call graph: {seen.why_not}", hint="end the other tool")
+        raise UserError(f"there is no call graph: {seen.why_not}", hint="stop the other profiling tool")
     with TemporaryDirectory() as folder:
         raw = file if file.suffix == ".pstats" else Path(folder, "python.pstats")
         try:
             seen.stats.dump_stats(raw)
         except OSError as error:
-            raise UserError(f"cannot write {file}: {error}", hint="give a file that is writable") from error
+            raise UserError(f"cannot write {file}: {error}", hint="give a writable file") from error
         if raw is file:
             return
         dot = file if file.suffix == ".dot" else Path(folder, "python.dot")
@@ -197,7 +198,7 @@ def write_callgraph(seen: Seen, file: Path) -> None:
 
 
 def _parts(timed: Mapping[_Function, _Timed]) -> dict[_Function, dict[str, float]]:
-    """Seconds of each function itself, by whose they are. What is not Python is its callers'."""
+    """Each function's own seconds by part. The time of a native function belongs to the parts of its callers."""
     inside = _inside(timed)
     found: dict[_Function, dict[str, float]] = {}
     for function, each in timed.items():
@@ -217,8 +218,8 @@ def _of_builtin(function: _Function, caller: _Function, inside: Mapping[_Functio
     if caller in inside:
         return GRAPHS
     part = _part(caller.file) if caller.file != "~" else _OTHER
-    asks_torch = "torch" in function.name and "torch._C._dynamo" not in function.name
-    return OPERATORS if asks_torch and part in (YOURS, "PyTorch's Python") else part
+    calls_torch = "torch" in function.name and "torch._C._dynamo" not in function.name
+    return OPERATORS if calls_torch and part in (YOURS, "PyTorch's Python") else part
 
 
 def _part(file: str) -> str:
@@ -226,12 +227,12 @@ def _part(file: str) -> str:
 
 
 def _short(file: str) -> str:
-    """Without where Python and its packages are."""
+    """A path relative to the folders of Python and its packages."""
     return next((file.removeprefix(f"{each}/") for each in _LIBRARIES if file.startswith(f"{each}/")), file)
 
 
 def _inside(timed: Mapping[_Function, _Timed]) -> dict[_Function, None]:
-    """What runs compiled graphs, and what only that calls."""
+    """The functions that run compiled graphs, and those that only these call."""
     found = {each: None for each in timed if _runs_graph(each)}
     grown = bool(found)
     while grown:
@@ -246,7 +247,7 @@ def _inside(timed: Mapping[_Function, _Timed]) -> dict[_Function, None]:
 
 
 def _runs_graph(function: _Function) -> bool:
-    """Of Pellucid the native function of an instance, of Inductor the module that the subject times."""
+    """Whether a function runs a graph: Pellucid's native `run` of an instance, or the call that times Inductor's."""
     if function.file == "~":
         return function.name == "<built-in method run>"
     return function.name == "__call__" and function.file.endswith("pellucid/kit/subjects/inductor/timing.py")

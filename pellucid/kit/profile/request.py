@@ -1,4 +1,4 @@
-"""`pellucid profile`: a TARGET in a process of its own."""
+"""`pellucid profile`: a TARGET in a separate process."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def profile_target(
     seconds: float = SECONDS,
     memory: int = 0,
 ) -> Profile | Comparison:
-    """Profile a TARGET, or compare it with another backend's profile, or with that in a run.
+    """Profile a TARGET, or compare it with another backend's profile, or with the one in a run.
 
     against: `eager`, the name of a backend, or a folder that `profile -o` wrote to. trace: where to write a Chrome
-    trace; callgraph: what cProfile saw, see `write_callgraph`. budget: seconds of calls. seconds, memory (bytes): what
-    the process may take. Raises UserError for a target that does not exist, and for one that fails.
+    trace; callgraph: where to write cProfile's data, see `write_callgraph`. budget: seconds of calls. seconds, memory
+    (bytes): limits of the process. Raises UserError for a target that does not exist, and for one that fails.
     """
     saved = saved_profile(Path(against)) if against and Path(against).is_dir() else None
     refused, hint = f"{request.target} cannot be profiled", "see `pellucid check`"
@@ -51,7 +51,7 @@ def profile_target(
 def take_request(
     request: Request, against: Sequence[str], budget: float, trace: str = "", callgraph: str = ""
 ) -> list[Profile]:
-    """The profile of a request, then those of other backends, in this process."""
+    """The profile of a request followed by those of the backends `against`, taken in this process."""
     own = None if request.backend == EAGER else subject_for(request)
     others = [None if name == EAGER else subject_of(name) for name in against]
     programs = [_program(request, subject) for subject in (own, *others)]

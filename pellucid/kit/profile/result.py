@@ -1,4 +1,4 @@
-"""What a profile says."""
+"""The results of profiling."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ BLOCK = "block"
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Calls of one kernel, or of one operator of a library, at one set of sizes.
+    """Calls of one kernel, or of one library operator, at one set of sizes.
 
-    name: a kernel's in its graph, or the operator's. kind: `kernel` or `call`. group: what it counts as in comparisons.
-    symbol: the function. calls: in one call of the program. microseconds: of one call, the mean; spread: half the
-    distance between the quartiles, as a share of the median. total_microseconds: of all calls in one call of the
-    program; share: of its time. shapes: of what it reads; results: of what it writes. bytes, flops: of one call; None
-    where nobody knows.
+    name: of the kernel in its graph, or of the operator. kind: `kernel` or `call`. group: its group in comparisons.
+    symbol: the function. calls: per call of the program. microseconds: of one call, the mean; spread: half the
+    interquartile range, as a share of the median. total_microseconds: of all calls in one call of the program; share:
+    of its time. shapes: of the inputs; results: shapes of the outputs. bytes, flops: of one call; None if unknown.
     limit: what binds it (`memory`, `l2`, `compute`, `overhead`), percent_of_limit: how much of that it reaches, and
-    estimate_microseconds: what the machine model expects; empty and None where they cannot be told. why_below: of a
-    row below 70% of that limit, where the rest of its time goes, `14% fetching from memory`; see `limits.why_below`.
-    line_calls: of an operator of eager mode, how many of the calls come from each of its user_lines.
-    threads: that worked on it, the most seen; None where the library decides. imbalance: how much of the time of these
-    threads was spent waiting for the last of them, from 0 to 1. fx_nodes, user_lines: behind all of its calls.
-    cycles, instructions, cache_misses: of one call, in the thread that calls; None where nothing counts them.
+    estimate_microseconds: what the machine model predicts; empty and None if unknown. why_below: for a row below 70% of
+    that limit, where the rest of its time goes, `14% fetching from memory`; see `limits.why_below`.
+    line_calls: for an operator of eager mode, how many of the calls come from each of its user_lines.
+    threads: the maximum number that worked on it; None where the library decides. imbalance: the share of these
+    threads' time that was spent waiting for the slowest one, from 0 to 1. fx_nodes, user_lines: of all its calls.
+    cycles, instructions, cache_misses: of one call, in the calling thread; None where they were not counted.
     steps: the calls in their graphs, `inference_0/mm_3`. dtype: in which it computes floats, `f32`. fetched: bytes of
-    the lines of the cache that a call touches; None where nobody knows. scalar: why a kernel has no vectors, reason:
-    why a library call is none; empty where it has, or nobody says. packed: elements of a parameter that each call packs
-    anew, which freezing spares.
+    the cache lines that a call touches; None if unknown. scalar: why a kernel is not vectorised, reason: why a library
+    call is not compiled; empty where it is, or if unknown. packed: elements of a parameter that each call packs again,
+    which freezing avoids.
     """
 
     name: str
@@ -71,15 +70,15 @@ class KernelTime:
 
     @property
     def because(self) -> str:
-        """`why_below` as a sentence, or why it is beyond its limit; empty where neither is to be explained."""
+        """`why_below` as a sentence, or why it exceeds its limit; empty where neither applies."""
         if self.why_below:
             return f"the rest: {'; '.join(self.why_below)}"
-        beyond = self.group == "attention" and (self.percent_of_limit or 0) > 100
-        return "scores that a mask hides count as work, and are left out" if beyond else ""
+        above = self.group == "attention" and (self.percent_of_limit or 0) > 100
+        return "masked-out scores are counted as work, but not computed" if above else ""
 
     @property
     def estimate_factor(self) -> float | None:
-        """How far the estimate is from the time, in either direction: 2.0 for half of it, and for twice."""
+        """The ratio of estimate and time, inverted if below 1: 2.0 both for half and for twice the time."""
         if not self.estimate_microseconds or not self.microseconds:
             return None
         ratio = self.estimate_microseconds / self.microseconds
@@ -99,10 +98,10 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What is left of a call of the program beside kernels and library calls, in microseconds.
+    """The time of a call of the program outside kernels and library calls, in microseconds.
 
     python: outside compiled graphs: Python, Dynamo's guards, AOTAutograd's wrappers, operators that were not compiled.
-    launch: inside them, between their steps: the plan, memory for results.
+    launch: inside compiled graphs, between their steps: the plan, allocation of results.
     """
 
     python_microseconds: float
@@ -116,7 +115,7 @@ class Overhead:
 @dataclass(frozen=True, slots=True)
 class PythonPart:
     """A part of the time outside compiled graphs: `your program`, `Dynamo`, `AOTAutograd`, ... Its microseconds are
-    those of a call without cProfile, so the parts add up to `Overhead.python_microseconds`.
+    scaled to a call without cProfile, so the parts add up to `Overhead.python_microseconds`.
     """
 
     name: str
@@ -125,8 +124,8 @@ class PythonPart:
 
 @dataclass(frozen=True, slots=True)
 class PythonFunction:
-    """A function, in one call of the program under cProfile. where: `file:line`, empty for what is not Python. part:
-    whose it is. own_microseconds: without what it calls."""
+    """A function, in one call of the program under cProfile. where: `file:line`, empty for native functions. part: the
+    `PythonPart` that it belongs to. own_microseconds: without its callees."""
 
     name: str
     where: str
@@ -138,8 +137,8 @@ class PythonFunction:
 
 @dataclass(frozen=True, slots=True)
 class PythonCall:
-    """That a function calls another, by their numbers among the functions. calls: in one call of the program;
-    microseconds: that these take."""
+    """An edge of the call graph; caller and callee are indices into the functions. calls: per call of the program;
+    microseconds: of these calls."""
 
     caller: int
     callee: int
@@ -149,11 +148,11 @@ class PythonCall:
 
 @dataclass(frozen=True, slots=True)
 class PythonSide:
-    """Where in Python the time goes.
+    """Where the time goes in Python.
 
-    slower: how many times as long a call takes under cProfile. guards_microseconds: of Dynamo's guards, as
-    torch.profiler sees them; they count for the functions that call compiled ones. parts: the longest first.
-    functions: that take most with what they call first, and calls: among these. why_not: why it could not be looked at.
+    slower: how many times as long a call takes under cProfile. guards_microseconds: of Dynamo's guards, as measured by
+    torch.profiler; in `functions` they are part of the functions that call compiled ones. parts: the longest first.
+    functions: by total time, the longest first. calls: among these. why_not: why there is no cProfile data.
     """
 
     slower: float
@@ -166,7 +165,7 @@ class PythonSide:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that Dynamo did, why, and the user's line; that is empty where nobody knows."""
+    """Something that Dynamo did: why, and the user's line, empty if unknown."""
 
     why: str
     line: str
@@ -174,15 +173,15 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What was seen of the process beside times.
+    """What was observed of the process in addition to times.
 
-    page_faults: in a call of the program without timers. system: microseconds of all threads in the system's kernel in
-    such a call. waited: the share of the time in which its threads could run and had no core. cores: that it may use; 0
-    where nobody looked. openmp: the OpenMP runtimes in it, as paths.
-    keeps_memory: whether its allocator keeps large blocks that were freed. graph_breaks, recompilations: those while
-    the program was compiled, and those after it had run.
-    flushed: how many times as fast it is while denormal numbers count as zeros. denormals: calls of operators of eager
-    mode whose results hold some; looked for where that is faster.
+    page_faults: per call of the program without timers. system: microseconds of system time of all threads in such a
+    call. waited: the share of time in which its threads were ready to run but had no core. cores: usable ones; 0 if not
+    measured. openmp: paths of the OpenMP runtimes in the process.
+    keeps_memory: whether its allocator retains large freed blocks. graph_breaks: while the program was compiled.
+    recompilations: after it had run.
+    flushed: the speedup when denormal numbers are flushed to zero. denormals: calls of operators of eager mode whose
+    results contain some; only searched for where flushing is faster.
     """
 
     page_faults: float = 0.0
@@ -199,13 +198,13 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Something to do about the time of a program.
+    """A way to make a program faster.
 
     category: `page-faults`, `allocator`, `oversubscription`, `threads`, `openmp-runtimes`, `denormals`, `layout`,
-    `scalar-kernel`, `fallback`, `recompilation`, `graph-break`, `imbalance`, `small-kernels` or `dtype`.
-    what: to do, a sentence. where: the kernel or operator, then the user's lines; empty for the process as a whole.
-    evidence: the figures that it follows from, a sentence. gain: how many times as fast the program gets at the most
-    (1.5 for two thirds of its time). check: the command that shows whether it helped.
+    `scalar-kernel`, `fallback`, `recompilation`, `graph-break`, `guards`, `unfrozen`, `imbalance`, `small-kernels` or
+    `dtype`. what: what to do, a sentence. where: the kernel or operator, then the user's lines; empty for the whole
+    process. evidence: the figures that it follows from, a sentence. gain: the maximum speedup (1.5 for two thirds of
+    the time). check: the command that shows whether it helped.
     """
 
     category: str
@@ -220,16 +219,16 @@ class Advice:
 class Profile(Paged):
     """Where the time of a program went. Times are microseconds of one call of the program.
 
-    backend: that compiled it, or `eager`. calls: of the program that were timed. microseconds: of one, the mean of the
-    middle half; the totals of `kernels` and `overhead` add up to it. spread: half the distance between the quartiles,
-    as a share of the median. plain_microseconds: of a call without timers, measured in turn with these; None where
+    backend: the one that compiled it, or `eager`. calls: timed calls of the program. microseconds: of one call, the
+    mean of the middle half; the totals of `kernels` and `overhead` add up to it. spread: half the interquartile range,
+    as a share of the median. plain_microseconds: of a call without timers, measured alternately with these; None if
     there was none.
-    graph_runs: in one call. threads: torch's. kernels: the longest first. lost: runs of graphs that are not counted.
-    notes: what makes the numbers say less. failure: how the program ended, if by an exception. advice: what to do,
-    what gains most first.
-    machine: whose limits count, and where its figures are from; empty where nothing is held against them. process: what
-    was seen beside times. python: where the time outside compiled graphs goes; None where nobody looked. counters: why
-    the rows have no cycles, instructions and misses; empty where they have, and of a block that ran once.
+    graph_runs: per call. threads: torch's. kernels: the longest first. lost: runs of graphs that are not counted.
+    notes: what limits the validity of the numbers. failure: the exception that ended the program, if any. advice: the
+    largest gain first.
+    machine: the machine whose limits are used, and the source of its figures; empty if none are used. process: what was
+    observed in addition to times. python: where the time outside compiled graphs goes; None if not measured. counters:
+    why the rows have no cycles, instructions and misses; empty where they have, and for a block that ran once.
     """
 
     backend: str
@@ -253,12 +252,12 @@ class Profile(Paged):
 
     @property
     def real_microseconds(self) -> float:
-        """Of a call as it is without timers, as far as that was measured."""
+        """Microseconds of a call without timers, or with them if that was not measured."""
         return self.microseconds if self.plain_microseconds is None else self.plain_microseconds
 
     @property
     def estimate_factor(self) -> float | None:
-        """How far estimates are from times: the geometric mean of all rows that have both; None without any."""
+        """The geometric mean of `estimate_factor` of the rows that have one; None without any."""
         factors = [row.estimate_factor for row in self.kernels]
         known = [factor for factor in factors if factor is not None]
         return geometric_mean(known) if known else None
@@ -269,12 +268,12 @@ class Profile(Paged):
 
 
 def is_block(found: Profile) -> bool:
-    """Whether it was taken around a block. A function may have that name too, but is called without timers as well."""
+    """Whether a profile was taken around a block. A target named `block` differs by its calls without timers."""
     return found.target == BLOCK and found.plain_microseconds is None
 
 
 def what_was_timed(found: Profile) -> tuple[str, str]:
-    """What the time is of, and how well it is known: `a call`, `±8% of 32 calls, 2 threads`."""
+    """What was timed, and how accurately: `a call`, `±8% of 32 calls, 2 threads`."""
     threads = f"{found.threads} {'thread' if found.threads == 1 else 'threads'}"
     if is_block(found):
         return "for the block", threads
@@ -283,7 +282,7 @@ def what_was_timed(found: Profile) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A group of work, in microseconds of one call of the program: of what it is compared with, and its own."""
+    """The time of a group of kernels and calls in two profiles, in microseconds of one call of the program."""
 
     group: str
     theirs_microseconds: float
@@ -304,10 +303,10 @@ class OperatorTime:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A kernel or library call beside the operators of eager mode that it replaced, the longest first.
+    """A kernel or library call with the operators of eager mode that it replaced, the longest first.
 
-    name: empty for operators that nothing replaced, such as views and what was computed at compile time. title: a name
-    in any case.
+    name: empty for operators that nothing replaced, such as views and what was computed at compile time. title: the
+    name, never empty.
     """
 
     name: str
@@ -317,18 +316,18 @@ class Replaced:
 
     @property
     def title(self) -> str:
-        return self.name or "nothing: views, and what no graph holds"
+        return self.name or "no kernel: views, and operators outside graphs"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Paged):
-    """A profile beside another one. explained: the groups, that with the greatest difference first.
+    """A profile compared with another one. explained: the groups, the largest difference first.
 
-    replaced: what of eager mode each kernel replaced, that which took longest first; only beside eager mode.
-    run: the name of the folder that the other one was read from; empty where it was taken now. against: its name.
+    replaced: the operators of eager mode that each kernel replaced, the longest first; only against eager mode.
+    run: the name of the folder that the other profile was read from; empty if it was just taken. against: its name.
 
-    difference_microseconds: how much longer a call of the other takes, without timers; unexplained_microseconds: what
-    of it stands in no group: steps that took longer, while they were timed, than the call without timers.
+    difference_microseconds: how much longer a call of the other takes, without timers; unexplained_microseconds: the
+    part of it that is in no group: timed steps that took longer than the call without timers.
     """
 
     ours: Profile

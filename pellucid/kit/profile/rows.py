@@ -1,4 +1,4 @@
-"""From the times of runs to the rows of a profile."""
+"""Builds the rows of a profile from the times of runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GROUPS = {
     "layout": "copies and memory",
     "call": "other operators",
 }
-"""By kind of a step, what it counts as in comparisons; `layout` are library calls that only move."""
+"""The group in comparisons, by the kind of a step; `layout` is for library calls that only move data."""
 
 PYTHON_AND_LAUNCH = "Python and launch"
 
@@ -45,8 +45,8 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """Calls of one kernel or operator at one set of sizes. lost: nanoseconds in which its threads waited; worked: and
-    did not."""
+    """Calls of one kernel or operator at one set of sizes. worked, lost: nanoseconds in which its threads worked, and
+    waited."""
 
     facts: StepFacts
     times: list[int] = field(default_factory=list)
@@ -76,12 +76,12 @@ def profile_of(
     failure: str = "",
     counted: Clock | None = None,
 ) -> Profile:
-    """The profile of calls of a program that were made while a clock was on.
+    """The profile of the calls of a program that ran while a clock was on.
 
-    counted: a clock that was on during other calls, with `HARDWARE` counters.
+    counted: a clock that was on during other calls, with `HARDWARE` counters. plain: seconds of calls without a clock.
 
-    plain: seconds of calls without it. With more than a few calls only the middle half counts, by their times: what
-    disturbs the machine makes outliers, and the rows of the calls that are left still add up.
+    With more than a few calls only the middle half by time is used: interference on the machine causes outliers, and
+    the rows of the remaining calls still add up.
     """
     kept = _middle(calls)
     runs = [run for run in _without_nested(clock.runs) if _within(run, kept)]
@@ -117,12 +117,12 @@ def profile_of(
 
 
 def _key(facts: StepFacts) -> object:
-    """Of the row that a step counts in."""
+    """The key of the row that a step belongs to."""
     return facts.symbol, facts.reads, facts.writes, facts.loaded, facts.stored, facts.flops
 
 
 def _counts(runs: Iterable[TimedRun]) -> dict[object, tuple[float, ...]]:
-    """By row, what the counters counted in one call: the median."""
+    """The median counter values of one call, by row."""
     found: dict[object, list[tuple[int, ...]]] = {}
     for run in runs:
         for step in run.steps:
@@ -140,19 +140,19 @@ def _counted(row: KernelTime, counts: tuple[float, ...] | None) -> KernelTime:
 
 def _notes(runs: Sequence[_OwnRun], clock: Clock, backend: str) -> Iterable[str]:
     if not runs:
-        yield f"no graph ran that {backend} has compiled"
+        yield f"no graph compiled by {backend} ran"
     if clock.lost:
-        yield f"{clock.lost} runs of graphs are not counted: there was no room for them, or they are gone"
+        yield f"{clock.lost} runs of graphs are not counted: the buffer was full, or the graph was freed"
     reached = 0
     for run in sorted(runs, key=lambda each: each.run.span.begin):
         if not run.nested and run.run.span.begin < reached:
-            yield "graphs ran in several threads at once: times of rows add up to more than the whole"
+            yield "graphs ran in several threads at once: the times of rows add up to more than the total"
             return
         reached = max(reached, run.run.span.end)
 
 
 def _middle(calls: Sequence[Call]) -> list[Call]:
-    """The calls between the quartiles of their times, all of them if there are few; in order."""
+    """The calls between the quartiles by time, or all if there are few; in order."""
     if len(calls) < 4:
         return list(calls)
     ordered = sorted(calls, key=lambda call: call.nanoseconds)
@@ -171,7 +171,7 @@ class _OwnStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _OwnRun:
-    """A run without what runs inside it take: nanoseconds of its own, and of its steps."""
+    """A run with its own nanoseconds and those of its steps, without the runs nested in it."""
 
     run: TimedRun
     own: int
@@ -180,7 +180,7 @@ class _OwnRun:
 
 
 def _without_nested(runs: Sequence[TimedRun]) -> list[_OwnRun]:
-    """A step of a graph may run another graph, in the same thread: that time counts once."""
+    """Runs with their own times: a step may run another graph in the same thread, whose time must count once."""
     inner: dict[int, list[TimedRun]] = {}
     nested: set[int] = set()
     open_runs: dict[int, list[TimedRun]] = {}
@@ -238,7 +238,7 @@ def _kernel(row: _Row, calls: int, whole: int, machine: Machine) -> KernelTime:
     limits = [(limit, step) for step in row.steps.values() if (limit := limit_of(step, machine)) is not None]
     if not limits or not mean:
         return made
-    limits.sort(key=lambda each: each[0].nanoseconds)  # what came before differs
+    limits.sort(key=lambda each: each[0].nanoseconds)  # they differ with what ran before
     limit, typical = limits[len(limits) // 2]
     return replace(
         made,
@@ -250,7 +250,7 @@ def _kernel(row: _Row, calls: int, whole: int, machine: Machine) -> KernelTime:
 
 
 def group_of(kind: str, symbol: str) -> str:
-    """A key of `GROUPS`. symbol: of a library call."""
+    """A key of `GROUPS`. symbol: the operator, where it is a library call."""
     operator = symbol.partition("::")[2] or symbol
     moves = kind == "call" and any(word in operator for word in _LAYOUT)
     return "layout" if moves else kind

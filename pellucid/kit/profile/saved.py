@@ -1,4 +1,4 @@
-"""Profiles in runs, as `pellucid profile -o` and `pellucid report` leave them."""
+"""Profiles in runs, as `pellucid profile -o` and `pellucid report` write them."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ FILE = PROFILE
 
 
 def saved_profile(folder: Path) -> Profile:
-    """The profile in a run. Raises UserError when there is none, or it is none of this version's."""
+    """The profile in a run. Raises UserError if there is none, or if this version cannot read it."""
     found = saved(folder / FILE)
     return found.ours if isinstance(found, Comparison) else found
 
 
 def saved(file: Path) -> Profile | Comparison:
-    """What a file holds. Raises UserError when there is none, or it is none of this version's."""
+    """The profile or comparison in a file. Raises UserError if there is none, or if this version cannot read it."""
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
         if "ours" in about:
             return compare(
-                _made(Profile, about["ours"]), _made(Profile, about["theirs"]), _made(str, about.get("run", ""))
+                _load(Profile, about["ours"]), _load(Profile, about["theirs"]), _load(str, about.get("run", ""))
             )
-        return _made(Profile, about)
+        return _load(Profile, about)
     except FileNotFoundError:
-        hint = "make one with `pellucid profile TARGET -o FOLDER`"
+        hint = "create one with `pellucid profile TARGET -o FOLDER`"
         raise UserError(f"{file.parent} has no profile", hint=hint) from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file} holds no profile: {error!r:.80}", hint="take it again") from error
+        raise UserError(f"{file} is not a valid profile: {error!r:.80}", hint="take the profile again") from error
 
 
-def _made(kind: Any, about: Any) -> Any:
-    """A value of JSON as the type that a field has. Raises TypeError for one of another type."""
+def _load(kind: Any, about: Any) -> Any:
+    """A JSON value converted to the type of a field. Raises TypeError for a value of another type."""
     if get_origin(kind) is tuple:
-        return tuple(_made(get_args(kind)[0], each) for each in about)
+        return tuple(_load(get_args(kind)[0], each) for each in about)
     if isinstance(kind, UnionType):
-        return None if about is None else _made(next(each for each in get_args(kind) if each is not type(None)), about)
+        return None if about is None else _load(next(each for each in get_args(kind) if each is not type(None)), about)
     if is_dataclass(kind):
         types = _types(kind)
-        return kind(**{each.name: _made(types[each.name], about[each.name]) for each in fields(kind)})  # type: ignore[operator]
+        return kind(**{each.name: _load(types[each.name], about[each.name]) for each in fields(kind)})  # type: ignore[operator]
     if isinstance(about, bool) != (kind is bool) or not isinstance(about, (int, float) if kind is float else kind):
-        raise TypeError(f"{about!r:.40} is no {kind.__name__}")
+        raise TypeError(f"{about!r:.40} is not a {kind.__name__}")
     return about
 
 

@@ -1,7 +1,7 @@
-"""A profile as a trace that Perfetto (https://ui.perfetto.dev) and chrome://tracing show.
+"""A profile as a trace for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
-One track for each thread: calls of the program, runs of graphs in them, steps in these, and on the other threads of a
-kernel their shares of it.
+There is one track per thread: calls of the program, runs of graphs in them, steps in these, and on the other threads of
+a kernel their shares of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MOST_CALLS = 5
 
 
 def write_trace(path: Path, runs: Sequence[TimedRun], calls: Sequence[Call]) -> None:
-    """Write the last few calls of a program with the runs of graphs in them. Raises UserError if that cannot be."""
+    """Write the last few calls of a program with the runs of graphs in them. Raises UserError if `path` cannot be
+    written."""
     shown = calls[-MOST_CALLS:]
     begin = shown[0].begin if shown else 0
     inside = [run for run in runs if any(c.begin <= run.span.begin and run.span.end <= c.end for c in shown)]
@@ -31,11 +32,11 @@ def write_trace(path: Path, runs: Sequence[TimedRun], calls: Sequence[Call]) -> 
     try:
         path.write_text(json.dumps({"traceEvents": [*named, *events], "displayTimeUnit": "ms"}), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error}", hint="give a file that is writable") from error
+        raise UserError(f"cannot write {path}: {error}", hint="give a writable file") from error
 
 
 def _calls(calls: Sequence[Call], runs: Sequence[TimedRun], begin: int) -> Iterator[dict[str, Any]]:
-    """On the track of the first run in each; a call that runs no graph has no track to stand on."""
+    """One slice per call, on the track of its first run; a call that runs no graph has none."""
     for number, call in enumerate(calls):
         first = next((run for run in runs if call.begin <= run.span.begin <= call.end), None)
         if first is not None:
@@ -57,7 +58,7 @@ def _run(run: TimedRun, begin: int) -> Iterator[dict[str, Any]]:
 
 
 def _about(facts: StepFacts, nanoseconds: int) -> Mapping[str, Any]:
-    """What a slice is about, without what nobody knows."""
+    """The arguments of a slice, without unknown ones."""
     rates = {
         "GB/s": _rate(facts.nbytes, nanoseconds),
         "GFLOP/s": _rate(facts.flops, nanoseconds),
@@ -83,7 +84,7 @@ def _rate(amount: int | None, nanoseconds: int) -> float | None:
 def _slice(
     name: str, category: str, thread: int, begin: int, nanoseconds: int, about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Times of a trace are microseconds."""
+    """A complete event; its times are microseconds."""
     return {
         "name": name,
         "cat": category,

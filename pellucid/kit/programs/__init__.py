@@ -1,1 +1,1 @@
-"""Programs that a tool looks into, and the ATen graphs of them."""
+"""The programs under test, and their ATen graphs."""

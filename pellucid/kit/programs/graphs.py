@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pellucid.capture.fx import attribute_of
 from pellucid.capture.sizes import fake_inputs
-from pellucid.capture.torch_compat import capture_with_aot, fake_graph, traced_anew
+from pellucid.capture.torch_compat import capture_with_aot, fake_graph, trace_function
 from pellucid.kit.programs.calls import OperatorMode, returns_view
 from pellucid.kit.programs.case import Case, copied
 
@@ -271,7 +271,7 @@ def graph_of(module: torch.nn.Module, inputs: list[Any], kind: str, sizes: Mappi
     """A graph to compile, traced from a module. sizes: which of the inputs' are symbols, see `capture.sizes`."""
     static = {"symbols": {}, "inputs": [None] * len(inputs)}
     mode, fakes = fake_inputs(_bound_sizes(sizes or static, inputs), inputs)
-    return Graph("graph", kind, traced_anew(module, fakes, mode), tuple(inputs))
+    return Graph("graph", kind, trace_function(module, fakes, mode), tuple(inputs))
 
 
 def _bound_sizes(sizes: Mapping[str, Any], inputs: Sequence[Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""One page about a program: what a run holds becomes a view, and that one HTML file without links to anywhere."""
+"""The report of a program: the contents of a run become a view, and the view one self-contained HTML file."""

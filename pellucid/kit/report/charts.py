@@ -15,12 +15,12 @@ WIDTH, HEIGHT = 640.0, 360.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 12.0, 14.0, 38.0
 _STRIP = 1180.0
 _GOOD = frozenset(verdict.value for verdict in Verdict if verdict.good)
-_NARROW = 0.4  # units of the drawing: slices closer than that are drawn as one
+_NARROW = 0.4  # drawing units: narrower slices and gaps are merged
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line with what it stands for."""
+    """A line with its label."""
 
     x1: float
     y1: float
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A kernel. number: its row."""
+    """A kernel in the roofline. number: its row."""
 
     x: float
     y: float
@@ -43,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """roofs: bandwidths and the peak. left_out: kernels and calls of which bytes or FLOPs are not known or are none."""
+    """roofs: bandwidths and the peak. left_out: the number of kernels and calls without known bytes and FLOPs."""
 
     roofs: tuple[Line, ...]
     ticks_x: tuple[Line, ...]
@@ -55,9 +55,9 @@ class Roofline:
 
 
 def roofline(kernels: Sequence[KernelTime], machine: Machine | None, threads: int) -> Roofline | None:
-    """GFLOP/s over FLOPs for each byte, both on logarithmic axes; None where no kernel has both.
+    """GFLOP/s over FLOPs per byte, both on logarithmic axes; None if no kernel has both.
 
-    Without a machine there are only points. threads: whose bandwidth and peak the roofs are.
+    Without a machine there are only points. threads: the number of threads whose bandwidth and peak the roofs show.
     """
     measured = [(n, row, row.flops / row.bytes) for n, row in enumerate(kernels) if row.flops and row.bytes]
     shown = [(n, row, x, row.gigaflops_per_second or 0.0) for n, row, x in measured if row.gigaflops_per_second]
@@ -65,7 +65,7 @@ def roofline(kernels: Sequence[KernelTime], machine: Machine | None, threads: in
         return None
     peak = machine.flops.f32.of(threads) if machine is not None else 0.0
     levels = [(each.name, each.read.of(threads)) for each in machine.levels] if machine is not None else []
-    ridges = [peak / rate / 5 for _, rate in levels]  # so that each slope can be seen
+    ridges = [peak / rate / 5 for _, rate in levels]  # so that each slope is visible
     low_x, high_x = _decades([x for _, _, x, _ in shown] + ridges)
     low_y, high_y = _decades([y for *_, y in shown] + ([peak * 1.5] if peak else []))
 
@@ -100,7 +100,7 @@ def roofline(kernels: Sequence[KernelTime], machine: Machine | None, threads: in
 
 
 def _decades(values: Sequence[float]) -> tuple[int, int]:
-    """The powers of ten around some values."""
+    """The exponents of the powers of ten that enclose the values."""
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     return low, max(high, low + 1)
 
@@ -114,7 +114,7 @@ def _power(exponent: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A time in which a thread worked."""
+    """An interval in which a thread worked."""
 
     x: float
     width: float
@@ -133,7 +133,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The last call in a trace. active: how many threads worked, on average. outline: a step line, as SVG points."""
+    """The last call in a trace. active: the average number of working threads. outline: a step line, as SVG points."""
 
     milliseconds: float
     active: float
@@ -144,7 +144,7 @@ class Threads:
 
 
 def threads(slices: Iterable[Mapping[str, Any]]) -> Threads | None:
-    """Who worked when in the last call of the program; None where the trace has none."""
+    """When each thread worked in the last call of the program; None if the trace has no call."""
     known = [(str(e["cat"]), int(e["tid"]), float(e["ts"]), float(e["dur"]), str(e["name"])) for e in slices]
     calls = [(begin, begin + length, thread) for kind, thread, begin, length, _ in known if kind == "program"]
     if not calls or calls[-1][1] <= calls[-1][0]:
@@ -166,7 +166,7 @@ def threads(slices: Iterable[Mapping[str, Any]]) -> Threads | None:
 
 
 def _merged(spans: Iterable[tuple[float, float, str, str]], scale: float) -> Iterator[Slice]:
-    """Slices that are too narrow to be told apart become one."""
+    """Merge slices that are too narrow to be distinguished."""
     held: Slice | None = None
     for at, length, kind, name in spans:
         x, width = at * scale, max(length * scale, _NARROW)
@@ -181,7 +181,7 @@ def _merged(spans: Iterable[tuple[float, float, str, str]], scale: float) -> Ite
 
 
 def _outline(spans: Sequence[tuple[float, float]], scale: float, most: int, height: float = 40.0) -> str:
-    """How many threads are at work over time, as the points of a line."""
+    """The number of working threads over time, as the points of a line."""
     changes = sorted([(a, 1) for a, _ in spans] + [(b, -1) for _, b in spans])
     points, active = [f"0,{height:g}"], 0
     for at, change in changes:
@@ -198,7 +198,7 @@ def _outline(spans: Sequence[tuple[float, float]], scale: float, most: int, heig
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A result that was compared."""
+    """A compared result."""
 
     x: float
     width: float
@@ -211,7 +211,7 @@ class Cell:
 
 
 def cosim_strip(rows: Sequence[Mapping[str, str]]) -> tuple[Cell, ...]:
-    """One cell for each result, in the order in which they came to be; the bad ones are never merged with others."""
+    """One cell per result, in execution order; bad ones are never merged with others."""
     if not rows:
         return ()
     each = _STRIP / len(rows)

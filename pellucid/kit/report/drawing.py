@@ -9,15 +9,16 @@ from typing import Any
 from pellucid.kit.profile.python import YOURS
 from pellucid.kit.profile.result import PythonSide
 
-MOST_BOXES = 40
-_MOST_NODES = 8  # that are named in a box
+MAX_BOXES = 40
+_MAX_NODES = 8  # FX nodes named in a box
 _WIDTH, _GAP_X, _GAP_Y, _HEAD, _ROW = 186.0, 22.0, 34.0, 36.0, 15.0
 _LETTERS = 24
 
 
 @dataclass(slots=True)
 class Step:
-    """A kernel or a library call of a graph. share: of the time of the program; number: of its row in the profile."""
+    """A kernel or a library call of a graph. share: of the program's time. number: its row in the profile. after: the
+    indices of the steps whose results it uses."""
 
     name: str
     kernel: bool
@@ -29,7 +30,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A step as it is drawn. nodes: names that fit."""
+    """A drawn step. nodes: the names that fit."""
 
     step: Step
     x: float
@@ -42,14 +43,14 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """path: as SVG has it."""
+    """path: SVG path data."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """total: boxes that the whole graph has."""
+    """total: the number of boxes of the whole graph."""
 
     graph: str
     boxes: tuple[Box, ...]
@@ -64,16 +65,16 @@ class Drawing:
 
 
 def draw(graph: str, steps: Sequence[Step], nodes: Sequence[Mapping[str, Any]]) -> Drawing:
-    """steps: in the order in which they run. nodes: of the captured graph, as data; what a pass put in has no arrows.
+    """Draw a graph. steps: in execution order. nodes: of the captured graph, as JSON; nodes of passes get no arrows.
 
-    Of a graph with too many steps the one that takes longest is drawn, with those around it.
+    Of a graph with too many steps, the longest step and its neighbours are drawn.
     """
     _connect(steps, nodes)
     return _laid_out(graph, steps, _hottest(steps))
 
 
 def draw_calls(seen: PythonSide) -> Drawing | None:
-    """The Python functions that take most, with what they call, below those that call them; None without any."""
+    """The Python functions with the longest total times, each below its callers; None without any."""
     whole = max((each.total_microseconds for each in seen.functions), default=0.0)
     steps = [
         Step(
@@ -92,7 +93,7 @@ def draw_calls(seen: PythonSide) -> Drawing | None:
     for call in seen.calls:
         if call.caller != call.callee:
             steps[call.callee].after.add(call.caller)
-    return _laid_out("Python", steps, range(min(len(steps), MOST_BOXES))) if steps else None
+    return _laid_out("Python", steps, range(min(len(steps), MAX_BOXES))) if steps else None
 
 
 def _laid_out(graph: str, steps: Sequence[Step], chosen: Sequence[int]) -> Drawing:
@@ -111,9 +112,9 @@ def _laid_out(graph: str, steps: Sequence[Step], chosen: Sequence[int]) -> Drawi
 
 
 def _box(step: Step, x: float, y: float) -> Box:
-    names = [_cut(name) for name in step.nodes[:_MOST_NODES]]
-    if len(step.nodes) > _MOST_NODES:
-        names.append(f"and {len(step.nodes) - _MOST_NODES} more")
+    names = [_cut(name) for name in step.nodes[:_MAX_NODES]]
+    if len(step.nodes) > _MAX_NODES:
+        names.append(f"and {len(step.nodes) - _MAX_NODES} more")
     return Box(step, x, y, _HEAD + _ROW * len(names) + 4, _cut(step.name), tuple(names))
 
 
@@ -128,7 +129,7 @@ def _arrow(one: Box, other: Box) -> Arrow:
 
 
 def _connect(steps: Sequence[Step], nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Note after which steps each one runs: those that implement what its nodes are made of, through views too."""
+    """Set `after` of each step: the steps that compute the operands of its nodes, looking through views."""
     operands = {str(node["name"]): list(_referred([node.get("args"), node.get("kwargs")])) for node in nodes}
     owner: dict[str, int] = {}
     for n, step in enumerate(steps):
@@ -146,7 +147,7 @@ def _connect(steps: Sequence[Step], nodes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _referred(saved: Any) -> Iterator[str]:
-    """The names of nodes in the arguments of a node, as `graph.json` has them."""
+    """The names of nodes in the arguments of a node, in the format of `graph.json`."""
     if isinstance(saved, Mapping):
         if set(saved) == {"node"}:
             yield str(saved["node"])
@@ -159,8 +160,8 @@ def _referred(saved: Any) -> Iterator[str]:
 
 
 def _hottest(steps: Sequence[Step]) -> list[int]:
-    """All steps, or as many as can be drawn around the one that takes longest; in order."""
-    if len(steps) <= MOST_BOXES:
+    """All steps, or as many as can be drawn around the longest one; in order."""
+    if len(steps) <= MAX_BOXES:
         return list(range(len(steps)))
     before = {n: set[int]() for n in range(len(steps))}
     for n, step in enumerate(steps):
@@ -169,13 +170,13 @@ def _hottest(steps: Sequence[Step]) -> list[int]:
     reached = {max(range(len(steps)), key=lambda n: steps[n].share): None}
     for n in _growing(reached):
         for other in sorted(steps[n].after | before[n], key=lambda each: (abs(each - n), each)):
-            if len(reached) < MOST_BOXES:
+            if len(reached) < MAX_BOXES:
                 reached[other] = None
     return sorted(reached)
 
 
 def _growing(reached: dict[int, None]) -> Iterator[int]:
-    """The keys of a dictionary that grows meanwhile."""
+    """The keys of a dictionary that grows during the iteration."""
     at = 0
     while at < len(reached):
         yield list(reached)[at]
@@ -183,7 +184,7 @@ def _growing(reached: dict[int, None]) -> Iterator[int]:
 
 
 def _layers(steps: Sequence[Step], chosen: Sequence[int], most: int = 5) -> list[list[int]]:
-    """Each step below all those that it runs after; no more than `most` beside each other."""
+    """Layers of steps, each below the steps that it runs after; a layer has `most` steps at most."""
     depth: dict[int, int] = {}
     layers: list[list[int]] = []
     for n in chosen:

@@ -1,4 +1,4 @@
-"""What a report is made of: the files of a run, read and checked. Nothing is measured here, and nothing executed."""
+"""The input of a report: the files of a run, read and checked. Nothing is measured or executed here."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Place:
 
     @property
     def short(self) -> str:
-        """Without the folders, but for the last one."""
+        """The file with its last folder only."""
         return f"{'/'.join(Path(self.file).parts[-2:])}:{self.line}" if self.file else f"module {self.module}"
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """The parts of a report; what there is nothing about is empty or None.
+    """The parts of a report; missing ones are empty or None.
 
-    comparisons: the profile beside others. machine: whose limits the profile was held against. checks: of the process
-    that was profiled. slices: of a Chrome trace. source: lines of the user's program, by file and number. cosim: rows
-    of `cosim.csv`.
+    comparisons: of the profile with others. machine: the one whose limits the profile was compared with. checks: of the
+    profiled process. slices: of a Chrome trace. source: lines of the user's program, by file and number. cosim: rows of
+    `cosim.csv`.
     """
 
     target: str
@@ -60,15 +60,15 @@ class Material:
 
 
 def material_of(folder: Path) -> Material:
-    """What there is in a run. Raises UserError for a folder that is none, and for files that are damaged."""
+    """The contents of a run. Raises UserError for a folder that is not a run, and for damaged files."""
     run = open_run(folder) if (folder / RUN).is_file() else None
     found = [saved(file) for file in sorted(folder.glob(AGAINST.format("*")))]
     own = saved(folder / FILE) if (folder / FILE).is_file() else None
     comparisons = [each for each in (own, *found) if isinstance(each, Comparison)]
     profile = own.ours if isinstance(own, Comparison) else own
     if run is None and profile is None:
-        hint = "`pellucid report TARGET` makes one, `pellucid profile TARGET -o FOLDER` its numbers"
-        raise UserError(f"{folder} holds neither a run nor a profile", hint=hint)
+        hint = "`pellucid report TARGET` creates a run, `pellucid profile TARGET -o FOLDER` a profile"
+        raise UserError(f"{folder} contains neither a run nor a profile", hint=hint)
     try:
         return Material(
             profile.target if profile is not None else run.about["target"] if run is not None else "",
@@ -82,11 +82,11 @@ def material_of(folder: Path) -> Material:
             tuple(run.table("cosim.csv") if run is not None else ()),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder} is damaged: {error!r:.90}", hint="make the report again") from error
+        raise UserError(f"{folder} is damaged: {error!r:.90}", hint="create the report again") from error
 
 
 def place_of(text: str) -> Place:
-    """`file:line (module)`, as profiles write it, taken apart."""
+    """Parse `file:line (module)`, as profiles write it."""
     found = _PLACE.fullmatch(text)
     if found is None:
         return Place("", 0, text.removeprefix("module "))
@@ -94,12 +94,12 @@ def place_of(text: str) -> Place:
 
 
 def texts_of(run: Run | None, graph: str, file: str) -> str:
-    """A text of a graph; empty where the run has none."""
+    """A text file of a graph; empty if the run has none."""
     return run.text(graph, file) if run is not None and graph in run.names else ""
 
 
 def nodes_of(run: Run, graph: str) -> Sequence[Mapping[str, Any]]:
-    """The nodes of a captured graph, as data."""
+    """The nodes of a captured graph, as JSON."""
     return run.read(f"graphs/{graph}/graph.json")["nodes"]
 
 

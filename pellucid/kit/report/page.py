@@ -1,4 +1,4 @@
-"""The page: one template, one style sheet and one script, in one file that links to nothing."""
+"""The page: a template, a style sheet and a script in one file without external links."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NOTEBOOK_HEIGHT = 900
 
 
 def page_of(view: View) -> str:
-    """All text is escaped by the template; data for the script is JSON in which no tag can begin."""
+    """The HTML of a view. The template escapes all text; the script's data is JSON that cannot contain a tag."""
     script = _text("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return _template().render(view=view, style=_text("report.css"), script=script, digest=digest)
 
 
 def notebook(found: Profile | Comparison) -> str:
-    """A profile as a page in a frame of its own, so that neither page touches the other's style or script."""
+    """A profile as a page in an iframe, so that it and the notebook do not share styles or scripts."""
     profile = found.ours if isinstance(found, Comparison) else found
     comparisons = (found,) if isinstance(found, Comparison) else ()
     text = page_of(view_of(Material(profile.target, profile=profile, comparisons=comparisons)))

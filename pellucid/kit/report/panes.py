@@ -1,4 +1,4 @@
-"""The linked panes: for each kernel its Python, FX, IR and C++, as data for the page's script."""
+"""The linked panes: the Python, FX, IR and C++ of each kernel, as data for the page's script."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pellucid.kit.runs.run import Run
 
 Json: TypeAlias = "dict[str, Any]"
 
-MOST_BYTES = 6 << 20
-"""Of IR and C++ in a page; the kernels that take longest come first."""
+MAX_BYTES = 6 << 20
+"""Of IR and C++ in a page; the longest kernels come first."""
 
 _NODE = re.compile(r"^\s*(?P<name>\w+)(?:: \"[^\"]*\")? = ")
 _FRAME = re.compile(r"^\s*# File: (?P<file>.+):(?P<line>\d+) in ")
@@ -21,13 +21,12 @@ _BLOCK = re.compile(r"^(?P<indent> *)(?:kernel|extern|nest) (?P<name>\w+)[ (<]")
 
 
 def panes_of(found: Material, kernels: Sequence[KernelTime]) -> Json:
-    """What the script needs: `kernels` in the order of the table's rows, `graphs` with FX and IR by step, `cpp` by
-    symbol, `source` by file and line. left_out: how many kernels have no IR and C++ here, as the page would be too
-    large.
+    """The script's data: `kernels` in the order of the table's rows, `graphs` with FX and IR by step, `cpp` by symbol,
+    `source` by file and line. left_out: how many kernels have no IR and C++ here, to limit the size of the page.
     """
     graphs: dict[str, Json] = {}
     cpp: dict[str, str] = {}
-    room, left_out = MOST_BYTES, 0
+    room, left_out = MAX_BYTES, 0
     texts = _Texts(found.run)
     for row in kernels:
         cost = 0
@@ -68,14 +67,14 @@ def _steps(row: KernelTime) -> list[tuple[str, str]]:
 
 
 class _Texts:
-    """Texts of the graphs of a run, taken apart."""
+    """The texts of the graphs of a run, split by kernel."""
 
     def __init__(self, run: Run | None) -> None:
         self._run = run
         self._ir: dict[str, dict[str, str]] = {}
 
     def fx(self, graph: str) -> list[list[str | int]]:
-        """Lines of the captured graph: text, the node that it defines, file and number of the user's line."""
+        """The lines of the captured graph: text, the node that it defines, file and number of the user's line."""
         found: list[list[str | int]] = []
         file, number = "", 0
         for text in texts_of(self._run, graph, "fx_graph_readable.py").splitlines():
@@ -86,7 +85,7 @@ class _Texts:
         return found
 
     def ir(self, graph: str, step: str) -> str:
-        """The loop nest of a kernel, else its lines after fusion; empty where the backend prints neither."""
+        """The loop nest of a kernel, else its IR after fusion; empty if the backend prints neither."""
         if graph not in self._ir:
             texts = [texts_of(self._run, graph, file) for file in ("ir_post_fusion.txt", "loops.txt")]
             self._ir[graph] = {name: block for text in texts for name, block in _blocks(text.splitlines())}
@@ -94,7 +93,7 @@ class _Texts:
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The nodes of a printed program, or its nests, by name."""
+    """The nodes of a printed program, or its loop nests, by name."""
     name, indent, held = "", "", list[str]()
     for line in lines:
         begins = _BLOCK.match(line)

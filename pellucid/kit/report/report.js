@@ -69,7 +69,7 @@
     if (links.length) made.dataset.keys = JSON.stringify(links);
     return made;
   };
-  // What a line of IR or C++ comes from, as its comment says: names of nodes, and files with lines.
+  // The origin of a line of IR or C++ according to its comment: names of nodes, and files with lines.
   const origins = (text, nodes) => {
     const comment = /\s{2}(?:\/\/|#) (.*)$/.exec(text);
     if (!comment) return [];
@@ -85,7 +85,7 @@
       if (!files.has(file)) files.set(file, new Set());
       files.get(file).add(at);
     }
-    if (!files.size) say(into, "No line of yours is known for it.");
+    if (!files.size) say(into, "Its lines in your program are unknown.");
     for (const [file, hits] of files) {
       element("file", file, into);
       const known = Object.hasOwn(data.source, file) ? data.source[file] : {};
@@ -95,7 +95,7 @@
       for (const n of [...near].sort((a, b) => a - b)) {
         if (last && n > last + 1) say(into, "⋯");
         last = n;
-        const text = Object.hasOwn(known, n) ? known[n] : "(the run has no text of this line)";
+        const text = Object.hasOwn(known, n) ? known[n] : "(the run does not contain this line)";
         line(into, text, [`l ${file}:${n}`], hits.has(n), String(n));
       }
     }
@@ -118,7 +118,7 @@
         line(into, text.trimStart(), links, nodes.has(name));
       }
     }
-    if (!into.childElementCount) say(into, kernel.fx.length ? `Nodes: ${kernel.fx.join(", ")}` : "No FX node is known for it.");
+    if (!into.childElementCount) say(into, kernel.fx.length ? `Nodes: ${kernel.fx.join(", ")}` : "Its FX nodes are unknown.");
   };
   const showText = (name, lines, nodes, missing) => {
     const into = pane(name);
@@ -140,9 +140,9 @@
     const [graph, step] = kernel.steps[0] || ["", ""];
     const ir = Object.hasOwn(data.graphs, graph) && Object.hasOwn(data.graphs[graph].ir, step) ? data.graphs[graph].ir[step] : "";
     const cpp = Object.hasOwn(data.cpp, kernel.symbol) ? data.cpp[kernel.symbol] : [];
-    const late = at >= data.kernels.length - data.left_out ? "Left out, as the page would be too large: see the run. " : "";
-    showText("ir", ir ? ir.split("\n") : [], nodes, `${late}The backend prints no loops for this step alone.`);
-    const library = kernel.kind === "call" ? "A call of a library: its code is not generated." : "The run has no C++ of it.";
+    const late = at >= data.kernels.length - data.left_out ? "Omitted to limit the size of the page: see the run. " : "";
+    showText("ir", ir ? ir.split("\n") : [], nodes, `${late}The backend prints no separate loops for this step.`);
+    const library = kernel.kind === "call" ? "A library call: its code is not generated." : "The run has no C++ for it.";
     const shared = kernel.steps.length;
     showText("cpp", cpp, nodes, late || library);
     document.querySelector("#pane-cpp h3 span").textContent = cpp.length && shared > 1 ? `shared by ${shared} calls` : "";

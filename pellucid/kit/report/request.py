@@ -30,7 +30,7 @@ REPORT = "report.html"
 
 @dataclass(frozen=True, slots=True)
 class Reported(Shown):
-    """page: the file. profile: its numbers, of which `advice` is a part; None of a run that was never profiled."""
+    """page: the file. profile: its numbers, including `advice`; None for a run that was never profiled."""
 
     page: str
     folder: str
@@ -54,11 +54,11 @@ def report(
     memory: int = 0,
     page: Path | None = None,
 ) -> Reported:
-    """Write the page about a TARGET, and what it is made of, into the run in a folder.
+    """Write the page about a TARGET, and its data, into the run in a folder.
 
-    A program is captured into a new run there and profiled; of a run, what it lacks is measured. against: backends, or
-    `eager`, to profile beside it. budget: seconds of calls. seconds, memory (bytes): what the process may take. page:
-    where to write; `report.html` of the run by default. Raises UserError for a target that does not exist, and for one
+    A program is captured into a new run there and profiled; for a run, missing data is measured. against: backends, or
+    `eager`, to compare it with. budget: seconds of calls. seconds, memory (bytes): limits of the process. page: the
+    file to write; `report.html` of the run by default. Raises UserError for a target that does not exist, and for one
     that fails.
     """
     captured = split_run(request.target)
@@ -71,20 +71,20 @@ def report(
         if captured is None:
             with Worker(memory) as worker:
                 worker.ask(save_program, request, str(folder), seconds=seconds, refused=refused, hint=hint)
-        with Worker(memory) as worker:  # another process: graphs are counted in each
+        with Worker(memory) as worker:  # a fresh process, because graphs are counted per process
             worker.ask(measure, *given, seconds=seconds + budget, refused=refused, hint=hint)
     return write_page(folder, page or folder / REPORT)
 
 
 def write_page(folder: Path, page: Path) -> Reported:
-    """The page about what a run holds. Raises UserError for a folder that is no run, or that cannot be written to."""
+    """Write the page of a run. Raises UserError for a folder that is not a run, and if `page` cannot be written."""
     material = material_of(folder)
     text = page_of(view_of(material))
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {page}: {error}", hint="give a folder that is writable") from error
+        raise UserError(f"cannot write {page}: {error}", hint="give a writable folder") from error
     return Reported(str(page), str(folder), material.profile)
 
 
@@ -92,14 +92,14 @@ def write_page(folder: Path, page: Path) -> Reported:
 
 
 def save_program(request: Request, folder: str) -> None:
-    """Capture a program into a new run, with what the backend makes of each of its graphs."""
+    """Capture a program into a new run, with the compiled code of each of its graphs."""
     save_graphs(request, folder)
     for name in open_run(Path(folder), request.libraries).names:
         save_compiled(replace(request, target=f"{folder}:{name}"), intermediates=False, runs=False)
 
 
 def measure(request: Request, folder: str, against: Sequence[str], budget: float) -> None:
-    """Add to a run the profile of a request and of others, and what is known of the machine and the process."""
+    """Add to a run the profile of a request, comparisons with others, the machine's figures and process checks."""
     into = Path(folder)
     ours, *others = take_request(request, against, budget, str(into / TRACE))
     write_json(into / FILE, plain(ours))

@@ -1,4 +1,4 @@
-"""The view of a report: each thing that the page shows, as text and numbers that are ready to be shown."""
+"""The view of a report: everything that the page shows, as formatted text and numbers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pellucid.kit.report.panes import Json, numbers_of, panes_of
 from pellucid.kit.runs.run import Run
 
 _NOTHING = "–"
-_MOST_DRAWINGS = 3
-_MOST_IN_ISSUE = 8
-_MOST_REPLACED = 40
-_EXPLAINED = 0.02  # of the time: from here on a row says why it is below its limit
+_MAX_DRAWINGS = 3
+_MAX_IN_ISSUE = 8
+_MAX_REPLACED = 40
+_EXPLAINED = 0.02  # share of the time from which on a row shows why it is below its limit
 _COLORS = {name: f"g{n}" for n, name in enumerate((*GROUPS.values(), PYTHON_AND_LAUNCH))}
 
 
 @dataclass(frozen=True, slots=True)
-class Cellular:
-    """A cell of the kernel table: what is shown, and the number that it is sorted by."""
+class TableCell:
+    """A cell of the kernel table: its text, and the number that it is sorted by."""
 
     text: str
     key: float
@@ -34,9 +34,9 @@ class Cellular:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A kernel. why: it reaches no more of its limit; empty where it reaches enough, or takes hardly any time.
+    """A kernel. why: the reason why it is below its limit; empty if it is not, or if it takes little time.
 
-    cells: in the order of `COLUMNS` after the first one. search: what the filter looks into.
+    cells: in the order of `COLUMNS` after the first one. search: the text that the filter searches.
     """
 
     number: int
@@ -48,7 +48,7 @@ class Row:
     detail: str
     why: str
     line: str
-    cells: tuple[Cellular, ...]
+    cells: tuple[TableCell, ...]
     search: str
 
 
@@ -57,7 +57,7 @@ COLUMNS = ("kernel", "share", "µs", "calls", "µs a call", "GB/s", "GFLOP/s", "
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A group of work. share: of the whole, from 0 to 1; begin: where it stands in the bar."""
+    """A group of kernels and calls. share: of the total, from 0 to 1. begin: its offset in the bar."""
 
     group: str
     color: str
@@ -67,7 +67,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ComparisonView:
     """A comparison. rows: group, theirs, ours, difference in microseconds, and two lengths of bars from 0 to 1.
 
     replaced: kernel, theirs, ours, and the operators that it replaced.
@@ -80,8 +80,8 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Advice. number: of the kernel's row that it is about."""
+class AdviceView:
+    """Advice. number: the row of its kernel."""
 
     advice: Advice
     gain: str
@@ -97,14 +97,14 @@ class View:
     sentences: tuple[str, ...]
     notes: tuple[str, ...]
     verdicts: tuple[tuple[str, str], ...]
-    advice: tuple[Told, ...]
+    advice: tuple[AdviceView, ...]
     parts: tuple[Part, ...]
     roofline: Roofline | None
     machine: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     groups: tuple[str, ...]
-    comparisons: tuple[Beside, ...]
+    comparisons: tuple[ComparisonView, ...]
     drawings: tuple[Drawing, ...]
     undrawn: tuple[str, ...]
     python: PythonSide | None
@@ -121,12 +121,12 @@ class View:
 
 
 def view_of(found: Material) -> View:
-    """Raises UserError for numbers that are none."""
+    """Build the view of a report. Raises UserError for invalid data."""
     try:
         return _view(found)
     except (AttributeError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(
-            f"the report of {found.target} cannot be made: {error!r:.90}", hint="take the profile again"
+            f"the report of {found.target} cannot be created: {error!r:.90}", hint="take the profile again"
         ) from (error)
 
 
@@ -138,14 +138,14 @@ def _view(found: Material) -> View:
     cosim = cosim_strip(found.cosim)
     sentences = tuple(_sentences(profile)) if profile is not None else ()
     environment = _environment(found.run)
-    comparisons = tuple(map(_beside, found.comparisons))
+    comparisons = tuple(map(_comparison_view, found.comparisons))
     return View(
         target=found.target,
         headline=_headline(profile) if profile is not None else "This run has no profile: nothing was timed.",
         sentences=(*sentences, *(each.headline for each in comparisons)),
         notes=profile.notes if profile is not None else (),
         verdicts=_verdicts(found.run),
-        advice=tuple(_told(each, kernels) for each in profile.advice) if profile is not None else (),
+        advice=tuple(_advice_view(each, kernels) for each in profile.advice) if profile is not None else (),
         parts=_parts(profile) if profile is not None else (),
         roofline=roofline(kernels, found.machine, profile.threads if profile is not None else 1),
         machine=profile.machine if profile is not None else "",
@@ -179,7 +179,7 @@ def _headline(found: Profile) -> str:
 
 
 def _sentences(found: Profile) -> Iterator[str]:
-    """Where the time is, and how far from the machine's limits."""
+    """Where the time goes, and how it compares with the machine's limits."""
     if found.kernels:
         first = found.kernels[0]
         text = f"{first.share:.0%} of it is {first.name}"
@@ -187,11 +187,11 @@ def _sentences(found: Profile) -> Iterator[str]:
             text += f", at {_percent(first.percent_of_limit)} of its limit ({first.limit})"
         yield f"{text}."
     bound = sum(row.total_microseconds * min(1.0, (row.percent_of_limit or 0.0) / 100) for row in found.kernels)
-    held = sum(row.total_microseconds for row in found.kernels if row.percent_of_limit is not None)
-    if held > 0:
+    known = sum(row.total_microseconds for row in found.kernels if row.percent_of_limit is not None)
+    if known > 0:
         yield (
-            f"{held / found.microseconds:.0%} of the time is in steps whose limit is known; "
-            f"at their limits these would take {_time(bound)} instead of {_time(held)}."
+            f"{known / found.microseconds:.0%} of the time is in steps whose limit is known; "
+            f"at their limits these would take {_time(bound)} instead of {_time(known)}."
         )
     yield f"Python and launch take {found.overhead.microseconds / found.microseconds:.1%}."
     if found.plain_microseconds is not None and found.backend != "eager":
@@ -199,18 +199,18 @@ def _sentences(found: Profile) -> Iterator[str]:
 
 
 def _verdicts(run: Run | None) -> tuple[tuple[str, str], ...]:
-    """What `pellucid capture` found when it ran compiled code beside eager's."""
+    """The verdicts of `pellucid capture` on each graph, by comparison with eager."""
     compiled = run.about["compiled"] if run is not None else {}
     return tuple((str(name), str(each["verdict"])) for name, each in compiled.items() if each.get("verdict"))
 
 
-def _told(advice: Advice, kernels: Sequence[KernelTime]) -> Told:
+def _advice_view(advice: Advice, kernels: Sequence[KernelTime]) -> AdviceView:
     about = next((n for n, row in enumerate(kernels) if advice.where and row.name in advice.where), None)
-    return Told(advice, f"up to {advice.gain:.2f} times as fast" if advice.gain > 1.005 else "", about)
+    return AdviceView(advice, f"up to {advice.gain:.2f} times as fast" if advice.gain > 1.005 else "", about)
 
 
 def _parts(found: Profile) -> tuple[Part, ...]:
-    """The whole, in groups of work."""
+    """The total time by group."""
     total: dict[str, float] = {}
     for row in found.kernels:
         total[row.group] = total.get(row.group, 0.0) + row.total_microseconds
@@ -229,21 +229,21 @@ def _parts(found: Profile) -> tuple[Part, ...]:
 def _row(number: int, row: KernelTime) -> Row:
     limit = _NOTHING if row.percent_of_limit is None else f"{_percent(row.percent_of_limit)} {row.limit}"
     cells = (
-        Cellular(f"{row.share:.1%}", row.share),
+        TableCell(f"{row.share:.1%}", row.share),
         _cell(row.total_microseconds, _us),
         _cell(row.calls, lambda value: f"{value:g}"),
-        Cellular(f"{_us(row.microseconds)} ±{row.spread:.0%}", row.microseconds),
+        TableCell(f"{_us(row.microseconds)} ±{row.spread:.0%}", row.microseconds),
         _cell(row.gigabytes_per_second, lambda value: f"{value:.1f}"),
         _cell(row.gigaflops_per_second, lambda value: f"{value:.1f}"),
-        Cellular(limit, -1.0 if row.percent_of_limit is None else row.percent_of_limit),
-        Cellular(f"{row.imbalance:.0%}" if (row.threads or 1) > 1 else _NOTHING, row.imbalance),
+        TableCell(limit, -1.0 if row.percent_of_limit is None else row.percent_of_limit),
+        TableCell(f"{row.imbalance:.0%}" if (row.threads or 1) > 1 else _NOTHING, row.imbalance),
     )
     places = list(dict.fromkeys(place_of(line).short for line in row.user_lines))
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     shapes = f"{', '.join(row.shapes)}{' → ' if row.results else ''}{', '.join(row.results)}"
     if row.cycles_per_instruction is not None and row.cache_misses is not None:
         shapes += (
-            f"; {row.cycles_per_instruction:.2f} cycles an instruction, {row.cache_misses:.0f} misses of the cache"
+            f"; {row.cycles_per_instruction:.2f} cycles per instruction, {row.cache_misses:.0f} cache misses"
         )
     line = f"{places[0]}{more}" if places else ""
     search = " ".join((row.name, row.symbol, row.group, row.limit, shapes, *row.user_lines, *row.fx_nodes)).lower()
@@ -252,11 +252,11 @@ def _row(number: int, row: KernelTime) -> Row:
     return Row(number, row.name, row.kind, row.group, color, row.share, shapes, why, line, cells, search)
 
 
-def _cell(value: float | None, text: Any) -> Cellular:
-    return Cellular(_NOTHING, -1.0) if value is None else Cellular(text(value), value)
+def _cell(value: float | None, text: Any) -> TableCell:
+    return TableCell(_NOTHING, -1.0) if value is None else TableCell(text(value), value)
 
 
-def _beside(found: Comparison) -> Beside:
+def _comparison_view(found: Comparison) -> ComparisonView:
     ours, theirs = found.ours, found.theirs
     ratio = theirs.microseconds / ours.microseconds
     most = max((max(each.theirs_microseconds, each.ours_microseconds) for each in found.explained), default=1.0) or 1.0
@@ -280,9 +280,9 @@ def _beside(found: Comparison) -> Beside:
             _us(each.ours_microseconds),
             ", ".join(f"{of.name.removeprefix('aten::')} {_us(of.microseconds)}" for of in each.operators),
         )
-        for each in found.replaced[:_MOST_REPLACED]
+        for each in found.replaced[:_MAX_REPLACED]
     ]
-    return Beside(found.against, text, tuple(rows), tuple(replaced))
+    return ComparisonView(found.against, text, tuple(rows), tuple(replaced))
 
 
 # ------------------------------------------------------------------------------------------------ the graph
@@ -291,7 +291,7 @@ def _beside(found: Comparison) -> Beside:
 def _drawings(
     run: Run | None, kernels: Sequence[KernelTime], numbers: Mapping[tuple[str, str], int]
 ) -> tuple[tuple[Drawing, ...], tuple[str, ...]]:
-    """The graphs that take longest, and the names of those that are not drawn."""
+    """The drawings of the graphs that take longest, and the names of the others."""
     if run is None:
         return (), ()
     steps: dict[str, list[Step]] = {}
@@ -305,8 +305,8 @@ def _drawings(
         steps.setdefault(each["graph"], []).append(Step(name, not each["op"], nodes, share, number))
     known = [name for name in run.names if name in steps]
     known.sort(key=lambda name: -sum(step.share for step in steps[name]))
-    drawn = [draw(name, steps[name], nodes_of(run, name)) for name in known[:_MOST_DRAWINGS]]
-    return tuple(drawn), tuple(known[_MOST_DRAWINGS:])
+    drawn = [draw(name, steps[name], nodes_of(run, name)) for name in known[:_MAX_DRAWINGS]]
+    return tuple(drawn), tuple(known[_MAX_DRAWINGS:])
 
 
 # ------------------------------------------------------------------------------------------------ the rest
@@ -325,13 +325,13 @@ def _environment(run: Run | None) -> tuple[tuple[str, str], ...]:
 
 
 def _process(found: Profile) -> Iterator[tuple[str, str]]:
-    """What was seen of it while it was measured."""
+    """What was observed of the process while it was measured."""
     seen = found.process
-    yield "page faults a call", f"{seen.page_faults:.0f}"
+    yield "page faults per call", f"{seen.page_faults:.0f}"
     if seen.cores:
         yield (
             "threads and cores",
-            f"{found.threads} on {seen.cores}; {seen.waited:.0%} of the time they waited for a core",
+            f"{found.threads} on {seen.cores}; threads waited for a core {seen.waited:.0%} of the time",
         )
     if found.counters:
         yield "hardware counters", f"none: {found.counters}"
@@ -343,12 +343,12 @@ def _process(found: Profile) -> Iterator[tuple[str, str]]:
 
 
 def _issue(found: Material, environment: Sequence[tuple[str, str]], sentences: Sequence[str]) -> str:
-    """What to paste into an issue, as Markdown: indented text is code there, whatever it holds."""
+    """The text to paste into an issue, as Markdown; indented text is shown verbatim there."""
     lines = [f"### Profile of `{_plain(found.target)}`", ""]
     if found.profile is not None:
         lines += [_headline(found.profile), *sentences, ""]
         table = [("share", "µs", "of limit", "kernel")]
-        for row in found.profile.kernels[:_MOST_IN_ISSUE]:
+        for row in found.profile.kernels[:_MAX_IN_ISSUE]:
             limit = _NOTHING if row.percent_of_limit is None else f"{_percent(row.percent_of_limit)} {row.limit}"
             table.append((f"{row.share:.1%}", _us(row.total_microseconds), limit, row.name))
         lines += [f"    {a:>6} {b:>9} {c:>14}  {d}" for a, b, c, d in table]

@@ -1,1 +1,1 @@
-"""Graphs and tensors as files: the folder that `capture` writes, and every tool takes."""
+"""Graphs and tensors as files: the run folder that `capture` writes and every tool accepts."""

@@ -1,4 +1,4 @@
-"""A kernel of a graph as a graph of its own: the operators that it implements, with the inputs that they have there."""
+"""The part of a graph that one kernel implements as a separate graph, with its inputs in the whole graph."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from pellucid.kit.programs.case import copied
 from pellucid.kit.programs.graphs import Graph, calls_of, cut, graph_of, size_inputs, values_of
 from pellucid.kit.subjects.base import Compiled, Step, Subject
 
-OTHER_KERNELS = "its operators alone become other kernels, with those around it as well"
+OTHER_KERNELS = "its operators compile to other kernels, both alone and with their neighbours"
 
 
 def parts_with(step: Step, graph: Graph, compiled: Compiled, subject: Subject) -> Iterator[Graph]:
-    """The parts of a graph that a subject makes this kernel of when they are compiled alone, the smallest first."""
+    """The parts of a graph that a subject compiles to this kernel when they are compiled alone, the smallest first."""
     for names, results in _parts(compiled, step):
         try:
             part = _part(graph, compiled, names, results)
-        except KeyError:  # it needs a value that eager has not
+        except KeyError:  # it needs a value that eager mode does not compute
             continue
         if _has(part, step, subject):
             yield part
 
 
 def _parts(compiled: Compiled, step: Step) -> Iterator[tuple[Collection[str], Collection[str]]]:
-    """Calls that may become the kernel, and the results to return (none: all that others need): first those that it
-    implements, then also those of the steps that it shares buffers with, then (no calls) the graph as it was captured.
+    """Calls that may compile to the kernel, and the results to return (none: all that other calls need): first those
+    that it implements, then also those of the steps that it shares buffers with, then (no calls) the captured graph.
     """
     own = set(step.origin.nodes)
     if step.values:
         yield own, step.values
     yield own, ()
     buffers = {*step.reads, *step.writes}
-    beside = [each for each in compiled.steps if buffers & {*each.reads, *each.writes}]
-    yield own.union(*(each.origin.nodes for each in beside)), ()
+    neighbours = [each for each in compiled.steps if buffers & {*each.reads, *each.writes}]
+    yield own.union(*(each.origin.nodes for each in neighbours)), ()
     yield (), ()
 
 
@@ -49,7 +49,7 @@ def _part(graph: Graph, compiled: Compiled, names: Collection[str], results: Col
 
 
 def _values(graph: Graph, compiled: Compiled, calls: Collection[str]) -> dict[str, Any]:
-    """Eager's results of these calls and of what they need, as they were when they came to be."""
+    """Eager's results of these calls and of their operands, as they were when they were computed."""
     module = compiled.graph
     needed = {other.name for node in module.graph.nodes if node.name in calls for other in node.all_input_nodes}
     placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
@@ -58,7 +58,7 @@ def _values(graph: Graph, compiled: Compiled, calls: Collection[str]) -> dict[st
 
 
 def _has(part: Graph, step: Step, subject: Subject) -> bool:
-    """Whether a part, compiled as the test does it, has the kernel. What cannot be compiled has not."""
+    """Whether a part, compiled as the test compiles it, has the kernel; False if it cannot be compiled."""
     try:
         graph = graph_of(part.module, list(part.inputs), part.kind, sizes_to_json(part.module))
         made = subject.compile(graph)

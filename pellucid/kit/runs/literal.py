@@ -1,8 +1,8 @@
-"""Values as program text: what a file that shows a failure needs to call the failing code.
+"""Values as program text: what a program that reproduces a failure needs to call the failing code.
 
-Few numbers, and tensors of one number, are written out. All other memory goes into one file of raw bytes beside the
-program, whose text says what lies where: no pickle, nothing to trust but torch. A tensor comes back bit for bit, with
-its dtype, strides and offset, and shares memory with the same others as before.
+Small tensors, and tensors filled with one number, are written as literals. All other memory goes into one file of raw
+bytes next to the program, whose text contains the offsets: no pickle, nothing to trust but torch. Tensors are restored
+bit for bit, with dtype, strides, offset and shared memory.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 
-# Numbers of a tensor that are written out.
+# The maximum number of elements of a tensor that is written as a literal.
 LITERAL = 64
 _ALIGNMENT = 64
 _BYTES = "memory"
 
 
 class NotWritable(ValueError):
-    """A value that has no program text."""
+    """A value that cannot be written as program text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """statements: what has to run first, in the same scope; none where no file is needed.
-    expressions: one per value. Both use `torch` and `Path` (of pathlib) of the program, and its `__file__`.
-    file: of the bytes, if there is one.
+    """statements: to run first, in the same scope; none if no file is needed.
+    expressions: one per value. Both use the program's `torch`, `Path` (of pathlib) and `__file__`.
+    file: the file of raw bytes, if there is one.
     """
 
     statements: tuple[str, ...]
@@ -43,10 +43,10 @@ class Written:
 
 
 def write_values(values: Sequence[Any], folder: Path, stem: str = "inputs") -> Written:
-    """Program text for values: tensors, numbers, text, None, dtypes, devices, and lists, tuples and dicts of them.
+    """Program text for values: tensors, numbers, strings, None, dtypes, devices, and lists, tuples and dicts of them.
 
-    Memory that is not written out goes to `STEM.bin` in `folder`; the program has to lie in the same folder. Raises
-    NotWritable for any other value, and for tensors that are not dense and on the CPU.
+    Memory that is not written as a literal goes to `STEM.bin` in `folder`; the program has to be in the same folder.
+    Raises NotWritable for any other value, and for tensors that are not dense and on the CPU.
     """
     writer = _Writer(shared=_shared(values))
     expressions = tuple(map(writer.text, values))
@@ -80,7 +80,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _shared(values: Sequence[Any]) -> set[int]:
-    """The addresses of storages that several tensors look at."""
+    """The addresses of storages that several tensors share."""
     seen: set[int] = set()
     shared: set[int] = set()
     for tensor in _tensors(list(values)):
@@ -99,7 +99,8 @@ def _check(tensor: torch.Tensor) -> None:
 
 @dataclass(slots=True)
 class _Writer:
-    """shared: addresses of storages that several tensors look at. parts, starts: what goes to the file, and where."""
+    """shared: addresses of storages that several tensors share. parts, starts: the storages in the file, and their
+    offsets. numbers: the index of a storage in `parts`, by address."""
 
     shared: set[int]
     parts: list[torch.UntypedStorage] = field(default_factory=list)
@@ -128,7 +129,7 @@ class _Writer:
         raise NotWritable(f"{type(value).__name__} {value!r}")
 
     def tensor(self, tensor: torch.Tensor) -> str:
-        """An expression for a tensor: written out if it is alone in its memory and fills it, else from the file."""
+        """An expression for a tensor: a literal if it fills its storage and does not share it, else from the file."""
         plain = tensor.detach()
         alone = plain.untyped_storage().data_ptr() not in self.shared
         text = (self._literal(plain) if alone else None) or self._stored(plain)
@@ -137,7 +138,7 @@ class _Writer:
         return f"{text}.requires_grad_()" if tensor.requires_grad else text
 
     def _literal(self, tensor: torch.Tensor) -> str | None:
-        """None where the text would not give the same bits, or would be long."""
+        """A literal; None if it would not restore the same bits, or would be long."""
         if tensor.storage_offset() or tensor.is_conj():
             return None
         if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
@@ -153,7 +154,7 @@ class _Writer:
                 text = f"torch.empty({shape}, dtype={tensor.dtype})"
         else:
             return None
-        if not _comes_back(again):
+        if not _round_trips(again):
             return None
         if tensor.is_contiguous() and tensor.stride() == torch.empty(shape, device="meta").stride():
             return text
@@ -172,8 +173,8 @@ class _Writer:
         return f"{text}.conj()" if tensor.is_conj() else text
 
 
-def _comes_back(tensor: torch.Tensor) -> bool:
-    """Whether the numbers of a tensor, written out, give its bits: a NaN may have others, and some types no numbers."""
+def _round_trips(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers restore its bits: a NaN may have other bits, and some dtypes have no numbers."""
     try:
         numbers = torch.tensor(tensor.tolist(), dtype=tensor.dtype)
         numbers = torch.where(numbers.isnan(), torch.nan, numbers) if numbers.is_floating_point() else numbers
@@ -187,7 +188,7 @@ def _numbers(value: Any) -> str:
 
 
 def _number(value: complex) -> str:
-    """A Python number by names of torch where it has no literal."""
+    """A Python number as text, with torch's names for those without a literal."""
     if isinstance(value, complex):
         return f"complex({_number(value.real)}, {_number(value.imag)})"
     if isinstance(value, float) and value != value:

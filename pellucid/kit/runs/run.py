@@ -1,7 +1,7 @@
-"""Reading a run: the captured graphs of a program with their inputs, and what a backend made of them, in a folder.
+"""Reading a run: a folder with the captured graphs of a program, their inputs, and the output of a backend for them.
 
-A run is data. Reading one, also one that a stranger sends, executes nothing: tensors are bytes (`trace/tensors.py`),
-graphs are lists of PyTorch's operators by name (`trace/graph_file.py`). `trace/schema.py` says what lies where.
+A run is data. Reading one, even from an untrusted source, executes nothing: tensors are bytes (`trace/tensors.py`),
+graphs are lists of PyTorch's operators by name (`trace/graph_file.py`). `trace/schema.py` describes the files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An existing run. about: the content of `run.json`. libraries: whose operators its graphs may call."""
+    """An existing run. about: the content of `run.json`. libraries: those whose operators its graphs may call."""
 
     folder: Path
     about: Mapping[str, Any]
@@ -37,20 +37,20 @@ class Run:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its graphs, in the order of their first calls."""
+        """The names of its graphs, in the order of their first calls."""
         return tuple(self.about["graphs"])
 
     @property
     def backend(self) -> str:
-        """What captured it. Raises UserError for a backend that is not the kit's own subject: it may be anything."""
+        """The backend that captured it. Raises UserError for any but the kit's own subjects, as it may be anything."""
         if self.about["backend"] not in _BACKENDS:
             raise UserError(f"{self.folder} was captured with {self.about['backend']!r:.40}", hint="give --backend")
         return self.about["backend"]
 
     def options_but(self, given: Collection[str]) -> dict[str, Any]:
-        """The options of its backend that are not given; it runs on the machine that is here, not on the one it saw.
+        """The options of its backend that are not in `given`, without `machine`: it runs on this machine.
 
-        Raises UserError for one that is no number or switch: a text may name a compiler, a flag or a file.
+        Raises UserError for one that is neither a number nor a boolean: a string may name a compiler, a flag or a file.
         """
         options = {name: value for name, value in self.about["options"].items() if name not in (*given, "machine")}
         for name, value in options.items():
@@ -66,7 +66,7 @@ class Run:
         return self.folder / GRAPHS / name
 
     def graph(self, name: str) -> Graph:
-        """A graph with its inputs. Raises UserError when the run has none of this name, or files are damaged."""
+        """A graph with its inputs. Raises UserError if the run has none of this name, or if files are damaged."""
         if name not in self.names:
             raise UserError(f"{self.folder} has no graph {name}", hint=f"it has {', '.join(self.names)}")
         saved, values = self.read(f"{GRAPHS}/{name}/{GRAPH}"), self.read(f"{GRAPHS}/{name}/{VALUES}")
@@ -79,7 +79,7 @@ class Run:
             mode, given = (None, inputs) if sizes is None else fake_inputs(sizes, inputs)
             return Graph(name, saved["kind"], rebound(module, given, mode), inputs)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            message = f"{self.of_graph(name)}/{GRAPH} makes no graph: {error!r:.99}"
+            message = f"{self.of_graph(name)}/{GRAPH} is not a valid graph: {error!r:.99}"
             raise UserError(message, hint="copy the run again") from error
 
     def graphs(self, name: str = "") -> list[Graph]:
@@ -92,26 +92,26 @@ class Run:
         return [str(node["target"]) for node in nodes if node["op"] == "call_function"]
 
     def text(self, name: str, file: str) -> str:
-        """A text file of a graph; empty where there is none."""
+        """A text file of a graph; empty if there is none."""
         path = self.of_graph(name) / file
         return path.read_text(encoding="utf-8") if path.is_file() else ""
 
     def source(self, symbol: str) -> str:
-        """The C++ of a kernel; empty where there is none."""
+        """The C++ of a kernel; empty if there is none."""
         path = self.folder / "kernels" / f"{symbol}.cpp"
         return path.read_text(encoding="utf-8") if _NAME.fullmatch(symbol) and path.is_file() else ""
 
     def read(self, file: str) -> Any:
-        """A JSON file of the run. Raises UserError when it is missing or is none."""
+        """A JSON file of the run. Raises UserError if it is missing or invalid."""
         return read_json(self.folder / file)
 
     def numbers(self, name: str) -> Mapping[str, Any] | None:
-        """What a graph returned: `eager`, `compiled`, and `intermediates` by FX node; None where that was not saved."""
+        """The results of a graph: `eager`, `compiled`, and `intermediates` by FX node; None if they were not saved."""
         path = self.of_graph(name) / NUMBERS
         return TensorStore(self.folder).load(read_json(path)) if path.is_file() else None
 
     def table(self, file: str) -> list[dict[str, str]]:
-        """The rows of a CSV file of the run; none when it has no such file."""
+        """The rows of a CSV file of the run; none if it has no such file."""
         path = self.folder / file
         if not path.is_file():
             return []
@@ -120,27 +120,28 @@ class Run:
 
 
 def open_run(folder: Path, libraries: Iterable[str] = ()) -> Run:
-    """The run in a folder. Raises UserError when there is none, or one that this version cannot read."""
+    """The run in a folder. Raises UserError if there is none, or if this version cannot read it."""
     if not (folder / RUN).is_file():
         raise no_run(folder)
     about = read_json(folder / RUN)
     if not isinstance(about, dict) or about.get("schema_version") != VERSION:
         raise UserError(
-            f"{folder} is no run that this version can read", hint="make one with `pellucid capture TARGET -o FOLDER`"
+            f"{folder} is not a run that this version can read",
+            hint="create one with `pellucid capture TARGET -o FOLDER`",
         )
     if not all(isinstance(name, str) and _NAME.fullmatch(name) for name in about["graphs"]):
-        raise UserError(f"{folder}/{RUN} names an impossible graph")
+        raise UserError(f"{folder}/{RUN} contains an invalid graph name")
     return Run(folder, about, frozenset(libraries))
 
 
 def run_of(target: str, libraries: Iterable[str] = ()) -> Run | None:
-    """The run that a target names, be it with a graph; None for a target that is none."""
+    """The run that a target names, with or without a graph; None for a target that is not a run."""
     found = split_run(target)
     return None if found is None else open_run(found[0], libraries)
 
 
 def split_run(target: str) -> tuple[Path, str] | None:
-    """The folder and the graph (empty: all) that `RUN` or `RUN:GRAPH` names; None for what is no run."""
+    """The folder and the graph (empty: all) that `RUN` or `RUN:GRAPH` names; None for a target that is not a run."""
     folder, _, name = target.rpartition(":")
     if (Path(target) / RUN).is_file():
         return Path(target), ""
@@ -148,7 +149,7 @@ def split_run(target: str) -> tuple[Path, str] | None:
 
 
 def save_graph(writer: RunWriter, graph: Graph) -> None:
-    """Add a graph with its inputs to a run. Raises UserError for one that cannot be saved."""
+    """Add a graph with its inputs to a run. Raises UserError if it cannot be saved."""
     writer.add_graph(graph.name, graph.kind, graph.module)
     writer.add_values(graph.name, inputs=graph.inputs, constants=())
     writer.add_texts(graph.name, {"fx_graph_readable.py": readable(graph.module)})

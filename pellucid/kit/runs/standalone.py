@@ -1,4 +1,4 @@
-"""A graph and its inputs as a program that stands alone: how a repro of a failure, or a test of a kernel, begins."""
+"""A graph and its inputs as a standalone program: the first part of a repro, or of the test of a kernel."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def run(function):
 
 
 def standalone(graph: Graph, folder: Path, stem: str, imports: tuple[str, ...], more: str = "") -> str:
-    """Program text: `Graph`, the graph as a module; `make_inputs()`; `run(function)`, a call with them and one seed.
+    """Program text: `Graph`, the graph as a module; `make_inputs()`; `run(function)`, a call with a fixed seed.
 
-    stem: of the file beside the program (`STEM.bin`) that holds numbers, where there are many. imports: lines that
-    import standard modules; more: text below them. Raises NotWritable for inputs that have no program text.
+    stem: the name of the file next to the program (`STEM.bin`) that stores large tensors. imports: lines that import
+    standard modules; more: text below them. Raises NotWritable for inputs that cannot be written as program text.
     """
     inputs = write_values(graph.inputs, folder, stem)
     code = textwrap.indent(graph.module.code.strip(), "    ") + "\n"

@@ -1,4 +1,4 @@
-"""What the tools look into: a request names a program or a run, a backend, and how to run it; it becomes graphs."""
+"""Requests: a program or a run, a backend, and how to run it; and the graphs of a request."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pellucid.kit.subjects.registry import subject_of
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to look at in a worker process.
+    """What to inspect in a worker process.
 
-    target: `FILE.py:NAME`, or a run (`RUN` or `RUN:GRAPH`). threads: torch's; 0 for its own choice. libraries: whose
-    operators the graphs of a run may call beside PyTorch's. sanitize: let the sanitizers watch the kernels.
+    target: `FILE.py:NAME`, or a run (`RUN` or `RUN:GRAPH`). threads: torch's; 0 for its default. libraries: those
+    whose operators the graphs of a run may call in addition to PyTorch's. sanitize: run the kernels under sanitizers.
     """
 
     target: str
@@ -38,12 +38,13 @@ class Request:
     sanitize: bool = False
 
     def worker(self, memory: int = 0) -> Worker:
-        """The process to look at it in. memory: bytes that it may use. Raises ToolchainError without sanitizers."""
+        """The process to inspect it in. memory: bytes that it may use. Raises ToolchainError if sanitizers are needed
+        and the compiler has none."""
         return Worker(memory, variables() if self.sanitize else None)
 
 
 def subject_for(request: Request) -> Subject:
-    """The backend that a request names; its number of threads is set from here on."""
+    """The backend of a request. Also sets torch's number of threads."""
     if request.threads:
         torch.set_num_threads(request.threads)
     if split_run(request.target) is None:
@@ -51,12 +52,12 @@ def subject_for(request: Request) -> Subject:
     subject = subject_of(request.backend, request.options)
     if not request.sanitize:
         return subject
-    os.environ.pop("LD_PRELOAD", None)  # no compiler needs to be watched
+    os.environ.pop("LD_PRELOAD", None)  # compilers need not run under the sanitizers
     return subject.sanitized()
 
 
 def graphs_for(request: Request, subject: Subject) -> list[Graph]:
-    """The graphs that a subject captures of the program of a request; or those of its run, decomposed for it."""
+    """The graphs that a subject captures of a request's program, or those of its run, decomposed for the subject."""
     found = split_run(request.target)
     if found is not None:
         run = open_run(found[0], request.libraries)
@@ -71,13 +72,13 @@ def graphs_for(request: Request, subject: Subject) -> list[Graph]:
 
 
 def captured(request: Request) -> tuple[list[Graph], Subject]:
-    """The graphs of a request, and the backend."""
+    """The graphs of a request, and its backend."""
     subject = subject_for(request)
     return graphs_for(request, subject), subject
 
 
 def _run_eagerly(case: Case, request: Request) -> None:
-    """Raises NotJudged for a program that fails without a compiler too."""
+    """Raise NotJudged for a program that fails without a compiler too."""
     torch.manual_seed(0)
     try:
         with torch.set_grad_enabled(request.backward):

@@ -1,1 +1,1 @@
-"""Backends under test, behind one interface; the only place that knows what is inside of one."""
+"""Backends under test ("subjects"), behind one interface; only this package knows their internals."""

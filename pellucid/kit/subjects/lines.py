@@ -11,7 +11,7 @@ import torch
 from pellucid.codegen import generate
 from pellucid.executable import Executable, Whole
 from pellucid.execution_plan import plan_execution
-from pellucid.ir.attention import reduces_in_turn
+from pellucid.ir.attention import mixes_reduction_axes
 from pellucid.ir.index import ZERO, Expr, const, product, total, var
 from pellucid.ir.interp import line_values
 from pellucid.ir.nodes import Buffer, Compute, Const, Kernel, Line, Param, Program, Reduce, Store, View, axes_of
@@ -38,7 +38,7 @@ def wrong_scalar(
     if program.symbols:
         return ""
     told = {
-        kernel.name: [] if reduces_in_turn(kernel) else [line for line in kernel.body if _is_made_for(line, node)]
+        kernel.name: [] if mixes_reduction_axes(kernel) else [line for line in kernel.body if _is_made_for(line, node)]
         for kernel in _kernels(program)
     }
     memory = _run(_storing(program, told), constants, inputs, options)

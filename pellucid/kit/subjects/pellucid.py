@@ -86,8 +86,8 @@ class Pellucid(Subject):
     def refused(self, error: BaseException) -> Refused | None:
         if not isinstance(error, KernelCompileError) or error.record is None:
             return None
-        ways = (each for kernel in error.record.kernels.values() for each in kernel.ways)
-        kernel = next(each for each in ways if each.name == error.kernel)
+        variants = (each for kernel in error.record.kernels.values() for each in kernel.variants)
+        kernel = next(each for each in variants if each.name == error.kernel)
         return Refused(error.kernel, kernel.source, error.line, error.detail, error.output, dict(_values(kernel)))
 
     def fusing(self, most: int) -> Pellucid:

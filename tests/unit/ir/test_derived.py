@@ -10,7 +10,7 @@ import torch
 
 from pellucid.errors import InternalError
 from pellucid.ir.derived import FUNCTIONS, Apply, Derived, Float, Formulas, Numbers, by_name
-from pellucid.ir.index import const, floordiv, least, mod, nonnegative, sym
+from pellucid.ir.index import const, floordiv, min_value, mod, nonnegative, sym
 from pellucid.ir.interp import run_program
 from pellucid.ir.parser import parse_program
 from pellucid.ir.printer import print_program
@@ -102,7 +102,7 @@ def test_formulas_are_computed_together() -> None:
 
 
 def test_names_of_symbols_tell_their_least_value() -> None:
-    assert [least(name) for name in ("s0", "n", "u", "rows", "u0", "u_rows", "n0", "n_shift")] == [
+    assert [min_value(name) for name in ("s0", "n", "u", "rows", "u0", "u_rows", "n0", "n_shift")] == [
         1, 1, 1, 1, 0, 0, None, None,
     ]  # fmt: skip
     assert nonnegative(sym("s0") - 1) and not nonnegative(sym("u0") - 1)

@@ -11,7 +11,7 @@ import torch
 
 from pellucid.ir.index import ONE, ZERO, Expr, const, sym
 from pellucid.ir.nodes import View
-from pellucid.ir.strides import lies, reshaped
+from pellucid.ir.strides import is_dense, reshaped
 
 
 def view(shape: tuple[Expr | int, ...], strides: tuple[Expr | int, ...]) -> View:
@@ -57,13 +57,13 @@ def test_an_order_is_what_pytorch_says(layout: torch.memory_format) -> None:
         for dims in permutations(range(4)):
             tensor = torch.empty([shape[dim] for dim in dims]).permute(*(dims.index(dim) for dim in range(4)))
             expected = tensor.is_contiguous(memory_format=layout)
-            assert lies(view(tuple(tensor.shape), tensor.stride()), order) == expected
+            assert is_dense(view(tuple(tensor.shape), tensor.stride()), order) == expected
 
 
 def test_pixels_of_any_size_are_one_dimension() -> None:
     height, width = sym("s0"), sym("s1")
     image = view((2, 8, height, width), (height * width * 8, 1, width * 8, 8))
-    assert lies(image, (0, 2, 3, 1)) and not lies(image, (0, 1, 2, 3))
+    assert is_dense(image, (0, 2, 3, 1)) and not is_dense(image, (0, 1, 2, 3))
     assert reshaped(image, (const(2), const(8), height * width)) == (height * width * 8, ONE, const(8))
     assert reshaped(image, (const(2), 8 * height * width)) is None
     planar = view((2, 8, height, width), (height * width * 8, height * width, width, 1))

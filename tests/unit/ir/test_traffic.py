@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from pellucid.ir.traffic import places, tensor_bytes
+from pellucid.ir.traffic import distinct_offsets, tensor_bytes
 
 
 def listed(strides):
@@ -31,14 +31,14 @@ def listed(strides):
     ],
 )
 def test_places_are_those_of_a_list(strides):
-    assert places(strides) == listed(strides)
+    assert distinct_offsets(strides) == listed(strides)
 
 
 def test_places_never_count_less_than_there_are():
     draw = random.Random(0)
     for _ in range(300):
         strides = [(draw.choice((0, 1, 2, 3, 4, 6, 8, 12)), draw.randint(1, 5)) for _ in range(draw.randint(1, 4))]
-        assert places(strides) >= listed(strides), strides
+        assert distinct_offsets(strides) >= listed(strides), strides
 
 
 def test_an_expanded_tensor_counts_what_it_was_made_from():

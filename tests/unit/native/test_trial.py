@@ -1,4 +1,4 @@
-"""Which way a trial takes for each call, and when it has seen enough. Times are made up."""
+"""Which variant a trial takes for each call, and when it has seen enough. Times are made up."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ void PyErr_WriteUnraisable(PyObject*) {}
 }
 
 using pellucid::Trial;
-using pellucid::Way;
+using pellucid::Variant;
 
 struct Made {
   Trial trial;
-  std::vector<double> costs;  // of each way, in nanoseconds
+  std::vector<double> costs;  // of each variant, in nanoseconds
   int calls = 0;
 
   Made(std::vector<double> given, int64_t sites = 1, size_t number = 0)
-      : trial(ways(given.size()), 1, sites, &callback, number), costs(given) {}
+      : trial(variants(given.size()), 1, sites, &callback, number), costs(given) {}
 
-  static std::vector<Way> ways(size_t n) {
-    std::vector<Way> made;
+  static std::vector<Variant> variants(size_t n) {
+    std::vector<Variant> made;
     for (size_t i = 0; i < n; i++) made.push_back({nullptr, static_cast<int64_t>(i), 1});
     return made;
   }
 
-  // Makes a call at a site, which takes `more` than it should; says which way it took.
+  // Makes a call at a site, which takes `more` than it should; says which variant it took.
   int64_t call(int64_t site = 0, double more = 0) {
-    const Way& way = trial.next(site);
+    const Variant& variant = trial.next(site);
     calls++;
-    trial.note(site, static_cast<int64_t>(costs[way.extent] + more));
-    return way.extent;
+    trial.note(site, static_cast<int64_t>(costs[variant.extent] + more));
+    return variant.extent;
   }
 
   void finish(int most = 1000) {

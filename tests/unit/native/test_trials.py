@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pellucid.native.build import build, default_store
-from pellucid.native.instance import InputSlot, KernelCall, OutputSlot, Trial, Way
+from pellucid.native.instance import InputSlot, KernelCall, OutputSlot, Trial, Variant
 from pellucid.native.runtime import Instance
 from pellucid.native.trials import Choices, Outcome, keep, parse, recall, trial_key, variants
 from tests.unit.native.support import kernel_text, view
@@ -123,12 +123,12 @@ def test_the_key_has_texts_order_threads_and_machine(monkeypatch, tmp_path, one_
 
 
 def test_a_choice_is_pending_until_it_is_made_and_then_found_by_others(store):
-    ways, decisions = (Way(1, 4, 1), Way(2, 8, 1)), []
+    candidates, decisions = (Variant(1, 4, 1), Variant(2, 8, 1)), []
     choices = Choices()
     choices.tell = decisions.append
-    way, trial = choices.of("add_0", SOURCES, ways)
-    again = choices.of("add_1", SOURCES, ways)
-    assert way == ways[0] and trial is not None and again == (way, trial)
+    variant, trial = choices.of("add_0", SOURCES, candidates)
+    again = choices.of("add_1", SOURCES, candidates)
+    assert variant == candidates[0] and trial is not None and again == (variant, trial)
     (pending,) = choices.decisions
     assert not pending.ok and pending.subject == ("add_0", "add_1") and decisions == []
     assert pending in variants()
@@ -136,9 +136,9 @@ def test_a_choice_is_pending_until_it_is_made_and_then_found_by_others(store):
     assert choices.decisions == tuple(decisions) and decisions[0].ok
     assert decisions[0].why == "quick is the fastest of 2: slow 20 us, quick 10 us"
     assert dict(decisions[0].facts) == {"kernels": "slow quick", "fastest": "quick", "pairs": 7}
-    assert choices.of("add_2", SOURCES, ways) == (ways[1], None)
+    assert choices.of("add_2", SOURCES, candidates) == (candidates[1], None)
     later = Choices()
-    assert later.of("add_0", SOURCES, ways) == (ways[1], None)
+    assert later.of("add_0", SOURCES, candidates) == (candidates[1], None)
     assert "as an earlier process found out" in later.decisions[0].why
 
 
@@ -152,9 +152,9 @@ def addresses():
 
 def instance_of(addresses, settled, names=("test_slow", "test_quick"), sites=1, threads=1):
     n = 4096
-    ways = tuple(Way(addresses[name], n, 1 << 40) for name in names)
-    trial = Trial(ways, threads, settled)
-    calls = [KernelCall(ways[0].address, (k,), (), n, 1 << 40, f"k{k}", trial=trial) for k in range(sites)]
+    candidates = tuple(Variant(addresses[name], n, 1 << 40) for name in names)
+    trial = Trial(candidates, threads, settled)
+    calls = [KernelCall(candidates[0].address, (k,), (), n, 1 << 40, f"k{k}", trial=trial) for k in range(sites)]
     return Instance([OutputSlot(4 * n)] * sites, calls, [view(k, n) for k in range(sites)], inputs=0, arena=0)
 
 
@@ -245,9 +245,9 @@ def test_a_forked_child_goes_on(addresses, one_thread):
 
 def test_an_index_check_that_fails_in_a_trial_raises(kernels, one_thread):
     told = []
-    ways = (Way(kernels["test_check"], 3, 1 << 40),) * 2
-    trial = Trial(ways, 1, told.append)
-    call = KernelCall(ways[0].address, (0,), (10,), 3, 1 << 40, "k", ("", "{index} of {size}"), trial=trial)
+    candidates = (Variant(kernels["test_check"], 3, 1 << 40),) * 2
+    trial = Trial(candidates, 1, told.append)
+    call = KernelCall(candidates[0].address, (0,), (10,), 3, 1 << 40, "k", ("", "{index} of {size}"), trial=trial)
     instance = Instance([InputSlot(0)], [call], [None], inputs=1, arena=0)
     for _ in range(3):
         with pytest.raises(IndexError, match="12 of 10"):

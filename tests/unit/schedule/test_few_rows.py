@@ -9,7 +9,7 @@ from pellucid.ir.interp import run_program
 from pellucid.ir.nodes import Kernel
 from pellucid.ir.parser import parse_program
 from pellucid.ir.verify import verify_program
-from pellucid.schedule.few_rows import MOST_ROWS, sum_rows_together
+from pellucid.schedule.few_rows import MAX_ROWS, sum_rows_together
 
 PRODUCT = """\
 program {{
@@ -54,7 +54,7 @@ def text(rows: int, kind: str) -> str:
     return PRODUCT.format(rows=rows, kind=kind, numel=12 * rows, results=8 * rows)
 
 
-@pytest.mark.parametrize("rows", [2, 3, MOST_ROWS])
+@pytest.mark.parametrize("rows", [2, 3, MAX_ROWS])
 def test_sums_are_the_same(rows: int) -> None:
     before = parse_program(text(rows, "i8"))
     after, decisions = sum_rows_together(before)
@@ -68,7 +68,7 @@ def test_sums_are_the_same(rows: int) -> None:
     torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize(("rows", "kind", "told"), [(1, "i8", 0), (MOST_ROWS + 1, "i8", 0), (4, "i32", 1)])
+@pytest.mark.parametrize(("rows", "kind", "told"), [(1, "i8", 0), (MAX_ROWS + 1, "i8", 0), (4, "i32", 1)])
 def test_elsewhere_products_stay_as_they_are(rows: int, kind: str, told: int) -> None:
     before = parse_program(text(rows, kind))
     after, decisions = sum_rows_together(before)

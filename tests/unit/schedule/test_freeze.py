@@ -8,7 +8,7 @@ from pellucid.ir.interp import run_program
 from pellucid.ir.nodes import Program
 from pellucid.ir.parser import parse_program
 from pellucid.ir.verify import verify_program
-from pellucid.schedule.freeze import part
+from pellucid.schedule.freeze import split_frozen
 
 # t = 2 * w is determined by w, u = x + t is not; both are read by the last kernel, and s is what the program returns.
 _PROGRAM = """
@@ -55,7 +55,7 @@ def _program() -> Program:
 
 
 def test_what_frozen_inputs_determine_is_taken_out() -> None:
-    parted, decisions = part(_program(), ["w"], 0)
+    parted, decisions = split_frozen(_program(), ["w"], 0)
     verify_program(parted.before)
     verify_program(parted.main)
     assert [node.name for node in parted.before.nodes] == ["double"]
@@ -68,12 +68,12 @@ def test_what_frozen_inputs_determine_is_taken_out() -> None:
 
 
 def test_results_of_the_program_stay_where_they_are() -> None:
-    parted, _ = part(_program(), ["x", "w"], 0)
+    parted, _ = split_frozen(_program(), ["x", "w"], 0)
     assert [node.name for node in parted.main.nodes] == ["product"]
     assert parted.made == ("t", "u")
 
 
 def test_nothing_is_frozen_of_a_program_that_changes_it() -> None:
     program = parse_program(_PROGRAM.replace("t: f32[6]) {", "w: f32[6]) {", 1).replace("store t[i0]", "store w[i0]"))
-    parted, decisions = part(program, ["w"], 0)
+    parted, decisions = split_frozen(program, ["w"], 0)
     assert not parted.before.nodes and not decisions

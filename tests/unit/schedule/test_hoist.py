@@ -149,7 +149,7 @@ def test_what_the_kernel_stores_itself_stays() -> None:
 @pytest.mark.parametrize(
     ("kernel", "why"),
     [
-        (norm(6, 32), "costs less than a kernel more"),
+        (norm(6, 32), "costs less than another kernel"),
         (norm(8, 20000), "too many to stay in the cache"),
     ],
 )

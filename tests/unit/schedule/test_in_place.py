@@ -110,17 +110,17 @@ def test_copies_around_a_change_are_gone(nodes: str, left: list[str]) -> None:
     ("nodes", "why"),
     [
         (copy("there", "x", "y") + change("change", "y") + read("reader", "y"),
-         "x is the caller's, and is to stay as it is"),
+         "x belongs to the caller and must not change"),
         (copy("there", "x", "y") + change("change", "y") + read("reader", "x") + copy("back", "y", "x"),
-         "reader needs x as it was"),
-        (AROUND + change("again", "x", "i") + read("reader", "y"), "reader needs y, and x is changed before"),
-        (AROUND + change("again", "y", "i") + read("reader", "y"), "again changes y by itself"),
+         "reader needs the old contents of x"),
+        (AROUND + change("again", "x", "i") + read("reader", "y"), "reader reads y after x is changed"),
+        (AROUND + change("again", "y", "i") + read("reader", "y"), "again also writes y"),
         (change("before", "w", "i") + copy("there", "x", "w") + change("change", "w") + copy("back", "w", "x")
-         + read("reader", "x"), "before changes w by itself"),
+         + read("reader", "x"), "before also writes w"),
         (copy("there", "x", "y") + change("change", "y") + copy("out", "y", "z"),
-         "x is the caller's, and is to stay as it is"),
+         "x belongs to the caller and must not change"),
         (read("before", "x", "y") + copy("on", "y", "w") + change("change", "w") + read("reader", "y"),
-         "reader needs y as it was"),
+         "reader needs the old contents of y"),
     ],
 )  # fmt: skip
 def test_what_is_read_later_is_kept(nodes: str, why: str) -> None:

@@ -12,7 +12,15 @@ from pellucid.ir.index import ONE, ZERO, as_expr
 from pellucid.ir.nodes import Buffer, Extern, Program, View
 from pellucid.ir.parser import parse_program
 from pellucid.ir.types import ALIGNMENT, DType
-from pellucid.schedule.memory import MemoryPlan, Room, check_memory_plan, donations, made_in_place, plan_memory, spans
+from pellucid.schedule.memory import (
+    DonatedArgument,
+    MemoryPlan,
+    check_memory_plan,
+    donations,
+    find_in_place,
+    plan_memory,
+    spans,
+)
 from tests.unit.schedule.build import lives
 
 
@@ -85,7 +93,9 @@ def placed(program: Program, *donated: str) -> MemoryPlan:
     """The plan of a program with arguments of 1 MB, of which some may be overwritten."""
     used = spans([(*reads(node), *writes(node)) for node in program.nodes], program.outputs)
     found = donations(program.nodes, used, donated)
-    return plan_memory(lives(program), [Room(name, used[name][1], 4 * MB, places) for name, places in found.items()])
+    return plan_memory(
+        lives(program), [DonatedArgument(name, used[name][1], 4 * MB, places) for name, places in found.items()]
+    )
 
 
 IN_PLACE = """program {
@@ -115,23 +125,23 @@ IN_PLACE = """program {
 
 def test_a_temporary_takes_over_what_is_read_for_it_alone() -> None:
     program = kernels(IN_PLACE)
-    assert not placed(program).homes, "an argument is the caller's"
+    assert not placed(program).donors, "an argument is the caller's"
     plan = placed(program, "x")
     check_memory_plan(lives(program), plan)
-    assert dict(plan.homes) == {"t": "x"} and not plan.arena_bytes
+    assert dict(plan.donors) == {"t": "x"} and not plan.arena_bytes
 
 
 def test_what_other_points_read_is_not_taken_over() -> None:
     shifted = IN_PLACE.replace("load x[i0]", f"load x[{MB - 1} - i0]", 1)
     plan = placed(kernels(shifted), "x")
-    assert not plan.homes and plan.arena_bytes == 4 * MB
+    assert not plan.donors and plan.arena_bytes == 4 * MB
 
 
 def test_what_is_read_later_is_not_taken_over() -> None:
     later = IN_PLACE.replace("(t: f32[MB], y", "(t: f32[MB], x: f32[MB], y").replace(
         "v1: f32 = sin v0", "v2: f32 = load x[i0]\n    v1: f32 = add v0, v2"
     )
-    assert not placed(kernels(later), "x").homes
+    assert not placed(kernels(later), "x").donors
 
 
 CHAIN = """program {
@@ -184,7 +194,7 @@ def in_place(text: str) -> dict[str, str]:
     program = parse_program(text)
     used = spans([(*reads(node), *writes(node)) for node in program.nodes], program.outputs)
     kinds = {b.name: (b.numel, b.dtype) for b in program.buffers if b.role == "temp"}
-    found = made_in_place(program.nodes, used, kinds)
+    found = find_in_place(program.nodes, used, kinds)
     plan = plan_memory(lives(program), in_place=found)
     check_memory_plan(lives(program), plan)
     assert all(plan.offsets[target] == plan.offsets[source] for target, source in found.items())

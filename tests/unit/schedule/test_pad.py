@@ -102,7 +102,7 @@ def test_what_a_library_call_reads_stays() -> None:
     program = b.finish(z, b.mm(y, b.input(COLUMNS, 4)))
     before, after, decisions = padded(program)
     assert after == before
-    assert [(decision.ok, "wants it as it lies" in decision.why) for decision in decisions] == [(False, True)]
+    assert [(decision.ok, "requires its layout" in decision.why) for decision in decisions] == [(False, True)]
 
 
 def test_an_access_that_crosses_rows_stays() -> None:

@@ -74,7 +74,7 @@ WINDOWS = reader("windows", "i: 4, j: 5", "5*i + j + 15*[o]", "5*i + j").replace
         (WINDOWS, 12, 5),  # how far a value leads is not known
         (LAST, 1, 5),
         (EVERY, 4, 5),
-        (MASKED, 12, 5),  # what is masked may lie anywhere
+        (MASKED, 12, 5),  # masked positions may be anywhere
         (reader("corner", "i: 3, j: 2", "5*i + j + 11", "5*i + j"), 3, 2),
         (reader("flat", "n: 50", "n", "n"), 10, 5),
         (FIRST + LAST, 12, 5),

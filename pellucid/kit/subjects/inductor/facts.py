@@ -14,7 +14,7 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V
 
-from pellucid.ir.traffic import Access, different, fetched_bytes
+from pellucid.ir.traffic import Access, distinct_elements, fetched_bytes
 from pellucid.kit.subjects.facts import widest_float
 
 _NO_OPERATIONS = frozenset(
@@ -122,7 +122,7 @@ def _number(expression: Any) -> int:
 def _bytes(accesses: dict[str, list[Access]]) -> dict[str, int]:
     """By buffer."""
     return {
-        name: different(found, _number(V.graph.get_numel(name))) * V.graph.get_dtype(name).itemsize
+        name: distinct_elements(found, _number(V.graph.get_numel(name))) * V.graph.get_dtype(name).itemsize
         for name, found in accesses.items()
     }
 
