@@ -1,4 +1,4 @@
-"""A compiled program that can be called: of what is described once, an instance for each set of sizes."""
+"""A compiled program that can be called: described once, with one instance for each set of sizes."""
 
 from __future__ import annotations
 
@@ -26,65 +26,65 @@ from pellucid.native.runtime import Instance
 from pellucid.native.trials import Choices
 from pellucid.schedule.memory import MemoryPlan
 
-# Instances for as many different sizes are kept; beyond it the one unused for longest is made again when needed.
+# How many instances, for different sizes, are cached; the least recently used one is evicted.
 _INSTANCES = 64
 
 
-# What `_load` makes.
+# The attributes that `_load` creates.
 _OF_THIS_PROCESS = frozenset("_addresses choices _positions _lock _arenas _described _instances _sized _static".split())
 
 
-class Whole:
-    """A program and its kernels as the compiler made them, for those who look into them.
+class LazyProgram:
+    """A scheduled program and its kernels, for the kit.
 
-    Those of an earlier process are read when somebody does.
+    Those that an earlier process compiled are unpickled at the first access.
     """
 
-    def __init__(self, made: tuple[Program, Mapping[str, CppKernel]] | None, data: bytes = b"") -> None:
-        self._made = made
+    def __init__(self, value: tuple[Program, Mapping[str, CppKernel]] | None, data: bytes = b"") -> None:
+        self._value = value
         self._data = data
 
-    def __reduce__(self) -> tuple[Callable[..., Whole], tuple[Any, ...]]:
-        return Whole, (None, self._data or zlib.compress(pickle.dumps(self._made), 1))
+    def __reduce__(self) -> tuple[Callable[..., LazyProgram], tuple[Any, ...]]:
+        return LazyProgram, (None, self._data or zlib.compress(pickle.dumps(self._value), 1))
 
     @property
-    def made(self) -> tuple[Program, Mapping[str, CppKernel]]:
-        if self._made is None:
-            self._made = pickle.loads(zlib.decompress(self._data))
-        return self._made
+    def value(self) -> tuple[Program, Mapping[str, CppKernel]]:
+        if self._value is None:
+            self._value = pickle.loads(zlib.decompress(self._data))
+        return self._value
 
 
 @dataclass(frozen=True, eq=False)
 class Sized:
-    """A plan with its sizes, as an instance runs it: what its calls move and compute follows from it.
+    """A plan with the sizes of one instance: determines how much its calls move and compute.
 
     nodes: the name of the node of each call, None for those of a probe. size: of the symbols.
     parameters: inputs that could be frozen, and are not.
     """
 
     plan: ExecutionPlan
-    whole: Whole
+    program: LazyProgram
     nodes: tuple[str | None, ...]
     size: Numbers
     parameters: frozenset[str]
 
     @property
     def kernels(self) -> Mapping[str, CppKernel]:
-        return self.whole.made[1]
+        return self.program.value[1]
 
     @property
     def calls(self) -> tuple[Node | None, ...]:
         """The node of each call, None for those of a probe."""
-        nodes = {node.name: node for node in self.whole.made[0].nodes}
+        nodes = {node.name: node for node in self.program.value[0].nodes}
         return tuple(None if name is None else nodes[name] for name in self.nodes)
 
 
 INSTANCES: WeakValueDictionary[int, Sized] = WeakValueDictionary()
-"""The program of each instance that is alive, by its number in timelines."""
+"""The plan and sizes of each live instance, by its number in timelines."""
 
 
 class Executable:
-    """Runs a program; for dynamic shapes it keeps one `Instance` per set of sizes seen lately.
+    """Runs a program; for dynamic shapes it caches one `Instance` per set of recent sizes.
 
     Called with the list of the graph's arguments (the boxed calling convention: the list is emptied).
     """
@@ -94,7 +94,7 @@ class Executable:
     def __init__(
         self,
         plan: ExecutionPlan,
-        whole: Whole,
+        program: LazyProgram,
         addresses: Mapping[str, int],
         constants: tuple[torch.Tensor, ...],
         probes: Mapping[str, Probe] | None = None,
@@ -102,18 +102,18 @@ class Executable:
         checked: tuple[View, ...] = (),
         parameters: Sequence[str] = (),
     ) -> None:
-        """whole: what was planned. addresses: of its functions, by symbol.
+        """program: the one that was planned. addresses: of its functions, by symbol.
         probes: by the name of the node.
 
-        checked: arguments that no guard has looked at: those that lie in memory otherwise than these say are copied.
-        parameters: what could be frozen, for profiles.
+        checked: arguments that no guard has checked: those with other strides than these views are copied.
+        parameters: inputs that could be frozen, for profiles.
         """
         self._plan = plan
-        self._whole = whole
+        self._program = program
         self._checked = checked
         self._parameters = frozenset(parameters)
         self._probes = probes or {}
-        self._sources = {each.name: each.source for kernel in whole.made[1].values() for each in kernel.variants}
+        self._sources = {each.name: each.source for kernel in program.value[1].values() for each in kernel.variants}
         self._constants = list(constants)
         self._load(addresses)
 
@@ -126,13 +126,13 @@ class Executable:
         self._described: tuple[_Kind, Description] | None = None
         self._instances: OrderedDict[_Key, _Ready] = OrderedDict()
         self._sized: dict[_Key, Sized] = {}
-        made = None if self._plan.symbols else self._make_instance((), True, self._observed)
-        self._static = None if self._probes else made
+        ready = None if self._plan.symbols else self._make_instance((), True, self._observed)
+        self._static = None if self._probes else ready
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a later process needs, which finds the kernels in the store."""
+        """The state for a later process, which finds the kernels in the store."""
         if self._probes:
-            raise InternalError(f"{self._plan.name} has probes, which are of this process")
+            raise InternalError(f"{self._plan.name} has probes, which belong to this process")
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,13 +140,13 @@ class Executable:
         self._load(build(self._sources)[0])
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        run, supplied, expected, taken = self._static or self._instance(args)
-        if not all(_may_be_overwritten(args, position) for position in taken):
+        run, supplied, expected, donated = self._static or self._instance(args)
+        if not all(_may_be_overwritten(args, position) for position in donated):
             run, supplied, expected, _ = self._instance(args, donated=False)
         for name, position, dtype, shape, strides in expected:
-            given = args[position]
-            if given.stride() != strides or given.shape != shape or given.dtype is not dtype:
-                args[position] = fitted(name, given, dtype, shape, strides)
+            tensor = args[position]
+            if tensor.stride() != strides or tensor.shape != shape or tensor.dtype is not dtype:
+                args[position] = fitted(name, tensor, dtype, shape, strides)
         if supplied:
             args.extend(supplied)
         outputs = run(args)
@@ -175,10 +175,10 @@ class Executable:
         instance = Instance.of(described.template, places.slots(size, memory), memory.arena_bytes, numbers)
         floats = [torch.tensor([size.of(name)], dtype=torch.float64) for name in self._plan.supplied]
         expected = [places.expected(view, size) for view in self._checked if view.buffer in places.numbers]
-        taken = sorted({places.inputs[name] for name in memory.donors.values()})
-        ready = instance.run, [*self._constants, *floats], expected, taken
+        overwritten = sorted({places.inputs[name] for name in memory.donors.values()})
+        ready = instance.run, [*self._constants, *floats], expected, overwritten
         key = sizes, donated, observed
-        sized = Sized(self._plan, self._whole, described.nodes, size, self._parameters)
+        sized = Sized(self._plan, self._program, described.nodes, size, self._parameters)
         with self._lock:
             self._instances[key] = ready
             self._sized[key] = INSTANCES[instance.number] = sized
@@ -187,7 +187,7 @@ class Executable:
         return ready
 
     def _description(self, observed: bool) -> Description:
-        """The one that was made last, unless trials have ended since."""
+        """The latest description, unless trials have ended since."""
         kind = observed, self.choices.settled
         last = self._described
         if last is None or last[0] != kind:
@@ -205,13 +205,13 @@ class Executable:
 
 
 class Name(str):
-    """The name of a compiled graph, unique in a process: what a later process reads back gets a new one there."""
+    """The name of a compiled graph, unique in a process: a later process that unpickles it gives it a new name."""
 
 
-# How to run an instance, the tensors that it expects after the caller's, what it expects of some of the caller's, and
-# which of these it overwrites.
+# How to run an instance, the tensors that it expects after the caller's arguments, the layouts that it expects of some
+# of these, and the positions of those that it overwrites.
 _Ready: TypeAlias = "tuple[Callable[[list[Any]], list[Any]], list[torch.Tensor], list[Expected], list[int]]"
-# The sizes of an instance, whether it takes over donated inputs, and whether its nodes are observed.
+# The sizes of an instance, whether it overwrites donated inputs, and whether its nodes are observed.
 _Key: TypeAlias = "tuple[tuple[int, ...], bool, bool]"
 # Whether nodes are observed, and how many trials have ended.
 _Kind: TypeAlias = "tuple[bool, int]"
@@ -220,26 +220,26 @@ _Kind: TypeAlias = "tuple[bool, int]"
 def fitted(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> torch.Tensor:
-    """`tensor`, copied if it does not lie in memory as `strides` say. Raises UserError for another dtype or shape."""
+    """`tensor`, copied if it has other strides. Raises UserError for another dtype or shape."""
     if tensor.shape != shape or tensor.dtype is not dtype:
         raise UserError(
             f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and was {dtype} of shape {shape} when captured",
-            hint="correct what makes it: the fake implementation of an operator, or a hook on saved tensors",
+            hint="correct what produces it: the fake implementation of an operator, or a hook on saved tensors",
         )
-    if lies(tensor, strides):
+    if has_strides(tensor, strides):
         return tensor
     for dim, stride in enumerate(strides):
-        if stride == 0:  # elements that share one place are written once
+        if stride == 0:  # elements at the same address are written once
             tensor = tensor.narrow(dim, 0, 1)
     return torch.empty_strided(tensor.shape, strides, dtype=dtype).copy_(tensor).expand(shape)
 
 
-def lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether a tensor lies in memory as strides say; those of dimensions of one element say nothing."""
+def has_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether a tensor has these strides; those of dimensions of one element are ignored."""
     each = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    return not tensor.numel() or all(size == 1 or given == wanted for size, given, wanted in each)
+    return not tensor.numel() or all(size == 1 or stride == wanted for size, stride, wanted in each)
 
 
 def _may_be_overwritten(args: list[Any], position: int) -> bool:
-    """Whether a temporary may lie in the memory of an argument: nobody else wants it, and it lies as kernels expect."""
+    """Whether an argument's memory may be overwritten: there is no other reference to it, and it is aligned."""
     return args[position].data_ptr() % ALIGNMENT == 0 and is_unshared(args, position)

@@ -41,8 +41,7 @@ class Place(Enum):
     ARENA = "arena"
     """In the run's arena, shared by buffers that are not live at the same time, or in a donated argument."""
     POOL = "pool"
-    """In a block of its own, which goes to the caller if it is a result. Also for buffers of which an operator may return
-    views."""
+    """In a block of its own, which the caller gets if it is a result; also where an operator may return views of it."""
     OPERATOR = "operator"
     """In memory that the operator that computes it allocates."""
 
@@ -80,8 +79,8 @@ class PlannedVariant:
 class Launch:
     """A call of a kernel.
 
-    name: of the kernel in the program. variants: its variants, the one of the lowest estimated cost first. checks: messages
-    of its index checks, see `native.instance.KernelCall`. where: the user's line. reads, writes: buffers. The rest: see `CppKernel`.
+    name: of the kernel in the program. variants: the cheapest by estimated cost first. checks: messages of its index
+    checks, see `native.instance.KernelCall`. where: the user's line. reads, writes: buffers. The rest: see `CppKernel`.
     """
 
     name: str
@@ -353,7 +352,7 @@ def _lines(plan: ExecutionPlan) -> Iterator[str]:
 
 
 def _position_and_span(plan: ExecutionPlan, buffer: PlannedBuffer) -> str:
-    """The offset of a buffer in the arena or the argument that holds it, and the calls during which it is live."""
+    """The arena offset of a buffer, or the argument that holds it, and the calls that need it."""
     at = ""
     if plan.memory is not None and buffer.place is Place.ARENA and buffer.span is not None:
         donor = plan.memory.donors.get(buffer.name)
@@ -376,7 +375,9 @@ def _call_text(call: Call) -> str:
                 f"{name}[{first}:]" if first else name for name, first in zip(call.params, call.offsets, strict=True)
             )
             parameters = f"({', '.join(params)}){sizes}"
-            variants = (f"{variant.symbol}{parameters} extent {text(variant.extent)} grain {variant.grain}" for variant in call.variants)
+            variants = (
+                f"{each.symbol}{parameters} extent {text(each.extent)} grain {each.grain}" for each in call.variants
+            )
             return f"{call.name}: {' or '.join(variants)}"
         case Extern():
             arguments = [print_arg(arg) for arg in call.args] + [f"{k}={print_arg(arg)}" for k, arg in call.kwargs]

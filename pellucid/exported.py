@@ -24,7 +24,7 @@ from pellucid.capture.exported import Constant, Exported, read_exported
 from pellucid.capture.inputs import ConstantInput, TensorInput
 from pellucid.capture.specialise import Specialised, specialise
 from pellucid.errors import UserError
-from pellucid.executable import lies
+from pellucid.executable import has_strides
 from pellucid.native.fingerprint import place_of, span
 from pellucid.native.locks import Lock
 
@@ -238,7 +238,7 @@ def _kind_of(value: Any) -> _Kind:
 
 def _fits(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     """Whether a tensor lies in memory as the program takes it."""
-    return lies(tensor, strides) and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+    return has_strides(tensor, strides) and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
 
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -32,7 +32,7 @@ from pellucid.codegen import CppKernel, Roles, compete, functions_of, generate, 
 from pellucid.codegen.verify_nest import verify_nest
 from pellucid.description import Probe
 from pellucid.errors import BUGS, PellucidError, bug
-from pellucid.executable import Executable, Name, Whole
+from pellucid.executable import Executable, Name, LazyProgram
 from pellucid.execution_plan import ExecutionPlan, plan_execution
 from pellucid.frozen import Frozen
 from pellucid.ir.analysis import reads, writes
@@ -256,7 +256,7 @@ def _load(unit: Unit, options: Options) -> Step:
     assert unit.plan is not None
     executable = Executable(
         unit.plan,
-        Whole((unit.scheduled, unit.kernels)),
+        LazyProgram((unit.scheduled, unit.kernels)),
         unit.addresses,
         unit.constants,
         unit.watch(unit) if unit.watch else {},

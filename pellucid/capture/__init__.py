@@ -1,1 +1,1 @@
-"""From PyTorch's captured graph to data that the rest of the compiler understands."""
+"""Capture: PyTorch's graphs, passes on them, and the data that the rest of the compiler reads."""

@@ -1,11 +1,11 @@
-"""Complex tensors become pairs of real ones, their parts, which kernels can compute.
+"""Replaces complex tensors by pairs of real ones, their parts, which kernels can compute.
 
     before: `%c = mul(%a, %b)`
     after:  `%real = sub(mul(%a0, %b0), mul(%a1, %b1))`, `%imag = add(mul(%a0, %b1), mul(%a1, %b0))`
 
-A complex tensor is made of its parts where the caller or an operator without a rule (a Fourier transform) takes it, and
-parts are taken of a tensor that comes from there. The formulas are those of eager, so that NaN and infinities appear
-where they do in eager.
+A complex tensor is assembled from its parts where it is returned or read by an operator without a rule (a Fourier
+transform), and split into parts where it comes from such an operator or the caller. The formulas are eager's, so that
+NaN and infinities appear where they do in eager mode.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def in_parts(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[tuple[Node, Decision], ...]]:
-    """The graph with real parts in the place of complex tensors, the graph itself if it has none; what was decided.
+    """The graph with real parts instead of complex tensors, unchanged if it has none; and the decisions.
 
     Each decision comes with a call of the new graph.
     """
@@ -45,9 +45,9 @@ def in_parts(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, 
 
 @dataclass(slots=True)
 class _Parted:
-    """The new graph. whole, parts, pairs: what stands for a node of the old one, made when it is first asked for.
+    """The new graph. whole, parts, pairs: the replacements of nodes of the old one, created on first use.
 
-    changed: arguments that the graph writes to. handed_out: nodes whose memory the caller may see.
+    changed: arguments that the graph writes to. returned_nodes: nodes whose memory may be returned to the caller.
     """
 
     old: torch.fx.Graph
@@ -57,11 +57,11 @@ class _Parted:
     pairs: dict[Node, Node] = field(default_factory=dict)
     decisions: list[tuple[Node, Decision]] = field(default_factory=list)
     changed: set[Any] = field(default_factory=set)
-    handed_out: set[Node] = field(default_factory=set)
+    returned_nodes: set[Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.changed = {arg for node in self.old.nodes if may_write(node) for arg in node.all_input_nodes}
-        self.handed_out = returned(self.old)
+        self.returned_nodes = returned(self.old)
 
     def add(self, node: Node) -> None:
         made = self.made(node) if node.op == "call_function" else None
@@ -70,29 +70,29 @@ class _Parted:
             return
         (self.parts if _is_complex(node) else self.whole)[node] = made
         if not aliases(node):
-            why = "the real and the imaginary parts of complex numbers are computed apart"
+            why = "the real and the imaginary parts of complex numbers are computed separately"
             first = made.real if isinstance(made, Parts) else made
             self.decisions.append((first, Decision("transform.complex", (node.name,), True, why)))
 
     def made(self, node: Node) -> Any:
-        """What stands for a call, in parts if it is complex; None if it is made as it is."""
+        """The replacement of a call, in parts if it is complex; None if the call is copied unchanged."""
         if node.target is aten.view_as_real.default:
             return self.as_pairs(node.all_input_nodes[0])
-        if node in self.handed_out and aliases(node) and not _is_complex(node):
-            return None  # the caller gets a view of what lies in memory as pairs
+        if node in self.returned_nodes and aliases(node) and not _is_complex(node):
+            return None  # the caller gets a view of memory that holds pairs
         if node.target is operator.getitem:
             source, index = node.args
             return self.parts[source][index] if source in self.parts else None
-        return self.picked(node) or (None if self.alone(node) else self.computed(node))
+        return self.selected(node) or (None if self.alone(node) else self.computed(node))
 
     def alone(self, node: Node) -> bool:
-        """Whether whole tensors go into a call, and a whole one comes out: there is nothing to be fused with."""
+        """Whether a call reads and returns only whole tensors: then there is nothing to fuse it with."""
         given = [arg for arg in node.all_input_nodes if _is_complex(arg)]
         whole = given and all(arg in self.whole and arg not in self.parts for arg in given)
         return bool(whole) and _is_complex(node) and not aliases(node) and not any(map(rule_of, node.users))
 
     def copied(self, node: Node) -> Node:
-        """The call as it is; a view has the strides of what it is a view of now."""
+        """The call unchanged; the fake result of a view follows from its new argument."""
         if node.target is aten._conj.default and node.all_input_nodes:
             return self.conjugated(node)
         made = self.graph.node_copy(node, self.as_whole)
@@ -101,7 +101,7 @@ class _Parted:
         return made
 
     def conjugated(self, node: Node) -> Node:
-        """The conjugate of a whole tensor: elements that share one place in memory are computed once, and share one."""
+        """The conjugate of a whole tensor; elements expanded along a dimension are computed once and expanded again."""
         call: Call = partial(call_in, self.graph, node)
         whole = self.as_whole(node.all_input_nodes[0])
         sizes: list[Any] = [-1] * whole.meta["val"].dim()
@@ -113,8 +113,8 @@ class _Parted:
         made = call(aten._conj.default, once)
         return made if once is whole else call(aten.expand.default, made, sizes)
 
-    def picked(self, node: Node) -> Node | None:
-        """A part that is picked from a tensor seen as real; None for any other call."""
+    def selected(self, node: Node) -> Node | None:
+        """A part that is selected from a `view_as_real`; None for any other call."""
         match node:
             case Node(target=aten.select.int, args=(Node(target=aten.view_as_real.default) as seen, dim, index)):
                 (source,) = seen.all_input_nodes
@@ -124,7 +124,7 @@ class _Parted:
                 return None
 
     def computed(self, node: Node) -> Any:
-        """What a rule makes of the parts of the operands, in nodes of the new graph; None if no rule does."""
+        """The result of a rule on the parts of the operands, as nodes of the new graph; None if no rule applies."""
         rule = rule_of(node) if _is_complex(node) or any(map(_is_complex, node.all_input_nodes)) else None
         if rule is None:
             return None
@@ -143,13 +143,13 @@ class _Parted:
         return self.as_parts(node) if _is_complex(node) else self.as_whole(node)
 
     def as_parts(self, node: Node) -> Parts:
-        """The parts of a tensor, from its memory if it is there as a whole."""
+        """The parts of a tensor, read from its memory if it is a whole tensor."""
         if node not in self.parts:
             self.parts[node] = from_pairs(partial(call_in, self.graph, node), self.as_pairs(node))
         return self.parts[node]
 
     def as_pairs(self, node: Node) -> Node:
-        """A tensor as it lies in memory, in pairs. In that of a whole one there may be numbers yet to be conjugated."""
+        """A tensor as stored in memory, in pairs. A whole tensor may have a lazy conjugate to resolve."""
         if node not in self.pairs:
             call: Call = partial(call_in, self.graph, node)
             if node.target is aten.view_as_complex.default:
@@ -158,13 +158,13 @@ class _Parted:
                 self.pairs[node] = paired(call, self.parts[node], node.meta["val"])
             else:
                 whole = self.as_whole(node)
-                # Nothing else says that what views of an argument read has to be read before that changes.
+                # Without a copy, nothing orders reads of views of an argument before it is changed.
                 whole = call(aten.clone.default, whole) if node in self.changed else whole
                 self.pairs[node] = call(aten.view_as_real.default, call(aten.resolve_conj.default, whole))
         return self.pairs[node]
 
     def as_whole(self, node: Node) -> Node:
-        """A tensor as a whole; views are taken of the whole that they are views of, as eager does."""
+        """A tensor as a whole; views are views of a whole tensor, as in eager mode."""
         if node not in self.whole:
             if aliases(node):
                 self.whole[node] = self.copied(node)
@@ -175,14 +175,14 @@ class _Parted:
 
 
 def _is_complex(node: Node) -> bool:
-    """Whether a node makes complex tensors of a type with real parts."""
+    """Whether a node returns complex tensors of a type that can be split into parts."""
     value = node.meta.get("val")
     results = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(each, Tensor) and each.dtype in REAL for each in results)
 
 
 def _like(made: Any, node: Node) -> bool:
-    """Whether calls make what a node does, in parts; None if there are none."""
+    """Whether the results of a rule have the shapes and types of a node's, in parts."""
     results, wanted = ([*each] if type(each) in (list, tuple) else [each] for each in (made, node.meta["val"]))
     return made is not None and all(
         isinstance(result, Parts) == (value.dtype in REAL)

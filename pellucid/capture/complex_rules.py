@@ -1,4 +1,4 @@
-"""What operators do to the real and the imaginary parts of complex tensors, in eager's formulas."""
+"""Rules that express operators on complex tensors by their real and imaginary parts, with eager's formulas."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class Parts(NamedTuple):
 
 
 class Call(Protocol):
-    """Puts a call into the graph; its node, with the fake tensor that it makes."""
+    """Inserts a call into the graph; returns its node, with the fake result."""
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node: ...
 
 
 Rule: TypeAlias = Callable[..., Any]
-"""Makes the calls for one: of a `Call` and the arguments, in which complex tensors are `Parts`. None if it declines."""
+"""Inserts the calls that replace one, by a `Call`; complex arguments are `Parts`. Returns None if it cannot."""
 
 
 def from_pairs(call: Call, pairs: Node) -> Parts:
-    """The parts of what lies in memory as pairs, along the last dimension."""
+    """The parts of a tensor stored as pairs along its last dimension."""
     return Parts(*(call(aten.select.int, pairs, -1, index) for index in (0, 1)))
 
 
 def paired(call: Call, parts: Parts, like: Tensor) -> Node:
-    """Both parts along a last dimension; the others lie in memory in the order of those of another tensor."""
+    """Both parts, joined along a new last dimension; the other dimensions have the memory order of `like`."""
     order, back = order_in_memory(like)
     in_order = [call(aten.unsqueeze.default, call(aten.permute.default, part, order), -1) for part in parts]
     return call(aten.permute.default, call(aten.cat.default, in_order, -1), [*back, like.dim()])
@@ -85,14 +85,14 @@ def _minus(call: Call, a: Real, b: Real) -> Real:
 
 
 def _as_parts(call: Call, value: Parts | Real | complex) -> Parts:
-    """An operand, which may be real; in eager it is converted, with an imaginary part of 0."""
+    """An operand, which may be real: then its imaginary part is 0, as in eager mode."""
     if isinstance(value, Parts):
         return value
-    return Parts(value.real, value.imag) if isinstance(value, complex) else Parts(_known(call, value), 0.0)
+    return Parts(value.real, value.imag) if isinstance(value, complex) else Parts(_without_symbol(call, value), 0.0)
 
 
-def _known(call: Call, value: Real) -> Real:
-    """A real operand; of a number that only the call tells a tensor."""
+def _without_symbol(call: Call, value: Real) -> Real:
+    """A real operand; a symbolic number becomes a tensor."""
     if not isinstance(value, Node) or isinstance(value.meta["val"], Tensor):
         return value
     return call(aten.scalar_tensor.default, value, dtype=torch.float64)
@@ -118,7 +118,7 @@ def _sub(call: Call, a: Any, b: Any, alpha: Any = 1) -> Parts:
 
 
 def _tensors(call: Call, value: Parts | Real | complex) -> Parts:
-    """The parts of an operand, both of them tensors; those of a number as they are."""
+    """The parts of an operand, both of them tensors; those of a number unchanged."""
     parts = _as_parts(call, value)
     one = next((part for part in parts if isinstance(part, Node)), None)
     if one is None:
@@ -141,15 +141,15 @@ def _div(call: Call, a: Any, b: Any) -> Parts | None:
     by_zero = call(aten.bitwise_and.Tensor, call(aten.eq.Scalar, large, 0), call(aten.eq.Scalar, small, 0))
     inverse = call(aten.reciprocal.default, call(aten.abs.default, large))
     quotients = ((_times(call, inverse, ar), real), (_times(call, inverse, ai), imag))
-    return Parts(*(call(aten.where.self, by_zero, at, call(aten.mul.Tensor, apart, scale)) for at, apart in quotients))
+    return Parts(*(call(aten.where.self, by_zero, at, call(aten.mul.Tensor, part, scale)) for at, part in quotients))
 
 
 def _div_by_real(call: Call, a: Parts, b: Real | complex) -> Parts | None:
-    """Smith's method with an imaginary part of 0, which matters for what is not finite."""
+    """Smith's method with an imaginary part of 0, which matters for values that are not finite."""
     if isinstance(b, complex) or (not isinstance(b, Node) and b == 0):
         return None
     if isinstance(b, Node):
-        b = _known(call, b)
+        b = _without_symbol(call, b)
         scale = call(aten.reciprocal.default, call(aten._to_copy.default, b, dtype=a.real.meta["val"].dtype))
         share: Real = call(aten.mul.Tensor, scale, 0.0)
     else:
@@ -159,19 +159,19 @@ def _div_by_real(call: Call, a: Parts, b: Real | complex) -> Parts | None:
 
 
 def _exp(call: Call, a: Parts) -> Parts:
-    """As C has it, of infinite parts too: with an angle that is not finite e^inf is infinite, and e^-inf is zero."""
+    """As in C, also for infinite parts: with an angle that is not finite, e^inf is infinite and e^-inf is zero."""
     size, angle = call(aten.exp.default, a.real), a.imag
     finite = [call(aten.lt.Scalar, call(aten.abs.default, part), math.inf) for part in a]
-    turned = call(aten.where.ScalarOther, call(aten.bitwise_or.Tensor, *finite), call(aten.cos.default, angle), 1.0)
+    cosine = call(aten.where.ScalarOther, call(aten.bitwise_or.Tensor, *finite), call(aten.cos.default, angle), 1.0)
     imag = call(aten.mul.Tensor, size, call(aten.sin.default, angle))
     imag = call(aten.where.self, call(aten.eq.Scalar, size, 0), size, imag)
     return Parts(
-        call(aten.mul.Tensor, size, turned), call(aten.where.self, call(aten.eq.Scalar, angle, 0), angle, imag)
+        call(aten.mul.Tensor, size, cosine), call(aten.where.self, call(aten.eq.Scalar, angle, 0), angle, imag)
     )
 
 
 def _matrices(target: Any) -> Rule:
-    """A product of matrices by four of real ones, whose elements lie together."""
+    """A matrix product as four real ones, of dense operands."""
 
     def rule(call: Call, a: Parts, b: Parts) -> Parts:
         (ar, ai), (br, bi) = (Parts(*(_dense(call, part) for part in each)) for each in (a, b))
@@ -188,8 +188,8 @@ def _dense(call: Call, part: Node) -> Node:
     return part if span == product(shape) else call(aten.clone.default, part)
 
 
-def _apart(target: Any) -> Rule:
-    """What does the same to each part, whatever else it is given."""
+def _by_parts(target: Any) -> Rule:
+    """The rule of an operator that applies to each part separately, with the same other arguments."""
 
     def rule(call: Call, *args: Any, **kwargs: Any) -> Any:
         def of(index: int) -> Any:
@@ -210,9 +210,9 @@ def _apart(target: Any) -> Rule:
     return rule
 
 
-def _into(target: Any, values: Collection[int]) -> Rule:
-    """The same with tensors at these positions, or lists of them, of which each may be real."""
-    apart = _apart(target)
+def _combining(target: Any, values: Collection[int]) -> Rule:
+    """Like `_by_parts`, with tensors or lists of tensors at these positions, each of which may be real."""
+    by_parts = _by_parts(target)
 
     def rule(call: Call, *args: Any) -> Parts:
         def lifted(value: Any) -> Any:
@@ -220,7 +220,7 @@ def _into(target: Any, values: Collection[int]) -> Rule:
                 return [lifted(each) for each in value]
             return _tensors(call, value)
 
-        return apart(call, *(lifted(arg) if place in values else arg for place, arg in enumerate(args)))
+        return by_parts(call, *(lifted(arg) if position in values else arg for position, arg in enumerate(args)))
 
     return rule
 
@@ -293,8 +293,8 @@ _RULES: Mapping[Any, Rule] = {
     aten._to_copy.default: _to_copy,
 }
 
-# What puts tensors into one, and the positions of these among the arguments.
-_INTO: Mapping[Any, tuple[int, ...]] = {
+# Operators that combine tensors into one, and the positions of these among the arguments.
+_COMBINING: Mapping[Any, tuple[int, ...]] = {
     aten.cat.default: (0,),
     aten.copy.default: (0, 1),
     aten.slice_scatter.default: (0, 1),
@@ -303,24 +303,24 @@ _INTO: Mapping[Any, tuple[int, ...]] = {
     aten.scatter.src: (0, 3),
 }
 
-# Each part of the result is the same of the parts of the operands.
+# Linear operators: each part of the result is the operator applied to that part of the operands.
 _LINEAR = """
     neg.default clone.default sum.default sum.dim_IntList mean.default mean.dim cumsum.default flip.default roll.default
     repeat.default tril.default triu.default index.Tensor index_select.default gather.default
 """
-_APART = {getattr(getattr(aten, name), overload) for name, overload in (each.split(".") for each in _LINEAR.split())}
+_BY_PARTS = {getattr(getattr(aten, name), overload) for name, overload in (each.split(".") for each in _LINEAR.split())}
 
 
 def rule_of(node: Node) -> Rule | None:
-    """How the call is made in parts; None if it takes whole tensors."""
+    """The rule that replaces a call by calls on parts; None if it reads whole tensors."""
     target = node.target
     if target in _RULES:
         return _RULES[target]
-    if target in _INTO:
-        return _into(target, _INTO[target])
-    if target in _APART:
-        return _apart(target)
+    if target in _COMBINING:
+        return _combining(target, _COMBINING[target])
+    if target in _BY_PARTS:
+        return _by_parts(target)
     if target in (aten.view.default, aten._unsafe_view.default):
-        return _apart(aten.view.default)
-    kept = aliases(node) and not may_write(node) and target not in (aten.as_strided.default, aten.view.dtype)
-    return _apart(target) if kept else None
+        return _by_parts(aten.view.default)
+    is_view = aliases(node) and not may_write(node) and target not in (aten.as_strided.default, aten.view.dtype)
+    return _by_parts(target) if is_view else None

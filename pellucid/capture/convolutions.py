@@ -1,7 +1,7 @@
-"""Convolutions over one dimension and over three, and transposed ones, as convolutions of images; those whose taps
-cover the image as products of matrices: for both there are kernels.
+"""Decomposes convolutions over one and three dimensions, and transposed ones, into convolutions of images, and those
+whose taps cover the whole image into matrix products: there are kernels for both.
 
-Each returns NotImplemented for what stays as it is.
+Each function returns NotImplemented for calls that stay unchanged.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from pellucid.capture.torch_compat import (
 from pellucid.ir.contraction import DTYPES
 from pellucid.ir.types import TORCH_DTYPES
 
-_LINES, _IMAGES = 3, 4  # dimensions of what a convolution over one dimension gets, and over two
+_LINES, _IMAGES = 3, 4  # rank of the input of a convolution over one dimension, and over two
 _EXCESS = 1.5
-"""How many times as many windows as pixels make a transposed convolution a product whose results are added."""
-_MOST_PARTS = 16
-"""Results that are added for a pixel."""
+"""Minimum ratio of windows to pixels at which a transposed convolution is one product whose results are summed."""
+_MAX_PARTS = 16
+"""Maximum number of results that are summed for a pixel."""
 _MANY_PIXELS = 512
-"""Of images: a copy of a weight takes as long as its products with 70 pixels (AMD EPYC, Zen 4)."""
-_MOST_OF_PHASE = 32
-"""Outputs of a transposed convolution that is computed by phases."""
+"""Minimum pixels for phases: copying a weight takes as long as its products with 70 pixels (AMD EPYC, Zen 4)."""
+_MAX_PHASE_OUTPUTS = 32
+"""Maximum output channels of a transposed convolution that is computed by phases."""
 _FEW_INPUTS = 32
-"""Channels of an image in bf16 or f16 that leave a register of the products of a phase half empty, or more."""
-_MOST_OUTPUTS = 16
-"""Of a convolution that is computed by taps: a block of more columns is filled by outputs alone."""
-_MOST_ROWS = 1.25
-"""What such a product makes, next to the image."""
+"""Fewer input channels in bf16 or f16 leave half a register or more unused in the products of a phase."""
+_MAX_TAP_OUTPUTS = 16
+"""Maximum output channels of a convolution that is computed by taps: more fill a block of columns by themselves."""
+_MAX_TAP_ROWS = 1.25
+"""Maximum size of the result of such a product, relative to the image."""
 _FEW_CHANNELS, _MANY_OUTPUTS = 16, 32
-"""Of a weight whose gradient is a product with windows of lines: fewer channels, and at least as many outputs."""
+"""A weight's gradient is a product with windows of lines if it has fewer channels, and at least this many outputs."""
 _KERNELS = frozenset(TORCH_DTYPES[each] for each in DTYPES)
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *steps: Any) -> torch.Tensor:
-    """Over one dimension as over two, of images of one line, as ATen does: what is known of images serves both.
+    """Decompose a convolution; one over one dimension becomes one of images of one line, as in ATen.
 
-    steps: stride, padding, dilation, whether transposed, output padding and groups, as ATen takes them. The result of
-    lines lies as eager's does: as the weight, whatever the lines are.
+    steps: stride, padding, dilation, whether transposed, output padding and groups, as in ATen. The result over one
+    dimension has eager's strides: they follow the layout of the weight, whatever that of the input is.
     """
     stride, padding, dilation, transposed, more, groups = steps = _by_dimension(x.dim() - 2, steps)
     if x.dim() == _IMAGES and transposed and groups == 1:
@@ -70,14 +70,14 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _by_dimension(rank: int, steps: Sequence[Any]) -> tuple[Any, ...]:
-    """The steps, with one for each dimension where one stands for all."""
+    """The steps, with single-element lists expanded to one element per dimension."""
     return tuple(each * rank if isinstance(each, list | tuple) and len(each) == 1 else each for each in steps)
 
 
 def convolution_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: list[int] | None, *more: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of the same, where there are kernels for them: not of several large groups.
+    """Decompose the gradients of a convolution, where there are kernels for them: not for several large groups.
 
     more: the steps, then which gradients are wanted.
     """
@@ -112,10 +112,10 @@ def convolution_backward(
 
 
 def _has_few_channels(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:
-    """Whether the gradient of a weight over lines is a product with the windows of `x`: oneDNN is slow for so few
-    channels. Windows lie in `x` where it has one channel, and are at most as large as `grad` else.
+    """Whether the gradient of a weight over lines is computed as a product with the windows of `x`: oneDNN is slow for
+    so few channels. With one channel, windows are views of `x`; else they are copied, and are no larger than `grad`.
 
-    Products are rounded for each line, so types narrower than f32 have one line.
+    Products are rounded for each line, so types narrower than f32 are restricted to one line.
     """
     (stride,), (padding,), (dilation,), transposed, _, groups = steps
     if transposed or groups != 1 or x.dtype not in _KERNELS or weight.dtype is not x.dtype:
@@ -127,7 +127,7 @@ def _has_few_channels(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
     outputs, channels, taps = weight.shape
     if channels >= _FEW_CHANNELS or outputs < _MANY_OUTPUTS or (channels > 1 and channels * taps > outputs):
         return False
-    if is_symbolic(x.shape[2]) and padding:  # whether a window lies in `x` is not known
+    if is_symbolic(x.shape[2]) and padding:  # whether a window is inside `x` is not known
         return False
     first, last = _whole_windows(x, weight, *steps)
     count = (x.shape[2] + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
@@ -135,66 +135,66 @@ def _has_few_channels(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
 
 
 def _whole_windows(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> tuple[Any, Any]:
-    """The first place of a result all of whose taps lie in `x`, and the place behind the last one."""
+    """The range of result positions whose taps are all inside `x`: the first one, and the one after the last."""
     (stride,), (padding,), (dilation,), *_ = steps
     return -(-padding // stride), (x.shape[2] + padding - dilation * (weight.shape[2] - 1) - 1) // stride + 1
 
 
 def _of_weight_by_windows(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> torch.Tensor:
-    """The gradient as a product, for each line, of that of the result and what its taps meet.
+    """The gradient of the weight as a product, for each line, of the result's gradient and the windows of `x`.
 
-    `w[o, c, k] = sum over n and q of g[n, o, q] * x[n, c, s * q + d * k - p]`. Taps beyond `x` add nothing, whatever
-    `g` is there: places where some are beyond are summed apart.
+    `w[o, c, k] = sum over n and q of g[n, o, q] * x[n, c, s * q + d * k - p]`. Taps outside `x` add nothing, whatever
+    `g` is there: positions with such taps are summed separately.
     """
     (stride,), (padding,), (dilation,), *_ = steps
     span = dilation * (weight.shape[2] - 1) + 1
 
     def windows(line: torch.Tensor) -> torch.Tensor:
-        return line.unfold(-1, span, stride)[..., ::dilation]  # [..., places, taps]
+        return line.unfold(-1, span, stride)[..., ::dilation]  # [..., positions, taps]
 
-    def at_edge(of_places: torch.Tensor, line: torch.Tensor, *beyond: Any) -> torch.Tensor:
-        meets = windows(torch.ops.aten.constant_pad_nd(line.new_ones(line.shape[2], dtype=torch.bool), beyond))
-        met = windows(torch.ops.aten.constant_pad_nd(line, beyond))
-        return torch.where(meets, of_places[:, :, None, :, None] * met[:, None], 0).sum((0, 3))
+    def at_edge(gradient: torch.Tensor, line: torch.Tensor, *pads: Any) -> torch.Tensor:
+        inside = windows(torch.ops.aten.constant_pad_nd(line.new_ones(line.shape[2], dtype=torch.bool), pads))
+        elements = windows(torch.ops.aten.constant_pad_nd(line, pads))
+        return torch.where(inside, gradient[:, :, None, :, None] * elements[:, None], 0).sum((0, 3))
 
     first, last = _whole_windows(x, weight, *steps)
     begin, end = first * stride - padding, (last - 1) * stride - padding + span
-    met = windows(x[:, :, begin:end]).permute(0, 2, 1, 3).flatten(2)
-    made = torch.bmm(grad[:, :, first:last], met).sum(0).view(weight.shape)
+    elements = windows(x[:, :, begin:end]).permute(0, 2, 1, 3).flatten(2)
+    total = torch.bmm(grad[:, :, first:last], elements).sum(0).view(weight.shape)
     if first:
-        made = made + at_edge(grad[:, :, :first], x[:, :, : max(0, begin - stride + span)], padding, 0)
-    if behind := grad.shape[2] - last:
+        total = total + at_edge(grad[:, :, :first], x[:, :, : max(0, begin - stride + span)], padding, 0)
+    if after := grad.shape[2] - last:
         rest = x[:, :, end - span + stride :]
-        made = made + at_edge(grad[:, :, last:], rest, 0, (behind - 1) * stride + span - rest.shape[2])
-    return made
+        total = total + at_edge(grad[:, :, last:], rest, 0, (after - 1) * stride + span - rest.shape[2])
+    return total
 
 
 def _spreads_in_groups(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:
-    """Whether the gradient of an image of several groups, of more than a channel each, is such a convolution itself."""
+    """Whether the gradient of an image is itself a convolution of several groups, with more than one channel each."""
     stride, padding, dilation, transposed, _, groups = steps
     if groups == 1 or transposed or groups == x.shape[1] == weight.shape[0] or x.dtype not in _KERNELS:
         return False
     if any(map(is_symbolic, (*weight.shape, *stride, *padding, *dilation))) or 0 in (*x.shape, *weight.shape):
         return False
     reach = zip(weight.shape[2:], padding, dilation, strict=True)
-    return set(stride) == {1} and all(pad <= (taps - 1) * apart for taps, pad, apart in reach)
+    return set(stride) == {1} and all(pad <= (taps - 1) * step for taps, pad, step in reach)
 
 
 def _of_image_by_groups(grad: torch.Tensor, weight: torch.Tensor, *steps: Any) -> torch.Tensor:
-    """The gradient as an image, with the taps from the last one on: outputs of a group are its channels.
+    """The gradient of an image as a convolution of `grad` with the flipped taps, inputs and outputs exchanged.
 
-    weight: [outputs, channels of a group, H, W]; it is copied as channels-last.
+    weight: [outputs, channels of a group, H, W]; it is copied to channels-last.
     """
     stride, padding, dilation, *_, groups = steps
     outputs, channels, *taps = weight.shape
     by_group = weight.reshape(groups, outputs // groups, channels, *taps).flip(3, 4).permute(0, 2, 3, 4, 1)
     turned = by_group.reshape(groups * channels, *taps, outputs // groups).permute(0, 3, 1, 2)
-    around = [(count - 1) * apart - pad for count, pad, apart in zip(taps, padding, dilation, strict=True)]
+    around = [(count - 1) * step - pad for count, pad, step in zip(taps, padding, dilation, strict=True)]
     return torch.ops.aten.convolution(grad, turned, None, stride, around, dilation, False, [0, 0], groups)
 
 
 def _is_covered(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:
-    """Whether the taps meet each pixel of the image once, both planar: each channel of the result is then one sum."""
+    """Whether the taps cover a planar image exactly once: each channel of the result is then a single sum."""
     _, padding, _, transposed, _, groups = steps
     if transposed or groups != 1 or any(padding) or x.dtype not in _KERNELS or any(map(is_symbolic, x.shape[1:])):
         return False
@@ -203,24 +203,24 @@ def _is_covered(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:
 
 
 def _has_few_outputs(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> bool:
-    """Whether a convolution has so few outputs that it is faster by taps. What these give takes about as much memory as
-    the image, of which oneDNN makes a copy."""
+    """Whether a convolution has so few outputs that it is faster by taps. The results of all taps take about as much
+    memory as the image, which oneDNN would copy."""
     stride, padding, dilation, transposed, _, groups = steps
     if transposed or groups != 1 or x.dtype is not torch.float32 or weight.dtype is not x.dtype:
         return False
     if any(map(is_symbolic, (*weight.shape, *stride, *padding, *dilation))) or set(stride) != {1}:
         return False
     outputs, inputs, *taps = weight.shape
-    reach = [apart * (count - 1) for count, apart in zip(taps, dilation, strict=True)]
+    reach = [step * (count - 1) for count, step in zip(taps, dilation, strict=True)]
     small = any(not is_symbolic(size) and size <= far for size, far in zip(x.shape[2:], reach, strict=True))
     count = math.prod(taps)
-    return not small and count > 1 and 0 < outputs <= _MOST_OUTPUTS and outputs * count <= _MOST_ROWS * inputs
+    return not small and count > 1 and 0 < outputs <= _MAX_TAP_OUTPUTS and outputs * count <= _MAX_TAP_ROWS * inputs
 
 
 def _by_taps(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: list[int], dilation: list[int]
 ) -> torch.Tensor:
-    """A convolution of few outputs as one product, of all taps and each pixel, whose results are added where they meet.
+    """A convolution of few outputs as one product of all taps and pixels, whose results are shifted and summed.
 
     Before: `y[o, q] = sum over c and taps t of w[o, c, t] * x[c, q + t]`.
     After: `p[t, o, q] = sum over c of w[o, c, t] * x[c, q]`, and `y[o, q] = sum over t of p[t, o, q + t]`.
@@ -230,8 +230,8 @@ def _by_taps(
     rows = weight.permute(2, 3, 0, 1).reshape(-1, inputs)
     made = torch.matmul(rows, x.flatten(2)).view(batch, *taps, outputs, height, width)
     around = [
-        [(pad - apart * at, pad - apart * (count - 1 - at)) for at in range(count)]
-        for count, pad, apart in zip(taps, padding, dilation, strict=True)
+        [(pad - step * at, pad - step * (count - 1 - at)) for at in range(count)]
+        for count, pad, step in zip(taps, padding, dilation, strict=True)
     ]
     pad = torch.ops.aten.constant_pad_nd
     moved = (pad(made[:, i, j], [*around[1][j], *around[0][i]]) for i in range(taps[0]) for j in range(taps[1]))
@@ -240,7 +240,7 @@ def _by_taps(
 
 
 def _rows(images: torch.Tensor) -> torch.Tensor:
-    """A row for each image, or for each channel of the result."""
+    """A matrix with a row for each image, or for each output channel of a weight."""
     return images.flatten(1)
 
 
@@ -252,7 +252,7 @@ def _of_images(
 
 
 def _line(image: torch.Tensor) -> torch.Tensor:
-    """[N, C, L], contiguous, of an image of one line: also where C or L is 1, and any stride would do."""
+    """[N, C, L] of an image of one line, with contiguous strides even where C or L is 1 and any stride would do."""
     line = image.squeeze(2).contiguous()
     one = any(isinstance(size, int) and size == 1 for size in line.shape[1:])
     return line.flatten().view(line.shape) if one else line
@@ -267,14 +267,14 @@ def _transposed(
     dilation: list[int],
     more: list[int],
 ) -> torch.Tensor:
-    """A transposed convolution as one whose channels are the pixels that each pixel of the image spreads to.
+    """A transposed convolution as a convolution whose output channels are the `s` result pixels per image pixel.
 
     Pixel `s * q + r` of the whole result is the sum over `j` of pixel `q - j` times tap `s * j + r`: so each `r` has a
-    window of `taps / s` pixels. Channels are in the order of `r`, so that pixels lie side by side where channels do; in
-    the weight, which is copied anyway, they lie side by side too, as columns of a product are read best.
+    window of `taps / s` pixels. Channels are in the order of `r`, so that pixels are adjacent where channels are; in
+    the weight, which is copied anyway, they are adjacent too, which is fastest for the columns of a product.
 
-    x: [N, inputs, H, W]. weight: [inputs, outputs, taps, taps]; as many taps as fill such windows. ATen's are others,
-    those that lie apart, and steps that are known at the call alone.
+    x: [N, inputs, H, W]. weight: [inputs, outputs, taps, taps], with a number of taps divisible by the stride. Other
+    taps, dilated ones, and symbolic steps are left to ATen.
     """
     sizes = [*zip(weight.shape[2:], stride, padding, more, strict=True)]
     empty = any(isinstance(size, int) and size == 0 for size in x.shape)
@@ -284,7 +284,7 @@ def _transposed(
     if any(pad < after or taps % step for taps, step, pad, after in sizes):
         return _by_phase(x, weight, bias, sizes) if _has_phases(x, weight, sizes) else NotImplemented
     windows = [taps // step for taps, step, _, _ in sizes]
-    # Windows before the result, and as many after it, that need not be computed.
+    # The number of windows before the result, and as many after it, that need not be computed.
     skipped = [
         min((pad - after) // step, window - 1) for (_, step, pad, after), window in zip(sizes, windows, strict=True)
     ]
@@ -305,9 +305,9 @@ def _transposed(
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """Every `step`-th pixel of a result along one dimension: a convolution by every `step`-th tap, the last one first.
+    """Every `step`-th pixel of a result along one dimension: a convolution with every `step`-th tap, in reverse order.
 
-    taps: which. padding: around the image, at both ends. begin: where the phase begins in what that gives.
+    taps: these taps. padding: of the image, at both ends. begin: the offset of the phase in the convolution's result.
     """
 
     taps: slice
@@ -316,9 +316,9 @@ class _Phase:
 
 
 def _phases(taps: int, step: int, pad: int, more: int) -> list[_Phase]:
-    """Those of a dimension, each with as many pixels as the first one, which may be one more than there are.
+    """The phases of a dimension, each with as many pixels as the first one, which may be one more than needed.
 
-    Pixel `m` of phase `at` is number `f = step * m + at + pad` of the whole result: the sum over pixels `i` of the
+    Pixel `m` of phase `at` is pixel `f = step * m + at + pad` of the whole result: the sum over pixels `i` of the
     image, times tap `f - step * i`.
     """
     found: list[_Phase] = []
@@ -331,15 +331,15 @@ def _phases(taps: int, step: int, pad: int, more: int) -> list[_Phase]:
 
 
 def _pixels_of_phase(size: Any, taps: int, step: int, pad: int, more: int) -> Any:
-    """Of the first phase of a dimension, which has most. size: of the image."""
+    """The pixels of the first phase of a dimension, which has the most. size: of the image."""
     return size - 1 - (2 * pad - taps - more) // step
 
 
 def _has_phases(x: torch.Tensor, weight: torch.Tensor, sizes: list[tuple[int, int, int, int]]) -> bool:
-    """Whether each phase has taps of its own, and is faster than oneDNN, which is slow where outputs are few: there are
-    enough pixels to pay for a copy of the weight at every call."""
+    """Whether each phase has at least one tap, and phases are faster than oneDNN, which is slow for few outputs: there
+    must be enough pixels to outweigh copying the weight at every call."""
     inputs, outputs, *_ = weight.shape
-    if any(taps < step for taps, step, _, _ in sizes) or outputs > _MOST_OF_PHASE:
+    if any(taps < step for taps, step, _, _ in sizes) or outputs > _MAX_PHASE_OUTPUTS:
         return False
     if x.dtype is not torch.float32 and inputs < _FEW_INPUTS:
         return False
@@ -350,7 +350,7 @@ def _has_phases(x: torch.Tensor, weight: torch.Tensor, sizes: list[tuple[int, in
 def _by_phase(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: list[tuple[int, int, int, int]]
 ) -> torch.Tensor:
-    """A transposed convolution whose taps fill no equal windows, as a convolution for each phase of both dimensions.
+    """A transposed convolution whose taps are no multiple of the stride, as a convolution for each phase.
 
     Before: `y = conv_transpose(x, w)` of 3 taps with stride 2 and padding 1, in one dimension.
     After: `y[0::2] = conv(x, w[1:2])` and `y[1::2] = conv(x, w[0::2].flip(0))`.
@@ -377,9 +377,9 @@ def _cut(
     sizes: list[tuple[int, int, int, int]],
     begins: list[int],
 ) -> torch.Tensor:
-    """The result that begins at a pixel of a larger one, with eager's strides.
+    """Crop the result from a larger one, with eager's strides.
 
-    sizes: taps, step, padding and output padding of both dimensions. begins: of the result, in both.
+    sizes: taps, step, padding and output padding of both dimensions. begins: the offsets of the result in both.
     """
     for dim, (size, begin, (count, step, pad, after)) in enumerate(zip(x.shape[2:], begins, sizes, strict=True), 2):
         result = result.narrow(dim, begin, (size - 1) * step - 2 * pad + count + after)
@@ -393,11 +393,11 @@ def _as_eagers(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> t
 
 
 def _has_few_pixels(x: torch.Tensor, windows: list[int], skipped: list[int]) -> bool:
-    """Whether windows that only partly lie in the image are a large part of all; in f32, as sums are rounded before
-    they are added."""
+    """Whether windows that are only partly inside the image are a large share of all; only for f32, as partial sums are
+    rounded to the type before they are added."""
     if x.dtype is not torch.float32 or any(map(is_symbolic, x.shape[2:])):
         return False
-    if x.shape[2:] != (1, 1) and math.prod(windows) > _MOST_PARTS:
+    if x.shape[2:] != (1, 1) and math.prod(windows) > _MAX_PARTS:
         return False
     positions = [size + window - 1 - 2 * skip for size, window, skip in zip(x.shape[2:], windows, skipped, strict=True)]
     return math.prod(positions) >= _EXCESS * math.prod(x.shape[2:])
@@ -410,7 +410,7 @@ def _spread(
     sizes: list[tuple[int, int, int, int]],
     windows: list[int],
 ) -> torch.Tensor:
-    """A transposed convolution as one product, of each pixel and all taps, whose results are added where they meet."""
+    """A transposed convolution as one product of all pixels and taps, whose results are shifted and summed."""
     batch, inputs, height, width = x.shape
     (taps_down, down, *_), (taps_right, right, *_) = sizes
     rows = x.permute(0, 2, 3, 1).reshape(-1, inputs) @ weight.reshape(inputs, -1)
@@ -425,7 +425,7 @@ def _spread(
 
 
 def _placed(spread: torch.Tensor, down: int, right: int) -> torch.Tensor:
-    """What each pixel adds to the one so many steps down and to the right, within the whole result.
+    """What each pixel adds to the windows `down` and `right` of it, padded to the whole result.
 
     spread: [N, H, W, outputs, windows down, steps down, windows right, steps right].
     """
@@ -439,9 +439,9 @@ def _placed(spread: torch.Tensor, down: int, right: int) -> torch.Tensor:
 def _transposed_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *more: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """Those of a transposed convolution: it is the gradient of a convolution, which `grad` is given to as its image.
+    """The gradients of a transposed convolution: it is the gradient of a convolution, whose image is `grad`.
 
-    That has results beyond `x` where the output padding is a step or more, which dilation allows: ATen's.
+    If the output padding is a step or more, which dilation allows, that has results outside `x`: left to ATen.
     """
     stride, padding, dilation, _, after, groups, mask = more
     symbolic = any(map(is_symbolic, (*stride, *after)))

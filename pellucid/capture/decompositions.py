@@ -1,7 +1,7 @@
-"""Which composite operators PyTorch breaks into smaller ones before Pellucid sees them.
+"""Which composite operators are decomposed into smaller ones at capture.
 
-The list is explicit: what is not named here arrives whole, and is either lowered by a rule of `pellucid.lower` or
-calls ATen. Operators that the lowering writes as one kernel (softmax, layer norm, GELU) must not stand here.
+The list is explicit: operators that are not named here stay whole, and are either lowered by a rule of `pellucid.lower`
+or call ATen. Operators that are lowered to one kernel (softmax, layer norm, GELU) must not be listed here.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ NAMES: tuple[str, ...] = tuple(
 )
 
 
-_MEAN = 1  # of the reductions of a loss, as ATen counts them
+_MEAN = 1  # ATen's number for this reduction of a loss
 
 
 @lru_cache(maxsize=1)
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The table in the form that AOTAutograd takes."""
+    """The decomposition table, in the form that AOTAutograd expects."""
     table = decomposition_table(NAMES)
     aten = torch.ops.aten
     own = {
         aten.aminmax.default: _signed_only(table[aten.aminmax.default]),
-        aten.nan_to_num.default: _of_parts(table[aten.nan_to_num.default]),
+        aten.nan_to_num.default: _by_parts(table[aten.nan_to_num.default]),
         aten.nll_loss_backward.default: _nll_loss_backward,
         aten.nll_loss2d_backward.default: _nll_loss_backward,
         aten._native_batch_norm_legit_no_training.default: _batch_norm_without_training,
@@ -76,16 +76,16 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.convolution_backward.default: convolution_backward,
         aten._native_multi_head_attention.default: multi_head_attention,
         aten._transformer_encoder_layer_fwd.default: encoder_layer,
-        aten.index_add.default: _added_wide(aten.index_add.default),
-        aten.scatter_add.default: _added_wide(aten.scatter_add.default),
-        aten.scatter_reduce.two: _added_wide(aten.scatter_reduce.two),
+        aten.index_add.default: _with_wide_sums(aten.index_add.default),
+        aten.scatter_add.default: _with_wide_sums(aten.scatter_add.default),
+        aten.scatter_reduce.two: _with_wide_sums(aten.scatter_reduce.two),
     }
     return {**table, **with_eagers_strides(), **resizes(), **own}
 
 
-def _added_wide(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`scatter` with sums in f32 of what is bf16 or f16, as eager has them: rounded at each addition, they would be as
-    inexact as many."""
+def _with_wide_sums(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`scatter` with sums of bf16 and f16 in f32, as in eager mode: rounded at each addition, their error would grow
+    with the number of terms."""
 
     def added(
         x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *args: Any, **options: Any
@@ -107,7 +107,7 @@ def _batch_norm_without_training(
     _momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """What PyTorch's computes, in ten calls where that has eighteen: a model of convolutions is made of them."""
+    """Like PyTorch's decomposition, in ten calls instead of eighteen: convolutional models have many of them."""
     wide = computed(x.dtype)
 
     def along_channels(values: torch.Tensor) -> torch.Tensor:
@@ -132,9 +132,9 @@ def _group_norm(
     groups: int,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """By statistics of channels, then of the channels of a group (Chan, Golub and LeVeque 1979): sums in either layout.
+    """Group norm by statistics of channels, combined over a group (Chan, Golub and LeVeque 1979), in either layout.
 
-    PyTorch's decomposition asks for strides (`as_strided`), so that images could not lie otherwise than captured.
+    PyTorch's decomposition fixes strides (`as_strided`), so that the layout of images could not be changed.
     """
     values = x.to(computed(x.dtype))
     variances, means = torch.var_mean(values.reshape(batch, channels, pixels), dim=2, correction=0)
@@ -152,13 +152,13 @@ def _group_norm(
     result = (values - along_channels(mean)) * along_channels(scale)
     if bias is not None:
         result = result + along_channels(by_group(bias))
-    kept = next((given.dtype for given in (weight, bias) if given is not None), x.dtype)
-    statistics = (each.to(kept).squeeze(2) for each in (mean, reciprocal))
+    dtype = next((given.dtype for given in (weight, bias) if given is not None), x.dtype)
+    statistics = (each.to(dtype).squeeze(2) for each in (mean, reciprocal))
     return result.to(x.dtype).contiguous(memory_format=suggested_format(x)), *statistics
 
 
 def _of_groups(variances: torch.Tensor, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Variance and mean, [N, groups, 1], of as many values for each channel of [N, groups, channels of a group]."""
+    """Variance and mean, [N, groups, 1], from those of channels, [N, groups, channels of a group], of equal counts."""
     if means.shape[2] == 1:
         return variances, means
     mean = means.mean(2, keepdim=True)
@@ -168,7 +168,7 @@ def _of_groups(variances: torch.Tensor, means: torch.Tensor) -> tuple[torch.Tens
 def _weight_norm_backward(
     grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of `v` and `g`, for which `v * (g / norms)` was the weight: norms of all dimensions but `dim`."""
+    """The gradients of `v` and `g` from that of the weight `v * (g / norms)`: norms over all dimensions but `dim`."""
     others = [each for each in range(v.dim()) if each != dim % v.dim()]
     wide = computed(norms.dtype)
     grad, values, scale, norms = (each.to(wide) for each in (grad, v, g, norms))
@@ -178,7 +178,7 @@ def _weight_norm_backward(
 
 
 def _euclidean_dist(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Distances of rows by their norms and products, as ATen has them, without copies of both beside their norms."""
+    """Distances of rows by their norms and products, as in ATen, but without concatenating the rows and norms."""
     of_x, of_y = (each.square().sum(-1, keepdim=True) for each in (x, y))
     return (of_x + of_y.mT - 2 * (x @ y.mT)).clamp_min(0).sqrt()
 
@@ -192,21 +192,21 @@ def _nll_loss_backward(
     ignore_index: int,
     total_weight: torch.Tensor,
 ) -> torch.Tensor:
-    """Zeros but for one element per row, as eager has it. PyTorch's multiplies whole rows: 0 * inf is NaN."""
+    """Zeros except for one element per row, as in eager mode. PyTorch's multiplies whole rows: 0 * inf is NaN."""
     dim = 0 if x.dim() < 2 else 1
     target = target.unsqueeze(dim)
-    counts = target != ignore_index
-    index = torch.where(counts, target, 0)
+    used = target != ignore_index
+    index = torch.where(used, target, 0)
     grad = grad_output.unsqueeze(dim) if grad_output.dim() else grad_output
     if reduction == _MEAN:
         grad = grad / total_weight
     element = -grad if weight is None else -weight[index] * grad
-    element = torch.where(counts, element, 0).to(x.dtype)
+    element = torch.where(used, element, 0).to(x.dtype)
     return x.new_zeros(x.shape).scatter(dim, index, element)
 
 
-def _of_parts(decomposition: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """For a decomposition of real numbers that is one of the real and the imaginary parts of complex ones, apart."""
+def _by_parts(decomposition: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Extend a decomposition of real numbers to complex ones: applied to real and imaginary parts separately."""
 
     def call(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if not x.is_complex():
@@ -217,7 +217,7 @@ def _of_parts(decomposition: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def _signed_only(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """For an operator that ATen has for wide unsigned integers where it lacks what the decomposition is made of."""
+    """Leave wide unsigned integers to the operator: ATen has it for them, but not the operators it decomposes into."""
 
     def call(x: torch.Tensor, *args: Any, **options: Any) -> Any:
         return NotImplemented if is_unsigned(x.dtype) else decomposition(x, *args, **options)

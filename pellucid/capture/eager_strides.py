@@ -1,6 +1,6 @@
-"""Decompositions that give eager's strides, where PyTorch's decomposition or fake result of the operator has others.
+"""Decompositions whose results have eager's strides, where PyTorch's decomposition or fake result has others.
 
-Each of them, once what it calls comes back to it, returns NotImplemented: the operator stays as it is.
+Each returns NotImplemented if strides are right already, as for the operator that it calls itself: that stays as it is.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def with_eagers_strides() -> dict[Any, Callable[..., Any]]:
 
 
 def _in_eagers_order(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`copysign` or division to a whole number, in the order of the first argument, as eager has it.
+    """`copysign` or integer division, with the dimension order of the first argument, as in eager mode.
 
-    PyTorch's fake result of floats follows the second one. So that one is copied to this order, inside of a kernel; a
-    zero-dim one stays, as it takes no part in promotion, and the first is permuted instead.
+    PyTorch's fake result of floats follows the second argument. So the second is copied to that order, inside a kernel;
+    a zero-dim second one stays, as it takes no part in type promotion, and the first is permuted instead.
     """
 
     def call(x: Any, y: Any, **options: Any) -> torch.Tensor:
@@ -60,7 +60,7 @@ def _in_eagers_order(operator: Callable[..., torch.Tensor]) -> Callable[..., tor
         strides = elementwise_strides(first, second)
         others = elementwise_strides(second, first) if y.dim() else contiguous_strides(shape)
         wanted = strides if y.shape == shape else contiguous_strides(shape)
-        if _alike(shape, strides, others) and _alike(shape, strides, wanted):
+        if _same_strides(shape, strides, others) and _same_strides(shape, strides, wanted):
             return NotImplemented
         if y.dim():
             laid_out = y.new_empty_strided(shape, strides, dtype=torch.result_type(x, y))
@@ -71,13 +71,13 @@ def _in_eagers_order(operator: Callable[..., torch.Tensor]) -> Callable[..., tor
     return call
 
 
-def _alike(shape: Sequence[Any], strides: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether elements lie alike: the stride of a dimension of size 1 does not count."""
+def _same_strides(shape: Sequence[Any], strides: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether strides are equal, except in dimensions of size 1."""
     return all(size == 1 or one == other for size, one, other in zip(shape, strides, others, strict=True))
 
 
 def _angle(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, of complex numbers."""
+    """Contiguous, for complex numbers."""
     return torch.angle(x.contiguous()) if x.is_complex() and not x.is_contiguous() else NotImplemented
 
 
@@ -104,9 +104,9 @@ def _max_unpool(x: torch.Tensor, indices: torch.Tensor, size: Any) -> torch.Tens
 def _first_in(
     layout: Callable[[torch.Tensor], torch.memory_format], decomposition: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The same with a first result in the layout that eager's has for an argument.
+    """A decomposition whose first result gets the layout that eager's has, which depends on the argument's.
 
-    Of a normalisation that is contiguous or channels-last, also where the rows of its argument are permuted.
+    For a normalisation that is contiguous or channels-last, also where the argument's dimensions are permuted.
     """
 
     def call(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -121,7 +121,7 @@ def _contiguous(_x: torch.Tensor) -> torch.memory_format:
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """In the layout of the gradient, as eager has it; PyTorch's decomposition makes it contiguous."""
+    """With the layout of the gradient, as in eager mode; PyTorch's decomposition makes it contiguous."""
     return grad * (mask.type_as(grad) * scale)
 
 
@@ -135,7 +135,7 @@ def _padded(decomposition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _folded(decomposition: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`fold`: contiguous, where PyTorch's is a part of a padded image."""
+    """`fold` with a contiguous result, where PyTorch's is a slice of a padded image."""
 
     def fold(*args: Any) -> torch.Tensor:
         made = decomposition(*args)
@@ -157,11 +157,11 @@ def _scattered(x: torch.Tensor, src: torch.Tensor, size: Any, stride: Any, offse
 
 
 def _rolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """`roll` as the end of each row before its beginning: two loads in the order of memory, where PyTorch's gathers.
+    """`roll` as a concatenation of the end and the beginning of each row: two contiguous loads; PyTorch gathers.
 
-    That is how eager does it, so strides are eager's. PyTorch's decomposition is kept where sizes or shifts are
-    symbols, whose slices would need guards, and for what it treats apart. It is contiguous; eager's result is
-    channels-last where its argument is, but where a shift is a multiple of the size, which is not worth a guard.
+    Eager does the same, so strides are eager's. PyTorch's decomposition is used for symbolic sizes or shifts, whose
+    slices would need guards, and for its special cases. It is contiguous; eager's result is channels-last where its
+    argument is, except where a shift is a multiple of the size, which is not worth a guard.
     """
 
     def roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What `torch.export` captured, as a graph such as Dynamo's: sizes, parameters and tensors are its arguments."""
+"""Reads a program from `torch.export` as a graph like Dynamo's: sizes, parameters and tensors are its arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pellucid.capture.inputs import (
     Size,
     SizeInput,
     TensorInput,
-    stands_for_others,
+    is_tensor_subclass,
     symbols_of,
 )
 from pellucid.capture.torch_compat import elementwise_strides, fake_mode_of, graph_module_of, is_symbolic, tree_leaves
@@ -29,7 +29,7 @@ from pellucid.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A result that is the same at each call."""
+    """A result that is the same in every call."""
 
     value: object
 
@@ -38,10 +38,10 @@ class Constant:
 class Exported:
     """An exported program.
 
-    graph: takes the values of `symbols`, then `fixed`, then those of `inputs` that are no constants.
-    fixed: parameters, buffers and constants, each once. results: of each the number among those of the graph, or a
-    constant. example: the values of the symbols that it was exported with. changed: numbers of the arguments of the
-    graph that it may write to. guards: raises AssertionError for arguments that the program does not hold for.
+    graph: its arguments are the values of `symbols`, then `fixed`, then the `inputs` that are no constants.
+    fixed: parameters, buffers and constants, each once. results: for each the position in the graph's results, or a
+    constant. example: the values of the symbols at export. changed: positions of the graph's arguments that it may
+    write to. guards: raises AssertionError for arguments for which the program is not valid.
     """
 
     graph: torch.fx.GraphModule
@@ -59,7 +59,7 @@ _CHANGES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKin
 
 
 def read_exported(program: ExportedProgram) -> Exported:
-    """An exported program, whether functional or not. Raises UserError for what no graph of tensors can say."""
+    """Read an exported program, functional or not. Raises UserError for inputs or results other than tensors and sizes."""
     for spec in (*program.graph_signature.input_specs, *program.graph_signature.output_specs):
         if spec.kind not in (*_FIXED, *_CHANGES, InputKind.USER_INPUT, OutputKind.USER_OUTPUT):
             what = spec.kind.name.lower().replace("_", " ")
@@ -104,7 +104,7 @@ class _Reader:
         )
 
     def _call(self, node: torch.fx.Node) -> torch.fx.Node:
-        """Without what its result was: that is of another shape environment than the program is compiled with."""
+        """A copy without the fake result: the program is compiled with another shape environment."""
         copy = self.graph.node_copy(node, self.copies.__getitem__)
         copy.meta = {key: value for key, value in node.meta.items() if key not in ("val", "unbacked_bindings")}
         return copy
@@ -124,13 +124,13 @@ class _Reader:
         state, name = self.program.state_dict, str(spec.target)
         found = state[name] if name in state else self.program.constants[name]
         assert isinstance(found, torch.Tensor)
-        if stands_for_others(found) or found.device.type != "cpu" or found.layout is not torch.strided:
+        if is_tensor_subclass(found) or found.device.type != "cpu" or found.layout is not torch.strided:
             what = f"{name} of the exported program is a {type(found).__name__} on {found.device} of {found.layout}"
             raise UserError(what, hint="export a program whose parameters are plain tensors on the CPU")
         return found
 
     def _output(self, node: torch.fx.Node) -> None:
-        """End the graph. A functional program returns what it changes: here that is written where it belongs."""
+        """Add the output. Changed values that a functional program returns are written to the arguments instead."""
         values: list[torch.fx.Node] = []
         returned: Sequence[Any] = node.args[0]  # type: ignore[assignment]
         for value, spec in zip(returned, self.program.graph_signature.output_specs, strict=True):
@@ -172,7 +172,7 @@ def _example(graph: torch.fx.Graph, symbols: Sequence[sympy.Symbol]) -> dict[sym
 
 
 def _mark(module: torch.fx.GraphModule, fixed: set[torch.fx.Node]) -> None:
-    """Say of a graph what AOTAutograd asks of Dynamo's: which of the arguments are the same tensors at each call."""
+    """Add the metadata that AOTAutograd expects of Dynamo's graphs: the arguments that are the same in every call."""
     module.meta["dynamo_compile_id"] = None
     module._param_name_to_source = {}  # type: ignore[assignment]
     for node in module.graph.find_nodes(op="placeholder"):
@@ -181,26 +181,26 @@ def _mark(module: torch.fx.GraphModule, fixed: set[torch.fx.Node]) -> None:
 
 
 def _guards(program: ExportedProgram) -> Callable[..., None] | None:
-    """What the program's own module asks of its arguments before a call, beside ranges: how sizes are related."""
+    """The checks of the program's own module on its arguments, in addition to ranges: relations between sizes."""
     found = getattr(program.module(), "_guards_fn", None)
     return None if found is None else found.forward
 
 
 def _changed(graph: torch.fx.Graph) -> tuple[int, ...]:
-    """The arguments that a call of the graph writes to, also by way of views."""
+    """The positions of arguments that the graph writes to, directly or through views."""
     found: set[str] = set()
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         for number, argument in enumerate(schema.arguments if schema else ()):
             if argument.is_write:
                 value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
-                found |= {each.name for each in _viewed(value)}
+                found |= {each.name for each in _with_viewed(value)}
     given = graph.find_nodes(op="placeholder")
     return tuple(number for number, node in enumerate(given) if node.name in found)
 
 
-def _viewed(value: Any) -> list[torch.fx.Node]:
-    """The nodes of an argument of a call, and all of which these may be views."""
+def _with_viewed(value: Any) -> list[torch.fx.Node]:
+    """The nodes in an argument of a call, and all nodes that these may be views of."""
     found: list[torch.fx.Node] = []
     work = [each for each in tree_leaves(value) if isinstance(each, torch.fx.Node)]
     while work:
@@ -212,7 +212,7 @@ def _viewed(value: Any) -> list[torch.fx.Node]:
 
 
 def _may_be_view(function: Any) -> bool:
-    """Whether a result may lie in the memory of an argument: operators that are made of others do not say so."""
+    """Whether a result may share memory with an argument: schemas of composite operators do not declare it."""
     if not isinstance(function, torch._ops.OpOverload):
         return True
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
@@ -220,6 +220,6 @@ def _may_be_view(function: Any) -> bool:
 
 
 def _range(known: Any) -> tuple[int, int]:
-    """Of sizes of which it knows nothing PyTorch assumes 2, and means 0."""
+    """The minimum and maximum of a size: PyTorch's default minimum of 2 stands for 0."""
     lower, upper = (0, int_oo) if known is None else (known.lower, known.upper)
     return (0 if lower == 2 else int(lower)), (sys.maxsize if upper == int_oo else int(upper))

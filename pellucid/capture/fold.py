@@ -1,4 +1,4 @@
-"""Of a frozen model: what scales and shifts the channels of a convolution, as batch norm does, goes into its weight."""
+"""Folds scales and shifts of a convolution's channels, as of batch norm, into its weight, in frozen models."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from pellucid.ir.decision import Decision
 aten = torch.ops.aten
 
 _RULE = "freeze.fold"
-_LINE = 2  # the dimension that images of a line have more
+_LINE = 2  # the additional dimension of images that are single lines
 _PAD = aten.constant_pad_nd.default
 _SHIFTS, _SCALES = (aten.add.Tensor, aten.sub.Tensor), (aten.mul.Tensor, aten.div.Tensor)
 
 
 def fold_scales(graph_module: torch.fx.GraphModule) -> tuple[Decision, ...]:
-    """Change a graph whose parameters are frozen: one convolution instead of a convolution and what follows it.
+    """Change a graph whose parameters are frozen: fold scales and shifts after convolutions into these.
 
     Before: `%c = convolution(%x, %w); %d = sub(%c, %mean); %e = mul(%d, %factor); %f = add(%e, %shift)`.
-    After: `%f = convolution(%x, mul(%w, %factor), add(mul(neg(%mean), %factor), %shift))`. A narrower weight than f32
-    would lose digits: there `%f = add(mul(%c, %factor), add(mul(neg(%mean), %factor), %shift))`, in f32.
+    After: `%f = convolution(%x, mul(%w, %factor), add(mul(neg(%mean), %factor), %shift))`. A weight narrower than f32
+    would lose precision: there `%f = add(mul(%c, %factor), add(mul(neg(%mean), %factor), %shift))`, in f32.
     """
-    still = frozen_nodes(graph_module)
+    frozen = frozen_nodes(graph_module)
     fake_mode = fake_mode_of(graph_module.graph)
     decisions: list[Decision] = []
     done: set[torch.fx.Node] = set()
     for node in graph_module.graph.find_nodes(op="call_function", target=aten.convolution.default):
         if node in done:
             continue
-        made = _made(node)
-        done.update(made.parts)
-        chain = _chain(made, still)
+        source = _source(node)
+        done.update(source.parts)
+        chain = _chain(source, frozen)
         if not any(step.target in _SCALES for step in chain):
             continue
-        fold = _Fold(graph_module.graph, fake_mode, made, chain)
-        folded = fold.beside() if _is_narrow(node) else fold.inside()
+        fold = _Fold(graph_module.graph, fake_mode, source, chain)
+        folded = fold.into_one_scale() if _is_narrow(node) else fold.into_weight()
         where = "one scale and one shift" if _is_narrow(node) else "weight and bias"
         why = f"scales and shifts of {', '.join(step.name for step in chain)} go into {where}"
         decisions.append(Decision(_RULE, (node.name, folded.name), True, why))
@@ -51,7 +51,7 @@ def fold_scales(graph_module: torch.fx.GraphModule) -> tuple[Decision, ...]:
 
 
 def frozen_nodes(graph_module: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """The nodes that follow from frozen parameters alone."""
+    """The nodes that depend on frozen parameters alone."""
     names = set(parameters_of(graph_module))
     found: set[torch.fx.Node] = set()
     for node in graph_module.graph.nodes:
@@ -62,10 +62,10 @@ def frozen_nodes(graph_module: torch.fx.GraphModule) -> set[torch.fx.Node]:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What a convolution gives, or several whose sum is one over three dimensions, see `capture/volumes.py`.
+class _Source:
+    """A convolution, or several whose sum is one over three dimensions, see `capture/volumes.py`.
 
-    parts: the convolutions; the last one has the bias. calls: these, and what makes the result of them, in order.
+    parts: the convolutions; the last one has the bias. calls: these, and those that compute the result, in order.
     """
 
     parts: tuple[torch.fx.Node, ...]
@@ -76,15 +76,15 @@ class _Made:
         return self.calls[-1]
 
 
-def _chain(made: _Made, still: set[torch.fx.Node]) -> list[torch.fx.Node]:
+def _chain(source: _Source, frozen: set[torch.fx.Node]) -> list[torch.fx.Node]:
     """The calls that scale or shift the channels of a convolution, each the only use of the one before."""
-    arguments: list[Any] = [part.args for part in made.parts]
-    transposed, result = arguments[-1][6], made.result
+    arguments: list[Any] = [part.args for part in source.parts]
+    transposed, result = arguments[-1][6], source.result
     value = result.meta["val"]
     if transposed or not value.is_floating_point():
         return []
-    given = {each for _, weight, bias, *_ in arguments for each in (weight, bias) if each is not None}
-    if not _is_narrow(made.parts[-1]) and not given <= still:
+    parameters = {each for _, weight, bias, *_ in arguments for each in (weight, bias) if each is not None}
+    if not _is_narrow(source.parts[-1]) and not parameters <= frozen:
         return []
     found: list[torch.fx.Node] = []
     while True:
@@ -95,23 +95,23 @@ def _chain(made: _Made, still: set[torch.fx.Node]) -> list[torch.fx.Node]:
         first, second = step.args
         if step.target in (aten.add.Tensor, aten.mul.Tensor) and second is last:
             first, second = second, first
-        if first is not last or second not in still or not _is_per_channel(second, value):
+        if first is not last or second not in frozen or not _is_per_channel(second, value):
             return found
         if step.meta["val"].stride() != value.stride() or step.meta["val"].dtype is not computed(value.dtype):
             return found
         found.append(step)
 
 
-def _made(convolution: torch.fx.Node) -> _Made:
-    """What a convolution gives: of one over a dimension, which is one of images of a line, without that line."""
+def _source(convolution: torch.fx.Node) -> _Source:
+    """A convolution and the calls that compute its result: for one over one dimension, the removal of the line."""
     user = _only_user(convolution)
     if user is not None and user.target is aten.squeeze.dim and user.args[1] == _LINE:
-        return _Made((convolution,), (convolution, user))
-    return _volume(convolution) or _Made((convolution,), (convolution,))
+        return _Source((convolution,), (convolution, user))
+    return _volume(convolution) or _Source((convolution,), (convolution,))
 
 
-def _volume(convolution: torch.fx.Node) -> _Made | None:
-    """The volume to which a convolution of frames adds; None for any other."""
+def _volume(convolution: torch.fx.Node) -> _Source | None:
+    """The convolution over three dimensions that a convolution of frames is part of; None if there is none."""
     calls = _frames(_last_call(convolution))
     if not calls or not _are_alone(calls):
         return None
@@ -125,11 +125,11 @@ def _volume(convolution: torch.fx.Node) -> _Made | None:
         return None
     if user is not None and user.target is aten.clone.default:
         calls = [*calls, user]
-    return _Made((*(part for part in parts if part is not last), last), tuple(calls))
+    return _Source((*(part for part in parts if part is not last), last), tuple(calls))
 
 
 def _frames(node: Any) -> list[torch.fx.Node]:
-    """The calls that make a volume, [N, channels, frames, H, W], of convolutions of frames; none for anything else."""
+    """The calls that compute a volume, [N, channels, frames, H, W], from convolutions of frames; none if there are none."""
     if isinstance(node, torch.fx.Node) and node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         first, second = map(_frames, node.args)
         same = first and second and first[-1].meta["val"].shape == second[-1].meta["val"].shape
@@ -144,13 +144,13 @@ def _frames(node: Any) -> list[torch.fx.Node]:
 
 
 def _are_alone(calls: list[torch.fx.Node]) -> bool:
-    """Whether nobody else reads what these calls make, but for the last one, and each of it is read once."""
+    """Whether no other call reads the results of these calls, except the last one's, and no call occurs twice."""
     own = set(calls)
     return len(own) == len(calls) and all(own.issuperset(call.users) for call in calls[:-1])
 
 
 def _last_call(convolution: torch.fx.Node) -> torch.fx.Node:
-    """The last of the calls that make a volume of one convolution's frames."""
+    """The last of the calls that compute a volume from one convolution's frames."""
     last = convolution
     while (user := _only_user(last)) is not None and user.target in (_PAD, aten.transpose.int, *RESHAPES):
         last = user
@@ -158,15 +158,15 @@ def _last_call(convolution: torch.fx.Node) -> torch.fx.Node:
 
 
 def _are_frames(convolution: torch.fx.Node, calls: list[torch.fx.Node]) -> bool:
-    """Whether images become a volume: by a view, its frames after its channels, and zeros for others."""
+    """Whether these calls turn images into a volume: a view, a transposition of frames and channels, and padding."""
     view, *others = calls
     made, shape = convolution.meta["val"].shape, view.meta["val"].shape
     if view.target not in RESHAPES or len(shape) != 5:
         return False
     if not others:
         return shape[:3] == made[:3]  # lines along depth
-    turned, *padded = others
-    if turned.target is not aten.transpose.int or turned.args[1:] != (1, 2) or shape[2:] != made[1:]:
+    transposed, *padded = others
+    if transposed.target is not aten.transpose.int or transposed.args[1:] != (1, 2) or shape[2:] != made[1:]:
         return False
     return not padded or (len(padded) == 1 and len(padded[0].args) == 2 and not any(padded[0].args[1][:4]))  # type: ignore[index]
 
@@ -176,7 +176,7 @@ def _only_user(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _is_per_channel(operand: Any, value: torch.Tensor) -> bool:
-    """True for one element for each channel of `value` (images, channels, ...), of its type or f32."""
+    """True for an operand with one element per channel of `value` (images, channels, ...), of its type or f32."""
     if not isinstance(operand, torch.fx.Node):
         return False
     tensor = operand.meta["val"]
@@ -189,38 +189,38 @@ def _is_per_channel(operand: Any, value: torch.Tensor) -> bool:
 
 
 def _is_narrow(convolution: torch.fx.Node) -> bool:
-    """Whether what follows the convolution is computed in a wider type than it is."""
+    """Whether calls after the convolution are computed in a wider type than its result."""
     dtype = convolution.meta["val"].dtype
     return dtype is not computed(dtype)
 
 
 @dataclass(frozen=True)
 class _Fold:
-    """Puts less in the place of a convolution and a chain of calls, under the name of the last one."""
+    """Replaces a convolution and a chain of calls by fewer calls, the last of which keeps its name."""
 
     graph: torch.fx.Graph
     fake_mode: Any
-    made: _Made
+    source: _Source
     chain: list[torch.fx.Node]
 
-    def inside(self) -> torch.fx.Node:
-        """The same convolutions with other weights, the last one with another bias."""
-        arguments: Any = self.made.parts[-1].args
+    def into_weight(self) -> torch.fx.Node:
+        """The same convolutions with scaled weights, the last one with the total shift as bias."""
+        arguments: Any = self.source.parts[-1].args
         _, weight, bias, *_ = arguments
         again: dict[torch.fx.Node, torch.fx.Node] = {}
         with self.graph.inserting_before(self.chain[-1]):
             scale, shift = self._combined([weight.meta["val"].shape[0], *[1] * (weight.meta["val"].dim() - 1)], bias)
-            for call in self.made.calls:
+            for call in self.source.calls:
                 args = pytree.tree_map_only(torch.fx.Node, lambda each: again.get(each, each), call.args)
-                if call in self.made.parts:
-                    added = shift if call is self.made.parts[-1] else None
+                if call in self.source.parts:
+                    added = shift if call is self.source.parts[-1] else None
                     args = (args[0], self._call(aten.mul.Tensor, args[1], scale), added, *args[3:])
                 again[call] = self._call(call.target, *args, **call.kwargs)
-        return self._replaced(again[self.made.result], again[self.made.parts[-1]], [*self.made.calls, *self.chain])
+        return self._replaced(again[self.source.result], again[self.source.parts[-1]], [*self.source.calls, *self.chain])
 
-    def beside(self) -> torch.fx.Node:
-        """The convolution as it is, one scale and one shift."""
-        result = self.made.result
+    def into_one_scale(self) -> torch.fx.Node:
+        """The convolution unchanged, then one scale and one shift."""
+        result = self.source.result
         value = result.meta["val"]
         with self.graph.inserting_before(self.chain[-1]):
             scale, shift = self._combined([value.shape[1], *[1] * (value.dim() - 2)], None)
@@ -231,10 +231,10 @@ class _Fold:
         return self._replaced(made, made, self.chain)
 
     def _combined(self, shape: list[int], shift: torch.fx.Node | None) -> tuple[torch.fx.Node, torch.fx.Node | None]:
-        """The product of all scales, in this shape, and the sum of all shifts as they are scaled, a vector."""
+        """The product of all scales, in this shape, and the combined shift, a vector."""
         scale: torch.fx.Node | None = None
         dtype = self.chain[-1].meta["val"].dtype
-        for before, step in pairwise([self.made.result, *self.chain]):
+        for before, step in pairwise([self.source.result, *self.chain]):
             (operand,) = (each for each in step.all_input_nodes if each is not before)
             vector = self._call(aten.view.default, operand, [operand.meta["val"].numel()])
             if operand.meta["val"].dtype is not dtype:
@@ -252,7 +252,7 @@ class _Fold:
         return self._call(aten.view.default, scale, shape), shift
 
     def _replaced(self, made: torch.fx.Node, heir: torch.fx.Node, old: list[torch.fx.Node]) -> torch.fx.Node:
-        """`made` in the place of the last of `old`. heir: what now computes them."""
+        """Replace `old` by `made`, which gets the name of the last of them. heir: the call that gets their origins."""
         last = old[-1]
         last.replace_all_uses_with(made)
         for each in reversed(old):

@@ -1,7 +1,7 @@
-"""What a Dynamo graph is, as text: two graphs of the same text become the same compiled graphs.
+"""The identity of a Dynamo graph as text: graphs with the same text are compiled to the same code.
 
-Whatever AOTAutograd or the compiler may ask of a graph, of its arguments, or of PyTorch's settings belongs here. A
-graph that holds what no text says completely is not resumable.
+Everything that AOTAutograd or the compiler may read of a graph, of its arguments, or of PyTorch's settings belongs
+here. A graph with contents that no text describes completely is not resumable.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from pellucid.capture.torch_compat import is_fake, is_symbolic, user_frames
 
 _PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout)
 _ARGUMENTS = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
-# Their meaning is PyTorch's: anybody may define operators in other namespaces, in Python that no key covers.
+# Namespaces of PyTorch's own operators: others may contain operators defined in Python code that no key covers.
 _NAMESPACES = ("aten", "prims", "prim")
-# Packages whose operators are what their version says.
+# Packages whose operators are identified by the package's version.
 _LIBRARIES = ("transformers", "torchvision")
 
 
 def identity(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[str, str]:
-    """What a graph is, in parts: its calls, its arguments, their sizes, and what holds for the thread that compiles.
+    """The identity of a graph, in parts: its calls, its arguments, their sizes, and the state of the compiling thread.
 
     Raises NotResumable.
     """
     if not isinstance(graph_module, torch.fx.GraphModule) or not is_traced_by_dynamo():
-        raise NotResumable("Dynamo has not captured it, or under a transform of functions")
+        raise NotResumable("it was not captured by Dynamo, or captured inside a functorch transform")
     if asserts_gradients():
-        raise NotResumable("AOTAutograd is asked to check its promises (debug_assert)")
+        raise NotResumable("AOTAutograd checks its assumptions at run time (debug_assert)")
     if any(name.startswith("saved_tensors_hooks") for name in dir(graph_module)):
         raise NotResumable("it has hooks on saved tensors")
     if any(map(holds_subclass, graph_module.graph.nodes)):
@@ -57,7 +57,7 @@ def identity(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[
 
 
 def shares_memory(inputs: Sequence[Any]) -> bool:
-    """Whether two arguments lie in the same memory."""
+    """Whether two arguments share memory."""
     memory = [each.untyped_storage()._cdata for each in inputs if isinstance(each, torch.Tensor)]
     return len(set(memory)) < len(memory)
 
@@ -68,7 +68,7 @@ def _graph_text(graph_module: torch.fx.GraphModule) -> str:
 
 
 def _inner_text(graph_module: torch.fx.GraphModule) -> str:
-    """Of a graph that an operator takes as an argument: its own arguments are numbers or tensors of known types."""
+    """The text of a graph that an operator takes as an argument; raises unless its arguments have known types."""
     given = [(node.name, node.meta.get("example_value")) for node in graph_module.graph.find_nodes(op="placeholder")]
     if not all(isinstance(value, torch.Tensor | torch.SymInt) for _, value in given):
         raise NotResumable("it holds a graph whose arguments are not known")
@@ -88,7 +88,7 @@ def _node_text(owner: torch.fx.GraphModule, node: torch.fx.Node) -> str:
         case "get_attr" if isinstance(inner := attribute_of(owner, node), torch.fx.GraphModule):
             return f"{node.name} = graph {_inner_text(inner)}"
         case "get_attr":
-            raise NotResumable(f"it holds {node.target}, whose content no key says")
+            raise NotResumable(f"it holds {node.target}, whose content no key describes")
         case _:
             raise NotResumable(f"it calls the module {node.target}")
     args, kwargs = _argument_text(node.args), _argument_text(dict(node.kwargs))
@@ -135,7 +135,7 @@ def _argument_text(value: Any) -> str:
 
 
 def _arguments(placeholders: Sequence[torch.fx.Node], inputs: Sequence[Any]) -> Iterator[str]:
-    """Arguments with symbolic sizes; those that share memory have a number in common."""
+    """The texts of arguments, with symbolic sizes; those that share memory have the same memory number."""
     memory: dict[int, int] = {}
     for node, given in zip(placeholders, inputs, strict=True):
         value, origin = dynamo_argument(node, given)
@@ -163,7 +163,7 @@ def _tensor_text(fake: torch.Tensor, given: torch.Tensor, memory: dict[int, int]
 
 
 def _modes() -> dict[str, object]:
-    """What holds in the thread, or the process, and decides what calls mean. Dynamo has turned inference mode off."""
+    """The state of the thread or the process that affects calls. Dynamo has turned inference mode off."""
     return {
         "gradients": torch.is_grad_enabled(),
         "autocast": [
@@ -175,7 +175,7 @@ def _modes() -> dict[str, object]:
         "fills memory": getattr(torch.utils.deterministic, "fill_uninitialized_memory"),  # noqa: B009 (typed as missing)
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
-        "threads": torch.get_num_threads(),  # layouts are tried out
+        "threads": torch.get_num_threads(),  # layouts depend on measurements
         "precision": torch.get_float32_matmul_precision(),
         "onednn": (torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic),
         "attention": (

@@ -1,4 +1,4 @@
-"""How a graph that no single program can hold is run: segments, which become programs, and calls that Python makes.
+"""How to run a graph that no single program can contain: segments, which become programs, and calls made from Python.
 
 An outline prints as
 
@@ -35,7 +35,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number that is computed from the sizes known so far. In a tensor, it is handed over as a tensor of one f64."""
+    """A number computed from the sizes known so far; `in_tensor`: it is passed as a tensor of one f64."""
 
     term: Term
     in_tensor: bool = False
@@ -43,7 +43,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """The symbol `name` is what `path` leads to in the value `source`."""
+    """Binds the symbol `name` to the number at `path` in the value `source`."""
 
     name: str
     source: str
@@ -61,9 +61,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The tensors in the value `name` get the layouts that the rest of the graph was captured for.
+    """Gives the tensors in the value `name` the layouts that the rest of the graph was captured with.
 
-    layouts: one per leaf of the value; None for what is no tensor.
+    layouts: one per leaf of the value; None for leaves that are no tensors.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of the graph that is compiled. outputs: names of its results, as later steps know them.
+    """A part of the graph that is compiled. outputs: names of its results, by which later steps refer to them.
 
     graph: None where it was compiled by an earlier process.
     """
@@ -85,10 +85,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """A call that Python makes: of an operator, a higher-order operator or a function.
+    """A call made from Python: of an operator, a higher-order operator or a function.
 
     args, kwargs: as in the FX graph, with `Ref` and `Number` in place of nodes.
-    reason: why no program holds it; empty for picking one of several results.
+    reason: why no program can contain it; empty for selecting one of several results.
     """
 
     name: str
@@ -106,7 +106,7 @@ Step: TypeAlias = Segment | EagerCall | Bind | Fit
 class Outline:
     """A graph in steps, in the graph's order.
 
-    inputs: names of the graph's arguments. outputs: `Ref`s, `Number`s, and values that are returned as they are.
+    inputs: names of the graph's arguments. outputs: `Ref`s, `Number`s, and values that are returned unchanged.
     derived: integers that follow from the symbols.
     """
 
@@ -118,11 +118,11 @@ class Outline:
 
     @property
     def calls(self) -> tuple[EagerCall, ...]:
-        """The calls that Python makes because no program holds them."""
+        """The calls made from Python because no program can contain them."""
         return tuple(step for step in self.steps if isinstance(step, EagerCall) and step.reason)
 
 
-# Higher-order operators whose eager implementation just calls the graphs that they are given. Others look into them.
+# Higher-order operators whose eager implementation just calls their graphs. Others inspect them.
 _CALLERS = frozenset(("cond", "while_loop", "map_impl", "scan", "invoke_subgraph"))
 
 
@@ -147,7 +147,7 @@ def _compiled(arg: Any, compiled: Callable[[torch.fx.GraphModule], Any]) -> Any:
 
 
 class Subgraph:
-    """A compiled graph with the arguments and results that a higher-order operator gives and expects.
+    """A compiled graph with the signature that a higher-order operator expects.
 
     returned: the type of the graph's result: a tuple, a list, or a node for a result that is not in a sequence.
     """

@@ -1,13 +1,12 @@
-"""Resized images (`interpolate`) and their gradients, one axis after the other.
+"""Decomposes resizing of images (`interpolate`) and its gradients, one axis after the other.
 
-PyTorch's decompositions gather what a result is interpolated from along all axes at once, and their gradients scatter.
-Weights are products of those along each axis: axis by axis, 2 K elements are read in place of K * K. Along the last
-axis of an image that becomes n times as large, neighbours lie side by side and are weighed alike for every n-th result.
-In a gradient each element sums what it takes part in: the results near it are candidates, each of which weighs this
-element or does not.
+PyTorch's decompositions gather the elements of a result along all axes at once, and their gradients scatter. Weights
+are products of those along each axis: axis by axis, 2 K elements are read instead of K * K. Along the last axis of an
+image that becomes n times as large, neighbours are adjacent and have the same weights for every n-th result.
+In a gradient each element sums over the results near it, with weight 0 for those that do not read the element.
 
-Both become loops after layouts are decided, as it matters how images lie; but gradients of symbolic sizes while a graph
-is captured, since PyTorch cannot compute their fake results.
+Both are decomposed after layouts are decided, as they depend on the layout of images; except gradients of symbolic
+sizes, which are decomposed at capture, since PyTorch cannot compute their fake results.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ aten = torch.ops.aten
 
 _CUBIC = -0.75  # the coefficient of ATen's cubic convolution (Keys 1981)
 _SLACK = 0.05
-"""Of numbers of results: ATen rounds to float32 where a result lies among the elements."""
+"""In results: ATen rounds the positions of results to float32."""
 _REGISTER = 16
-"""Channels that lie side by side and fill a register: no axis is an expensive one."""
+"""With this many adjacent channels, which fill a register, no axis is more expensive than another."""
 
-Number = Any  # a tensor, or a number that is known
+Number = Any  # a tensor or a constant number
 
 
 @dataclass(frozen=True, slots=True)
 class _Interpolation:
-    """What a result is computed from, which lies among the elements of an axis.
+    """How a result is computed from the elements of an axis around its position.
 
-    first: of these elements, counted from the one below the result. weights: theirs, by how far the result lies above
-    the one below it, in elements. below, above: an element serves results that lie at most so far from it. clamped:
-    results before the first element count as lying there.
+    first: the first of these elements, relative to the one below the position. weights: their weights, as a function of
+    the distance from the element below to the position. below, above: the maximum distance of the results below and
+    above an element that read it. clamped: positions before the first element are moved to it.
     """
 
     first: int
@@ -82,10 +81,10 @@ _KINDS = {
 
 
 def resizes() -> dict[Any, Callable[..., Any]]:
-    """Decompositions for while a graph is captured: of gradients of symbolic sizes, and of `.vec`, which `interpolate`
-    calls.
+    """Decompositions at capture: of gradients of symbolic sizes, and of `.vec`, the overload that `interpolate` calls.
 
-    The latter leaves the operator whole if it has no gradient or that is decomposed here, and is PyTorch's otherwise.
+    That of `.vec` calls the operator, undecomposed, if it has no gradient or one that is decomposed here, else
+    PyTorch's decomposition.
     """
     table: dict[Any, Callable[..., Any]] = {}
     theirs = decomposition_table(tuple(_KINDS))
@@ -97,7 +96,7 @@ def resizes() -> dict[Any, Callable[..., Any]]:
 
 
 def expand_resizes(graph: torch.fx.Graph) -> bool:
-    """Put loops in the place of resizes, whose arguments lie as they will; whether there are any."""
+    """Decompose all resizes, once the layouts of their arguments are final; return whether there are any."""
     table = _expansions()
     resized = [node for node in graph.nodes if node.op == "call_function" and node.target in table]
     for node in resized:
@@ -107,7 +106,7 @@ def expand_resizes(graph: torch.fx.Graph) -> bool:
 
 @lru_cache(maxsize=1)
 def _expansions() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of the operators and their gradients, and of what these call that has no rule of lowering."""
+    """Decompositions of the operators and their gradients, and of operators in these that have no lowering rule."""
     table = decomposition_table((*_KINDS, "_unsafe_index", "rsub"))
     for name, kind in _KINDS.items():
         operator, axes = getattr(aten, name).default, partial(_axes, kind, "exact" in name)
@@ -117,12 +116,12 @@ def _expansions() -> dict[Any, Callable[..., Any]]:
 
 
 def _backward(name: str) -> Any:
-    """The operator that computes gradients of the one of this name."""
+    """The operator that computes the gradients of the operator of this name."""
     return getattr(aten, f"{name}_backward").default
 
 
 def _unless_known(gradient: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The decomposition of a gradient, if a size is symbolic."""
+    """Apply the decomposition of a gradient only if a size is symbolic."""
 
     def decomposed(grad: torch.Tensor, after: Sequence[Any], before: Sequence[Any], *rest: Any) -> torch.Tensor:
         symbolic = any(map(is_symbolic, (*grad.shape, *before)))
@@ -136,7 +135,7 @@ def _unless_known(gradient: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """An axis, of which `before` elements become `after` results: number k lies at (k + shift) * step - drop."""
+    """An axis of `before` elements and `after` results: the position of result k is (k + shift) * step - drop."""
 
     before: Any
     after: Any
@@ -145,33 +144,33 @@ class _Axis:
     drop: float
 
     def positions(self, results: Number) -> Number:
-        """Where results of these numbers lie among the elements."""
+        """The positions of the results of these indices, in elements."""
         return (results + self.shift) * self.step - self.drop
 
     @property
     def start(self) -> float:
-        """Where the first result lies."""
+        """The position of the first result."""
         return float(self.positions(0))
 
     @property
     def is_regular(self) -> bool:
-        """Whether there are n results for each element, or n elements for each result, that lie alike."""
+        """Whether there are n results per element, or n elements per result, at the same relative positions."""
         more, less = self.more, self.less
         return abs(self.step * more - less) < 1e-9 and is_known(self.before * more == self.after * less)
 
     @property
     def more(self) -> int:
-        """Results for each element, where it is regular."""
+        """Results per element, if the axis is regular."""
         return max(round(1 / self.step), 1)
 
     @property
     def less(self) -> int:
-        """Elements for each result, where it is regular."""
+        """Elements per result, if the axis is regular."""
         return max(round(self.step), 1)
 
 
 Axes = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], list[_Axis]]
-"""The axes that are resized, by sizes before and after, and what else operators take; none: it is not done here."""
+"""A function from sizes before and after and an operator's other arguments to its axes; none if not decomposed here."""
 
 
 def _axes(
@@ -184,11 +183,11 @@ def _axes(
         _Axis(old, new, _step(old, new, aligned, scale), shift, 0.0 if kind is _NEAREST else shift)
         for old, new, scale in zip(before, after, scales, strict=True)
     ]
-    return axes if all(_is_served(kind, axis) for axis in axes) else []
+    return axes if all(_is_supported(kind, axis) for axis in axes) else []
 
 
 def _step(before: Any, after: Any, aligned: bool, scale: float | None) -> Any:
-    """As ATen has it. Any step does for a single result, and for results of a single element."""
+    """The step as in ATen. Any step is right for a single result, or for a single element."""
     if aligned and is_known(after == 1):
         return before
     if aligned:
@@ -196,25 +195,25 @@ def _step(before: Any, after: Any, aligned: bool, scale: float | None) -> Any:
     return 1 / scale if scale else before / after
 
 
-def _is_served(kind: _Interpolation, axis: _Axis) -> bool:
+def _is_supported(kind: _Interpolation, axis: _Axis) -> bool:
     if is_symbolic(axis.step) or axis.step <= 0:
         return False
     sizes_known = not is_symbolic(axis.before) and not is_symbolic(axis.after)
     return (sizes_known or axis.is_regular) and (kind is not _NEAREST or _is_exact(axis))
 
 
-def _stays(kind: _Interpolation, axis: _Axis) -> bool:
-    """Whether an axis keeps its size: ATen then weighs each element by one and, once more, by zero."""
+def _keeps_size(kind: _Interpolation, axis: _Axis) -> bool:
+    """Whether an axis keeps its size: ATen then weights each element by one and, in addition, by zero."""
     return kind.clamped and is_known(axis.before == axis.after)
 
 
-def _lies_within(axis: _Axis) -> bool:
-    """Whether results lie among the elements: operators may be called with scales that sizes do not have."""
+def _is_within(axis: _Axis) -> bool:
+    """Whether all positions are within the elements: operators may be called with scales that do not match sizes."""
     return axis.is_regular or bool(axis.positions(axis.after - 1) < axis.before)
 
 
 def _is_exact(axis: _Axis) -> bool:
-    """Whether every n-th result has the same nearest element as ATen, which computes it in float32."""
+    """Whether nearest elements are the same as in ATen, which computes positions in float32."""
     if not axis.is_regular or axis.more & (axis.more - 1) == 0:
         return True
     if is_symbolic(axis.after):
@@ -228,7 +227,7 @@ def _is_exact(axis: _Axis) -> bool:
 
 
 def _by_scales(operator: Any, axes: Axes, theirs: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """What `interpolate` calls, with sizes or with scales, which are the last of its arguments."""
+    """The overload that `interpolate` calls, with sizes or with scales, the last of its arguments."""
 
     def call(x: torch.Tensor, sizes: Sequence[Any] | None, *rest: Any) -> torch.Tensor:
         *aligned, scales = rest
@@ -242,7 +241,7 @@ def _by_scales(operator: Any, axes: Axes, theirs: Callable[..., Any]) -> Callabl
 
 
 def _resize(kind: _Interpolation, axes: Axes, theirs: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """The operator; theirs: for what is not done here. ATen has an arithmetic of its own for bytes."""
+    """The decomposition of an operator; theirs: PyTorch's, for other cases. ATen computes bytes differently."""
 
     def resize(x: torch.Tensor, after: Sequence[Any], *rest: Any) -> torch.Tensor:
         if kind is not _NEAREST and not x.is_floating_point():
@@ -250,53 +249,53 @@ def _resize(kind: _Interpolation, axes: Axes, theirs: Callable[..., Any]) -> Cal
         found = axes(x.shape[2:], after, rest)
         if not found:
             return theirs(x, after, *rest)
-        laid_out = suggested_format(x)
-        if kind is not _BICUBIC and laid_out is not torch.contiguous_format and not is_known(x.shape[1] < _REGISTER):
-            return _at_once(kind, x.to(computed(x.dtype)), found).to(x.dtype).contiguous(memory_format=laid_out)
-        return _by_axes(x, laid_out, found, [axis.step < 1 for axis in found], partial(_resized, kind))
+        layout = suggested_format(x)
+        if kind is not _BICUBIC and layout is not torch.contiguous_format and not is_known(x.shape[1] < _REGISTER):
+            return _at_once(kind, x.to(computed(x.dtype)), found).to(x.dtype).contiguous(memory_format=layout)
+        return _by_axes(x, layout, found, [axis.step < 1 for axis in found], partial(_resized, kind))
 
     return resize
 
 
 def _gradient(kind: _Interpolation, axes: Axes) -> Callable[..., torch.Tensor]:
-    """The gradient of the operator. ATen's of cubic weights is contiguous."""
+    """The decomposition of a gradient. ATen's of cubic weights is contiguous."""
 
     def gradient(grad: torch.Tensor, after: Sequence[Any], before: Sequence[Any], *rest: Any) -> torch.Tensor:
         found = axes(before[2:], after, rest)
-        if not found or not all(map(_lies_within, found)):
+        if not found or not all(map(_is_within, found)):
             return NotImplemented
-        laid_out = torch.contiguous_format if kind is _BICUBIC else suggested_format(grad)
-        return _by_axes(grad, laid_out, found, [axis.step > 1 for axis in found], partial(_summed, kind))
+        layout = torch.contiguous_format if kind is _BICUBIC else suggested_format(grad)
+        return _by_axes(grad, layout, found, [axis.step > 1 for axis in found], partial(_summed, kind))
 
     return gradient
 
 
 def _by_axes(
     x: torch.Tensor,
-    laid_out: torch.memory_format,
+    layout: torch.memory_format,
     axes: list[_Axis],
     grow: list[bool],
     along: Callable[[torch.Tensor, int, _Axis], torch.Tensor],
 ) -> torch.Tensor:
-    """`x` with each axis done: those that shrink first, and the last one, whose neighbours are expensive, while there
-    are few elements.
+    """`x` with `along` applied to each axis: first to those that shrink, and to the last one, whose neighbours are
+    expensive to read, while there are few elements.
     """
     channels_last = suggested_format(x) is not torch.contiguous_format
     result = (x.movedim(1, -1) if channels_last else x).to(computed(x.dtype))
     order = sorted(range(len(axes)), key=lambda number: (grow[number], -number if grow[number] else number))
     for number in order:
         result = along(result, number + (1 if channels_last else 2), axes[number])
-    return (result.movedim(-1, 1) if channels_last else result).to(x.dtype).clone(memory_format=laid_out)
+    return (result.movedim(-1, 1) if channels_last else result).to(x.dtype).clone(memory_format=layout)
 
 
 def _at_once(kind: _Interpolation, x: torch.Tensor, axes: list[_Axis], *found: torch.Tensor) -> torch.Tensor:
-    """Results along all axes. found: numbers of elements along the first of them."""
+    """Results along all axes. found: indices of elements along the first of them."""
     if len(found) == len(axes):
         return aten._unsafe_index(x, [None, None, *found])
     axis, behind = axes[len(found)], len(axes) - len(found) - 1
     taps = _taps(kind, axis, torch.arange(axis.after, device=x.device), x.dtype)
     return _sum(
-        _weighed(_at_once(kind, x, axes, *found, index.view(-1, *[1] * behind)), weight, behind)
+        _weighted(_at_once(kind, x, axes, *found, index.view(-1, *[1] * behind)), weight, behind)
         for index, weight in taps
     )
 
@@ -304,65 +303,65 @@ def _at_once(kind: _Interpolation, x: torch.Tensor, axes: list[_Axis], *found: t
 def _resized(kind: _Interpolation, x: torch.Tensor, dim: int, axis: _Axis) -> torch.Tensor:
     """Results along one dimension."""
     behind = x.dim() - dim - 1
-    if _stays(kind, axis):
+    if _keeps_size(kind, axis):
         return x + 0 * x
     if kind is _NEAREST and axis.is_regular and axis.more > 1:
         return x.unsqueeze(dim + 1).expand(*x.shape[: dim + 1], axis.more, *x.shape[dim + 1 :]).flatten(dim, dim + 1)
     if not axis.is_regular or (axis.more > 1 and behind):
         taps = _taps(kind, axis, torch.arange(axis.after, device=x.device), x.dtype)
-        return _sum(_weighed(_at(x, dim, index), weight, behind) for index, weight in taps)
+        return _sum(_weighted(_select(x, dim, index), weight, behind) for index, weight in taps)
     if axis.more == 1:
         below = math.floor(axis.start)
         weights = enumerate(kind.weights(axis.start - below), below + kind.first)
-        return _sum(_weighed(_near_by(kind, x, dim, by, axis.less), weight) for by, weight in weights)
+        return _sum(_weighted(_neighbours(kind, x, dim, by, axis.less), weight) for by, weight in weights)
     position = axis.positions(torch.arange(axis.more, device=x.device).to(x.dtype))
     lowest = position.floor()
     parts = []
     for by, weight in enumerate(kind.weights(position - lowest), kind.first):
-        lower, upper = (_near_by(kind, x, dim, each).unsqueeze(-1) for each in (by - 1, by))
+        lower, upper = (_neighbours(kind, x, dim, each).unsqueeze(-1) for each in (by - 1, by))
         parts.append(torch.where(lowest < 0, lower, upper) * weight)
     return _sum(parts).flatten(-2)
 
 
-def _near_by(kind: _Interpolation, x: torch.Tensor, dim: int, by: int, step: int = 1) -> torch.Tensor:
-    """For every element along a dimension whose number `step` divides: the one `by` later, or the outermost one."""
+def _neighbours(kind: _Interpolation, x: torch.Tensor, dim: int, by: int, step: int = 1) -> torch.Tensor:
+    """For every `step`-th element along a dimension: the one `by` later, or the outermost one."""
     if 0 <= by < step:
         return aten.slice(x, dim, by, None, step)
     size = x.shape[dim]
-    beyond = abs(by) if is_symbolic(size) else min(abs(by), size)
+    outside = abs(by) if is_symbolic(size) else min(abs(by), size)
     edge = x.narrow(dim, size - 1 if by > 0 else 0, 1)
-    if kind.clamped and by < 0:  # a result that counts as lying at the first element weighs the second one by zero
+    if kind.clamped and by < 0:  # a result clamped to the first element weights the second one by zero
         edge = edge + 0 * x.narrow(dim, min(1, size - 1), 1)
-    kept = x.narrow(dim, beyond if by > 0 else 0, size - beyond)
-    parts = [kept, *[edge] * beyond] if by > 0 else [*[edge] * beyond, kept]
+    inside = x.narrow(dim, outside if by > 0 else 0, size - outside)
+    parts = [inside, *[edge] * outside] if by > 0 else [*[edge] * outside, inside]
     return aten.slice(torch.cat(parts, dim), dim, 0, None, step)
 
 
 def _summed(kind: _Interpolation, grad: torch.Tensor, dim: int, axis: _Axis) -> torch.Tensor:
-    """The gradient of elements along one dimension, from that of results."""
+    """The gradient of elements along one dimension, from the gradient of results."""
     if kind is _NEAREST and axis.is_regular and axis.more > 1:
         return grad.unflatten(dim, (axis.before, axis.more)).sum(dim + 1)
-    if _stays(kind, axis):
+    if _keeps_size(kind, axis):
         return grad + 0 * grad
     element = torch.arange(axis.before, device=grad.device)
-    least = ((element - kind.below - axis.start) / axis.step - _SLACK).ceil().clamp(min=0)
-    # What is clamped at the first elements comes from the first results.
-    least = torch.where(element <= kind.below, 0, least).to(torch.int64)
+    lowest = ((element - kind.below - axis.start) / axis.step - _SLACK).ceil().clamp(min=0)
+    # Results before the first element are clamped to it: there the first result is the lowest.
+    lowest = torch.where(element <= kind.below, 0, lowest).to(torch.int64)
     many = math.floor((kind.below + kind.above + max(-axis.start, 0)) / axis.step + 2 * _SLACK) + 1
-    results = least + torch.arange(many, device=grad.device).unsqueeze(1)
+    results = lowest + torch.arange(many, device=grad.device).unsqueeze(1)
     there, results = results < axis.after, results.clamp(max=axis.after - 1)
     taps = [((index == element) & there, weight) for index, weight in _taps(kind, axis, results, grad.dtype)]
     hit = reduce(torch.logical_or, (hit for hit, _ in taps))
     weight = _sum(torch.where(hit, weight, 0) for hit, weight in taps).to(grad.dtype)
     hit, weight = (each.view(*results.shape, *[1] * (grad.dim() - dim - 1)) for each in (hit, weight))
-    return torch.where(hit, _at(grad, dim, results) * weight, 0).sum(dim)
+    return torch.where(hit, _select(grad, dim, results) * weight, 0).sum(dim)
 
 
 def _taps(
     kind: _Interpolation, axis: _Axis, results: torch.Tensor, dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, Number]]:
-    """What results of these numbers are computed from: numbers of elements, and their weights."""
-    if _stays(kind, axis):
+    """The elements that the results of these indices are computed from: their indices, and their weights."""
+    if _keeps_size(kind, axis):
         return [(results, 1), (results, 0)]
     position = axis.positions(results.to(torch.float32 if kind is _NEAREST else dtype))
     if kind.clamped:
@@ -372,15 +371,15 @@ def _taps(
     return [((lowest.to(torch.int64) + by).clamp(0, axis.before - 1), weight) for by, weight in weights]
 
 
-def _weighed(x: torch.Tensor, weight: Number, behind: int = 0) -> torch.Tensor:
-    """`x`, each element by its weight, of the dimension that has `behind` dimensions behind it."""
+def _weighted(x: torch.Tensor, weight: Number, behind: int = 0) -> torch.Tensor:
+    """`x` times weights along the dimension that has `behind` dimensions after it."""
     if isinstance(weight, torch.Tensor):
         return x * weight.view(-1, *[1] * behind)
     return x if weight == 1 else x * weight
 
 
-def _at(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """Elements of these numbers along a dimension, in whose place are those of `index`."""
+def _select(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """The elements of these indices along a dimension, which is replaced by the dimensions of `index`."""
     return aten._unsafe_index(x, [*[None] * dim, index])
 
 

@@ -1,7 +1,7 @@
-"""Sizes of a graph's inputs that are symbols, as JSON and back: what lies in a run is compiled as it was captured.
+"""Symbolic sizes of a graph's inputs, as JSON and back, so that graphs in a run are compiled as they were captured.
 
-A size is a formula of the project's index algebra, `2*s0 + 1`, whose parser reads nothing else. What the algebra has
-no form for becomes a symbol of its own.
+A size is a formula of the project's index algebra, `2*s0 + 1`, whose parser accepts nothing else. What the algebra
+cannot express becomes a symbol of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pellucid.ir.parser import parse_expr
 
 
 def sizes_to_json(module: torch.fx.GraphModule) -> dict[str, Any] | None:
-    """The values of the symbols, and for each input the formula of a number, those of a tensor, or None: it is static.
+    """The values of the symbols, and for each input its formula, the formulas of a tensor, or None if it is static.
 
     None for a graph that has no symbols.
     """
@@ -41,13 +41,13 @@ def sizes_to_json(module: torch.fx.GraphModule) -> dict[str, Any] | None:
 
 
 def fake_inputs(saved: Mapping[str, Any], inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The fake tensor mode whose symbols have the saved names, and inputs of it in the place of the real ones.
+    """A fake tensor mode whose symbols have the saved names, and fake inputs of it that replace the real ones.
 
-    Raises UserError for formulas that do not give the sizes of the inputs.
+    Raises UserError for formulas that do not match the sizes of the inputs.
     """
     symbols = saved["symbols"]
     if not all(isinstance(name, str) and name.isidentifier() and type(v) is int for name, v in symbols.items()):
-        raise UserError("the run has an impossible symbol for a size")
+        raise UserError("the run has an invalid symbol for a size")
     mode, numbers = fake_symbols(symbols)
 
     def number(formula: str | int) -> int | torch.SymInt:
@@ -66,7 +66,7 @@ def fake_inputs(saved: Mapping[str, Any], inputs: Sequence[Any]) -> tuple[Any, l
 def _formulas(value: Any, formula: Callable[[int | torch.SymInt], str | int]) -> Any:
     if isinstance(value, torch.SymInt):
         return formula(value) if is_symbolic(value) else None
-    if next(_numbers(value), None) is None:  # asking whether a symbol is true would be a guard
+    if next(_numbers(value), None) is None:  # testing whether a symbol is true would add a guard
         return None
     return {
         "size": [formula(n) for n in value.shape],
@@ -82,8 +82,8 @@ def _fake(mode: Any, form: Any, value: Any, number: Callable[[str | int], int | 
         return value if form is None else number(form)
     size, stride = ([number(each) for each in form[part]] for part in ("size", "stride"))
     offset = number(form["offset"])
-    room = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
-    return value.new_empty(room, device=value.device).as_strided(size, stride, offset)
+    length = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
+    return value.new_empty(length, device=value.device).as_strided(size, stride, offset)
 
 
 def _numbers(value: Any) -> Iterator[torch.SymInt]:

@@ -1,4 +1,4 @@
-"""An exported program, compiled for the sizes that it is called with, as Dynamo has graphs compiled."""
+"""Compiles an exported program for the sizes that it is called with, as Dynamo does with graphs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pellucid.capture.torch_compat import fake_symbols
 
 @dataclass(frozen=True, slots=True)
 class Specialised:
-    """An exported program that was compiled for some sizes. run: as the graph. guards: of symbols, when it holds."""
+    """An exported program compiled for some sizes. run: called like the graph. guards: conditions on symbols."""
 
     run: Callable[..., Any]
     guards: tuple[sympy.Basic, ...]
 
     def holds(self, values: Mapping[sympy.Symbol, int]) -> bool:
-        """Whether it may run with these values of the symbols."""
+        """Whether all guards hold for these values of the symbols."""
         return all(guard.xreplace(values) == True for guard in self.guards)  # noqa: E712 (SymPy's)
 
 
@@ -33,9 +33,9 @@ def specialise(
     values: Mapping[sympy.Symbol, int],
     compile_graph: Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Specialised:
-    """Compile an exported program for inference, as Dynamo has a graph compiled when it meets these sizes.
+    """Compile an exported program for inference, as Dynamo compiles a graph for these sizes.
 
-    Sizes of 0 and 1 become constants, as under Dynamo. compile_graph: gets the graph and fake arguments.
+    Sizes of 0 and 1 become constants, as under Dynamo. compile_graph: is passed the graph and fake arguments.
     """
     mode, made = fake_symbols({str(symbol): value for symbol, value in values.items() if value > 1})
     symbols = {
@@ -43,8 +43,8 @@ def specialise(
     }
 
     def fake_size(size: Size) -> int | torch.SymInt:
-        there = size.xreplace(symbols)
-        return torch.SymInt(SymNode(there, mode.shape_env, int, None)) if symbols_in(there) else int(there)
+        expression = size.xreplace(symbols)
+        return torch.SymInt(SymNode(expression, mode.shape_env, int, None)) if symbols_in(expression) else int(expression)
 
     def fake(each: Input) -> Any:
         if not isinstance(each, TensorInput):
@@ -60,7 +60,7 @@ def specialise(
     ]
     with tracing(TracingContext(mode)), torch.no_grad(), torch.autocast("cpu", enabled=False):
         run = compile_graph(exported.graph, arguments)
-    back = {there: symbol for symbol, there in symbols.items() if isinstance(there, sympy.Symbol)}
+    back = {replaced: symbol for symbol, replaced in symbols.items() if isinstance(replaced, sympy.Symbol)}
     known = [sympy.Eq(each, value) if value < 2 else sympy.Ge(each, 2) for each, value in values.items()]
     found = [guard.expr.xreplace(back) for guard in mode.shape_env.guards] if mode.shape_env else []
     return Specialised(run, (*known, *found))

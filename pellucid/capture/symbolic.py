@@ -1,7 +1,7 @@
-"""PyTorch's size expressions, which are SymPy's, in the project's own terms.
+"""Converts PyTorch's size expressions, which are SymPy's, into the project's own terms.
 
-What the index algebra has no form for gets a name, made from its text, and is a symbol from then on. So one expression
-has one name wherever it occurs, and turning an expression into terms needs no state.
+What the index algebra cannot express gets a name derived from its text, and is a symbol from then on. So an expression
+has the same name wherever it occurs, and converting it needs no state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pellucid.ir.index import Expr, const, floordiv, mod, nonnegative, sym
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-# Functions of `torch.utils._sympy.functions` and of SymPy by the name of their class, and ours.
+# Functions of `torch.utils._sympy.functions` and of SymPy by class name, and the names of ours.
 _FUNCTIONS = {
     "Min": "min",
     "Max": "max",
@@ -63,22 +63,22 @@ _FUNCTIONS |= {
     f"OpaqueUnaryFn_{name}": name
     for name in "sqrt cos cosh sin sinh tan tanh asin acos atan exp log asinh log2".split()
 }
-# Functions that SymPy does not know to be integers.
+# Functions with integer values that SymPy does not know to be integers.
 _INTEGERS = ("LShift", "RShift", "BitwiseFn_bitwise_and", "BitwiseFn_bitwise_or", "BitwiseFn_bitwise_xor")
 
 
 class Symbolic:
-    """Turns expressions of one shape environment into terms. What it has turned once, it remembers."""
+    """Converts expressions of one shape environment into terms, with a cache."""
 
     def __init__(self, shape_env: ShapeEnv) -> None:
-        # PyTorch keeps these ranges up to date, and only ever narrows them.
+        # PyTorch updates these ranges, and only ever narrows them.
         self._ranges = shape_env.var_to_range
         self._terms: dict[sympy.Basic, Term] = {}
         self._derived: dict[str, Derived] = {}
         self._named: dict[str, sympy.Basic] = {}
 
     def integer(self, expression: sympy.Basic) -> Expr:
-        """An expression whose value is an integer."""
+        """Convert an expression whose value is an integer."""
         known = self._terms.get(expression)
         if not isinstance(known, Expr):
             self._terms[expression] = known = self._integer(expression)
@@ -113,19 +113,19 @@ class Symbolic:
                 return sym(self._name(expression, name))
 
     def stride(self, expression: sympy.Basic) -> Expr:
-        """A stride; see `plain_stride`."""
+        """Convert a stride; see `plain_stride`."""
         return self.integer(self.plain_stride(expression))
 
     def plain_stride(self, expression: sympy.Basic) -> sympy.Basic:
         """`expression` without the 1 in `max(1, size)`.
 
         PyTorch writes that for the sizes that a stride is a product of, so that strides of empty tensors are not 0.
-        Here the 1 is dropped: where it matters there is no element to address.
+        Here the 1 is dropped: it matters only for tensors without elements.
         """
         return expression.replace(_is_size_or_one, _without_one)
 
     def term(self, expression: sympy.Basic) -> Term:
-        """An expression of any kind: integer, float or condition."""
+        """Convert an expression of any kind: integer, float or condition."""
         match expression:
             case sympy.Integer():
                 return const(int(expression))
@@ -143,7 +143,7 @@ class Symbolic:
                 return self._apply(expression)
 
     def derived(self, expression: sympy.Basic) -> dict[str, Derived]:
-        """The derived integers in `expression` by name, each after those that it is made of."""
+        """The derived integers in `expression` by name, each after those that it is computed from."""
         found: dict[str, Derived] = {}
 
         def visit(term: Term) -> None:
@@ -156,9 +156,9 @@ class Symbolic:
         return found
 
     def needed(self, expression: sympy.Basic) -> dict[str, sympy.Basic]:
-        """The integers that a program must be told to know `expression`.
+        """The integers that a program needs as arguments to compute `expression`.
 
-        These are symbols, and derived integers that depend on floats, which programs do not know the values of.
+        These are symbols, and derived integers that depend on floats, whose values programs do not have.
         """
         found: dict[str, sympy.Basic] = {}
 
@@ -215,14 +215,14 @@ class Symbolic:
         return name
 
     def _symbol(self, symbol: sympy.Symbol) -> str:
-        """PyTorch's own name where it tells the least value rightly (`s0`, `u0`), else `u_s0`, `n_u0`."""
+        """PyTorch's own name if its letter matches the minimum value (`s0`, `u0`), else `u_s0`, `n_u0`."""
         name, letter = str(symbol), self._letter(symbol)
         name = name if name.startswith(letter) and name[1:].isdigit() else f"{letter}_{name}"
         self._named[name] = symbol
         return name
 
     def _letter(self, expression: sympy.Basic) -> str:
-        """What is known of the value of `expression`, see `pellucid.ir.index.least`."""
+        """The letter for the known minimum of `expression`, see `pellucid.ir.index.least`."""
         ranges = {symbol: self._ranges.get(cast(sympy.Symbol, symbol)) for symbol in expression.free_symbols}
         lower = bound_sympy(expression, ranges).lower  # type: ignore[arg-type]
         return "s" if lower >= 1 else "u" if lower >= 0 else "n"

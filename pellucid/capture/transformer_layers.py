@@ -1,7 +1,7 @@
-"""Layers that PyTorch computes by one call without gradients: they become the operators of which they are made.
+"""Decomposes the layers that PyTorch computes by a single call without gradients.
 
-`nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call these while they are evaluated. The numbers are those of
-ATen's formulas: a row in which every key is masked is NaN.
+`nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call these operators in evaluation mode. The formulas are
+ATen's: a row in which every key is masked out is NaN.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`_native_multi_head_attention`: query, key and value are (batch, rows, embed_dim), or NotImplemented.
+    """`_native_multi_head_attention` of (batch, rows, embed_dim); NotImplemented for other shapes.
 
-    mask: what is not zero is masked; by `mask_type` it is for (rows, rows), (batch, rows), or all scores. Returns the
-    result, and the weights, or their mean over heads, or None.
+    mask: elements that are not zero mask scores out; by `mask_type` its shape is (rows, rows), (batch, rows), or that of
+    the scores. Returns the result, and the weights, or their mean over heads, or None.
     """
     if not query.shape == key.shape == value.shape or query.dim() != 3 or query.is_nested:
         return NotImplemented
@@ -47,12 +47,12 @@ def multi_head_attention(
     if mask is not None:
         shapes = ((1, 1, rows, rows), (batch, 1, 1, rows), tuple(scores.shape))
         scores = scores.masked_fill(mask.to(torch.bool).view(shapes[mask_type or 0]), -math.inf)
-    shares = aten._softmax(scores, -1, False)
-    made = (shares @ heads[2]).transpose(1, 2).reshape(batch, rows, embed_dim)
-    result = aten.linear(made, proj_weight, proj_bias)
+    weights = aten._softmax(scores, -1, False)
+    joined = (weights @ heads[2]).transpose(1, 2).reshape(batch, rows, embed_dim)
+    result = aten.linear(joined, proj_weight, proj_bias)
     if not need_weights:
         return result, None
-    return result, shares.mean(1) if average_attn_weights else shares
+    return result, weights.mean(1) if average_attn_weights else weights
 
 
 def encoder_layer(
@@ -77,7 +77,7 @@ def encoder_layer(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> Tensor:
-    """`_transformer_encoder_layer_fwd` of (batch, rows, embed_dim), or NotImplemented."""
+    """`_transformer_encoder_layer_fwd` of (batch, rows, embed_dim); NotImplemented for other shapes."""
     if src.is_nested or src.dim() != 3:
         return NotImplemented
 

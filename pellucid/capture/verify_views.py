@@ -1,4 +1,4 @@
-"""What lowering relies on in a captured graph: views lie where their operators put them."""
+"""Verifies what lowering relies on in a captured graph: views have the strides and offsets that their operators define."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pellucid.ir.index import Expr
 def verify_views(graph: torch.fx.Graph) -> None:
     """Raise InternalError unless sizes, strides and offset of each view follow from its argument's.
 
-    Lowering goes by what was captured of a view. A pass that puts another tensor in the place of its argument must
-    keep where that begins, or views read elsewhere. Graphs whose sizes depend on data pass: these cannot be compared.
+    Lowering uses the strides and offset captured for a view. A pass that replaces its argument must keep the storage
+    offset, or views read other elements. Graphs whose sizes depend on data are not checked: these cannot be compared.
     """
     if sizes_depend_on_data(graph):
         return
@@ -29,18 +29,18 @@ def verify_views(graph: torch.fx.Graph) -> None:
 
 
 def _verify_view(node: torch.fx.Node) -> None:
-    captured = [_place(each) for each in pytree.tree_leaves(node.meta["val"])]
+    captured = [_position_in_memory(each) for each in pytree.tree_leaves(node.meta["val"])]
     args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda each: each.meta["val"], (node.args, node.kwargs))
     try:
         with quiet_fake_tensors(), torch.no_grad():
-            found = [_place(each) for each in pytree.tree_leaves(node.target(*args, **kwargs))]  # type: ignore[operator]
+            found = [_position_in_memory(each) for each in pytree.tree_leaves(node.target(*args, **kwargs))]  # type: ignore[operator]
     except (RuntimeError, ValueError) as error:
         raise InternalError(f"{node.format_node()}: its argument has no such view: {error}") from error
     if found != captured:
         what = "sizes, strides and offset"
-        raise InternalError(f"{node.format_node()}: {what} captured as {captured}; of its argument they are {found}")
+        raise InternalError(f"{node.format_node()}: {what} captured as {captured}; they follow from its argument as {found}")
 
 
-def _place(value: torch.Tensor) -> tuple[Numbers, Numbers, int | Expr]:
+def _position_in_memory(value: torch.Tensor) -> tuple[Numbers, Numbers, int | Expr]:
     (start,) = in_every_call((value.storage_offset(),))
     return in_every_call(value.shape), in_every_call(value.stride(), stride_of), start

@@ -1,11 +1,11 @@
-"""Convolutions over three dimensions, depth first, as convolutions of images, in one of three ways:
+"""Decomposes convolutions over three dimensions (depth first) into convolutions of images, in one of three ways:
 
-- Where nothing but depth has taps, the frames of a volume are the lines of an image.
-- Where volumes are small next to results, having few channels, all frames that the taps along depth meet are channels
-  of one image.
+- Where only depth has several taps, the frames of a volume become the lines of an image.
+- Where volumes are small compared to results, having few channels, all frames that the taps along depth read become
+  channels of one image.
 - Else a result is the sum, over the taps along depth, of frames convolved with a slice of the weight.
 
-Each function returns NotImplemented for what stays as it is.
+Each function returns NotImplemented for calls that stay unchanged.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from pellucid.capture.torch_compat import contiguous_strides, convolution_format
 
 aten = torch.ops.aten
 Gradients: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
-"""Of a volume and of a weight, where they are wanted."""
+"""The gradients of a volume and of a weight, None if not wanted."""
 
 DIMENSIONS = 5
-"""Of what such a convolution gets: batch, channels, depth, height and width."""
+"""The rank of the input: batch, channels, depth, height and width."""
 
 _LAST = torch.channels_last_3d
-_MOST_TAPS = 16
-"""Along depth: each is a call of its own, or a copy."""
+_MAX_TAPS = 16
+"""Maximum number of taps along depth: each is a separate call, or a copy."""
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *steps: Any) -> torch.Tensor:
-    """x: [N, C, D, H, W]. weight: [O, C / groups, taps, taps, taps]. steps: as ATen takes them, not transposed."""
+    """x: [N, C, D, H, W]. weight: [O, C / groups, taps, taps, taps]. steps: as in ATen, not transposed."""
     way = _way(x, weight, *steps)
     if way is None:
         return NotImplemented
@@ -43,7 +43,7 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def convolution_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, _sizes: list[int] | None, *more: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of the same. more: the steps, then which gradients are wanted."""
+    """The gradients of such a convolution. more: the steps, then which gradients are wanted."""
     *steps, (*wanted, of_bias) = more
     way = _way(x, weight, *steps)
     if way is None:
@@ -55,7 +55,7 @@ def convolution_backward(
 
 
 def _with_format(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
-    """The same elements in that layout, with the strides that ATen gives to dimensions of one element."""
+    """`x` in that memory format, with ATen's strides in dimensions of one element."""
     if x.shape[1] == 1 or {*x.shape[2:]} == {1}:
         layout = torch.contiguous_format  # which is channels-last as well
     if layout is torch.contiguous_format and x.stride() == contiguous_strides(x.shape):
@@ -65,13 +65,13 @@ def _with_format(x: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """A tap along depth, the frames of the volume that it meets, and those of the result that get their sums.
+    """A tap along depth, the frames of the volume that it reads, and the range of frames of the result that it adds to.
 
-    last: the first frame of the result that gets none.
+    last: the frame of the result after that range.
     """
 
     position: int
-    meets: slice
+    reads: slice
     first: int
     last: int
 
@@ -81,9 +81,9 @@ class Tap:
 
     @classmethod
     def of(cls, position: int, begin: int, step: int, frames: int, depth: int) -> Tap | None:
-        """begin: the frame of the volume, counted from its first, that it meets for the first one of the result.
+        """begin: the index of the frame of the volume that it reads for the first frame of the result.
 
-        frames, depth: of the volume and of the result. None for a tap that meets no frame.
+        frames, depth: the numbers of frames of the volume and of the result. None for a tap that reads no frame.
         """
         first, last = max(-(begin // step), 0), min((frames - 1 - begin) // step + 1, depth)
         start = begin + first * step
@@ -101,21 +101,21 @@ def _way(x: torch.Tensor, weight: torch.Tensor, *steps: Any) -> _Lines | _Gather
         return None
     if {*weight.shape[3:], *stride[1:]} == {1} and not any(padding[1:]):
         return _Lines(([stride[0], 1], [padding[0], 0], [dilation[0], 1], False, [0, 0], groups))
-    if weight.shape[2] > _MOST_TAPS:
+    if weight.shape[2] > _MAX_TAPS:
         return None
     sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    depth, *size = ((extent + 2 * pad - apart * (taps - 1) - 1) // step + 1 for extent, taps, step, pad, apart in sizes)
+    depth, *size = ((extent + 2 * pad - gap * (taps - 1) - 1) // step + 1 for extent, taps, step, pad, gap in sizes)
     moved = [tap * dilation[0] - padding[0] for tap in range(weight.shape[2])]
     taps = [Tap.of(position, begin, stride[0], x.shape[2], depth) for position, begin in enumerate(moved)]
-    met = [tap for tap in taps if tap is not None]
-    if not met:
+    reading = [tap for tap in taps if tap is not None]
+    if not reading:
         return None
     images = (*([*each[1:]] for each in (stride, padding, dilation)), False, [0, 0], groups)
     if x.shape[1] * math.prod(x.shape[3:]) * len(moved) < weight.shape[0] * math.prod(size) * (len(moved) - 1):
-        return _Gathered(images, met, depth)
+        return _Gathered(images, reading, depth)
     if len(moved) > 1 and x.dtype.itemsize < 4:
-        return None  # each sum would be rounded
-    return _Summed(images, met, depth)
+        return None  # each partial sum would be rounded
+    return _Summed(images, reading, depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class _Lines:
 
 @dataclass(frozen=True, slots=True)
 class _OfTaps:
-    """steps: of a convolution of images. taps: along depth, those that meet a frame. depth: frames of the result."""
+    """steps: of a convolution of images. taps: those along depth that read a frame. depth: frames of the result."""
 
     steps: tuple[Any, ...]
     taps: Sequence[Tap]
@@ -159,22 +159,22 @@ class _Gathered(_OfTaps):
         return placed, None if taps is None else taps.view(weight.shape)
 
     def _images(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[N * depth, C * taps, H, W]: as channels and taps lie in the weight."""
-        met = {tap.position: _padded(x[:, :, tap.meets], tap, self.depth) for tap in self.taps}
-        return _images(_frames(_by_tap(met, weight.shape[2]).flatten(1, 2)))
+        """[N * depth, C * taps, H, W]: channels and taps in the order of the weight."""
+        frames = {tap.position: _padded(x[:, :, tap.reads], tap, self.depth) for tap in self.taps}
+        return _images(_frames(_by_tap(frames, weight.shape[2]).flatten(1, 2)))
 
 
 class _Summed(_OfTaps):
     __slots__ = ()
 
     def convolved(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # Last a tap that meets a frame for each of the result: what others make is added where it is computed.
+        # A tap that reads a frame for every frame of the result comes last: the other sums are added in its kernel.
         taps, x = sorted(self.taps, key=lambda tap: tap.frames), _laid_out(x)
         whole = taps[-1].frames == self.depth
         parts = []
         for tap in taps:
             added = bias if whole and tap is taps[-1] else None
-            made = aten.convolution(_met(x, tap), weight[:, :, tap.position], added, *self.steps)
+            made = aten.convolution(_frames_of(x, tap), weight[:, :, tap.position], added, *self.steps)
             parts.append(_padded(_volume(made, tap.frames), tap, self.depth))
         total = reduce(torch.add, parts)
         return total if whole or bias is None else total + bias.view(-1, 1, 1, 1)
@@ -182,7 +182,7 @@ class _Summed(_OfTaps):
     def gradients(self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: list[bool]) -> Gradients:
         outs, volume, made = _laid_out(grad), _laid_out(x), {}
         for tap in self.taps:
-            given = _stacked(outs[:, :, tap.first : tap.last]), _met(volume, tap), weight[:, :, tap.position]
+            given = _stacked(outs[:, :, tap.first : tap.last]), _frames_of(volume, tap), weight[:, :, tap.position]
             made[tap.position] = aten.convolution_backward(*given, None, *self.steps, [*wanted, False])
         placed = slices = None
         if wanted[0]:
@@ -194,35 +194,35 @@ class _Summed(_OfTaps):
 
 
 def _by_tap(made: Mapping[int, torch.Tensor], taps: int) -> torch.Tensor:
-    """What there is for each tap along depth, as dimension 2; zeros for taps that meet no frame."""
-    unmet = torch.zeros_like(next(iter(made.values())))
-    return torch.stack([made.get(position, unmet) for position in range(taps)], 2)
+    """The tensors of all taps along depth, stacked as dimension 2; zeros for taps that read no frame."""
+    zeros = torch.zeros_like(next(iter(made.values())))
+    return torch.stack([made.get(position, zeros) for position in range(taps)], 2)
 
 
 def _laid_out(volume: torch.Tensor) -> torch.Tensor:
-    """Channels-last: once, not by each tap what it meets."""
+    """Channels-last: copied once, not the frames of each tap."""
     return volume.contiguous(memory_format=_LAST)
 
 
-def _met(volume: torch.Tensor, tap: Tap) -> torch.Tensor:
-    """The frames of a volume that a tap meets, as images."""
-    return _stacked(volume[:, :, tap.meets])
+def _frames_of(volume: torch.Tensor, tap: Tap) -> torch.Tensor:
+    """The frames of a volume that a tap reads, as images."""
+    return _stacked(volume[:, :, tap.reads])
 
 
 def _stacked(volume: torch.Tensor) -> torch.Tensor:
-    """The frames of a volume as images that lie channels-last: a copy, where they are some of several volumes."""
+    """The frames of a volume as channels-last images: a copy, if they are some frames of several volumes."""
     return _images(_frames(_laid_out(volume)))
 
 
 def _padded(volume: torch.Tensor, tap: Tap, depth: int) -> torch.Tensor:
-    """Zeros for the frames of the result for which a tap meets none."""
+    """Pad with zeros for the frames of the result for which a tap reads none."""
     before, after = tap.first, depth - tap.last
     return torch.constant_pad_nd(volume, [0, 0, 0, 0, before, after]) if before or after else volume
 
 
 def _placed(x: torch.Tensor, tap: Tap, volume: torch.Tensor) -> torch.Tensor:
-    """The gradient of `x` by one tap, of that of the frames that it meets."""
-    return torch.slice_scatter(torch.zeros_like(x), volume, 2, tap.meets.start, tap.meets.stop, tap.meets.step)
+    """The gradient of `x` by one tap, from the gradient of the frames that it reads."""
+    return torch.slice_scatter(torch.zeros_like(x), volume, 2, tap.reads.start, tap.reads.stop, tap.reads.step)
 
 
 def _volume(images: torch.Tensor, frames: int) -> torch.Tensor:

@@ -420,7 +420,7 @@ class ScoreMatcher:
             if isinstance(value, Node) and isinstance(mask, Node) and shape_of(value.meta["val"]) == shape:
                 scores = self.scores(value)
                 if scores is not None:
-                     scores = scores.scaled_by(sign_of_value) if sign_of_value != 1.0 else scores
+                    scores = scores.scaled_by(sign_of_value) if sign_of_value != 1.0 else scores
                     return replace(scores, masks=(*scores.masks, AdditiveMask(mask, factor, shape)))
         return None
 

@@ -383,7 +383,7 @@ class Blocks:
         """The stack of matrices to which the right operand of a block belongs; None if they are not evenly spaced."""
         choice, axes = self.contraction.choice, self._batch_axes()
         if choice and choice.count:
-            return Stack(choice.count, choice.apart, var(MATRIX))
+            return Stack(choice.count, choice.stride, var(MATRIX))
         right = self.contraction.loads[1].index
         if axes and not is_evenly_strided(right, axes, self.ranges):
             return None
@@ -405,7 +405,7 @@ class Blocks:
         indices += [self.ranges[name] for name in self.whole] + [size for _, size in self.pieces.values()]
         indices += [each for bound in self.contraction.bounds for each in (bound.position, bound.extent)]
         if choice := self.contraction.choice:
-            indices += [choice.load.index, choice.apart]
+            indices += [choice.load.index, choice.stride]
         return self.terms.syms().union(*(index.syms() for index in indices))
 
     def _part(self, access: Load | Store, row: str, column: str) -> Operand:

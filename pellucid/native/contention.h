@@ -1,7 +1,7 @@
-// Cores that other processes want too. libgomp's threads wait for one another by spinning, about 3 ms before they sleep:
-// the fastest way while the cores are ours, and ruinous when they are not, because a thread then spins away the time in
-// which the one that it waits for could run. libgomp spins 3000 times less while it manages more threads than there are
-// cores (its manual, GOMP_SPINCOUNT). So while the cores are contended we keep a second team of threads, asleep.
+// Cores for which other processes compete. libgomp's threads wait for one another by spinning, about 3 ms before they
+// sleep: fastest if each thread has a core, and very slow if not, because a spinning thread then takes the time in which
+// the one that it waits for could run. libgomp spins 3000 times less while it manages more threads than there are cores
+// (its manual, GOMP_SPINCOUNT). So while there is contention we keep a second team of sleeping threads.
 #pragma once
 
 #include <fcntl.h>
@@ -21,7 +21,7 @@
 
 namespace pellucid {
 
-// A team of threads that sleeps, just large enough that with the calling thread's team there are more than cores.
+// A team of sleeping threads, just large enough that with the calling thread's team there are more threads than cores.
 class SleepingTeam {
  public:
   bool exists() const { return exists_.load(std::memory_order_relaxed); }
@@ -55,7 +55,7 @@ class SleepingTeam {
     GOMP_parallel([](void*) {}, nullptr, static_cast<unsigned>(team.size_), 0);
     std::unique_lock<std::mutex> lock(team.sleep_);
     team.woken_.wait(lock, [&] { return team.leave_; });
-    return nullptr;  // libgomp ends the team with the thread that made it
+    return nullptr;  // libgomp ends the team with the thread that created it
   }
 
   std::mutex mutex_, sleep_;
@@ -66,7 +66,7 @@ class SleepingTeam {
   int size_ = 0;
 };
 
-// Watches how long the calling thread waits for a core, and keeps the sleeping team while that is long.
+// Measures how long the calling thread waits for a core, and keeps the sleeping team while that is long.
 class Contention {
  public:
   // Called at the start of each run: a few nanoseconds, and some microseconds twenty times a second.
@@ -77,12 +77,12 @@ class Contention {
     Sample next = sample(now);
     int64_t ran = next.ran - last.ran, waited = next.waited - last.waited;
     bool known = last.at != 0 && next.ran >= 0;
-    if (known && ran + waited < kLeastNanoseconds) return;  // too little to tell: the window goes on
+    if (known && ran + waited < kMinNanoseconds) return;  // too short to judge: the window continues
     last = next;
     if (known) weigh(ran, waited);
   }
 
-  // Nanoseconds in which a thread ran, and in which it waited for a core.
+  // Starts or stops the sleeping team. ran, waited: nanoseconds on a core, and waiting for one.
   void weigh(int64_t ran, int64_t waited) {
     double share = static_cast<double>(waited) / static_cast<double>(ran + waited);
     if (share > kCalm) calm_ = 0;
@@ -92,12 +92,12 @@ class Contention {
 
   bool contended() const { return team_.exists(); }
 
-  // Forget it, as before a fork, which copies no threads.
+  // Stops the sleeping team, before a fork, which copies no threads.
   void end() { team_.stop(); }
 
  private:
-  static constexpr int64_t kWindow = 50;                      // milliseconds between two looks
-  static constexpr int64_t kLeastNanoseconds = 20'000'000;    // of running and waiting, for a share that means something
+  static constexpr int64_t kWindow = 50;                      // milliseconds between two samples
+  static constexpr int64_t kMinNanoseconds = 20'000'000;      // of running and waiting, for a meaningful share
   static constexpr double kContended = 0.15, kCalm = 0.05;    // share of the time in which the thread waited for a core
   static constexpr int kCalmWindows = 4;
 
@@ -111,7 +111,7 @@ class Contention {
     return time.tv_sec * 1000 + time.tv_nsec / 1'000'000;
   }
 
-  // `ran` is -1 where the kernel does not tell.
+  // `ran` is -1 where the kernel does not report it.
   static Sample sample(int64_t now) {
     Sample out{now, -1, -1};
     char text[96] = "";

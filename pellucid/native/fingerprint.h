@@ -1,6 +1,6 @@
-// Samples of memory: one line of the cache in every `turns`-th page, so that what was replaced as a whole is noticed at the
-// cost of some nanoseconds for each of these pages. Sample (turn, line) has the pages from `turn` on, and of each that line;
-// all samples together have every byte. Fewer than `turns` pages are looked at from the first one on.
+// Samples of memory: one cache line in every `turns`-th page, so that a replaced tensor is detected at the cost of some
+// nanoseconds for each of these pages. Sample (turn, line) covers that line of every `turns`-th page, from page `turn` on;
+// all samples together cover every byte. Memory of `turn` pages or fewer is sampled from its first page on.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@ constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;  // 2^64 over the golden ratio: mu
 
 inline int64_t first_sampled(int64_t bytes, int64_t turn) { return turn * kPage < bytes ? turn * kPage : 0; }
 
-// The place of a line in the page at `from`; where the memory ends before, another line stands for it.
+// The offset of a line in the page at `from`; if the memory ends before that line, another one replaces it.
 inline int64_t line_of(int64_t bytes, int64_t from, int64_t line) {
-  const int64_t there = (std::min(kPage, bytes - from) + kLine - 1) / kLine;
-  return from + (line < there ? line : line % there) * kLine;
+  const int64_t lines = (std::min(kPage, bytes - from) + kLine - 1) / kLine;
+  return from + (line < lines ? line : line % lines) * kLine;
 }
 
 inline uint64_t with_line(uint64_t hash, const char* at, int64_t bytes) {
@@ -33,13 +33,13 @@ inline uint64_t fingerprint(
   for (int64_t from = first_sampled(bytes, turn); from < bytes; from += step) {
     // Pages are too far apart for the processor's own prefetching.
     if (from + ahead < bytes) __builtin_prefetch(at + line_of(bytes, from + ahead, line));
-    const int64_t place = line_of(bytes, from, line);
-    hash = with_line(hash, at + place, bytes - place);
+    const int64_t offset = line_of(bytes, from, line);
+    hash = with_line(hash, at + offset, bytes - offset);
   }
   return hash;
 }
 
-// The same of `count` pieces. Most are short: the first lines of those that come later are asked for ahead.
+// Like `fingerprint`, of `count` blocks. Most are short, so the first lines of later ones are prefetched.
 inline uint64_t fingerprint_all(
     const int64_t* addresses, const int64_t* sizes, int64_t count, int64_t turn, int64_t turns, int64_t line) {
   constexpr int64_t AHEAD = 16;
@@ -65,9 +65,9 @@ inline void every_fingerprint(
     for (int64_t from = 0; from < bytes; from += kPage) {
       const auto add = [&](int64_t turn) {
         for (int64_t line = 0; line < kLines; line++) {
-          const int64_t place = line_of(bytes, from, line);
+          const int64_t offset = line_of(bytes, from, line);
           uint64_t& hash = hashes[turn * kLines + line];
-          hash = with_line(hash, at + place, bytes - place);
+          hash = with_line(hash, at + offset, bytes - offset);
         }
       };
       add(from / kPage % turns);

@@ -1,4 +1,4 @@
-// What the runtime shares: facts about this Python and this PyTorch, its memory and its clocks; and tensors.
+// Global state of the runtime: facts about this Python and this PyTorch, its memory and its clocks; and tensor helpers.
 #pragma once
 
 #include <exception>
@@ -11,16 +11,16 @@
 namespace pellucid {
 namespace {
 
-// Facts about this Python and this PyTorch that `loader.py` finds out, and where to call back.
+// Facts about this Python and this PyTorch that `loader.py` determines, and callbacks.
 struct Host {
   int64_t type_offset, impl_offset;  // in a tensor object, of its type and of its TensorImpl, in bytes
   int64_t storage_offset;            // in a TensorImpl, of its StorageImpl
   PyObject *tensor_type, *parameter_type;
-  PyObject* (*wrap)(AtenTensorHandle);  // to a Python object, without taking the handle; null: use `steal`
-  PyObject* steal;                      // from a list of capsules with handles, which it takes, to a list of tensors
+  PyObject* (*wrap)(AtenTensorHandle);  // handle to Python object, without taking ownership; null: use `steal`
+  PyObject* steal;                      // list of capsules with handles, of which it takes ownership, to list of tensors
   PyObject* outside_inference;          // calls pellucid_fill on a capsule, with inference mode off
-  PyObject *profiler_globals, *profiler_flag;  // where torch.profiler says that it is on
-  int64_t (*version)(AtenTensorHandle);  // how often a tensor was changed; throws for one of inference mode
+  PyObject *profiler_globals, *profiler_flag;  // the dictionary and key of torch.profiler's flag
+  int64_t (*version)(AtenTensorHandle);  // a tensor's version counter; throws for an inference tensor
 };
 
 Host host;
@@ -42,8 +42,8 @@ bool is_tensor(PyObject* object) {
   return type == host.tensor_type || type == host.parameter_type || PyType_IsSubtype(type, host.tensor_type);
 }
 
-// The handle of the tensor whose TensorImpl pointer stands at `place`: an at::Tensor is such a pointer.
-AtenTensorHandle handle_at(void** place) { return reinterpret_cast<AtenTensorHandle>(place); }
+// The handle of the tensor whose TensorImpl pointer is stored at `impl`: an at::Tensor is such a pointer.
+AtenTensorHandle handle_at(void** impl) { return reinterpret_cast<AtenTensorHandle>(impl); }
 
 AtenTensorHandle new_handle(AtenTensorHandle tensor) {
   AtenTensorHandle out;
@@ -51,13 +51,13 @@ AtenTensorHandle new_handle(AtenTensorHandle tensor) {
   return out;
 }
 
-void give_back(void* block, void* bytes) { pool.free(block, reinterpret_cast<int64_t>(bytes)); }
+void free_block(void* block, void* bytes) { pool.free(block, reinterpret_cast<int64_t>(bytes)); }
 
-// A tensor over `data`. With bytes >= 0, data is a pool block of that many, which the tensor gives back.
+// A tensor over `data`. With bytes >= 0, `data` is a pool block of that size, which the tensor frees.
 AtenTensorHandle from_blob(void* data, const Words& shape, const Words& strides, int64_t dtype, int64_t bytes) {
   AtenTensorHandle out;
   check(torch_from_blob(data, shape.size(), shape.data(), strides.data(), 0, dtype, kCpu, -1, &out, kStrided, nullptr,
-                        0, bytes >= 0 ? give_back : nullptr, reinterpret_cast<void*>(bytes)));
+                        0, bytes >= 0 ? free_block : nullptr, reinterpret_cast<void*>(bytes)));
   return out;
 }
 
@@ -100,7 +100,7 @@ struct Shape {
            std::equal(sizes, sizes + dims, view.shape.begin());
   }
 
-  // Equal strides, where they matter or, if `exact`, everywhere.
+  // Whether strides are equal; unless `exact`, only in dimensions where they matter.
   bool same_strides(const View& view, bool exact) const {
     bool empty = std::find(sizes, sizes + dims, 0) != sizes + dims;
     for (int64_t i = 0; i < dims; i++)

@@ -1,5 +1,5 @@
-// A compiled graph as the runtime sees it, and its decoding from the words that `encode.py` writes. `words.h`, which
-// `words.py` makes, has the enumerations.
+// The runtime's data structures of a compiled graph, and their decoding from the words that `encode.py` writes. The
+// enumerations are in `words.h`, which `words.py` generates.
 #pragma once
 
 #include <algorithm>
@@ -31,35 +31,36 @@ struct View {
   Words shape, strides;
 };
 
-// An argument of an operator, as the dispatcher's stack wants it.
+// An argument of an operator, as the dispatcher's stack requires it.
 struct Arg {
   ArgKind kind = ArgKind::kNone;
   int64_t value = 0;        // view number, or the 64 bits of an integer, double, bool or enumerator
   std::string text;
-  std::vector<Arg> items;   // of a list; the one value of an optional
+  std::vector<Arg> items;   // of a list; or the single value of an optional
 };
 
 struct KernelCall {
   Variant variant;
-  Words slots, offsets, symbols;  // offsets: in bytes, of the parameters in their slots
+  Words slots, offsets, symbols;  // offsets: of the parameters in their slots, in bytes
   std::vector<std::string> checks;
-  Trial* trial = nullptr;   // of several variants, this one among them
-  int64_t site = 0;         // among the calls that share it
+  Trial* trial = nullptr;   // of several variants, `variant` among them
+  int64_t site = 0;         // the number of this call among those that share the trial
 
   bool is_long() const {
     if (!trial) return variant.extent > variant.grain;
-    return std::any_of(trial->variants.begin(), trial->variants.end(), [](const Variant& each) { return each.extent > each.grain; });
+    return std::any_of(trial->variants.begin(), trial->variants.end(),
+                       [](const Variant& each) { return each.extent > each.grain; });
   }
 };
 
-struct ShimCall {  // an out= operator with a C function of its own: its views are out, then the inputs
+struct ShimCall {  // an out= operator with its own C function. views: out, then the inputs
   Shim which;
   Words views;
   double beta, alpha;
 };
 
 struct PythonCall {
-  PyObject* function;       // from a list of tensors to a list of tensors
+  PyObject* function;       // takes a list of tensors and returns one
   Words views, outputs;
 };
 
@@ -67,22 +68,22 @@ struct DispatcherCall {
   std::string op, overload;
   std::vector<Arg> args;
   Words returns, outputs;   // returns: of `Returned`; outputs: a view for each tensor returned, -1 where it is not used
-  PythonCall again;         // the same call, made when this one fails: Python raises eager's own exception
+  PythonCall fallback;      // the same call, used when this one fails: Python raises the same exception as eager mode
 };
 
-struct StripWindow {        // of `bytes` in each part, at the slot's place
+struct StripWindow {        // `bytes` of the slot in each part
   struct Use {
-    int64_t parameter, offset;  // among the parameters of all calls; bytes after the buffer's beginning
+    int64_t parameter, offset;  // number among the parameters of all calls; bytes from the start of the buffer
   };
   int64_t slot, bytes;
   std::vector<Use> uses;
 };
 
-struct Strips {             // calls of kernels that are made strip by strip
+struct Strips {             // calls of kernels that run strip by strip
   int64_t first, last;
   std::vector<StripWindow> windows;
   std::vector<Words> parts; // see `Chain` in strips.py
-  Words starts;             // of each call's parameters among those of all, and how many there are
+  Words starts;             // of each call, the number of its first parameter among those of all; then their total
 
   int64_t calls() const { return last - first + 1; }
 };
@@ -90,10 +91,10 @@ struct Strips {             // calls of kernels that are made strip by strip
 struct Call {
   std::string name, where;
   std::variant<KernelCall, ShimCall, DispatcherCall, PythonCall> what;
-  Words release;            // extern slots that nobody uses after this call
-  std::string event;        // how a profiler shows it, with the views `reads` of Plan::shown as its inputs
+  Words release;            // extern slots whose last use is this call
+  std::string event;        // its name in a profiler, with the views `reads` of Plan::shown as its inputs
   Words reads;
-  const Strips* strips = nullptr;  // those that begin with it
+  const Strips* strips = nullptr;  // that begin with this call, or null
 };
 
 struct Result {
@@ -101,31 +102,31 @@ struct Result {
   int64_t value;
 };
 
-// Of a part of strips.
+// The state of one part of strips.
 struct StripMemory {
   std::vector<void*> parameters;
-  std::vector<char*> buffers;            // where the buffer of each window would begin
+  std::vector<char*> buffers;            // of each window, the address that its buffer's first byte would have
 };
 
-// What one run works in. It belongs to an arena, and whoever holds the arena may use it.
+// The working state of one run. It belongs to an arena; the run that holds the arena may use it.
 struct Frame {
   Arena* arena = nullptr;
-  char* base = nullptr;                  // of the arena when `tensor` was filled
+  char* base = nullptr;                  // address of the arena when `tensor` was filled
   std::vector<void*> pointer;            // of each slot
   std::vector<AtenTensorHandle> tensor;  // of each view that an operator or a result needs, or null
-  std::vector<AtenTensorHandle> owner;   // of each output and extern slot: the tensor that keeps its memory
+  std::vector<AtenTensorHandle> owner;   // of each output and extern slot: the tensor that owns its memory
   std::vector<int64_t> borrowed;         // views whose `tensor` is deleted at the end of the run
   std::vector<PyObject*> object;         // of each argument: the tensor, referenced during the run
   std::vector<void*> impl;               // of each argument: its TensorImpl; the address of an entry is a handle
   std::vector<void*> parameters;         // of the kernel being called
-  std::vector<StripMemory> strips;       // of each part of those that are being made
+  std::vector<StripMemory> strips;       // of each part of the strips being run
 };
 
 struct Plan {
-  int64_t number;           // by which timelines name it
+  int64_t number;           // its identifier in timelines
   int64_t inputs, arena_bytes;
   bool has_operators = false, release_gil = false;
-  std::string event;        // how a profiler shows a run
+  std::string event;        // the name of a run in a profiler
   std::vector<Slot> slots;
   std::vector<View> views;
   std::vector<View> shown;  // for profilers only
@@ -133,7 +134,7 @@ struct Plan {
   std::vector<Call> calls;
   std::vector<Result> results;
   std::vector<std::unique_ptr<Strips>> strips;
-  std::atomic<bool> news = false;  // a trial has ended of which nobody was told
+  std::atomic<bool> unreported = false;  // a trial has ended and was not reported to Python yet
   std::mutex mutex;  // of frames
   std::vector<std::unique_ptr<Frame>> frames;
 
@@ -141,12 +142,12 @@ struct Plan {
     for (auto& frame : frames) drop_arena_tensors(*frame);
     for (Call& call : calls) {
       if (auto* python = std::get_if<PythonCall>(&call.what)) Py_DecRef(python->function);
-      if (auto* dispatcher = std::get_if<DispatcherCall>(&call.what)) Py_DecRef(dispatcher->again.function);
+      if (auto* dispatcher = std::get_if<DispatcherCall>(&call.what)) Py_DecRef(dispatcher->fallback.function);
     }
   }
 
-  // The GIL is kept in a run that is too short to be worth releasing it: of a few kernels without work for a second thread.
-  void look_at_calls() {
+  // A run of a few kernels, none with work for a second thread, is too short to be worth releasing the GIL.
+  void inspect_calls() {
     release_gil = calls.size() > 4;
     for (const Call& call : calls) {
       auto* kernel = std::get_if<KernelCall>(&call.what);
@@ -163,7 +164,7 @@ struct Plan {
   }
 };
 
-// Reads what `encode.py` wrote: 64-bit words; a list is its length and its items, a text its bytes padded to words.
+// Decodes the 64-bit words of `encode.py`: a list is its length and its items, a text its length and its padded bytes.
 class Reader {
  public:
   Reader(const int64_t* words) : at_(words) {}
@@ -187,7 +188,7 @@ class Reader {
     list(plan->calls, [&] { return call(*plan); });
     list(plan->results, [&] { return Result{static_cast<ResultKind>(word()), word()}; });
     list(plan->strips, [&] { return strips(*plan); });
-    plan->look_at_calls();
+    plan->inspect_calls();
     return plan.release();
   }
 
@@ -255,7 +256,7 @@ class Reader {
         list(dispatcher.args, [&] { return arg(); });
         dispatcher.returns = words();
         dispatcher.outputs = words();
-        dispatcher.again = python();
+        dispatcher.fallback = python();
         out.what = std::move(dispatcher);
         break;
       }

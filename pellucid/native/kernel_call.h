@@ -1,4 +1,4 @@
-// The call of a kernel: its loop is shared out to threads.
+// The call of a kernel: divides its iterations among threads.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 namespace pellucid {
 namespace {
 
-// What a kernel that fails returns the address of; `index_failure` in kernel/loops.h makes it.
+// A failed index check: the kernel returns its address. Created by `index_failure` in kernel/loops.h.
 struct IndexFailure {
   int64_t check, index, size;
 };
@@ -22,14 +22,15 @@ struct Share {
   const KernelCall& call;
   const Variant& variant;
   void* const* parameters;
-  ShareTime* times;  // by thread; null where nobody asks
+  ShareTime* times;  // by thread; null if no times are taken
   std::atomic<int64_t> status{0};
 };
 
-// Some iterations of a kernel, on a stack that is large enough.
-int64_t run_iterations(const Variant& variant, void* const* parameters, const int64_t* symbols, int64_t begin, int64_t end) {
+// Runs some iterations of a kernel, on a stack that is large enough.
+int64_t run_iterations(const Variant& variant, void* const* parameters, const int64_t* symbols, int64_t begin,
+                       int64_t end) {
   int64_t status = 0;
-  with_room([&] { status = variant.function(parameters, symbols, begin, end); });
+  with_stack([&] { status = variant.function(parameters, symbols, begin, end); });
   return status;
 }
 
@@ -64,31 +65,32 @@ int64_t run_variant(const KernelCall& call, const Variant& variant, Frame& frame
   if (threads <= 1) return run_iterations(variant, frame.parameters.data(), call.symbols.data(), 0, variant.extent);
   Share share{call, variant, frame.parameters.data(), times ? times->shares(threads) : nullptr};
   GOMP_parallel(times ? run_timed_share : run_share, &share, static_cast<unsigned>(threads), 0);
-  if (times) times->keep_shares();
+  if (times) times->save_shares();
   return share.status;
 }
 
-// A call counts if it has the threads that it shall have, none of which waits for one without a core, and no other thread
-// of the process is trying the same.
-[[gnu::noinline]] int64_t run_tried(const KernelCall& call, Frame& frame, RunTimes* times, std::atomic<bool>& news) {
+// Runs a call of a trial. It is measured if it has the number of threads of the trial, no thread waits for another one
+// that has no core, and no other thread of the process is measuring the same trial.
+[[gnu::noinline]] int64_t run_trial(const KernelCall& call, Frame& frame, RunTimes* times,
+                                    std::atomic<bool>& unreported) {
   Trial& trial = *call.trial;
   if (!trial.open()) return run_variant(call, trial.best(), frame, times);
   std::unique_lock<std::mutex> lock(trial.mutex, std::defer_lock);
   bool steady = torch_threads() == trial.threads && (trial.threads == 1 || !contention.contended());
-  bool counts = steady && !times && lock.try_lock();
-  if (!counts || !trial.open()) return run_variant(call, trial.best(), frame, times);
+  bool measured = steady && !times && lock.try_lock();
+  if (!measured || !trial.open()) return run_variant(call, trial.best(), frame, times);
   const Variant& variant = trial.next(call.site);
   int64_t begin = nanoseconds();
   int64_t status = run_variant(call, variant, frame, times);
-  if (status == 0 && trial.note(call.site, nanoseconds() - begin)) news = true;
+  if (status == 0 && trial.record(call.site, nanoseconds() - begin)) unreported = true;
   return status;
 }
 
-// news: is set where a trial has ended.
-int64_t run_kernel(const KernelCall& call, Frame& frame, RunTimes* times, std::atomic<bool>& news) {
+// unreported: set when a trial ends.
+int64_t run_kernel(const KernelCall& call, Frame& frame, RunTimes* times, std::atomic<bool>& unreported) {
   for (size_t i = 0; i < call.slots.size(); i++)
     frame.parameters[i] = static_cast<char*>(frame.pointer[call.slots[i]]) + call.offsets[i];
-  if (call.trial) [[unlikely]] return run_tried(call, frame, times, news);
+  if (call.trial) [[unlikely]] return run_trial(call, frame, times, unreported);
   return run_variant(call, call.variant, frame, times);
 }
 

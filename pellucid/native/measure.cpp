@@ -1,5 +1,5 @@
-// What the machine model is measured with: loops that do nothing but move bytes or compute, on one thread or on all of
-// PyTorch's own team. Times are nanoseconds of one pass.
+// Measurements for the machine model: loops that only move bytes or compute, on one thread or on all threads of
+// PyTorch's team. Times are nanoseconds of one pass.
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -29,8 +29,8 @@ double now() {
   return 1e9 * static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec);
 }
 
-// Nobody reads the values: this keeps the loops that made them. Their address is taken by nothing, so they
-// live in registers.
+// Keeps the compiler from removing the loops that computed `values`, which are not read otherwise. Their address is not
+// taken, so they stay in registers.
 template <typename T, int kCount>
 void keep(const T (&values)[kCount]) {
   T total = values[0];
@@ -45,7 +45,7 @@ struct Pass {
   int64_t repeats;
 };
 
-// Its share of the vectors, a multiple of `step`.
+// A thread's share of the vectors, a multiple of `step`.
 int64_t share(const Pass& pass, int64_t step) { return pass.vectors / omp_get_num_threads() / step * step; }
 
 void read_pass(void* data) {
@@ -70,7 +70,7 @@ void copy_pass(void* data) {
   for (int64_t n = 0; n < pass.repeats; ++n) {
     for (int64_t i = 0; i < count; i += 4)
 #pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) to[i + k] = from[i + k] + 1;  // by vectors, as kernels do: not memcpy
+      for (int k = 0; k < 4; ++k) to[i + k] = from[i + k] + 1;  // vector code, as in kernels: not memcpy
     asm volatile("" : : : "memory");
   }
 }
@@ -129,7 +129,7 @@ void bf16_pass(void* data) {
 }
 constexpr int kBf16Flops = 12 * 2 * kBytes / 2;
 #else
-void bf16_pass(void* data) { f32_pass(data); }  // without instructions of its own it is widened
+void bf16_pass(void* data) { f32_pass(data); }  // without bf16 instructions it is widened
 constexpr int kBf16Flops = 12 * 2 * kBytes / 4;
 #endif
 
@@ -155,13 +155,13 @@ double pellucid_read(void* memory, int64_t bytes, int64_t repeats, int threads) 
   return timed(read_pass, pass, threads) / static_cast<double>(repeats);
 }
 
-// The same, one half copied into the other.
+// Nanoseconds of one pass that copies one half of `memory` into the other.
 double pellucid_copy(void* memory, int64_t bytes, int64_t repeats, int threads) {
   Pass pass{static_cast<Words*>(memory), bytes / kBytes, repeats};
   return timed(copy_pass, pass, threads) / static_cast<double>(repeats);
 }
 
-// Floating point operations per nanosecond and thread. type: bytes of one, 4, 8 or 2.
+// Floating point operations per nanosecond and thread. type: bytes of an element, 4, 8 or 2.
 double pellucid_flops(int type, int64_t repeats, int threads) {
   Pass pass{nullptr, 0, repeats};
   auto body = type == 8 ? f64_pass : type == 2 ? bf16_pass : f32_pass;
@@ -177,7 +177,7 @@ double pellucid_barrier(int64_t repeats) {
   return (now() - start) / static_cast<double>(repeats);
 }
 
-// Nanoseconds from asking for a page to having written to it, of so many of them together; -1 without memory.
+// Nanoseconds to map and first write a page, averaged over `pages` of them; -1 without memory.
 double pellucid_page(int64_t pages) {
   size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), bytes = static_cast<size_t>(pages) * page;
   double start = now();
@@ -189,7 +189,7 @@ double pellucid_page(int64_t pages) {
   return taken / static_cast<double>(pages);
 }
 
-// Nanoseconds to load a word from a line that nothing is near of, when where it is depends on the load before.
+// Nanoseconds of a load from a random line whose address depends on the previous load.
 double pellucid_latency(const void* memory, int64_t bytes, int64_t loads) {
   constexpr int64_t kLine = 64;
   auto* words = static_cast<const char*>(memory);
@@ -204,6 +204,6 @@ double pellucid_latency(const void* memory, int64_t bytes, int64_t loads) {
   return (now() - start) / static_cast<double>(loads);
 }
 
-// A kernel without work, to be called by a plan.
+// An empty kernel, to measure the cost of a call in a plan.
 int64_t pellucid_nothing(void* const*, const int64_t*, int64_t, int64_t) { return 0; }
 }

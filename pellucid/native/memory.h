@@ -1,6 +1,6 @@
-// Memory of the runtime: blocks from the system, the pool that tensors handed to the caller come from, and the
-// arenas that hold temporaries. None of it goes back to the system between calls: faulting fresh pages in costs
-// several times the work done on them.
+// Memory of the runtime: blocks from the system, the pool for tensors that the caller gets, and the arenas for
+// temporaries. None of it is returned to the system between calls: page faults of fresh pages cost several times the
+// work done on them.
 #pragma once
 
 #include <sys/mman.h>
@@ -18,15 +18,15 @@ namespace pellucid {
 constexpr int64_t kMapped = 64 << 10;      // blocks from this size on are mapped, smaller ones come from malloc
 constexpr int64_t kHugePage = 2 << 20;
 
-// There in a process that AddressSanitizer watches. Then every block is exactly as large as asked for, comes from malloc
-// and goes back at once, or what is written beyond its end would be seen by nobody.
+// Defined in a process with AddressSanitizer. Every block then has exactly the requested size, comes from malloc and is
+// freed at once; otherwise writes past its end would not be detected.
 extern "C" void __asan_poison_memory_region(void const volatile*, size_t) __attribute__((weak));
-inline const bool kWatched = __asan_poison_memory_region != nullptr;
+inline const bool kSanitized = __asan_poison_memory_region != nullptr;
 
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// A block of n bytes from the system, or null. From two huge pages on it starts at a huge page and asks for them:
-// 512 times fewer faults at the first touch, and fewer TLB misses ever after.
+// A block of n bytes from the system, or null. One of at least two huge pages is aligned to a huge page and requests
+// huge pages: 512 times fewer page faults at the first touch, and fewer TLB misses.
 inline void* system_alloc(int64_t n) {
   if (n < kMapped) return std::aligned_alloc(kAlignment, round_up(n, kAlignment));
   int64_t slack = n >= 2 * kHugePage ? kHugePage : 0;
@@ -51,7 +51,7 @@ inline void system_free(void* block, int64_t n) {
 // Size classes: multiples of 64 bytes up to 512, then eight to each power of two, so that at most 1/8 is wasted.
 inline int size_class(int64_t n) {
   if (n <= 512) return static_cast<int>((std::max<int64_t>(n, 1) - 1) / 64);
-  int log = 63 - __builtin_clzll(n - 1);  // 2^log < n <= 2^(log + 1), up to the edges
+  int log = 63 - __builtin_clzll(n - 1);  // 2^log < n <= 2^(log + 1)
   return (log - 9) * 8 + static_cast<int>((n - 1) >> (log - 3));
 }
 
@@ -65,14 +65,14 @@ struct PoolStats {
   int64_t in_use, cached, limit, hits, misses;
 };
 
-// A caching allocator: free blocks wait, by size class, for the next request of that class. Bytes cached are
-// bounded; what has not been asked for the longest is given back first. Any thread may call it.
+// A caching allocator: free blocks are cached, by size class, for the next request of that class. The bytes cached are
+// bounded; the least recently used class is evicted first. Any thread may call it.
 class Pool {
  public:
-  // A block of at least n bytes, or null when the system has none. n == 0 gives a valid address to read nothing at.
+  // A block of at least n bytes, or null if the system has none. For n == 0 a valid address that is never read.
   void* alloc(int64_t n) {
-    if (n == 0) return nothing_;
-    if (kWatched) return exactly(n);
+    if (n == 0) return empty_;
+    if (kSanitized) return alloc_exactly(n);
     int cls = size_class(n);
     std::lock_guard<std::mutex> lock(mutex);
     Class& c = classes_[cls];
@@ -88,7 +88,7 @@ class Pool {
     }
     stats_.misses++;
     void* block = system_alloc(bytes);
-    if (!block) {  // what is cached in other classes may be all that is left
+    if (!block) {  // the cached blocks of other classes may be all that is left
       evict(0);
       block = system_alloc(bytes);
     }
@@ -97,8 +97,8 @@ class Pool {
   }
 
   void free(void* block, int64_t n) {
-    if (block == nothing_) return;
-    if (kWatched) return std::free(block);
+    if (block == empty_) return;
+    if (kSanitized) return std::free(block);
     int cls = size_class(n);
     int64_t bytes = class_bytes(cls);
     std::lock_guard<std::mutex> lock(mutex);
@@ -109,7 +109,7 @@ class Pool {
     stats_.cached += bytes;
   }
 
-  // Give back cached blocks until at most `keep` bytes are cached; returns the bytes given back.
+  // Frees cached blocks until at most `keep` bytes are cached; returns the bytes freed.
   int64_t trim(int64_t keep) {
     std::lock_guard<std::mutex> lock(mutex);
     return evict(keep);
@@ -129,13 +129,13 @@ class Pool {
   std::mutex mutex;  // public: a fork must not happen while another thread holds it
 
  private:
-  static void* exactly(int64_t n) {
+  static void* alloc_exactly(int64_t n) {
     void* block = nullptr;
     return posix_memalign(&block, kAlignment, n) == 0 ? block : nullptr;
   }
 
   struct Class {
-    std::vector<void*> free;  // the most recently freed, and so the warmest, at the back
+    std::vector<void*> free;  // the most recently freed, likely in a cache, at the back
     uint64_t last_use = 0;
   };
 
@@ -160,20 +160,20 @@ class Pool {
   Class classes_[kClasses];
   PoolStats stats_{};
   uint64_t clock_ = 0;
-  alignas(kAlignment) char nothing_[kAlignment] = {};
+  alignas(kAlignment) char empty_[kAlignment] = {};
 };
 
-// Scratch memory for one run at a time. An arena is never destroyed, so that a pointer to it identifies it for
-// good; its memory may move when it grows.
+// Scratch memory for one run at a time. An arena is never destroyed, so that its address identifies it; its memory may
+// move when it grows.
 struct Arena {
   char* base = nullptr;
   int64_t bytes = 0;
 };
 
-// All arenas of the process: as many as runs were ever in progress at once, each as large as its largest run.
+// All arenas of the process: as many as the maximum of concurrent runs so far, each as large as its largest run.
 class Arenas {
  public:
-  // An arena of at least n bytes that nobody else uses until it is released, or null when there is no memory.
+  // An arena of at least n bytes, for exclusive use until it is released, or null if there is no memory.
   Arena* acquire(int64_t n) {
     std::lock_guard<std::mutex> lock(mutex);
     Arena* arena = nullptr;
@@ -191,7 +191,7 @@ class Arenas {
     free_.push_back(arena);
   }
 
-  // Give back the memory of all arenas that are not in use; returns the bytes given back.
+  // Frees the memory of all arenas that are not in use; returns the bytes freed.
   int64_t trim() {
     std::lock_guard<std::mutex> lock(mutex);
     int64_t before = bytes_;

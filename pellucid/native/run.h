@@ -1,4 +1,4 @@
-// One run of a compiled graph: its arguments are bound, its calls made, its results handed out.
+// One run of a compiled graph: binds its arguments, executes its calls, returns its results.
 #pragma once
 
 #include "strips.h"
@@ -6,7 +6,7 @@
 namespace pellucid {
 namespace {
 
-// Shows a run or a call to torch.profiler until it is destroyed, once it was started.
+// A torch.profiler event for a run or a call, from `start` until its destruction.
 class Record {
  public:
   ~Record() {
@@ -26,15 +26,15 @@ class Record {
   AtenRecordFunctionHandle handle_ = nullptr;
 };
 
-constexpr uintptr_t kLowAddresses = uintptr_t(1) << 32;  // little but what a program was linked with lies below
+constexpr uintptr_t kLowAddresses = uintptr_t(1) << 32;  // tensors are not allocated below this address
 
 class Run {
  public:
-  // profile: torch.profiler is on. times: where to note those of the calls, or null.
+  // profile: torch.profiler is on. times: where to record the times of the calls, or null.
   Run(Plan& plan, Frame& frame, bool profile, RunTimes* times)
-      : plan_(plan), frame_(frame), profile_(profile), times_(times), watched_(profile || times) {}
+      : plan_(plan), frame_(frame), profile_(profile), times_(times), observed_(profile || times) {}
 
-  // False: a Python exception is set. The GIL is held, and given up in between.
+  // False: a Python exception is set. The GIL is held, though Python code may release it meanwhile.
   bool bind(PyObject* args) {
     for (const Slot& slot : plan_.slots) {
       if (slot.place != Place::kInput || frame_.object[slot.value]) continue;
@@ -50,17 +50,17 @@ class Run {
     return true;
   }
 
-  // Throws Failure. `thread` is the state saved when the GIL was given up, or null.
+  // Throws Failure. `thread`: the state that was saved when the GIL was released, or null.
   bool execute(PyThreadState*& thread) {
     thread_ = &thread;
-    place_slots();
-    Record whole;
-    if (profile_) [[unlikely]] show_run(whole);
+    set_pointers();
+    Record record;
+    if (profile_) [[unlikely]] start_event(record);
     if (times_) [[unlikely]] times_->begin_calls();
     for (const Call *call = plan_.calls.data(), *end = call + plan_.calls.size(); call != end; call++) {
       current_ = call;
       if (call->strips) call += strips(*call->strips);
-      else if (!(watched_ ? watched_step(*call) : step(*call))) [[unlikely]] return false;
+      else if (!(observed_ ? observed_step(*call) : step(*call))) [[unlikely]] return false;
     }
     return true;
   }
@@ -78,7 +78,7 @@ class Run {
     return list;
   }
 
-  // Let go of everything that belongs to this run only. The GIL is held.
+  // Releases everything that belongs to this run only. The GIL is held.
   void finish() {
     for (int64_t view : frame_.borrowed) drop_view(view);
     frame_.borrowed.clear();
@@ -96,7 +96,7 @@ class Run {
     }
   }
 
-  // What went wrong, with the operator and the user's line.
+  // The error message, with the operator and the user's line.
   std::string describe(const Failure& failure) const {
     if (!current_) return failure.message;
     std::string text = current_->name + ": " + failure.message;
@@ -110,39 +110,39 @@ class Run {
     return true;
   }
 
-  // How many calls follow the first one.
+  // Runs strips; returns how many calls follow their first one.
   int64_t strips(const Strips& strips) {
     Record record;
-    if (profile_) [[unlikely]] show_call(record, plan_.calls[strips.first], " to " + plan_.calls[strips.last].name);
+    if (profile_) [[unlikely]] start_event(record, plan_.calls[strips.first], " to " + plan_.calls[strips.last].name);
     run_strips(plan_, strips, frame_, times_);
     for (int64_t number = strips.first; number <= strips.last; number++)
       for (int64_t slot : plan_.calls[number].release) drop(slot);
     return strips.last - strips.first;
   }
 
-  bool shown_step(const Call& call) {
+  bool profiled_step(const Call& call) {
     Record record;
-    show_call(record, call);
+    start_event(record, call);
     return step(call);
   }
 
-  // The same while torch.profiler is told, or the time is taken.
-  bool watched_step(const Call& call) {
-    if (!(profile_ ? shown_step(call) : step(call))) return false;
+  // Like `step`, with an event for torch.profiler or the time of the call.
+  bool observed_step(const Call& call) {
+    if (!(profile_ ? profiled_step(call) : step(call))) return false;
     if (times_) times_->end_call();
     return true;
   }
 
-  // With the arguments as inputs. Numbers among them are left out.
-  void show_run(Record& record) {
+  // Starts the event of the run, with the tensors among its arguments as inputs.
+  void start_event(Record& record) {
     std::vector<AtenTensorHandle> tensors;
     for (void*& impl : frame_.impl)
       if (frame_.object[&impl - frame_.impl.data()]) tensors.push_back(handle_at(&impl));
     record.start(plan_.event, tensors);
   }
 
-  // With what the call reads as inputs, through tensors that last no longer than it takes to note their sizes.
-  void show_call(Record& record, const Call& call, const std::string& more = "") {
+  // Starts the event of a call. Its inputs are temporary tensors over the views that it reads, for their sizes.
+  void start_event(Record& record, const Call& call, const std::string& more = "") {
     std::vector<AtenTensorHandle> tensors;
     for (int64_t number : call.reads) {
       const View& view = plan_.shown[number];
@@ -153,20 +153,20 @@ class Run {
     for (AtenTensorHandle tensor : tensors) aoti_torch_delete_tensor_object(tensor);
   }
 
-  void place_slots() {
+  void set_pointers() {
     for (size_t i = 0; i < plan_.slots.size(); i++) {
       const Slot& slot = plan_.slots[i];
       if (slot.place == Place::kInput) frame_.pointer[i] = argument_data(slot.value);
       if (slot.place != Place::kOutput) continue;
       frame_.pointer[i] = pool.alloc(slot.value);
       if (frame_.pointer[i]) [[likely]] continue;
-      current_ = writer(static_cast<int64_t>(i));
+      current_ = first_user(static_cast<int64_t>(i));
       throw no_memory(slot.value);
     }
   }
 
-  // Throws Failure for a tensor whose memory was given back, as those do who keep parameters elsewhere meanwhile. Then its
-  // data seem to begin where nothing ever lies: as far from address 0 as they do from the beginning of their storage.
+  // Throws Failure for a tensor whose storage was resized to 0 bytes, as libraries that offload parameters do. Its data
+  // pointer is then its offset in the storage, from address 0, where no tensor is allocated.
   void* argument_data(int64_t number) {
     AtenTensorHandle tensor = handle_at(&frame_.impl[number]);
     void* data = data_of(tensor);
@@ -181,8 +181,8 @@ class Run {
     return data;
   }
 
-  // The first kernel that has to do with a slot, or null.
-  const Call* writer(int64_t slot) const {
+  // The first kernel that uses a slot, or null.
+  const Call* first_user(int64_t slot) const {
     for (const Call& call : plan_.calls)
       if (auto* kernel = std::get_if<KernelCall>(&call.what))
         if (std::find(kernel->slots.begin(), kernel->slots.end(), slot) != kernel->slots.end()) return &call;
@@ -199,7 +199,7 @@ class Run {
   }
 
   bool kernel(const KernelCall& call) {
-    int64_t status = run_kernel(call, frame_, times_, plan_.news);
+    int64_t status = run_kernel(call, frame_, times_, plan_.unreported);
     if (status == 0) [[likely]] return true;
     const IndexFailure& failure = *reinterpret_cast<const IndexFailure*>(status);
     std::string message = call.checks.at(failure.check);
@@ -227,8 +227,8 @@ class Run {
     std::vector<StableIValue> stack(std::max(call.args.size(), call.returns.size()));
     for (size_t i = 0; i < call.args.size(); i++) stack[i] = boxed(call.args[i]);
     if (torch_call_dispatcher(call.op.c_str(), call.overload.c_str(), stack.data(), kInterface)) {
-      with_gil([] { PyErr_Clear(); });  // operators written in Python leave their exception behind
-      if (!python(call.again)) return false;
+      with_gil([] { PyErr_Clear(); });  // operators written in Python leave their exception set
+      if (!python(call.fallback)) return false;
       throw Failure{"internal error: the dispatcher's C interface refused a call that Python could make"};
     }
     std::vector<AtenTensorHandle> tensors;
@@ -300,7 +300,7 @@ class Run {
     return good;
   }
 
-  // Take over the tensors that an operator returned.
+  // Takes ownership of the tensors that an operator returned.
   void receive(const Words& outputs, std::vector<AtenTensorHandle>& tensors) {
     std::string wrong;
     if (tensors.size() < outputs.size())
@@ -313,7 +313,7 @@ class Run {
     if (!wrong.empty()) throw Failure{wrong};
   }
 
-  // Bind the extern slot of a view to a tensor, which it takes; says what is wrong with the tensor, if anything is.
+  // Binds the extern slot of a view to a tensor, of which it takes ownership; returns an error message, or an empty one.
   std::string bind_result(int64_t v, AtenTensorHandle tensor) {
     const View& view = plan_.views[v];
     bool defined = false;
@@ -341,7 +341,7 @@ class Run {
     return "";
   }
 
-  // Replace a result by a copy with the strides of the view, in memory of its own.
+  // Replaces a result by a copy with the strides of the view, in newly allocated memory.
   char* restride(const View& view, AtenTensorHandle tensor) {
     int64_t last = 0;
     for (size_t i = 0; i < view.shape.size(); i++) last += (view.shape[i] - 1) * view.strides[i];
@@ -355,7 +355,7 @@ class Run {
     return static_cast<char*>(block);
   }
 
-  // The tensor through which operators and results see a view; borrowed until the end of the run.
+  // The tensor of a view, for operators and results; borrowed until the end of the run.
   AtenTensorHandle tensor(int64_t v) {
     if (frame_.tensor[v]) return frame_.tensor[v];
     const View& view = plan_.views[v];
@@ -370,7 +370,7 @@ class Run {
     }
     if (!whole) throw Failure{"internal error: a buffer is used before it exists"};
     Shape shape(whole);
-    int64_t bytes = 0;  // from the start of `whole` to that of the view; an empty tensor has no address to ask for
+    int64_t bytes = 0;  // from the start of `whole` to that of the view; an empty tensor has no address
     if (void* data = data_of(whole))
       bytes = static_cast<char*>(frame_.pointer[view.slot]) - static_cast<char*>(data) + view.offset * view.itemsize;
     if (shape.same_sizes(view) && shape.same_strides(view, true) && bytes == 0) return whole;
@@ -397,7 +397,7 @@ class Run {
     return out;
   }
 
-  // The Python object of a view, a new reference; for an argument as it came, that very object.
+  // The Python object of a view, as a new reference; for an unchanged argument, the same object.
   PyObject* object(int64_t v) {
     const Slot& slot = plan_.slots[plan_.views[v].slot];
     AtenTensorHandle handle = tensor(v);
@@ -408,8 +408,8 @@ class Run {
     return to_python(handle);
   }
 
-  // The same for an argument of a Python function: over the arena an alias, so that nothing that Python does to the
-  // tensor object (its sizes, its attributes) lasts longer than the call.
+  // Like `object`, for an argument of a Python function: a view in the arena gets a new alias, so that changes by Python
+  // of the tensor object (its sizes, its attributes) do not outlive the call.
   PyObject* argument(int64_t v) {
     const View& view = plan_.views[v];
     if (plan_.slots[view.slot].place != Place::kArena) return object(v);
@@ -465,7 +465,7 @@ class Run {
   Frame& frame_;
   bool profile_;
   RunTimes* times_;
-  bool watched_;
+  bool observed_;
   const Call* current_ = nullptr;
   PyThreadState** thread_ = nullptr;
 };

@@ -1,5 +1,5 @@
-// The runtime: walks the calls of a compiled graph. Built once per toolchain, with neither Python's nor ATen's C++
-// headers; loaded by `loader.py`. Python calls a graph as a builtin function of one list, `run` below.
+// The runtime: executes the calls of a compiled graph. Built once per toolchain, without the C++ headers of Python and
+// ATen; loaded by `loader.py`. Python calls a graph as a builtin function of one list, `run` below.
 #include <pthread.h>
 
 #include "denormals.h"
@@ -12,8 +12,8 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------ frames
 
-// Make the tensors over the arena that operators see. Called with inference mode off: a tensor made inside it could
-// not be written to outside.
+// Creates the tensors over the arena that operators use. Called with inference mode off: tensors created in it could not
+// be written to outside of it.
 void fill(Plan& plan, Frame& frame) {
   plan.drop_arena_tensors(frame);
   char* base = frame.arena->base;
@@ -33,7 +33,7 @@ struct Filling {
   Frame& frame;
 };
 
-// Memory for the parts of strips, of which a frame runs some at a time.
+// Reserves memory for the parts of strips, several of which run at the same time.
 void reserve(const Strips& strips, std::vector<StripMemory>& memory) {
   memory.resize(std::max(memory.size(), strips.parts.size()));
   for (StripMemory& each : memory) {
@@ -84,9 +84,9 @@ class GradModeOff {
 };
 
 // The GIL is held.
-[[gnu::noinline]] void tell_news(Plan& plan) {
-  plan.news.exchange(false);  // what the trial has written is seen here
-  for (auto& trial : plan.trials) trial->tell();
+[[gnu::noinline]] void report_trials(Plan& plan) {
+  plan.unreported.exchange(false);  // synchronises with the thread that ended the trial
+  for (auto& trial : plan.trials) trial->report();
 }
 
 PyObject* run_in(Plan& plan, Frame& frame, PyObject* args, RunTimes* times) {
@@ -111,7 +111,7 @@ PyObject* run_in(Plan& plan, Frame& frame, PyObject* args, RunTimes* times) {
     PyErr_SetString(PyExc_MemoryError, run.describe({error.what()}).c_str());
   }
   run.finish();
-  if (out && plan.news.load(std::memory_order_relaxed)) [[unlikely]] tell_news(plan);
+  if (out && plan.unreported.load(std::memory_order_relaxed)) [[unlikely]] report_trials(plan);
   return out;
 }
 
@@ -136,7 +136,7 @@ PyObject* run_once(Plan& plan, PyObject* args, RunTimes* times) {
   return out;
 }
 
-// Apart, so that a run that nobody times saves no registers for it.
+// A separate function, so that a run without timing saves no registers for it.
 [[gnu::noinline]] PyObject* run_timed(Plan& plan, PyObject* args) {
   RunTimes times(plan.number, plan.calls.size(), timeline.reading(plan.number), timeline.counters());
   PyObject* out = run_once(plan, args, &times);
@@ -157,26 +157,26 @@ std::vector<CounterEvent> events_of(const int64_t* words, int64_t count) {
 
 // ------------------------------------------------------------------------------------------------ frozen tensors
 
-// Where a tensor lies: in which memory, a StorageImpl, and where its data begins.
-struct Place {
+// The memory of a tensor: its StorageImpl and the address of its data.
+struct Location {
   int64_t storage, data;
 };
-Place place_of(void* impl) {
+Location location_of(void* impl) {
   int64_t storage = *reinterpret_cast<int64_t*>(static_cast<char*>(impl) + host.storage_offset);
   return {storage, reinterpret_cast<int64_t>(data_of(handle_at(&impl)))};
 }
 
-// Whether each tensor of a list lies where it did, and its changes are as many as they were; -1: they are not counted.
-// False, too, where one of inference mode has taken the place of one whose changes are.
-bool in_place(PyObject* tensors, const int64_t* storages, const int64_t* addresses, const int64_t* versions) {
+// Whether each tensor of a list has the same memory and version counter as before; version -1: it has no counter. False,
+// too, where an inference tensor has replaced one with a counter.
+bool unchanged(PyObject* tensors, const int64_t* storages, const int64_t* addresses, const int64_t* versions) {
   const ptrdiff_t count = PyList_Size(tensors);
   for (ptrdiff_t k = 0; k < count; k++) {
     PyObject* tensor = PyList_GetItem(tensors, k);
     if (!is_tensor(tensor)) return false;
     void* impl = field<void*>(tensor, host.impl_offset);
     try {
-      Place place = place_of(impl);
-      if (place.storage != storages[k] || place.data != addresses[k]) return false;
+      Location location = location_of(impl);
+      if (location.storage != storages[k] || location.data != addresses[k]) return false;
       if (versions[k] >= 0 && host.version(handle_at(&impl)) != versions[k]) return false;
     } catch (const Failure&) {  // it has no memory
       return false;
@@ -187,20 +187,20 @@ bool in_place(PyObject* tensors, const int64_t* storages, const int64_t* address
   return true;
 }
 
-// A number that tells lists of tensors apart by where they lie, and how: their types, sizes and strides.
-uint64_t place_of_all(PyObject* tensors) {
+// A hash of the memory, types, sizes and strides of a list of tensors.
+uint64_t layout_hash(PyObject* tensors) {
   uint64_t hash = 0;
   for (ptrdiff_t k = 0; k < PyList_Size(tensors); k++) {
     PyObject* tensor = PyList_GetItem(tensors, k);
     if (!is_tensor(tensor)) continue;
     try {
       void* impl = field<void*>(tensor, host.impl_offset);
-      const Place place = place_of(impl);
+      const Location location = location_of(impl);
       const auto add = [&](int64_t word) { hash = (hash ^ uint64_t(word) ^ (hash >> 32)) * kOdd; };
       const Shape shape(handle_at(&impl));
-      for (int64_t word : {place.storage, place.data, int64_t(shape.dtype), shape.dims}) add(word);
+      for (int64_t word : {location.storage, location.data, int64_t(shape.dtype), shape.dims}) add(word);
       for (int64_t dim = 0; dim < shape.dims; dim++) add(shape.sizes[dim]), add(shape.strides[dim]);
-    } catch (const Failure&) {  // it has no memory: `in_place` will say so
+    } catch (const Failure&) {  // it has no memory: `unchanged` returns false for it
     }
   }
   return hash;
@@ -208,20 +208,20 @@ uint64_t place_of_all(PyObject* tensors) {
 
 // ------------------------------------------------------------------------------------------------ random numbers
 
-constexpr int64_t kDrawn = 1 << 14;  // numbers that are worth a thread
+constexpr int64_t kPerThread = 1 << 14;  // minimum of numbers for each thread
 
 struct Draw {
   char* state;  // see `Twister`
-  const Twister from;
+  const Twister start;
   bool* mask;
   int64_t count;
   uint64_t limit;
 };
 
-// The numbers of thread i of n, which walks the stream up to them: that takes half as long as to compare what it passes.
+// The numbers of thread i of n, which skips those before them: skipping takes half the time of comparing.
 void draw_part(const Draw& draw, int64_t i, int64_t n) {
   const int64_t begin = draw.count * i / n, end = draw.count * (i + 1) / n;
-  Twister twister = draw.from;
+  Twister twister = draw.start;
   twister.skip(2 * begin);
   twister.below(draw.limit, draw.mask + begin, end - begin);
   if (i == n - 1) twister.save(draw.state);
@@ -231,12 +231,12 @@ void draw_share(void* draw) { draw_part(*static_cast<Draw*>(draw), omp_get_threa
 
 // ------------------------------------------------------------------------------------------------ fork
 
-// libgomp's threads do not survive a fork, and a child that still counts on them waits for ever. So the team of the
-// forking thread is dismissed before; parent and child start a new one when they next need it.
+// libgomp's threads do not survive a fork, and a child that expects them waits for ever. So the team of the forking
+// thread is ended before; parent and child start a new one when they next need it.
 void before_fork() {
   contention.end();
-  bool dismissed = omp_pause_resource_all && omp_pause_resource_all(2) == 0;
-  single_threaded = !dismissed;
+  bool ended = omp_pause_resource_all && omp_pause_resource_all(2) == 0;
+  single_threaded = !ended;
   pool.mutex.lock();
   arenas.mutex.lock();
   timeline.mutex.lock();
@@ -281,7 +281,7 @@ PyObject* pellucid_instance(const int64_t* words) {
   return function;
 }
 
-// Null, or what went wrong (valid until the thread's next failure).
+// Null, or an error message (valid until the thread's next failure).
 const char* pellucid_fill(void* filling) {
   auto& [plan, frame] = *static_cast<Filling*>(filling);
   thread_local std::string message;
@@ -304,7 +304,7 @@ int64_t pellucid_pool_trim(int64_t keep) { return pool.trim(keep) + (keep == 0 ?
 
 void pellucid_pool_limit(int64_t bytes) { pool.set_limit(bytes); }
 
-// `count` events, two words each, are counted too.
+// events: hardware events to count too, `count` of them, two words each.
 void pellucid_timeline_start(const int64_t* events, int64_t count) { timeline.start(events_of(events, count)); }
 
 // 0, or why this thread cannot count these events, as errno.
@@ -321,7 +321,7 @@ const int64_t* pellucid_timeline_stop(int64_t* size) {
 
 void pellucid_flush_denormals(bool on) { flush_denormals(on); }
 
-// A sample of `count` pieces of memory, see fingerprint.h.
+// A sample of `count` blocks of memory, see fingerprint.h.
 uint64_t pellucid_fingerprint(
     const int64_t* addresses, const int64_t* sizes, int64_t count, int64_t turn, int64_t turns, int64_t line) {
   return fingerprint_all(addresses, sizes, count, turn, turns, line);
@@ -333,17 +333,17 @@ void pellucid_every_fingerprint(
   every_fingerprint(addresses, sizes, count, turns, hashes);
 }
 
-// Whether the tensors of a list lie where they did and PyTorch has counted no change of them since, see `in_place`.
-bool pellucid_in_place(PyObject* tensors, const int64_t* storages, const int64_t* addresses, const int64_t* versions) {
-  return in_place(tensors, storages, addresses, versions);
+// Whether the tensors of a list have the same memory and version counters as before, see `unchanged`.
+bool pellucid_unchanged(PyObject* tensors, const int64_t* storages, const int64_t* addresses, const int64_t* versions) {
+  return unchanged(tensors, storages, addresses, versions);
 }
 
-uint64_t pellucid_place(PyObject* tensors) { return place_of_all(tensors); }
+uint64_t pellucid_layout_hash(PyObject* tensors) { return layout_hash(tensors); }
 
-// Which of the next `count` numbers of a generator are below the limit. state: its own, changed as ATen changes it.
+// Which of the next `count` numbers of a generator are below the limit. state: of the generator, advanced as by ATen.
 void pellucid_draw(char* state, bool* mask, int64_t count, uint64_t limit) {
   Draw draw{state, Twister(state), mask, count, limit};
-  const int64_t threads = std::min(count / kDrawn, torch_threads());
+  const int64_t threads = std::min(count / kPerThread, torch_threads());
   if (threads <= 1) draw_part(draw, 0, 1);
   else GOMP_parallel(draw_share, &draw, static_cast<unsigned>(threads), 0);
 }

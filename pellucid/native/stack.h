@@ -1,4 +1,4 @@
-// A stack for kernels, which keep up to two MiB of what they work on there: a thread that has less calls them on another.
+// A stack for kernels, which keep up to two MiB of working data there: a thread that has less runs them on another one.
 #pragma once
 
 #include <pthread.h>
@@ -10,10 +10,10 @@
 namespace pellucid {
 namespace {
 
-constexpr int64_t kStackRoom = 2 << 20;    // what a kernel may need
-constexpr int64_t kStackOfOurs = 4 << 20;  // and what we give it
+constexpr int64_t kKernelStack = 2 << 20;  // bytes that a kernel may need
+constexpr int64_t kOurStack = 4 << 20;     // bytes of the stack that we allocate
 
-// Where the stack of this thread ends: it grows down to there. 0 if nobody knows.
+// The lowest usable address of this thread's stack, which grows downwards; 0 if unknown.
 uintptr_t stack_end() {
   pthread_attr_t attributes;
   if (pthread_getattr_np(pthread_self(), &attributes)) return 0;
@@ -29,11 +29,11 @@ uintptr_t stack_end() {
 class Stack {
  public:
   ~Stack() {
-    if (at_ != MAP_FAILED) munmap(at_, kStackOfOurs);
+    if (at_ != MAP_FAILED) munmap(at_, kOurStack);
   }
-  // Null if there is no memory.
+  // Its address; null if there is no memory.
   void* at() {
-    if (at_ == MAP_FAILED) at_ = mmap(nullptr, kStackOfOurs, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (at_ == MAP_FAILED) at_ = mmap(nullptr, kOurStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return at_ == MAP_FAILED ? nullptr : at_;
   }
 
@@ -41,7 +41,7 @@ class Stack {
   void* at_ = MAP_FAILED;
 };
 
-// What is called on another stack; `makecontext` passes nothing but integers to it.
+// The entry function on the other stack; `makecontext` passes only integers, so the address comes in two halves.
 template <class Body> void call_at(uint32_t high, uint32_t low) {
   (*reinterpret_cast<Body*>(uint64_t(high) << 32 | low))();
 }
@@ -49,20 +49,20 @@ template <class Body> void call_at(uint32_t high, uint32_t low) {
 template <class Body> [[gnu::noinline]] void on_our_stack(Body& body) {
   thread_local Stack stack;
   ucontext_t here, there;
-  if (!stack.at() || getcontext(&there)) return body();  // no memory: what there is may be enough
+  if (!stack.at() || getcontext(&there)) return body();  // no memory: the rest of this stack may be enough
   there.uc_stack.ss_sp = stack.at();
-  there.uc_stack.ss_size = kStackOfOurs;
+  there.uc_stack.ss_size = kOurStack;
   there.uc_link = &here;
-  const auto place = reinterpret_cast<uint64_t>(&body);
-  makecontext(&there, reinterpret_cast<void (*)()>(call_at<Body>), 2, uint32_t(place >> 32), uint32_t(place));
+  const auto address = reinterpret_cast<uint64_t>(&body);
+  makecontext(&there, reinterpret_cast<void (*)()>(call_at<Body>), 2, uint32_t(address >> 32), uint32_t(address));
   swapcontext(&here, &there);
 }
 
-// Calls `body`, which throws nothing, with room for what a kernel needs.
-template <class Body> void with_room(Body body) {
+// Calls `body`, which must not throw, with enough stack for a kernel.
+template <class Body> void with_stack(Body body) {
   thread_local const uintptr_t end = stack_end();
   const auto here = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
-  if (here > end && here - end < kStackRoom) [[unlikely]] return on_our_stack(body);
+  if (here > end && here - end < kKernelStack) [[unlikely]] return on_our_stack(body);
   body();
 }
 

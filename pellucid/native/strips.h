@@ -1,5 +1,5 @@
-// Calls of kernels that are made strip by strip: each thread makes some iterations of each call in turn, on windows of
-// what they hand on that move along. `strips.py` says which, and has the steps.
+// Calls of kernels that run strip by strip: each thread runs some iterations of each call in turn; buffers between them
+// are in sliding windows. `strips.py` selects the calls and computes the steps.
 #pragma once
 
 #include "kernel_call.h"
@@ -11,14 +11,14 @@ struct StripsRun {
   const Plan& plan;
   const Strips& strips;
   Frame& frame;
-  PartTimes* times;  // by part; null where nobody asks
+  PartTimes* times;  // by part; null if no times are taken
 
   const KernelCall& kernel(int64_t number) const {
     return std::get<KernelCall>(plan.calls[strips.first + number].what);
   }
 };
 
-// The parameters of all calls in a row; those that lie in windows are set when these get a place.
+// Sets the parameters of all calls, one call after the other; `move_window` sets those that are in windows.
 void set_parameters(const StripsRun& run, void** parameters) {
   for (int64_t number = 0; number < run.strips.calls(); number++) {
     const KernelCall& call = run.kernel(number);
@@ -27,7 +27,7 @@ void set_parameters(const StripsRun& run, void** parameters) {
   }
 }
 
-// From now on a window of a part holds its buffer from the byte `begin` on; `kept` bytes of that are there, and move.
+// Moves a window of a part such that it begins at byte `begin` of its buffer; `kept` bytes from there are copied along.
 void move_window(const StripsRun& run, int64_t part, const StripWindow& window, char*& buffer, int64_t begin,
                  int64_t kept, void** parameters) {
   char* start = static_cast<char*>(run.frame.pointer[window.slot]) + part * window.bytes;
@@ -56,7 +56,7 @@ void run_steps(const StripsRun& run, int64_t part) {
 }
 
 void run_part(const StripsRun& run, int64_t part) {
-  with_room([&] { run_steps(run, part); });
+  with_stack([&] { run_steps(run, part); });
 }
 
 void run_parts(void* data) {

@@ -1,5 +1,5 @@
 // The part of PyTorch's C interface that the runtime calls, and errors as exceptions. Declared here because the runtime
-// is built with the package too, where PyTorch may not be; PyTorch keeps these functions as they are. A test compiles
+// is also built with the package, where PyTorch may be absent; PyTorch keeps these functions stable. A test compiles
 // this file together with PyTorch's own headers.
 #pragma once
 
@@ -59,7 +59,7 @@ AOTITorchError aoti_torch_cpu_addmm_out(
 AOTITorchError aoti_torch_cpu_baddbmm_out(
     AtenTensorHandle out, AtenTensorHandle added, AtenTensorHandle, AtenTensorHandle, double beta, double alpha);
 
-// A call by name. version: of the interface that the stack follows.
+// Calls an operator by name. version: of the stable ABI that the stack conforms to.
 AOTITorchError torch_call_dispatcher(const char* name, const char* overload, StableIValue* stack, uint64_t version);
 AOTITorchError torch_new_stable_ivalue(StableIValue** owned);
 AOTITorchError torch_new_string_handle(const char* text, size_t length, StringHandle* owned);
@@ -86,10 +86,10 @@ constexpr uint64_t kInterface = 0x020d'0000'0000'0000;  // PyTorch 2.13
 
 struct Failure {
   std::string message;
-  bool memory = false;  // there was not enough: Python's MemoryError
+  bool memory = false;  // out of memory: becomes Python's MemoryError
 };
 
-// Throws what PyTorch says about the call that returned `status`.
+// Throws PyTorch's error message if a call returned an error.
 inline void check(AOTITorchError status) {
   if (status != 0) throw Failure{torch_exception_get_what_without_backtrace()};
 }

@@ -10,9 +10,9 @@ namespace {
 
 constexpr int64_t kWords = 624, kAhead = 397;
 
-// For the widest registers that the processor has: the library serves all of them.
+// Compiled for the widest registers of each processor: one library serves all of them.
 #ifdef __clang__
-#define PELLUCID_WIDEST  // whose clones were not tried
+#define PELLUCID_WIDEST  // target clones are not tested with clang
 #else
 #define PELLUCID_WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
@@ -35,12 +35,12 @@ PELLUCID_WIDEST void twist(uint32_t* words) {
   words[kWords - 1] = words[kAhead - 1] ^ twisted(words[kWords - 1], words[0]);
 }
 
-// ATen makes a number of two words, the first of which is the upper half, and takes its lower 53 bits.
+// ATen combines two words to a number, the first as the upper half, and takes its lower 53 bits.
 inline bool is_below(uint64_t limit, uint64_t upper, uint64_t lower) {
   return ((upper << 32 | lower) & ((uint64_t(1) << 53) - 1)) < limit;
 }
 
-// Which of `count` numbers are below the limit, at most those of one state. words: not tempered yet.
+// Which of `count` numbers of one state are below the limit. words: untempered.
 PELLUCID_WIDEST void compare(const uint32_t* words, int64_t count, uint64_t limit, bool* out) {
   uint32_t ready[kWords];
   for (int64_t i = 0; i < 2 * count; i++) ready[i] = tempered(words[i]);
@@ -62,7 +62,7 @@ class Twister {
     for (int64_t i = 0; i < kWords; i++) std::memcpy(&words_[i], state + kWordsAt + 8 * i, sizeof words_[i]);
   }
 
-  // The same bytes after what was drawn.
+  // Writes the state after the numbers drawn so far into these bytes.
   void save(char* state) const {
     const int32_t left = static_cast<int32_t>(kWords - next_ + 1);
     std::memcpy(state + kLeftAt, &left, sizeof left);
@@ -73,7 +73,7 @@ class Twister {
     }
   }
 
-  // Leave out so many words.
+  // Skips `words` words.
   void skip(int64_t words) {
     while (words > 0) {
       if (next_ == kWords) renew();
@@ -102,7 +102,7 @@ class Twister {
   }
 
  private:
-  static constexpr int64_t kLeftAt = 8, kNextAt = 16, kWordsAt = 24;  // behind the seed
+  static constexpr int64_t kLeftAt = 8, kNextAt = 16, kWordsAt = 24;  // offsets, after the seed
 
   void renew() {
     twist(words_);
@@ -110,7 +110,7 @@ class Twister {
   }
 
   uint32_t words_[kWords];
-  int64_t next_;  // of the words, which are used up at `kWords`
+  int64_t next_;  // index of the next word; `kWords`: all are used
 };
 
 #undef PELLUCID_WIDEST

@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "dtype": (lambda: (floats(8, 4).double(), floats(8, 5)), "x is torch.float64"),
     "layout": (lambda: (floats(8, 4).to_sparse(), floats(8, 5)), "torch.sparse_coo"),
     "no tensor": (lambda: (3, floats(8, 5)), "x is a int, and the program takes a tensor"),
-    "subclass": (lambda: (TwoTensor(floats(8, 4), floats(8, 4)), floats(8, 5)), "a TwoTensor, which stands for other"),
+    "subclass": (lambda: (TwoTensor(floats(8, 4), floats(8, 4)), floats(8, 5)), "a TwoTensor, which wraps other"),
     "dimensions": (lambda: (floats(8), floats(8, 5)), r"x has size \(8,\)"),
     "width": (lambda: (floats(8, 3), floats(8, 5)), r"x has size \(8, 3\)"),
     "together": (lambda: (floats(8, 4), floats(10, 5)), r"y has size \(10, 5\)"),

@@ -256,7 +256,7 @@ def test_training_is_judged_by_its_gradients(tiny):
 
 
 def test_names_that_nobody_knows_are_refused_before_anything_runs():
-    with pytest.raises(UnknownName, match=r"unknown model with parameters to train 'foo2': known are bert"):
+    with pytest.raises(UnknownName, match=r"unknown model with parameters to train 'foo2': choose from bert"):
         bench(["foo2"], dataclasses.replace(TINY, train=True))
     with pytest.raises(UnknownName, match="unknown model 'bart': did you mean bert"):
         bench(["bart"], TINY)
@@ -293,10 +293,10 @@ def test_an_operator_has_the_same_numbers_each_time():
         ("aten.bnm(f32[2])", "PyTorch has no operator aten.bnm"),
         ("aten.relo(f32[2])", "did you mean aten.relu"),
         ("relu(f32[2])", "unknown operator relu"),
-        ("aten.relu(q7[2])", "there is no type q7"),
-        ("aten.relu(f32[2xq])", "f32[2xq] is no tensor"),
+        ("aten.relu(q7[2])", "unknown dtype q7"),
+        ("aten.relu(f32[2xq])", "f32[2xq] is not a tensor"),
         ("nothing.py:make", "there is no file nothing.py"),
-        ("no/run", "names no program"),
+        ("no/run", "is not a program"),
         ("bart", "unknown model 'bart'"),
     ],
 )
@@ -375,7 +375,7 @@ def test_a_backend_is_given_its_options():
         compare(case, Settings(subjects=("pellucid:no_such=1",)))
     with pytest.raises(UnknownName, match="unknown backend 'pelucid': did you mean pellucid"):
         compare(case, Settings(subjects=("pelucid",)))
-    with pytest.raises(UserError, match="'freezing' is no setting"):
+    with pytest.raises(UserError, match="'freezing' is not KEY=VALUE"):
         bench(["foo2"], Settings(subjects=("inductor:freezing",)))
 
 
@@ -400,7 +400,7 @@ def test_another_engine_must_be_installed_and_cannot_train(engine):
     with pytest.raises(UserError, match="absent needs no_such_package") as missing:
         bench(["foo2"], Settings(subjects=("absent",)))
     assert "pellucid[peers]" in missing.value.hint
-    with pytest.raises(UserError, match="engine cannot be trained"):
+    with pytest.raises(UserError, match="engine cannot train"):
         bench(["bert"], Settings(subjects=("engine",), train=True))
 
 
@@ -535,8 +535,8 @@ def test_where_nothing_is_left_to_aten_that_is_said():
         ("pellucid:freez=True", "freeze"),
         ("pelucid", "pellucid"),
         ("pellucid:guard_filter_fn=skip", "skip_all_guards_unsafe"),
-        ("aot_eager:exported=True", "only pellucid and inductor compile exported programs"),
-        ("pellucid:exported=True,guard_filter_fn=skip_all_guards_unsafe", "nothing guards it"),
+        ("aot_eager:exported=True", "only pellucid and inductor support exported programs"),
+        ("pellucid:exported=True,guard_filter_fn=skip_all_guards_unsafe", "has no guards to filter"),
     ],
 )
 def test_a_subject_with_a_slip_of_the_pen_is_refused_before_anything_runs(text, hint):
@@ -578,7 +578,7 @@ def test_a_program_that_does_not_repeat_itself_is_not_measured(tmp_path):
         "import itertools, torch\ncalls = itertools.count(1)\ndef make():\n"
         "    return (lambda x: x * next(calls)), (torch.ones(9),)\n"
     )
-    with pytest.raises(NotJudged, match="does not repeat itself"):
+    with pytest.raises(NotJudged, match="is not deterministic"):
         bench([f"{file}:make"], Settings(subjects=("pellucid",)))
 
 
@@ -598,10 +598,10 @@ def test_an_operator_without_its_library_is_told_where_it_is():
 def test_a_profile_that_is_taken_for_a_run_is_called_a_profile(part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "before").mkdir()
-    with pytest.raises(UserError, match=r"before is no run: it has no run\.json"):
+    with pytest.raises(UserError, match=r"before is not a run: it has no run\.json"):
         programs_of(f"before{part}")
     (tmp_path / "before" / "profile.json").touch()
-    with pytest.raises(UserError, match="before is a profile, written by `pellucid profile -o`, and no run") as found:
+    with pytest.raises(UserError, match="before is a profile, written by `pellucid profile -o`, and not a r") as found:
         programs_of(f"before{part}")
     assert "pellucid capture" in found.value.hint
 

@@ -146,9 +146,9 @@ def test_the_command_prints_a_verdict_and_json():
     ("target", "message"),
     [
         ("nothing.py:make", "there is no file nothing.py"),
-        ("planted.py", "names no program"),
+        ("planted.py", "is not a program"),
         (f"{HERE}/planted.py", "or -- python .*planted.py"),
-        (str(HERE), "is no run"),
+        (str(HERE), "is not a run"),
         (f"{HERE}/planted.py:nothing", "has no function nothing"),
         (f"{HERE}/__init__.py:__name__", "has no function __name__"),
         (f"{HERE}/planted.py:drop", "cannot be called without graph, target"),
@@ -187,7 +187,7 @@ def test_a_program_that_fails_in_eager_mode_is_not_judged(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def make():\n    raise OSError('no data')\n", ":make, which makes the program, fails: OSError: no data"),
+        ("def make():\n    raise OSError('no data')\n", ":make, which creates the program, fails: OSError: no data"),
         ("raise OSError('no data')\n", "broken.py cannot be imported: OSError: no data"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_target_that_ends_its_process_is_not_judged(tmp_path):
     with pytest.raises(NotJudged, match=r"cannot be imported: RuntimeError: importing .* ended with sys\.exit\(3\)"):
         load_case(f"{tmp_path / 'ends.py'}:make")
     (tmp_path / "makes.py").write_text("import sys\ndef make():\n    sys.exit('no data')\n")
-    with pytest.raises(NotJudged, match=r":make, which makes the program, fails: .* ended with sys\.exit\('no data'\)"):
+    with pytest.raises(NotJudged, match=r":make, which creates the program, fails: .* ended with sys\.exit\('no data'\)"):
         load_case(f"{tmp_path / 'makes.py'}:make")
 
 

@@ -141,7 +141,7 @@ def leaves() -> Any:
 
 @pytest.mark.sampled
 def test_a_target_that_ends_the_process_is_not_the_backends_fault():
-    with pytest.raises(UserError, match=r"which makes the program, fails: .* ended with sys.exit\(0\)"):
+    with pytest.raises(UserError, match=r"which creates the program, fails: .* ended with sys.exit\(0\)"):
         check_isolated(Request(f"{__file__}:leaves"))
 
 

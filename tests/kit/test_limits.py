@@ -80,7 +80,7 @@ def test_contractions_say_what_nothing_counts():
     layer = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False)
     (found,) = facts_of(layer, image)
     assert found.counts_as == "convolution"
-    assert found.uncounted == ("packing a parameter (`freeze` spares it)", "transforming tiles of pixels and of sums")
+    assert found.uncounted == ("packing a parameter (`freeze` avoids it)", "transforming input and output tiles")
     *_, found = facts_of(lambda x, w: F.conv2d(x, w, stride=2), image, layer.weight.detach())
     assert found.uncounted == ("packing an operand", "copying windows")
     (found,) = facts_of(torch.mm, torch.randn(64, 64), torch.randn(64, 64))

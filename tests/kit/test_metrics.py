@@ -148,9 +148,9 @@ def test_sums_fit_a_terminal(tmp_path):
 
 def test_names_of_tables():
     assert chosen((), ("estimates",)) == ("graphs", "kernels", "fusion_failures", "slow_fusions")
-    with pytest.raises(UserError, match="no table 'graph'"):
+    with pytest.raises(UserError, match="unknown table 'graph'"):
         chosen(("graph",), ())
-    with pytest.raises(UserError, match="no table is left"):
+    with pytest.raises(UserError, match="no tables left"):
         chosen(("graphs",), ("graphs",))
 
 

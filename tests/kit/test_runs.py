@@ -265,7 +265,7 @@ def test_a_script_may_end_itself(status, tmp_path):
     )
     command = [sys.executable, str(script)]
     if status:
-        with pytest.raises(NotJudged, match="the script called sys.exit with status 3"):
+        with pytest.raises(NotJudged, match=r"the script called sys\.exit with status 3"):
             capture_script(command, tmp_path / "run", "pellucid", {}, 100)
     else:
         capture_script(command, tmp_path / "run", "pellucid", {}, 100)

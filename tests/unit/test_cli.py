@@ -76,9 +76,9 @@ def test_a_bad_report_exits_with_1(monkeypatch):
     ("args", "complaint"),
     [
         (["bench", "bart"], "unknown model 'bart': did you mean bert?"),
-        (["bench", "xyz"], "unknown model 'xyz': known are addaddmuladd, bert, "),
+        (["bench", "xyz"], "unknown model 'xyz': choose from addaddmuladd, bert, "),
         (["bench", "foo2", "--backend", "indictor"], "unknown backend 'indictor': did you mean inductor?"),
-        (["bench", "foo2", "--dtype", "f8"], "unknown dtype 'f8': known are bf16, f32"),
+        (["bench", "foo2", "--dtype", "f8"], "unknown dtype 'f8': choose from bf16, f32"),
         (["bench", "foo2", "--batch", "0"], "--batch"),
         (["bench", "foo2", "--arg", "a=1"], "--arg belongs to --op"),
         (["bench", "--op", "foo", "--shape", "3"], "unknown operator foo"),

@@ -1,1 +1,1 @@
-"""Eager and compiled programs measured side by side."""
+"""Benchmarks of eager and compiled programs, measured side by side."""

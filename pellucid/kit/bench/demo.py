@@ -1,4 +1,4 @@
-"""The demonstration: MobileBERT under eager, Inductor and Pellucid, and a run folder to look into."""
+"""The demonstration: MobileBERT under eager, Inductor and Pellucid, and a run folder to explore."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pellucid.trace.schema import FILES, GRAPH_FILES, GRAPHS, RUN
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """The measurements and the run folder: None when Pellucid failed, for then there is nothing to see."""
+    """The measurements and the run folder, which is None if Pellucid failed."""
 
     report: Report
     folder: Path | None
@@ -25,7 +25,7 @@ class Demo:
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """A file or folder of a run (`count` of that name, one per graph) and a line on what it shows."""
+    """A file or folder of a run (`count` with this name, one per graph) and a line on its content."""
 
     path: Path
     meaning: str
@@ -45,7 +45,7 @@ def demo(folder: Path, model: str = "mobilebert", budget: float = 20.0, progress
 
 
 def write_run(model: str, folder: Path) -> None:
-    """Compile `model` with Pellucid once more, with its trace on, and call it once."""
+    """Compile `model` with Pellucid once more, with tracing enabled, and call it once."""
     folder.mkdir(parents=True, exist_ok=True)
     case = build(model)
     torch._dynamo.reset()
@@ -54,9 +54,9 @@ def write_run(model: str, folder: Path) -> None:
 
 
 def explained(folder: Path) -> Iterator[RunFile]:
-    """What a reader should know of in a run, in the order of reading; only what exists."""
+    """The existing files of a run, in the order in which to read them."""
     every = {RUN: FILES[RUN], **GRAPH_FILES, **FILES}
-    del every[GRAPHS]  # its files are told one by one
+    del every[GRAPHS]  # its files are listed one by one
     for name, meaning in every.items():
         if found := sorted(folder.rglob(name)):
             yield RunFile(found[0].relative_to(folder), meaning, len(found))

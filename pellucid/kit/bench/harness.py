@@ -1,4 +1,4 @@
-"""Run a program under several backends, side by side in one process, and report what each cost and got.
+"""Run a program under several backends, side by side in one process, and report the time and accuracy of each.
 
 >>> from pellucid.bench import Settings, bench
 >>> report = bench(["pointwise_small"], Settings(subjects=("aot_eager",), cold=False, budget=0.2))
@@ -38,19 +38,19 @@ from pellucid.trace.environment import environment
 
 Judge = Callable[[Any], float | None]
 Progress = Callable[[str, float], None]
-"""Hears what is being done now, and which fraction of the whole run is behind it."""
+"""Called with the current activity, and the fraction of the whole run that is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to measure.
+    """What to measure, and how.
 
     `subjects` are backends of torch.compile and other engines, each `NAME` or `NAME:KEY=VALUE,...` with its options;
     eager is always measured, first, as the baseline. `budget` is the time in seconds for the timed rounds of one
-    program, start-up and compilation not counted. `threads` of 0 leaves torch's own choice. `cold` asks for fresh
-    processes that measure the time to the first result. `train` measures training steps (forward, loss and backward;
-    dropout is off), `dynamic` compiles with symbolic sizes. `fallbacks` asks for the operators that Pellucid leaves to
-    ATen, with their share of the time.
+    program, without start-up and compilation. `threads` of 0 keeps torch's default. `cold` also measures the time to
+    the first result in fresh processes. `train` measures training steps (forward, loss and backward; dropout is off),
+    `dynamic` compiles with symbolic sizes. `fallbacks` lists the operators that Pellucid leaves to ATen, with their
+    share of the time.
     """
 
     subjects: tuple[str, ...] = DEFAULT_SUBJECTS
@@ -66,12 +66,12 @@ class Settings:
 
     @property
     def size(self) -> Size:
-        """Batch, sequence length and dtype, as the models want them."""
+        """Batch, sequence length, dtype and mode for building models."""
         return Size(self.batch, self.seq, DTYPES[self.dtype], self.train)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The subjects in the order of measurement: eager first, each one once."""
+        """The distinct subjects in the order of measurement, eager first."""
         return tuple(dict.fromkeys((EAGER, *self.subjects)))
 
 
@@ -83,21 +83,22 @@ def bench(
 ) -> Report:
     """Measure each of the programs that `words` name (see `programs`) under each subject of `settings`.
 
-    measured: is told each program's result as soon as it is there.
+    measured: is called with each program's result as soon as it is available.
 
-    Several words have a process each, so that none is measured in what others left: memory in pieces, compiled code.
+    With several words each has its own process, so that none is affected by fragmented memory or compiled code of
+    others.
 
-    What a subject does wrong (an exception, a crash, wrong numbers) is a finding in its `SubjectResult`.
+    A failure of a subject (an exception, a crash, wrong results) is reported in its `SubjectResult`.
     Raises `UnknownName` and UserError for a program, backend or dtype that does not exist, before anything is run.
     """
     settings = settings or Settings()
     _check(words, settings)
     for word in words if len(words) > 1 else ():
-        if word not in MODELS:  # whether it exists is known when it is made
+        if word not in MODELS:  # building it shows whether it exists
             _programs(word, settings)
     described = describe_environment()
     results: list[ModelResult] = []
-    measure = _bench_word if len(words) == 1 else _bench_apart
+    measure = _bench_word if len(words) == 1 else _bench_isolated
     for i, word in enumerate(words):
         found = measure(word, settings, _Part(progress, word, i / len(words), (i + 1) / len(words)))
         results += found
@@ -115,8 +116,8 @@ def compare(case: Case, settings: Settings, progress: Progress = lambda doing, d
     [('eager', 0.0, True), ('aot_eager', 0.0, True)]
     """
     _check_settings(settings)
-    gc.collect()  # what Dynamo watches should die before Dynamo forgets it
-    torch._dynamo.reset()  # so that no subject meets the limit on recompilations for what others left
+    gc.collect()  # free objects that Dynamo watches before Dynamo is reset
+    torch._dynamo.reset()  # so that compilations of other subjects do not count towards the recompilation limit
     with torch.set_grad_enabled(settings.train), ExitStack() as engines:
         judge = _judge(case, settings.train)
         trials: list[_Trial] = []
@@ -126,10 +127,10 @@ def compare(case: Case, settings: Settings, progress: Progress = lambda doing, d
         return _time(case, trials, settings, lambda done: progress("timing", 0.5 + 0.5 * done))
 
 
-# Seconds that no benchmark takes: each part of it has limits of its own.
+# Seconds, more than any benchmark takes: each part of it has its own limit.
 _FOREVER = 1e6
-# Of the size of results: the order of additions may differ from call to call, but not what is added.
-_REPEATS = 0.02
+# Relative difference of repeated calls in eager mode that is allowed, for sums added up in another order.
+_REPEAT_TOLERANCE = 0.02
 
 # ------------------------------------------------------------------------------------------------ one program
 
@@ -138,11 +139,11 @@ def _bench_word(word: str, settings: Settings, part: _Part) -> list[ModelResult]
     part("building", 0.0)
     with _threads(settings.threads):
         cases = _programs(word, settings)
-        places = [part.of(case.name, n / len(cases), (n + 1) / len(cases)) for n, case in enumerate(cases)]
-        return [_bench_one(case, settings, place) for case, place in zip(cases, places, strict=True)]
+        parts = [part.of(case.name, n / len(cases), (n + 1) / len(cases)) for n, case in enumerate(cases)]
+        return [_bench_one(case, settings, each) for case, each in zip(cases, parts, strict=True)]
 
 
-def _bench_apart(word: str, settings: Settings, part: _Part) -> list[ModelResult]:
+def _bench_isolated(word: str, settings: Settings, part: _Part) -> list[ModelResult]:
     try:
         work = Apart(f"{__name__}:bench_here", word, settings, part.begin, part.end)
         found = work.result(lambda said: part.progress(*said), _FOREVER)
@@ -154,7 +155,7 @@ def _bench_apart(word: str, settings: Settings, part: _Part) -> list[ModelResult
 
 
 def bench_here(word: str, settings: Settings, begin: float, end: float) -> list[ModelResult] | DoesNotFit:
-    """What `_bench_apart` asks of its process, which tells how far it is: a stretch of the whole run's progress."""
+    """The function that the process of `_bench_isolated` runs; it reports its progress between `begin` and `end`."""
     try:
         return _bench_word(word, settings, _Part(lambda doing, done: say((doing, done)), word, begin, end))
     except DoesNotFit as error:
@@ -164,7 +165,7 @@ def bench_here(word: str, settings: Settings, begin: float, end: float) -> list[
 def _bench_one(case: Case, settings: Settings, part: _Part) -> ModelResult:
     if case.name not in MODELS:
         _call_eagerly(case, settings.train)
-    share = 0.6 if settings.cold else 0.0  # a guess at which part of the time the fresh processes take
+    share = 0.6 if settings.cold else 0.0  # an estimate of the share of time that the fresh processes take
     starts = {}
     for i, name in enumerate(settings.names if settings.cold else ()):
         part(f"first result of {name}, cold and warm", share * i / len(settings.names))
@@ -185,7 +186,7 @@ def _of(starts: dict, name: str) -> tuple:
 
 @dataclass(slots=True)
 class _Trial:
-    """A subject that was compiled and called once: its result so far, and its call unless that failed."""
+    """A subject that was compiled and called once: its result so far, and its call unless it failed."""
 
     result: SubjectResult
     call: Callable[[], object] | None = field(default=None)
@@ -193,11 +194,11 @@ class _Trial:
 
 
 def _judge(case: Case, train: bool) -> Judge:
-    """How far what a subject returns is from what float64 returns; None for a program that does not run in float64."""
+    """The error of a subject's output against float64; None for a program that does not run in float64."""
     try:
         exact: Any = compiled(case_in(case, torch.float64), EAGER, train)()
     except Exception:
-        compiled(case.fresh(), EAGER, train)()  # the program may be written for one type; else it fails here too
+        compiled(case.fresh(), EAGER, train)()  # fails too, unless the program only supports its own types
         return lambda output: None
     if train:
         return lambda gradients: gradient_error(gradients, exact)
@@ -206,8 +207,9 @@ def _judge(case: Case, train: bool) -> Judge:
 
 
 def _call_eagerly(case: Case, train: bool) -> None:
-    """Raises NotJudged for a program that no backend can be measured by, before fresh processes take their time: one
-    that fails without a compiler too, or whose results are others when it is called again with equal random numbers.
+    """Raises NotJudged for a program that cannot be measured, before fresh processes are started for it.
+
+    That is one that fails without a compiler too, or whose results differ between calls with the same random seed.
     """
     found: list[Any] = []
     try:
@@ -218,16 +220,16 @@ def _call_eagerly(case: Case, train: bool) -> None:
     except Exception as failed:
         raise not_judged(f"{case.name} fails in eager mode", failure_of(failed)) from failed
     once, again = found
-    away = gradient_error(again, once) if train else error(tensors(again), tensors(once))
-    if away > _REPEATS:
+    difference = gradient_error(again, once) if train else error(tensors(again), tensors(once))
+    if difference > _REPEAT_TOLERANCE:
         raise NotJudged(
-            f"{case.name} does not repeat itself: two calls in eager mode differ by {away:.1g} of their size",
+            f"{case.name} is not deterministic: two calls in eager mode have a relative difference of {difference:.1g}",
             hint="draw random numbers from torch's generator, and keep no state between calls",
         )
 
 
 def _try(case: Case, name: str, settings: Settings, judge: Judge, engines: ExitStack) -> _Trial:
-    """Compile, make the first call and judge its numbers. What it changes in place are copies."""
+    """Compile a program, call it once and judge its results. It works on copies of the inputs."""
     subject = Subject.of(name)
     case = Case(case.name, case.fn, *copied((case.args, dict(case.kwargs))))
     try:
@@ -301,7 +303,7 @@ def _one_line(e: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Progress of one program as a stretch of the whole run's."""
+    """Progress of one program as a part of the whole run's."""
 
     progress: Progress
     program: str
@@ -312,7 +314,7 @@ class _Part:
         self.progress(f"{self.program}: {doing}", self.begin + (self.end - self.begin) * done)
 
     def of(self, program: str, begin: float, end: float) -> _Part:
-        """A part of it."""
+        """The part of this one between two fractions."""
         length = self.end - self.begin
         return _Part(self.progress, program, self.begin + length * begin, self.begin + length * end)
 
@@ -330,13 +332,13 @@ def _check(words: Sequence[str], settings: Settings) -> None:
         if settings.train and word in MODELS and not MODELS[word].sized:
             raise UnknownName("model with parameters to train", word, sorted(name for name in MODELS if is_sized(name)))
         if word not in MODELS and replace(settings, batch=1, seq=128, dtype="f32") != settings:
-            raise UserError(f"{word} has its own sizes and types", hint="batch, seq and dtype are for models by name")
+            raise UserError(f"{word} has its own sizes and types", hint="batch, seq and dtype are for named models")
 
 
 def _programs(word: str, settings: Settings) -> list[Case]:
     cases = programs_of(word, settings.size)
     if word not in MODELS and settings.train and not all(map(is_trainable, cases)):
-        raise UserError(f"{word} has no parameters to train", hint="it is to be a module")
+        raise UserError(f"{word} has no parameters to train", hint="use an nn.Module")
     return cases
 
 

@@ -1,8 +1,8 @@
-"""Timing calls side by side, so that whatever disturbs the machine disturbs all of them alike.
+"""Interleave the timing of several calls, so that disturbances of the machine affect all of them equally.
 
-A round gives each subject one slot, and the order rotates from round to round. A slot is two calls that are not
-timed, which bring the subject's own data back into the caches (the second is still up to a tenth slower than those
-after it), and then as many timed calls as fill it.
+In each round every subject has one slot; the order rotates from round to round. A slot is two untimed calls, which
+bring the subject's data back into the caches (the second is still up to a tenth slower than later ones), followed by as
+many timed calls as fill it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Slot:
 
 
 Runner: TypeAlias = Callable[[int], Slot]
-"""Makes so many timed calls, after `UNTIMED` that are not."""
+"""Makes the given number of timed calls, after `UNTIMED` untimed ones."""
 
 
 def interleave(
@@ -44,9 +44,8 @@ def interleave(
 ) -> dict[str, list[Slot]]:
     """Let `runners` time their calls for about `budget` seconds; returns the slots of each, one per round.
 
-    Stops early once every ratio to `baseline` (the first one by default) is known to half a per cent. Makes
-    at least `MIN_ROUNDS` rounds, also when they take longer than the budget. `on_round` hears the fraction
-    done.
+    Stops early once every ratio to `baseline` (by default the first one) is known to within 0.5 %. Makes at least
+    `MIN_ROUNDS` rounds, even if they take longer than the budget. `on_round` is called with the fraction done.
     """
     names = list(runners)
     baseline = baseline or names[0]
@@ -67,7 +66,7 @@ def interleave(
 
 
 def run_slot(call: Callable[[], object], count: int) -> Slot:
-    """Time so many calls in this process, after `UNTIMED` that are not."""
+    """Time `count` calls in this process, after `UNTIMED` untimed ones."""
     for _ in range(UNTIMED):
         call()
     faults = _minor_faults()
@@ -79,13 +78,13 @@ def run_slot(call: Callable[[], object], count: int) -> Slot:
 
 
 def _calls_per_slot(runner: Runner) -> int:
-    """How many calls fill a slot; the calls made to find out also warm the subject up."""
+    """The number of calls that fill a slot; the calls made to measure it also warm up the subject."""
     runner(1)
     return max(1, min(10_000, math.ceil(SLOT_SECONDS / max(runner(1).seconds, 1e-7))))
 
 
 def _settled(slots: Mapping[str, list[Slot]], baseline: str) -> bool:
-    """Whether each ratio's uncertainty is small; a round in four is enough to ask."""
+    """Whether each ratio's uncertainty is small; checked every fourth round."""
     if len(slots[baseline]) % 4:
         return False
     base = [s.seconds for s in slots[baseline]]

@@ -1,7 +1,6 @@
-"""The programs that the benchmarks run, each built from its configuration with random weights.
+"""The models that the benchmarks run, each built from its configuration with random weights.
 
-Nothing is downloaded. A program is made twice alike: weights and inputs come from one fixed seed, so two
-processes, or two machines, run the same numbers.
+Nothing is downloaded. Weights and inputs come from one fixed seed, so every process and machine runs the same values.
 
 >>> [tuple(x.shape) for x in build("pointwise_small").kwargs.values()]
 [(8,), (8,)]
@@ -24,23 +23,23 @@ DTYPES: Mapping[str, torch.dtype] = {"f32": torch.float32, "bf16": torch.bfloat1
 
 
 class UnknownName(ValueError):
-    """A model, backend or dtype that nobody knows; `known` lists those there are."""
+    """An unknown model, backend or dtype; `known` lists the valid names."""
 
     def __init__(self, kind: str, name: str, known: list[str]) -> None:
-        super().__init__(f"unknown {kind} {name!r}: {near(name, known) or 'known are ' + ', '.join(known)}")
+        super().__init__(f"unknown {kind} {name!r}: {near(name, known) or 'choose from ' + ', '.join(known)}")
         self.kind, self.name, self.known = kind, name, known
 
 
 class DoesNotFit(ValueError):
-    """A size that a model cannot have."""
+    """A size that a model does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
     """What a model is built for: `batch` sequences of `seq` tokens. Plain functions have fixed shapes.
 
-    `train` asks for a model in training mode, with labels among its inputs. Its dropout is off, so that the
-    gradients of two runs, and those of a float64 run, can be compared.
+    `train` builds a model in training mode, with labels among its inputs. Its dropout is off, so that the gradients of
+    two runs, and those of a float64 run, can be compared.
     """
 
     batch: int = 1
@@ -54,7 +53,7 @@ Built = tuple[Callable[..., object], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A row of the registry. `sized` says whether batch and sequence length change anything."""
+    """An entry of the registry. `sized`: whether it depends on batch size and sequence length."""
 
     summary: str
     make: Callable[[Size], Built]
@@ -62,10 +61,10 @@ class Model:
 
 
 def build(name: str, size: Size | None = None) -> Case:
-    """Build the model `name`, called with keywords, without touching the global random state.
+    """Build the model `name`, called with keywords, without changing the global random state.
 
-    Raises `UnknownName`, `DoesNotFit`; `ImportError` where a model needs transformers and it is not installed;
-    `ValueError` for a plain function that is to be trained.
+    Raises `UnknownName`, `DoesNotFit`; `ImportError` if a model needs transformers, which is not installed;
+    `ValueError` for a plain function with `train`.
     """
     if name not in MODELS:
         raise UnknownName("model", name, sorted(MODELS))
@@ -85,7 +84,7 @@ def build(name: str, size: Size | None = None) -> Case:
 
 
 def _check_positions(name: str, model: nn.Module, size: Size) -> None:
-    """Refuse sequences longer than the model's table of position embeddings."""
+    """Reject sequences longer than the model's table of position embeddings."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     tables = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     if positions in tables and size.seq > positions:
@@ -93,7 +92,7 @@ def _check_positions(name: str, model: nn.Module, size: Size) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0: those of modules, and those that models pass on as numbers."""
+    """Set every dropout probability to 0: of dropout modules, and attributes that models pass to functions."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -103,7 +102,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def _labels(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `model` wants to be told to compute its loss; nothing if it has none of its own."""
+    """The labels from which `model` computes its loss; empty if it has no loss of its own."""
     accepted = inspect.signature(model.forward).parameters
     if "start_positions" in accepted:
         batch, seq = inputs["input_ids"].shape

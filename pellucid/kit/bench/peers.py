@@ -1,9 +1,9 @@
-"""Other inference engines, as subjects of a benchmark: each started as its own documents say, with its settings for
-latency.
+"""Other inference engines as subjects of a benchmark, each used as its documentation says, with its latency settings.
 
-They infer only, and know nothing of `torch.compile`: the program is converted once, for the sizes that it is called
-with, into a folder, and then takes its tensors by position. Beside others an engine runs in a process of its own, which
-stands still when it is not its turn: its idle threads spin, and made calls of eager forty times as long.
+They only do inference, and are no backends of `torch.compile`: the program is converted once into a folder, for the
+sizes that it is called with, and then takes its tensors by position. Next to other subjects an engine runs in a
+separate process, which is stopped when it is not its turn: its idle threads spin, which made calls of eager take forty
+times as long.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Run: TypeAlias = Callable[[], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A program as an engine reads it from files. peer: the engine's name. settings: the engine's own."""
+    """A program converted to an engine's files. peer: the engine's name. settings: of the engine."""
 
     peer: str
     folder: Path
@@ -45,8 +45,8 @@ class Converted:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine. packages: that it needs. convert: writes a program into a folder, and gives the settings to run it.
-    start: makes what was written ready to run, given its tensors.
+    """An engine. packages: that it needs. convert: writes a program into a folder, and returns the settings to run it.
+    start: loads the written program, and returns a call of it on its tensors.
     """
 
     packages: tuple[str, ...]
@@ -55,7 +55,7 @@ class Peer:
 
 
 def check_installed(name: str) -> None:
-    """Raises UserError for a peer whose packages are not there."""
+    """Raises UserError for a peer whose packages are not installed."""
     missing = [each for each in PEERS[name].packages if find_spec(each) is None]
     if missing:
         raise UserError(f"{name} needs {' and '.join(missing)}", hint="pip install 'pellucid[peers]'")
@@ -64,18 +64,18 @@ def check_installed(name: str) -> None:
 def peer(name: str, case: Case, options: Mapping[str, Any]) -> Run:
     """A call of the program under an engine in this process; converting it takes seconds.
 
-    options: the engine's own. What it returns are the tensors that the program returns, in order. Raises what the
-    engine raises.
+    options: of the engine. The call returns the tensors that the program returns, in order. Raises what the engine
+    raises.
     """
     with tempfile.TemporaryDirectory(prefix="pellucid-peer-") as folder:
         return _start(_convert(name, case, options, Path(folder)))
 
 
 class Engine:
-    """The same in a process of its own, until it is closed. Raises `EngineError` where that process fails.
+    """An engine in a separate process, until it is closed. Raises `EngineError` if that process fails.
 
-    A thread of its own talks to that process: until the engine stands still its threads keep the cores from the one
-    that waits for it, and Pellucid takes what a thread that calls it has waited for other processes' work.
+    A separate thread communicates with that process: until the engine is stopped, its threads keep the waiting thread
+    off the cores, and Pellucid attributes the waiting time of a thread that calls it to other processes.
     """
 
     def __init__(self, name: str, case: Case, options: Mapping[str, Any]) -> None:
@@ -89,11 +89,11 @@ class Engine:
             raise
 
     def __call__(self) -> list[Tensor]:
-        """What the program returns."""
+        """Call the program."""
         return self._ask(_output)
 
     def slot(self, count: int) -> Slot:
-        """So many timed calls."""
+        """Time `count` calls."""
         return self._ask(_slot, count)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Engine:
 
 
 class EngineError(PellucidError):
-    """An engine failed, in its own process."""
+    """An engine failed in its process."""
 
     code = "engine"
 
@@ -154,36 +154,36 @@ def _convert(name: str, case: Case, options: Mapping[str, Any], folder: Path) ->
 
 
 class Positional(nn.Module):
-    """A program of its tensors alone, in order: the other arguments are constants."""
+    """A program as a module that takes only its tensors, in order; the other arguments are constants."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.fn = case.fn
         self._leaves, self._spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
-        self._places = [at for at, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self._positions = [at for at, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
 
     @property
     def given(self) -> tuple[Tensor, ...]:
         """The tensors that the program is called with."""
-        return tuple(self._leaves[at] for at in self._places)
+        return tuple(self._leaves[at] for at in self._positions)
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         leaves = list(self._leaves)
-        for at, tensor in zip(self._places, given, strict=True):
+        for at, tensor in zip(self._positions, given, strict=True):
             leaves[at] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return tuple(tensors(self.fn(*args, **kwargs)))
 
     def save_given(self, folder: Path) -> None:
-        """Keep the tensors that the program is called with."""
+        """Save the tensors that the program is called with."""
         torch.save([tensor.clone() for tensor in self.given], folder / _GIVEN)
 
 
 def _convert_for_openvino(case: Case, folder: Path) -> dict[str, Any]:
-    """https://docs.openvino.ai: `convert_model` of what `torch.export` gives, which knows operators that a trace does
-    not, then `compile_model` with the hint for latency.
+    """https://docs.openvino.ai: `convert_model` on the result of `torch.export`, which supports operators that a trace
+    does not, then `compile_model` with the latency hint.
 
-    A program in bfloat16 is given in float32, with bfloat16 as the precision to compute in.
+    A bfloat16 program is converted from float32, with bfloat16 as the inference precision.
     """
     openvino: Any = import_module("openvino")
     narrow = floating_type(case) is torch.bfloat16
@@ -207,7 +207,7 @@ def _start_openvino(converted: Converted, given: list[Tensor]) -> Run:
 
 
 def _convert_for_onnxruntime(case: Case, folder: Path) -> dict[str, Any]:
-    """https://onnxruntime.ai/docs: the program exported by `torch.onnx.export`, one session with as many threads."""
+    """https://onnxruntime.ai/docs: export by `torch.onnx.export`, and a session with PyTorch's number of threads."""
     program = Positional(case).eval()
     exported: Any = torch.onnx.export(program, program.given, dynamo=True, verbose=False)
     exported.save(str(folder / "program.onnx"), external_data=True)  # one file holds at most 2 GB
@@ -236,7 +236,7 @@ PEERS: Mapping[str, Peer] = {
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what converters say of code that is not the user's."""
+    """Suppress converters' warnings about code that is not the user's."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

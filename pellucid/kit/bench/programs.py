@@ -1,5 +1,5 @@
-"""What a benchmark runs, named by a word: a model of the registry, a program of yours, a run or a kernel of it, or one
-operator.
+"""The programs that a benchmark runs, named by a word: a model of the registry, a user's program, a run, graph or
+kernel, or a single operator.
 
 >>> [(case.name, case.args[0].shape) for case in programs_of("aten.relu(f32[2x3])")]
 [('aten.relu(f32[2x3])', torch.Size([2, 3]))]
@@ -24,7 +24,7 @@ from pellucid.kit.runs.kernel import OTHER_KERNELS, parts_with
 from pellucid.kit.runs.run import Run, open_run, split_run
 from pellucid.kit.subjects.registry import subject_of
 
-_FORMS = (
+_USAGE = (
     "give a model of `pellucid bench --list`, FILE.py:NAME, RUN, RUN:GRAPH, RUN:GRAPH:KERNEL, or an operator with its "
     "arguments like 'aten.bmm(f32[12x128x64], f32[12x64x128])'"
 )
@@ -45,9 +45,9 @@ _TYPES = {
 
 
 def programs_of(word: str, size: Size | None = None) -> list[Case]:
-    """The programs that a word names; each of their names alone names it. size: of a model of the registry.
+    """The programs that a word names; the name of each is itself such a word. size: of a model of the registry.
 
-    Raises `UnknownName` and UserError for a word that names none, and what making a program raises.
+    Raises `UnknownName` and UserError for a word that names none, and what building a program raises.
     """
     if word in MODELS:
         return [build(word, size)]
@@ -76,7 +76,7 @@ def programs_of(word: str, size: Size | None = None) -> list[Case]:
 
 
 def is_sized(name: str) -> bool:
-    """Whether batch size and sequence length are asked of a program: of models of the registry only."""
+    """Whether a program has a batch size and a sequence length: some models of the registry."""
     return name in MODELS and MODELS[name].sized
 
 
@@ -86,7 +86,7 @@ def is_trainable(case: Case) -> bool:
 
 
 def operator_word(op: str, shapes: str, dtype: str, more: Sequence[tuple[str, Any]] = ()) -> str:
-    """The word for an operator on tensors of these shapes: `12x128x64,12x64x128`, each also as `TYPE[SHAPE]`.
+    """The word for an operator on tensors of shapes like `12x128x64,12x64x128`; each may also be `TYPE[SHAPE]`.
 
     more: its other arguments, by name.
     """
@@ -95,7 +95,7 @@ def operator_word(op: str, shapes: str, dtype: str, more: Sequence[tuple[str, An
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of a list, at its commas outside of brackets."""
+    """Split a list at its commas outside of brackets."""
     found = re.split(r",(?![^\[(]*[\])])", text)
     return [each.strip() for each in found if each.strip()]
 
@@ -112,15 +112,15 @@ def literal(text: str) -> Any:
 
 
 def _operator(word: str, found: re.Match[str]) -> Case:
-    """An operator of PyTorch's on random tensors. Integers are drawn below what stands behind `<`, 2 by default."""
+    """A PyTorch operator on random tensors. Integers are below the bound after `<`, by default 2."""
     namespace, name, overload, arguments = found.groups()
     try:
         op = getattr(getattr(torch.ops, namespace), name)
         op = getattr(op, overload) if overload else op
     except AttributeError:
         known = (f"{namespace}.{each}" for each in dir(torch.ops.aten)) if namespace == "aten" else ()
-        asked = word.partition("(")[0]
-        raise UserError(f"PyTorch has no operator {asked}", hint=near(asked, known) or _FORMS) from None
+        wanted = word.partition("(")[0]
+        raise UserError(f"PyTorch has no operator {wanted}", hint=near(wanted, known) or _USAGE) from None
     generator = torch.Generator().manual_seed(SEED)
     args, kwargs = [], {}
     for each in pieces(arguments):
@@ -129,7 +129,7 @@ def _operator(word: str, found: re.Match[str]) -> Case:
         tensor = _TENSOR.fullmatch(text)
         value = _random(word, tensor, generator) if tensor else literal(text)
         if not tensor and re.match(r"\w+\[", text):
-            raise UserError(f"{text} is no tensor", hint="give its type and sizes, like f32[12x128x64]")
+            raise UserError(f"{text} is not a tensor", hint="give its dtype and shape, like f32[12x128x64]")
         if keyword:
             kwargs[keyword[1]] = value
         else:
@@ -144,7 +144,7 @@ def _operator(word: str, found: re.Match[str]) -> Case:
 def _random(word: str, found: re.Match[str], generator: torch.Generator) -> Tensor:
     kind, shape, bound = found.groups()
     if kind not in _TYPES:
-        raise UserError(f"{word}: there is no type {kind}", hint=f"known are {', '.join(_TYPES)}")
+        raise UserError(f"{word}: unknown dtype {kind}", hint=f"choose from {', '.join(_TYPES)}")
     dtype, sizes = _TYPES[kind], [int(size) for size in shape.split("x")] if shape else []
     if dtype.is_floating_point:
         return torch.randn(sizes, generator=generator).to(dtype)
@@ -159,7 +159,7 @@ def _graphs(run: Run, name: str) -> list[Case]:
 
 
 def _kernel(word: str, run: Run, graph_name: str, name: str) -> Case:
-    """The operators that a kernel of the run implements, on the values that they have in it."""
+    """The operators that a kernel of the run implements, on their inputs in the run."""
     subject = subject_of(run.backend, run.options_but(()))
     (graph,) = run.graphs(graph_name)
     compiled = subject.compile(graph)
@@ -169,7 +169,7 @@ def _kernel(word: str, run: Run, graph_name: str, name: str) -> Case:
         raise UserError(f"graph {graph_name} of {run.folder} has no kernel {name}", hint=hint)
     part = next(parts_with(steps[name], graph, compiled, subject), None)
     if part is None:
-        raise UserError(f"{word} cannot be run alone: {OTHER_KERNELS}", hint=f"take {run.folder}:{graph_name}")
+        raise UserError(f"{word} cannot be run alone: {OTHER_KERNELS}", hint=f"use {run.folder}:{graph_name}")
     return _case_of(word, part)
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark found: frozen data that goes to JSON and comes back equal."""
+"""The results of a benchmark: frozen data with a lossless conversion to JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SCHEMA = 2
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """A fresh process that ran one call: times in seconds, memory in bytes of resident set.
+    """A fresh process that ran one call: time in seconds, resident memory in bytes.
 
-    `seconds` runs from torch.compile to the first result, with torch imported and the model built before it.
-    `built_bytes` is the memory at that point and `peak_bytes` the most until the end, compilers that ran as
-    child processes not counted. `failure` says why there is no figure.
+    `seconds` is the time from torch.compile to the first result, after importing torch and building the model.
+    `built_bytes` is the memory at the start of it, `peak_bytes` the peak until the end, without compilers in child
+    processes. `failure`: why there are no figures.
     """
 
     seconds: float | None = None
@@ -33,9 +33,9 @@ class Startup:
 
 @dataclass(frozen=True, slots=True)
 class FallbackTime:
-    """Calls of one operator that a compiled program makes instead of running a kernel of its own, and why.
+    """Calls of one operator that a compiled program leaves to ATen or Python, and why.
 
-    `calls` per call of the program; `share` of its time, as torch.profiler sees it.
+    `calls` per call of the program; `share` of its time, as measured by torch.profiler.
     """
 
     op: str
@@ -49,13 +49,13 @@ class SubjectResult:
     """One backend on one model.
 
     `seconds` and `faults` are per call: wall time and minor page faults. `speedup` is eager's time over this
-    one's, taken round by round. `first_seconds` is the first call here, with the caches as they were found;
-    `cold` and `warm` are fresh processes on an empty cache and on the cache that the cold one left. `error`
-    is e(x) = max |x - reference| / rms(reference) against float64, the worst over all outputs or gradients (None: the
-    program does not run in float64); `accurate` says whether it is near eager's (see `pellucid.kit.judge.accuracy`).
+    one's, round by round. `first_seconds` is the first call in this process, with the existing caches; `cold` and
+    `warm` are fresh processes with an empty cache, and with the cache of the cold one. `error` is
+    e(x) = max |x - reference| / rms(reference) against float64, the worst over all outputs or gradients (None: the
+    program does not run in float64); `accurate`: whether it is close to eager's (see `pellucid.kit.judge.accuracy`).
     `failure` is the exception that ended it. `kernels` were generated and `fallbacks` left to ATen, over all graphs;
-    None where a backend does not tell. `fallback_times` lists the latter, the most expensive first; None where nobody
-    asked for that, or the backend does not tell.
+    None where a backend does not report them. `fallback_times` lists the latter, the most expensive first; None unless
+    requested and reported by the backend.
     """
 
     name: str
@@ -74,13 +74,13 @@ class SubjectResult:
 
     @property
     def good(self) -> bool:
-        """It ran everywhere it was asked to, and its numbers are right."""
+        """Whether it ran, also in fresh processes, and its results are right."""
         starts = [s for s in (self.cold, self.warm) if s is not None]
         return self.failure is None and self.accurate is not False and all(s.failure is None for s in starts)
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak memory of a fresh process with warm caches, or with cold ones where there is no warm."""
+        """Peak memory of the fresh process with warm caches, else of that with cold caches."""
         start = self.warm or self.cold
         return start.peak_bytes if start else None
 
@@ -99,7 +99,7 @@ class ModelResult:
     dynamic: bool = False
 
     def __str__(self) -> str:
-        """The table that `pellucid bench` prints of it."""
+        """The table that `pellucid bench` prints for it."""
         from pellucid.kit.bench.table import model_table  # imports this
 
         return plain(model_table(self))
@@ -107,9 +107,9 @@ class ModelResult:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The machine and the versions that a figure belongs to.
+    """The machine and the versions of a measurement.
 
-    `load` is the load average of the minute before: a busy machine makes doubtful figures.
+    `load` is the load average of the minute before: figures of a busy machine are unreliable.
     """
 
     pellucid: str
@@ -149,7 +149,7 @@ class Report:
         """The inverse of `to_json`. Raises `ValueError` for another schema version."""
         data = json.loads(text)
         if data.get("schema") != SCHEMA:
-            raise ValueError(f"schema {data.get('schema')!r} is not {SCHEMA}, which this version reads")
+            raise ValueError(f"schema {data.get('schema')!r} is unsupported: this version reads {SCHEMA}")
         return decode(cls, data)
 
 

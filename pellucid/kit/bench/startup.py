@@ -1,6 +1,6 @@
-"""Time to the first result, in a fresh process: cold, on an empty cache, and warm, on what the cold one left.
+"""Time to the first result in a fresh process: cold, with an empty cache, and warm, with the cache of the cold one.
 
-Run as a module it is that process: `python -m pellucid.kit.bench.startup REQUEST.json ANSWER.json`.
+The fresh process runs this module: `python -m pellucid.kit.bench.startup REQUEST.json ANSWER.json`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CACHE_VARIABLES = ("PELLUCID_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the fresh process is to run: the one program of this name. `threads` of 0 leaves torch's own choice."""
+    """What the fresh process runs: the one program of this name. `threads` of 0 keeps torch's default."""
 
     program: str
     subject: str
@@ -43,10 +43,10 @@ class Request:
 
 
 def cold_and_warm(request: Request, timeout: float = TIMEOUT_SECONDS) -> tuple[Startup, Startup | None]:
-    """Run `request` in one process on an empty cache, then in a second one on the same cache.
+    """Run `request` in one process with an empty cache, then in a second one with the same cache.
 
-    Eager has no cache and gets no second process, nor does a subject whose first one failed. A crash or a
-    hang of the child is a `Startup` with its `failure`, never an exception.
+    Eager, which has no cache, and a subject whose first process failed get no second one. A crash or a hang of the
+    child is a `Startup` with its `failure`, never an exception.
     """
     with tempfile.TemporaryDirectory(prefix="pellucid-bench-") as folder:
         cold = _in_child(request, Path(folder), timeout)
@@ -71,7 +71,7 @@ def _in_child(request: Request, folder: Path, timeout: float) -> Startup:
 
 
 def _explain(status: int, stderr: str) -> str:
-    """One line for a child that died: the signal's name, or the last thing it said."""
+    """One line for a child that died: the signal's name, or its last line of stderr."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
@@ -79,14 +79,14 @@ def _explain(status: int, stderr: str) -> str:
 
 
 def run_request(request: Request) -> Startup:
-    """Build the model and make its first call in this process."""
+    """Build the program and make its first call in this process."""
     import torch
 
     if request.threads:
         torch.set_num_threads(request.threads)
     size = Size(request.batch, request.seq, DTYPES[request.dtype], request.train)
     (case,) = programs_of(request.program, size)
-    built = _restart_peak()
+    built = _reset_peak()
     with torch.set_grad_enabled(request.train):
         start = time.perf_counter()
         call = compiled(case, request.subject, request.train, request.dynamic or None)
@@ -98,17 +98,17 @@ def run_request(request: Request) -> Startup:
     return Startup(seconds, built, _peak_bytes())
 
 
-def _restart_peak() -> int:
-    """Forget the peak that building the model made; returns what is resident now, in bytes."""
+def _reset_peak() -> int:
+    """Reset the peak memory, which building the program has raised; returns the resident bytes."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _peak_bytes()
 
 
 def _peak_bytes() -> int:
-    """The most memory that was resident in this process.
+    """The peak resident memory of this process.
 
-    Not ru_maxrss where there is a choice: that one starts from the parent's figure, which survives the exec.
+    ru_maxrss is only the fallback: it starts with the parent's figure, which survives the exec.
     """
     try:
         status = Path("/proc/self/status").read_text()
@@ -118,7 +118,7 @@ def _peak_bytes() -> int:
 
 
 def main(ask: str, answer: str) -> None:
-    """The child: read the request, write the answer."""
+    """The child process: read the request, write the answer."""
     startup = run_request(decode(Request, json.loads(Path(ask).read_text())))
     Path(answer).write_text(json.dumps(dataclasses.asdict(startup)))
 

@@ -1,4 +1,4 @@
-"""What runs a program in a benchmark: eager, a backend of `torch.compile`, or another engine."""
+"""The subjects of a benchmark, which run a program: eager, a backend of `torch.compile`, or another engine."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from pellucid.kit.subjects.registry import subject_of
 EAGER = "eager"
 PELLUCID = "pellucid"
 GUARD_FILTER = "guard_filter_fn"
-EXPORTED = "exported"  # the program is exported first, as for other engines
+EXPORTED = "exported"  # export the program first, as for other engines
 DEFAULT_SUBJECTS = (EAGER, "inductor", PELLUCID)
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Kernels that a backend generated for a program, and operators that it left to ATen."""
+    """The numbers of kernels that a backend generated for a program, and of operators that it left to ATen."""
 
     kernels: int
     fallbacks: int
@@ -50,19 +50,19 @@ class Subject:
 
     @classmethod
     def of(cls, text: str) -> Subject:
-        """The subject that is written so. Raises UserError for options that are no settings."""
+        """Parse a subject. Raises UserError for options that are not `KEY=VALUE`."""
         backend, _, settings = text.partition(":")
         pairs = [each.partition("=") for each in pieces(settings)]
         wrong = next((key for key, equals, _ in pairs if not key or not equals), None)
         if wrong is not None:
-            raise UserError(f"{text}: {wrong!r} is no setting", hint="write NAME:KEY=VALUE,KEY=VALUE")
+            raise UserError(f"{text}: {wrong!r} is not KEY=VALUE", hint="write NAME:KEY=VALUE,KEY=VALUE")
         return cls(backend, {key: literal(value) for key, _, value in pairs})
 
 
 def known_subjects(debug: bool = False) -> list[str]:
-    """`eager`, which compiles nothing, the torch.compile backends that are installed, and the engines that could be.
+    """`eager`, which compiles nothing, the installed torch.compile backends, and the engines, installed or not.
 
-    PyTorch keeps a dozen backends for debugging its own parts; `debug` lists those too.
+    `debug` adds the dozen backends that PyTorch has for debugging its own parts.
     """
     from torch._dynamo import list_backends
 
@@ -70,37 +70,37 @@ def known_subjects(debug: bool = False) -> list[str]:
 
 
 def check_subject(text: str, train: bool = False) -> None:
-    """Raises `UnknownName` or UserError for what is no subject, is not installed, or cannot train if it is to."""
+    """Raises `UnknownName` or UserError for a subject that is unknown, not installed, or cannot train with `train`."""
     subject = Subject.of(text)
     if subject.backend not in known_subjects(debug=True):
         raise UnknownName("backend", subject.backend, known_subjects())
     if subject.backend == EAGER and subject.options:
-        raise UserError(f"{text}: eager has no options")
+        raise UserError(f"{text}: eager takes no options")
     if subject.backend in PEERS:
         check_installed(subject.backend)
         if train:
-            raise UserError(f"{subject.backend} cannot be trained", hint="leave it out, or --train")
+            raise UserError(f"{subject.backend} cannot train", hint="leave it out, or do not use --train")
     elif subject.backend != EAGER:
         options = _options(subject)
-        options.pop(GUARD_FILTER, None)  # torch.compile takes it itself
+        options.pop(GUARD_FILTER, None)  # torch.compile handles it itself
         if options.pop(EXPORTED, False):
             _check_exported(text, subject, train)
-        subject_of(subject.backend, options)  # knows the options of some
+        subject_of(subject.backend, options)  # checks the options of some backends
 
 
 def _check_exported(text: str, subject: Subject, train: bool) -> None:
     if subject.backend not in _EXPORTED:
-        raise UserError(f"{text}: only {' and '.join(_EXPORTED)} compile exported programs here")
+        raise UserError(f"{text}: only {' and '.join(_EXPORTED)} support exported programs here")
     if train or GUARD_FILTER in subject.options:
-        what = "trained" if train else "filtered: nothing guards it"
-        raise UserError(f"{text}: an exported program cannot be {what}")
+        why = "it cannot be trained" if train else "it has no guards to filter"
+        raise UserError(f"{text}: the program is exported, so {why}")
 
 
 def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = None) -> Callable[[], object]:
-    """A call of a program under a subject; what there is to compile compiles when it is first called.
+    """A call of a program under a subject, compiled when it is first called.
 
-    It returns what the program returns, or, for a training step, the gradients by parameter name. `dynamic` is
-    torch.compile's.
+    The call returns what the program returns, or, for a training step, the gradients by parameter name. `dynamic` is
+    passed to torch.compile.
     """
     subject = Subject.of(text)
     if subject.backend in PEERS:
@@ -110,8 +110,8 @@ def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = 
         options = _options(subject)
         if options.pop(EXPORTED, False):
             return _exported(subject.backend, case, options)
-        whole = _apart(case.fn) if GUARD_FILTER in options else case.fn
-        fn = torch.compile(whole, backend=subject.backend, dynamic=dynamic, options=options or None)
+        target = _with_own_code(case.fn) if GUARD_FILTER in options else case.fn
+        fn = torch.compile(target, backend=subject.backend, dynamic=dynamic, options=options or None)
 
     def call() -> object:
         return fn(*args, **kwargs)
@@ -126,7 +126,7 @@ def compiled(case: Case, text: str, train: bool = False, dynamic: bool | None = 
 
 
 def _aot_inductor(program: torch.export.ExportedProgram, *, options: Mapping[str, Any]) -> Callable[..., object]:
-    from pellucid.kit.subjects.inductor.exported import compile_exported  # which loads all of Inductor
+    from pellucid.kit.subjects.inductor.exported import compile_exported  # imports all of Inductor
 
     return compile_exported(program, options)
 
@@ -135,7 +135,7 @@ _EXPORTED = {PELLUCID: compile_exported, "inductor": _aot_inductor}
 
 
 def _exported(backend: str, case: Case, options: Mapping[str, Any]) -> Callable[[], object]:
-    """A call of the exported program, with its tensors by position, as other engines take it."""
+    """A call of the exported program, with its tensors by position, as for other engines."""
     program = Positional(case).eval()
     run: list[Callable[..., object]] = []
 
@@ -150,19 +150,19 @@ def _exported(backend: str, case: Case, options: Mapping[str, Any]) -> Callable[
 
 
 def _options(subject: Subject) -> dict[str, Any]:
-    """torch.compile's options, with the filter of guards that they name. Raises UserError where there is none."""
+    """torch.compile's options, with the named guard filter as a function. Raises UserError for an unknown filter."""
     options = dict(subject.options)
     if GUARD_FILTER in options:
         known = sorted(name for name in torch.compiler.__all__ if name.endswith("_unsafe"))
         if options[GUARD_FILTER] not in known:
-            what = f"{subject.backend}: torch.compiler has no filter of guards {options[GUARD_FILTER]!r}"
-            raise UserError(what, hint=f"{GUARD_FILTER} is one of {', '.join(known)}")
+            what = f"{subject.backend}: torch.compiler has no guard filter {options[GUARD_FILTER]!r}"
+            raise UserError(what, hint=f"choose {GUARD_FILTER} from {', '.join(known)}")
         options[GUARD_FILTER] = getattr(torch.compiler, options[GUARD_FILTER])
     return options
 
 
-def _apart(fn: Callable[..., object]) -> Callable[..., object]:
-    """The same with a code object of its own: there Dynamo keeps what it compiled, and takes it for any filter."""
+def _with_own_code(fn: Callable[..., object]) -> Callable[..., object]:
+    """The function behind a new code object: Dynamo caches compiled code there, and reuses it for any guard filter."""
 
     def call(*args: object, **kwargs: object) -> object:
         return fn(*args, **kwargs)
@@ -171,28 +171,29 @@ def _apart(fn: Callable[..., object]) -> Callable[..., object]:
 
 
 def _loss(output: object) -> Tensor:
-    """The loss that a model computed from its labels, or the mean square of the first thing it returns."""
+    """The loss that a model computed from its labels, or the mean square of its first output."""
     loss = getattr(output, "loss", None)
     return tensors(output)[0].square().mean() if loss is None else loss
 
 
 class Counter:
-    """Knows what Pellucid compiles between its making and a question."""
+    """Counts what Pellucid compiles after the counter's creation."""
 
     def __init__(self, subject: str) -> None:
         self._subject = Subject.of(subject).backend
         self._before = self._compilations()
 
     def counts(self) -> Counts | None:
-        """The sums over all graphs compiled since; None for a subject that does not tell."""
+        """The sums over all graphs compiled since; None for a subject that does not report them."""
         if self._subject != PELLUCID:
             return None
         new = self._new()
         return Counts(sum(int(c.kernels) for c in new), sum(int(c.fallbacks) for c in new))
 
     def fallback_times(self, call: Callable[[], object], calls: int = 3) -> tuple[FallbackTime, ...] | None:
-        """What the graphs compiled since leave to ATen or Python, by its share of the time of `call`; None for a
-        subject that does not tell.
+        """Operators that the graphs compiled since leave to ATen or Python, by their share of the time of `call`.
+
+        None for a subject that does not report them.
         """
         if self._subject != PELLUCID:
             return None

@@ -1,4 +1,4 @@
-"""Reports as tables that fit a terminal of 80 columns, but for long names."""
+"""Reports as tables that fit a terminal of 80 columns, except for long names."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def report_table(report: Report) -> RenderableType:
 
 
 def summary(report: Report) -> RenderableType:
-    """The geometric means where there are several models, the machine, and what the columns mean."""
+    """The geometric means for several models, the machine, and the meaning of the columns."""
     means = [sentence(line) for line in _means(report)]
     return Group(*means, sentence((_machine(report.environment), "dim")), _legend(report))
 
 
 def model_table(result: ModelResult) -> RenderableType:
-    """One row per subject, and below the table one line for each thing that went wrong."""
+    """One row per subject, and below the table one line for each failure."""
     shown = _shown(result)
     rows = []
     for subject in result.subjects:
@@ -45,12 +45,12 @@ def model_table(result: ModelResult) -> RenderableType:
 
 
 def _shown(result: ModelResult) -> list[tuple[str, Callable[[Row], str], str]]:
-    """The columns that somebody fills, and those that are always there."""
+    """The columns in which a subject has a value, and those that are always shown."""
     return [c for c in _COLUMNS if c[0] in _ALWAYS or any(c[1](s) != NOTHING for s in result.subjects)]
 
 
 def _fallbacks(subject: SubjectResult, times: Sequence[FallbackTime]) -> Iterator[RenderableType]:
-    """What is not compiled, the most expensive first, and how much of the time it takes."""
+    """The calls that are not compiled, the most expensive first, with their share of the time."""
     yield Text()
     if not times:
         yield sentence((f"{subject.name}: every call is compiled, nothing is left to ATen", "italic"))
@@ -67,7 +67,7 @@ def _fallbacks(subject: SubjectResult, times: Sequence[FallbackTime]) -> Iterato
 
 
 def model_list() -> RenderableType:
-    """The registry: what `pellucid bench` can be asked for."""
+    """The registry: the models of `pellucid bench`."""
     return Table(("model", "what it is"), [(name, model.summary) for name, model in MODELS.items()])
 
 
@@ -75,7 +75,7 @@ def model_list() -> RenderableType:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration in three digits and its unit: 1.23 s, 45.6 ms, 789 us."""
+    """A duration with three digits and its unit: 1.23 s, 45.6 ms, 789 us."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= 0.9995 * scale:
             return f"{_digits(seconds / scale)} {unit}"
@@ -83,7 +83,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits that matter, never an exponent: 1.23, 12.3, 123, 1234."""
+    """Three significant digits, never an exponent: 1.23, 12.3, 123, 1234."""
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f}"
 
@@ -118,14 +118,14 @@ def _error(row: Row) -> str:
 
 
 def _first(row: Row) -> str:
-    seen = row.cold is None and row.first_seconds is not None
-    return _digits(row.first_seconds) if seen and row.first_seconds is not None else NOTHING
+    shown = row.cold is None and row.first_seconds is not None
+    return _digits(row.first_seconds) if shown and row.first_seconds is not None else NOTHING
 
 
 _ALWAYS = ("time/call", "vs eager", "faults", "error")
 # Heading, cell, and what it means.
 _COLUMNS: tuple[tuple[str, Callable[[Row], str], str], ...] = (
-    ("time/call", lambda row: _spread(row.seconds, seconds_text), "median ± half the quartile distance"),
+    ("time/call", lambda row: _spread(row.seconds, seconds_text), "median ± half the interquartile range"),
     (
         "vs eager",
         lambda row: NOTHING if row.name == EAGER else _spread(row.speedup, lambda x: f"{x:.2f}x"),
@@ -133,8 +133,8 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str], str], ...] = (
     ),
     ("first", _first, "seconds to the first result, in this process"),
     ("cold", lambda row: _start(row.cold), "seconds to the first result in a fresh process with empty caches"),
-    ("warm", lambda row: _start(row.warm), "the same in a second one"),
-    ("MiB", _peak, "peak memory of the latter"),
+    ("warm", lambda row: _start(row.warm), "the same in a second process with these caches"),
+    ("MiB", _peak, "peak memory of that process"),
     ("faults", _faults, "minor page faults per call"),
     ("error", _error, "max |x - float64| / rms"),
     ("kernels", _generated, "generated + operators left to ATen"),
@@ -145,7 +145,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str], str], ...] = (
 
 
 def _legend(report: Report) -> Sentence:
-    """What the columns of the report mean."""
+    """The meaning of the report's columns."""
     names = {name for model in report.models for name, _, _ in _shown(model)}
     return sentence((" ".join(f"{name}: {meaning}." for name, _, meaning in _COLUMNS if name in names), "dim"))
 
@@ -163,7 +163,7 @@ def _complaints(result: ModelResult) -> list[str]:
         if s.failure:
             lines.append(f"{s.name}: {s.failure}")
         if s.accurate is False and s.error is not None:
-            lines.append(f"{s.name}: wrong result: error {s.error:.2g} against float64, eager's is smaller")
+            lines.append(f"{s.name}: wrong result: error {s.error:.2g} against float64, larger than eager's")
         for kind, start in (("cold", s.cold), ("warm", s.warm)):
             if start and start.failure and start.failure != s.failure:
                 lines.append(f"{s.name}, {kind} process: {start.failure}")
@@ -171,7 +171,7 @@ def _complaints(result: ModelResult) -> list[str]:
 
 
 def _means(report: Report) -> list[str]:
-    """The geometric mean of each subject's speed-up, over the models where it has one."""
+    """The geometric mean of each subject's speed-up, over the models for which it has one."""
     lines = []
     names = dict.fromkeys(s.name for m in report.models for s in m.subjects if s.name != EAGER)
     for name in names if len(report.models) > 1 else ():

@@ -1,1 +1,1 @@
-"""Tables over models: what each graph, kernel and fusion is like, for questions that one model does not answer."""
+"""Tables of graphs, kernels and fusions over several models, for questions that one model does not answer."""

@@ -1,4 +1,4 @@
-"""The rows of one model: from its compiled graphs, and from times where a table wants them."""
+"""Collect the rows of one model: from its compiled graphs, and from measured times where a table needs them."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _ATOMIC = re.compile(r"\batomic_add")
 
 
 def rows_of(request: Request, tables: Sequence[str], budget: float) -> Rows:
-    """What the tables have of one request, in this process. budget: seconds of calls for each table with times."""
+    """The rows of the tables for one request, computed in this process. budget: seconds of calls for `estimates`."""
     graphs, subject = captured(request)
     rows: Rows = {name: [] for name in tables}
     for graph in graphs:
         with torch.no_grad():
             compiled = subject.compile(graph)
         about = {"model": model_of(request.target), "backend": subject.name, "graph": graph.name}
-        makers = _makers(graph, subject, compiled, budget / len(graphs))
+        collectors = _collectors(graph, subject, compiled, budget / len(graphs))
         for name in tables:
-            rows[name] += [{**about, **row} for row in makers[name]()]
+            rows[name] += [{**about, **row} for row in collectors[name]()]
     return rows
 
 
-def _makers(
+def _collectors(
     graph: Graph, subject: Subject, compiled: Compiled, budget: float
 ) -> Mapping[str, Callable[[], Iterable[dict[str, Any]]]]:
-    """By name of a table, what makes its rows for a graph."""
+    """For each table, the function that collects its rows for a graph."""
     return {
         "graphs": lambda: [_graph(graph, compiled)],
         "kernels": lambda: map(_kernel, _kernels(compiled)),
@@ -139,7 +139,7 @@ def _bytes(step: Step) -> int | None:
 
 
 def _number(value: Any) -> int | None:
-    """None for what is not known before the sizes are, or at all."""
+    """A number; None if it is unknown or depends on symbolic sizes."""
     return int(value) if str(value).isdigit() else None
 
 

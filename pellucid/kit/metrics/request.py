@@ -1,4 +1,4 @@
-"""`pellucid metrics`: tables of several targets, each in a process of its own."""
+"""`pellucid metrics`: tables of several targets, each collected in a separate process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def metrics(
     memory: int = 0,
     tell: Callable[[str], None] = print,
 ) -> Summary:
-    """Write the tables of some targets and sum them up; what fails is told, and the others are still written.
+    """Write the tables of several targets and summarise them; a target that fails is reported and skipped.
 
-    only, without: names of tables. budget: seconds of calls for each target, where a table wants times. seconds, memory
-    (bytes): what each process may take. tell: is given a line about what is going on. Raises UserError for a table that
-    is none, and where a target or the folder is none.
+    only, without: names of tables. budget: seconds of calls for each target, where a table needs times. seconds, memory
+    (bytes): limits of each process. tell: is called with a line of progress. Raises UserError for an unknown table and
+    for a folder that cannot be written.
     """
     tables = chosen(only, without)
     rows: Rows = {name: [] for name in tables}
@@ -40,7 +40,7 @@ def metrics(
         with Worker(memory) as worker:
             found = worker.call(rows_of, request, tables, budget, seconds=seconds)
         if isinstance(found, Failure):
-            failures[model] = _said(found)
+            failures[model] = _message(found)
             continue
         for name, each in found.items():
             rows[name] += each
@@ -48,8 +48,8 @@ def metrics(
     return summary_of(folder, failures)
 
 
-def _said(failure: Failure) -> str:
-    """How a target failed. Raises what concerns all of them: there is no compiler, or no place for kernels."""
+def _message(failure: Failure) -> str:
+    """How a target failed. Raises errors that concern all targets: no compiler, or no usable store."""
     try:
         pass_on(failure)
     except (UserError, NotJudged) as error:

@@ -1,4 +1,4 @@
-"""Tables summed up over models: a row for each model, and all of them together."""
+"""Summaries of the tables: a row for each model, and one for all of them together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMBERS = 48  # columns of a terminal for numbers; the others are for the model
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """A table over models. rows: of texts, by `columns`; the last one is of all models together."""
+    """A summary of a table. rows: cells as text, by `columns`; the last row is for all models together."""
 
     name: str
     columns: tuple[str, ...]
@@ -32,7 +32,7 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Summary(Shown):
-    """tables: paths by name. sums: one for each. failures: of targets, by model."""
+    """tables: paths by name. sums: one for each table. failures: of targets, by model."""
 
     tables: Mapping[str, str]
     sums: tuple[Summed, ...]
@@ -44,7 +44,7 @@ class Summary(Shown):
 
 
 def summary_of(folder: Path, failures: Mapping[str, str] | None = None) -> Summary:
-    """The tables in a folder summed up. Raises UserError where there are none."""
+    """Summarise the tables in a folder. Raises UserError where there are none."""
     found = read_tables(folder)
     sums = tuple(_SUMS[name](rows) for name, rows in found.items())
     return Summary({name: str(folder / f"{name}.csv") for name in found}, sums, failures or {})
@@ -53,11 +53,11 @@ def summary_of(folder: Path, failures: Mapping[str, str] | None = None) -> Summa
 def _by_model(
     rows: Sequence[Row], columns: tuple[str, ...], row_of: Callable[[Sequence[Row]], tuple[str, ...]], name: str
 ):
-    """`row_of` the rows of each model, under each backend, and of all together."""
+    """A summary by `row_of` of the rows of each model under each backend, and of all rows."""
     models = dict.fromkeys(f"{row['model']} ({row['backend']})" for row in rows)
     parts = {model: [row for row in rows if f"{row['model']} ({row['backend']})" == model] for model in models}
-    made = [(model, *row_of(part)) for model, part in parts.items()]
-    return Summed(name, ("model", *columns), (*made, ("all", *row_of(rows))))
+    sums = [(model, *row_of(part)) for model, part in parts.items()]
+    return Summed(name, ("model", *columns), (*sums, ("all", *row_of(rows))))
 
 
 def _graphs(rows: Sequence[Row]) -> Summed:
@@ -118,7 +118,7 @@ def _estimates(rows: Sequence[Row]) -> Summed:
 
 
 def _total(rows: Sequence[Row], column: str) -> float:
-    """Of what is known."""
+    """The sum of the known values of a column."""
     return sum(float(row[column]) for row in rows if row[column].replace(".", "", 1).isdigit())
 
 
@@ -132,7 +132,7 @@ _SUMS: Mapping[str, Callable[[Sequence[Row]], Summed]] = {
 
 
 def summary_text(found: Summary) -> Iterator[RenderableType]:
-    """Each table summed up over the models, and what failed."""
+    """The summary of each table, and the failures."""
     for number, each in enumerate(found.sums):
         if number:
             yield sentence("")
@@ -143,7 +143,7 @@ def summary_text(found: Summary) -> Iterator[RenderableType]:
 
 
 def _table(found: Summed) -> Table:
-    """The columns that leave room for the model's name, headed on two lines; the others below that name."""
+    """A table whose columns fit next to the model's name, with two-line headings; the rest is listed below the name."""
     heads = [_two_lines(column) for column in found.columns[1:]]
     cells = zip(heads, *(row[1:] for row in found.rows), strict=True)
     ends = accumulate(max(map(len, (*head, *column))) + 1 for head, *column in cells)
@@ -160,6 +160,6 @@ def _table(found: Summed) -> Table:
 
 
 def _two_lines(heading: str) -> tuple[str, str]:
-    """`not vectorized` in two words, one above the other."""
+    """Split a heading such as `not vectorized` after its first word."""
     first, _, rest = re.sub("[_-]", " ", heading).partition(" ")
     return (first, rest) if rest else ("", first)

@@ -1,4 +1,4 @@
-"""The tables: their names, their columns, and the CSV files that they lie in."""
+"""The tables: their names, columns and CSV files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from pellucid.errors import UserError, near
 
 Rows: TypeAlias = "dict[str, list[dict[str, Any]]]"
-"""By name of a table."""
+"""Rows by table name."""
 
 TAGS = ("model", "backend", "graph")
 """The first columns of each table."""
@@ -31,33 +31,33 @@ TABLES: dict[str, tuple[str, ...]] = {
         "percent_of_limit",
     ),
 }  # fmt: skip
-"""By name, the columns after the tags. What a backend does not tell is empty.
+"""By name, the columns after the tags. Cells that a backend does not report are empty.
 
-graphs: `fx_calls` of the captured graph, `operators` different ones; `bytes` and `flops` of its kernels; seconds of all
-stages together.
+graphs: `fx_calls` of the captured graph, `operators`: distinct ones; `bytes` and `flops` of its kernels;
+`compile_seconds` of all stages together.
 kernels: a row for each call of a kernel; `loads` and `stores` in its loops, `loops` and `atomic_adds` in its C++,
-`argument_bytes` of different elements, those that are read and written twice.
-fusion_failures: a row for each pair that was refused, by each rule that refused it.
-slow_fusions: a kernel of several operators beside the kernels that these are without fusion; `slow` where it takes
-longer than they do by more than the spread.
-estimates: the machine model's beside the measured time.
+`argument_bytes` of distinct elements, those that are read and written counted twice.
+fusion_failures: a row for each pair and each rule that rejected it.
+slow_fusions: a fused kernel compared with the kernels of its operators without fusion; `slow` where it takes longer
+than they do by more than the spread.
+estimates: the machine model's compared with the measured time.
 """
 
 
 def chosen(only: Iterable[str], without: Iterable[str]) -> tuple[str, ...]:
-    """The tables to make: all, or those named, without some. Raises UserError for a name that is none."""
+    """The tables to write: all or `only`, except those in `without`. Raises UserError for an unknown name."""
     only, without = tuple(only), tuple(without)
     for name in (*only, *without):
         if name not in TABLES:
-            raise UserError(f"there is no table {name!r}", hint=near(name, TABLES) or f"there are {', '.join(TABLES)}")
+            raise UserError(f"unknown table {name!r}", hint=near(name, TABLES) or f"choose from {', '.join(TABLES)}")
     found = tuple(name for name in (only or TABLES) if name not in without)
     if not found:
-        raise UserError("no table is left")
+        raise UserError("no tables left to write")
     return found
 
 
 def write_tables(folder: Path, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, str]:
-    """Write the tables; returns their paths by name. Raises UserError where that cannot be."""
+    """Write the tables; returns their paths by name. Raises UserError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, found in rows.items():
@@ -66,7 +66,7 @@ def write_tables(folder: Path, rows: Mapping[str, Iterable[Mapping[str, Any]]]) 
                 writer.writeheader()
                 writer.writerows(found)
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error}", hint="give a folder that is writable") from error
+        raise UserError(f"cannot write to {folder}: {error}", hint="use a writable folder") from error
     return {name: str(folder / f"{name}.csv") for name in rows}
 
 
@@ -79,7 +79,7 @@ def read_tables(folder: Path) -> dict[str, list[dict[str, str]]]:
             with path.open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
                 if tuple(reader.fieldnames or ()) != (*TAGS, *columns):
-                    raise UserError(f"{path} has other columns than this version writes", hint="make it again")
+                    raise UserError(f"{path} has other columns than this version writes", hint="write it again")
                 found[name] = list(reader)
     if not found:
         raise UserError(f"{folder} has no tables", hint="`pellucid metrics TARGET... -o FOLDER` writes them")

@@ -1,4 +1,4 @@
-"""Slow fusions: a kernel of several operators, beside the kernels that these are without fusion."""
+"""Slow fusions: fused kernels compared with the kernels of their operators without fusion."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pellucid.kit.stats import Summary, summarise, uncollected
 from pellucid.kit.subjects.base import Compiled, Subject
 from pellucid.kit.subjects.clock import Clock, clock
 
-_ROUNDS = 9  # of a call each; the first one warms up
+_ROUNDS = 9  # of one call each; the first is a warm-up
 
 
 def slow_fusions(graph: Graph, subject: Subject, compiled: Compiled) -> Iterator[dict[str, Any]]:
-    """Kernels of which all parts are known, from the slowest in comparison; none where the backend cannot be asked.
+    """Compare fused kernels with their unfused parts; none where the backend cannot disable fusion.
 
-    A part counts if what it implements is a part of what the kernel implements; a kernel that implements more than its
-    parts do together, as where an operator became several, is left out.
+    A part is an unfused kernel whose FX nodes are all nodes of the fused one. Fused kernels with nodes that no part
+    implements, for example after a decomposition, are omitted.
     """
     try:
-        apart = subject.fusing(0)
+        unfused = subject.fusing(0)
     except NotImplementedError:
         return
-    fused, single = _times(graph, subject, apart)
+    fused, single = _times(graph, subject, unfused)
     nodes = {step.name: frozenset(step.origin.nodes) for step in compiled.steps if step.generated}
     parts = {name: origin for name, (origin, _) in single.items() if origin}
     for name, (_, taken) in fused.items():
@@ -50,7 +50,7 @@ def slow_fusions(graph: Graph, subject: Subject, compiled: Compiled) -> Iterator
 
 
 def _times(graph: Graph, *subjects: Subject) -> list[dict[str, tuple[frozenset[str], Summary]]]:
-    """For each subject, by kernel, the FX nodes that it implements and its nanoseconds; they are called in turn."""
+    """For each subject, the FX nodes and nanoseconds of each kernel; the subjects are called in turn."""
     with torch.no_grad():
         runs = [subject.timed(graph) for subject in subjects]
         clocks = [Clock() for _ in subjects]

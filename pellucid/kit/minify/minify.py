@@ -445,7 +445,7 @@ def _simplify_types(work: _Search, part: Subgraph, wanted: Kind) -> Subgraph:
 
 
 def _simplify_numbers(work: _Search, part: Subgraph, wanted: Kind) -> Subgraph:
-    """Simplify all inputs at once, else one after the other. The compiled code is the same, so these queries are cheap."""
+    """Simplify all inputs at once, else one by one. The compiled code stays the same, so these queries are cheap."""
     numbers = [each.number for each in work.captured.inputs(part) if not each.plain]
     for kind in ("ones", "integers"):
         changed = part.changed(*(f"{kind} in {number}" for number in numbers))

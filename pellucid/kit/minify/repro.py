@@ -133,7 +133,7 @@ class How:
 
 
 def write_repro(graph: Graph, how: How, folder: Path, title: str) -> tuple[Path, str]:
-    """Write `repro.py` into a folder, and `inputs.bin` for large inputs; returns the program's path and its graph's text."""
+    """Write `repro.py`, and `inputs.bin` for large inputs, into a folder; returns the program's path and graph text."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "inputs.bin").unlink(missing_ok=True)
     graph = _without_unused_inputs(graph)

@@ -75,7 +75,7 @@ def capture_graphs(request: Request) -> CapturedGraphs:
 
 
 def captured_graphs() -> CapturedGraphs:
-    """What `capture_graphs` made."""
+    """The graphs that `capture_graphs` captured."""
     assert _captured is not None
     return _captured
 

@@ -1,4 +1,4 @@
-"""What the kit looks into: a function or module, and what it is called with."""
+"""The programs that the kit inspects: a function or module, and its arguments."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Case:
 
     @classmethod
     def of(cls, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Case:
-        """The program `fn(*args, **kwargs)` under its own name. Raises UserError for args that are no sequence."""
+        """The program `fn(*args, **kwargs)` under the name of `fn`. Raises UserError if args is no tuple or list."""
         if not isinstance(args, tuple | list):
             what = f"args must be a tuple or list, not {type(args).__name__}"
             raise UserError(what, hint="give (x,) for one tensor x")
         return cls(getattr(fn, "__name__", type(fn).__name__), fn, tuple(args), dict(kwargs or {}))
 
     def fresh(self) -> Case:
-        """The same program on copies of its tensors and modules, so that a run leaves the original as it is."""
+        """The same program on copies of its tensors and modules, so that a run leaves the original unchanged."""
         fn = copy.deepcopy(self.fn) if isinstance(self.fn, torch.nn.Module) else self.fn
         args, kwargs = copied((self.args, dict(self.kwargs)))
         return Case(self.name, fn, args, kwargs)
@@ -53,7 +53,7 @@ class Case:
 
 
 def copied(tree: Any) -> Any:
-    """Copies of all tensors of a tree, with their strides; tensors that share memory share it in the copy as well."""
+    """Copies of all tensors of a tree, with their strides; tensors that share memory also share it in the copy."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copy_of(leaf: Any) -> Any:
@@ -75,18 +75,18 @@ def copied(tree: Any) -> Any:
 
 
 def load_case(target: str) -> Case:
-    """The program that `FILE.py:NAME` names. Raises UserError when there is none, NotJudged when NAME() fails."""
+    """The program that `FILE.py:NAME` names. Raises UserError if there is none, NotJudged if NAME() fails."""
     make = load_case_file(target)
-    torch.manual_seed(0)  # so that another process finds the same numbers
-    with _failing(f"{target}, which makes the program, fails", target):
+    torch.manual_seed(0)  # so that another process draws the same numbers
+    with _failing(f"{target}, which creates the program, fails", target):
         made = make()
     return case_of(made, target)
 
 
 def load_case_file(target: str) -> Callable[[], Any]:
-    """The function that `FILE.py:NAME` names, which makes a program.
+    """The function that `FILE.py:NAME` names, which returns a program.
 
-    Raises UserError when there is none, NotJudged when the file cannot be imported.
+    Raises UserError if there is none, NotJudged if the file cannot be imported.
     """
     file, colon, name = target.rpartition(":")
     path = Path(file)
@@ -95,9 +95,9 @@ def load_case_file(target: str) -> Callable[[], Any]:
             raise no_run(Path(folder))
     if Path(target).is_file():
         hint = f"give {target}:NAME, a function of it, or -- python {target}, to run it as a script"
-        raise UserError(f"{target!r} names no program, but a file", hint=hint)
+        raise UserError(f"{target!r} is a file, not a program", hint=hint)
     if not colon or not name.isidentifier():
-        raise UserError(f"{target!r} names no program", hint=_FORM)
+        raise UserError(f"{target!r} is not a program", hint=_FORM)
     if not path.is_file():
         raise UserError(f"there is no file {file}", hint=_FORM)
     with _failing(f"{file} cannot be imported", f"importing {file}"):
@@ -107,34 +107,34 @@ def load_case_file(target: str) -> Callable[[], Any]:
         callables = [each for each, value in vars(module).items() if callable(value)]
         raise UserError(f"{file} has no function {name}", hint=near(name, callables) or _FORM)
     if needed := _needed(make):
-        raise UserError(f"{target} cannot be called without {', '.join(needed)}: it makes no program", hint=_FORM)
+        raise UserError(f"{target} cannot be called without {', '.join(needed)}", hint=_FORM)
     return make
 
 
 def _needed(make: Callable[..., Any]) -> list[str]:
-    """The parameters that a call must give."""
+    """The parameters that a call must pass."""
     try:
         parameters = inspect.signature(make).parameters.values()
-    except ValueError:  # of a builtin that has none
+    except ValueError:  # a builtin without a signature
         return []
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
 
 
 def no_run(folder: Path) -> UserError:
-    """The error to raise for a folder that is to be a run and is none."""
+    """The error to raise for a folder that should be a run but is not."""
     if (folder / PROFILE).is_file():
-        what = f"{folder} is a profile, written by `pellucid profile -o`, and no run: it has no graphs"
+        what = f"{folder} is a profile, written by `pellucid profile -o`, and not a run: it has no graphs"
     elif folder.is_dir():
-        what = f"{folder} is no run: it has no {RUN}"
+        what = f"{folder} is not a run: it has no {RUN}"
     else:
         what = f"there is no folder {folder}"
-    return UserError(what, hint="`pellucid capture TARGET -o RUN` makes a run")
+    return UserError(what, hint="`pellucid capture TARGET -o RUN` creates a run")
 
 
 @contextmanager
 def _failing(what: str, doing: str) -> Iterator[None]:
-    """The user's code fails, or ends the process, before there is a program. Raises NotJudged, which says so."""
+    """Raise NotJudged if the user's code fails, or ends the process, before there is a program."""
     try:
         yield
     except PellucidError:
@@ -147,7 +147,7 @@ def _failing(what: str, doing: str) -> Iterator[None]:
 
 
 def case_of(made: Any, name: str) -> Case:
-    """A program from `(fn, args)` or `(fn, args, kwargs)`."""
+    """A program from `(fn, args)` or `(fn, args, kwargs)`. Raises UserError for anything else."""
     parts: tuple[Any, ...] = made if isinstance(made, tuple) else ()
     if len(parts) not in (2, 3) or not callable(parts[0]) or not isinstance(parts[1], tuple | list):
         what = ", ".join(type(part).__name__ for part in parts) if parts else type(made).__name__
@@ -161,7 +161,7 @@ def case_of(made: Any, name: str) -> Case:
 
 
 def _module(path: Path) -> Any:
-    """The module in `path`, imported once, with its folder on the search path as `python path` has it."""
+    """The module in `path`, imported once, with its folder on the search path as for `python path`."""
     name = f"pellucid_target_{path.stem}_{abs(hash(path.resolve())):x}"
     if name in sys.modules:
         return sys.modules[name]

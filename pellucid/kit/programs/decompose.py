@@ -1,4 +1,4 @@
-"""A captured graph with its operators broken up as another backend does: it was captured for the one that saved it."""
+"""Decompose a graph that was captured for one backend as another backend decomposes it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pellucid.kit.programs.graphs import Graph, calls_of, twin
 
 
 def decomposed(graph: Graph, table: Mapping[Any, Callable[..., Any]]) -> Graph:
-    """The graph, which stays as it is, with the decomposition of each operator of the table in its place.
+    """A copy of the graph with each operator of the table replaced by its decomposition.
 
-    What computes the same as before keeps its name, so that results can be compared with those of the graph as it was.
+    Nodes that compute the same as before keep their names, so that results can be compared with the original graph's.
     """
     if not any(node.target in table for node in calls_of(graph.module)):
         return graph
@@ -52,11 +52,11 @@ def _replace(module: torch.fx.GraphModule, node: torch.fx.Node, table: Mapping[A
                 known[each].meta = {**node.meta, **_about_the_result(each)}
                 fresh.add(known[each])
     if isinstance(result, torch.fx.Node):
-        _stand_in(result, node, fresh)
+        _substitute(result, node, fresh)
         return
-    for item in list(node.users):  # of an operator with several results
+    for item in list(node.users):  # the operator has several results
         assert item.target is operator.getitem
-        _stand_in(result[item.args[1]], item, fresh)
+        _substitute(result[item.args[1]], item, fresh)
     module.graph.erase_node(node)
 
 
@@ -64,8 +64,8 @@ def _about_the_result(node: torch.fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
 
 
-def _stand_in(made: torch.fx.Node, node: torch.fx.Node, fresh: set[torch.fx.Node]) -> None:
-    """Take a node's place and its name: that, unless the result has a name already."""
+def _substitute(made: torch.fx.Node, node: torch.fx.Node, fresh: set[torch.fx.Node]) -> None:
+    """Replace a node by `made`, which also takes its name if it is in `fresh` and has not been renamed."""
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
     if made in fresh:

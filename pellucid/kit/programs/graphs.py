@@ -1,4 +1,4 @@
-"""The ATen graphs that a program becomes, with the arguments that they were called with, and running them eagerly."""
+"""The ATen graphs of a program, with the arguments of their calls, and running them eagerly."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One graph as AOTAutograd hands it to a compiler.
+    """One graph as AOTAutograd passes it to a compiler.
 
     name: `forward_0`. kind: `inference`, `forward` or `backward`. inputs: of its first call, for its placeholders.
-    later: of calls with other sizes, `LATER` at most.
+    later: the inputs of calls with other sizes, at most `LATER`.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Graph:
 
     @property
     def calls(self) -> int:
-        """How many operators it calls."""
+        """The number of operator calls."""
         return sum(node.op == "call_function" for node in self.module.graph.nodes)
 
 
@@ -50,9 +50,9 @@ def through_aot(
     decompositions: dict[Any, Callable[..., Any]],
     joint: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda graph: graph,
 ) -> Callable[..., Any]:
-    """A backend for `torch.compile` behind AOTAutograd; `compiler` of a kind gets each graph.
+    """A backend for `torch.compile` behind AOTAutograd; `compiler(kind)` compiles each graph.
 
-    joint: a pass on forward and backward as one graph, before it is cut in two.
+    joint: a pass on the joint graph of forward and backward, before it is partitioned.
     """
 
     def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -70,9 +70,9 @@ def through_aot(
 
 
 class Recorder:
-    """Stands in for a compiler: graphs run eagerly, and are kept with the arguments of their first call.
+    """Replaces a compiler: graphs run eagerly, and are recorded with the arguments of their first call.
 
-    keep: is given each; by default it is appended to `graphs`.
+    keep: called with each graph; by default it is appended to `graphs`.
     """
 
     def __init__(self, keep: Callable[[Graph], None] | None = None) -> None:
@@ -99,7 +99,7 @@ class Recorder:
         return compile_graph
 
     def _called(self, graph: Graph, again: bool) -> None:
-        """Keep a graph at its first call; again: add the arguments of another one."""
+        """Record a graph at its first call; again: add the arguments of a later call."""
         if not again:
             self._keep(graph)
         for position, kept in enumerate(self.graphs if again else ()):
@@ -108,16 +108,16 @@ class Recorder:
 
 
 def twin(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A graph of its own over the same tensors."""
+    """A copy of a graph over the same tensors."""
     return torch.fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 def interpret(
     module: torch.fx.GraphModule, inputs: Sequence[Any], see: Callable[[torch.fx.Node, Any], Any] | None = None
 ) -> Sequence[Any]:
-    """What a graph returns when it runs eagerly. The inputs are changed where the graph mutates them.
+    """The results of a graph that runs eagerly. Inputs that the graph mutates are changed.
 
-    see: told each call's result; what it returns takes its place.
+    see: called with each call and its result; its return value replaces the result.
     """
 
     class Interpreter(torch.fx.Interpreter):
@@ -133,7 +133,7 @@ def interpret(
 def values_of(
     module: torch.fx.GraphModule, inputs: Sequence[Any], wanted: Callable[[torch.fx.Node], bool] = lambda node: True
 ) -> dict[str, Any]:
-    """Eager's result of each wanted call by its name, as it was when it came to be. See `interpret`."""
+    """Eager's result of each wanted call by its name, as it was when it was computed. See `interpret`."""
     found: dict[str, Any] = {}
     changes = any(mutates(node) or _is_foreign(node) for node in calls_of(module))
 
@@ -148,7 +148,7 @@ def values_of(
 
 
 def in_float64(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The graph with float64 wherever it says float32, bfloat16 or float16: in conversions, factories and constants."""
+    """The graph with float32, bfloat16 and float16 replaced by float64 in conversions, factories and constants."""
     wide = twin(module)
     for node in wide.graph.nodes:
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), wider)  # type: ignore[misc]
@@ -164,7 +164,7 @@ def in_float64(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 class InFloat64(OperatorMode):
-    """The same for what runs in this context, whose inputs are `widened`. Random numbers stay those of their types."""
+    """Like `in_float64`, for code that runs in this context on `widened` inputs. Random numbers keep their dtypes."""
 
     def call(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -173,12 +173,12 @@ class InFloat64(OperatorMode):
 
 
 def wider(value: Any) -> Any:
-    """float64 for a shorter type; anything else as it is."""
+    """float64 for a narrower float dtype; any other value unchanged."""
     return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
 
 
 def widened(tree: Any) -> Any:
-    """Copies of all tensors of a tree, floats as float64."""
+    """Copies of all tensors of a tree, floats converted to float64."""
 
     def widen(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -204,14 +204,14 @@ def case_in(case: Case, dtype: torch.dtype) -> Case:
 
 
 def is_random(node: torch.fx.Node) -> bool:
-    """Whether a call draws random numbers: in float64 it would draw others. Inductor's own operators have no tag."""
+    """Whether a call draws random numbers, which would differ in float64. Inductor's own operators have no tag."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "inductor_" in str(node.target)
 
 
 def rebound(module: torch.fx.GraphModule, inputs: Sequence[Any], mode: Any = None) -> torch.fx.GraphModule:
-    """A copy of the graph whose nodes know the sizes and types that they have with these (static) inputs.
+    """A copy of the graph whose nodes have the sizes and dtypes that follow from these (static) inputs as metadata.
 
-    mode: of fake tensors, where the inputs are some already.
+    mode: the fake tensor mode, if the inputs are fake tensors already.
     """
     return fake_graph(twin(module), inputs, mode)
 
@@ -223,11 +223,11 @@ def cut(
     first: Iterable[torch.fx.Node] = (),
     results: Collection[str] = (),
 ) -> tuple[torch.fx.GraphModule, list[Any]]:
-    """Some calls of a graph as a graph of its own, and its inputs: what they need from outside, by name in `values`.
+    """Some calls of a graph as a separate graph, and its inputs: operands computed outside, by name in `values`.
 
-    first: nodes of the graph that are inputs whether they are needed or not, before the others. results: calls
-    whose results, tensors, it returns; by default those tensors that nobody, or somebody else, needs. Raises KeyError
-    when a value is missing.
+    first: nodes of the graph that become inputs before the others, used or not. results: calls whose results, tensors,
+    it returns; by default the tensors without users, and those with users outside. Raises KeyError if a value is
+    missing.
     """
     made = torch.fx.Graph()
     known: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -250,7 +250,7 @@ def cut(
 
 
 def size_inputs(module: torch.fx.GraphModule, calls: Sequence[torch.fx.Node] | None = None) -> list[torch.fx.Node]:
-    """The inputs of a graph that are symbols for sizes: all of them, or those on which these calls depend."""
+    """The inputs of a graph that are symbolic sizes: all of them, or those that these calls depend on."""
     found = [
         node for node in module.graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), torch.SymInt)
     ]
@@ -262,20 +262,20 @@ def size_inputs(module: torch.fx.GraphModule, calls: Sequence[torch.fx.Node] | N
 
 
 def needed_by(nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
-    """What calls need from outside, in the order in which they need it."""
+    """The operands of these calls that other nodes compute, in the order of their use."""
     inside = set(nodes)
     return list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside))
 
 
 def graph_of(module: torch.nn.Module, inputs: list[Any], kind: str, sizes: Mapping[str, Any] | None) -> Graph:
-    """A graph to compile, traced from a module. sizes: which of the inputs' are symbols, see `capture.sizes`."""
+    """A graph to compile, traced from a module. sizes: the symbolic sizes of the inputs, see `capture.sizes`."""
     static = {"symbols": {}, "inputs": [None] * len(inputs)}
     mode, fakes = fake_inputs(_bound_sizes(sizes or static, inputs), inputs)
     return Graph("graph", kind, trace_function(module, fakes, mode), tuple(inputs))
 
 
 def _bound_sizes(sizes: Mapping[str, Any], inputs: Sequence[Any]) -> dict[str, Any]:
-    """The sizes with the values that their symbols have in these inputs."""
+    """The sizes with the values of their symbols for these inputs."""
     symbols = dict(sizes["symbols"])
     for form, value in zip(sizes["inputs"], inputs, strict=True):
         formulas = [form] if isinstance(value, int) else form["size"] if isinstance(form, dict) else []
@@ -290,17 +290,17 @@ def calls_of(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
 
 
 def mutates(call: torch.fx.Node) -> bool:
-    """Whether an operator works in place."""
+    """Whether an operator mutates an argument."""
     return getattr(getattr(call.target, "_schema", None), "is_mutable", False)
 
 
 def is_view(call: torch.fx.Node) -> bool:
-    """Whether a call makes no new values: it looks at others, takes one out of several, or computes sizes."""
+    """Whether a call computes no new tensor: it returns a view, selects one of several results, or computes sizes."""
     return getattr(call.target, "_schema", None) is None or returns_view(call.target)
 
 
 def _is_foreign(call: torch.fx.Node) -> bool:
-    """Whether nothing is known of what a call does."""
+    """Whether a call's effects are unknown, as it has no schema."""
     return not hasattr(call.target, "_schema") and call.target is not operator.getitem
 
 
@@ -315,14 +315,14 @@ def writes(call: torch.fx.Node, operand: torch.fx.Node) -> bool:
 
 
 def results_of(module: torch.fx.GraphModule) -> list[str]:
-    """By position in what a graph returns, the node that makes it; empty where there is none."""
+    """The names of the nodes that a graph returns, by position; empty for values that are not nodes."""
     returned = module.graph.output_node().args[0]
     items = returned if isinstance(returned, list | tuple) else [returned]
     return [node.name if isinstance(node, torch.fx.Node) else "" for node in items]
 
 
 def writers_of(module: torch.fx.GraphModule) -> dict[int, str]:
-    """By position of an input, the last operator that writes to it."""
+    """The last operator that writes to an input, by the input's position."""
     found: dict[int, str] = {}
     for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
         writers = sorted(user for user in node.users if writes(user, node))

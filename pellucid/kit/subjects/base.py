@@ -1,4 +1,4 @@
-"""A backend under test, behind one interface: every tool of the kit speaks to subjects only."""
+"""The interface of a backend under test, a "subject": every tool of the kit uses subjects only."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Near: TypeAlias = Callable[[torch.Tensor, torch.Tensor], bool]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call that a compiled graph makes: a generated kernel, or an operator of a library.
+    """One call that a compiled graph makes: of a generated kernel, or of a library operator.
 
-    name: unique in the graph. op: of a library call, as the dispatcher names it; empty for a kernel.
-    reason: why a library call is not compiled. ops: of the loop language, in the order of a kernel's C++.
+    name: unique in the graph. op: the operator of a library call, as the dispatcher names it; empty for a kernel.
+    reason: why a library call is not compiled. ops: operators of the loop language, in the order of a kernel's C++.
     origin: the FX nodes that it implements, in graph order, and their user lines.
-    reads, writes: names of buffers. values: the FX nodes whose whole result lies in memory once this call is done.
-    symbol: the C++ function; equal kernels share it. source: its C++. lines: where each line of that comes from.
-    facts: what the subject tells of a kernel beside this, by column of `kernels.csv`.
+    reads, writes: names of buffers. values: the FX nodes whose whole result is in memory after this call.
+    symbol: the C++ function, shared by equal kernels. source: its C++. lines: the origin of each of its lines.
+    facts: further facts about a kernel that the subject reports, by column of `kernels.csv`.
     """
 
     name: str
@@ -55,44 +55,44 @@ class Step:
 
     @property
     def fingerprint(self) -> str:
-        """Of the C++ of a kernel, whatever its name: the same kernel in another graph has the same."""
+        """A hash of a kernel's C++ without its name: equal kernels of different graphs have the same fingerprint."""
         return hashlib.sha256(self.source.replace(self.symbol, "kernel").encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """Two parts of a graph that became one kernel: what each computes."""
+    """Two parts of a graph that became one kernel, each by the nodes that it computes."""
 
     first: Origin
     second: Origin
 
 
 def refusal(kind: str, subject: tuple[str, ...], cause: str, origin: Origin, category: str = "") -> Refusal:
-    """One thing that was not done, with where it comes from."""
+    """A refusal with the nodes and the user line of its origin."""
     return Refusal(kind, subject, cause, origin.nodes, str(origin.users[-1]) if origin.users else "", category)
 
 
 class Probe:
-    """What happens around the steps of a run. By default nothing."""
+    """Hooks around the steps of a run, which do nothing by default."""
 
     @property
     def observes(self) -> bool:
-        """Whether it looks at what steps have made. Else several may run together, after `before` of all of them."""
+        """Whether it inspects the results of steps. If not, several steps may run together, after `before` of each."""
         return type(self).after is not Probe.after
 
     def before(self, step: Step) -> None:
         """Called before the step."""
 
     def after(self, step: Step, values: Mapping[str, torch.Tensor]) -> None:
-        """Called after the step with live tensors: the results of `step.values`. They may be written to, not kept."""
+        """Called after the step with live tensors, the results of `step.values`: it may write to them, not keep them."""
 
 
 class Compiled(ABC):
     """A graph that a subject compiled.
 
-    graph: the FX graph whose nodes the steps name: the given one after the subject's own graph passes.
-    steps: in the order in which they run; empty where the subject does not tell. seconds: that each stage of
-    compilation took, in order, as far as the subject tells.
+    graph: the FX graph whose nodes the steps name: the original graph after the subject's own graph passes.
+    steps: in execution order; empty if the subject does not report them. seconds: the time of each stage of
+    compilation, in order, as far as the subject reports it.
     """
 
     graph: torch.fx.GraphModule
@@ -100,11 +100,11 @@ class Compiled(ABC):
     seconds: Mapping[str, float] = MappingProxyType({})
 
     def texts(self, constants: Constants) -> Mapping[str, str]:
-        """What the subject made of the graph, by names of `schema.GRAPH_FILES`. constants: of the run's programs."""
+        """The subject's output for the graph, by names of `schema.GRAPH_FILES`. constants: of the run's programs."""
         return {}
 
     def decisions(self) -> Iterator[Mapping[str, Any]]:
-        """Rows of `decisions.csv`, but for the graph."""
+        """Rows of `decisions.csv`, without the column `graph`."""
         for each in self.refusals():
             yield {
                 "rule": each.kind,
@@ -116,23 +116,23 @@ class Compiled(ABC):
             }
 
     def refusals(self) -> Iterator[Refusal]:
-        """What was not fused, not vectorised and not compiled, and why, as far as the subject tells."""
-        for step in {step.name: step for step in self.steps}.values():  # one may stand for several results
+        """What was not fused, not vectorised and not compiled, and why, as far as the subject reports it."""
+        for step in {step.name: step for step in self.steps}.values():  # a step may be listed once per result
             if step.op:
-                yield refusal("fallback", (step.op,), step.reason or "a call of a library", step.origin)
+                yield refusal("fallback", (step.op,), step.reason or "a library call", step.origin)
 
     @abstractmethod
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
-        """What the graph returns. The inputs are changed where the graph mutates them."""
+        """The graph's results. Inputs that the graph mutates are changed."""
 
     def fusions(self) -> Sequence[Fusion]:
-        """The fusions that were made, in their order; none where the subject does not tell."""
+        """The fusions that were made, in order; none if the subject does not report them."""
         return ()
 
     def wrong_scalar(self, node: str, inputs: Sequence[Any], near: Near) -> str:
-        """Of the scalar operators that an FX node became, the first whose value is not near what its operands make.
+        """The first scalar operator of an FX node's lowering whose value does not follow from its operands.
 
-        Empty where none is, or where the subject does not tell.
+        Empty if there is none, or if the subject does not report them. near: compares with the expected value.
         """
         return ""
 
@@ -141,7 +141,7 @@ class Compiled(ABC):
 class Rung:
     """A way to run a program that uses part of a backend.
 
-    component: what it adds to the rung below it. subject: how. threads: torch's; 0 for its own choice.
+    component: the component that it adds to the rung below. subject: runs it. threads: torch's; 0 for its default.
     """
 
     component: str
@@ -155,7 +155,7 @@ class Subject(ABC):
 
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    # How much it wants of the graphs that it compiles: where two are to compile the same, the greater captures it.
+    # How strict its requirements on graphs are: if two subjects compile the same graph, the one with more captures it.
     demands = 0
 
     @property
@@ -164,13 +164,13 @@ class Subject(ABC):
 
     @abstractmethod
     def wrap(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
-        """`fn` compiled by this backend when it is called. No cache hides what this version of the backend does."""
+        """`fn` compiled by this backend when it is called, without caches that could hide changes of the backend."""
 
     @abstractmethod
     def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
-        """A backend for `torch.compile` that captures graphs as this one does; `compiler` of a kind gets each.
+        """A backend for `torch.compile` that captures graphs as this one does; `compiler(kind)` compiles each.
 
-        decompose: break operators up as the backend does; else they stay as the user called them.
+        decompose: decompose operators as the backend does; else they stay as the user called them.
         """
 
     @abstractmethod
@@ -178,14 +178,14 @@ class Subject(ABC):
         """Compile one graph for inputs like its own. Raises what the backend raises."""
 
     def timed(self, graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
-        """One graph compiled, for a list of its arguments, which notes its runs while a `clock` is on.
+        """One graph compiled as a function of a list of arguments, which records its runs while a `clock` is on.
 
-        A backend that does not tell its steps notes nothing. Raises what the backend raises.
+        A backend that does not report its steps records nothing. Raises what the backend raises.
         """
         return self.callable(graph)
 
     def clocked(self, fn: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
-        """`fn` compiled by this backend, whose graphs note their runs while a `clock` is on."""
+        """`fn` compiled by this backend; its graphs record their runs while a `clock` is on."""
         return self.wrap(fn, dynamic)
 
     def watched(self, fn: Callable[..., Any], probe: Probe, dynamic: bool | None = None) -> Callable[..., Any]:
@@ -208,46 +208,46 @@ class Subject(ABC):
         return torch.compile(fn, backend=self.capturing(compiler), dynamic=dynamic)
 
     def warm_up(self) -> None:  # noqa: B027
-        """Do once what every compilation of this process and of its forks needs, as far as that starts no threads."""
+        """Do in advance what every compilation of this process and its forks needs, if that starts no threads."""
 
     def keep_kernels(self, folder: Path) -> None:  # noqa: B027
-        """From now on this process and its forks keep kernels in a folder that they alone use, and compile none twice.
+        """From now on cache kernels of this process and its forks in a private folder, so that none is compiled twice.
 
-        For a process that is about to compile many graphs that are much alike.
+        For a process that is about to compile many similar graphs.
         """
 
     def sanitized(self) -> Subject:
-        """The same with its kernels built for the sanitizers, in a process of theirs (`process.sanitizer`), and with
-        memory of its own for each buffer. Raises UserError for a backend whose kernels the kit does not build.
+        """This subject with its kernels built for the sanitizers, for a process set up by `process.sanitizer`, and with
+        separate memory for each buffer. Raises UserError for a backend whose kernels the kit does not build.
         """
-        raise UserError(f"the kernels of {self.name} cannot be sanitized", hint="take pellucid or inductor")
+        raise UserError(f"the kernels of {self.name} cannot be sanitized", hint="use pellucid or inductor")
 
     def refused(self, error: BaseException) -> Refused | None:
-        """The kernel that the C++ compiler refused, if that is what `error`, raised by `compile`, says."""
+        """The kernel that the C++ compiler rejected, if that is why `compile` raised `error`."""
         return None
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """By ATen operator, what the backend replaces it with while it captures."""
+        """The backend's decompositions during capture, by ATen operator."""
         return {}
 
     def passed(self, graph: Graph) -> torch.fx.GraphModule:
-        """A graph after the backend's own passes; the given one stays as it is."""
+        """A graph after the backend's own passes; `graph` stays unchanged."""
         return graph.module
 
     def callable(self, graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
-        """A graph compiled, with nothing around its steps: for timing."""
+        """A graph compiled without hooks around its steps, for timing."""
         return self.compile(graph).run
 
     def fusing(self, most: int) -> Subject:
-        """The same with the first so many fusions of a graph, no more. Where `Compiled.fusions` tells them."""
+        """This subject limited to the first `most` fusions of a graph, if it reports `Compiled.fusions`."""
         raise NotImplementedError(self.name)
 
     @abstractmethod
     def ladder(self) -> tuple[Rung, ...]:
-        """Ways to run a program from eager to this backend as it is, each with one more component of it."""
+        """Ways to run a program, from eager to the whole backend, each with one more component of it."""
 
     def graphs(self, case: Case, *, backward: bool = False, dynamic: bool | None = None) -> list[Graph]:
-        """The graphs that a program becomes, in the order of their first calls, which are made eagerly."""
+        """The graphs that are captured of a program, in the order of their first calls, which run eagerly."""
         recorder = Recorder()
         torch._dynamo.reset()
         fresh = case.fresh()
@@ -263,7 +263,7 @@ class Subject(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Partial(Subject):
-    """A backend of which only a part is used: `wrap` goes through `compile`, which says what part."""
+    """A part of a backend, which `compile` defines; `wrap` uses `compile`."""
 
     base: Subject = None  # type: ignore[assignment]
 
@@ -292,7 +292,7 @@ class Partial(Subject):
 
 @dataclass(frozen=True, slots=True)
 class Captured(Partial):
-    """The graphs as a backend captures them, run eagerly."""
+    """The graphs that a backend captures, run eagerly."""
 
     def compile(self, graph: Graph) -> Compiled:
         return Interpreted(graph.module)
@@ -300,7 +300,7 @@ class Captured(Partial):
 
 @dataclass(frozen=True, slots=True)
 class Undecomposed(Captured):
-    """The same with the operators that the user called, none of them decomposed."""
+    """Like `Captured`, without decomposing the operators that the user called."""
 
     def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
         return self.base.capturing(compiler, decompose=False)
@@ -311,7 +311,7 @@ class Undecomposed(Captured):
 
 @dataclass(frozen=True, slots=True)
 class AsTraced(Captured):
-    """The same without what the backend does to forward and backward while they are one graph."""
+    """Like `Captured`, without the backend's passes on the joint graph of forward and backward."""
 
     def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
         return through_aot(compiler, dict(self.decompositions()) if decompose else {})
@@ -336,9 +336,9 @@ class Interpreted(Compiled):
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    """A number to differentiate: the loss that a model returns, else all floating-point results, weighted at random.
+    """A scalar to differentiate: the loss that a model returns, else a weighted sum of all results with gradients.
 
-    The weights are the same on every call: a sum of a softmax's results, say, has no gradient at all.
+    The weights are random, because a plain sum of softmax results, say, has no gradient, and equal on every call.
     """
     loss = getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor):
@@ -358,7 +358,7 @@ def _weighted(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Watched:
-    """A graph compiled by a subject. ran: the kernels of its last call, by `Step.fingerprint`."""
+    """A graph compiled by a subject. ran: the `Step.fingerprint`s of the kernels of its last call."""
 
     def __init__(self, graph: Graph, subject: Subject) -> None:
         self.ran: set[str] = set()
@@ -367,8 +367,8 @@ class Watched:
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         ran = self.ran = set()
 
-        class Noted(Probe):
+        class RecordKernels(Probe):
             def before(self, step: Step) -> None:
                 ran.update([step.fingerprint] if step.generated else ())
 
-        return self._compiled.run(list(inputs), Noted())
+        return self._compiled.run(list(inputs), RecordKernels())

@@ -1,7 +1,7 @@
-"""Times of compiled graphs: while a clock is on, each run of a graph notes when each of its steps began and ended.
+"""Times of compiled graphs: while a clock is on, each run of a graph records the begin and end of each of its steps.
 
-Pellucid's runtime takes the times of its own graphs. Inductor's are taken around the calls of the module that it wrote,
-see `inductor/timing.py`. All are nanoseconds of the clock of `time.perf_counter_ns`.
+Pellucid's runtime times its own graphs. Inductor's are timed around the calls of its generated module, see
+`inductor/timing.py`. All times are nanoseconds of `time.perf_counter_ns`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """One run of a compiled graph by a thread. steps: in order; fewer than the graph has if the run failed."""
+    """One run of a compiled graph by a thread. steps: in order; fewer than in the graph if the run failed."""
 
     graph: str
     span: Span
@@ -41,17 +41,17 @@ Facts: TypeAlias = "tuple[StepFacts | None, ...]"
 
 @dataclass
 class Clock:
-    """runs: those that ended while it was on, in the order of their begin; known once it is off.
+    """runs: those that ended while it was on, ordered by begin; available once it is off.
 
-    lost: how many runs are not among them, because there was no room, or their graph was gone before it was asked.
+    lost: the number of missing runs, because the buffer was full, or the graph was freed before its facts were read.
     """
 
     runs: list[TimedRun] = field(default_factory=list)
     lost: int = 0
-    _facts: dict[int, Facts] = field(default_factory=dict)  # by the number of an instance
+    _facts: dict[int, Facts] = field(default_factory=dict)  # by the number of the instance
 
     def add(self, run: TimedRun) -> None:
-        """A run that something else than Pellucid's runtime has timed."""
+        """Add a run that was not timed by Pellucid's runtime."""
         self.runs.append(run)
 
 
@@ -59,20 +59,20 @@ _on: list[Clock] = []
 
 
 def running_clock() -> Clock | None:
-    """The clock that is on."""
+    """The clock that is on, if any."""
     return _on[0] if _on else None
 
 
 @contextmanager
 def clock(again: Clock | None = None, counters: Sequence[Counter] = ()) -> Iterator[Clock]:
-    """Times all runs of this process meanwhile. again: a clock to add them to. counters: see `timeline.start`.
+    """Time all runs of this process in this context. again: a clock to add them to. counters: see `timeline.start`.
 
-    Raises UserError where a clock is on already.
+    Raises UserError if a clock is on already.
     """
     if _on:
         raise UserError("a profile is being taken already", hint="take one after the other")
     made = again or Clock()
-    alive = dict(INSTANCES)  # they may be gone at the end
+    alive = dict(INSTANCES)  # they may be freed before the end
     _on.append(made)
     timeline.start(counters)
     try:
@@ -85,7 +85,7 @@ def clock(again: Clock | None = None, counters: Sequence[Counter] = ()) -> Itera
 
 
 def _decode(made: Clock, taken: timeline.Timeline, instances: dict[int, Sized]) -> None:
-    """Add what the runtime has timed."""
+    """Add the runs that the runtime has timed."""
     made.lost += taken.lost
     for run in taken:
         sized = instances.get(run.plan)
@@ -98,5 +98,5 @@ def _decode(made: Clock, taken: timeline.Timeline, instances: dict[int, Sized]) 
 
 
 def _steps(run: RunTime, facts: Sequence[StepFacts | None]) -> tuple[Timed, ...]:
-    """Without the calls of probes."""
+    """The steps of a run, without the calls of probes."""
     return tuple(Timed(fact, time) for fact, time in zip(facts, run.calls, strict=False) if fact is not None)

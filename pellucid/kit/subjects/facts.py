@@ -1,4 +1,4 @@
-"""What one call of a step moves and computes: the facts that its time is held against."""
+"""What one call of a step moves and computes: the facts that its time is compared with."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _NAMES = {
 class StepFacts:
     """One call of a compiled graph, at the sizes of a run.
 
-    graph, step: which call it is. symbol: the function that is called: a kernel's, or an operator as the dispatcher
-    names it. kind: `kernel`, or of library calls `product`, `convolution`, `attention` or `call`. reads, writes:
-    shapes, `f32[128, 768]`. loaded, stored: bytes of the different elements that it reads and writes, each once. flops:
-    operations on floats. touched: bytes of the different elements that it reads or writes, or both. Each None where
-    nobody knows. instructions: of vectors, that a kernel is estimated to issue; 0 where nobody knows.
-    dtype: the float type in which it computes, `f32`; empty where it computes no floats.
-    threads: that share the work; None where the library decides. counts_as: `product`, `convolution` or
-    `attention` of a kernel whose work is that.
-    fetched: bytes of the lines of the cache that it touches; None where nobody knows. scalar: why a kernel has no
-    vectors; empty where it has. reason: why a library call is none. parts: its bytes by buffer, where it is known
-    what was touched before. packed: elements of a parameter that a kernel packs anew at each call. uncounted: work of a
-    kernel's plan that is neither in its flops nor in its instructions, in words.
+    graph, step: the graph and the name of the call. symbol: the called function: a kernel's, or an operator as the
+    dispatcher names it. kind: `kernel`, or of library calls `product`, `convolution`, `attention` or `call`. reads,
+    writes: shapes, `f32[128, 768]`. loaded, stored: bytes of the distinct elements that it reads and writes. flops:
+    operations on floats. touched: bytes of the distinct elements that it reads or writes. Each None if unknown.
+    instructions: the estimated number of vector instructions of a kernel; 0 if unknown.
+    dtype: the float type in which it computes, `f32`; empty if it computes no floats.
+    threads: that share the work; None if the library decides. counts_as: `product`, `convolution` or `attention` for a
+    kernel that implements one.
+    fetched: bytes of the cache lines that it touches; None if unknown. scalar: why a kernel is not vectorised; empty if
+    it is. reason: why a library call is not compiled. parts: its bytes by buffer with reuse distances, if these are
+    known. packed: elements of a parameter that a kernel packs again in each call. uncounted: work of a kernel's plan
+    that is neither in its flops nor in its instructions, in words.
     """
 
     graph: str
@@ -70,7 +70,7 @@ class StepFacts:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes that it moves."""
+        """The bytes that it moves."""
         return None if self.loaded is None or self.stored is None else self.loaded + self.stored
 
 
@@ -85,7 +85,7 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def widest_float(dtypes: Sequence[torch.dtype]) -> str:
-    """The float type with the most bytes, by its short name; empty where there is none."""
+    """The widest float type, by its short name; empty if there is none."""
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
     return dtype_text(max(floats, key=lambda dtype: dtype.itemsize)) if floats else ""
 
@@ -93,9 +93,9 @@ def widest_float(dtypes: Sequence[torch.dtype]) -> str:
 def library_facts(
     step: StepFacts, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[torch.Tensor]
 ) -> StepFacts:
-    """A step completed by the operator that it calls with tensors (which may have no memory) and those that it returns.
+    """A step completed with the facts of a library call, from its arguments and results (possibly meta tensors).
 
-    What it changes in place counts as read only.
+    Arguments that are changed in place count as read only.
     """
     given = {name: value for name, value in kwargs.items() if name != "out"}
     read = _tensors((args, given))
@@ -114,7 +114,7 @@ def library_facts(
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """The different tensors of a tree."""
+    """The distinct tensors of a tree."""
     return list({id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)}.values())
 
 
@@ -125,8 +125,8 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 def library_flops(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
 ) -> tuple[str, int | None]:
-    """The kind of a library call and its FLOPs, by PyTorch's formulas (`torch.utils.flop_counter`), which count a
-    multiplication and an addition each; None where it has no formula."""
+    """The kind of a library call and its FLOPs by PyTorch's formulas (`torch.utils.flop_counter`), which count a
+    multiplication and an addition as two; None without a formula."""
     packet = op.overloadpacket if isinstance(op, torch._ops.OpOverload) else op
     name = str(packet).removeprefix("aten.").removeprefix("aten::")
     kind = kind_of(name)
@@ -145,12 +145,12 @@ def library_flops(
 
 
 def kind_of(name: str) -> str:
-    """The kind of an operator of a library, by its name without namespace and overload."""
+    """The kind of a library operator, by its name without namespace and overload."""
     return "product" if name in _PRODUCTS else next((each for each in _KINDS if each in name), "call")
 
 
 def _in_order(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """All arguments in the schema's order, as the formulas want them."""
+    """All arguments in the schema's order, as the formulas require."""
     rest = packet.default._schema.arguments[len(args) :]
     return [*args, *(kwargs[each.name] for each in rest if each.name in kwargs and not each.kwarg_only)]
 
@@ -160,13 +160,13 @@ _KINDS = ("attention", "convolution")
 
 
 def _convolution_backward(gradient: Any, image: Any, weight: Any, *rest: Any) -> int:
-    """As many as forward for each of the two gradients that are wanted; PyTorch's formula counts groups twice."""
+    """The FLOPs of forward for each requested gradient of image and weight; PyTorch's formula counts groups twice."""
     transposed, mask = rest[4], rest[7]
-    points = prod((image if transposed else gradient).shape)  # each meets each weight of its group once
+    points = prod((image if transposed else gradient).shape)  # each is multiplied with each weight of its group
     return sum(map(bool, mask[:2])) * 2 * points * prod(weight.shape[1:])
 
 
 def _attention(shapes: Sequence[tuple[int, ...]], along_keys: int, along_values: int) -> int:
-    """Of matrix products between the shapes of queries, keys and values: over the size of a key, and of a value."""
+    """The FLOPs of attention: `along_keys` products over the size of a key, `along_values` over that of a value."""
     (batch, heads, queries, size), (*_, keys, _), (*_, width) = shapes
     return 2 * batch * heads * queries * keys * (along_keys * size + along_values * width)

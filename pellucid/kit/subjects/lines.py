@@ -1,4 +1,4 @@
-"""The lines of Pellucid's kernels, one by one: stores are added to a kernel, and each value is computed again."""
+"""Checks each line of Pellucid's kernels: stores of the values are added to a kernel, and each is computed again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pellucid.codegen import generate
-from pellucid.executable import Executable, Whole
+from pellucid.executable import Executable, LazyProgram
 from pellucid.execution_plan import plan_execution
 from pellucid.ir.attention import mixes_reduction_axes
 from pellucid.ir.index import ZERO, Expr, const, product, total, var
@@ -30,32 +30,32 @@ def wrong_scalar(
     options: Options,
     near: Near,
 ) -> str:
-    """The operator of the first line made for an FX node whose value is wrong for its operands; empty for none.
+    """The operator of the first line of an FX node's lowering whose value is wrong for its operands; empty for none.
 
-    program: of static sizes, as it was compiled. Native code computes every line, and the interpreter each of them
-    again from what native code made of its operands; but those of an attention, which runs as a whole.
+    program: of static sizes, as it was compiled. Native code computes every line, and the interpreter computes each
+    again from the native values of its operands, except in attention kernels, whose lines cannot be run separately.
     """
     if program.symbols:
         return ""
-    told = {
+    checked = {
         kernel.name: [] if mixes_reduction_axes(kernel) else [line for line in kernel.body if _is_made_for(line, node)]
         for kernel in _kernels(program)
     }
-    memory = _run(_storing(program, told), constants, inputs, options)
+    memory = _run(_storing(program, checked), constants, inputs, options)
     for kernel in _kernels(program):
         loaded, stored = ({each.buffer for _, each in sites} for sites in (kernel.loads(), kernel.stores()))
-        if not told[kernel.name] or loaded & stored:
+        if not checked[kernel.name] or loaded & stored:
             continue  # what it loaded may be gone
-        given = {line.out: _shaped(kernel, line, memory[_name(kernel, line)]) for line in told[kernel.name]}
+        given = {line.out: _shaped(kernel, line, memory[_name(kernel, line)]) for line in checked[kernel.name]}
         again = line_values(kernel, {param.name: memory[param.name] for param in kernel.params}, {}, given)
-        wrong = next((line for line in told[kernel.name] if _differs(line, given, again, near)), None)
+        wrong = next((line for line in checked[kernel.name] if _differs(line, given, again, near)), None)
         if wrong is not None:
             return wrong.rhs.op if isinstance(wrong.rhs, Compute | Reduce) else type(wrong.rhs).__name__.lower()
     return ""
 
 
 def _differs(line: Line, native: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor], near: Near) -> bool:
-    """Whether a value is another one; of a sum, measured by what was added up, which may cancel."""
+    """Whether two values differ; sums relative to the magnitude of their terms, which may cancel."""
     ours, theirs = native[line.out], again[line.out]
     if isinstance(line.rhs, Reduce) and line.rhs.op == "sum" and theirs.is_floating_point():
         added = again[line.rhs.arg].abs().sum() / theirs.numel()
@@ -75,15 +75,15 @@ def _name(kernel: Kernel, line: Line) -> str:
     return f"{kernel.name}_{line.out}"
 
 
-def _storing(program: Program, told: Mapping[str, Sequence[Line]]) -> Program:
-    """The program that also stores the values of lines, by kernel, and returns all memory that it writes."""
+def _storing(program: Program, checked: Mapping[str, Sequence[Line]]) -> Program:
+    """The program with stores of the values of these lines, by kernel, which returns all buffers that it writes."""
     nodes, fresh = [], []
     for node in program.nodes:
         if not isinstance(node, Kernel):
             nodes.append(node)
             continue
         body, params = list(node.body), list(node.params)
-        for line in told[node.name]:
+        for line in checked[node.name]:
             index, numel = _place(node, line)
             fresh.append(Buffer(_name(node, line), line.dtype, numel, "output"))
             params.append(Param(fresh[-1].name, line.dtype, numel))
@@ -96,7 +96,7 @@ def _storing(program: Program, told: Mapping[str, Sequence[Line]]) -> Program:
 
 
 def _place(kernel: Kernel, line: Line) -> tuple[Expr, Expr]:
-    """Where the value of a line lies at each point, in a buffer of the points at which it differs, and its size."""
+    """The offset of a line's value at each point, in a buffer with the axes that the value varies along, and its size."""
     axes = [axis for axis in kernel.space if axis.name in axes_of(kernel)[line.out]]
     strides = [product(inner.extent for inner in axes[at + 1 :]) for at in range(len(axes))]
     index = total(var(axis.name) * stride for axis, stride in zip(axes, strides, strict=True))
@@ -106,7 +106,7 @@ def _place(kernel: Kernel, line: Line) -> tuple[Expr, Expr]:
 def _run(
     program: Program, constants: Sequence[torch.Tensor], inputs: Sequence[Any], options: Options
 ) -> dict[str, torch.Tensor]:
-    """By buffer, its memory after native code ran."""
+    """The memory of each buffer after native code ran."""
     machine = machine_for(options.machine)
     kernels = {kernel.name: generate(kernel, options, machine) for kernel in _kernels(program)}
     addresses, _ = build({kernel.name: kernel.source for kernel in kernels.values()})
@@ -118,7 +118,7 @@ def _run(
     }
     with torch.no_grad():
         plan = plan_execution(program, kernels)
-        results = Executable(plan, Whole((program, kernels)), addresses, tuple(constants))(given)
+        results = Executable(plan, LazyProgram((program, kernels)), addresses, tuple(constants))(given)
     written = (buffer.name for buffer in program.buffers if buffer.role == "output")
     return memory | dict(zip(written, results, strict=True))
 
@@ -130,6 +130,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped(kernel: Kernel, line: Line, value: torch.Tensor) -> torch.Tensor:
-    """A stored value as the interpreter has it: a dimension for each axis."""
+    """A stored value in the interpreter's shape: one dimension per axis."""
     axes = axes_of(kernel)[line.out]
     return value.reshape([int(axis.extent.value or 0) if axis.name in axes else 1 for axis in kernel.space])

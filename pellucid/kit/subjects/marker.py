@@ -1,4 +1,4 @@
-"""The probe that names the step that a process died in."""
+"""The probe that records which step a process died in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pellucid.kit.subjects.base import Probe, Step
 
 
 class Marker(Probe):
-    """Notes the step that runs, or the first of several, where the parent process finds it when this one is dead."""
+    """Writes the running step, or the first of several, where the parent process can read it after this one died."""
 
     def __init__(self) -> None:
         self._note = Note()

@@ -60,7 +60,7 @@ _RANDOM = ("rand", "bernoulli", "dropout", "normal_", "uniform_", "multinomial",
 class Pellucid(Subject):
     """This package's own compiler; `options` are those of `pellucid.options.Options`."""
 
-    demands = 1  # operators of ATen, any
+    demands = 1  # graphs of any ATen operators
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ class Pellucid(Subject):
         return compile_graph(graph.module, graph.kind, make_options(self.options))[0]
 
     def sanitized(self) -> Subject:
-        return Pellucid({**self.options, "reuse_memory": False})  # the environment has the compiler's flags
+        return Pellucid({**self.options, "reuse_memory": False})  # compiler flags are in the environment
 
     def refused(self, error: BaseException) -> Refused | None:
         if not isinstance(error, KernelCompileError) or error.record is None:
@@ -131,7 +131,7 @@ class Pellucid(Subject):
 class Lowered(Partial):
     """Graphs lowered to the loop language, one kernel for each operator, and executed by its interpreter.
 
-    scheduled: brought into an order, and long reductions cut, but without fusion. What no program holds runs eagerly.
+    scheduled: ordered, and with long reductions split, but without fusion. Graphs that cannot be lowered run eagerly.
     """
 
     scheduled: bool = False
@@ -209,12 +209,12 @@ class PellucidCompiled(Compiled):
             origins = {node.name: origin_of_node(node) for node in (*record.lowered.nodes, *record.scheduled.nodes)}
             for decision in record.decisions:
                 kind = kind_of(decision.rule)
-                if kind in ("fusion", "vectorisation") and not decision.ok:  # of the steps, `super` knows the fallbacks
+                if kind in ("fusion", "vectorisation") and not decision.ok:  # `super` reports the fallbacks of steps
                     origin = merge(origins[name] for name in decision.subject if name in origins)
                     yield refusal(kind, decision.subject, decision.why, origin, _category(decision))
 
     def _watch(self, unit: Unit) -> dict[str, NodeProbe]:
-        """A probe for each node of a program; called while the graph is compiled, once per program."""
+        """The probes of a program's nodes; called once per program while the graph is compiled."""
         assert unit.plan is not None
         complete = _completed(unit.plan, unit.values, _changes(unit.graph))
         kernels = {node.name: node for node in unit.scheduled.nodes if isinstance(node, Kernel)}
@@ -239,13 +239,13 @@ class PellucidCompiled(Compiled):
 
 
 def _category(decision: Decision) -> str:
-    """What was in the way of a fusion. A call that draws numbers is fused with nothing, as no other draws the same."""
+    """What prevented a fusion. A call that draws random numbers is never fused, as no other draws the same."""
     category = str(dict(decision.facts).get("category", ""))
     return "random-seed" if category == "extern" and any(op in decision.why for op in _RANDOM) else category
 
 
 def _called_by_python(record: GraphRecord) -> Iterator[Refusal]:
-    """What no program holds, in a graph that was split."""
+    """The calls that no program contains, in a graph that was split."""
     if record.outline:
         origins = {node.name: origin_of(node) for node in record.graph.graph.nodes}
         for decision in record.decisions:
@@ -255,7 +255,7 @@ def _called_by_python(record: GraphRecord) -> Iterator[Refusal]:
 
 
 def _values(kernel: CppKernel) -> Iterator[tuple[str, Value]]:
-    """The variables of a kernel by the text that defines them."""
+    """The variables of a kernel by their defining text."""
     body = {line.out: line for line in kernel.plan.kernel.body}
     for text, origin in zip(kernel.source.splitlines(), kernel.line_map, strict=True):
         found = DEFINITION.match(text)
@@ -291,18 +291,18 @@ def _step(
 
 
 def _changes(graph: torch.fx.GraphModule) -> frozenset[str]:
-    """The calls that make new values; those that copy them into an input do not."""
+    """The calls that compute new values; those that only copy one into an input do not."""
     return frozenset(
         node.name for node in calls_of(graph) if not is_view(node) and node.target is not torch.ops.aten.copy_.default
     )
 
 
 def _completed(plan: ExecutionPlan, values: Mapping[str, View], changes: Collection[str]) -> dict[str, list[str]]:
-    """By node, the FX nodes whose result is in memory once it has run, and was not before.
+    """By node, the FX nodes whose result is in memory after it ran, but not before.
 
     A result may be stored in parts, as a concatenation is: it is complete after the last node that writes its buffer,
-    before anything changes the buffer in place. What is a view of an earlier result is not listed again. An input has
-    the last of the changes that are made where it lies.
+    before the buffer is changed in place. Views of an earlier result are not listed again. The buffer of an input holds
+    the last in-place change of it.
     """
     inputs = {buffer.name for buffer in plan.buffers if buffer.place is Place.ARGUMENT}
     owner: dict[str, str] = {}

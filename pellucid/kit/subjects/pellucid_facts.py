@@ -1,4 +1,4 @@
-"""What the calls of Pellucid's instances move and compute, from their programs and sizes."""
+"""The facts of the calls of Pellucid's instances, from their programs and sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pellucid.machine.kernels import FEW_COLUMNS, FEW_ROWS
 from pellucid.machine.work import computed_in, estimate
 
 _Touched: TypeAlias = "dict[str, tuple[int, int, int]]"
-"""By buffer: bytes that are read and written, and at how many places that begins."""
+"""By buffer: bytes read, bytes written, and the number of contiguous runs."""
 
 
 def facts_of(sized: Sized) -> tuple[StepFacts | None, ...]:
@@ -37,8 +37,8 @@ def facts_of(sized: Sized) -> tuple[StepFacts | None, ...]:
 
 
 def _parts(steps: Sequence[_Touched], kept: Collection[str]) -> list[tuple[Part, ...]]:
-    """What each step moves, with what was touched since, as if the run were one of many: buffers that are `kept` lie
-    where the run before left them, temporaries where others have just been."""
+    """The bytes that each step moves by buffer, with their reuse distances in a steady state of repeated runs: buffers
+    in `kept` stay cached from the previous run, temporaries reuse memory that others have just used."""
     sizes: dict[str, int] = {}
     for step in steps:
         sizes |= {name: max(sizes.get(name, 0), *touched[:2]) for name, touched in step.items()}
@@ -55,7 +55,7 @@ def _parts(steps: Sequence[_Touched], kept: Collection[str]) -> list[tuple[Part,
                     for name, touched in step.items()
                 )
             )
-            last |= dict.fromkeys(step, passed)  # of all that this step touches, some came before
+            last |= dict.fromkeys(step, passed)  # before adding this step's own bytes, as it touches its buffers in turn
             passed += own
     return made
 
@@ -71,7 +71,7 @@ class _Facts:
         return self.kernel(node) if isinstance(node, Kernel) else self.library(node)
 
     def touched(self, node: Node) -> _Touched:
-        """What a call touches of each buffer."""
+        """The bytes of each buffer that a call touches."""
         if isinstance(node, Kernel):
             moved = self._traffic(node)
             return {
@@ -126,7 +126,7 @@ class _Facts:
         )
 
     def _packed(self, compiled: CppKernel) -> int:
-        """Elements of a parameter that a kernel packs at each call."""
+        """Elements of a parameter that a kernel packs in each call."""
         blocks = compiled.plan.blocks
         if blocks is None or not _packs(blocks):
             return 0
@@ -135,7 +135,7 @@ class _Facts:
         return self._sized.size(product(self._buffers[buffer].whole.shape)) if buffer in self._sized.parameters else 0
 
     def _instructions(self, kernel: Kernel) -> float:
-        """The plan counts them at middling sizes; with others they grow as the points do."""
+        """The plan's count, which is for typical sizes, scaled to the points at these sizes."""
         points = product(axis.extent for axis in kernel.space)
         plan = self._sized.kernels[kernel.name].plan
         return plan.steps * self._sized.size(points) / max(1, estimate(points))
@@ -159,7 +159,7 @@ class _Facts:
         return TORCH_DTYPES[self._buffers[buffer].dtype]
 
     def _tensor(self, view: View) -> torch.Tensor:
-        """A tensor without memory; the same for the same view."""
+        """A meta tensor; the same for the same view."""
         if view not in self._tensors:
             shape, strides = (tuple(map(self._sized.size, each)) for each in (view.shape, view.strides))
             dtype = self._dtype(view.buffer)
@@ -167,7 +167,7 @@ class _Facts:
         return self._tensors[view]
 
     def _value(self, arg: Arg) -> Any:
-        """An argument, with tensors without memory for views."""
+        """An argument, with meta tensors for views."""
         match arg:
             case View():
                 return self._tensor(arg)
@@ -178,19 +178,20 @@ class _Facts:
 
 
 def _uncounted(blocks: Blocks, packed: int) -> Iterator[str]:
-    """What a contraction does beside its products. packed: elements of a parameter that it packs."""
+    """The work of a contraction in addition to its products. packed: elements of a parameter that it packs."""
     if packed:
-        yield "packing a parameter (`freeze` spares it)"
+        yield "packing a parameter (`freeze` avoids it)"
     elif _packs(blocks):
         yield "packing an operand"
     if blocks.tiles:
-        yield "transforming tiles of pixels and of sums"
+        yield "transforming input and output tiles"
     elif blocks.window:
         yield "copying windows"
 
 
 def _packs(blocks: Blocks) -> bool:
-    """Whether a contraction packs its right operand: few rows, and dot products of few columns, read it in place."""
+    """Whether a contraction packs its right operand; with few rows, and for dot products with few columns, it does not.
+    """
     if blocks.packed or blocks.by_channel or blocks.height <= FEW_ROWS:
         return False
     found, columns = blocks.contraction, blocks.ranges[blocks.column].value
@@ -199,7 +200,7 @@ def _packs(blocks: Blocks) -> bool:
 
 
 def _group(kernel: Kernel, compiled: CppKernel) -> str:
-    """What the work of a kernel is, by its operators; empty for element-wise operators and reductions."""
+    """The group of a kernel's work, by its operators; empty for element-wise operators and reductions."""
     if compiled.plan.rows:
         return "attention"
     if not compiled.plan.blocks:
@@ -209,7 +210,7 @@ def _group(kernel: Kernel, compiled: CppKernel) -> str:
 
 
 def _why_scalar(compiled: CppKernel) -> str:
-    """Why a kernel has no vectors; empty if it has, or multiplies matrices."""
+    """Why a kernel is not vectorised; empty if it is, or if it multiplies matrices."""
     plan = compiled.plan
     if plan.vector is not None or plan.blocks is not None:
         return ""

@@ -1,4 +1,4 @@
-"""Any backend of `torch.compile` as a subject: it compiles and runs, and tells nothing of what it does inside."""
+"""Any backend of `torch.compile` as a subject, which compiles and runs but reports nothing about its internals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pellucid.kit.subjects.base import Compiled, Probe, Rung, Subject
 
 @dataclass(frozen=True, slots=True)
 class Plain(Subject):
-    """The backend that is registered as `backend`."""
+    """The backend registered as `backend`."""
 
     backend: str = "aot_eager"
 
@@ -32,7 +32,7 @@ class Plain(Subject):
         return self.wrap(fn, dynamic)  # there are no steps to watch
 
     def capturing(self, compiler: Callable[[str], GraphCompiler], decompose: bool = True) -> Callable[..., Any]:
-        """Such a backend takes the graphs of Dynamo: before autograd, with the functions that the user called."""
+        """Captures Dynamo's graphs: before autograd, with the functions that the user called."""
 
         def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             run = compiler("forward")(module, inputs)
@@ -51,14 +51,14 @@ class Plain(Subject):
 
 
 def front_rungs() -> tuple[Rung, ...]:
-    """What comes before any backend."""
+    """The rungs before any backend."""
     return Rung("dynamo", Plain(backend="eager")), Rung("aotautograd", Plain(backend="aot_eager"))
 
 
 class _PlainCompiled(Compiled):
     def __init__(self, graph: Graph, backend: Callable[..., Any]) -> None:
         self.graph, self.steps = graph.module, ()
-        self._run = backend(twin(graph.module), list(graph.inputs))  # it may change the graph that it gets
+        self._run = backend(twin(graph.module), list(graph.inputs))  # it may change the graph
 
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
         with torch.no_grad():

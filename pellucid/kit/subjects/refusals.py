@@ -1,4 +1,4 @@
-"""What a subject did not do: kernels that the C++ compiler refused, with their variables; all else, with its cause."""
+"""What a subject did not do: kernels that the C++ compiler rejected, with their variables, and missed optimisations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pellucid.ir.origin import GLUE, Origin, merge
 
 BY_PYTHON = "call by Python"  # between the programs that a graph was split into
 
-# The rules of the compiler's decisions that tell of something not done, by how they begin, and its kind.
+# The kind of refusal that a negative decision of the compiler reports, by the prefix of its rule.
 _KINDS = (("fuse.", "fusion"), ("codegen.vectorize", "vectorisation"), ("lower.fallback", "fallback"))
 
-# As compilers write the types of values in their messages.
+# The names of types in compiler messages.
 CPP_NAMES = {
     torch.float64: "double",
     torch.float32: "float",
@@ -31,7 +31,7 @@ CPP_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A variable of a kernel: what it should be. op: of the loop language. dtype: as C++ writes it; empty: unknown."""
+    """The expected value of a kernel's variable. op: of the loop language. dtype: its C++ name; empty if unknown."""
 
     op: str
     dtype: str = ""
@@ -40,10 +40,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A kernel that the C++ compiler refused.
+    """A kernel that the C++ compiler rejected.
 
-    source: its text; line: of the first error in it, from 1. message: the compiler's first error; output: all it said.
-    values: the variables of the kernel by the text that defines them (`v2 = pv::neg(v1)`), without type and semicolon.
+    source: its text; line: of the first error in it, from 1. message: the compiler's first error; output: all of its
+    output. values: the kernel's variables by their defining text (`v2 = pv::neg(v1)`), without type and semicolon.
     """
 
     kernel: str
@@ -58,8 +58,8 @@ class Refused:
 class Refusal:
     """Something that a backend did not do.
 
-    kind: of `reasons.KINDS`. subject: kernels, buffers, FX nodes, an operator or a function. category: of a fusion,
-    what was in the way: `broadcast`, `different-loop-orders`, ...; empty for other kinds.
+    kind: one of `reasons.KINDS`. subject: kernels, buffers, FX nodes, an operator or a function. category: what
+    prevented a fusion: `broadcast`, `different-loop-orders`, ...; empty for other kinds.
     """
 
     kind: str
@@ -70,18 +70,18 @@ class Refusal:
     category: str = ""
 
 
-# A line of C++ that defines a variable, and the names of variables in one.
+# A line of C++ that defines a variable; the names of variables in a line.
 DEFINITION = re.compile(r"^\s*(?:const\s+)?(?:auto|[\w:<>, ]+?)\s+(?P<name>[a-z]+\d+)\s*=\s*(?P<value>.+?);\s*$")
 NAME = re.compile(r"\b[a-z]+\d+\b")
 
 
 def kind_of(rule: str) -> str:
-    """What was not done when a rule says no, as `reasons.KINDS` has it; empty for a choice, such as of threads."""
+    """The kind (of `reasons.KINDS`) of a rule's negative decisions; empty for a choice, such as of threads."""
     return next((kind for start, kind in _KINDS if rule.startswith(start) or rule == kind), "")
 
 
 def start_of(source: str, file: Path) -> int | None:
-    """How many lines of a file stand before the text of a kernel; None where it is not in there."""
+    """The number of lines of a file before the text of a kernel; None if it is not in the file."""
     lines = source.splitlines()
     compiled = file.read_text().splitlines() if file.is_file() else []
     starts = range(len(compiled) - len(lines) + 1)
@@ -89,7 +89,7 @@ def start_of(source: str, file: Path) -> int | None:
 
 
 def origin_at(source: str, origins: Sequence[Origin], line: int) -> Origin:
-    """Where a line (from 1) of a kernel comes from; of one that defines nothing, where the values that it uses do."""
+    """The origin of a line (from 1) of a kernel; if it defines nothing, the origin of the values that it uses."""
     if not origins[line - 1].is_glue:
         return origins[line - 1]
     lines = source.splitlines()
@@ -98,7 +98,7 @@ def origin_at(source: str, origins: Sequence[Origin], line: int) -> Origin:
 
 
 def defined_at(lines: list[str], name: str, before: int) -> int:
-    """The number of the last line before one that defines a name; 0 when none does."""
+    """The number of the last line before line `before` that defines a name; 0 if there is none."""
     for number in range(before - 1, 0, -1):
         found = DEFINITION.match(lines[number - 1])
         if found and found["name"] == name:

@@ -48,7 +48,7 @@ struct Made {
   int64_t call(int64_t site = 0, double more = 0) {
     const Variant& variant = trial.next(site);
     calls++;
-    trial.note(site, static_cast<int64_t>(costs[variant.extent] + more));
+    trial.record(site, static_cast<int64_t>(costs[variant.extent] + more));
     return variant.extent;
   }
 
@@ -140,7 +140,7 @@ def test_the_best_so_far_meets_each_of_the_others(said):
       Made made({1000, 800, 900, 600});
       made.finish();
       std::printf("%d %d;", (int)made.trial.best().extent, made.calls);
-      made.trial.tell(), made.trial.tell();
+      made.trial.report(), made.trial.report();
       std::printf("%d", told);
     """
     assert said(body) == "3 24;1"
@@ -150,7 +150,7 @@ def test_nobody_is_told_before_the_end(said):
     body = """
       Made made({1000, 800});
       made.call(), made.call();
-      made.trial.tell();
+      made.trial.report();
       std::printf("%d", told);
     """
     assert said(body) == "0"
