@@ -352,7 +352,7 @@ def _lines(plan: ExecutionPlan) -> Iterator[str]:
 
 
 def _position_and_span(plan: ExecutionPlan, buffer: PlannedBuffer) -> str:
-    """The arena offset of a buffer, or the argument that holds it, and the calls that need it."""
+    """The arena offset of a buffer, or the argument that holds it, and its live range."""
     at = ""
     if plan.memory is not None and buffer.place is Place.ARENA and buffer.span is not None:
         donor = plan.memory.donors.get(buffer.name)

@@ -25,7 +25,7 @@ from pellucid.capture.inputs import ConstantInput, TensorInput
 from pellucid.capture.specialise import Specialised, specialise
 from pellucid.errors import UserError
 from pellucid.executable import has_strides
-from pellucid.native.fingerprint import place_of, span
+from pellucid.native.fingerprint import layout_hash, span
 from pellucid.native.locks import Lock
 
 # What follows from so many different kinds of arguments is kept.
@@ -150,7 +150,7 @@ class _Fixed:
 
     def check(self) -> None:
         """Raise UserError where one is another than the program was compiled for."""
-        if place_of(self._tensors) == self._place:
+        if layout_hash(self._tensors) == self._place:
             return
         for tensor, layout in zip(self._tensors, self._layouts, strict=True):
             if _layout(tensor) != layout:
@@ -165,7 +165,7 @@ class _Fixed:
         for tensor, changed in zip(self._tensors, self._changed, strict=True):
             storage = tensor.untyped_storage()._cdata
             storages[storage] = storages.get(storage, False) or changed
-        self.storages, self._place = storages, place_of(self._tensors)
+        self.storages, self._place = storages, layout_hash(self._tensors)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from pellucid.errors import warn
 from pellucid.native.build import build
-from pellucid.native.fingerprint import Fingerprint, place_of
+from pellucid.native.fingerprint import Fingerprint, layout_hash
 from pellucid.native.panels import Packer, Panels, pack
 
 _Run: TypeAlias = "Callable[[list[Any]], list[Any]]"
@@ -92,7 +92,7 @@ class Frozen:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         frozen = [args[position] for position in self._positions]
-        place = place_of(frozen)
+        place = layout_hash(frozen)
         prepared = self._prepared.get(place)
         if prepared is not None and not prepared.fingerprint.holds(frozen):
             self._drop(place, prepared)

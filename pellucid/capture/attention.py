@@ -200,7 +200,7 @@ class _Fusion:
         if any(
             q == k == ZERO for q, k in zip(strides_of(query.meta["val"])[:2], strides_of(key.meta["val"]), strict=False)
         ):
-            raise NotFusible("heads or batches have the same queries and keys, whose weights would be computed several times")
+            raise NotFusible("heads or batches have the same queries and keys, whose weights would be recomputed")
         self._shared: tuple[Node, Node] | tuple[()] = ()
         groups = [repeated_from(each, per_key) for each in (key, value)]
         if None in groups or groups[0].meta["val"].shape[1] != groups[1].meta["val"].shape[1]:  # type: ignore[union-attr]
@@ -353,7 +353,7 @@ class _Fusion:
             product.replace_all_uses_with(flat)
 
     def _replace(self, old: Node, new: Node) -> None:
-        """Replace all uses of `old` by `new`, whose strides may differ: views are recomputed, other users read a copy."""
+        """Replace all uses of `old` by `new`, whose strides may differ: views are recomputed, others read a copy."""
         self._follow(old, new)
         if old.users:
             if strides_of(old.meta["val"]) != strides_of(new.meta["val"]):

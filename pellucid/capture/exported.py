@@ -59,7 +59,7 @@ _CHANGES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKin
 
 
 def read_exported(program: ExportedProgram) -> Exported:
-    """Read an exported program, functional or not. Raises UserError for inputs or results other than tensors and sizes."""
+    """Read an exported program, functional or not. Raises UserError for unsupported inputs and results."""
     for spec in (*program.graph_signature.input_specs, *program.graph_signature.output_specs):
         if spec.kind not in (*_FIXED, *_CHANGES, InputKind.USER_INPUT, OutputKind.USER_OUTPUT):
             what = spec.kind.name.lower().replace("_", " ")

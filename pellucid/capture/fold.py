@@ -129,7 +129,7 @@ def _volume(convolution: torch.fx.Node) -> _Source | None:
 
 
 def _frames(node: Any) -> list[torch.fx.Node]:
-    """The calls that compute a volume, [N, channels, frames, H, W], from convolutions of frames; none if there are none."""
+    """The calls that compute a volume, [N, channels, frames, H, W], from convolutions of frames; empty if none."""
     if isinstance(node, torch.fx.Node) and node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         first, second = map(_frames, node.args)
         same = first and second and first[-1].meta["val"].shape == second[-1].meta["val"].shape

@@ -222,7 +222,7 @@ class Symbolic:
         return name
 
     def _letter(self, expression: sympy.Basic) -> str:
-        """The letter for the known minimum of `expression`, see `pellucid.ir.index.least`."""
+        """The letter for the known minimum of `expression`, see `pellucid.ir.index.min_value`."""
         ranges = {symbol: self._ranges.get(cast(sympy.Symbol, symbol)) for symbol in expression.free_symbols}
         lower = bound_sympy(expression, ranges).lower  # type: ignore[arg-type]
         return "s" if lower >= 1 else "u" if lower >= 0 else "n"

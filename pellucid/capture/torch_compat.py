@@ -345,7 +345,7 @@ def convolution_format(
 
 
 def elementwise_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """The strides of ATen's result of an element-wise operator. tensors: of the result's shape or without dimensions."""
+    """The strides of ATen's result of an element-wise operator. tensors: of its shape or without dimensions."""
     return compute_elementwise_output_strides(*tensors)
 
 

@@ -31,8 +31,8 @@ def multi_head_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """`_native_multi_head_attention` of (batch, rows, embed_dim); NotImplemented for other shapes.
 
-    mask: elements that are not zero mask scores out; by `mask_type` its shape is (rows, rows), (batch, rows), or that of
-    the scores. Returns the result, and the weights, or their mean over heads, or None.
+    mask: nonzero elements mask scores out; by `mask_type` its shape is (rows, rows), (batch, rows), or that of all
+    scores. Returns the result, and the weights, or their mean over heads, or None.
     """
     if not query.shape == key.shape == value.shape or query.dim() != 3 or query.is_nested:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Verifies what lowering relies on in a captured graph: views have the strides and offsets that their operators define."""
+"""Verifies what lowering assumes: views in a captured graph have the strides and offsets their operators define."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _verify_view(node: torch.fx.Node) -> None:
         raise InternalError(f"{node.format_node()}: its argument has no such view: {error}") from error
     if found != captured:
         what = "sizes, strides and offset"
-        raise InternalError(f"{node.format_node()}: {what} captured as {captured}; they follow from its argument as {found}")
+        raise InternalError(f"{node.format_node()}: {what} captured as {captured}; of its argument they are {found}")
 
 
 def _position_in_memory(value: torch.Tensor) -> tuple[Numbers, Numbers, int | Expr]:

@@ -11,9 +11,7 @@ from pellucid.cli.terminal import OUTPUT_FILE, SECONDS
 
 
 @target_command("pellucid profile model.py:make --against eager")
-@click.option(
-    "--against", default="", metavar="eager|BACKEND|RUN", help="Compare with this; explain the difference."
-)
+@click.option("--against", default="", metavar="eager|BACKEND|RUN", help="Compare with this; explain the difference.")
 @click.option("--trace", type=OUTPUT_FILE, metavar="FILE", help="Write a Chrome/Perfetto trace.")
 @click.option(
     "--callgraph",

@@ -1,4 +1,4 @@
-"""FX graph to loop IR: each node becomes kernels, a view, or a call of ATen."""
+"""Lowers an FX graph to loop IR: each node becomes kernels, a view, or a call of ATen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pellucid.ir.derived import Float
 from pellucid.ir.index import Expr
 from pellucid.ir.nodes import Program, View
 
-# Their rules register themselves.
+# Importing these modules registers their rules.
 from pellucid.lower import (  # noqa: F401
     attention,
     contraction,
@@ -29,7 +29,7 @@ from pellucid.lower import (  # noqa: F401
     scatter,
     shapes,
 )
-from pellucid.lower.extern import CHOSEN, extern_call, fallback_reason, lower_conjugate, lower_effect, lower_extern
+from pellucid.lower.extern import LEFT_TO_ATEN, extern_call, fallback_reason, lower_conjugate, lower_effect, lower_extern
 from pellucid.lower.program_builder import ProgramBuilder, Result, overlaps_itself
 from pellucid.lower.registry import RULES, TAKES_FLOATS, NotLowered, overload_name
 from pellucid.lower.shapes import is_view, lower_view
@@ -40,7 +40,7 @@ __all__ = ["Lowered", "NotHeld", "has_loops", "lower", "tensors_of"]
 
 
 class NotHeld(UnsupportedError):
-    """A call that no program can hold, `node` by name: Python has to make it."""
+    """No program can contain the call of this node, by name: it is made from Python."""
 
     def __init__(self, node: str, error: UnsupportedError) -> None:
         super().__init__(error.message, hint=error.hint, context=error.context)
@@ -49,9 +49,9 @@ class NotHeld(UnsupportedError):
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A program, and the tensors of the graph itself: they follow the caller's arguments in `program.inputs`.
+    """A program, and the graph's own tensors, which follow the caller's arguments in `program.inputs`.
 
-    values: where the program puts the tensor that an FX node computes, by the node's name.
+    values: the view that holds the tensor that an FX node computes, by the node's name.
     """
 
     program: Program
@@ -61,9 +61,9 @@ class Lowered:
 
 
 def has_loops(node: torch.fx.Node) -> bool:
-    """True if a call becomes loops that follow the strides of its arguments, or a view.
+    """True if a call is lowered to a view, or to loops that work with any strides of its arguments.
 
-    Where a rule does not apply, ATen takes over: in any layout as well, but for the pooling of volumes.
+    Where a rule does not apply, ATen is called, which accepts any layout too, except for pooling of volumes.
     """
     name = overload_name(node)
     return is_view(node) or (name in RULES and not any(word in name for word in ("pool3d", "attention")))
@@ -72,7 +72,7 @@ def has_loops(node: torch.fx.Node) -> bool:
 def lower(graph_module: torch.fx.GraphModule, *, contract: bool = True, library: Library = REFERENCE) -> Lowered:
     """Lower every node in order; matrix products, convolutions and attention call ATen unless `contract`.
 
-    library: ATen, which keeps what it computes faster than kernels of this machine do.
+    library: the speed of ATen, which is called where it is faster than kernels on this machine.
 
     Before: `%add = aten.add.Tensor(%x, %y)`. After: a kernel with `v2: f32 = add v0, v1` over add's shape.
     """
@@ -90,13 +90,13 @@ def lower(graph_module: torch.fx.GraphModule, *, contract: bool = True, library:
 
 
 def tensors_of(graph_module: torch.fx.GraphModule) -> tuple[View, ...]:
-    """The tensors among a graph's arguments, as they lay in memory when it was captured."""
+    """The tensors among a graph's arguments, with their layouts at capture."""
     given = {node.name: node.meta.get("val") for node in graph_module.graph.find_nodes(op="placeholder")}
     return tuple(whole(name, value) for name, value in given.items() if isinstance(value, torch.Tensor))
 
 
 def _bind_inputs(graph: ProgramBuilder, graph_module: torch.fx.GraphModule) -> None:
-    """Arguments of the graph first, then its own tensors, in the order in which the program expects them."""
+    """Bind the arguments of the graph, then its own tensors, in the order that the program expects."""
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
             value = node.meta.get("val")
@@ -130,7 +130,7 @@ def _bind_number(graph: ProgramBuilder, value: torch.SymInt | torch.SymFloat | t
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu":
-        raise UnsupportedError(f"input {name} lives on {tensor.device}", hint="Pellucid compiles for CPUs only")
+        raise UnsupportedError(f"input {name} is on {tensor.device}", hint="Pellucid compiles for CPUs only")
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
         raise UnsupportedError(f"input {name} has layout {tensor.layout} and dtype {tensor.dtype}")
 
@@ -170,14 +170,14 @@ def _lower_operator(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     name = overload_name(node)
     if name == "_conj.default":
         return lower_conjugate(graph, node)
-    if name not in RULES or name in CHOSEN:
+    if name not in RULES or name in LEFT_TO_ATEN:
         return lower_extern(graph, extern_call(node), fallback_reason(node))
     try:
         _check_layout(node)
         check_unsigned(name, node)
         floats = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.SymFloat)]
         if floats and name not in TAKES_FLOATS:
-            raise NotLowered("its rule takes no floats that depend on sizes")
+            raise NotLowered("its rule does not support floats that depend on sizes")
         return RULES[name](graph, node)
     except NotLowered as refusal:
         return lower_extern(graph, extern_call(node), str(refusal))

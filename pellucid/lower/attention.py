@@ -1,7 +1,7 @@
-"""Attention and its gradients as kernels: formulas of `ir/attention.py`, which `codegen/attention.py` knows how to run.
+"""Lowers attention and its gradients to kernels: formulas of `ir/attention.py`, compiled by `codegen/attention.py`.
 
-Of the fused operator ATen keeps what the kernel does not cover, and what it computes faster. What
-`capture/attention.py` put in the place of an attention that was written out, is covered and worth it.
+ATen computes the fused operator where no kernel supports it, and where ATen is faster. The calls that
+`capture/attention.py` inserted for attention that was written out are always supported, and faster as kernels.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from pellucid.machine.work import estimate
 _OFF = "attention: ATen's fused kernel computes it, as the option `contract` asks"
 _OTHER = "attention: kernels compute it in f32, bf16 and f16, ATen's fused kernel in other types"
 _MASK = "attention: kernels add masks of the operands' type, or f32; ATen's fused kernel others"
-_DROPOUT = "attention: dropout draws from eager's own stream, in ATen's fused kernel"
+_DROPOUT = "attention: dropout draws from eager's random number stream, in ATen's fused kernel"
 _SIZE = (
     f"attention: kernels have head sizes from 2 to {MAX_HEAD_SIZE}, known when compiled; ATen's fused kernel has others"
 )
 _KEYS = "attention: of a single key, or of none, ATen's fused kernel computes it"
-_ALIKE = "attention: heads or batches have the same queries and keys, whose weights ATen's fused kernel computes again"
-_GROUPS = "attention: heads of queries are no multiple of those of keys that is known; ATen's fused kernel checks them"
+_REPEATED = "attention: heads or batches have the same queries and keys, whose weights ATen's fused kernel recomputes"
+_GROUPS = "attention: query heads are no known multiple of key heads; ATen's fused kernel checks them"
 _UNREAD = "gradients of attention: the kernel computes all three, ATen's fused kernel computes it where one is not read"
-_AHEAD = "the kernel computes gradients of attention ahead of ATen's fused kernel at all sizes"
+_FASTER = "the kernel computes gradients of attention faster than ATen's fused kernel at all sizes"
 _ROW = "gradients of attention: of a single query, ATen's fused kernel computes them"
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu.default")
 def attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """softmax(scale * query @ key^T + mask) @ value, and the logarithm of the softmax's sum where that is read.
+    """softmax(scale * query @ key^T + mask) @ value, and the logarithm of the softmax's sum if that is read.
 
     query: (batch, heads, rows, size). key, value: (batch, heads or a divisor of it, keys, size). All of one type: f32,
     bf16 or f16. mask: of this type or f32, and broadcast to (batch, heads, rows, keys).
@@ -61,23 +61,23 @@ def attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 
 @rule("pellucid::attention.default")
-def written_attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """The same, as `capture/operators.py` defines it: a row of which no key counts is NaN."""
+def own_attention(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
+    """Like `attention`, as `capture/operators.py` defines it: a row whose keys are all masked out is NaN."""
     formula = _Formula.of(graph, node, arguments(node, graph))
     first, *others = node.meta["val"]
     out, read = graph.new(first, "attention"), any(_is_read(node, position) for position in (1, 2))
-    greatest, logarithm = (graph.new(meta, "statistics") if read else None for meta in others)
+    maximum, logarithm = (graph.new(meta, "statistics") if read else None for meta in others)
     base, total = formula.result(out, zero=False)
-    if greatest is not None and logarithm is not None:
-        formula.store(greatest, ROW, None, base)
+    if maximum is not None and logarithm is not None:
+        formula.store(maximum, ROW, None, base)
         formula.store(logarithm, ROW, None, total.op("log"))
     graph.emit(formula.kernel)
-    return out, greatest, logarithm
+    return out, maximum, logarithm
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu_backward.default", "pellucid::attention_backward.default")
 def attention_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """The gradients of query, key and value, from that of the result; shapes and types are those of `attention`."""
+    """The gradients of query, key and value, from that of the result; shapes and types as in `attention`."""
     given = arguments(node, graph)
     formula = _Formula.of(graph, node, given)
     query = given["query"]
@@ -86,7 +86,7 @@ def attention_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     if query.shape[2] == ONE:
         raise NotLowered(_ROW)
     results = tuple(graph.new(meta, "gradient") for meta in node.meta["val"])
-    # Blocks of keys add to the gradient of queries, in f32.
+    # Blocks of keys are accumulated into the gradient of queries, in f32.
     narrow = query.dtype is not DType.F32
     sums = graph.new(node.meta["val"][0].float(), "sums") if narrow else results[0]
     kernel, scale = formula.kernel, formula.scale
@@ -104,7 +104,7 @@ def attention_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     graph.emit(kernel)
     if narrow:
         graph.copy(node, sums, results[0])
-    graph.decide(Decision("lower.attention", (node.name,), True, _AHEAD))
+    graph.decide(Decision("lower.attention", (node.name,), True, _FASTER))
     return results
 
 
@@ -114,7 +114,7 @@ BATCH, SHARED, HEAD, ROW, COLUMN, KEY, TERM = range(7)
 
 @dataclass(frozen=True, slots=True)
 class _Formula:
-    """What attention and its gradients have in common. given: the arguments of the call by name."""
+    """The parts that attention and its gradients share. given: the arguments of the call by name."""
 
     kernel: KernelBuilder
     given: Mapping[str, Any]
@@ -131,31 +131,31 @@ class _Formula:
 
     @property
     def masking(self) -> Masking:
-        """What the mask does to scores."""
+        """How the mask is applied to scores."""
         return "adds" if self.given["attn_mask"] is None else self.given.get("masking", "adds")
 
     def mask(self) -> Value:
         mask = self.given["attn_mask"]
         return self.kernel.load(mask.view, mask.dtype, broadcast_index(mask.shape, self.index(ROW, KEY)))
 
-    def unless_replaced(self, change: Value) -> Value:
-        """The change of a score, zero where the mask stands in its place."""
-        return change if self.masking == "adds" else self.unless_masked(self.mask(), change, 0.0)
+    def unless_replaced(self, gradient: Value) -> Value:
+        """The gradient of a score, zero where the mask replaces the score."""
+        return gradient if self.masking == "adds" else self.unless_masked(self.mask(), gradient, 0.0)
 
     def unless_masked(self, mask: Value, value: Value, instead: Value | float) -> Value:
-        """A value, but another one where the mask stands in place of scores."""
+        """`value`, but `instead` where the mask replaces the score."""
         if self.masking == "replaces":
             return self.kernel.where(mask.op("eq", 0.0), value, instead)
         return self.kernel.where(mask.op("eq", -math.inf), instead, value)
 
     def result(self, out: TensorRef, *, zero: bool) -> tuple[Value, Value]:
-        """Store the result; the greatest score of each row, and the sum of its weights.
+        """Store the result; return the maximum score of each row, and the sum of its weights.
 
-        zero: a row of which no key counts is zero; NaN else.
+        zero: a row whose keys are all masked out is zero, else NaN.
         """
         kernel, score, sink = self.kernel, self.scores(), self.sink()
-        greatest = kernel.reduce("max", score, (KEY,))
-        base = _unless(greatest if sink is None else greatest.op("maximum", sink), -math.inf, 0.0)
+        maximum = kernel.reduce("max", score, (KEY,))
+        base = _unless(maximum if sink is None else maximum.op("maximum", sink), -math.inf, 0.0)
         weight = (score - base).op("exp")
         total = kernel.reduce("sum", weight, (KEY,))
         if sink is not None:
@@ -165,7 +165,7 @@ class _Formula:
         return base, total
 
     def log_weight(self) -> Value:
-        """The logarithm of a weight, by what forward stored."""
+        """The logarithm of a weight, from the statistics that forward stored."""
         if "greatest" not in self.given:
             return self.scores() - self.load("logsumexp", ROW, None)
         return self.scores() - self.load("greatest", ROW, None) - self.load("logarithm", ROW, None)
@@ -184,14 +184,14 @@ class _Formula:
         return score
 
     def sink(self) -> Value | None:
-        """The score of a row beside those of its keys."""
+        """The sink of a row: its score that belongs to no key."""
         sinks = self.given.get("sinks")
         if sinks is None:
             return None
         return self.kernel.load(sinks.view, sinks.dtype, broadcast_index(sinks.shape, self.index(ROW, None)))
 
     def load(self, name: str, row: int, column: int | None) -> Value:
-        """The element of an argument in a row of queries or of keys."""
+        """The element of an argument in this row (of queries or of keys) and column."""
         tensor = self.given[name]
         return self.kernel.load(tensor.view, tensor.dtype, self.index(row, column))
 
@@ -210,7 +210,7 @@ def _unless(value: Value, number: float, instead: float) -> Value:
 
 
 def _unrepeated(graph: ProgramBuilder, node: torch.fx.Node) -> Mapping[str, Any]:
-    """The arguments of a call, keys and values as they were before they were repeated for the heads of a group."""
+    """The arguments of a call, with the keys and values from before they were repeated for the heads of a group."""
     given = arguments(node, graph)
     found: dict[str, TensorRef] = {}
     for name, argument in zip(("key", "value"), node.args[1:3], strict=True):
@@ -229,7 +229,7 @@ def _is_read(node: torch.fx.Node, position: int) -> bool:
 def _check(
     graph: ProgramBuilder, query: TensorRef, key: TensorRef, value: TensorRef, mask: TensorRef | None, dropout: float
 ) -> int:
-    """The number of heads of queries that share a head of keys. Raises `NotLowered` for what no kernel covers."""
+    """The number of query heads that share a key head. Raises `NotLowered` if no kernel supports the call."""
     if not graph.contract:
         raise NotLowered(_OFF)
     if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
@@ -242,7 +242,7 @@ def _check(
     if size is None or not 2 <= size <= MAX_HEAD_SIZE or {key.shape[3], value.shape[3]} != {query.shape[3]}:
         raise NotLowered(_SIZE)
     if any(key.view.strides[dim] == query.view.strides[dim] == ZERO and query.shape[dim] != ONE for dim in (0, 1)):
-        raise NotLowered(_ALIKE)
+        raise NotLowered(_REPEATED)
     if key.shape[2] in (ZERO, ONE):
         raise NotLowered(_KEYS)
     group = exact_div(query.shape[1], key.shape[1]) if key.shape[1] != ZERO else None
@@ -252,7 +252,7 @@ def _check(
 
 
 def _check_speed(graph: ProgramBuilder, node: torch.fx.Node, query: TensorRef, key: TensorRef, causal: bool) -> None:
-    """Leave to ATen what it computes faster on one thread; symbols are guessed."""
+    """Leave calls to ATen that it computes faster on one thread; symbolic sizes are estimated."""
     (batch, heads, rows, size), shared = query.shape, key.shape[1]
     sharing = max(1, estimate(heads) // max(1, estimate(shared)))
     count, keys = estimate(batch * heads), estimate(key.shape[2])

@@ -1,6 +1,6 @@
-"""Matrix products as kernels: a sum of products in f32, which `codegen/contraction.py` knows how to run.
+"""Lowers matrix products to kernels: sums of products in f32, compiled by `codegen/contraction.py`.
 
-ATen keeps those that it computes faster.
+ATen is called for those that it computes faster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pellucid.lower.registry import NotLowered, rule
 
 _WHAT = "matrix multiplication"
 _OTHER = f"{_WHAT}: kernels compute it in f32, bf16 and f16, ATen's BLAS in other types"
-_SCALED = f"{_WHAT}: the factors `beta` and `alpha` are not known before the call"
+_SCALED = f"{_WHAT}: the factors `beta` and `alpha` are known only at run time"
 _OFF = f"{_WHAT}: ATen's BLAS computes it, as the option `contract` asks"
 
 
@@ -27,7 +27,7 @@ def product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 @rule("addmm.default", "baddbmm.default")
 def added_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """beta * self + alpha * (left @ right); with beta = 0 nothing is read of self."""
+    """beta * self + alpha * (left @ right); with beta = 0 self is not read."""
     given = arguments(node, graph)
     left, right = (given[name] for name in (("batch1", "batch2") if "batch1" in given else ("mat1", "mat2")))
     if not all(isinstance(given[name], int | float) for name in ("beta", "alpha")):
@@ -60,8 +60,8 @@ def _lower(
     if alpha != 1:
         value = value * alpha
     if added is not None and beta != 0:
-        place = (*batch, row, column)
-        start = kernel.load(added.view, added.dtype, broadcast_index(added.shape, place))
+        position = (*batch, row, column)
+        start = kernel.load(added.view, added.dtype, broadcast_index(added.shape, position))
         value = value + (start if beta == 1 else start * beta)
     kernel.store(result.view, result.dtype, (*batch, row, column), value)
     graph.emit(kernel)
@@ -69,7 +69,7 @@ def _lower(
 
 
 def check_types(graph: ProgramBuilder, *operands: TensorRef) -> None:
-    """Leave to ATen types that kernels do not multiply, or more slowly."""
+    """Leave to ATen types that kernels do not multiply, or multiply more slowly."""
     if not graph.contract:
         raise NotLowered(_OFF)
     if operands[0].dtype not in DTYPES or len({each.dtype for each in operands}) > 1:
@@ -85,7 +85,7 @@ def check_rate(graph: ProgramBuilder, dtype: DType, what: str) -> None:
 
 
 def _check_speed(graph: ProgramBuilder, left: TensorRef, right: TensorRef) -> None:
-    """Leave to ATen what it computes faster."""
+    """Leave to ATen a product that it computes faster."""
     reason = graph.library.prefers_product(left.view, right.view, left.dtype)
     if reason:
         raise NotLowered(f"{_WHAT}: {reason}")

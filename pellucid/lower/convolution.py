@@ -1,6 +1,6 @@
-"""Convolutions are kernels: sums of products, which `codegen/contraction.py` knows how to run.
+"""Lowers convolutions to kernels: sums of products, compiled by `codegen/contraction.py`.
 
-oneDNN keeps the others.
+oneDNN computes those without a kernel.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _ONEDNN = "convolution: oneDNN computes it"
 OFF = "convolution: oneDNN computes it, as the option `contract` asks"
 _OTHER = "convolution: kernels compute it in f32, bf16 and f16, oneDNN in other types"
 _DYNAMIC = "convolution: kernels have weights of known sizes, oneDNN computes others"
-_PLANAR = "convolution: channels do not lie side by side, oneDNN computes it"
+_PLANAR = "convolution: channels are not adjacent in memory, oneDNN computes it"
 _SINGLE = "convolution: of one pixel, or one channel of another type than f32, oneDNN computes it"
 _SHORT = "convolution: a sum of few terms is mostly reading and writing, oneDNN computes it"
-_WEIGHT = "convolution: no channels of the weight lie side by side, nor in f32 all taps, oneDNN computes it"
+_WEIGHT = "convolution: neither channels nor (in f32) all taps of the weight are adjacent, oneDNN computes it"
 _LARGE = "convolution: the weights of a group are too large to be packed at once, oneDNN computes it"
-# Terms from which on gathering windows is worth it, also where that spares a padded copy of the image.
+# The minimum number of terms for which gathering windows is worth it; and where that also avoids a padded copy.
 FEW_TERMS = 32
 _FEW_UNPADDED = 16
-# The same where nothing is gathered, as channels are few.
+# That minimum where nothing is gathered, as channels are few.
 _FEW_SPREAD = 8
-# The same for an image of one channel and so many outputs, which oneDNN is slow for.
+# That minimum for an image of one channel and at least this many outputs, for which oneDNN is slow.
 _FEW_OF_MANY, _MANY_OUTPUTS = 2, 64
-# Columns whose weights a kernel packs together where groups fill registers of so many lanes; else it packs a group's.
+# Columns whose weights a kernel packs together if groups fill registers of this many lanes; else it packs one group's.
 _WIDTH, _LANES = 32, 16
 
 
@@ -53,7 +53,7 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """One kernel over images, groups, their outputs, pixels, channels of a group and taps.
 
     Before: `%conv = aten.convolution(%x, %w, ...)`.
-    After: `v: f32 = sum p over i5, i6, i7` with `p: f32 = mul x, w`, both loaded where the tap lies in the image.
+    After: `v: f32 = sum p over i5, i6, i7` with `p: f32 = mul x, w`, both loaded where the tap is inside the image.
     Where `%x` is an image that was padded with zeros, the image itself is read: there the weight is loaded everywhere,
     as zeros times a weight that is not finite are NaN.
     """
@@ -75,9 +75,9 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     image, group, number, *pixel, channel, height, width = kernel.index
     output = group * each + number
     steps = zip(pixel, (height, width), given["stride"], given["dilation"], given["padding"], strict=True)
-    place = [at * stride + tap * dilation - padding for at, tap, stride, dilation, padding in steps]
-    inside = kernel.within(place, x.shape[2:])
-    pairs = kernel.load(x.view, x.dtype, (image, group * terms[0] + channel, *place), inside) * kernel.load(
+    source = [at * stride + tap * dilation - padding for at, tap, stride, dilation, padding in steps]
+    inside = kernel.within(source, x.shape[2:])
+    pairs = kernel.load(x.view, x.dtype, (image, group * terms[0] + channel, *source), inside) * kernel.load(
         weight.view, weight.dtype, (output, channel, height, width), None if unpadded else inside
     )
     value = kernel.reduce("sum", pairs, (5, 6, 7))
@@ -89,31 +89,31 @@ def convolution(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 
 def _uncopied(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, Any]) -> TensorRef:
-    """The weight, or what it is a channels-last copy of where kernels read that as well: contiguous, with few taps."""
+    """The weight; or, if it is a channels-last copy, its source where kernels read that too: contiguous, few taps."""
     source, weight = node.args[1], given["weight"]
     if not isinstance(source, torch.fx.Node) or source.target is not torch.ops.aten.clone.default:
         return weight
     original, shape = graph.value(source.args[0]), [estimate(size) for size in weight.shape]
-    by_plane = _lies_by_plane(original) and original.dtype is weight.dtype is DType.F32
+    by_plane = _is_planar_weight(original) and original.dtype is weight.dtype is DType.F32
     return original if by_plane and packs_taps(shape, given["groups"], elements_of(node)) else weight
 
 
-def _lies_by_plane(weight: TensorRef) -> bool:
+def _is_planar_weight(weight: TensorRef) -> bool:
     few = nonnegative(const(MAX_TAPS) - product(weight.shape[2:]))
     return len(weight.shape) == 4 and is_dense(weight.view, (0, 1, 2, 3)) and few
 
 
 def by_dimension(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a convolution, or of its gradients, with a step for each dimension where one stands for all."""
+    """The arguments of a convolution or its gradients, with single-element steps expanded to one per dimension."""
     rank = len(given["weight"].shape) - 2
     steps = {name: tuple(given[name]) for name in ("stride", "padding", "dilation")}
     return {**given, **{name: each * rank if len(each) == 1 else each for name, each in steps.items()}}
 
 
 def _unpadded(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The arguments of a convolution of an image that was padded with zeros, as one that pads; None for any other.
+    """The arguments of a convolution of a zero-padded image, changed to pad itself; None for other convolutions.
 
-    padding: zeros before the image; how many follow it, the shape of the result says.
+    padding: the number of zeros before the image; the number after it follows from the shape of the result.
     """
     source = node.args[0]
     if not isinstance(source, torch.fx.Node) or source.target is not torch.ops.aten.constant_pad_nd.default:
@@ -132,7 +132,7 @@ def _unpadded(graph: ProgramBuilder, node: torch.fx.Node, given: Mapping[str, An
 
 
 def _check_direct(given: Mapping[str, Any], result: View, few: int = FEW_TERMS) -> None:
-    """Leave to oneDNN what it computes faster, and what has no kernel."""
+    """Leave to oneDNN convolutions that it computes faster, and those without a kernel."""
     x, weight, bias = given["input"], given["weight"], given["bias"]
     if x.dtype not in DTYPES or {weight.dtype, (bias or x).dtype} != {x.dtype}:
         raise NotLowered(_OTHER)
@@ -163,27 +163,27 @@ def _check_direct(given: Mapping[str, Any], result: View, few: int = FEW_TERMS) 
         raise NotLowered(_LARGE)
     if ONE in (weight.shape[0], product((result.shape[0], *result.shape[2:]))):
         raise NotLowered(_SINGLE)
-    by_plane = x.dtype is DType.F32 and _lies_by_plane(weight)
+    by_plane = x.dtype is DType.F32 and _is_planar_weight(weight)
     by_column = given["groups"] == 1 and is_dense(weight.view, (2, 3, 1, 0))
     if not (by_plane or by_column or is_dense(weight.view, (0, 2, 3, 1))):
         raise NotLowered(_WEIGHT)
 
 
 def _is_spread(given: Mapping[str, Any]) -> bool:
-    """True if a kernel reads the few channels of the image wherever they lie."""
+    """True if a kernel reads the image in any layout, as its channels are few."""
     shape = given["weight"].shape
     few = nonnegative(const(MAX_SPREAD_CHANNELS) - shape[1])
     return given["groups"] == 1 and few and nonnegative(const(MAX_SPREAD_TERMS) - product(shape[1:]))
 
 
 def _is_one_sum(given: Mapping[str, Any], result: View) -> bool:
-    """True if all channels and taps of the image make one channel, in f32: a reduction over lines of pixels."""
+    """True if the result has one channel, in f32: a reduction over lines of pixels."""
     pixels = nonnegative(result.shape[2] * result.shape[3] - FEW_TERMS)
     return given["input"].dtype is DType.F32 and given["weight"].shape[0] == ONE and pixels
 
 
 def _is_one_by_one(given: Mapping[str, Any]) -> bool:
-    """True if each pixel of the result is made of one pixel of the image."""
+    """True if each pixel of the result depends on one pixel of the image."""
     steps = (*given["stride"], *given["dilation"])
     one_tap = len(given["weight"].shape) == 4 and given["weight"].shape[2:] == (ONE, ONE)
     return one_tap and all(step == 1 for step in steps) and not any(given["padding"])

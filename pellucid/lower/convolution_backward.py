@@ -1,10 +1,10 @@
-"""Gradients of convolutions: each that is a sum of products becomes a kernel, oneDNN computes the others.
+"""Lowers gradients of convolutions: those that are sums of products become kernels, oneDNN computes the others.
 
-That of the image is a convolution of the result's gradient; where steps are wider than one, for a single tap alone.
-That of the weight is, for each tap, a product of two matrices, whose terms are pixels. The bias's is a sum over pixels.
-Of depthwise convolutions both are sums for each channel, and of those of several groups that of the weight is one for
-each pair of channels of a group (of the image: `capture/convolutions.py`). In bf16 and f16 kernels compute these, and
-those of one tap, which are products of matrices.
+The gradient of the image is a convolution of the result's gradient; with strides above one, only for a single tap. The
+gradient of the weight is, for each tap, a product of two matrices, summed over pixels. That of the bias is a sum over
+pixels. For depthwise convolutions, both are sums for each channel; for several groups, the gradient of the weight is a
+sum for each pair of channels of a group (that of the image: `capture/convolutions.py`). In bf16 and f16, kernels compute
+these, and gradients of one tap, which are matrix products.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from pellucid.lower.registry import NotLowered, rule
 _KIND = "gradients of convolutions that are transposed or not two-dimensional: oneDNN computes them"
 _GROUPED = "gradient of an image of groups of several channels: oneDNN computes it"
 _OTHER = "gradients of convolutions: kernels compute them in f32, bf16 and f16"
-_TAPS = "gradients of convolutions: of several taps kernels compute them in f32 alone"
+_TAPS = "gradients of convolutions: for several taps kernels compute them in f32 alone"
 _PIXELS = "gradient of a weight: where pixels are not the rows of two matrices, kernels compute it in f32 alone"
 _DYNAMIC = "gradients of convolutions: kernels have weights of known sizes, oneDNN computes others"
 _SPREAD = "gradient of an image: where a window moves by more than a pixel, kernels have images of known sizes"
-_PLANAR = "gradients of convolutions: channels do not lie side by side, oneDNN computes them"
+_PLANAR = "gradients of convolutions: channels are not adjacent in memory, oneDNN computes them"
 _STRIDED = "gradient of an image: where a window moves by more than a pixel, oneDNN computes it"
-_OUTSIDE = "gradient of an image: one tap with padding around, oneDNN computes it"
+_OUTSIDE = "gradient of an image: one tap with padding, oneDNN computes it"
 _NARROW = "gradient of a weight: panels of few channels would be mostly empty, oneDNN computes it"
 _WIDE = "gradient of a weight: of groups of many channels in bf16 oneDNN multiplies pairs, kernels do not"
-_SMALL = "gradients of convolutions: sums of few terms, or few of them, are no product of matrices for a kernel"
-_LONG = "gradient of a weight: few channels leave threads idle, oneDNN shares out the pixels"
-# Channels of a group that are many.
+_SMALL = "gradients of convolutions: with few terms or few sums, they are no matrix product worth a kernel"
+_LONG = "gradient of a weight: few channels leave threads idle, oneDNN divides the pixels among threads"
+# From this many channels of a group on, oneDNN is faster in bf16.
 _MANY_CHANNELS = 48
-# Channels of an image that fill half a panel.
+# This many channels of an image fill half a panel.
 _FEW_CHANNELS = 16
-# Elements of a weight that are too few for several threads, and the pixels from which on that matters.
+# Up to this many elements a weight is too small for several threads, which matters from this many pixels on.
 _FEW_ELEMENTS = 1024
 _MANY_PIXELS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The tensors of a call, and how its window moves: down and to the right."""
+    """The tensors of a call, and its steps (down, right)."""
 
     gradient: TensorRef
     image: TensorRef
@@ -79,30 +79,30 @@ class _Call:
 
     @property
     def by_loops(self) -> bool:
-        """Whether the image or the result has one channel: sums over taps are loops over pixels then."""
+        """Whether the image or the result has one channel: then sums over taps are loops over pixels."""
         several = not self.one_tap and self.pixels != ONE
         return several and self.groups == 1 and ONE in self.weight.shape[:2] and not self.narrow and not self.steps
 
     @property
     def pixels(self) -> Expr:
-        """How many the result has."""
+        """The number of pixels of the result."""
         return product((self.gradient.shape[0], *self.gradient.shape[2:]))
 
-    def met(self, pixel: Sequence[Expr], tap: Sequence[Expr]) -> list[Expr]:
-        """The pixel of the image that a tap meets, for one of the result."""
+    def read_pixel(self, pixel: Sequence[Expr], tap: Sequence[Expr]) -> list[Expr]:
+        """The pixel of the image that a tap reads for a pixel of the result."""
         moves = zip(pixel, tap, self.stride, self.padding, self.dilation, strict=True)
         return [at * stride + step * dilation - padding for at, step, stride, padding, dilation in moves]
 
 
 @rule("convolution_backward.default")
 def convolution_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """The gradients of image, weight and bias that `output_mask` asks for."""
+    """The gradients of image, weight and bias that `output_mask` selects."""
     given = by_dimension(arguments(node, graph))
     call = _check(graph, given)
     wanted = given["output_mask"]
     results: list[TensorRef | None] = [None, None, None]
     refusal: NotLowered | None = None
-    left = [False, False, False]
+    left_to_onednn = [False, False, False]
     gradients = (_of_image, _of_weight)
     if call.groups > 1:
         gradients = (_of_image_by_channel, _of_weight_by_channel if call.depthwise else _of_weight_by_group)
@@ -110,15 +110,16 @@ def convolution_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
         try:
             results[position] = compute(graph, node, call) if wanted[position] else None
         except NotLowered as error:
-            refusal, left[position] = error, True
-    if all(left[position] or not wanted[position] for position in (0, 1)) and refusal:
+            refusal, left_to_onednn[position] = error, True
+    if all(left_to_onednn[position] or not wanted[position] for position in (0, 1)) and refusal:
         raise refusal
     if wanted[2]:
-        left[2] = left[1]  # of which it is a by-product
-        results[2] = None if left[2] else _of_bias(graph, node, call)
+        left_to_onednn[2] = left_to_onednn[1]  # the bias's is a by-product of the weight's
+        results[2] = None if left_to_onednn[2] else _of_bias(graph, node, call)
     if refusal:
         whole = extern_call(node)
-        part = replace(whole, args=(*whole.args[:-1], left), used=frozenset(k for k in range(3) if left[k]))
+        used = frozenset(k for k in range(3) if left_to_onednn[k])
+        part = replace(whole, args=(*whole.args[:-1], left_to_onednn), used=used)
         others = lower_extern(graph, part, str(refusal))
         assert isinstance(others, tuple)
         return tuple(mine or other for mine, other in zip(results, others, strict=True))
@@ -126,7 +127,7 @@ def convolution_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 
 def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
-    """The call, if kernels may compute some gradient of it."""
+    """The call, if kernels support some of its gradients; else raises `NotLowered`."""
     if not graph.contract:
         raise NotLowered(OFF)
     tensors = gradient, image, weight = tuple(given[name] for name in ("grad_output", "input", "weight"))
@@ -150,7 +151,7 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
 
 
 def _of_image(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
-    """sum over outputs and taps of the gradient, where the tap has met a pixel of the result, times the weight."""
+    """sum over outputs and taps of the weight times the gradient of the result's pixel that read this pixel by the tap."""
     if call.one_tap and any(call.padding):
         raise NotLowered(_OUTSIDE)
     if not call.one_tap and call.steps:
@@ -166,9 +167,9 @@ def _of_image(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tensor
     if not call.one_tap and not call.by_loops and not is_dense(call.weight.view, (0, 2, 3, 1)):
         raise NotLowered(_PLANAR)
     result = graph.new(node.meta["val"][0], "gradient")
-    met = _like(graph, call.gradient, call.weight.shape[1]) if call.steps else result
+    dense = _like(graph, call.gradient, call.weight.shape[1]) if call.steps else result
     outputs, _, *taps = call.weight.shape
-    kernel = graph.kernel(node, (*met.shape, outputs, *taps))
+    kernel = graph.kernel(node, (*dense.shape, outputs, *taps))
     image, channel, *pixel, output, height, width = kernel.index
     moves = zip(pixel, (height, width), call.padding, call.dilation, strict=True)
     place = [at + padding - tap * dilation for at, tap, padding, dilation in moves]
@@ -176,10 +177,10 @@ def _of_image(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> Tensor
     terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, output, *place), inside) * kernel.load(
         call.weight.view, call.weight.dtype, (output, channel, height, width), inside
     )
-    kernel.store(met.view, met.dtype, kernel.index[:4], kernel.reduce("sum", terms, (4, 5, 6)))
+    kernel.store(dense.view, dense.dtype, kernel.index[:4], kernel.reduce("sum", terms, (4, 5, 6)))
     graph.emit(kernel)
     if call.steps:
-        _spread(graph, node, call, met, result)
+        _spread(graph, node, call, dense, result)
     return result
 
 
@@ -221,10 +222,10 @@ def _sums(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
 
 
 def _of_image_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
-    """For each channel the sum over taps of the gradient, where the tap has met a pixel, times the weight.
+    """For each channel, the sum over taps of the weight times the gradient of the pixel that read this pixel by the tap.
 
-    Taps are counted from the last one, so that they move as pixels do. With steps, loops look at each tap: oneDNN is
-    faster than those in f32, and takes four times as long in bf16.
+    Taps are indexed from the last one, so that addresses increase with both. With strides, loops test each tap: in f32
+    oneDNN is faster than that, in bf16 it takes four times as long.
     """
     if not call.depthwise:
         raise NotLowered(_GROUPED)
@@ -295,27 +296,26 @@ def _of_bias(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorR
     return result
 
 
-def _spread(graph: ProgramBuilder, node: torch.fx.Node, call: _Call, met: TensorRef, result: TensorRef) -> None:
-    """result = met at the pixels that a single tap meets, and zero at those between them and beyond."""
+def _spread(graph: ProgramBuilder, node: torch.fx.Node, call: _Call, dense: TensorRef, result: TensorRef) -> None:
+    """result = dense at the pixels that a single tap reads, and zero at the others."""
     kernel = graph.kernel(node, result.shape)
     image, channel, *pixel = kernel.index
-    place, meets = _met_by_steps(kernel, call, pixel)
-    counts = both((kernel.within(place, met.shape[2:]), meets))
-    kernel.store(
-        result.view, result.dtype, kernel.index, kernel.load(met.view, met.dtype, (image, channel, *place), counts)
-    )
+    place, is_step = _at_steps(kernel, call, pixel)
+    is_read = both((kernel.within(place, dense.shape[2:]), is_step))
+    value = kernel.load(dense.view, dense.dtype, (image, channel, *place), is_read)
+    kernel.store(result.view, result.dtype, kernel.index, value)
     graph.emit(kernel)
 
 
-def _met_by_steps(kernel: KernelBuilder, call: _Call, pixel: Sequence[Expr]) -> tuple[list[Expr], Value | None]:
-    """The step that comes to a pixel, counted from the first one, and whether there is one; None if there always is."""
-    moves = list(zip(pixel, call.stride, strict=True))
-    hits = [kernel.position(mod(at, step, kernel.ranges)).op("eq", 0) if step > 1 else None for at, step in moves]
-    return [floordiv(at, step, kernel.ranges) for at, step in moves], both(hits)
+def _at_steps(kernel: KernelBuilder, call: _Call, pixel: Sequence[Expr]) -> tuple[list[Expr], Value | None]:
+    """A pixel divided by the stride, and the condition that the division is exact; None if it always is."""
+    steps = list(zip(pixel, call.stride, strict=True))
+    hits = [kernel.position(mod(at, step, kernel.ranges)).op("eq", 0) if step > 1 else None for at, step in steps]
+    return [floordiv(at, step, kernel.ranges) for at, step in steps], both(hits)
 
 
 def _like(graph: ProgramBuilder, gradient: TensorRef, channels: Expr) -> TensorRef:
-    """A new tensor with as many channels for each pixel of `gradient`, channels-last or planar as that is."""
+    """A new tensor with this many channels for each pixel of `gradient`, channels-last or planar like it."""
     images, _, height, width = (extent.value for extent in gradient.shape)
     last = gradient.view.strides[1] == ONE
     shape = (images, channels.value, height, width)

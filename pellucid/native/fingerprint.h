@@ -1,5 +1,5 @@
 // Samples of memory: one cache line in every `turns`-th page, so that a replaced tensor is detected at the cost of some
-// nanoseconds for each of these pages. Sample (turn, line) covers that line of every `turns`-th page, from page `turn` on;
+// nanoseconds for each of these pages. Sample (turn, line) covers that line of every `turns`-th page from page `turn`;
 // all samples together cover every byte. Memory of `turn` pages or fewer is sampled from its first page on.
 #pragma once
 

@@ -1,4 +1,4 @@
-"""Whether tensors still hold what they held: their places, the count of their changes, a sample of their bytes."""
+"""Detects changes of tensors: by their memory, their version counters and samples of their bytes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pellucid.native.loader import library
 
 _TURNS = 8
-"""A sample of tensors whose changes are counted has a page in so many, others at the next call."""
+"""Tensors with a version counter are sampled in one of `_TURNS` pages, in other pages at the next call."""
 
 _LINES = 64
-"""Lines of the cache in a page, of which a sample has one: the next after all turns. `fingerprint.h` has the same."""
+"""Cache lines in a page. A sample has one of them, the next one after all turns. Equal to `kLines` in fingerprint.h."""
 
 _UNCOUNTED = -1
-"""Stands for the count of changes of a tensor of inference mode, which PyTorch does not count."""
+"""The version of an inference tensor, which has no version counter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What is remembered of tensors to notice a change: see `holds`.
+    """The state of tensors at one time, to detect changes: see `holds`.
 
-    storages: the memory of each. pointers: where their data begins. versions: how often each was changed, as PyTorch
-    counts it. watched, uncounted: samples of the bytes of those whose changes are counted, and of the others.
-    memory: keeps no memory alive, but what is at `storages`, so that nothing else comes to lie there.
+    storages: the address of each StorageImpl. pointers: of their data. versions: their version counters.
+    counted, uncounted: samples of the bytes of tensors with a version counter, and of those without one.
+    memory: weak references to the storages; they keep the addresses in `storages` from being reused.
     """
 
     storages: ctypes.Array[ctypes.c_int64]
     pointers: ctypes.Array[ctypes.c_int64]
     versions: ctypes.Array[ctypes.c_int64]
-    watched: _Samples
+    counted: _Samples
     uncounted: _Samples
     memory: tuple[StorageWeakRef, ...]
 
@@ -45,39 +45,39 @@ class Fingerprint:
         storages = words(*(tensor.untyped_storage()._cdata for tensor in tensors))
         pointers = words(*(tensor.data_ptr() for tensor in tensors))
         versions = words(*(_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors))
-        watched = [tensor for tensor in tensors if not tensor.is_inference()]
+        counted = [tensor for tensor in tensors if not tensor.is_inference()]
         others = [tensor for tensor in tensors if tensor.is_inference()]
-        return cls(storages, pointers, versions, _Samples.of(watched, _TURNS), _Samples.of(others, 1), memory)
+        return cls(storages, pointers, versions, _Samples.of(counted, _TURNS), _Samples.of(others, 1), memory)
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
-        """False if one of the tensors is another, was changed by PyTorch, or differs in the sample of this call.
+        """False if one of the tensors was replaced, was changed by PyTorch, or differs in the sample of this call.
 
-        tensors: as many as there were. A change that PyTorch does not count, through `.data`, NumPy or a pointer, is
-        noticed in samples only: at once where it changes a tensor as a whole, whole pages within `_TURNS` calls, and
-        any element within `_TURNS * _LINES`.
+        tensors: as many as before. A change that PyTorch does not count, through `.data`, NumPy or a pointer, is only
+        detected by samples: at once if it changes a whole tensor, within `_TURNS` calls if it changes whole pages, and
+        within `_TURNS * _LINES` calls for any element.
         """
-        return self._in_place(tensors) and self.watched.hold() and self.uncounted.hold()
+        return self._unchanged(tensors) and self.counted.hold() and self.uncounted.hold()
 
     def holds_entirely(self, tensors: list[torch.Tensor]) -> bool:
-        """The same by the samples of all calls."""
-        return self._in_place(tensors) and self.watched.all_hold() and self.uncounted.all_hold()
+        """Like `holds`, but compares every byte."""
+        return self._unchanged(tensors) and self.counted.all_hold() and self.uncounted.all_hold()
 
-    def _in_place(self, tensors: list[torch.Tensor]) -> bool:
-        return library().pellucid_in_place(tensors, self.storages, self.pointers, self.versions)
+    def _unchanged(self, tensors: list[torch.Tensor]) -> bool:
+        return library().pellucid_unchanged(tensors, self.storages, self.pointers, self.versions)
 
     def is_gone(self) -> bool:
-        """Whether the memory of one of the tensors was given back."""
+        """Whether the memory of one of the tensors was freed."""
         return any(each.expired() for each in self.memory)
 
 
-def place_of(tensors: list[torch.Tensor]) -> int:
-    """A number that tells lists of tensors apart by where they lie in memory, and by types, sizes and strides."""
-    return library().pellucid_place(tensors)
+def layout_hash(tensors: list[torch.Tensor]) -> int:
+    """A hash of the addresses, types, sizes and strides of tensors."""
+    return library().pellucid_layout_hash(tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """What some tensors hold, in one line of the cache of each page, or of each of some: by turn and line."""
+    """Hashes of the samples of some tensors, by turn and line. turns: a sample has one of `turns` pages."""
 
     hashes: ctypes.Array[ctypes.c_uint64]
     addresses: ctypes.Array[ctypes.c_int64]
@@ -92,13 +92,13 @@ class _Samples:
         return cls(_every_sample(addresses, sizes, turns), addresses, sizes, turns)
 
     def hold(self) -> bool:
-        """Whether the sample whose turn it is is as it was."""
+        """Whether the sample of this call is unchanged."""
         line, turn = divmod(next(self.calls) % len(self.hashes), self.turns)
-        found = library().pellucid_fingerprint(self.addresses, self.sizes, len(self.sizes), turn, self.turns, line)
-        return found == self.hashes[turn * _LINES + line]
+        current = library().pellucid_fingerprint(self.addresses, self.sizes, len(self.sizes), turn, self.turns, line)
+        return current == self.hashes[turn * _LINES + line]
 
     def all_hold(self) -> bool:
-        """Whether every byte is as it was."""
+        """Whether every byte is unchanged."""
         return bytes(_every_sample(self.addresses, self.sizes, self.turns)) == bytes(self.hashes)
 
 
@@ -114,5 +114,5 @@ def span(tensor: torch.Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last one."""
     if not tensor.numel():
         return 0
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (steps + 1) * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

@@ -17,7 +17,7 @@ struct Host {
   int64_t storage_offset;            // in a TensorImpl, of its StorageImpl
   PyObject *tensor_type, *parameter_type;
   PyObject* (*wrap)(AtenTensorHandle);  // handle to Python object, without taking ownership; null: use `steal`
-  PyObject* steal;                      // list of capsules with handles, of which it takes ownership, to list of tensors
+  PyObject* steal;                      // list of capsules with handles, which it owns then, to list of tensors
   PyObject* outside_inference;          // calls pellucid_fill on a capsule, with inference mode off
   PyObject *profiler_globals, *profiler_flag;  // the dictionary and key of torch.profiler's flag
   int64_t (*version)(AtenTensorHandle);  // a tensor's version counter; throws for an inference tensor

@@ -1,7 +1,7 @@
-"""Load the native runtime, built if it must be, and check what it takes for granted.
+"""Load the native runtime, build it if needed, and check its assumptions.
 
 The runtime handles tensors without Python's or ATen's headers. What it assumes about this Python and this PyTorch
-instead is all in this file, and is checked once, before anything relies on it.
+instead is all in this file, and is checked once, before it is used.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def _library() -> ctypes.PyDLL:
     lib.pellucid_fingerprint.restype = ctypes.c_uint64
     lib.pellucid_every_fingerprint.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p]
     lib.pellucid_every_fingerprint.restype = None
-    lib.pellucid_in_place.argtypes = [ctypes.py_object, *[ctypes.c_void_p] * 3]
-    lib.pellucid_in_place.restype = ctypes.c_bool
-    lib.pellucid_place.argtypes = [ctypes.py_object]
-    lib.pellucid_place.restype = ctypes.c_uint64
+    lib.pellucid_unchanged.argtypes = [ctypes.py_object, *[ctypes.c_void_p] * 3]
+    lib.pellucid_unchanged.restype = ctypes.c_bool
+    lib.pellucid_layout_hash.argtypes = [ctypes.py_object]
+    lib.pellucid_layout_hash.restype = ctypes.c_uint64
     lib.pellucid_draw.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_uint64]
     lib.pellucid_draw.restype = None
     lib.pellucid_flush_denormals.argtypes = [ctypes.c_bool]
@@ -107,10 +107,10 @@ def default_pool_limit() -> int:
 
 
 def _open() -> ctypes.PyDLL:
-    """The one that came with the package, unless its sources have changed or it was made for other systems."""
+    """Load the runtime of the package, unless its sources have changed or it was built for other systems; else build."""
     for name, text in (("words.h", words_header()), ("sizes.h", sizes_text())):
         if (SOURCES / name).read_text(encoding="utf-8") != text:
-            raise InternalError(f"native/{name} is not what it is made of: run `pytest tests/golden --bless`")
+            raise InternalError(f"native/{name} is outdated: run `pytest tests/golden --bless`")
     if came_with_package():
         with suppress(ToolchainError):
             return _load(_packaged())
@@ -118,7 +118,7 @@ def _open() -> ctypes.PyDLL:
 
 
 def came_with_package() -> bool:
-    """Whether the package has a runtime that was made of the sources of now."""
+    """Whether the package has a runtime that was built from the current sources."""
     return _packaged().exists()
 
 
@@ -127,14 +127,14 @@ def _packaged() -> Path:
 
 
 def built(stem: str, files: tuple[str, ...], flags: Callable[[Toolchain], Sequence[str]], what: str, hint: str) -> Path:
-    """The library `stem` in the store, made of the first of `files` beside this one; the others it includes.
+    """The library `stem` in the store, compiled from the first of `files` in this folder; it includes the others.
 
-    what: to say when it does not compile. Raises ToolchainError.
+    what: the error message if it does not compile. Raises ToolchainError.
     """
     compiler = Compiler(default_toolchain(), default_store())
 
-    def make(made: Path) -> None:
-        compiler.link(SOURCES / files[0], made, *flags(compiler.toolchain))
+    def make(target: Path) -> None:
+        compiler.link(SOURCES / files[0], target, *flags(compiler.toolchain))
 
     return compiler.provide(library_name(stem, files), make, what, hint)
 
@@ -179,7 +179,7 @@ def _offset(
     start: Callable[[torch.Tensor], int],
     value: Callable[[torch.Tensor], int],
 ) -> int:
-    """How many bytes after `start` of a tensor the pointer stands that `value` gives."""
+    """The offset in bytes from `start` of a tensor to the pointer that equals its `value`."""
     word = ctypes.sizeof(ctypes.c_void_p)
     for offset in range(0, 8 * word, word):
         if all(ctypes.c_uint64.from_address(start(tensor) + offset).value == value(tensor) for tensor in samples):
@@ -188,7 +188,7 @@ def _offset(
 
 
 def _check_handle() -> None:
-    """A handle of PyTorch's C interface points to a pointer to the TensorImpl, so we can make handles ourselves."""
+    """Check that a handle of PyTorch's C interface points to a pointer to the TensorImpl: the runtime creates such ones."""
     tensor = torch.ones(2)
     capsule = _aoti.unsafe_alloc_void_ptr_from_tensor(tensor)
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -202,7 +202,7 @@ def _check_handle() -> None:
 
 
 def _wrapper() -> int | None:
-    """Address of the C++ function that makes a Python tensor, or None: then a slower public one is used."""
+    """Address of the C++ function that creates a Python tensor, or None: then a slower public one is used."""
     try:
         lib = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"))
         return ctypes.cast(getattr(lib, _WRAP), ctypes.c_void_p).value
@@ -211,15 +211,15 @@ def _wrapper() -> int | None:
 
 
 def _version_counter() -> int:
-    """Address of the C++ function that says how often a tensor was changed."""
+    """Address of the C++ function that returns the version counter of a tensor."""
     tensor = torch.ones(2)
     tensor.add_(1)
     version = getattr(_torch_cpu(), _VERSION, None)
     if version is None:
-        raise UnsupportedError(f"PyTorch {torch.__version__} does not say how often a tensor was changed", hint=_HINT)
+        raise UnsupportedError(f"PyTorch {torch.__version__} has no known function for version counters", hint=_HINT)
     version.restype, version.argtypes = ctypes.c_int64, [ctypes.c_void_p]
     if version(ctypes.byref(ctypes.c_void_p(tensor._cdata))) != tensor._version:
-        raise UnsupportedError(f"PyTorch {torch.__version__} counts changes of tensors otherwise", hint=_HINT)
+        raise UnsupportedError(f"PyTorch {torch.__version__} has another layout of version counters", hint=_HINT)
     address = ctypes.cast(version, ctypes.c_void_p).value
     assert address is not None
     return address
@@ -262,4 +262,4 @@ def memory_format_code(memory_format: torch.memory_format) -> int:
 
 @lru_cache(maxsize=1)
 def _torch_cpu() -> ctypes.CDLL:
-    return ctypes.CDLL("libtorch_cpu.so")  # loaded long since: this only finds it
+    return ctypes.CDLL("libtorch_cpu.so")  # already loaded: this only finds it

@@ -408,8 +408,8 @@ class Run {
     return to_python(handle);
   }
 
-  // Like `object`, for an argument of a Python function: a view in the arena gets a new alias, so that changes by Python
-  // of the tensor object (its sizes, its attributes) do not outlive the call.
+  // Like `object`, for an argument of a Python function: a view in the arena gets a new alias, so that Python's
+  // changes of the tensor object (its sizes, its attributes) do not outlive the call.
   PyObject* argument(int64_t v) {
     const View& view = plan_.views[v];
     if (plan_.slots[view.slot].place != Place::kArena) return object(v);

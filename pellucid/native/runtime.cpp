@@ -12,8 +12,8 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------ frames
 
-// Creates the tensors over the arena that operators use. Called with inference mode off: tensors created in it could not
-// be written to outside of it.
+// Creates the tensors over the arena that operators use. Called with inference mode off: inference tensors could not be
+// written to outside of it.
 void fill(Plan& plan, Frame& frame) {
   plan.drop_arena_tensors(frame);
   char* base = frame.arena->base;
@@ -166,8 +166,8 @@ Location location_of(void* impl) {
   return {storage, reinterpret_cast<int64_t>(data_of(handle_at(&impl)))};
 }
 
-// Whether each tensor of a list has the same memory and version counter as before; version -1: it has no counter. False,
-// too, where an inference tensor has replaced one with a counter.
+// Whether each tensor of a list has the same memory and version counter as before; version -1: it has no counter.
+// False, too, where an inference tensor has replaced one with a counter.
 bool unchanged(PyObject* tensors, const int64_t* storages, const int64_t* addresses, const int64_t* versions) {
   const ptrdiff_t count = PyList_Size(tensors);
   for (ptrdiff_t k = 0; k < count; k++) {

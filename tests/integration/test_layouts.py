@@ -61,7 +61,7 @@ def test_a_convolution_between_planar_tensors_is_a_kernels_unless_they_have_to_b
     result, rows = traced(planar, tmp_path / "planar", x, w)
     check(planar, result, x, w)
     (reason,) = said(rows, "lower.fallback")
-    assert "channels do not lie side by side" in reason
+    assert "channels are not adjacent in memory" in reason
 
 
 class Separable(nn.Module):

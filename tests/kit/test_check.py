@@ -204,7 +204,7 @@ def test_a_target_that_ends_its_process_is_not_judged(tmp_path):
     with pytest.raises(NotJudged, match=r"cannot be imported: RuntimeError: importing .* ended with sys\.exit\(3\)"):
         load_case(f"{tmp_path / 'ends.py'}:make")
     (tmp_path / "makes.py").write_text("import sys\ndef make():\n    sys.exit('no data')\n")
-    with pytest.raises(NotJudged, match=r":make, which creates the program, fails: .* ended with sys\.exit\('no data'\)"):
+    with pytest.raises(NotJudged, match=r"which creates the program, fails: .* ended with sys\.exit\('no data'\)"):
         load_case(f"{tmp_path / 'makes.py'}:make")
 
 

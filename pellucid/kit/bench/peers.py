@@ -137,14 +137,14 @@ def _slot(count: int) -> Slot:
 
 
 def _start(converted: Converted) -> Run:
-    given = torch.load(converted.folder / _GIVEN, weights_only=True)
+    inputs = torch.load(converted.folder / _INPUTS, weights_only=True)
     with _quiet():
-        return PEERS[converted.peer].start(converted, given)
+        return PEERS[converted.peer].start(converted, inputs)
 
 
 # ------------------------------------------------------------------------------------------------ converting
 
-_GIVEN = "given.pt"
+_INPUTS = "inputs.pt"
 
 
 def _convert(name: str, case: Case, options: Mapping[str, Any], folder: Path) -> Converted:
@@ -163,20 +163,20 @@ class Positional(nn.Module):
         self._positions = [at for at, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
 
     @property
-    def given(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[Tensor, ...]:
         """The tensors that the program is called with."""
         return tuple(self._leaves[at] for at in self._positions)
 
-    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         leaves = list(self._leaves)
-        for at, tensor in zip(self._positions, given, strict=True):
+        for at, tensor in zip(self._positions, inputs, strict=True):
             leaves[at] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return tuple(tensors(self.fn(*args, **kwargs)))
 
-    def save_given(self, folder: Path) -> None:
+    def save_inputs(self, folder: Path) -> None:
         """Save the tensors that the program is called with."""
-        torch.save([tensor.clone() for tensor in self.given], folder / _GIVEN)
+        torch.save([tensor.clone() for tensor in self.inputs], folder / _INPUTS)
 
 
 def _convert_for_openvino(case: Case, folder: Path) -> dict[str, Any]:
@@ -188,9 +188,9 @@ def _convert_for_openvino(case: Case, folder: Path) -> dict[str, Any]:
     openvino: Any = import_module("openvino")
     narrow = floating_type(case) is torch.bfloat16
     program = Positional(case_in(case, torch.float32) if narrow else case).eval()
-    model = openvino.convert_model(torch.export.export(program, program.given))
+    model = openvino.convert_model(torch.export.export(program, program.inputs))
     openvino.save_model(model, str(folder / "program.xml"), compress_to_fp16=False)
-    program.save_given(folder)
+    program.save_inputs(folder)
     return {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
@@ -198,24 +198,24 @@ def _convert_for_openvino(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-def _start_openvino(converted: Converted, given: list[Tensor]) -> Run:
+def _start_openvino(converted: Converted, inputs: list[Tensor]) -> Run:
     openvino: Any = import_module("openvino")
     model = openvino.Core().read_model(str(converted.folder / "program.xml"))
     compiled = openvino.compile_model(model, "CPU", dict(converted.settings))
-    arrays = [tensor.numpy() for tensor in given]
+    arrays = [tensor.numpy() for tensor in inputs]
     return lambda: [torch.from_numpy(each) for each in compiled(arrays).values()]
 
 
 def _convert_for_onnxruntime(case: Case, folder: Path) -> dict[str, Any]:
     """https://onnxruntime.ai/docs: export by `torch.onnx.export`, and a session with PyTorch's number of threads."""
     program = Positional(case).eval()
-    exported: Any = torch.onnx.export(program, program.given, dynamo=True, verbose=False)
+    exported: Any = torch.onnx.export(program, program.inputs, dynamo=True, verbose=False)
     exported.save(str(folder / "program.onnx"), external_data=True)  # one file holds at most 2 GB
-    program.save_given(folder)
+    program.save_inputs(folder)
     return {"intra_op_num_threads": torch.get_num_threads()}
 
 
-def _start_onnxruntime(converted: Converted, given: list[Tensor]) -> Run:
+def _start_onnxruntime(converted: Converted, inputs: list[Tensor]) -> Run:
     onnxruntime: Any = import_module("onnxruntime")
     settings = onnxruntime.SessionOptions()
     for name, value in converted.settings.items():
@@ -224,7 +224,7 @@ def _start_onnxruntime(converted: Converted, given: list[Tensor]) -> Run:
         setattr(settings, name, value)
     file = str(converted.folder / "program.onnx")
     session = onnxruntime.InferenceSession(file, settings, providers=["CPUExecutionProvider"])
-    arrays = {each.name: tensor.numpy() for each, tensor in zip(session.get_inputs(), given, strict=True)}
+    arrays = {each.name: tensor.numpy() for each, tensor in zip(session.get_inputs(), inputs, strict=True)}
     return lambda: [torch.from_numpy(each) for each in session.run(None, arrays)]
 
 

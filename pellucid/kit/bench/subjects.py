@@ -142,9 +142,9 @@ def _exported(backend: str, case: Case, options: Mapping[str, Any]) -> Callable[
     def call() -> object:
         if not run:
             with torch.no_grad():
-                exported = torch.export.export(program, program.given)
+                exported = torch.export.export(program, program.inputs)
                 run.append(_EXPORTED[backend](exported, options=options))
-        return run[0](*program.given)
+        return run[0](*program.inputs)
 
     return call
 

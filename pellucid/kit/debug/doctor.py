@@ -97,17 +97,17 @@ def write_machine(found: Doctored, file: Path) -> None:
 def _machine(again: bool) -> tuple[Machine | None, Check]:
     """The measurements, and whether the file that PELLUCID_MACHINE names to override them can be read."""
     machine, check = _measurements(again)
-    given = os.environ.get("PELLUCID_MACHINE")
-    if not given:
+    path = os.environ.get("PELLUCID_MACHINE")
+    if not path:
         return machine, check
     try:
-        machine_for(given)
+        machine_for(path)
     except UserError as error:
         found = f"nothing can be compiled: {error.message}; {check.found}"
         return machine, Check(
             "machine", BAD, found, "unset PELLUCID_MACHINE, or write such a file: pellucid doctor -o FILE"
         )
-    return machine, replace(check, found=f"{check.found}; the compiler uses PELLUCID_MACHINE={given} instead")
+    return machine, replace(check, found=f"{check.found}; the compiler uses PELLUCID_MACHINE={path} instead")
 
 
 def _measurements(again: bool) -> tuple[Machine | None, Check]:

@@ -19,29 +19,31 @@ def first_changed(graph: Graph, passed: torch.fx.GraphModule) -> list[torch.fx.N
     Else the first operator whose side effect they dropped; empty where nothing changed.
     """
     nodes = {node.name: node for node in graph.module.graph.nodes if node.op == "call_function"}
-    kept = {node.name for node in passed.graph.nodes}
+    remaining = {node.name for node in passed.graph.nodes}
     inputs = copied(graph.inputs)
     for _ in range(2):  # the second time with other values in the same memory, as a pass may have folded the first
         before = values_of(graph.module, copied(inputs), lambda node: not is_random(node))
         after = values_of(passed, inputs, lambda node: not is_random(node))
         for name, value in after.items():
             if name in before and not agree(value, before[name]):
-                return _unexplained(_with_removed(nodes[name], kept), before, list(after.values())) or [nodes[name]]
+                return _unexplained(_with_removed(nodes[name], remaining), before, list(after.values())) or [
+                    nodes[name]
+                ]
         if not change_in_place(inputs):
             break
     effects = (node for node in nodes.values() if mutates(node))
-    gone = next((node for node in effects if node.name not in kept), None)
-    return [] if gone is None else [gone]
+    dropped = next((node for node in effects if node.name not in remaining), None)
+    return [] if dropped is None else [dropped]
 
 
-def _with_removed(node: torch.fx.Node, kept: set[str]) -> list[torch.fx.Node]:
+def _with_removed(node: torch.fx.Node, remaining: set[str]) -> list[torch.fx.Node]:
     """A node and the removed nodes that it depends on through removed nodes, in graph order."""
     found: set[torch.fx.Node] = set()
     pending = [node]
     while pending:
         each = pending.pop()
         found.add(each)
-        pending += [arg for arg in each.all_input_nodes if arg.name not in kept and arg not in found]
+        pending += [arg for arg in each.all_input_nodes if arg.name not in remaining and arg not in found]
     return sorted(found)
 
 

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> None:
     with listening() as refusals, starting(about["backend"], about["options"]) as starts:
         try:
             _run(command)
-        except SystemExit as end:  # as many scripts end, also well
+        except SystemExit as end:  # many scripts end with it, also without an error
             ended = end
         except Exception as error:
             sys.exit(_own_lines(traceback.TracebackException.from_exception(error)))
@@ -132,11 +132,11 @@ def _replace_compile(backend: Callable[..., Any]) -> None:
     """Make every later `torch.compile` use this backend, whatever backend, mode and options it is passed."""
     original = torch.compile
 
-    def compile(model: Any = None, **given: Any) -> Any:
+    def compile(model: Any = None, **kwargs: Any) -> Any:
         if model is None:
-            return lambda fn: compile(fn, **given)
-        kept = {name: given[name] for name in ("fullgraph", "dynamic", "disable") if name in given}
-        return original(model, backend=backend, **kept)
+            return lambda fn: compile(fn, **kwargs)
+        passed = {name: kwargs[name] for name in ("fullgraph", "dynamic", "disable") if name in kwargs}
+        return original(model, backend=backend, **passed)
 
     torch.compile = compile  # type: ignore[assignment]
 

@@ -159,13 +159,13 @@ class Simulation(Probe):
         step = steps.get(found[at].kernel) if at is not None else None
         if at is None or step is None:
             return list(found)
-        given = replace(self.graph, inputs=tuple(self.reference.inputs))
+        graph = replace(self.graph, inputs=tuple(self.reference.inputs))
         known = {**self.reference.drawn(), **self.known}
 
         def look(graph: Graph, compiled: Compiled) -> Iterator[tuple[str, Judgement]]:
             return ((each.fx_node, each.judgement) for each in simulate(graph, compiled, LIVE, self.marker))
 
-        inner = zoom(given, self.compiled, found[at].fx_node, known, subject, look)
+        inner = zoom(graph, self.compiled, found[at].fx_node, known, subject, look)
         return [
             *found[:at],
             replace(found[at], inner=inner, opened=step.generated or inner is not None),
@@ -182,15 +182,17 @@ class Simulation(Probe):
             return  # their random numbers differ
         after = self.reference
         writers = writers_of(self.graph.module)
-        changed = [(after.given[position], before.given[position], name) for position, name in writers.items()]
+        changed = [
+            (after.final_inputs[position], before.final_inputs[position], name) for position, name in writers.items()
+        ]
         pairs = [*zip(after.results, before.results, before.result_nodes, strict=True), *changed]
-        expected = Expected({name: given for _, given, name in pairs}, before.exactly, before.eagerly)
-        for mine, given, name in pairs:
-            if not name or not isinstance(mine, torch.Tensor) or not isinstance(given, torch.Tensor):
+        expected = Expected({name: theirs for _, theirs, name in pairs}, before.exactly, before.eagerly)
+        for mine, theirs, name in pairs:
+            if not name or not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
                 continue
-            found = close(mine, given)
+            found = close(mine, theirs)
             if random and found is None:  # float64 would draw other numbers
-                found = Judgement(Verdict.ROUNDING) if near(mine, given) else judge(mine, given, given)
+                found = Judgement(Verdict.ROUNDING) if near(mine, theirs) else judge(mine, theirs, theirs)
             found = found or expected.judge(name, mine)
             nodes = [] if found.verdict.good else first_changed(self.graph, self.compiled.graph)
             if nodes:
@@ -204,18 +206,18 @@ class Simulation(Probe):
         before: the graph before passes. A result may also have the strides that it was captured with.
         """
         nodes = {node.name: node for node in self.graph.module.graph.nodes}
-        eager, inputs = _layouts([*before.given, *before.results]), len(before.given)
+        eager, inputs = _layouts([*before.final_inputs, *before.results]), len(before.final_inputs)
         users = [inputs + position for position in results_of_user(self.graph.module)]
         for position in users:
             node = nodes.get(before.result_nodes[position - inputs])
             mine, theirs = self.layouts[position], eager[position]
             if node is None or mine is None or theirs is None:
                 continue
-            (strides, owner), (given, own) = mine, theirs
+            (strides, owner), (eager_strides, eager_owner) = mine, theirs
             why = ""
-            if strides != given and strides != meaningful_strides(node.meta["val"]):
-                why = f"strides {strides}, eager's are {given}"
-            elif owner != own == position and (owner < inputs or owner in users):
+            if strides != eager_strides and strides != meaningful_strides(node.meta["val"]):
+                why = f"strides {strides}, eager's are {eager_strides}"
+            elif owner != eager_owner == position and (owner < inputs or owner in users):
                 what = f"input {owner}" if owner < inputs else f"output {owner - inputs}"
                 why = f"it shares memory with {what}, but not in eager"
             if why:
@@ -231,9 +233,9 @@ class Simulation(Probe):
         An operator that fails on them in eager mode is no fault of the compiled program.
         """
         with torch.no_grad():
-            for mine, given in zip(inputs, self.graph.inputs, strict=True):
+            for mine, original in zip(inputs, self.graph.inputs, strict=True):
                 if isinstance(mine, torch.Tensor) and not overlapping(mine):
-                    mine.copy_(given)
+                    mine.copy_(original)
         try:
             if not change_in_place(inputs):
                 return False
@@ -258,7 +260,7 @@ class Simulation(Probe):
                 self._compare("result", name, node, actual, eager, f"output {position}")
         for position, writer in writers_of(self.compiled.graph).items():
             if isinstance(inputs[position], torch.Tensor):
-                self._compare("result", writer, writer, inputs[position], self.reference.given[position], writer)
+                self._compare("result", writer, writer, inputs[position], self.reference.final_inputs[position], writer)
 
     def before(self, step: Step) -> None:
         self.marker.before(step)

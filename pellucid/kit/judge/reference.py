@@ -39,9 +39,9 @@ class Reference:
             return value
 
         torch.manual_seed(0)
-        self.given = copied(inputs) if any(map(mutates, module.graph.nodes)) else inputs
-        self.results = interpret(module, self.given, keep)
-        lasting = [*self.values.values(), *self.results, *self.given, *self.inputs, *self.random.values()]
+        self.final_inputs = copied(inputs) if any(map(mutates, module.graph.nodes)) else inputs
+        self.results = interpret(module, self.final_inputs, keep)
+        lasting = [*self.values.values(), *self.results, *self.final_inputs, *self.inputs, *self.random.values()]
         self._owners = Counter(_memory(each) for each in pytree.tree_leaves(lasting) if isinstance(each, torch.Tensor))
 
     def replaced(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -67,23 +67,23 @@ class Reference:
         """Like `exactly`, in the types of the program."""
         return self._values(self.module, lambda tree: changed(tree, change))
 
-    def _values(self, module: torch.fx.GraphModule, given: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+    def _values(self, module: torch.fx.GraphModule, change: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         wanted = {*self.values, *self.result_nodes}  # all values of a training step in float64 may not fit in memory
 
         def keep(node: torch.fx.Node, value: Any) -> Any:
-            value = given(self.random[node.name]) if node.name in self.random else value
+            value = change(self.random[node.name]) if node.name in self.random else value
             if isinstance(value, torch.Tensor) and node.name in wanted:
                 found[node.name] = value.clone() if _is_changed(node) else value
             return value
 
-        interpret(module, given(list(self.inputs)), keep)
+        interpret(module, change(list(self.inputs)), keep)
         return found
 
     def between(self, name: str, known: Collection[str]) -> list[torch.fx.Node]:
         """The unknown nodes that a value is computed from, without inputs and constants, in graph order."""
-        given = {self._nodes[each] for each in known if each in self._nodes and each != name}
-        needed = set(needed_for(self._nodes[name], given)) - given - {self._nodes[name]}
+        available = {self._nodes[each] for each in known if each in self._nodes and each != name}
+        needed = set(needed_for(self._nodes[name], available)) - available - {self._nodes[name]}
         return [node for node in self.module.graph.nodes if node in needed and node.op == "call_function"]
 
     def local(self, name: str, known: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -116,17 +116,17 @@ class Reference:
     ) -> torch.Tensor | None:
         """change: applied to each known value. constant: applied to each constant argument of the calls."""
         nodes = self._nodes
-        given = dict(zip(self.module.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
-        given |= {nodes[each]: known[each] for each in known if each in nodes and each != name}
-        given |= {nodes[each]: value for each, value in self.random.items() if nodes[each].target is not _DROPOUT}
-        needed = needed_for(nodes[name], given.keys())
-        if any(mutates(node) for node in needed if node not in given):
-            given = copied(given)
+        available = dict(zip(self.module.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
+        available |= {nodes[each]: known[each] for each in known if each in nodes and each != name}
+        available |= {nodes[each]: value for each, value in self.random.items() if nodes[each].target is not _DROPOUT}
+        needed = needed_for(nodes[name], available.keys())
+        if any(mutates(node) for node in needed if node not in available):
+            available = copied(available)
         values: dict[torch.fx.Node, Any] = {}
         try:
             with torch.no_grad():
                 for node in needed:
-                    values[node] = self._local_value(node, given, values, change, constant)
+                    values[node] = self._local_value(node, available, values, change, constant)
         except Exception:
             return None
         value = values[nodes[name]]
@@ -135,14 +135,14 @@ class Reference:
     def _local_value(
         self,
         node: torch.fx.Node,
-        given: Mapping[torch.fx.Node, Any],
+        available: Mapping[torch.fx.Node, Any],
         values: Mapping[torch.fx.Node, Any],
         change: Callable[[Any], Any],
         constant: Callable[[Any], Any],
     ) -> Any:
         """The value of a node whose arguments are in `values`."""
-        if node in given:
-            return change(given[node])
+        if node in available:
+            return change(available[node])
         if node.op == "get_attr":
             return change(attribute_of(self.module, node))
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)

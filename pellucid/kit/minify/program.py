@@ -95,7 +95,7 @@ def smallest(
         answer = ask(try_program, request, tuple(changes), captured)
         return found_of(answer).kind if isinstance(answer, Failure) else answer
 
-    def asked(function: Callable[..., Any], *args: Any) -> Any:
+    def run_in_fork(function: Callable[..., Any], *args: Any) -> Any:
         answer = ask(function, request, *args)
         if isinstance(answer, Failure):
             pass_on(answer)
@@ -111,9 +111,9 @@ def smallest(
         return None
     changes = shrink(load_case(request.target), lambda changes: kind.same(tried(changes)), out_of_time, tell)
     tell("the program")
-    fault = asked(fault_of, changes) or UNKNOWN
-    counts = [asked(calls_of_program, each) for each in ((), changes)]
-    repro = asked(write_program, changes, folder, f"A program that fails before its graphs: {kind}.")
+    fault = run_in_fork(fault_of, changes) or UNKNOWN
+    counts = [run_in_fork(calls_of_program, each) for each in ((), changes)]
+    repro = run_in_fork(write_program, changes, folder, f"A program that fails before its graphs: {kind}.")
     return Smallest(kind, counts[0], counts[1], changes, repro, fault)
 
 
@@ -121,15 +121,15 @@ def shrink(
     case: Case, fails: Callable[[Sequence[str]], bool], out_of_time: Callable[[], bool], tell: Callable[[str], None]
 ) -> tuple[str, ...]:
     """The changes with which a program still fails: fewer inputs, smaller sizes, fewer modules."""
-    kept: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
 
     def keep(changes: Sequence[str]) -> bool:
         """Keep all changes if the program still fails with them; else try each half."""
-        nonlocal kept
+        nonlocal accepted
         if not changes or out_of_time():
             return False
-        if fails((*kept, *changes)):
-            kept = (*kept, *changes)
+        if fails((*accepted, *changes)):
+            accepted = (*accepted, *changes)
             return True
         half = len(changes) // 2
         return len(changes) > 1 and any([keep(changes[:half]), keep(changes[half:])])
@@ -146,9 +146,9 @@ def shrink(
     while pending:
         paths = pending.pop(0)
         keep([f"first of {path}" for path in paths])
-        left = [path for path in paths if f"first of {path}" not in kept]
+        left = [path for path in paths if f"first of {path}" not in accepted]
         pending += [children for path in left if (children := _children(case.fn, path))]
-    return kept
+    return accepted
 
 
 def _children(fn: Any, path: str) -> list[str]:

@@ -63,8 +63,8 @@ class CapturedGraphs:
         if name not in self._values:
             graph = self.graphs[name]
             placeholders = [node.name for node in graph.module.graph.nodes if node.op == "placeholder"]
-            given = dict(zip(placeholders, graph.inputs, strict=True))
-            self._values[name] = given | values_of(graph.module, copied(graph.inputs))
+            inputs = dict(zip(placeholders, graph.inputs, strict=True))
+            self._values[name] = inputs | values_of(graph.module, copied(graph.inputs))
         return self._values[name]
 
     def names(self, name: str) -> tuple[str, ...]:
@@ -152,11 +152,11 @@ class CapturedGraphs:
         whole, chosen = self.graphs[part.graph], set(part.names)
         nodes = [node for node in calls_of(whole.module) if node.name in chosen]
         sizes = size_inputs(whole.module, nodes) if self.symbolic(part) else []
-        module, given = cut(whole.module, chosen, self.values(part.graph), sizes)
-        for node, value in zip(module.graph.find_nodes(op="placeholder"), given, strict=True):
+        module, values = cut(whole.module, chosen, self.values(part.graph), sizes)
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), values, strict=True):
             if not isinstance(value, torch.Tensor | int | float | bool):
                 raise NotAGraph(f"{node.name} is not a tensor or number")
-        inputs = _changed(module.graph, list(copied(given)), part.changes)
+        inputs = _changed(module.graph, list(copied(values)), part.changes)
         if part.changes:
             module.recompile()
         return module, inputs
@@ -173,10 +173,10 @@ def _is_plain(value: torch.Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------ changes
 
 
-def _changed(graph: torch.fx.Graph, given: list[Any], changes: Sequence[str]) -> dict[int, Any]:
+def _changed(graph: torch.fx.Graph, values: list[Any], changes: Sequence[str]) -> dict[int, Any]:
     """Apply changes to a graph and its inputs; returns the remaining inputs by number."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    inputs = dict(enumerate(given))
+    inputs = dict(enumerate(values))
     for change in changes:
         kind, *words = change.split()
         match kind:

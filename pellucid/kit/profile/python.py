@@ -30,7 +30,7 @@ from pellucid.kit.profile.result import PythonCall, PythonFunction, PythonPart, 
 
 GRAPHS, OPERATORS, YOURS = "compiled graphs", "operators that were not compiled", "your program"
 _OTHER = "other libraries"
-_SECONDS, _MOST_CALLS = 0.3, 200
+_SECONDS, _MAX_CALLS = 0.3, 200
 _FORMATS = (".pstats", ".dot", ".svg", ".png", ".pdf")
 _GUARDS = "TorchDynamo Cache Lookup"
 _FUNCTION_SHARE, _CALL_SHARE = 0.005, 0.001  # gprof2dot omits functions and calls below these too
@@ -83,7 +83,7 @@ def look_at_python(call: Callable[[], Any]) -> Seen:
     """Run some calls of a program under torch.profiler, which times guards, then under cProfile."""
     begin = perf_counter()
     call()
-    count = max(1, min(_MOST_CALLS, round(_SECONDS / max(perf_counter() - begin, 1e-6))))
+    count = max(1, min(_MAX_CALLS, round(_SECONDS / max(perf_counter() - begin, 1e-6))))
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         begin = perf_counter()
         for _ in range(count):
@@ -194,7 +194,7 @@ def write_callgraph(seen: Seen, file: Path) -> None:
             subprocess.run(["dot", f"-T{file.suffix[1:]}", "-o", file, dot], check=True)
 
 
-# ------------------------------------------------------------------------------------------------ whose time it is
+# ------------------------------------------------------------------------------------------------ the parts of the time
 
 
 def _parts(timed: Mapping[_Function, _Timed]) -> dict[_Function, dict[str, float]]:

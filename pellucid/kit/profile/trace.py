@@ -17,13 +17,13 @@ from pellucid.kit.profile.rows import Call
 from pellucid.kit.subjects.clock import TimedRun
 from pellucid.kit.subjects.facts import StepFacts
 
-MOST_CALLS = 5
+MAX_CALLS = 5
 
 
 def write_trace(path: Path, runs: Sequence[TimedRun], calls: Sequence[Call]) -> None:
     """Write the last few calls of a program with the runs of graphs in them. Raises UserError if `path` cannot be
     written."""
-    shown = calls[-MOST_CALLS:]
+    shown = calls[-MAX_CALLS:]
     begin = shown[0].begin if shown else 0
     inside = [run for run in runs if any(c.begin <= run.span.begin and run.span.end <= c.end for c in shown)]
     events = [*_calls(shown, inside, begin), *(event for run in inside for event in _run(run, begin))]

@@ -242,9 +242,7 @@ def _row(number: int, row: KernelTime) -> Row:
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     shapes = f"{', '.join(row.shapes)}{' → ' if row.results else ''}{', '.join(row.results)}"
     if row.cycles_per_instruction is not None and row.cache_misses is not None:
-        shapes += (
-            f"; {row.cycles_per_instruction:.2f} cycles per instruction, {row.cache_misses:.0f} cache misses"
-        )
+        shapes += f"; {row.cycles_per_instruction:.2f} cycles per instruction, {row.cache_misses:.0f} cache misses"
     line = f"{places[0]}{more}" if places else ""
     search = " ".join((row.name, row.symbol, row.group, row.limit, shapes, *row.user_lines, *row.fx_nodes)).lower()
     color = _COLORS.get(row.group, "g9")

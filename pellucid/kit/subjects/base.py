@@ -84,7 +84,7 @@ class Probe:
         """Called before the step."""
 
     def after(self, step: Step, values: Mapping[str, torch.Tensor]) -> None:
-        """Called after the step with live tensors, the results of `step.values`: it may write to them, not keep them."""
+        """Called after the step with live tensors, the results of `step.values`; it may write to but not keep them."""
 
 
 class Compiled(ABC):

@@ -96,7 +96,7 @@ def _storing(program: Program, checked: Mapping[str, Sequence[Line]]) -> Program
 
 
 def _place(kernel: Kernel, line: Line) -> tuple[Expr, Expr]:
-    """The offset of a line's value at each point, in a buffer with the axes that the value varies along, and its size."""
+    """The offset of a line's value in a buffer with the axes that it varies along, and the size of that buffer."""
     axes = [axis for axis in kernel.space if axis.name in axes_of(kernel)[line.out]]
     strides = [product(inner.extent for inner in axes[at + 1 :]) for at in range(len(axes))]
     index = total(var(axis.name) * stride for axis, stride in zip(axes, strides, strict=True))

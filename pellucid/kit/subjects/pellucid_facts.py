@@ -55,7 +55,7 @@ def _parts(steps: Sequence[_Touched], kept: Collection[str]) -> list[tuple[Part,
                     for name, touched in step.items()
                 )
             )
-            last |= dict.fromkeys(step, passed)  # before adding this step's own bytes, as it touches its buffers in turn
+            last |= dict.fromkeys(step, passed)  # without this step's own bytes, as it touches its buffers in turn
             passed += own
     return made
 
@@ -190,8 +190,7 @@ def _uncounted(blocks: Blocks, packed: int) -> Iterator[str]:
 
 
 def _packs(blocks: Blocks) -> bool:
-    """Whether a contraction packs its right operand; with few rows, and for dot products with few columns, it does not.
-    """
+    """Whether a contraction packs its right operand; not with few rows, or for dot products with few columns."""
     if blocks.packed or blocks.by_channel or blocks.height <= FEW_ROWS:
         return False
     found, columns = blocks.contraction, blocks.ranges[blocks.column].value

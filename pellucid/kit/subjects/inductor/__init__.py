@@ -1,10 +1,11 @@
-"""TorchInductor as a subject: all of the kit that knows its insides.
+"""TorchInductor as a subject; only this package knows its internals.
 
-Inductor writes a Python module whose function `call` allocates buffers and calls kernels and library operators. The
-hooks around its calls are put into that text, so what is observed is what runs: same kernels, same reuse of memory.
+Inductor generates a Python module whose function `call` allocates buffers and calls kernels and library operators. The
+hooks around its calls are inserted into that text, so the observed code is the code that runs: same kernels, same reuse
+of memory.
 
-`subject.py` compiles and tells; `made.py` hears what Inductor makes of a graph and why not otherwise; `text.py` reads
-the module that it wrote and puts hooks into it; `loops.py` runs what it lowers to without its code generation.
+`subject.py` implements the kit's interface; `made.py` records what Inductor generates for a graph, and its refusals;
+`text.py` parses the generated module and inserts hooks; `loops.py` evaluates the lowered loops without code generation.
 """
 
 from pellucid.kit.subjects.inductor.subject import Inductor, check_options

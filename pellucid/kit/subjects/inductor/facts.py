@@ -1,4 +1,4 @@
-"""What a kernel that Inductor wrote moves and computes, from the loops that it was written for."""
+"""What a kernel that Inductor generated moves and computes, from the loops that it implements."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _NO_OPERATIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    """loaded, stored: bytes of different elements. flops: operations on floats; dtype: of most bytes among them.
+    """The loops of a kernel. loaded, stored: bytes of distinct elements. flops: operations on floats; dtype: the widest
+    float type among its buffers.
 
-    fetched: bytes of the lines of the cache that it touches. scalar: why it has no vectors; empty where it has.
-    loads, stores: in the loops.
+    fetched: bytes of the cache lines that it touches. scalar: why it is not vectorised; empty if it is.
+    loads, stores: the number of operations in the loops.
     """
 
     loaded: int
@@ -43,7 +44,7 @@ class Loops:
 
     @property
     def row(self) -> dict[str, int]:
-        """By column of `kernels.csv`."""
+        """The facts by column of `kernels.csv`."""
         return {
             "loads": self.loads,
             "stores": self.stores,
@@ -55,9 +56,9 @@ class Loops:
 
 
 def loops_of(nodes: Sequence[BaseSchedulerNode], args: KernelArgs, scalar: str) -> Loops:
-    """Of a kernel with these arguments, while its graph is compiled. scalar: why it has no vectors, if so.
+    """The facts of a kernel with these arguments, while its graph is compiled. scalar: why it is not vectorised, if so.
 
-    A size that is only known when the graph is called counts as Inductor's hint says.
+    A size that is only known when the graph is called has the value of Inductor's hint.
     """
     parts = [node for node in nodes if isinstance(node, SchedulerNode)]
     made = {name for node in parts for name in node.get_buffer_names()}
@@ -82,7 +83,7 @@ def loops_of(nodes: Sequence[BaseSchedulerNode], args: KernelArgs, scalar: str) 
 def _accesses(
     nodes: Iterable[SchedulerNode], which: str, args: KernelArgs, made_here: Collection[str] = ()
 ) -> dict[str, list[Access]]:
-    """By buffer. made_here: what the kernel itself makes, and so does not read from memory."""
+    """The accesses by buffer. made_here: buffers that the kernel computes itself, and so does not read from memory."""
     found: dict[str, dict[Any, Access]] = {}
     for node in nodes:
         for dep in getattr(node.read_writes, which):
@@ -111,7 +112,7 @@ def _access(dep: MemoryDep) -> Access:
 
 
 def _is_known(expression: sympy.Expr) -> bool:
-    """Whether it is made of sizes only."""
+    """Whether all its symbols are known sizes."""
     return all(symbol in V.graph.sizevars.shape_env.backed_var_to_val for symbol in expression.free_symbols)
 
 
@@ -120,7 +121,7 @@ def _number(expression: Any) -> int:
 
 
 def _bytes(accesses: dict[str, list[Access]]) -> dict[str, int]:
-    """By buffer."""
+    """The bytes accessed by buffer."""
     return {
         name: distinct_elements(found, _number(V.graph.get_numel(name))) * V.graph.get_dtype(name).itemsize
         for name, found in accesses.items()
@@ -128,7 +129,7 @@ def _bytes(accesses: dict[str, list[Access]]) -> dict[str, int]:
 
 
 def _flops(node: SchedulerNode) -> int:
-    """Of one loop nest: each operation at each point; none where integers are computed."""
+    """The FLOPs of one loop nest: each operation at each point; 0 if it computes integers."""
     if not any(V.graph.get_dtype(name).is_floating_point for name in node.get_buffer_names()):
         return 0
     operations = sum(count for op, count in node._body.op_counts.items() if op not in _NO_OPERATIONS)

@@ -1,7 +1,7 @@
-"""The loops that Inductor lowers a graph to, evaluated by PyTorch's own operators: no code is generated.
+"""The loops that Inductor lowers a graph to, evaluated with PyTorch's own operators instead of generated code.
 
-A loop is a function of indices that speaks to a handler: `load`, `add`, `reduction`. Here the handler computes with
-whole tensors, one dimension for each index. What this file does not know raises NotImplementedError.
+A loop is a function of indices that calls a handler: `load`, `add`, `reduction`. Here the handler computes with whole
+tensors, one dimension per index. Unsupported loops raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], Sequence[torch.Tensor]]] = {
 
 
 class Loops:
-    """The buffers of a lowered graph during one run, each as flat memory."""
+    """The buffers of a lowered graph during one run, as flat memory."""
 
     def __init__(self, lowering: GraphLowering, inputs: Sequence[Any]) -> None:
         self._lowering = lowering
@@ -73,7 +73,7 @@ class Loops:
                 self._sizes[symbol] = int(value)
 
     def value(self, name: str, eager: torch.Tensor) -> torch.Tensor:
-        """What a buffer holds according to its loop, in the form of eager's value; that where the loop is not known."""
+        """The value of a buffer computed by its loop, with eager's layout; eager's value if the loop is unsupported."""
         if not eager.numel():
             return eager
         try:
@@ -113,7 +113,7 @@ class Loops:
         return _REDUCTIONS[loop.reduction_type](rows)[getattr(loop, "output_index", 0)].to(loop.dtype)
 
     def memory(self, name: str) -> torch.Tensor:
-        """The memory of a buffer that a loop loads; what is not there yet is computed."""
+        """The memory of a buffer that a loop loads, computed if necessary."""
         if name in self._changed:
             raise NotImplementedError("memory that is written to twice")
         if name not in self._memory:
@@ -121,7 +121,7 @@ class Loops:
         return self._memory[name]
 
     def _called(self, call: ExternKernelOut) -> torch.Tensor:
-        """The result of a library's function."""
+        """The result of a library call."""
         function = getattr(extern_kernels, call.get_kernel_name().removeprefix("extern_kernels."), None)
         if function is None:
             raise NotImplementedError(call.get_kernel_name())
@@ -141,7 +141,7 @@ class Loops:
 
 
 class _Handler(DefaultHandler):
-    """What the operators in a loop mean."""
+    """Evaluates the operators of a loop."""
 
     def __init__(self, memory: Callable[[str], torch.Tensor], symbols: dict[sympy.Symbol, Any]) -> None:
         self._memory, self._symbols = memory, symbols
@@ -154,7 +154,7 @@ class _Handler(DefaultHandler):
 
     def load(self, name: str, index: sympy.Expr) -> torch.Tensor:
         memory, at = self._memory(name), _evaluated(index, self._symbols)
-        # What lies outside is masked afterwards.
+        # Elements out of bounds are masked afterwards.
         return memory[torch.as_tensor(at).clamp(0, memory.numel() - 1)]
 
     def constant(self, value: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -178,7 +178,7 @@ class _Handler(DefaultHandler):
 
 
 def _evaluated(expr: Any, symbols: Mapping[Any, Any]) -> Any:
-    """An index expression as a tensor, or as a number where it is the same everywhere."""
+    """An index expression as a tensor, or as a number if it is constant."""
     if not isinstance(expr, sympy.Basic):
         return expr
     if expr in symbols:
@@ -192,7 +192,7 @@ def _evaluated(expr: Any, symbols: Mapping[Any, Any]) -> Any:
 
 
 def _counters(indices: Sequence[Any], shape: Sequence[int]) -> dict[sympy.Symbol, torch.Tensor]:
-    """The values of each index along a dimension of its own."""
+    """The values of each index, each along its own dimension."""
     found: dict[sympy.Symbol, torch.Tensor] = {}
     for position, (index, extent) in enumerate(zip(indices, shape, strict=False)):
         if isinstance(index, sympy.Symbol):

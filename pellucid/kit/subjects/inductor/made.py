@@ -1,4 +1,4 @@
-"""What Inductor makes of a graph, heard while it compiles: its module, its variables, and what it refuses to do."""
+"""What Inductor generates for a graph, recorded while it compiles: its module, its variables, and its refusals."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from pellucid.kit.subjects.inductor.facts import Loops, loops_of
 from pellucid.kit.subjects.inductor.unfused import category_of
 from pellucid.kit.subjects.refusals import CPP_NAMES, Value
 
-# As `TilingSelect` has it: from so many accesses that are not contiguous on, no vectors.
+# The number of non-contiguous accesses from which on `TilingSelect` does not vectorise.
 _STRIDED_LIMIT = 35
-# In C++ that computes the elements of a vector one by one.
+# Occurs in C++ that computes the elements of a vector one by one.
 _ELEMENT_BY_ELEMENT = "tmpbuf_out"
 
 
@@ -45,7 +45,7 @@ Variables: TypeAlias = "Mapping[str, Sequence[Value]]"
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """A refusal: its kind (see `explain.Refusal`), the buffers that it is about, why, and of a fusion its category."""
+    """A refusal: its kind (see `refusals.Refusal`), its buffers, why, and for a fusion its category."""
 
     kind: str
     buffers: tuple[str, ...]
@@ -55,7 +55,7 @@ class Undone:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """What Inductor chose the vector loops of a kernel by."""
+    """The criteria by which Inductor chose the vector loops of a kernel."""
 
     dtypes: set[torch.dtype]
     stats: KernelOpStats
@@ -63,14 +63,14 @@ class _Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What Inductor made of a graph.
+    """What Inductor generated for a graph.
 
     text: its Python module. graph: the FX graph after its passes. holds: by buffer, the FX node whose result it is.
-    constants: what the text names beside its arguments. nodes: by provenance handle, names of FX nodes. values: by
-    kernel, for each of its calls, its variables by the text that defines them; loops of one kernel may define several
-    by one text, which stand in order. undone: what was not fused or vectorised. fused: what was, in order.
-    loops: what each kernel moves and computes, by its name. before_fusion, after_fusion: its loops as it prints them.
-    seconds: of each stage. loaded: the names of the module that it became, with its kernels; empty before.
+    constants: the constants that the text refers to, by name. nodes: by provenance handle, names of FX nodes. values:
+    by kernel, for each of its calls, its variables by their defining text; loops of one kernel may define several
+    variables by the same text, in order. undone: what was not fused or vectorised. fused: the fusions, in order.
+    loops: what each kernel moves and computes, by its name. before_fusion, after_fusion: the loops as Inductor prints
+    them. seconds: of each stage. loaded: the namespace of the loaded module, with its kernels; empty before.
     """
 
     text: str
@@ -88,7 +88,7 @@ class Made:
     loaded: dict[str, Any] = field(default_factory=dict)
 
 
-# What PyTorch calls the times of each stage.
+# PyTorch's names of the times of each stage.
 _TIMERS = {
     "transform": ("_recursive_post_grad_passes",),
     "lower": ("GraphLowering.run",),
@@ -100,13 +100,13 @@ _TIMERS = {
 
 @contextmanager
 def listening(made: list[Made], most: int | None = None) -> Iterator[None]:
-    """What Inductor makes of each graph that it compiles in this context is appended.
+    """Append to `made` what Inductor generates for each graph that it compiles in this context.
 
-    most: how many fusions it may make; None for all.
+    most: the maximum number of fusions; None for no limit.
     """
     before = _times()
     with ExitStack() as stack:
-        for owner, name, replacement in _Ear(made, most).hooks():
+        for owner, name, replacement in _Listener(made, most).hooks():
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
     if made:
@@ -119,8 +119,8 @@ def _times() -> dict[str, float]:
     return {stage: sum(sum(known.get(name, ())) for name in names) for stage, names in _TIMERS.items()}
 
 
-class _Ear:
-    """Stands before functions of Inductor, calls them, and notes what they were given and gave."""
+class _Listener:
+    """Wraps functions of Inductor, and records their arguments and results."""
 
     def __init__(self, made: list[Made], most: int | None = None) -> None:
         self.made, self.most = made, most
@@ -130,13 +130,13 @@ class _Ear:
         self.undone: dict[Undone, None] = {}
         self.loops: dict[str, Loops] = {}
         self.tiling: _Tiling | None = None  # of the kernel that is being written
-        self.scalar: list[str] = []  # of each of its loops, why it has no vectors
+        self.scalar: list[str] = []  # why each of its loops is not vectorised
         self.before_fusion = ""
-        self.loops_left: Sequence[tuple[str, str]] = ()  # after fusion: the first of each, and their text
-        self.kernels: dict[str, str] = {}  # by a loop, the kernel that it is in
+        self.fused_loops: Sequence[tuple[str, str]] = ()  # after fusion: the first loop of each, and the text
+        self.kernels: dict[str, str] = {}  # the kernel of each loop
 
     def hooks(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """By class and method, what takes its place; it is given the method first."""
+        """The classes and methods to replace, each with its replacement, whose first argument is the method."""
         for owner, name, hear in (
             (torch._inductor.debug, "log_ir_pre_fusion", self.scheduled),
             (torch._inductor.debug, "log_ir_post_fusion", self.fused),
@@ -160,10 +160,10 @@ class _Ear:
     def fused(self, log: Callable[..., Any], nodes: Sequence[BaseSchedulerNode]) -> None:
         """The loops were fused."""
         log(nodes)
-        self.loops_left = tuple((node.get_first_name(), node.debug_str()) for node in nodes)
+        self.fused_loops = tuple((node.get_first_name(), node.debug_str()) for node in nodes)
 
     def wrote(self, codegen: Callable[..., Any], lowering: GraphLowering) -> Any:
-        """Inductor wrote the module of a graph."""
+        """Inductor generated the module of a graph."""
         result = codegen(lowering)
         handles = torch._inductor.debug._inductor_triton_kernel_to_post_grad_node_info
         made = Made(
@@ -176,7 +176,7 @@ class _Ear:
             tuple(self.undone),
             dict(self.loops),
             self.before_fusion,
-            _by_kernel(self.loops_left, self.kernels),
+            _by_kernel(self.fused_loops, self.kernels),
             fused=tuple(self.fusions),
         )
         self.made.append(made)
@@ -206,7 +206,7 @@ class _Ear:
     def kernel(
         self, define: Callable[..., str], scheduling: CppScheduling, text: str, nodes: Any, args: Any = None
     ) -> str:
-        """A kernel was written, or one that is the same as one before."""
+        """A kernel was written; the name of an equal earlier kernel is reused."""
         name = define(scheduling, text, nodes, args)
         scalar = self.scalar[0] if self.scalar and all(self.scalar) else ""
         self.loops[name] = loops_of(nodes, scheduling.kernel_group.args if args is None else args, scalar)
@@ -215,9 +215,9 @@ class _Ear:
         self.variables, self.scalar = {}, []
         return name
 
-    def may_fuse(self, ask: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    def may_fuse(self, can_fuse: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
         """Whether two loops may be fused."""
-        return (self.most is None or len(self.fusions) < self.most) and ask(*args, **kwargs)
+        return (self.most is None or len(self.fusions) < self.most) and can_fuse(*args, **kwargs)
 
     def fuse(self, fuse: Callable[..., Any], scheduler: Scheduler, first: Any, second: Any, *args: Any) -> Any:
         """Two loops are fused."""
@@ -231,7 +231,7 @@ class _Ear:
         self.undone[Undone("fusion", names, reason % args, category_of(pair.name1, pair.name2, reason))] = None
 
     def tiled(self, select: Callable[..., Any], tiling: TilingSelect, functions: Sequence[Any], sizes: Any) -> Any:
-        """The loops of a kernel that vectors go along were chosen."""
+        """The loops of a kernel to vectorise were chosen."""
         factors, indices, stats = select(tiling, functions, sizes)
         self.tiling = _Tiling(_dtypes(functions), stats)
         return factors, indices, stats
@@ -251,7 +251,7 @@ def _method(hear: Callable[..., Any], method: Callable[..., Any]) -> Callable[..
 
 
 def _by_kernel(loops: Sequence[tuple[str, str]], kernels: Mapping[str, str]) -> str:
-    """The text of loops, with those of a kernel in a block with its name, as Pellucid prints its own."""
+    """The text of loops, in one named block per kernel, as Pellucid prints its own."""
     parts: list[str] = []
     for kernel, some in itertools.groupby(loops, lambda each: kernels.get(each[0], "")):
         text = textwrap.indent("\n\n".join(text for _, text in some), "    " if kernel else "  ")
@@ -272,7 +272,7 @@ def _dtypes(functions: Sequence[Any]) -> set[torch.dtype]:
 
 
 def _why_scalar(proxy: CppKernelProxy, tiling: _Tiling | None) -> str:
-    """Why a kernel has no vector code, by the rules of `TilingSelect`."""
+    """Why a kernel is not vectorised, by the rules of `TilingSelect`."""
     if not proxy.picked_vec_isa:
         return "no vector instructions: cpp.simdlen forbids them, or none of this processor are supported"
     if tiling is None:
@@ -283,11 +283,11 @@ def _why_scalar(proxy: CppKernelProxy, tiling: _Tiling | None) -> str:
     strided, ops = (sum(c.values()) for c in (tiling.stats.non_contig_indexing_op_counter, tiling.stats.op_counter))
     if strided >= _STRIDED_LIMIT or (strided > 0 and strided / ops >= KernelOpStats.OVERHEAD_RATIO_THRESHOLD):
         return f"{strided} of {ops} operations access memory with a stride or through an index: vectors would not pay"
-    return "the inner loop is shorter than a quarter of a vector, and does little"
+    return "the inner loop is shorter than a quarter of a vector, and does little work"
 
 
 def _current() -> list[SchedulerNode]:
-    """The part of a kernel that is being written, or nothing."""
+    """The part of a kernel that is being written; empty if there is none."""
     current = getattr(V.kernel, "current_node", None)
     return [] if current is None else [current]
 
@@ -302,13 +302,13 @@ def _origin(nodes: Iterable[Any]) -> Origin:
 
 
 def _results(nodes: Sequence[Any]) -> Origin:
-    """What loops compute, without the views that they read through, as far as Inductor knows."""
+    """The nodes that loops compute, without the views that they read through if Inductor knows them."""
     whole = [each.node.get_origin_node() for each in nodes if each.node is not None]
     return merge(origin_of(node) for node in whole) if whole and all(whole) else _origin(nodes)
 
 
 def _value(op: str, dtype: torch.dtype | None) -> Value:
-    """A variable of the kernel that is being written; of the FX nodes behind it, the one that is this operator."""
+    """A variable of the kernel that is being written; its origin is the FX node of this operator, if there is one."""
     origins = _origins(_current())
     named = [node for node in origins if op in str(node.target)]
     origin = merge(map(origin_of, named or origins))
@@ -316,8 +316,8 @@ def _value(op: str, dtype: torch.dtype | None) -> Value:
 
 
 def holds_of(lowering: Any) -> dict[str, str]:
-    """By buffer, the FX node whose whole result it is. What no kernel stores any more is left out: it may still have
-    memory, that of the buffer whose place it was to take.
+    """By buffer, the FX node whose whole result it is. Buffers that no kernel stores any more are omitted, even if they
+    still have memory, that of the buffer that they were to reuse.
     """
     found: dict[str, str] = {}
     unstored = lowering.removed_buffers | lowering.inplaced_to_remove

@@ -1,4 +1,4 @@
-"""Inductor behind the kit's interface."""
+"""Inductor as a `Subject`."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ from pellucid.kit.subjects.plain import front_rungs
 from pellucid.kit.subjects.refusals import Refusal, Refused
 from pellucid.trace.fx_programs import Constants
 
-# A cache would serve code that another version of the compiler made, a patched one for example.
+# A cache could return code that another version of the compiler generated, for example a patched one.
 _SETTINGS: dict[str, Any] = {
     "force_disable_caches": True,
-    "fallback_random": True,  # eager's random numbers, or no two runs could be compared
+    "fallback_random": True,  # eager's random numbers, so that runs can be compared
     "comment_origin": False,
     "trace.provenance_tracking_level": 1,
 }
 _MADE = "_pellucid_made"
-# The kernel that is soonest compiled; with vector code, because that takes other flags of the compiler.
+# A kernel that compiles quickly; it has vector code, because that needs other compiler flags.
 _SMALLEST = """
 #include <torch/csrc/inductor/cpp_prefix.h>
 extern "C" void kernel(float* out) { at::vec::Vectorized<float>(0.0f).store(out); }
@@ -68,12 +68,12 @@ extern "C" void kernel(float* out) { at::vec::Vectorized<float>(0.0f).store(out)
 class Inductor(Subject):
     """Stock TorchInductor of the installed torch; `options` are settings of `torch._inductor.config` by their names.
 
-    most_fusions: of each graph that `compile` is given; None for all.
+    most_fusions: the maximum per graph that `compile` is given; None for no limit.
     """
 
     most_fusions: int | None = None
 
-    demands = 2  # operators that it decomposes must not be left
+    demands = 2  # graphs without operators that it decomposes
 
     @property
     def name(self) -> str:
@@ -113,18 +113,18 @@ class Inductor(Subject):
         return torch.compile(fn, backend=self.capturing(compiler), dynamic=dynamic)
 
     def warm_up(self) -> None:
-        """Find the vector instructions and precompile the headers: a second and more in each process."""
-        with suppress(Exception):  # the first graph meets the same error, and says what is wrong
+        """Detect the vector instructions and precompile the headers, which takes a second and more in each process."""
+        with suppress(Exception):  # the first graph raises the same error, and reports it
             valid_vec_isa_list()
             CppPythonBindingsCodeCache.load_pybinding(["float*"], _SMALLEST)
 
     def keep_kernels(self, folder: Path) -> None:
-        """Inductor names a kernel's file by its text, so only the caches of whole graphs could hide a change of it."""
+        """Inductor names a kernel's file by a hash of its text, so only caches of whole graphs could hide a change."""
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         _SETTINGS.update(force_disable_caches=False, fx_graph_cache=False, fx_graph_remote_cache=False)
 
     def sanitized(self) -> Subject:
-        valid_vec_isa_list()  # tries what it finds in a process of its own, which has not the sanitizers' libraries
+        valid_vec_isa_list()  # now, because it tests them in a subprocess without the sanitizers' libraries
         flags = cpp_builder._get_optimization_cflags
 
         def with_sanitizers(*given: Any) -> tuple[list[str], list[str]]:
@@ -140,7 +140,7 @@ class Inductor(Subject):
         return refused_kernel(failed, made) if failed is not None and made is not None else None
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        with config.patch({**_SETTINGS, **self.options}):  # they say what becomes of random numbers
+        with config.patch({**_SETTINGS, **self.options}):  # they determine how random numbers are decomposed
             return select_decomp_table()
 
     def passed(self, graph: Graph) -> torch.fx.GraphModule:
@@ -182,7 +182,7 @@ class Inductor(Subject):
 
 @dataclass(frozen=True, slots=True)
 class Lowered(Partial):
-    """Graphs whose operators give what the loops say that Inductor lowers them to; all else in them runs eagerly."""
+    """Graphs whose operators are evaluated by the loops that Inductor lowers them to; all others run eagerly."""
 
     def compile(self, graph: Graph) -> Compiled:
         lowering = lowering_of(graph, self.base.options, "codegen")
@@ -215,9 +215,9 @@ class _InductorCompiled(Compiled):
                 self._call = _compiled(graph, options)
         except Exception as error:
             if made:
-                setattr(error, _MADE, made[-1])  # what there was to compile, for `refused`
+                setattr(error, _MADE, made[-1])  # the generated code, for `refused`
             raise
-        if not made:  # an empty graph is returned as it is
+        if not made:  # Inductor returns an empty graph unchanged
             made.append(Made("def call(args):\n    return list(args)\n", graph.module, {}, {}, {}))
         self._made = made[-1]
         self.graph, self.seconds = self._made.graph, self._made.seconds
@@ -238,13 +238,13 @@ class _InductorCompiled(Compiled):
         yield from super().refusals()
         nodes = {node.name: node for node in self.graph.graph.nodes}
         for undone in self._made.undone:
-            # Loops that were fused before have the names of all their buffers.
+            # The names of fused loops consist of the names of all their buffers.
             held = [self._made.holds.get(name) for names in undone.buffers for name in names.split("_")]
             origin = merge(origin_of(nodes[name]) for name in held if name in nodes)
             yield refusal(undone.kind, undone.buffers, undone.why, origin, undone.category)
 
     def timed(self, name: str) -> Callable[[list[Any]], Any]:
-        """The graph as it runs without probes, noting its times while a clock is on."""
+        """The graph as it runs without probes, recording its times while a clock is on."""
         return timed_module(name, self._made, self._call)
 
     def run(self, inputs: Sequence[Any], probe: Probe | None = None) -> Sequence[Any]:
@@ -253,14 +253,14 @@ class _InductorCompiled(Compiled):
 
 
 def _compiled(graph: Graph, options: Mapping[str, Any]) -> Any:
-    """Inductor's compiled form of a graph, which stays as it is."""
+    """A graph compiled by Inductor; `graph` stays unchanged."""
     about: dict[str, Any] = {"is_inference": graph.kind == "inference", "is_backward": graph.kind == "backward"}
     with config.patch({**_SETTINGS, **options}), torch.no_grad():
         return compile_fx_inner(twin(graph.module), _examples(graph), **about)
 
 
 class _Reached(BaseException):
-    """Where compilation shall stop; nothing in between takes it for an error."""
+    """Stops compilation; a BaseException, so that nothing in between handles it."""
 
     def __init__(self, lowering: GraphLowering) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class _Reached(BaseException):
 
 
 def lowering_of(graph: Graph, options: Mapping[str, Any], method: str) -> GraphLowering | None:
-    """Inductor's lowering of a graph when it is about to call one of its methods: `run`, which lowers the graph after
+    """Inductor's lowering of a graph just before the call of one of its methods: `run`, which lowers the graph after
     its passes, or `codegen`. None for an empty graph, which is not lowered."""
 
     def stop(self: GraphLowering, *_: Any, **__: Any) -> None:
@@ -288,8 +288,8 @@ def _module_of(lowering: GraphLowering) -> torch.fx.GraphModule:
 
 
 def _examples(graph: Graph) -> list[Any]:
-    """The fake inputs that the graph is compiled for. Those of a graph that is just being captured say in which strides
-    the forward graph really leaves what it saves; the others are known by its placeholders.
+    """The fake inputs that the graph is compiled for. Inputs of a graph that is being captured have the real strides
+    of what the forward graph saves; all others are taken from the metadata of placeholders.
     """
     nodes = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
     pairs = zip(nodes, graph.inputs, strict=True)
@@ -297,7 +297,7 @@ def _examples(graph: Graph) -> list[Any]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises UserError for a setting that Inductor does not have."""
+    """Raise UserError for a setting that Inductor does not have."""
     known = config.get_config_copy()
     for name in options:
         if name not in known:

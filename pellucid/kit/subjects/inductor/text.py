@@ -1,4 +1,4 @@
-"""The module that Inductor wrote: the steps in its text, the hooks around them, the kernels and their lines."""
+"""The module that Inductor generated: the steps in its text, the hooks around them, the kernels and their lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
 
 
 class Instrumented:
-    """The module that Inductor wrote, with a hook before and after each call it makes."""
+    """The module that Inductor generated, with a hook before and after each of its calls."""
 
     def __init__(self, made: Made) -> None:
         tree, _, self.steps = hooked(made)
@@ -52,7 +52,7 @@ class Instrumented:
 
 def hooked(made: Made) -> tuple[ast.Module, ast.FunctionDef, list[Step]]:
     """The module with hooks, `BEFORE(number)` and `AFTER(number, *results)`, around the calls of its function; that
-    function; and its calls by number. Where a result gets its name late, an `AFTER` stands alone."""
+    function; and its calls by number. A result that is named after the call has an additional `AFTER`."""
     tree = ast.parse(made.text)
     reader = _Reader(made, tree)
     function = _call_function(tree)
@@ -61,7 +61,8 @@ def hooked(made: Made) -> tuple[ast.Module, ast.FunctionDef, list[Step]]:
 
 
 def loadable(made: Made, tree: ast.Module, names: Mapping[str, Any]) -> tuple[CodeType, dict[str, Any]]:
-    """A module like that which Inductor wrote, with what it runs in: `names` beside its own; its kernels are there."""
+    """The compiled code of a module, and the namespace to run it in: that of Inductor's module with its compiled
+    kernels, and `names`."""
     ast.fix_missing_locations(tree)
     if made.loaded:
         tree.body = [each for each in tree.body if not _compiles(each)]
@@ -70,14 +71,14 @@ def loadable(made: Made, tree: ast.Module, names: Mapping[str, Any]) -> tuple[Co
 
 
 def _compiles(statement: ast.stmt) -> bool:
-    """Whether a statement of the module has to do with compiling its kernels."""
+    """Whether a statement of the module concerns the compilation of its kernels."""
     return any(
         isinstance(node, ast.Name) and node.id in ("async_compile", "AsyncCompile") for node in ast.walk(statement)
     )
 
 
 def _call_function(tree: ast.Module) -> ast.FunctionDef:
-    """The function that runs the graph: of the module, or of its class `Runner`."""
+    """The function `call` that runs the graph: of the module, or of its class `Runner`."""
     return next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "call")
 
 
@@ -114,7 +115,7 @@ class _Reader:
             yield _hook(AFTER, number, *held)
 
     def _late(self, results: Sequence[str]) -> Iterator[ast.stmt]:
-        """A name given to a result of the last step."""
+        """A hook for results of the last step that have just been named."""
         held = [name for name in results if name in self.made.holds]
         if held and self.steps:
             number = len(self.steps) - 1
@@ -154,13 +155,13 @@ class _Reader:
         return Step(operator, operator, GLUE, tuple(reads), self._with_roots([*filter(None, out), *targets]))
 
     def _variables(self, kernel: str) -> Variables:
-        """Those of the next call of a kernel."""
+        """The variables of the next call of a kernel."""
         number, calls = self._calls[kernel], self.made.values.get(kernel, ())
         self._calls[kernel] += 1
         return calls[min(number, len(calls) - 1)] if calls else {}
 
     def _annotations(self, source: str, variables: Variables) -> tuple[tuple[Origin, ...], tuple[str, ...]]:
-        """Where each line of a kernel comes from, and its operators in order; lines that define no value are glue."""
+        """The origin of each line of a kernel, and its operators in order; lines that define no value are glue."""
         origins: list[Origin] = []
         ops: list[str] = []
         matches = [DEFINITION.match(line) for line in source.splitlines()]
@@ -175,7 +176,7 @@ class _Reader:
         return tuple(origins), tuple(ops)
 
     def _note_alias(self, statement: ast.Assign) -> None:
-        """`buf2 = reinterpret_tensor(buf1, ...)  # alias`: what is written to buf2 is written to buf1."""
+        """`buf2 = reinterpret_tensor(buf1, ...)  # alias`: writes to buf2 are writes to buf1."""
         target, value = statement.targets[0], statement.value
         if (
             isinstance(target, ast.Name)
@@ -196,7 +197,8 @@ class _Reader:
         return tuple(found)
 
     def _names_of_results(self, body: list[ast.stmt], found: list[Step | None]) -> dict[int, list[str]]:
-        """By statement, the names that it gives to (parts of) what a library call returned: `buf2 = buf1[0]`."""
+        """The names that a statement assigns to (parts of) the result of a library call, by statement:
+        `buf2 = buf1[0]`."""
         lines = self.made.text.splitlines()
         results: set[str] = set()
         names: dict[int, list[str]] = {}
@@ -206,13 +208,13 @@ class _Reader:
             if step is not None:
                 results.update(name.id for name in statement.targets if isinstance(name, ast.Name))
             elif lines[statement.lineno - 1].endswith("# reuse"):
-                continue  # the memory of a result, for another one that is still to come
+                continue  # reuses the memory of a result for a later one
             elif isinstance(statement.value, ast.Subscript | ast.Name) and _base(statement.value) in results:
                 names.setdefault(at, []).append(statement.targets[0].id)
         return names
 
     def _lives(self, name: str, body: list[ast.stmt], at: int) -> bool:
-        """Whether a name means something after a statement."""
+        """Whether a name is bound after a statement."""
         known = False
         for statement in body[: at + 1]:
             if isinstance(statement, ast.Assign):
@@ -224,7 +226,7 @@ class _Reader:
         return known
 
     def _nodes_of(self, statement: ast.stmt, step: Step) -> Sequence[str]:
-        """From the comment that stands above a call, else from what its buffers hold."""
+        """The FX nodes of a call, from the comment above it, else from the contents of its buffers."""
         lines = self.made.text.splitlines()
         for line in reversed(lines[max(0, statement.lineno - 3) : statement.lineno - 1]):
             handle = _HANDLE.search(line)
@@ -238,7 +240,7 @@ class _Reader:
 
 
 def _merged(values: Sequence[Value]) -> Value | None:
-    """One value for several that one text defines."""
+    """One value for several with the same defining text."""
     return replace(values[0], origin=merge(value.origin for value in values)) if values else None
 
 
@@ -252,7 +254,7 @@ def _hook(name: str, number: int, *arguments: str) -> ast.stmt:
 
 
 def _base(node: ast.expr) -> str:
-    """The buffer that an argument is, or is a view of; empty for what is no buffer."""
+    """The buffer that an argument is, or is a view of; empty if it is neither."""
     match node:
         case ast.Name(name):
             return name
@@ -265,7 +267,7 @@ def _base(node: ast.expr) -> str:
 
 
 def kernels_of(tree: ast.Module) -> Iterator[tuple[str, tuple[str, tuple[bool, ...]]]]:
-    """The C++ of each kernel and, by parameter, whether it may write to it: a pointer to what is not const."""
+    """The C++ of each kernel and, by parameter, whether it may write to it, as to a pointer to non-const."""
     for statement in tree.body:
         match statement:
             case ast.Assign(
@@ -279,7 +281,7 @@ _MAIN = re.compile(r"\n\ndef get_args\(\):.*|\nif __name__ == .*", re.DOTALL)
 
 
 def as_program(made: Made, constants: Constants) -> str:
-    """The module as a program of a run folder: called with the graph's inputs and judged, not with random numbers."""
+    """The module as a program in a run folder, which runs it on the graph's saved inputs and judges the results."""
     named = "".join(f"{name} = {constants.text(each)}\n" for name, each in made.constants.items())
     needed = "from pellucid.runnable import compare_called, saved\n\n"
     values = f"VALUES = saved(__file__)\n{named}" if named else ""
@@ -288,7 +290,7 @@ def as_program(made: Made, constants: Constants) -> str:
 
 
 def refused_kernel(failed: CppCompileError, made: Made) -> Refused | None:
-    """The kernel that the C++ compiler refused, if the error names a line of one."""
+    """The kernel that the C++ compiler rejected, if the error names a line of one."""
     found = _ERROR.search(failed.output)
     if found is None:
         return None

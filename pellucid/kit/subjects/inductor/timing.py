@@ -1,7 +1,7 @@
-"""Times of the calls of the module that Inductor wrote, by the clock read before and after each, in that module's text.
+"""Times of the calls of the module that Inductor generated: its text is extended to read the clock around each call.
 
-The time of a kernel includes its call from Python, about a microsecond: Inductor's own module calls it so. What reading
-the clock takes is measured and subtracted.
+The time of a kernel includes its call from Python, about a microsecond, as in Inductor's own module. The time of
+reading the clock is measured and subtracted.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MARKS, _NEW, _NOW, _GIVEN, _RETURNED = "__marks__", "__new__", "__now__", "__gi
 
 
 def timed_module(name: str, made: Made, plain: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Any]:
-    """A compiled graph of Inductor that notes its runs while a clock is on, and else runs as it is.
+    """A compiled graph of Inductor that records its runs while a clock is on, and otherwise runs unchanged.
 
-    plain: the graph as Inductor gives it. Its first run tells the shapes of what each step is called with.
+    plain: the graph as Inductor returns it. The first run records the shapes of each step's arguments.
     """
     module = _TimedModule(name, made, plain)
 
@@ -73,7 +73,7 @@ class _TimedModule:
         return Timed(self._facts[number], CallTime(begin, max(begin, end - read_time()), ()))
 
     def _timing(self) -> Callable[[list[Any]], Sequence[Any]]:
-        """The module with the clock read around its calls."""
+        """The module that reads the clock around its calls."""
         tree, function, _ = hooked(self._made)
         function.body = list(self._marked(function.body))
         return _loaded(self._made, tree, {_NEW: lambda: self._local.marks, _NOW: perf_counter_ns})
@@ -94,9 +94,9 @@ class _TimedModule:
                 open_step = None
 
     def _learn(self, args: list[Any]) -> Sequence[Any]:
-        """Run once, and note what each step is called with."""
+        """Run once, and record the arguments of each step."""
         tree, function, steps = hooked(self._made)
-        function.body = list(_telling(function.body))
+        function.body = list(_reporting(function.body))
         written = {name: flags for name, (_, flags) in kernels_of(tree)}
         learner = _Learner(self._name, self._made, steps, written)
         result = _loaded(self._made, tree, {_GIVEN: learner.given, _RETURNED: learner.returned})(args)
@@ -112,9 +112,7 @@ def _loaded(made: Made, tree: ast.Module, names: dict[str, Any]) -> Callable[[li
 
 @dataclass(slots=True)
 class _Learner:
-    """Makes the facts of each step from the tensors that it is called with. written: by kernel, which arguments it may
-    write to.
-    """
+    """Derives the facts of each step from its arguments. written: by kernel, which arguments it may write to."""
 
     graph: str
     made: Made
@@ -162,7 +160,7 @@ class _Learner:
 
 
 def operator_of(name: str) -> Any:
-    """The operator that the module calls by a name: `mm` and the like of ATen, or `aten.sort.stable`; else None."""
+    """The operator that the module calls by this name: an ATen name such as `mm`, or `aten.sort.stable`; else None."""
     found: Any = torch.ops.aten if "." not in name else torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -170,7 +168,7 @@ def operator_of(name: str) -> Any:
 
 
 def _shape_of(leaf: Any, known: dict[Any, torch.Tensor]) -> Any:
-    """A tensor without memory; the same for tensors that are the same memory."""
+    """A meta tensor; the same for equal views of the same memory."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return leaf
     key = leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
@@ -179,8 +177,8 @@ def _shape_of(leaf: Any, known: dict[Any, torch.Tensor]) -> Any:
     return known[key]
 
 
-def _telling(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The function that tells what it calls each step with, and what it got."""
+def _reporting(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements with a report of each step's arguments before its call, and of its results after it."""
     number = -1
     for statement in body:
         hook, found = _hook_of(statement)
@@ -203,7 +201,7 @@ def _telling(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _hook_of(statement: ast.stmt) -> tuple[str, int]:
-    """Which hook a statement is, and of which step; empty for none."""
+    """The hook that a statement is, and the number of its step; empty if it is not a hook."""
     match statement:
         case ast.Expr(ast.Call(ast.Name(name), [ast.Constant(number), *_])) if name in (BEFORE, AFTER):
             assert isinstance(number, int)
@@ -218,7 +216,7 @@ def _statement(text: str) -> ast.stmt:
 
 @lru_cache(maxsize=1)
 def read_time() -> int:
-    """Nanoseconds that pass between two readings of the clock with nothing between them."""
+    """The nanoseconds between two consecutive readings of the clock."""
     space: dict[str, Any] = {_NEW: lambda: marks, _NOW: perf_counter_ns}
     marks: list[int] = []
     read = f"    {_MARKS}.append({_NOW}())\n"
