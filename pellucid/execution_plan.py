@@ -340,7 +340,7 @@ def _lines(plan: ExecutionPlan) -> Iterator[str]:
         place = buffer.place.value
         if buffer.place is Place.ARGUMENT:
             place += f" {arguments[buffer.name]}"
-        yield f"  buffer {buffer.name}: {buffer.dtype!r}[{text(buffer.numel)}] {place}{_position_and_span(plan, buffer)}"
+        yield f"  buffer {buffer.name}: {buffer.dtype!r}[{text(buffer.numel)}] {place}{_location(plan, buffer)}"
     yield ""
     for chain in plan.chains:
         yield f"  strips of calls {chain.first} to {chain.last}, {len(chain.parts)} parts{_windows_text(chain)}"
@@ -351,7 +351,7 @@ def _lines(plan: ExecutionPlan) -> Iterator[str]:
     yield "}"
 
 
-def _position_and_span(plan: ExecutionPlan, buffer: PlannedBuffer) -> str:
+def _location(plan: ExecutionPlan, buffer: PlannedBuffer) -> str:
     """The arena offset of a buffer, or the argument that holds it, and its live range."""
     at = ""
     if plan.memory is not None and buffer.place is Place.ARENA and buffer.span is not None:

@@ -3,8 +3,8 @@
 The gradient of the image is a convolution of the result's gradient; with strides above one, only for a single tap. The
 gradient of the weight is, for each tap, a product of two matrices, summed over pixels. That of the bias is a sum over
 pixels. For depthwise convolutions, both are sums for each channel; for several groups, the gradient of the weight is a
-sum for each pair of channels of a group (that of the image: `capture/convolutions.py`). In bf16 and f16, kernels compute
-these, and gradients of one tap, which are matrix products.
+sum for each pair of channels of a group (that of the image: `capture/convolutions.py`). In bf16 and f16, kernels
+compute these, and gradients of one tap, which are matrix products.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _check(graph: ProgramBuilder, given: Mapping[str, Any]) -> _Call:
 
 
 def _of_image(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
-    """sum over outputs and taps of the weight times the gradient of the result's pixel that read this pixel by the tap."""
+    """sum over outputs and taps of the weight times the gradient of the pixel that reads this one with the tap."""
     if call.one_tap and any(call.padding):
         raise NotLowered(_OUTSIDE)
     if not call.one_tap and call.steps:
@@ -211,7 +211,7 @@ def _sums(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
     result = graph.new(node.meta["val"][1], "gradient")
     kernel = graph.kernel(node, (outputs, channels, *taps, call.gradient.shape[0], *call.gradient.shape[2:]))
     output, channel, height, width, image, *pixel = kernel.index
-    place = call.met(pixel, (height, width))
+    place = call.read_pixel(pixel, (height, width))
     inside = kernel.within(place, call.image.shape[2:])
     terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, output, *pixel)) * kernel.load(
         call.image.view, call.image.dtype, (image, channel, *place), inside
@@ -222,7 +222,7 @@ def _sums(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
 
 
 def _of_image_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call) -> TensorRef:
-    """For each channel, the sum over taps of the weight times the gradient of the pixel that read this pixel by the tap.
+    """For each channel, the sum over taps of the weight times the gradient of the pixel that reads this one with it.
 
     Taps are indexed from the last one, so that addresses increase with both. With strides, loops test each tap: in f32
     oneDNN is faster than that, in bf16 it takes four times as long.
@@ -237,10 +237,10 @@ def _of_image_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call
     image, channel, *pixel, height, width = kernel.index
     tap = [extent - 1 - at for extent, at in zip(taps, (height, width), strict=True)]
     moves = zip(pixel, tap, call.padding, call.dilation, strict=True)
-    place, meets = _met_by_steps(
+    place, is_step = _at_steps(
         kernel, call, [at + padding - step * dilation for at, step, padding, dilation in moves]
     )
-    inside = both((kernel.within(place, call.gradient.shape[2:]), meets))
+    inside = both((kernel.within(place, call.gradient.shape[2:]), is_step))
     terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, channel, *place), inside) * kernel.load(
         call.weight.view, call.weight.dtype, (channel, ZERO, *tap), inside
     )
@@ -255,7 +255,7 @@ def _of_weight_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Cal
     result = graph.new(node.meta["val"][1], "gradient")
     kernel = graph.kernel(node, (channels, *taps, call.gradient.shape[0], *call.gradient.shape[2:]))
     channel, height, width, image, *pixel = kernel.index
-    place = call.met(pixel, (height, width))
+    place = call.read_pixel(pixel, (height, width))
     inside = kernel.within(place, call.image.shape[2:])
     terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, channel, *pixel), inside) * kernel.load(
         call.image.view, call.image.dtype, (image, channel, *place), inside
@@ -276,7 +276,7 @@ def _of_weight_by_group(graph: ProgramBuilder, node: torch.fx.Node, call: _Call)
     space = (const(call.groups), each, channels, *taps, call.gradient.shape[0], *call.gradient.shape[2:])
     kernel = graph.kernel(node, space)
     group, number, channel, height, width, image, *pixel = kernel.index
-    output, place = group * each + number, call.met(pixel, (height, width))
+    output, place = group * each + number, call.read_pixel(pixel, (height, width))
     inside = kernel.within(place, call.image.shape[2:])
     terms = kernel.load(call.image.view, call.image.dtype, (image, group * channels + channel, *place), inside) * (
         kernel.load(call.gradient.view, call.gradient.dtype, (image, output, *pixel), inside)

@@ -1,4 +1,4 @@
-"""Calls of ATen: what has no lowering, and what ATen does best."""
+"""Calls of ATen: operators without a lowering, and those that ATen computes best."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pellucid.ir.nodes import Arg, Enum, Extern, View
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, overlaps_itself
 from pellucid.lower.registry import overload_name
 
-# Why ATen computes an operator although it is known well; everything else lacks a lowering.
+# Why ATen computes an operator on purpose; all other operators lack a lowering.
 _GEMM = "matrix multiplication of integers: ATen's BLAS computes it"
-RANDOM = "random numbers come from eager's own stream"
-CHOSEN: dict[str, str] = {
+RANDOM = "random numbers come from eager's random number stream"
+LEFT_TO_ATEN: dict[str, str] = {
     "_int_mm.default": _GEMM,
 }
 
-# Of tensors whose elements have a scale, which fake tensors take for floats.
+# Types of quantized tensors, which fake tensors take for floats.
 _QUANTIZED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
-# These write their result into memory that the program gives them, instead of allocating at each call.
+# Overloads that write their result into memory of the program, instead of allocating in every call.
 _OUT_VARIANTS = {f"{name}.default": f"{name}.out" for name in ("mm", "addmm", "bmm", "baddbmm")}
 # Sums of products, which ATen computes slowly in types that it has no instructions for.
 _PRODUCTS = {"convolution.default", "convolution_backward.default", *_OUT_VARIANTS}
@@ -37,7 +37,7 @@ _PRODUCTS = {"convolution.default", "convolution_backward.default", *_OUT_VARIAN
 
 @dataclass(frozen=True, slots=True)
 class ExternCall:
-    """A call of a dispatcher operator: what an FX node does, or what a higher-order operator does on its behalf.
+    """A call of a dispatcher operator: by an FX node, or by a higher-order operator on its behalf.
 
     metas: the fake results, none for an operator that returns nothing.
     several: whether the operator returns a sequence of tensors. used: which of them are read.
@@ -66,7 +66,7 @@ def extern_call(node: torch.fx.Node) -> ExternCall:
 
 
 def _used(node: torch.fx.Node, count: int, several: bool) -> frozenset[int]:
-    """Which results of `node` somebody reads: those that are picked, or all if it is used as a whole."""
+    """The positions of the results of `node` that are read: those selected by `getitem`, or all if it is used whole."""
     picks = [user.args[1] for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
     if not several or len(picks) < len(node.users):
         return frozenset(range(count))
@@ -80,29 +80,29 @@ def lower_conjugate(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 
 def fallback_reason(node: torch.fx.Node) -> str:
-    """Why `node` calls ATen, when no rule said more."""
+    """Why `node` calls ATen, if no rule gave a reason."""
     name = overload_name(node)
-    if name in CHOSEN:
-        return CHOSEN[name]
+    if name in LEFT_TO_ATEN:
+        return LEFT_TO_ATEN[name]
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
         return RANDOM
     return f"there is no lowering for {node.target}"
 
 
 def lower_effect(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """`with_effects(token, operator, ...)`: call the operator, in order. Tokens hold nothing: callers pass None."""
+    """`with_effects(token, operator, ...)`: call the operator, in order. Tokens have no value: callers pass None."""
     _, target, *args = node.args
     metas = tuple(node.meta["val"])[1:] if target._schema.returns else ()  # type: ignore[union-attr]
     used = frozenset(pick - 1 for pick in _used(node, len(metas) + 1, True) if pick > 0)
     call = ExternCall(node, target, tuple(args), dict(node.kwargs), metas, True, used)  # type: ignore[arg-type]
-    results = lower_extern(graph, call, f"{target} has an effect, which keeps its place in the order", ordered=True)
+    results = lower_extern(graph, call, f"{target} has an effect, and is called in order", ordered=True)
     return (None, *results)  # type: ignore[misc]
 
 
 def lower_extern(graph: ProgramBuilder, call: ExternCall, reason: str, *, ordered: bool = False) -> Result:
-    """Call the operator as it is, and say why; sums of products in f32 where ATen lacks their type."""
+    """Call the operator, and record why; sums of products are computed in f32 where ATen lacks their type."""
     node, target = call.node, call.target
-    lacking = _lacking(graph, call)
+    lacking = _lacking_type(graph, call)
     if lacking:
         return _in_f32(graph, call, f"{reason}, in f32: {lacking}")
     graph.decide(Decision("lower.fallback", (node.name,), False, reason, (("op", str(target)),)))
@@ -129,15 +129,15 @@ def lower_extern(graph: ProgramBuilder, call: ExternCall, reason: str, *, ordere
     return results if call.several else results[0] if results else None
 
 
-def _lacking(graph: ProgramBuilder, call: ExternCall) -> str:
-    """Why the call is better made in f32; empty for any that is not."""
+def _lacking_type(graph: ProgramBuilder, call: ExternCall) -> str:
+    """Why the call is faster in f32; empty if it is not."""
     if overload_name(call.node) not in _PRODUCTS or not graph.contract:
         return ""
     return max(graph.library.lacks_type(dtype_of(each)) for each in call.metas if isinstance(each, torch.Tensor))
 
 
 def _in_f32(graph: ProgramBuilder, call: ExternCall, reason: str) -> Result:
-    """The call with its operands widened before, and its results rounded behind it."""
+    """The call with its operands widened before it, and its results rounded after it."""
 
     def fake(arg: torch.fx.Node) -> Any:
         value = arg.meta["val"]
@@ -171,7 +171,7 @@ def _out_variant(call: ExternCall) -> str | None:
 
 
 def _mutated(graph: ProgramBuilder, call: ExternCall) -> tuple[str, ...]:
-    """Buffers behind the arguments that the schema declares as written."""
+    """The buffers of arguments that the schema declares as written."""
     names: list[str] = []
     given = {argument.name: value for argument, value in zip(call.target._schema.arguments, call.args, strict=False)}
     given.update(call.kwargs)
@@ -184,7 +184,7 @@ def _mutated(graph: ProgramBuilder, call: ExternCall) -> tuple[str, ...]:
 
 
 def _argument(graph: ProgramBuilder, value: Any) -> Arg:
-    """An argument of an FX call as the IR writes it."""
+    """An argument of an FX call in the IR's form."""
     if isinstance(value, list | tuple):
         return tuple(_argument(graph, item) for item in value)
     resolved = graph.value(value)
@@ -192,12 +192,12 @@ def _argument(graph: ProgramBuilder, value: Any) -> Arg:
         case TensorRef(view, _):
             return view
         case Float() if not graph.is_derived(resolved):
-            raise UnsupportedError("an argument of an ATen call that is a float known only when the graph is called")
+            raise UnsupportedError("an argument of an ATen call that is a float known only at run time")
         case Expr() | Float() | View() | None | bool() | int() | float() | str():
             return resolved
         case torch.dtype() if resolved in _QUANTIZED:
             raise UserError(
-                f"PyTorch's fake tensors do not tell what an operator makes that is asked for {resolved}",
+                f"PyTorch's fake tensors have wrong results for operators with the dtype {resolved}",
                 hint="keep it out of the compiled function with torch.compiler.disable",
             )
         case torch.dtype() if resolved not in DTYPES:

@@ -1,7 +1,7 @@
-"""Products of groups: rows lie group by group, and those of each group have a matrix of their own, as experts have.
+"""Lowers grouped products: rows are sorted by group, and each group has a matrix of its own, like a layer of experts.
 
-A kernel finds the group of each row. In the product it says which matrix the row is multiplied by, and in the gradient
-of the matrices, a sum over rows, which of them a row counts for; `codegen/contraction.py` knows how to run both.
+One kernel computes the group of each row. In the product it selects the matrix for the row, and in the gradient of the
+matrices, a sum over rows, the matrix that a row contributes to; `codegen/contraction.py` compiles both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORM = "grouped products: kernels compute groups of rows, and sums over groups 
 def grouped_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """`self[rows, terms] @ mat2[group][terms, columns]`, or for each group `self[rows, terms] @ mat2[terms, columns]`.
 
-    Group `g` ends before row (in the second form, term) `offs[g]`, where the next one begins. Rows behind the last
+    Group `g` ends before row (in the second form, term) `offs[g]`, where the next one begins. Rows after the last
     group, which ATen leaves undefined, are 0.
     """
     given = arguments(node, graph)
@@ -39,7 +39,7 @@ def grouped_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 @rule("transformers::grouped_mm_fallback.default")
 def expert_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """The same of the library `transformers`, of any type: `input[rows, terms] @ weight[group][terms, columns]`."""
+    """The operator of the library `transformers`, for any type: `input[rows, terms] @ weight[group][terms, columns]`."""
     given = arguments(node, graph)
     rows, weight, ends = given["input"], given["weight"], given["offs"]
     _check(graph, rows, weight, ends)
@@ -61,21 +61,21 @@ def expert_product_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Resul
 
 
 def _check(graph: ProgramBuilder, left: TensorRef, right: TensorRef, ends: TensorRef) -> None:
-    """Leave to ATen types that kernels do not multiply, and how many groups nobody knows."""
+    """Leave to ATen types that kernels do not multiply, and unknown numbers of groups."""
     check_types(graph, left, right)
     if not ends.shape[0].value:
         raise NotLowered("grouped products: the number of groups is not known")
 
 
 def _transposed(matrix: TensorRef) -> TensorRef:
-    """The same memory with the last two dimensions exchanged."""
+    """A view with the last two dimensions transposed."""
     (*batch, row, column), (*steps, one, other) = matrix.view.shape, matrix.view.strides
     view = View(matrix.view.buffer, (*batch, column, row), (*steps, other, one), matrix.view.offset)
     return TensorRef(view, matrix.dtype)
 
 
 def _groups_of(graph: ProgramBuilder, node: torch.fx.Node, ends: TensorRef, rows: Expr) -> TensorRef:
-    """The number of each row's group: how many groups end before it."""
+    """The index of each row's group: the number of groups that end before it."""
     kernel = graph.kernel(node, (rows, *ends.shape))
     row, group = kernel.index
     ended = kernel.load(ends.view, ends.dtype, (group,)).to(DType.I64) <= kernel.position(row)
@@ -88,7 +88,7 @@ def _groups_of(graph: ProgramBuilder, node: torch.fx.Node, ends: TensorRef, rows
 def _rows_by_matrix(
     graph: ProgramBuilder, node: torch.fx.Node, left: TensorRef, right: TensorRef, groups: TensorRef, meta: torch.Tensor
 ) -> TensorRef:
-    """Each row by the matrix of its group."""
+    """Each row times the matrix of its group."""
     result = graph.new(meta, "product")
     kernel = graph.kernel(node, (*result.shape, left.shape[1]))
     row, column, term = kernel.index
@@ -104,13 +104,13 @@ def _rows_by_matrix(
 def _sums_of_groups(
     graph: ProgramBuilder, node: torch.fx.Node, left: TensorRef, right: TensorRef, groups: TensorRef, meta: torch.Tensor
 ) -> TensorRef:
-    """A product for each group, over the terms that are of it."""
+    """A product for each group, over its terms."""
     result = graph.new(meta, "product")
     kernel = graph.kernel(node, (*result.shape, left.shape[1]))
     group, row, column, term = kernel.index
-    counts = kernel.load(groups.view, groups.dtype, (term,)).op("eq", kernel.position(group))
-    terms = kernel.load(left.view, left.dtype, (row, term), counts) * kernel.load(
-        right.view, right.dtype, (term, column), counts
+    belongs = kernel.load(groups.view, groups.dtype, (term,)).op("eq", kernel.position(group))
+    terms = kernel.load(left.view, left.dtype, (row, term), belongs) * kernel.load(
+        right.view, right.dtype, (term, column), belongs
     )
     kernel.store(result.view, result.dtype, (group, row, column), kernel.reduce("sum", terms, (3,)))
     graph.emit(kernel)

@@ -1,4 +1,4 @@
-"""Writing kernel bodies: `KernelBuilder` appends lines, `Value` makes them read like formulas."""
+"""Building kernel bodies: `KernelBuilder` appends lines, `Value` overloads operators for formulas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pellucid.ir.types import TORCH_DTYPES, DType
 class Value:
     """A value of the body under construction. Operators take values of one type, or Python numbers.
 
-    const: the number, when the value is a constant that is known now.
+    const: the number, if the value is a compile-time constant.
     """
 
     builder: KernelBuilder
@@ -96,9 +96,9 @@ class Value:
 
 
 def wrap(value: Scalar, dtype: DType) -> Scalar:
-    """`value` as PyTorch converts a Python number to `dtype`: integers wrap around, floats are cut to integers."""
+    """`value` as PyTorch converts a Python number to `dtype`: integers wrap around, floats are truncated to integers."""
     if dtype.is_float:
-        # One NaN object for all: lines are compared, and a NaN equals only itself.
+        # A single NaN object: lines are compared, and a NaN only equals the same object.
         return math.nan if value != value else float(value)
     if dtype is DType.BOOL:
         return bool(value)
@@ -131,7 +131,7 @@ class KernelBuilder:
         return tuple(axis.name for axis in self.space if int(axis.name[1:]) in dims)
 
     def const(self, value: Scalar | Expr, dtype: DType) -> Value:
-        """A constant of the compute type of `dtype`, or a size as one."""
+        """A constant or a size, in the compute type of `dtype`."""
         dtype = dtype.compute
         if isinstance(value, Expr):
             return self.size_value(value, dtype)
@@ -143,18 +143,18 @@ class KernelBuilder:
         return self._line(IndexValue(as_expr(index)), DType.I64)
 
     def within(self, position: Sequence[Expr], shape: Sequence[Expr]) -> Value | None:
-        """The condition that a position lies in a tensor of `shape`; None if it always does."""
+        """The condition that a position is inside a tensor of `shape`; None if it always is."""
         conditions: list[Value] = []
-        for place, extent in zip(position, shape, strict=True):
-            span = bounds(place, self.ranges)
+        for coordinate, extent in zip(position, shape, strict=True):
+            span = bounds(coordinate, self.ranges)
             if span is None or not nonnegative(span[0]):
-                conditions.append(self.position(place) >= 0)
+                conditions.append(self.position(coordinate) >= 0)
             if span is None or not nonnegative(extent - 1 - span[1]):
-                conditions.append(self.position(place) < self.size_value(extent, DType.I64))
+                conditions.append(self.position(coordinate) < self.size_value(extent, DType.I64))
         return both(conditions)
 
     def check_index(self, value: Value, size: Expr, dim: int, *, wrap: bool) -> Value:
-        """`value` as an index into dimension `dim` of `size` elements; the program raises IndexError beyond it."""
+        """`value` as an index into dimension `dim` of `size` elements; the program raises IndexError outside of it."""
         return self._line(CheckIndex(value.to(DType.I64).name, size, wrap, dim), DType.I64)
 
     def load(
@@ -171,7 +171,7 @@ class KernelBuilder:
     def store(self, view: View, dtype: DType, index: Sequence[Expr], value: Value, *, join: str = "") -> None:
         """Write `value`, converted to the compute type of `dtype` first, to the coordinates `index` of `view`.
 
-        join: the operator that joins it with what is there, see `Store`.
+        join: the operator that combines it with the stored element, see `Store`.
         """
         self._use(view, dtype)
         value = value.to(dtype)
@@ -199,7 +199,7 @@ class KernelBuilder:
         return self._line(Compute("cast", (value.name,)), dtype)
 
     def convert(self, value: Value, dtype: DType) -> Value:
-        """`value` as an element of `dtype`: unlike a result that happens to be narrow, it rounds at once."""
+        """`value` as an element of `dtype`: unlike a narrow result, it is rounded immediately."""
         if dtype not in ROUNDING or value.dtype in (DType.BOOL, DType.U8, DType.I8):
             return self.cast(value, dtype)
         if value.const is not None:
@@ -207,14 +207,14 @@ class KernelBuilder:
         return self.cast(value, dtype).op(ROUNDING[dtype])
 
     def reduce(self, op: str, value: Value, dims: Sequence[int]) -> Value:
-        """Reduce over the dimensions `dims`; over dimensions of extent 1 alone this is the value itself."""
+        """Reduce over the dimensions `dims`; if all have extent 1, this is the value itself."""
         axes = self.axes(dims)
         if op in ("argmax", "argmin"):
             return self._line(Reduce(op, value.name, axes), DType.I64) if axes else self.const(0, DType.I64)
         return self._line(Reduce(op, value.name, axes), value.dtype) if axes else value
 
     def count(self, dims: Sequence[int]) -> Expr:
-        """How many points the dimensions `dims` span."""
+        """The number of points that the dimensions `dims` span."""
         return product(self.shape[d] for d in dims)
 
     def size_value(self, size: Expr, dtype: DType) -> Value:
@@ -225,7 +225,7 @@ class KernelBuilder:
         return Kernel(self.name, tuple(self._params.values()), self.space, tuple(self._lines))
 
     def _use(self, view: View, dtype: DType) -> None:
-        """Enter the view's buffer into the parameters; the graph fills in its true size, see `finish`."""
+        """Add the view's buffer to the parameters; `ProgramBuilder.finish` fills in its size."""
         if view.buffer not in self._params:
             self._params[view.buffer] = Param(view.buffer, dtype, ZERO)
 
@@ -237,7 +237,7 @@ class KernelBuilder:
 
 
 def both(conditions: Sequence[Value | None]) -> Value | None:
-    """All conditions at once; None counts as one that always holds."""
+    """The conjunction of conditions; None stands for one that always holds."""
     present = [each for each in conditions if each is not None]
     return reduce(lambda a, b: a & b, present) if present else None
 

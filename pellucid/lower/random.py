@@ -1,4 +1,4 @@
-"""Operators that draw booleans: a call draws them, from eager's own stream, and kernels compute the rest."""
+"""Lowers operators that draw booleans: a call draws them, from eager's random number stream, kernels do the rest."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, ar
 from pellucid.lower.registry import NotLowered, rule
 
 _DRAW = "pellucid::bernoulli.out"  # native/random.py
-_OTHER = "dropout of numbers that are no floats, or in evaluation, is ATen's"
-_GIVEN = "a generator, or a probability that is known only when the graph is called: ATen draws"
+_OTHER = "dropout of types other than floats, or in evaluation mode: ATen computes it"
+_GIVEN = "a generator, or a probability that is known only at run time: ATen draws"
 
 
 @rule("native_dropout.default")
 def dropout(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """(x * kept / (1 - p), kept). Where nothing is kept eager's `dropout` draws nothing."""
+    """(x * mask / (1 - p), mask). With p = 1 eager's `dropout` draws nothing."""
     given = arguments(node, graph)
     x, p = given["input"], _number(given["p"])
     if not x.dtype.is_float or given["train"] is False:
         raise NotLowered(_OTHER)
-    of_result, of_kept = node.meta["val"]
-    result = graph.new(of_result, "dropout")
+    result_meta, mask_meta = node.meta["val"]
+    result = graph.new(result_meta, "dropout")
     kernel = graph.kernel(node, x.shape)
     value = kernel.load(x.view, x.dtype, kernel.index)
     if p == 1:
-        kept = graph.new(of_kept, "kept")
-        kernel.store(kept.view, kept.dtype, kernel.index, kernel.const(False, DType.BOOL))
+        mask = graph.new(mask_meta, "kept")
+        kernel.store(mask.view, mask.dtype, kernel.index, kernel.const(False, DType.BOOL))
         value = value * 0.0
     else:
-        kept = _drawn(graph, node, of_kept, 1 - p)
-        value = value * kernel.load(kept.view, kept.dtype, kernel.index).to(value.dtype) * (1 / (1 - p))
+        mask = _drawn(graph, node, mask_meta, 1 - p)
+        value = value * kernel.load(mask.view, mask.dtype, kernel.index).to(value.dtype) * (1 / (1 - p))
     kernel.store(result.view, result.dtype, kernel.index, value)
     graph.emit(kernel)
-    return result, kept
+    return result, mask
 
 
 @rule("bernoulli.p")
@@ -48,9 +48,9 @@ def bernoulli(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     given, meta = arguments(node, graph), node.meta["val"]
     if given["generator"] is not None:
         raise NotLowered(_GIVEN)
-    kept = _drawn(graph, node, meta.new_empty_strided(meta.shape, meta.stride(), dtype=torch.bool), _number(given["p"]))
+    mask = _drawn(graph, node, meta.new_empty_strided(meta.shape, meta.stride(), dtype=torch.bool), _number(given["p"]))
     result = graph.new(meta, "bernoulli")
-    graph.copy(node, kept, result)
+    graph.copy(node, mask, result)
     return result
 
 
@@ -61,8 +61,8 @@ def _number(p: Any) -> float:
 
 
 def _drawn(graph: ProgramBuilder, node: torch.fx.Node, meta: torch.Tensor, p: float) -> TensorRef:
-    """Booleans that are true with probability `p`, drawn in the order in which they lie in memory, as ATen's are."""
-    kept = graph.new(meta, "kept")
+    """Booleans that are true with probability `p`, drawn in memory order, like ATen's."""
+    mask = graph.new(meta, "kept")
     graph.decide(Decision("lower.fallback", (node.name,), False, RANDOM, (("op", _DRAW),)))
     graph.emit_extern(
         lambda suffix: Extern(
@@ -70,11 +70,11 @@ def _drawn(graph: ProgramBuilder, node: torch.fx.Node, meta: torch.Tensor, p: fl
             op=_DRAW,
             args=(p,),
             kwargs=(),
-            outputs=(kept.view,),
+            outputs=(mask.view,),
             out=True,
             reason=RANDOM,
             ordered=True,
             origin=origin_of(node).step("lower"),
         )
     )
-    return kept
+    return mask

@@ -13,12 +13,12 @@ Rule: TypeAlias = Callable[[ProgramBuilder, torch.fx.Node], Result]
 
 RULES: dict[str, Rule] = {}
 
-# Overloads whose rules take a `Float`, a number that is known when the graph is called, in place of a Python number.
+# Overloads whose rules accept a `Float`, a number that is known only at run time, instead of a Python number.
 TAKES_FLOATS: set[str] = set()
 
 
 class NotLowered(Exception):
-    """Raised by a rule for arguments that it does not cover; the operator then calls ATen, for this reason."""
+    """Raised by a rule for arguments that it does not support; ATen is called then, with this reason."""
 
 
 def rule(*names: str, floats: bool = False) -> Callable[[Rule], Rule]:

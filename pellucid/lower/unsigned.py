@@ -1,9 +1,9 @@
-"""Which operators kernels compute for `u16`, `u32` and `u64`: those that ATen computes for them, which are few.
+"""Which operators kernels compute for `u16`, `u32` and `u64`: the few that ATen computes for them.
 
-Every other one is left to ATen, so that it fails as in eager mode. Accepted beyond that is what PyTorch's
-decompositions are made of: `arange` and `iota` (of `eye`), `index_select` (of `roll`), `logical_not` (of `all`). So
-these work, and with them what is broken up into operators that ATen has, although eager refuses it: `eye`,
-`masked_fill`, `tril`, `triu`, `trace`, `count_nonzero`, `linspace` and `lerp`.
+All others are left to ATen, so that they fail as in eager mode. Also accepted are operators that PyTorch's
+decompositions call: `arange` and `iota` (of `eye`), `index_select` (of `roll`), `logical_not` (of `all`). So these
+work, and operators that decompose into operators of ATen, although eager refuses them: `eye`, `masked_fill`, `tril`,
+`triu`, `trace`, `count_nonzero`, `linspace` and `lerp`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pellucid.ir.types import DType
 from pellucid.lower.program_builder import op_name
 from pellucid.lower.registry import NotLowered
 
-# These promote their arguments, and their results may be of these types.
+# Operators that promote their arguments, and whose results may have these types.
 _PROMOTE = frozenset(
     """
     mul.Tensor mul.Scalar bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor
@@ -25,8 +25,8 @@ _PROMOTE = frozenset(
     """.split()
 )
 
-# Others whose results may be of these types.
-_GIVE = frozenset(
+# Other operators whose results may have these types.
+_RESULTS = frozenset(
     """
     ceil.default floor.default trunc.default round.default
     clone.default lift_fresh_copy.default alias_copy.default contiguous.default _to_copy.default
@@ -37,7 +37,7 @@ _GIVE = frozenset(
     """.split()
 )
 
-# These give bool or positions; of arguments that promote to one of these types ATen computes nothing all the same.
+# Operators that return bool or positions; ATen lacks them too for arguments that promote to one of these types.
 _COMPARE = frozenset(
     """
     lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar logical_and.default
@@ -55,19 +55,19 @@ def common_type(first: Any, second: Any) -> DType:
 
 
 def check_unsigned(name: str, node: torch.fx.Node) -> None:
-    """Leave `node`, a call of the overload `name`, to ATen if that would have to compute in a type that it lacks."""
+    """Leave `node`, a call of the overload `name`, to ATen if ATen lacks it for the type that it is computed in."""
     meta = node.meta.get("val")
     results = meta if isinstance(meta, list | tuple) else [meta]
     types = {DTYPES[result.dtype] for result in results if isinstance(result, torch.Tensor)}
     if name in _PROMOTE or name in _COMPARE:
         types = _promoted(node)
-    missing = [each.value for each in types if each.is_wide_unsigned] if name not in _PROMOTE | _GIVE else []
+    missing = [each.value for each in types if each.is_wide_unsigned] if name not in _PROMOTE | _RESULTS else []
     if missing:
         raise NotLowered(f"ATen has no {name} of {missing[0]}: it reports the error")
 
 
 def _promoted(node: torch.fx.Node) -> set[DType]:
-    """The types that the first argument, or the first of a list, is promoted to with each of the other arguments."""
+    """The types that the first argument, or the first of a list, is promoted to with each of the others."""
     start = int(op_name(node) == "where")  # after the condition
     given = node.args[0] if isinstance(node.args[0], list | tuple) else node.args[start : start + 2]
     values = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in given]

@@ -1,4 +1,4 @@
-"""The arguments of an operator as the dispatcher's C interface takes them: `Arg` in instance.h."""
+"""The arguments of an operator, encoded for the dispatcher's C interface: `Arg` in instance.h."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def box(call: OutCall | FunctionalCall, number: Callable[[TensorView], int]) -> 
 
 
 def returned(kind: Any) -> Returned:
-    """kind: a type of the schema."""
+    """The kind of a returned value. kind: its type in the schema."""
     if kind.kind() == "TensorType":
         return Returned.TENSOR
     if kind.kind() == "ListType" and kind.getElementType().kind() == "TensorType":
@@ -90,7 +90,7 @@ def real(value: float | Unknown) -> Size:
 
 
 def _bits(kind: str, value: Arg, name: str) -> Size:
-    """A scalar as the dispatcher's 64-bit stack entry. Raises Unboxable for what it has no form for."""
+    """A scalar as the dispatcher's 64-bit stack entry. Raises Unboxable for other values."""
     match kind, value:
         case "FloatType", bool() | int() | float() | Unknown():
             return real(value)

@@ -1,4 +1,4 @@
-"""Calls that Python makes in the middle of a run: functions from a list of tensors to a list of tensors."""
+"""Calls that Python executes during a run: functions from a list of tensors to a list of tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pellucid.native.instance import (
 )
 
 Trampoline: TypeAlias = "Callable[[list[torch.Tensor]], list[object]]"
-"""From the tensors of a call's views to what it returns."""
+"""Takes the tensors of a call's views, and returns those that the call returns."""
 
 
 def trampoline(call: OutCall | FunctionalCall | PythonCall, numbers: Sequence[Any]) -> Trampoline:
-    """The function that makes a call, with the tensors of `tensor_arguments`. numbers: that the call leaves open."""
-    function = call.function if isinstance(call, PythonCall) else _naming_itself(call)
+    """The function that executes a call, with the tensors of `tensor_arguments`. numbers: those that the call leaves open."""
+    function = call.function if isinstance(call, PythonCall) else _with_location(call)
     count = itertools.count()
     args = [_with_holes(arg, count, numbers) for arg in call.args]
     kwargs = {name: _with_holes(value, count, numbers) for name, value in call.kwargs}
@@ -49,7 +49,7 @@ def tensor_arguments(call: OutCall | FunctionalCall | PythonCall) -> list[Tensor
 
 
 def is_open(call: OutCall | FunctionalCall | PythonCall) -> bool:
-    """Whether arguments, apart from the shapes of tensors, are numbers that are not known yet."""
+    """Whether some argument, shapes of tensors excepted, is a number that is not known yet."""
     return _is_open(arguments_of(call))
 
 
@@ -57,8 +57,8 @@ def _is_open(arg: Arg) -> bool:
     return any(map(_is_open, arg)) if isinstance(arg, tuple) else isinstance(arg, Unknown)
 
 
-def _naming_itself(call: OutCall | FunctionalCall) -> Callable[..., Any]:
-    """The operator as a Python function, which says in its exceptions, of eager's own type, where it stands."""
+def _with_location(call: OutCall | FunctionalCall) -> Callable[..., Any]:
+    """The operator as a Python function whose exceptions, of the same type as in eager mode, name the user's line."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -73,7 +73,7 @@ def _naming_itself(call: OutCall | FunctionalCall) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Hole:
-    """Stands for tensor number `index` among the arguments of a Python function."""
+    """A placeholder for tensor number `index` among the arguments of a Python function."""
 
     index: int
 
@@ -97,7 +97,7 @@ def _fill(arg: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _flatten(returned: Any) -> Iterator[object]:
-    """The tensors of what an operator returns; integers and the like are not bound to anything."""
+    """The tensors in the return value of an operator; integers and the like are ignored."""
     if returned is None or isinstance(returned, torch.Tensor):
         yield returned
     elif isinstance(returned, (tuple, list)):

@@ -1,6 +1,6 @@
 // Cores for which other processes compete. libgomp's threads wait for one another by spinning, about 3 ms before they
-// sleep: fastest if each thread has a core, and very slow if not, because a spinning thread then takes time from the one
-// that it waits for. libgomp spins 3000 times less while it manages more threads than there are cores
+// sleep: fastest if each thread has a core, and very slow if not, because a spinning thread then takes the core from
+// the one that it waits for. libgomp spins 3000 times less while it manages more threads than there are cores
 // (its manual, GOMP_SPINCOUNT). So while there is contention we keep a second team of sleeping threads.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What the processor counts while the calling thread runs: cycles, instructions, misses of the cache, through Linux perf.
+// Hardware counters of the calling thread: cycles, instructions, cache misses, through Linux perf.
 #pragma once
 
 #include <linux/perf_event.h>
@@ -11,24 +11,24 @@
 
 namespace pellucid {
 
-// By type and config of perf_event_open(2).
+// type, config: as in perf_event_open(2).
 struct CounterEvent {
   int64_t type, config;
 };
 
-// The counters of one thread, one group: they all count, or none does.
+// The counters of one thread, as one group: either all count, or none.
 class CounterGroup {
  public:
   explicit CounterGroup(const std::vector<CounterEvent>& events) {
     for (const CounterEvent& event : events) {
-      perf_event_attr about{};
-      about.size = sizeof about;
-      about.type = static_cast<uint32_t>(event.type);
-      about.config = static_cast<uint64_t>(event.config);
-      about.read_format = PERF_FORMAT_GROUP;
-      about.exclude_kernel = about.exclude_hv = 1;  // which perf_event_paranoid 2 allows to everybody
+      perf_event_attr attributes{};
+      attributes.size = sizeof attributes;
+      attributes.type = static_cast<uint32_t>(event.type);
+      attributes.config = static_cast<uint64_t>(event.config);
+      attributes.read_format = PERF_FORMAT_GROUP;
+      attributes.exclude_kernel = attributes.exclude_hv = 1;  // needs no privileges if perf_event_paranoid is 2
       int leader = files_.empty() ? -1 : files_.front();
-      int file = static_cast<int>(syscall(SYS_perf_event_open, &about, 0, -1, leader, PERF_FLAG_FD_CLOEXEC));
+      int file = static_cast<int>(syscall(SYS_perf_event_open, &attributes, 0, -1, leader, PERF_FLAG_FD_CLOEXEC));
       if (file < 0) {
         error_ = errno;
         close_all();
@@ -41,10 +41,10 @@ class CounterGroup {
   CounterGroup& operator=(const CounterGroup&) = delete;
   ~CounterGroup() { close_all(); }
 
-  // 0, or why the system gives none, as errno.
+  // 0, or the errno of a failed perf_event_open.
   int error() const { return error_; }
 
-  // Appends what each has counted since the group was made; zeros where that cannot be read.
+  // Appends each counter's value since the group was created; zeros if they cannot be read.
   void read(std::vector<int64_t>& into) const {
     size_t count = files_.size();
     int64_t values[1 + kMost] = {};
@@ -60,7 +60,7 @@ class CounterGroup {
     files_.clear();
   }
 
-  std::vector<int> files_;  // the first one leads
+  std::vector<int> files_;  // file descriptors; the first one is the group leader
   int error_ = 0;
 };
 

@@ -1,4 +1,4 @@
-"""Hardware counters of the processor, through Linux perf: which there are, and why there are none."""
+"""Hardware counters of the processor, through Linux perf, and why they are not available."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Counter(NamedTuple):
 
 
 HARDWARE = (Counter("cycles", 0, 0), Counter("instructions", 0, 1), Counter("cache-misses", 0, 3))
-"""Of the last level of cache, the misses."""
+"""Cache misses are those of the last-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why counters cannot be read, and what to do about it; that is empty where nothing can be done here."""
+    """Why counters cannot be read, and the remedy; empty if there is none."""
 
     why: str
     remedy: str
@@ -45,7 +45,7 @@ def refused(counters: Sequence[Counter] = HARDWARE) -> Refused | None:
 
 
 def words_of(counters: Sequence[Counter]) -> ctypes.Array[ctypes.c_int64]:
-    """As the runtime takes them."""
+    """Counters in the encoding of the runtime: type and config of each."""
     words = [number for each in counters for number in (each.type, each.config)]
     return (ctypes.c_int64 * len(words))(*words)
 

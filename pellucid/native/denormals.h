@@ -1,4 +1,4 @@
-// Denormal numbers, which some instructions of some processors take many times as long for.
+// Denormal numbers, with which some instructions of some processors take many times as long.
 #pragma once
 
 #include <immintrin.h>
@@ -7,13 +7,13 @@
 
 namespace pellucid {
 
-// From now on the threads of the calling thread's team take denormal numbers for zeros, or no longer do.
+// Makes the threads of the calling thread's team treat denormal numbers as zeros, or stop doing so.
 inline void flush_denormals(bool on) {
   constexpr unsigned kFlush = 0x8040;  // of MXCSR: results to zero, operands as zeros
   GOMP_parallel(
-      [](void* wanted) {
+      [](void* flush) {
         unsigned rest = _mm_getcsr() & ~kFlush;
-        _mm_setcsr(*static_cast<bool*>(wanted) ? rest | kFlush : rest);
+        _mm_setcsr(*static_cast<bool*>(flush) ? rest | kFlush : rest);
       },
       &on, 0, 0);
 }

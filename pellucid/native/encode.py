@@ -1,6 +1,6 @@
-"""From an instance's description to the words that the native runtime reads.
+"""Encodes an instance's description as the words that the native runtime reads.
 
-It also decides how each operator is called, checks the description, and finds out when results can be freed.
+Also decides how each operator is called, checks the description, and determines when results can be freed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pellucid.native.loader import dtype_code
 from pellucid.native.words import CallKind, Place, ResultKind, Shim, Writer, double_bits
 
 _BY_PYTHON = OutCall | FunctionalCall | PythonCall
-"""Calls that may need Python; among words they stand for the function that makes them."""
+"""Calls that may need Python; among words they are placeholders for the function that executes them."""
 
 _SHIMS = {
     "aten::mm.out": Shim.MM,
@@ -52,10 +52,10 @@ _SHIMS = {
 
 
 class Template:
-    """Instances but for their memory and the numbers that are not known yet: what all of them share is encoded once.
+    """The encoding that instances share: all but their memory and the numbers that are not known yet.
 
-    slots: how many there are. externs: those that a `FunctionalCall` or `PythonCall` allocates. The rest: see
-    `Instance`. paths: how each call is made. Raises InternalError for a description that contradicts itself.
+    slots: their number. externs: those that a `FunctionalCall` or `PythonCall` allocates. The rest: see `Instance`.
+    paths: how each call is executed. Raises InternalError for a description that contradicts itself.
     """
 
     def __init__(
@@ -90,53 +90,53 @@ class Template:
         for each in strips:
             _strips(body, each, calls)
         as_views = _returned_views(results)
-        unmade = as_views.keys() - bound
-        if unmade:
-            raise InternalError(f"result {min(unmade)} is never produced")
+        missing = as_views.keys() - bound
+        if missing:
+            raise InternalError(f"result {min(missing)} is never produced")
         self.paths = tuple(paths)
         self._inputs = inputs
         self._externs = externs
         self._returned = frozenset(as_views)
         self._only_views = [_only_view(as_views.get(slot, frozenset()), encoder.views) for slot in range(slots)]
-        self._trials = tuple(encoder.trials)  # words point to what they call
-        self._take(encoder.head(name).words + body.words)
+        self._trials = tuple(encoder.trials)  # the words contain their addresses
+        self._set_words(encoder.head(name).words + body.words)
 
-    def _take(self, words: list[Any]) -> None:
-        """words: with numbers among them that are not known yet, and calls for the functions that make them."""
-        others = [(place, words[place]) for place, kind in enumerate(map(type, words)) if kind is not int]
-        unknown = [(place, word) for place, word in others if isinstance(word, Unknown)]
-        by_python = [(place, word) for place, word in others if isinstance(word, _BY_PYTHON)]
-        self._integers = [(place, word.index) for place, word in unknown if not word.real]
-        self._reals = [(place, word.index) for place, word in unknown if word.real]
-        self._functions = [(place, trampoline(call, ())) for place, call in by_python if not is_open(call)]
-        self._open = [(place, call) for place, call in by_python if is_open(call)]
-        for place, _ in (*unknown, *by_python):
-            words[place] = 0
+    def _set_words(self, words: list[Any]) -> None:
+        """Store the words, and the positions of placeholders for unknown numbers and for functions of calls."""
+        others = [(at, words[at]) for at, kind in enumerate(map(type, words)) if kind is not int]
+        unknown = [(at, word) for at, word in others if isinstance(word, Unknown)]
+        by_python = [(at, word) for at, word in others if isinstance(word, _BY_PYTHON)]
+        self._integers = [(at, word.index) for at, word in unknown if not word.real]
+        self._reals = [(at, word.index) for at, word in unknown if word.real]
+        self._functions = [(at, trampoline(call, ())) for at, call in by_python if not is_open(call)]
+        self._open = [(at, call) for at, call in by_python if is_open(call)]
+        for at, _ in (*unknown, *by_python):
+            words[at] = 0
         self._words = array("q", words)
 
     def words(self, number: int, slots: Sequence[Slot], arena: int, numbers: Sequence[Any]) -> Words:
-        """An instance for the runtime. number: by which timelines name it. numbers: those that are open."""
+        """An instance for the runtime. number: its identifier in timelines. numbers: those that are open."""
         words = array("q", self._words)
-        for place, index in self._integers:
-            words[place] = numbers[index]
-        for place, index in self._reals:
-            words[place] = double_bits(numbers[index])
-        functions = self._functions + [(place, trampoline(call, numbers)) for place, call in self._open]
-        for place, function in functions:
-            words[place] = id(function)
+        for at, index in self._integers:
+            words[at] = numbers[index]
+        for at, index in self._reals:
+            words[at] = double_bits(numbers[index])
+        functions = self._functions + [(at, trampoline(call, numbers)) for at, call in self._open]
+        for at, function in functions:
+            words[at] = id(function)
         head = [number, self._inputs, arena, len(slots)]
         for at, (slot, view) in enumerate(zip(slots, self._only_views, strict=True)):
-            head += (*self._place(at, slot, arena), view)
+            head += (*self._slot(at, slot, arena), view)
         return Words(array("q", head) + words, tuple(function for _, function in functions))
 
-    def _place(self, number: int, slot: Slot, arena: int) -> tuple[int, int]:
-        """Check where a slot is; returns the words for it."""
+    def _slot(self, number: int, slot: Slot, arena: int) -> tuple[int, int]:
+        """Check a slot, and return its words."""
         match slot:
             case ArenaSlot(offset):
                 if offset % ALIGNMENT or not 0 <= offset <= arena:
                     raise InternalError(f"slot {number} is at byte {offset} of an arena of {arena}")
                 if number in self._returned:
-                    raise InternalError(f"result {number} lies in the arena, whose content does not outlive the run")
+                    raise InternalError(f"result {number} is in the arena, whose content does not outlive the run")
                 words = Place.ARENA, offset
             case InputSlot(index):
                 if not 0 <= index < self._inputs:
@@ -147,13 +147,13 @@ class Template:
             case ExternSlot():
                 words = Place.EXTERN, 0
         if isinstance(slot, ExternSlot) != (number in self._externs):
-            raise InternalError(f"slot {number} is {slot}, and was described otherwise")
+            raise InternalError(f"slot {number} is {slot}, which contradicts the template")
         return words
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """words: of an instance, for the runtime. objects: that the words point to."""
+    """words: of an instance, for the runtime. objects: those whose addresses are among the words."""
 
     words: array[int]
     objects: tuple[object, ...]
@@ -182,7 +182,7 @@ def _variant(variant: Variant) -> tuple[int, Size, int]:
 
 
 def _returned_views(results: Sequence[Result]) -> dict[int, set[TensorView]]:
-    """By slot, the views as which it is returned."""
+    """By slot, the views of it that are returned."""
     views: dict[int, set[TensorView]] = {}
     for result in results:
         if isinstance(result, TensorView):
@@ -191,7 +191,7 @@ def _returned_views(results: Sequence[Result]) -> dict[int, set[TensorView]]:
 
 
 def _only_view(as_views: Set[TensorView], views: dict[TensorView, int]) -> int:
-    """The view as which an output slot is returned, when there is one and it starts where the slot does."""
+    """The number of the only view that is returned of a slot, if it starts where the slot does; else -1."""
     if len(as_views) != 1:
         return -1
     (view,) = as_views
@@ -203,7 +203,7 @@ class _Encoder:
     slots: int
     views: dict[TensorView, int] = field(default_factory=dict)
     shown: dict[TensorView, int] = field(default_factory=dict)
-    trials: dict[Trial, int] = field(default_factory=dict)  # with the calls that share each
+    trials: dict[Trial, int] = field(default_factory=dict)  # with the number of calls that share each
 
     def view(self, view: TensorView) -> int:
         """Number of a view; equal views share one, and its tensor."""
@@ -212,7 +212,7 @@ class _Encoder:
         return self.views.setdefault(view, len(self.views))
 
     def show(self, view: TensorView) -> int:
-        """The same for a view that only a profiler looks at."""
+        """Like `view`, for a view that only profilers use."""
         return self.shown.setdefault(view, len(self.shown))
 
     def views_of_results(self, results: Sequence[Result]) -> None:
@@ -226,7 +226,7 @@ class _Encoder:
         return (ResultKind.NOTHING, 0) if result is None else (ResultKind.INTEGER, result)
 
     def head(self, name: str) -> Writer:
-        """What comes before the calls, of which everything has been said."""
+        """The words before the calls; complete only after all calls are encoded."""
         out = Writer()
         out.text(event_name(name))
         for views in (self.views, self.shown):
@@ -249,7 +249,7 @@ class _Encoder:
             raise InternalError(f"call {call.name!r} uses slot {min(unbound)}, which nothing has produced yet")
 
     def call(self, out: Writer, call: Call) -> str:
-        """Write a call; returns the variant it is made."""
+        """Write a call; returns how it is executed."""
         out.text(call.name)
         out.text(call.where)
         match call:
@@ -309,7 +309,7 @@ class _Encoder:
         return "dispatcher"
 
     def _shim(self, call: OutCall) -> tuple[Shim, list[TensorView], float | Unknown, float | Unknown] | None:
-        """Operators with a C function of their own, which spares the dispatcher's half microsecond."""
+        """For an operator with its own C function, which saves the half microsecond of the dispatcher."""
         which = _SHIMS.get(call.op.name())
         if which is None:
             return None
@@ -330,12 +330,12 @@ class _Encoder:
 
 
 def _ends(externs: Set[int], calls: Sequence[Call], results: Sequence[Result]) -> dict[int, list[int]]:
-    """By call, the extern slots that are not returned and that no later call touches."""
-    kept = {result.slot for result in results if isinstance(result, TensorView)}
+    """By call, the extern slots that are not returned and that no later call uses."""
+    returned_slots = {result.slot for result in results if isinstance(result, TensorView)}
     last: dict[int, int] = {}
     for index, call in enumerate(calls):
         for slot in (*slots_of(call), *(view.slot for view in outputs_of(call) if view is not None)):
-            if slot in externs and slot not in kept:
+            if slot in externs and slot not in returned_slots:
                 last[slot] = index
     ends: dict[int, list[int]] = {}
     for slot, index in last.items():

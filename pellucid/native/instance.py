@@ -1,8 +1,8 @@
 """What the runtime executes, as frozen data.
 
-An `Instance` (see `runtime`) is made from these: `Slot`s (where each buffer lives), `Call`s in execution order, and
+An `Instance` (see `runtime`) is built from these: `Slot`s (where each buffer is stored), `Call`s in execution order, and
 `Result`s. Sizes, strides and offsets of views count elements; arena offsets and `nbytes` count bytes. Calls and
-results of a `Template` may leave numbers open that each of its instances is given.
+results of a `Template` may leave numbers open, which are then set for each of its instances.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """The number at `index` of those that an instance is given. real: written as the bits of a double."""
+    """A number that is set for each instance, by its index. real: written as the bits of a double."""
 
     index: int
     real: bool = False
@@ -41,7 +41,7 @@ class InputSlot:
 
 @dataclass(frozen=True, slots=True)
 class OutputSlot:
-    """A buffer of `nbytes` that each run takes from the output pool; it returns there when its last tensor dies.
+    """A buffer of `nbytes` that each run allocates from the output pool; freed with the last tensor that uses it.
 
     Its tensors are like any others, except that PyTorch cannot make their storage larger (`resize_`).
     """
@@ -51,7 +51,7 @@ class OutputSlot:
 
 @dataclass(frozen=True, slots=True)
 class ExternSlot:
-    """A buffer that a `FunctionalCall` or `PythonCall` allocates; known from the return of that call on."""
+    """A buffer that a `FunctionalCall` or `PythonCall` allocates; exists after that call."""
 
 
 Slot: TypeAlias = ArenaSlot | InputSlot | OutputSlot | ExternSlot
@@ -70,17 +70,17 @@ class TensorView:
 
 Constant: TypeAlias = torch.dtype | torch.layout | torch.device | torch.memory_format
 Arg: TypeAlias = "TensorView | Size | float | bool | str | Constant | tuple[Arg, ...] | None"
-"""An argument of an operator; a tuple stands for any list of the schema. An unknown one may be a float."""
+"""An argument of an operator; a tuple stands for any list of the schema. An `Unknown` may be a float."""
 
 
 def event_name(program: str, call: str = "") -> str:
-    """How torch.profiler shows a run of a program, or a call in it."""
+    """The name of a run of a program, or of a call in it, in torch.profiler."""
     return f"pellucid::{program}/{call}" if call else f"pellucid::{program}"
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One variant to run a kernel: see `KernelCall`."""
+    """One implementation of a kernel: see `KernelCall`."""
 
     address: int
     extent: Size
@@ -89,11 +89,11 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Ways to run a kernel that give the same bits, the cheapest by price first: calls find out which is the fastest.
+    """Variants of a kernel with bitwise equal results, the cheapest by estimated cost first: calls find the fastest one.
 
-    threads: as many as a call has to have to count.
-    settled: called once with a list: the number of the fastest variant, the pairs of calls that were compared, and the
-        median of the nanoseconds of each variant.
+    threads: of a call that is measured.
+    settled: called once with a list: the number of the fastest variant, the number of pairs of calls that were
+        compared, and the median nanoseconds of each variant.
     """
 
     variants: tuple[Variant, ...]
@@ -108,15 +108,15 @@ class KernelCall:
     It returns 0, or the address of the index check that failed, the index and the size (three `int64_t`).
 
     address: of that function.
-    slots: whose pointers make up `p`.
+    slots: their pointers are `p`.
     symbols: the values of `s`.
     extent: number of parallel iterations; they are split evenly over
         `max(1, min(torch.get_num_threads(), extent // grain))` threads. Nothing is called when it is 0.
     checks: the message of IndexError for each index check of the kernel, with `{index}` and `{size}` in it.
     where: the user's line, for error messages.
-    reads: what it reads, for profiles.
-    trial: of several variants to run it, of which this is the first; None where there is one.
-    offsets: how many bytes after its slot's pointer each parameter begins; empty where all begin there.
+    reads: the views that it reads, for profiles.
+    trial: of several variants, of which this is the first; None if there is one.
+    offsets: bytes from its slot's pointer to each parameter; empty if all are 0.
     """
 
     address: int
@@ -136,7 +136,8 @@ class KernelCall:
 class Strips:
     """Calls of kernels, from `first` to `last`, that run strip by strip, without trials and index checks.
 
-    windows: arena slots that hold a stretch of a buffer in each part, and bytes of one. parts: see `strips.Chain`.
+    windows: arena slots that hold a range of a buffer for each part, and the bytes of one part. parts: see
+    `strips.Chain`.
     """
 
     first: int
@@ -147,7 +148,7 @@ class Strips:
 
 @dataclass(frozen=True, slots=True)
 class OutCall:
-    """An operator that writes into memory it is given: an `out=` overload, its outputs among `kwargs`.
+    """An operator that writes into existing memory: an `out=` overload, its outputs among `kwargs`.
 
     name: for profiles. where: the user's line, for error messages.
     """
@@ -163,9 +164,9 @@ class OutCall:
 class FunctionalCall:
     """An operator that returns fresh tensors (or none, for one that only mutates its arguments).
 
-    outputs: for each tensor that the operator returns, the view through which the graph knows it, which binds that
-        view's `ExternSlot`; None where nobody uses it. Sizes and dtype must be as returned, else the run fails; where
-        strides differ the result is copied into memory with the expected ones.
+    outputs: for each tensor that the operator returns, its view in the graph, whose `ExternSlot` it is bound to; None
+        if it has no users. The run fails if its sizes or dtype differ from the view; if its strides differ, it is
+        copied to memory with the view's strides.
     """
 
     op: torch._ops.OpOverload
@@ -180,8 +181,8 @@ class FunctionalCall:
 class PythonCall:
     """A Python function called in the middle of a run, with tensors in place of views; its exceptions pass through.
 
-    It returns what `outputs` says: a tensor, or a sequence of tensors (and Nones) when there are several, and must
-    not keep its arguments: their memory is reused.
+    It returns a tensor, or a sequence of tensors (and Nones) if `outputs` has several, and must not keep references to
+    its arguments: their memory is reused.
     """
 
     function: Callable[..., Any]
@@ -195,11 +196,11 @@ class PythonCall:
 Call: TypeAlias = KernelCall | OutCall | FunctionalCall | PythonCall
 
 Result: TypeAlias = "TensorView | Size | None"
-"""What a graph returns. A view that is an input with its own sizes, strides and offset returns that very object."""
+"""A result of a graph. A view that equals an input in sizes, strides and offset returns the same tensor object."""
 
 
 def slots_of(call: Call) -> Iterator[int]:
-    """Slots that a call reads or writes, those that it binds left out."""
+    """Slots that a call reads or writes, except those that it binds."""
     if isinstance(call, KernelCall):
         yield from call.slots
     else:
@@ -207,12 +208,12 @@ def slots_of(call: Call) -> Iterator[int]:
 
 
 def arguments_of(call: OutCall | FunctionalCall | PythonCall) -> tuple[Arg, ...]:
-    """All arguments of a call, those by position first."""
+    """All arguments of a call, positional ones first."""
     return (*call.args, *(value for _, value in call.kwargs))
 
 
 def views_read(call: Call) -> Iterator[TensorView]:
-    """What a profiler shows as the inputs of a call."""
+    """The inputs of a call in profiles."""
     if isinstance(call, KernelCall):
         return iter(call.reads)
     return views_in((*call.args, *(value for key, value in call.kwargs if key != "out")))

@@ -107,7 +107,7 @@ def default_pool_limit() -> int:
 
 
 def _open() -> ctypes.PyDLL:
-    """Load the runtime of the package, unless its sources have changed or it was built for other systems; else build."""
+    """Load the runtime of the package; build another one if that is outdated or for another system."""
     for name, text in (("words.h", words_header()), ("sizes.h", sizes_text())):
         if (SOURCES / name).read_text(encoding="utf-8") != text:
             raise InternalError(f"native/{name} is outdated: run `pytest tests/golden --bless`")
@@ -188,7 +188,7 @@ def _offset(
 
 
 def _check_handle() -> None:
-    """Check that a handle of PyTorch's C interface points to a pointer to the TensorImpl: the runtime creates such ones."""
+    """Check that a handle of PyTorch's C interface points to a TensorImpl pointer: the runtime creates such handles."""
     tensor = torch.ones(2)
     capsule = _aoti.unsafe_alloc_void_ptr_from_tensor(tensor)
     pointer = ctypes.pythonapi.PyCapsule_GetPointer

@@ -1,8 +1,8 @@
 // The part of OpenMP that the runtime calls.
 #pragma once
 
-// The C interface of the OpenMP runtime that libtorch_cpu brings along. Named here, rather than by a pragma, so that
-// nothing links another one: a process with two of them has two pools of threads and worse.
+// The C interface of the OpenMP runtime that libtorch_cpu loads. Declared here, instead of using pragmas, so that no
+// second one is linked: a process with two OpenMP runtimes has two thread pools.
 extern "C" {
 void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 int omp_get_max_threads();

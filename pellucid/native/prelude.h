@@ -7,9 +7,9 @@
 // is how a loop is unrolled. A `Vec<bool, W>` is a mask.
 //
 // Registers are the vector types of GCC and Clang, which have operators, conversions and shuffles for every lane type;
-// intrinsics stand where these have no word. The parts below are precompiled with this file as one text, and kept with
-// the kernels; each relies on those before it. Headers that take long to read (<cmath>, <array>, <sleef.h>) are not
-// included: the first kernel of a machine waits for this one.
+// intrinsics are used where these are not enough. The headers below are precompiled with this file as one text, and
+// stored with the kernels; each relies on those before it. Headers that are slow to compile (<cmath>, <array>,
+// <sleef.h>) are not included: the first kernel on a machine waits for this one.
 #pragma once
 
 #include <immintrin.h>
@@ -38,8 +38,8 @@ template <class T> constexpr bool is_float = std::is_floating_point_v<T>;
 template <class T> constexpr T inf = std::numeric_limits<T>::infinity();
 template <class T> constexpr T nan = std::numeric_limits<T>::quiet_NaN();
 
-// Keeps a loop with a scalar sum of type T from the vectoriser. GCC 12 makes wrong vectors of sums of floats, which have
-// an order, whose terms do not lie in that order in memory (backwards, permuted by a remainder).
+// Prevents the vectorisation of a loop with a scalar sum of type T. GCC 12 miscompiles ordered sums of floats whose
+// terms are stored in another order (backwards, permuted by a remainder).
 template <class T> PV_FN void in_order() { if constexpr (is_float<T>) asm(""); }
 
 // Integers wrap around: arithmetic is done on the unsigned type, at least as wide as int so that nothing promotes.

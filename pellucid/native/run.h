@@ -313,7 +313,7 @@ class Run {
     if (!wrong.empty()) throw Failure{wrong};
   }
 
-  // Binds the extern slot of a view to a tensor, of which it takes ownership; returns an error message, or an empty one.
+  // Binds the extern slot of a view to a tensor and takes ownership of it; returns an error message, or an empty one.
   std::string bind_result(int64_t v, AtenTensorHandle tensor) {
     const View& view = plan_.views[v];
     bool defined = false;

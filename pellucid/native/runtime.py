@@ -28,9 +28,9 @@ class Instance:
     slots: every buffer, by number.
     calls: in execution order.
     results: what `run` returns, in order.
-    inputs: number of arguments of `run`; those that no `InputSlot` names may be anything.
+    inputs: number of arguments of `run`; those without an `InputSlot` may be any object.
     arena: bytes of scratch memory one run needs. Arenas are shared by all instances of the process.
-    name: for profiles, in which each call is shown as `pellucid::NAME/CALL`.
+    name: for profiles, where each call is named `pellucid::NAME/CALL`.
     strips: calls that run strip by strip.
 
     Raises InternalError for a description that contradicts itself, ToolchainError when the runtime cannot be built.
@@ -39,7 +39,7 @@ class Instance:
     __slots__ = ("number", "paths", "run")
 
     number: int
-    """By which timelines name it, see `timeline`; no other instance of the process has it."""
+    """Its identifier in timelines, unique in the process, see `timeline`."""
 
     run: Callable[[list[object]], list[torch.Tensor | int | None]]
     """Run on a list of arguments. IndexError: a failed index check of a kernel; RuntimeError: an operator failed;
@@ -47,7 +47,7 @@ class Instance:
     which may outlive the instance."""
 
     paths: tuple[str, ...]
-    """How each call is made: `kernel`, `shim` (a C function), `dispatcher`, or `python: <why>`."""
+    """How each call is executed: `kernel`, `shim` (a C function), `dispatcher`, or `python: <why>`."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Instance:
 
     @classmethod
     def of(cls, template: Template, slots: Sequence[Slot], arena: int, numbers: Sequence[int | float]) -> Instance:
-        """An instance of a template. numbers: that the template leaves open."""
+        """An instance of a template. numbers: those that the template leaves open."""
         instance = cls.__new__(cls)
         instance._make(template, slots, arena, numbers)
         return instance
@@ -82,9 +82,9 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Memory that the runtime holds, in bytes, and how well the output pool serves.
+    """Memory that the runtime holds, in bytes, and the hit rate of the output pool.
 
-    in_use: in live tensors. cached: waiting for reuse. limit: of `cached`. arenas: scratch memory of all frames.
+    in_use: in live tensors. cached: free, for reuse. limit: of `cached`. arenas: scratch memory of all frames.
     hits, misses: allocations served from the cache, and from the system.
     """
 
@@ -106,7 +106,7 @@ def pool_stats() -> PoolStats:
 def pool_trim(keep: int = 0) -> int:
     """Return cached blocks to the system until at most `keep` bytes are cached, and idle arenas when `keep` is 0.
 
-    Returns the number of bytes given back.
+    Returns the number of bytes freed.
     """
     return library().pellucid_pool_trim(keep)
 
@@ -117,15 +117,15 @@ def pool_limit(nbytes: int) -> None:
 
 
 def contended() -> bool:
-    """Whether other processes were seen to want the cores: threads that wait for one another then sleep, not spin."""
+    """Whether other processes compete for the cores: threads that wait for one another then sleep instead of spinning."""
     return library().pellucid_contended()
 
 
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
-    """Meanwhile this thread and the team that shares its kernels take denormal numbers for zeros.
+    """Make this thread and its team of worker threads treat denormal numbers as zeros in the block.
 
-    Libraries that set this for themselves do as they did.
+    Libraries that set this themselves are not affected.
     """
     before = (torch.tensor([1e-30]) * 1e-10).item() == 0
     library().pellucid_flush_denormals(True)

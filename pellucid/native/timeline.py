@@ -27,11 +27,11 @@ class Span(NamedTuple):
 
 
 class CallTime(NamedTuple):
-    """A call of a plan, which begins where the one before it ended. shares: of the threads, for a kernel that several
-    have worked on; else none. Of brief calls in a row that were timed together each has what it takes by itself in
-    other runs.
+    """A call of a plan, which begins when the previous one ends. shares: of the threads, for a kernel that several
+    threads ran; else none. Consecutive brief calls that were timed together divide that time in proportion to their
+    times in runs that timed them alone.
 
-    counts: of the counters that `start` was given, in the thread that called.
+    counts: of the counters passed to `start`, in the calling thread.
     """
 
     begin: int
@@ -41,7 +41,7 @@ class CallTime(NamedTuple):
 
 
 class RunTime(NamedTuple):
-    """A run of the instance whose number is `plan`. calls: from the first one on; all, unless the run failed."""
+    """A run of the instance whose number is `plan`. calls: all, or the completed ones if the run failed."""
 
     plan: int
     span: Span
@@ -50,9 +50,9 @@ class RunTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The runs that ended between a start and a stop. lost: how many more there was no room for.
+    """The runs that ended between a start and a stop. lost: how many more did not fit into memory.
 
-    words: as timeline.h writes them; a tick of theirs is `rate` nanoseconds, and at `ticks` it was `nanoseconds`.
+    words: as timeline.h writes them. A tick takes `rate` nanoseconds; tick number `ticks` was at time `nanoseconds`.
     """
 
     words: array[int]
@@ -70,11 +70,11 @@ class Timeline:
                 call, worker, since, until = shares[i : i + 4]
                 by_call.setdefault(call, []).append(Span(worker, self._time(since), self._time(until)))
             counts = _counts(counted, len(ends))
-            made = tuple(
+            timed = tuple(
                 CallTime(since, until, tuple(by_call.get(i, ())), counts[i] if counts else ())
                 for i, (since, until) in enumerate(pairwise(times))
             )
-            yield RunTime(plan, Span(thread, self._time(begin), self._time(end)), made)
+            yield RunTime(plan, Span(thread, self._time(begin), self._time(end)), timed)
 
     def _runs(self) -> Iterator[_Run]:
         words, at = self.words, 0
@@ -88,7 +88,7 @@ class Timeline:
             at = after + counted
 
     def _alone(self) -> dict[int, list[float]]:
-        """By plan, the ticks of each call where it was timed by itself, the median."""
+        """By plan, the median ticks of each call in the runs that timed it alone."""
         taken: dict[int, list[list[int]]] = {}
         for run in self._runs():
             known = taken.setdefault(run.plan, [])
@@ -103,7 +103,7 @@ class Timeline:
 
 
 class _Run(NamedTuple):
-    """As it stands in the words. times: begin, begin of the first call, end; ends: of the calls, 0 where not read."""
+    """A run, in ticks. times: begin, begin of the first call, end. ends: of the calls, 0 if the clock was not read."""
 
     plan: int
     thread: int
@@ -114,37 +114,37 @@ class _Run(NamedTuple):
 
 
 def _counts(counted: array[int], calls: int) -> list[tuple[int, ...]]:
-    """Of each call by what the counters had counted before and after it."""
+    """The counts of each call, from the values of the counters before and after it."""
     each = len(counted) // (calls + 1)
     known = [counted[i * each : (i + 1) * each] for i in range(calls + 1)] if each else []
     return [tuple(b - a for a, b in zip(before, after, strict=True)) for before, after in pairwise(known)]
 
 
 def _filled(begin: int, ends: Sequence[int], alone: Sequence[float]) -> Iterator[int]:
-    """The ends of calls: those that were not read divide the time that was, as the calls take it alone. Without those
-    after the last that was, in a run that failed.
+    """The ends of calls: calls that were timed together divide that time in proportion to their times alone. In a run
+    that failed, calls after the last one with a time are left out.
     """
     together: list[float] = []
     for end, ticks in zip(ends, alone, strict=False):
         together.append(ticks)
         if end:
             rate = (end - begin) / (sum(together) or 1)
-            yield from (begin + round(rate * passed) for passed in list(accumulate(together))[:-1])
+            yield from (begin + round(rate * elapsed) for elapsed in list(accumulate(together))[:-1])
             yield end
             begin = end
             together.clear()
 
 
 def start(counters: Sequence[Counter] = ()) -> None:
-    """From now on every run of a compiled graph is timed, in all threads of the process.
+    """Start to time every run of a compiled graph, in all threads of the process.
 
-    counters: to be read around each call too, which takes a microsecond of its time: for counts, not for times.
+    counters: read around each call too, which adds a microsecond to its time: use them for counts, not for times.
     """
     library().pellucid_timeline_start(words_of(counters), len(counters))
 
 
 def stop() -> Timeline:
-    """Time no more runs, and return those that have ended since `start`."""
+    """Stop timing, and return the runs that have ended since `start`."""
     size = ctypes.c_int64()
     address = library().pellucid_timeline_stop(ctypes.byref(size))
     words = array("q")

@@ -1,6 +1,6 @@
-"""The words in which an instance is told to the native runtime (`Reader` in instance.h), and the numbers in them.
+"""The words that describe an instance to the native runtime (`Reader` in instance.h), and the enumerations in them.
 
-Those numbers stand here alone: the header `words.h` is made of them, by `pytest tests/golden --bless`.
+Their values are defined only here: `pytest tests/golden --bless` generates the header `words.h` from them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RUN_HEAD = 8
 
 
 class Place(IntEnum):
-    """Of a slot."""
+    """Where the memory of a slot is."""
 
     ARENA = 0
     INPUT = 1
@@ -37,7 +37,7 @@ class CallKind(IntEnum):
 
 
 class Shim(IntEnum):
-    """An operator with a C function of its own."""
+    """An operator with its own C function."""
 
     MM = 0
     BMM = 1
@@ -46,7 +46,7 @@ class Shim(IntEnum):
 
 
 class ArgKind(IntEnum):
-    """Of an argument of an operator."""
+    """Kind of an operator's argument."""
 
     VIEW = 0
     BITS = 1
@@ -57,7 +57,7 @@ class ArgKind(IntEnum):
 
 
 class Returned(IntEnum):
-    """What the dispatcher returns."""
+    """Kind of a value that the dispatcher returns."""
 
     TENSOR = 0
     TENSOR_LIST = 1
@@ -65,7 +65,7 @@ class Returned(IntEnum):
 
 
 class ResultKind(IntEnum):
-    """What a graph returns."""
+    """Kind of a result of a graph."""
 
     VIEW = 0
     INTEGER = 1
@@ -76,7 +76,7 @@ class ResultKind(IntEnum):
 class Writer:
     """Writes 64-bit words: a list is its length and its items, a text its bytes padded to words.
 
-    words: integers, and objects in the place of those that are not known yet.
+    words: integers, and objects as placeholders for those that are not known yet.
     """
 
     words: list[Any] = field(default_factory=list[Any])

@@ -601,7 +601,7 @@ def test_a_profile_that_is_taken_for_a_run_is_called_a_profile(part, tmp_path, m
     with pytest.raises(UserError, match=r"before is not a run: it has no run\.json"):
         programs_of(f"before{part}")
     (tmp_path / "before" / "profile.json").touch()
-    with pytest.raises(UserError, match="before is a profile, .*, and not a run: it has no graphs") as found:
+    with pytest.raises(UserError, match=r"before is a profile, .*, and not a run: it has no graphs") as found:
         programs_of(f"before{part}")
     assert "pellucid capture" in found.value.hint
 
