@@ -192,7 +192,9 @@ class Describer:
                 )
 
     def _kernel_call(self, launch: Launch) -> KernelCall:
-        variant, *others = variants = [Variant(self.addresses[w.symbol], self.size(w.extent), w.grain) for w in launch.variants]
+        variant, *others = variants = [
+            Variant(self.addresses[w.symbol], self.size(w.extent), w.grain) for w in launch.variants
+        ]
         trial = None
         if others:
             sources = {variant.symbol: self.sources[variant.symbol] for variant in launch.variants}

@@ -32,7 +32,7 @@ from pellucid.codegen import CppKernel, Roles, compete, functions_of, generate, 
 from pellucid.codegen.verify_nest import verify_nest
 from pellucid.description import Probe
 from pellucid.errors import BUGS, PellucidError, bug
-from pellucid.executable import Executable, Name, LazyProgram
+from pellucid.executable import Executable, LazyProgram, Name
 from pellucid.execution_plan import ExecutionPlan, plan_execution
 from pellucid.frozen import Frozen
 from pellucid.ir.analysis import reads, writes

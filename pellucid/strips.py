@@ -189,9 +189,7 @@ def _best(candidates: Sequence[_Candidate], calls: int) -> list[_Candidate]:
     return chosen[-1]
 
 
-def _choose(
-    candidates: Sequence[_Candidate], calls: int
-) -> tuple[list[tuple[_Candidate, Chain]], list[_Candidate]]:
+def _choose(candidates: Sequence[_Candidate], calls: int) -> tuple[list[tuple[_Candidate, Chain]], list[_Candidate]]:
     """The best candidates that can run in strips, with their chains; and better ones that cannot."""
     impossible: list[_Candidate] = []
     while True:

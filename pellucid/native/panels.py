@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from pellucid.native.fingerprint import Fingerprint, place_of
+from pellucid.native.fingerprint import Fingerprint, layout_hash
 from pellucid.native.function import kernel_function
 from pellucid.native.huge_pages import empty_in_huge_pages
 
@@ -44,7 +44,7 @@ def pack(packers: Sequence[Packer], addresses: Mapping[str, int], tensors: Seque
 
     addresses: of the packers' functions, by name.
     """
-    keys = [(addresses[packer.name], place_of([tensors[packer.position]])) for packer in packers]
+    keys = [(addresses[packer.name], layout_hash([tensors[packer.position]])) for packer in packers]
     known = {key: _shared(key, tensors[packer.position]) for key, packer in zip(keys, packers, strict=True)}
     found = {key: panels for key, panels in known.items() if panels is not None}
     missing = {key: packer for key, packer in zip(keys, packers, strict=True) if key not in found}

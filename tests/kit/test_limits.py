@@ -55,9 +55,7 @@ def test_a_step_below_its_limit_says_where_the_rest_goes():
     )
     assert rest_of(replace(many, scalar="a reason"), 1.55 * peak) == ("32% computing without vectors (a reason)",)
     packed = replace(base, uncounted=("packing an operand",), scalar="a reason")
-    assert rest_of(packed, 2 * peak) == (
-        "50% packing an operand, computing without vectors (a reason), interference",
-    )
+    assert rest_of(packed, 2 * peak) == ("50% packing an operand, computing without vectors (a reason), interference",)
     size = int(peak / 2 * AVX2.memory.read.all)  # half as long as the operations take, if it comes from memory
     far = replace(base, loaded=size, touched=size, parts=(Part(size, 0, 1, 10**9),))
     assert rest_of(far, 1.5 * peak) == ("33% fetching from memory",)

@@ -18,5 +18,5 @@ def test_other_numbers_than_those_of_the_header_are_refused(monkeypatch: pytest.
     function = f"{header}_{'header' if header == 'words' else 'text'}"
     made = getattr(loader, function)()
     monkeypatch.setattr(loader, function, lambda: made + "// changed\n")
-    with pytest.raises(InternalError, match=rf"{header}\.h is not what it is made of"):
+    with pytest.raises(InternalError, match=rf"{header}\.h is outdated"):
         loader._open()
