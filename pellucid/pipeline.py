@@ -416,7 +416,7 @@ def _compile_program(
     if record.folder is not None:
         for each in (unit, *([unit.frozen.before] if unit.frozen else [])):
             assert each.program is not None
-            each.program.choices.tell = partial(add_decision, record, record.folder)
+            each.program.choices.report = partial(add_decision, record, record.folder)
     return _recorded(unit.executable, record), record
 
 

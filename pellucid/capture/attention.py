@@ -20,18 +20,18 @@ from pellucid.capture.transform import is_pure
 from pellucid.capture.written_attention import (
     SOFTMAX,
     AdditiveMask,
+    AttentionMatch,
     Gradients,
     Mask,
-    NotFusible,
     MaskedFill,
-    AttentionMatch,
+    NotFusible,
+    match_attention,
+    match_gradients,
     other_reader,
     repeated_from,
     reshaped_from,
     source_of,
     transposed_from,
-    match_attention,
-    match_gradients,
 )
 from pellucid.ir.attention import Masking
 from pellucid.ir.contraction import DTYPES as KERNEL_DTYPES

@@ -216,7 +216,9 @@ class _Fold:
                     added = shift if call is self.source.parts[-1] else None
                     args = (args[0], self._call(aten.mul.Tensor, args[1], scale), added, *args[3:])
                 again[call] = self._call(call.target, *args, **call.kwargs)
-        return self._replaced(again[self.source.result], again[self.source.parts[-1]], [*self.source.calls, *self.chain])
+        return self._replaced(
+            again[self.source.result], again[self.source.parts[-1]], [*self.source.calls, *self.chain]
+        )
 
     def into_one_scale(self) -> torch.fx.Node:
         """The convolution unchanged, then one scale and one shift."""

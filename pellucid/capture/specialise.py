@@ -44,7 +44,9 @@ def specialise(
 
     def fake_size(size: Size) -> int | torch.SymInt:
         expression = size.xreplace(symbols)
-        return torch.SymInt(SymNode(expression, mode.shape_env, int, None)) if symbols_in(expression) else int(expression)
+        return (
+            torch.SymInt(SymNode(expression, mode.shape_env, int, None)) if symbols_in(expression) else int(expression)
+        )
 
     def fake(each: Input) -> Any:
         if not isinstance(each, TensorInput):

@@ -29,7 +29,14 @@ from pellucid.lower import (  # noqa: F401
     scatter,
     shapes,
 )
-from pellucid.lower.extern import LEFT_TO_ATEN, extern_call, fallback_reason, lower_conjugate, lower_effect, lower_extern
+from pellucid.lower.extern import (
+    LEFT_TO_ATEN,
+    extern_call,
+    fallback_reason,
+    lower_conjugate,
+    lower_effect,
+    lower_extern,
+)
 from pellucid.lower.program_builder import ProgramBuilder, Result, overlaps_itself
 from pellucid.lower.registry import RULES, TAKES_FLOATS, NotLowered, overload_name
 from pellucid.lower.shapes import is_view, lower_view

@@ -229,9 +229,7 @@ def _of_image_by_channel(graph: ProgramBuilder, node: torch.fx.Node, call: _Call
     image, channel, *pixel, height, width = kernel.index
     tap = [extent - 1 - at for extent, at in zip(taps, (height, width), strict=True)]
     moves = zip(pixel, tap, call.padding, call.dilation, strict=True)
-    place, is_step = _at_steps(
-        kernel, call, [at + padding - step * dilation for at, step, padding, dilation in moves]
-    )
+    place, is_step = _at_steps(kernel, call, [at + padding - step * dilation for at, step, padding, dilation in moves])
     inside = both((kernel.within(place, call.gradient.shape[2:]), is_step))
     terms = kernel.load(call.gradient.view, call.gradient.dtype, (image, channel, *place), inside) * kernel.load(
         call.weight.view, call.weight.dtype, (channel, ZERO, *tap), inside

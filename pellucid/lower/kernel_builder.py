@@ -96,7 +96,7 @@ class Value:
 
 
 def wrap(value: Scalar, dtype: DType) -> Scalar:
-    """`value` as PyTorch converts a Python number to `dtype`: integers wrap around, floats are truncated to integers."""
+    """`value` as PyTorch converts a Python number to `dtype`: integers wrap around, floats are truncated."""
     if dtype.is_float:
         # A single NaN object: lines are compared, and a NaN only equals the same object.
         return math.nan if value != value else float(value)

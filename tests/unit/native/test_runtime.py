@@ -568,7 +568,7 @@ def test_instances_of_a_template_have_their_own_numbers(kernels):
         first, scaled, rows = instance.run([x])
         assert rows == len(x)
         torch.testing.assert_close([first, scaled], [limited[:1], limited * by])
-    with pytest.raises(InternalError, match="described otherwise"):
+    with pytest.raises(InternalError, match="contradicts the template"):
         Instance.of(template, [InputSlot(0)] * 5, 64, (1,) * 6)
 
 

@@ -125,7 +125,7 @@ def test_the_key_has_texts_order_threads_and_machine(monkeypatch, tmp_path, one_
 def test_a_choice_is_pending_until_it_is_made_and_then_found_by_others(store):
     candidates, decisions = (Variant(1, 4, 1), Variant(2, 8, 1)), []
     choices = Choices()
-    choices.tell = decisions.append
+    choices.report = decisions.append
     variant, trial = choices.of("add_0", SOURCES, candidates)
     again = choices.of("add_1", SOURCES, candidates)
     assert variant == candidates[0] and trial is not None and again == (variant, trial)
