@@ -1,8 +1,8 @@
-"""A `torch.compile` backend for CPUs that people can see through.
+"""A transparent `torch.compile` backend for CPUs.
 
     model = torch.compile(model, backend="pellucid")
 
-PyTorch finds the backend by its name once the package is installed. See `pellucid.options` for what can be set.
+PyTorch finds the backend by its name once the package is installed. See `pellucid.options` for the options.
 
     with pellucid.profile() as p:
         model(x)
@@ -26,7 +26,7 @@ _MODULES = ("backend", "debug", "profiling")
 
 
 def __getattr__(name: str) -> Any:
-    """What is used without being imported by name; of the kit, what only compiles loads nothing."""
+    """Import the public modules and functions on first use: a program that only compiles does not load the kit."""
     if name in _MODULES:
         return import_module(f"pellucid.{name}")
     if name not in _FROM:

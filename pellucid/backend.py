@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A call that is not compiled: in which program and under what name, the operator, and why."""
+    """A call that is not compiled: its program, its name, the operator, and why."""
 
     program: str
     call: str
@@ -45,17 +45,17 @@ class Fallback:
 
     @property
     def name(self) -> str:
-        """As profilers show it."""
+        """Its name in profiles."""
         return event_name(self.program, self.call)
 
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """What became of one graph.
+    """The result of compiling one graph.
 
     nodes: calls in the FX graph. kernels: generated kernels that one call of the graph runs; distinct: how many of
-    them differ. calls: those of ATen, and those that Python makes between the parts of a graph that was split.
-    seconds: time in Pellucid's own stages, by stage. reused: an earlier process has compiled it, and it has no stages.
+    them differ. calls: those of ATen, and those that Python executes between the parts of a graph that was split.
+    seconds: time in Pellucid's own stages, by stage. reused: an earlier process compiled it; then there are no stages.
     """
 
     name: str
@@ -120,16 +120,16 @@ def compile_fx(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A Dynamo graph that is being compiled. made: what became of its graphs so far."""
+    """A Dynamo graph that is being compiled. done: the results of its graphs so far."""
 
     options: Options
     start: Start
     clock: _Clock
-    made: list[Compilation]
+    done: list[Compilation]
 
 
 def _settings(options: Mapping[str, object] | None) -> Options:
-    """The options, and what PyTorch's own debugging variables mean here."""
+    """The options, combined with PyTorch's own debugging variables."""
     settings = make_options(options)
     folder = debug_folder()
     if repro_after() == "aot":
@@ -139,9 +139,9 @@ def _settings(options: Mapping[str, object] | None) -> Options:
 
 @dataclass(slots=True)
 class _Clock:
-    """Tells what took place before a graph was compiled: since the start Dynamo, and from call to call AOTAutograd.
+    """Measures the times of Dynamo, up to `started`, and of AOTAutograd, between the compilations of its graphs.
 
-    running: until AOTAutograd is done; what it has compiled later, at the first backward pass, it does not tell apart.
+    running: until AOTAutograd is done; graphs that it compiles later, at the first backward pass, have no times.
     """
 
     since: float
@@ -154,12 +154,12 @@ class _Clock:
         return cls(perf_counter(), () if seconds is None else (("dynamo", seconds),))
 
     def lap(self) -> tuple[tuple[str, float], ...]:
-        """What took place since the last `resume`, in seconds."""
+        """The steps since the last `resume`, with their seconds."""
         done, self.done = self.done, ()
         return (*done, ("aotautograd", perf_counter() - self.since)) if self.running else ()
 
     def resume(self) -> None:
-        """A graph has been compiled."""
+        """Start to time AOTAutograd again, after a graph was compiled."""
         self.since = perf_counter()
 
 
@@ -167,7 +167,7 @@ def _compile(graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, 
     executable, record = compile_graph(graph, kind, job.options, None, job.clock.lap(), (job.start.decision,))
     job.clock.resume()
     nodes = [(program.name, node) for program in record.programs for node in program.scheduled.nodes]
-    made = Compilation(
+    compilation = Compilation(
         name=record.name,
         kind=kind,
         nodes=sum(node.op == "call_function" for node in graph.graph.nodes),
@@ -186,15 +186,15 @@ def _compile(graph: torch.fx.GraphModule, _inputs: Sequence[Any], *, kind: str, 
         ),
         seconds=record.seconds,
     )
-    job.made.append(made)
-    _compilations.append(made)
+    job.done.append(compilation)
+    _compilations.append(compilation)
     return executable
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """`looked_up`, what `torch.compile(backend="pellucid")` asks for: `compile_fx`, and the first build begins.
+    """`looked_up`, the entry point of `torch.compile(backend="pellucid")`: `compile_fx`, after starting a first build.
 
-    Dynamo takes seconds to capture a graph, an empty store as long to fill: side by side they cost half.
+    Dynamo takes seconds to capture a graph, and so does filling an empty store: in parallel they take half the time.
     """
     if name != "looked_up":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""A graph whose kernels are still being built: PyTorch's operators compute its calls until the program is there."""
+"""A graph whose kernels are still being built: PyTorch's operators compute its calls until the program is ready."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class InBackground:
-    """Runs the FX graph until the program that is made of it in a thread is ready, and that program from then on.
+    """Runs the FX graph until a thread has built the program, then the program.
 
     Called with the list of the graph's arguments (the boxed calling convention: the list is emptied). Any number of
-    threads may call it. The thread starts when the first call is done, which is the one that somebody waits for. What
-    making the program raises, each later call raises.
+    threads may call it. The thread starts after the first call, so as not to delay it. If building the program raises
+    an exception, each later call raises it.
     """
 
     _boxed_call = True
@@ -40,7 +40,7 @@ class InBackground:
         self._run: _Run | None = None
         self._error: Exception | None = None
         self._lock = Lock()
-        self._builder = 0  # the process whose thread makes it
+        self._builder = 0  # the process whose thread builds it
         self._done = threading.Event()
         self._then: list[Callable[[], None]] = []
         with _lock:
@@ -50,7 +50,7 @@ class InBackground:
     def __call__(self, args: list[Any]) -> list[Any]:
         run, graph = self._run, self._graph
         if run is None and (graph is None or self._done.is_set()):
-            run = self.made()
+            run = self.result()
         if run is not None:
             return run(args)
         assert graph is not None
@@ -61,13 +61,13 @@ class InBackground:
         return outputs
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until the program is ready, or has failed. Raises TimeoutError after `timeout` seconds."""
+        """Wait until the program is ready, or has failed. Raises TimeoutError after `timeout` seconds."""
         self._start()
         if not self._done.wait(timeout):
             raise TimeoutError(f"the kernels of {self._name} are still being built")
 
-    def made(self) -> _Run:
-        """The program, once it is ready. Raises what making it raised."""
+    def result(self) -> _Run:
+        """The program, once it is ready. Raises the exception of its build."""
         self.wait()
         if self._run is None:
             assert self._error is not None
@@ -83,7 +83,7 @@ class InBackground:
         task()
 
     def _start(self) -> None:
-        """Start the thread, in a forked child too: there the parent's is not."""
+        """Start the thread; in a forked child too, where the parent's thread does not exist."""
         with self._lock:
             if self._builder != os.getpid() and not self._done.is_set():
                 self._builder, self._done = os.getpid(), threading.Event()
@@ -111,25 +111,25 @@ _pending: weakref.WeakSet[InBackground] = weakref.WeakSet()
 _lock = Lock()
 
 
-def in_the_end(run: Any) -> Any:
-    """A compiled graph, without what runs before it is built. Raises what making it raised."""
-    return run.made() if isinstance(run, InBackground) else run
+def finished(run: Any) -> Any:
+    """A compiled graph, after waiting for a build in the background. Raises the exception of the build."""
+    return run.result() if isinstance(run, InBackground) else run
 
 
-def when_made(runs: Sequence[Any], task: Callable[[], None]) -> None:
+def when_finished(runs: Sequence[Any], task: Callable[[], None]) -> None:
     """Call `task` once none of these compiled graphs is being built any more."""
     first, *rest = (*(run for run in runs if isinstance(run, InBackground)), None)
     if first is None:
         task()
     else:
-        first.then(partial(when_made, rest, task))
+        first.then(partial(when_finished, rest, task))
 
 
 def wait_for_builds(timeout: float | None = None) -> bool:
     """Wait until no program of this process is being built in the background; returns whether there was one.
 
-    timeout: in seconds, of the whole. Raises TimeoutError after it. What a build raised, the next call of its program
-    raises.
+    timeout: in seconds, of the whole. Raises TimeoutError after it. If a build raised an exception, the next call of
+    its program raises it.
     """
     until = None if timeout is None else monotonic() + timeout
     with _lock:

@@ -1,6 +1,6 @@
 """Benchmarks: eager and compiled programs measured side by side, as a function and as `pellucid bench`.
 
-`bench(["bert"])` measures what words name, as the command does; `compare(Case(...), Settings())` a program of your own.
+`bench(["bert"])` measures models by name, like the command; `compare(Case(...), Settings())` a program of your own.
 """
 
 from pellucid.kit.bench.harness import Settings, bench, compare

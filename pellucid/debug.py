@@ -1,12 +1,13 @@
-"""The debugging kit: what is wrong with a compiled program, where, and the smallest proof.
+"""The debugging kit: what is wrong with a compiled program, where, and the smallest example of it.
 
 Its tools work on any backend of `torch.compile`, through a `Subject`; they know most of Pellucid and of TorchInductor.
-`check(fn, args)` compares; `Program(fn, args)` has all of the commands as methods, for a program that is there in
-Python: `fn(*args, **kwargs)`; `replay` and `diff` take runs.
+`check(fn, args)` compares; `Program(fn, args)` has all of the commands as methods, for a function in this process:
+`fn(*args, **kwargs)`; `replay` and `diff` take runs.
 
-What needs processes of its own works on a run, which the program is captured into: a function cannot be sent to another
-process, its graphs can. So Dynamo, AOTAutograd and decompositions, which come before the graphs, are for the commands.
-Each raises UserError for a program that cannot be captured, and what `fn` raises in eager mode.
+Methods that need other processes work on a run, into which the program is captured: a function cannot be sent to
+another process, its graphs can. Dynamo, AOTAutograd and decompositions, which run before that, can only be examined by
+the commands. Each method raises UserError for a program that cannot be captured, and the exceptions of `fn` in eager
+mode.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Program:
-    """A function or module with what it is called with, and how it is compiled.
+    """A function or module with its arguments, and how it is compiled.
 
-    backward: look at gradients and the backward graph as well. dynamic: as for `torch.compile`.
+    backward: include gradients and the backward graph. dynamic: as for `torch.compile`.
     """
 
     fn: Callable[..., Any]
@@ -77,7 +78,7 @@ class Program:
         return subject_of(self.backend, self.options)
 
     def check(self, fuzz: int = 0) -> Checked:
-        """Compare it with eager in this process: code that crashes takes it along. See `pellucid check`."""
+        """Compare it with eager mode, in this process: a crash of the code ends it. See `pellucid check`."""
         return check_case(self.case, self.subject, self.backward, self.dynamic, fuzz)
 
     def cosim(self, mode: str = COMPLETE) -> Cosimulated:
@@ -90,17 +91,17 @@ class Program:
         return match_graphs(subject.graphs(self.case, backward=self.backward, dynamic=self.dynamic), subject)
 
     def explain(self) -> _reasons.Reasons:
-        """Why it does not compile, or what was not done. See `pellucid explain`."""
+        """Why it does not compile, or which optimisations were not done. See `pellucid explain`."""
         with self._run() as request:
             return _reasons.reasons(request)
 
     def bisect(self, tell: Callable[[str], None] = print) -> _bisect.Bisected:
-        """The component behind the graphs that is to blame. See `pellucid bisect`."""
+        """The component after graph capture that causes the fault. See `pellucid bisect`."""
         with self._run() as request:
             return _bisect.bisect(request, tell=tell)
 
     def diagnose(self, folder: str | Path, **settings: Any) -> _diagnose.Diagnosis:
-        """All that can be found out about it, within a budget of time. See `pellucid diagnose`."""
+        """Everything that can be determined about it, within a time budget. See `pellucid diagnose`."""
         with self._run() as request:
             return _diagnose.diagnose(request, Path(folder), **settings)
 
@@ -115,7 +116,7 @@ class Program:
             return _testgen.testgen(request, Path(folder), kernels)
 
     def capture(self, folder: str | Path, *, intermediates: bool = False) -> _capture.CapturedRun:
-        """Write its graphs and what the backend makes of them into a new folder. See `pellucid capture`."""
+        """Write its graphs and their compiled form into a new folder. See `pellucid capture`."""
         self._write(Path(folder))
         return _capture.capture(self._request(Path(folder)), Path(folder), intermediates=intermediates)
 

@@ -193,11 +193,11 @@ class Describer:
 
     def _kernel_call(self, launch: Launch) -> KernelCall:
         variant, *others = variants = [
-            Variant(self.addresses[w.symbol], self.size(w.extent), w.grain) for w in launch.variants
+            Variant(self.addresses[each.symbol], self.size(each.extent), each.grain) for each in launch.variants
         ]
         trial = None
         if others:
-            sources = {variant.symbol: self.sources[variant.symbol] for variant in launch.variants}
+            sources = {each.symbol: self.sources[each.symbol] for each in launch.variants}
             variant, trial = self.choices.of(launch.name, sources, variants)
         return KernelCall(
             address=variant.address,

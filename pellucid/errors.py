@@ -21,7 +21,7 @@ class PellucidError(Exception):
     code: a stable short name, for scripts and documentation.
     message: what happened and where.
     hint: what the user can do.
-    context: named facts (kernel, buffer, user line) that help to find the cause.
+    context: named facts (kernel, buffer, user line) about the cause.
     record: of the graph that was being compiled (`pellucid.trace.record.GraphRecord`), for the kit; None elsewhere.
     """
 
@@ -40,13 +40,13 @@ class PellucidError(Exception):
 
 
 class UserError(PellucidError):
-    """The user asked for something that cannot be: an unknown option, a bad value."""
+    """An invalid request of the user: an unknown option, a bad value."""
 
     code = "user"
 
 
 class NotJudged(UserError):
-    """Nothing can be said of the user's program: it fails without a compiler, or does not repeat itself."""
+    """The user's program cannot be judged: it fails without a compiler, or is not deterministic."""
 
     code = "not judged"
 
@@ -76,23 +76,23 @@ class InternalError(PellucidError):
 
 
 BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, StopIteration, TypeError, ValueError)
-"""What Python raises where code of ours is wrong; what PyTorch asks of its caller by raising it is none of these."""
+"""Exceptions of Python that indicate a bug in our code; PyTorch reports errors of its caller by other ones."""
 
 
 def bug(where: str, error: BaseException, context: dict[str, object] | None = None) -> InternalError:
-    """One of `BUGS` as an error that says where it happened."""
+    """One of `BUGS` as an InternalError that names where it happened."""
     hint = "this is a bug in Pellucid: please report it with what `pellucid capture` writes"
     return InternalError(f"{where}: {type(error).__name__}: {error}".rstrip(": "), hint=hint, context=context)
 
 
-def near(name: str, known: Iterable[str], alike: float = 0.6) -> str:
-    """`did you mean inductor?` where a known name is like this one; else empty. alike: at least, from 0 to 1."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=alike)
-    return f"did you mean {found[0]}?" if found else ""
+def near(name: str, known: Iterable[str], similarity: float = 0.6) -> str:
+    """`did you mean inductor?` if a known name is similar; else empty. similarity: minimum, from 0 to 1."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=similarity)
+    return f"did you mean {matches[0]}?" if matches else ""
 
 
 def warn(message: str) -> None:
-    """Warn the user, at the line of theirs that led here if there is one (a thread of ours has none)."""
+    """Warn the user, at the line of their program that led here if there is one (our own threads have none)."""
     torch = getattr(sys.modules.get("torch"), "__file__", None) or _OURS
     inner = (_OURS, os.path.dirname(torch) + os.sep, threading.__file__, contextlib.__file__, "<frozen importlib")
     level, frame = 2, sys._getframe(1)

@@ -1,10 +1,10 @@
-"""Programs of `torch.export`, compiled for deployment: Dynamo takes no part, and nothing of the module is guarded.
+"""Programs of `torch.export`, compiled for deployment: without Dynamo, and without guards on the module.
 
     exported = torch.export.export(model.eval(), (x,))
     run = pellucid.compile_exported(exported, options={"freeze": True})
     y = run(x)
 
-What the program was exported for holds: each call looks at sizes, dtypes and strides of its arguments alone.
+The constraints of the export are trusted: a call checks only sizes, dtypes and strides of its arguments.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from pellucid.executable import has_strides
 from pellucid.native.fingerprint import layout_hash, span
 from pellucid.native.locks import Lock
 
-# What follows from so many different kinds of arguments is kept.
+# For how many kinds of arguments the bound calls are cached.
 _KINDS = 64
 
 
 def compile_exported(program: ExportedProgram, *, options: Mapping[str, object] | None = None) -> CompiledProgram:
     """Compile an exported program for inference.
 
-    options: see `pellucid.options.Options`. Parameters and buffers stay those of the program: what changes in their
-    values, also by way of `.data`, has the effect that it has under `torch.compile`; another dtype, shape or layout is
-    an error at the next call. What takes their place in the program (`load_state_dict(assign=True)`) is not seen.
+    options: see `pellucid.options.Options`. Parameters and buffers stay those of the program: changes of their values,
+    also through `.data`, have the same effect as under `torch.compile`; another dtype, shape or layout is an error at
+    the next call. Tensors that replace them in the program (`load_state_dict(assign=True)`) are not used.
 
     Raises UserError for an unknown option, and for a program that takes or returns other than tensors and constants.
     """
@@ -50,19 +50,19 @@ def compile_exported(program: ExportedProgram, *, options: Mapping[str, object] 
 class CompiledProgram:
     """Runs an exported program without gradients, in any number of threads.
 
-    It is called with arguments like those that the program was exported with. Tensors that lie otherwise in memory are
-    copied. What is compiled holds for all sizes that the program was exported for, but where something in it depends on
-    them: then it is compiled again for sizes that are met later.
+    It is called with arguments like those that the program was exported with. Tensors with other strides are copied.
+    The compiled code is valid for all sizes that the program was exported for, unless a decision in it depends on them:
+    it is then compiled again for other sizes.
     """
 
     def __init__(self, program: ExportedProgram, options: Mapping[str, object] | None) -> None:
         assert program.call_spec.in_spec is not None and program.call_spec.out_spec is not None
-        self._takes, self._returns = program.call_spec.in_spec, program.call_spec.out_spec
-        args, kwargs = self._takes.children()
+        self._in_spec, self._out_spec = program.call_spec.in_spec, program.call_spec.out_spec
+        args, kwargs = self._in_spec.children()
         self._by_position = args.num_children if args.num_leaves == args.num_children and not kwargs.num_leaves else -1
         self._exported = read_exported(program)
         self._compile = partial(compile_fx, options=options)
-        self._made: list[Specialised] = []
+        self._specialisations: list[Specialised] = []
         self._bound: dict[tuple[_Kind, ...], _Bound] = {}
         self._lock = Lock()
         self._fixed = _Fixed(self._exported)
@@ -71,30 +71,30 @@ class CompiledProgram:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UserError for arguments that the program was not exported for, and ones that require gradients."""
         tensors = not kwargs and len(args) == self._by_position and all(isinstance(each, torch.Tensor) for each in args)
-        leaves = args if tensors else _leaves(args, kwargs, self._takes)
+        leaves = args if tensors else _leaves(args, kwargs, self._in_spec)
         kinds = tuple([_kind_of(each) for each in leaves])
         bound = self._bound.get(kinds) or self._bind(kinds, leaves)
         given = [*bound.before, *[leaves[number] for number in bound.taken]]
         self._fixed.check()
         if self._exported.changed:
-            _check_apart(given, len(bound.before), self._exported.changed, self._fixed.storages)
+            _check_aliasing(given, len(bound.before), self._exported.changed, self._fixed.storages)
         with torch.no_grad(), _without_autocast():
             copied = [(at, given[at], _laid_out(given[at], strides)) for at, strides in bound.copied]
             for at, _, copy in copied:
                 given[at] = copy
-            made = bound.run(*given)
+            outputs = bound.run(*given)
             for at, tensor, copy in copied:
-                if at in self._exported.changed and not _is_as_copied(copy):
+                if at in self._exported.changed and _was_written(copy):
                     tensor.copy_(copy)
-        results = [each.value if isinstance(each, Constant) else made[each] for each in self._exported.results]
-        return pytree.tree_unflatten(results, self._returns)
+        results = [each.value if isinstance(each, Constant) else outputs[each] for each in self._exported.results]
+        return pytree.tree_unflatten(results, self._out_spec)
 
     def __reduce__(self) -> NoReturn:
         hint = "keep the exported program with torch.export.save, and compile what torch.export.load returns"
         raise UserError("a compiled program can be neither copied nor pickled", hint=hint)
 
     def _bind(self, kinds: tuple[_Kind, ...], leaves: Sequence[Any]) -> _Bound:
-        """What a call with arguments of these kinds does."""
+        """Prepare calls with arguments of these kinds."""
         exported = self._exported
         values = exported.inputs.values(leaves)
         self._check_guards(leaves)
@@ -121,24 +121,24 @@ class CompiledProgram:
         except AssertionError as refusal:
             what = f"the program was not exported for such arguments: {refusal}"
             raise UserError(what, hint="export it for them: `dynamic_shapes`, and an example of such sizes") from None
-        except AttributeError as error:  # of an example that is a part of a tensor, it asks for the sizes of the whole
-            what = f"what the program asks of its arguments cannot be told of these: {error}"
+        except AttributeError as error:  # for an example that is a view, the guards query the sizes of its base
+            what = f"the guards of the program cannot be evaluated for these arguments: {error}"
             raise UserError(what, hint="export it with a copy as the example") from None
 
     def _specialised(self, values: Mapping[Any, int]) -> Specialised:
         with self._lock:
-            for made in self._made:
-                if made.holds(values):
-                    return made
-            made = specialise(self._exported, values, self._compile)
-            self._made.append(made)
-            return made
+            for known in self._specialisations:
+                if known.holds(values):
+                    return known
+            new = specialise(self._exported, values, self._compile)
+            self._specialisations.append(new)
+            return new
 
 
 class _Fixed:
-    """Parameters, buffers and constants of a program, which may change in their values alone.
+    """Parameters, buffers and constants of a program, of which only the values may change.
 
-    storages: in which they lie, and whether the program may change what lies there.
+    storages: their storages, and whether the program may write to each.
     """
 
     def __init__(self, exported: Exported) -> None:
@@ -146,11 +146,11 @@ class _Fixed:
         self._layouts = [_layout(tensor) for tensor in self._tensors]
         first = len(exported.symbols)
         self._changed = [number in exported.changed for number in range(first, first + len(self._tensors))]
-        self._look()
+        self._update()
 
     def check(self) -> None:
-        """Raise UserError where one is another than the program was compiled for."""
-        if layout_hash(self._tensors) == self._place:
+        """Raise UserError if one has another dtype, shape or strides than the program was compiled for."""
+        if layout_hash(self._tensors) == self._hash:
             return
         for tensor, layout in zip(self._tensors, self._layouts, strict=True):
             if _layout(tensor) != layout:
@@ -158,29 +158,29 @@ class _Fixed:
                 now, then = (what.format(*each) for each in (_layout(tensor), layout))
                 hint = "compile the exported program again, or change values alone"
                 raise UserError(f"a parameter is {now} now, and was {then} when the program was compiled", hint=hint)
-        self._look()
+        self._update()
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         storages: dict[int, bool] = {}
         for tensor, changed in zip(self._tensors, self._changed, strict=True):
             storage = tensor.untyped_storage()._cdata
             storages[storage] = storages.get(storage, False) or changed
-        self.storages, self._place = storages, layout_hash(self._tensors)
+        self.storages, self._hash = storages, layout_hash(self._tensors)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-# The type of an argument and what it is; of a tensor how it lies in memory, and whether that holds it negated.
+# The type and value of an argument; of a tensor instead its layout, and whether it is lazily negated or conjugated.
 _Kind: TypeAlias = "tuple[Any, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """What a call does. run: takes `before` and, of the arguments, those with the numbers in `taken`.
+    """A prepared call. run: is passed `before`, then the arguments with the numbers in `taken`.
 
-    copied: numbers among all these of tensors that lie otherwise in memory, and the strides that they have to have.
+    copied: positions among all these of tensors with other strides, and the strides that they must have.
     """
 
     run: Callable[..., Any]
@@ -190,7 +190,7 @@ class _Bound:
 
 
 def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any], spec: pytree.TreeSpec) -> list[Any]:
-    """The arguments, flat. Raises UserError where they are not arranged as when the program was exported."""
+    """The arguments, flat. Raises UserError if their structure differs from that of the export."""
     names = spec.child(1).context
     if kwargs.keys() == set(names):
         kwargs = {name: kwargs[name] for name in names}
@@ -237,7 +237,7 @@ def _kind_of(value: Any) -> _Kind:
 
 
 def _fits(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether a tensor lies in memory as the program takes it."""
+    """Whether the program can use a tensor without a copy."""
     return has_strides(tensor, strides) and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
 
 
@@ -245,26 +245,26 @@ def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
-def _is_as_copied(copy: torch.Tensor) -> bool:
-    """Whether nothing was written to a copy since `_laid_out` made it: PyTorch counts that, but in inference mode."""
-    return not copy.is_inference() and copy._version == 1
+def _was_written(copy: torch.Tensor) -> bool:
+    """Whether a copy may have been written to since `_laid_out`: inference tensors have no version counter."""
+    return copy.is_inference() or copy._version != 1
 
 
 def _without_autocast() -> AbstractContextManager[Any]:
-    """What the program computes in was decided when it was exported."""
+    """The dtypes of the program were fixed by its export, so autocast is disabled."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
-def _check_apart(tensors: Sequence[Any], first: int, changed: Collection[int], storages: Mapping[int, bool]) -> None:
-    """Raise UserError where an argument shares memory with what the program may change, and would not see it.
+def _check_aliasing(tensors: Sequence[Any], first: int, changed: Collection[int], storages: Mapping[int, bool]) -> None:
+    """Raise UserError if an argument shares memory with a tensor that the program may change.
 
-    first: of the tensors, the number of the first argument. changed: numbers of the tensors that it may change.
-    storages: of parameters and buffers, and whether it may change what lies there.
+    first: the number of the first argument among the tensors. changed: numbers of the tensors that it may change.
+    storages: of parameters and buffers, and whether it may write to each.
     """
     given = [(number, each) for number, each in enumerate(tensors[first:], first) if isinstance(each, torch.Tensor)]
-    places = sorted((each.data_ptr(), each.data_ptr() + span(each), number in changed) for number, each in given)
+    ranges = sorted((each.data_ptr(), each.data_ptr() + span(each), number in changed) for number, each in given)
     end = end_of_changed = 0
-    for begin, last, changes in places:
+    for begin, last, changes in ranges:
         if begin < (end if changes else end_of_changed):
             raise _shares("another argument")
         end, end_of_changed = max(end, last), max(end_of_changed, last if changes else 0)

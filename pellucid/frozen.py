@@ -1,4 +1,4 @@
-"""A compiled program whose parameters are prepared once: what follows from them, and their matrices packed."""
+"""A compiled program whose parameters are prepared once: values computed from them, and packed matrices."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from pellucid.native.panels import Packer, Panels, pack
 
 _Run: TypeAlias = "Callable[[list[Any]], list[Any]]"
 
-# As often as this may parameters change before somebody is told what that costs.
+# After this many changes of parameters the user is warned of their cost.
 _CHANGES = 8
 
-# How much memory may be kept for several sets of parameters, next to their own. What one set needs is kept in any case.
-_MOST = 4
+# Maximum of prepared bytes for several sets of parameters, per byte of parameters. One set is always kept.
+_MAX_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What was prepared of some parameters, whose memory it does not keep.
+    """The prepared form of some parameters, without a reference to their memory.
 
-    tensors: what was made of them, and then the panels. panels: these alone, so that other programs find them.
-    sources: the bytes of the parameters' memory, by its address.
-    watch: calls somebody when the memory of one of them goes.
+    tensors: the results of `before`, then the panels. panels: only these, so that other programs find them.
+    sources: the bytes of the parameters' storages, by address.
+    watch: weak references to these storages, with a callback for when one is freed.
     """
 
     fingerprint: Fingerprint
@@ -44,9 +44,9 @@ class _Prepared:
 class Frozen:
     """Runs `main` with the caller's arguments, then the results of `before`, then panels.
 
-    Called with the list of the graph's arguments, which is emptied. At each call it looks whether the arguments at
-    `positions` are as they were (`Fingerprint`), and prepares again what is not. Any number of threads may call it.
-    Modules that run the same code share one program: of each, what was prepared is kept while its parameters live.
+    Called with the list of the graph's arguments, which is emptied. Each call checks whether the arguments at
+    `positions` are unchanged (`Fingerprint`), and prepares them again if not. Any number of threads may call it.
+    Modules that run the same code share one program: prepared parameters of each are kept while its parameters live.
 
     Before: `main(x, w)` packs w at each call. After: `main(x, w, panels of w)` finds it packed.
     """
@@ -63,7 +63,7 @@ class Frozen:
         unread: Sequence[int] = (),
         name: str = "program",
     ) -> None:
-        """addresses: of the functions of `packers`. unread: results of `before` that are needed packed alone.
+        """addresses: of the functions of `packers`. unread: results of `before` that only the packing reads.
 
         name: of the program.
         """
@@ -78,13 +78,13 @@ class Frozen:
     def _load(self, addresses: Mapping[str, int]) -> None:
         self._addresses = addresses
         self._lock = Lock()
-        self._prepared: dict[int, _Prepared] = {}  # by the place of the parameters, the oldest first
+        self._prepared: dict[int, _Prepared] = {}  # by the layout hash of the parameters, the oldest first
         self._changes = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a later process needs: it has parameters of its own, and finds the functions in the store."""
-        here = ("_addresses", "_lock", "_prepared", "_changes")
-        return {name: value for name, value in self.__dict__.items() if name not in here}
+        """The state for a later process, which has its own parameters and finds the functions in the store."""
+        transient = ("_addresses", "_lock", "_prepared", "_changes")
+        return {name: value for name, value in self.__dict__.items() if name not in transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -92,56 +92,56 @@ class Frozen:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         frozen = [args[position] for position in self._positions]
-        place = layout_hash(frozen)
-        prepared = self._prepared.get(place)
+        key = layout_hash(frozen)
+        prepared = self._prepared.get(key)
         if prepared is not None and not prepared.fingerprint.holds(frozen):
-            self._drop(place, prepared)
-            prepared = None  # its memory goes first
+            self._drop(key, prepared)
+            prepared = None  # frees its memory before new memory is allocated
         if prepared is None:
-            prepared = self._prepare(args, frozen, place)
+            prepared = self._prepare(args, frozen, key)
         args.extend(prepared.tensors)
         return self._main(args)
 
-    def _prepare(self, args: list[Any], frozen: list[torch.Tensor], place: int) -> _Prepared:
+    def _prepare(self, args: list[Any], frozen: list[torch.Tensor], key: int) -> _Prepared:
         with self._lock:
-            prepared = self._prepared.get(place)
+            prepared = self._prepared.get(key)
             if prepared is not None and prepared.fingerprint.holds(frozen):
-                return prepared  # another thread was here
+                return prepared  # by another thread
             _check_memory(frozen, self._positions)
             fingerprint = Fingerprint.of(frozen)
-            made = self._before(list(args))
-            panels = pack(self._packers, self._addresses, [*args, *made], len(args))
+            results = self._before(list(args))
+            panels = pack(self._packers, self._addresses, [*args, *results], len(args))
             for number in self._unread:
-                made[number] = torch.empty(0)  # what it was need not be kept
-            gone = _Gone(self)
+                results[number] = torch.empty(0)  # frees it
+            on_free = _OnFree(self)
             storages = [tensor.untyped_storage() for tensor in frozen]
             sources = {storage._cdata: storage.nbytes() for storage in storages}
-            # Of their memory, not of the tensors: PyTorch exchanges no tensors of which there are weak references.
-            watch = tuple(ref(storage, gone) for storage in storages)
-            tensors = (*made, *(each.tensor for each in panels))
+            # References to storages, not tensors: PyTorch cannot swap tensors that have weak references.
+            watch = tuple(ref(storage, on_free) for storage in storages)
+            tensors = (*results, *(each.tensor for each in panels))
             prepared = _Prepared(fingerprint, tensors, tuple(panels), sources, watch)
-            self._keep(place, prepared)
+            self._keep(key, prepared)
             return prepared
 
-    def _keep(self, place: int, prepared: _Prepared) -> None:
-        """Keep it, and of others the latest that there is room for."""
+    def _keep(self, key: int, prepared: _Prepared) -> None:
+        """Keep prepared parameters, and as many of the latest others as the limit allows."""
         self.sweep()
-        kept = {**self._prepared, place: prepared}
-        while len(kept) > 1 and _bytes_kept(kept.values()) > _MOST * _bytes_of_sources(kept.values()):
+        kept = {**self._prepared, key: prepared}
+        while len(kept) > 1 and _bytes_kept(kept.values()) > _MAX_RATIO * _bytes_of_sources(kept.values()):
             del kept[next(iter(kept))]
             self._count()
         self._prepared = kept
 
-    def _drop(self, place: int, prepared: _Prepared) -> None:
-        """Forget what was prepared of parameters that have changed since."""
+    def _drop(self, key: int, prepared: _Prepared) -> None:
+        """Drop the prepared form of parameters that have changed since."""
         with self._lock:
-            if self._prepared.get(place) is prepared:
-                self._prepared = {each: other for each, other in self._prepared.items() if each != place}
+            if self._prepared.get(key) is prepared:
+                self._prepared = {each: other for each, other in self._prepared.items() if each != key}
                 self._count()
 
     def sweep(self) -> None:
-        """Forget what was prepared of parameters that are gone."""
-        self._prepared = {place: each for place, each in self._prepared.items() if not each.fingerprint.is_gone()}
+        """Drop the prepared form of parameters whose memory was freed."""
+        self._prepared = {key: each for key, each in self._prepared.items() if not each.fingerprint.is_gone()}
 
     def _count(self) -> None:
         self._changes += 1
@@ -153,7 +153,7 @@ class Frozen:
 
 
 def _check_memory(tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> None:
-    """Raise RuntimeError, as a call without `freeze` does, for a parameter whose memory was given back."""
+    """Raise RuntimeError, as a call without `freeze` does, for a parameter whose storage was resized to 0 bytes."""
     for tensor, position in zip(tensors, positions, strict=True):
         if tensor.numel() and not tensor.untyped_storage().nbytes():
             raise RuntimeError(
@@ -162,8 +162,8 @@ def _check_memory(tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> 
             )
 
 
-class _Gone:
-    """Called when the memory of a parameter goes: what was prepared of it may go too."""
+class _OnFree:
+    """Called when the storage of a parameter is freed: schedules its prepared form for removal."""
 
     def __init__(self, program: Frozen) -> None:
         self._program = ref(program)
@@ -180,7 +180,7 @@ _to_sweep: WeakSet[Frozen] = WeakSet()
 
 
 def _sweep_all(phase: str, _: dict[str, int]) -> None:
-    """Sweep all programs of which parameters went, after Python has collected garbage."""
+    """After a garbage collection, sweep all programs of which parameters were freed."""
     if phase == "stop" and _to_sweep:
         programs = list(_to_sweep)
         _to_sweep.clear()
@@ -193,4 +193,4 @@ def _bytes_kept(prepared: Iterable[_Prepared]) -> int:
 
 
 def _bytes_of_sources(prepared: Iterable[_Prepared]) -> int:
-    return sum({place: size for each in prepared for place, size in each.sources.items()}.values())
+    return sum({address: size for each in prepared for address, size in each.sources.items()}.values())

@@ -18,27 +18,28 @@ class Options:
     trace: folder in which a run folder is written for every compiled graph; empty for no trace.
     verify: check every invariant of the IR after every stage (slow; on in the project's own tests).
     fusion: fuse kernels; without it each operator is one kernel.
-    loop_orders: fuse kernels that go through what they share in different orders.
-    vectorize: write vector code; without it every kernel is scalar.
-    contract: compile matrix products and attention forward in f32, bf16 and f16, and convolutions in f32, like all
-        else; without it ATen computes them.
-    freeze: prepare parameters and buffers once, for inference: what depends on them alone is computed and matrices are
-        packed before the first call, and again when they have changed.
-    recompute: let backward compute again what is cheaper than keeping it, where PyTorch's partitioner would keep it.
-    chunk: compute a huge matrix that a product makes, such as logits, and what is made of it, some rows at a time.
-    strips: run chains of kernels some iterations of each in turn where what they hand on would leave the near caches.
-    reuse: start what an earlier process compiled, without compiling it again.
+    loop_orders: fuse kernels that traverse a shared buffer in different orders.
+    vectorize: generate vector code; without it every kernel is scalar.
+    contract: compile matrix products and forward attention in f32, bf16 and f16, and convolutions in f32, to kernels;
+        without it ATen computes them.
+    freeze: prepare parameters and buffers once, for inference: values that depend on them alone are computed, and
+        matrices are packed, before the first call, and again when they have changed.
+    recompute: recompute in backward what is cheaper to recompute than to save, though PyTorch's partitioner saves it.
+    chunk: compute a huge result of a matrix product, such as logits, and values that depend on it, some rows at a time.
+    strips: run chains of kernels strip by strip, some iterations of each in turn, where their intermediate results
+        would be evicted from the near caches.
+    reuse: reuse graphs that an earlier process compiled.
     background: let PyTorch's operators compute calls while kernels are being built, instead of waiting for them.
-    reuse_memory: let temporaries that are not alive at the same time share memory.
-    pad: let rows of temporaries have room between them where they would meet in few sets of a cache.
-    variants: `on`: kernels whose plans are close by price are built in several ways, of which the first calls find the
-        fastest, once for each machine; `off`: the cheapest by price; True and False say the same. A number or names of
-        kernels, with commas between them, force one: 0 is the cheapest, 1 the next.
-    max_fused_lines: largest body, in IR lines, that fusion may make.
-    max_fused_buffers: largest number of buffers of a fused kernel.
-    max_fusions: how many fusions of a graph are made, in their order: to find the one that makes a fault.
-    machine: file of the machine that rules ask, as `pellucid doctor -o FILE` writes it; `reference` for the
-        built-in one; empty for what `pellucid doctor` measured here, or else the reference.
+    reuse_memory: let temporaries that are not live at the same time share memory.
+    pad: pad rows of temporaries that would otherwise map to few sets of a cache.
+    variants: `on`: kernels with several plans of similar estimated cost are built in several variants, of which the
+        first calls find the fastest, once for each machine; `off`: the cheapest by estimate; also True and False. A
+        number (0: the cheapest, 1: the next) or comma-separated names of kernels select one.
+    max_fused_lines: maximum size, in IR lines, of the body of a fused kernel.
+    max_fused_buffers: maximum number of buffers of a fused kernel.
+    max_fusions: maximum number of fusions of a graph, to find the one that causes a fault.
+    machine: file of the machine model, as `pellucid doctor -o FILE` writes it; `reference` for the built-in one; empty
+        for the one that `pellucid doctor` measured here, or else the reference.
     min_work_per_thread: estimated nanoseconds of work that justify one more thread; 0 for a few barriers.
     """
 
@@ -65,10 +66,10 @@ class Options:
 
 
 VARIABLES = ("PELLUCID_CACHE_DIR", "PELLUCID_CXXFLAGS")
-"""What the environment can set beside options: the store's directory, and more flags for the compiler."""
+"""Environment variables in addition to options: the store's directory, and more flags for the compiler."""
 
-_ALIKE = 0.87
-"""Of names of variables, which all begin alike."""
+_SIMILARITY = 0.87
+"""For names of variables, which all have the same prefix."""
 
 _VARIANTS = re.compile(r"on|off|\d+|k_\w+(,k_\w+)*", re.ASCII)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -100,11 +101,11 @@ def make_options(given: Mapping[str, object] | None = None) -> Options:
 
 @cache
 def check_environment() -> None:
-    """Warn, once, of variables that mean nothing: most often a name misspelt."""
+    """Warn, once, of unknown variables, which are usually misspelt."""
     known = (*(f"PELLUCID_{field.name.upper()}" for field in fields(Options)), *VARIABLES)
     for name in sorted(os.environ):
         if name.startswith("PELLUCID_") and name not in known:
-            hint = near(name, known, _ALIKE) or f"known are {', '.join(known)}"
+            hint = near(name, known, _SIMILARITY) or f"known are {', '.join(known)}"
             warn(f"the environment variable {name} means nothing to Pellucid: {hint}")
 
 

@@ -1,7 +1,8 @@
 """What commands print, for a terminal and for a pipe: sentences, code, paths, and tables of them.
 
 In a terminal, sentences wrap between words, and a path that is too long is shortened in the middle. A name, a path, an
-index or a line of code is never broken, because half of it reads as another. In a pipe nothing is wrapped or shortened.
+index or a line of code is never broken, because half of it looks like another one. In a pipe nothing is
+wrapped or shortened.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 _WORD = re.compile(r"\s*(?:\[[-\d, ]*\]|\S)+\s*")  # an index or a shape, `[1130, 2]`, is one
-_LEAST = 32  # columns for sentences: a terminal that leaves less breaks the lines by itself
+_MIN_WIDTH = 32  # columns for sentences: in a narrower terminal, the terminal breaks the lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,12 @@ class Sentence:
     def lines(self, width: int | None) -> list[Text]:
         if width is None:
             return [self.text]
-        made, indent = [], Text(" " * self.hang)
+        lines, indent = [], Text(" " * self.hang)
         for part in self.text.split("\n", allow_blank=True):
             for piece in part.divide(_breaks(part.plain, width, self.hang)):
                 piece.rstrip()
-                made.append(indent + piece if made else piece)
-        return made
+                lines.append(indent + piece if lines else piece)
+        return lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from map(_whole, self.lines(_width(options)))
@@ -57,7 +58,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A path or a long name, with what stands before it and after it (`:12 (blocks.1)`)."""
+    """A path or a long name, with text before it and after it (`:12 (blocks.1)`)."""
 
     path: str
     before: str = ""
@@ -78,7 +79,7 @@ Cell: TypeAlias = "str | Text | Part | Sequence[Part]"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows in aligned columns. The cells of the last column may have several lines, and take the room that is left.
+    """Rows in aligned columns. The cells of the last column may have several lines, and take the remaining width.
 
     headings: empty for none. right: numbers of the columns that are aligned to the right; the last cannot be.
     """
@@ -95,18 +96,18 @@ class Table:
         grid = [[_text(cell) for cell in row[:-1]] for row in rows]
         widths = [max(cell_len(cell.plain) for cell in column) for column in zip(*grid, strict=True)]
         blank = [Text(" " * size) for size in widths]
-        room = None if width is None else max(_LEAST, width - sum(widths) - len(self.gap) * len(widths))
+        remaining = None if width is None else max(_MIN_WIDTH, width - sum(widths) - len(self.gap) * len(widths))
         for cells, row in zip(grid, rows, strict=True):
-            first, *more = [line for part in _parts(row[-1]) for line in part.lines(room)] or [Text()]
+            first, *more = [line for part in _parts(row[-1]) for line in part.lines(remaining)] or [Text()]
             yield _whole(Text(self.gap).join((*self._aligned(cells, widths), first)))
             yield from (_whole(Text(self.gap).join((*blank, line))) for line in more)
 
     def _aligned(self, cells: Sequence[Text], widths: Sequence[int]) -> list[Text]:
-        made: list[Text] = []
+        aligned: list[Text] = []
         for number, (cell, width) in enumerate(zip(cells, widths, strict=True)):
             space = Text(" " * (width - cell_len(cell.plain)))
-            made.append(space + cell if number in self.right else cell + space)
-        return made
+            aligned.append(space + cell if number in self.right else cell + space)
+        return aligned
 
 
 def sentence(*parts: str | tuple[str, str], hang: int = 0) -> Sentence:
@@ -115,12 +116,12 @@ def sentence(*parts: str | tuple[str, str], hang: int = 0) -> Sentence:
 
 
 def code(text: str, indent: str = "") -> Code:
-    """Lines that are printed as they are, behind an indent."""
+    """Lines that are printed as they are, indented."""
     return Code(Text("\n".join(f"{indent}{line}" for line in text.splitlines())))
 
 
 def place(text: str, before: str = "") -> Place:
-    """A place in a program, `file:line (module)`, its file as seen from the working directory."""
+    """A location in a program, `file:line (module)`, its file relative to the working directory."""
     found = re.match(r"(?P<path>.*?)(?P<after>:\d+(?: \(.*\))?)?$", text, re.DOTALL)
     assert found is not None
     return Place(relative(found["path"]), before, found["after"] or "")
@@ -132,13 +133,13 @@ def name(text: str, before: str = "", after: str = "") -> Place:
 
 
 def relative(path: str) -> str:
-    """A path as seen from the working directory, if it lies below that."""
+    """A path relative to the working directory, if it is below that."""
     inside = os.path.isabs(path) and os.path.relpath(path)
     return inside if inside and not inside.startswith(os.pardir) else path
 
 
 def shortened(path: str, width: int) -> str:
-    """A path or name of at most `width` columns: directories in the middle become `…`, and else letters do."""
+    """A path or name of at most `width` columns: directories in the middle are replaced by `…`, or else letters."""
     if cell_len(path) <= width:
         return path
     first, *middle, last = path.split(os.sep) if os.sep in path.strip(os.sep) else ["", path]
@@ -155,7 +156,7 @@ def shortened(path: str, width: int) -> str:
 
 
 def plain(what: RenderableType) -> str:
-    """What a pipe gets, without the last line break."""
+    """The text that is printed to a pipe, without the last line break."""
     file = io.StringIO()
     show(Console(file=file, force_terminal=False, color_system=None, highlight=False), what)
     return file.getvalue().removesuffix("\n")
@@ -168,12 +169,12 @@ def show(console: Console, what: RenderableType, style: str | None = None) -> No
 
 
 def _width(options: ConsoleOptions) -> int | None:
-    """Of a terminal; None in a pipe."""
+    """The width of a terminal; None in a pipe."""
     return None if options.no_wrap else options.max_width
 
 
 def _breaks(text: str, width: int, hang: int) -> list[int]:
-    """Where to divide a text so that its lines fit, if its words do."""
+    """The offsets at which to break a text so that its lines fit, if its words do."""
     breaks: list[int] = []
     column = 0
     for word in _WORD.finditer(text):

@@ -30,9 +30,9 @@ __all__ = ["Comparison", "Profile", "compare", "profile", "profile_of_function"]
 class profile:
     """Times the graphs that Pellucid compiled while a block runs, in all threads; `print` shows where the time went.
 
-    After the block `result` is the `Profile`: the whole block counts as one call. An exception passes through, and
-    leaves the profile of what ran before it. Raises UserError inside another profile, and for a look at it before the
-    block has ended.
+    After the block `result` is the `Profile`: the whole block counts as one call. An exception passes through; the
+    profile then covers the calls before it. Raises UserError inside another profile, and if the result is read before
+    the block has ended.
 
         with pellucid.profile() as p:
             model(x)
@@ -51,9 +51,9 @@ class profile:
 
     @property
     def result(self) -> Profile:
-        """What was found."""
+        """The profile of the block."""
         if self._result is None:
-            raise UserError("the profile is not finished", hint="look at it after the `with` block")
+            raise UserError("the profile is not finished", hint="read it after the `with` block")
         return self._result
 
     def __enter__(self) -> profile:
@@ -87,7 +87,7 @@ class profile:
 
     def trace(self, file: str | Path) -> None:
         """Write the block as a Chrome/Perfetto trace."""
-        _ = self.result  # there is one
+        _ = self.result  # raises UserError if there is none
         write_trace(Path(file), self._clock.runs, self._calls)
 
 

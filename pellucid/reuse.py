@@ -1,7 +1,7 @@
-"""Starting what an earlier process compiled: AOTAutograd traces nothing, and no stage of the compiler runs.
+"""Reuse of graphs that an earlier process compiled: AOTAutograd does not trace, and no stage of the compiler runs.
 
-Dynamo captures a graph and guards it, as always. Under the graph's key the store may then have what it was compiled
-to: pickled programs with the text of their kernels, which the store has built, and what AOTAutograd found out.
+Dynamo captures a graph and guards it, as always. The store may then have, under the graph's key, its compiled form:
+pickled programs with the text of their kernels, which the store has built, and the results of AOTAutograd.
 
     look_up ─► found: call it
         └────► missed: capture, compile; `Witness` ─► keep ─► store
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from pellucid.background import in_the_end, when_made
+from pellucid.background import finished, when_finished
 from pellucid.capture.fx import first_calls, first_line
 from pellucid.capture.identity import identity, shares_memory
 from pellucid.capture.resume import Captured, NotResumable, Witness, adopt, counted, resume, traces, unmet
@@ -41,8 +41,8 @@ from pellucid.options import Options
 from pellucid.pipeline import ARTIFACTS, new_name
 
 _PACKAGE = Path(__file__).parent
-# What compiled programs don't depend on.
-_ELSEWHERE = ("kit", "cli")
+# Packages that compiled programs don't depend on.
+_IRRELEVANT = ("kit", "cli")
 _SOURCES = "Pellucid"
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a Dynamo graph was started. outcome: `found`, `missed` or `bypassed`. key: of the store, if it has one."""
+    """Result of a graph's lookup. outcome: `found`, `missed` or `bypassed`. key: in the store, if it has one."""
 
     outcome: str
     reason: str
@@ -61,7 +61,7 @@ class Start:
 
     @property
     def decision(self) -> Decision:
-        """The same as the compiler's rules say it."""
+        """The result in the form of the compiler's decisions."""
         return Decision("reuse", ("graph",), self.outcome == "found", self.reason)
 
 
@@ -70,13 +70,13 @@ _numbers = itertools.count()
 
 
 def last_starts() -> list[Start]:
-    """How the Dynamo graphs of this process were started, oldest first (the last 1000)."""
+    """The lookups of the Dynamo graphs of this process, oldest first (the last 1000)."""
     return list(_starts)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a Dynamo graph was compiled to, written after what is `Captured`. notes: what users are told of that."""
+    """The compiled form of a Dynamo graph, written after its `Captured`. notes: its `Compilation`s, for users."""
 
     forward: Callable[[list[Any]], list[Any]]
     backward: Callable[[list[Any]], list[Any]] | None
@@ -85,7 +85,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """run: to be called with the graph's arguments. notes: as in `Kept`."""
+    """run: the compiled graph, called with its arguments. notes: as in `Kept`."""
 
     run: Callable[..., Any]
     notes: tuple[Any, ...]
@@ -93,7 +93,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """key: under which the store keeps what the graph is compiled to now. about: what it is to say of that."""
+    """key: under which the store saves the graph once it is compiled. about: the header to save with it."""
 
     key: str
     about: Mapping[str, Any]
@@ -101,7 +101,7 @@ class Missed:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the cyclic garbage collector: graphs live until the end, so that walking them again finds little."""
+    """Disable the cyclic garbage collector: graphs live until the end, so that collections would free little."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -114,25 +114,25 @@ def uncollected() -> Iterator[None]:
 def look_up(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options
 ) -> tuple[Start, Found | Missed | None]:
-    """What an earlier process compiled of a Dynamo graph, and how that was found or why not; None: it was bypassed."""
+    """The compiled form of a Dynamo graph from an earlier process, and why it was found or not; None if bypassed."""
     if _is_traced(options):
-        otherwise = consult(graph, inputs, replace(options, trace=""))
-        start, found = Start("bypassed", f"a trace shows every stage; without one, {otherwise}"), None
+        untraced = consult(graph, inputs, replace(options, trace=""))
+        start, found = Start("bypassed", f"a trace shows every stage; without one, {untraced}"), None
     else:
-        start, found = _find(graph, inputs, options, partial(_started, graph, inputs))
-    _tell(start)
+        start, found = _find(graph, inputs, options, partial(_start, graph, inputs))
+    _report(start)
     return start, found
 
 
 def consult(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> Start:
-    """How `look_up` would start a graph."""
+    """The result that `look_up` would have for a graph."""
     return _find(graph, inputs, options, lambda *_: None)[0]
 
 
 def _find(
     graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options, use: Callable[[_Reader, Captured], Any]
 ) -> tuple[Start, Any]:
-    """Use the first entry of the store that is whole and holds for the sizes of now."""
+    """Use the first entry of the store that is intact and whose guards hold for the current sizes."""
     try:
         parts = parts_of(graph, inputs, options)
     except NotResumable as why:
@@ -150,14 +150,14 @@ def _find(
             if not guard:
                 return Start("found", "an earlier process compiled it", key), use(reader, captured)
             reasons.append(f"it was compiled for sizes with {guard}")
-        except Exception as error:  # whatever a pickle that we did not write may raise
+        except Exception as error:  # a damaged pickle may raise any exception
             reasons.append(f"the program in the store cannot be read: {type(error).__name__}: {error}")
     about = _about(graph, parts)
     return Start("missed", "; ".join(reasons) or _nearest(about["line"], about["parts"]), key), Missed(key, about)
 
 
 def _about(graph: torch.fx.GraphModule, parts: Mapping[str, str]) -> dict[str, Any]:
-    """What the store says of a program beside its graphs: each part as a few letters, to tell whether it is another."""
+    """The header of a program in the store, except its graphs. parts: as short hashes, to find which of them differ."""
     short = {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in parts.items()}
     line, threads = first_line(graph.graph), torch.get_num_threads()
     calls = first_calls(graph.graph)
@@ -165,14 +165,14 @@ def _about(graph: torch.fx.GraphModule, parts: Mapping[str, str]) -> dict[str, A
 
 
 def _nearest(line: str, short: Mapping[str, str]) -> str:
-    """Why nothing was found: in what the graph differs from the most similar one that begins at the same line.
+    """Why nothing was found: how the graph differs from the most similar one that begins at the same line.
 
-    A graph of PyTorch's own modules has no line of the user's: there it is one with the same calls.
+    A graph of PyTorch's own modules has no line of the user's: it is compared with graphs of the same calls.
     """
-    told = [about["parts"] for about in default_store().headers() if about.get("line") == line and "parts" in about]
+    known = [about["parts"] for about in default_store().headers() if about.get("line") == line and "parts" in about]
     if not line:
-        told = [each for each in told if each.get("graph") == short["graph"]]
-    changed = [[name for name in short if each.get(name) != short[name]] for each in told]
+        known = [each for each in known if each.get("graph") == short["graph"]]
+    changed = [[name for name in short if each.get(name) != short[name]] for each in known]
     nearest = min(filter(None, changed), key=len, default=None)
     if nearest is None:
         return "nothing like it was compiled before"
@@ -180,17 +180,17 @@ def _nearest(line: str, short: Mapping[str, str]) -> str:
 
 
 def witness(missed: Missed, inputs: Sequence[Any], notes: list[Any]) -> Witness:
-    """Keeps what a Dynamo graph is compiled to, for later processes. notes: is filled meanwhile."""
+    """Saves the compiled form of a Dynamo graph for later processes. notes: filled during compilation."""
     return Witness(partial(_keep, missed.key, missed.about, notes), shares_memory(inputs))
 
 
 def parts_of(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Options) -> dict[str, str]:
-    """All that decides what a graph is compiled to, by what it is called, but the toolchain, PyTorch's release and the
-    CPU: these name the store. Raises NotResumable.
+    """Everything that determines the compiled form of a graph, by name, except the toolchain, PyTorch's release and the
+    CPU, which are in the name of the store. Raises NotResumable.
     """
     if not options.reuse:
         raise NotResumable("the option `reuse` is off")
-    return identity(graph, inputs) | _surroundings(options)
+    return identity(graph, inputs) | _environment(options)
 
 
 def _key(parts: Mapping[str, str]) -> str:
@@ -202,7 +202,7 @@ def _is_traced(options: Options) -> bool:
     return bool(options.trace) or traces() or logs
 
 
-def _surroundings(options: Options) -> dict[str, str]:
+def _environment(options: Options) -> dict[str, str]:
     return {
         "options": repr(sorted(asdict(replace(options, background=False)).items())),
         "machine": repr(machine_for(options.machine)),
@@ -220,16 +220,16 @@ def _versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _own_sources() -> str:
-    """Identity of the compiler's own text."""
+    """A hash of the compiler's own sources."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*")):
         where = path.relative_to(_PACKAGE)
-        if path.suffix in (".py", ".h", ".cpp") and where.parts[0] not in _ELSEWHERE:
+        if path.suffix in (".py", ".h", ".cpp") and where.parts[0] not in _IRRELEVANT:
             digest.update(f"{where} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-def _started(graph: torch.fx.GraphModule, inputs: Sequence[Any], reader: _Reader, captured: Captured) -> Found:
+def _start(graph: torch.fx.GraphModule, inputs: Sequence[Any], reader: _Reader, captured: Captured) -> Found:
     with uncollected():
         kept: Kept = reader.load()
     adopt(captured.guards)
@@ -237,14 +237,14 @@ def _started(graph: torch.fx.GraphModule, inputs: Sequence[Any], reader: _Reader
 
 
 def stale(about: Mapping[str, Any]) -> str:
-    """Why no process finds a program of the store any more, whatever it captures; empty if one may.
+    """Why no process can find a program of the store any more, whatever it captures; empty if one may.
 
-    about: what the store says of it.
+    about: its header in the store.
     """
-    made = about.get("versions") or {}
+    versions = about.get("versions") or {}
     for name, here in _versions().items():
-        if made.get(name) != here:
-            which = "" if name == _SOURCES else f" ({made.get(name)}; here it is {here})"
+        if versions.get(name) != here:
+            which = "" if name == _SOURCES else f" ({versions.get(name)}; here it is {here})"
             return f"it was compiled by another version of {name}{which}"
     return ""
 
@@ -257,36 +257,36 @@ def _keep(
     forward: Any,
     backward: Any,
 ) -> None:
-    """Write down what a Dynamo graph was compiled to, once it is built."""
+    """Save the compiled form of a Dynamo graph, once it is built."""
     if isinstance(captured, NotResumable):
-        _tell(Start("bypassed", str(captured), key))
+        _report(Start("bypassed", str(captured), key))
         return
     graphs = [{"kind": each.kind, "nodes": each.nodes, "kernels": each.kernels} for each in notes]
     data = io.BytesIO()
     writer = _Writer(data)
 
     def finish() -> None:
-        if _written(writer, key, lambda: Kept(in_the_end(forward), in_the_end(backward), tuple(notes))):
+        if _written(writer, key, lambda: Kept(finished(forward), finished(backward), tuple(notes))):
             default_store().add_program(key, data.getvalue(), {**about, "graphs": graphs})
 
-    if _written(writer, key, lambda: captured):  # at once: AOTAutograd goes on with it
-        when_made((forward, backward), finish)
+    if _written(writer, key, lambda: captured):  # now, because AOTAutograd continues to use it
+        when_finished((forward, backward), finish)
 
 
 def _written(writer: _Writer, key: str, part: Callable[[], object]) -> bool:
-    """Whether a part of an entry could be written down; what cannot is compiled again by the next process."""
+    """Whether a part of an entry could be pickled; otherwise the next process compiles the graph again."""
     try:
-        made = part()
+        value = part()
         with uncollected():
-            writer.dump(made)
+            writer.dump(value)
         return True
-    except Exception as why:  # as many as there are types that cannot be pickled
-        _tell(Start("bypassed", f"it cannot be written down: {why}", key))
+    except Exception as why:  # each type that cannot be pickled raises its own
+        _report(Start("bypassed", f"it cannot be written down: {why}", key))
         return False
 
 
 class _Writer(pickle.Pickler):
-    """Operators are written by their names. Names of programs are told apart from other texts."""
+    """Pickles operators by their names, and names of programs by persistent ids."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -305,13 +305,13 @@ class _Writer(pickle.Pickler):
 
 @lru_cache(maxsize=256)
 def _fields_of(cls: type) -> tuple[str, ...]:
-    """The arguments that make one of our frozen dataclasses; calling these is twice as fast as setting each field."""
+    """The constructor arguments of one of our frozen dataclasses: twice as fast as setting each field."""
     ours = is_dataclass(cls) and cls.__module__.startswith("pellucid.") and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     return tuple(field.name for field in fields(cls) if field.init) if ours else ()
 
 
 class _Reader(pickle.Unpickler):
-    """Gives programs names that are new in this process."""
+    """Unpickles programs under names that are new in this process."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -324,8 +324,8 @@ class _Reader(pickle.Unpickler):
         return Name("_".join((self._names[number], *part)))
 
 
-def _tell(start: Start) -> None:
-    """Note how a graph was started, for Python, for logs and for `TORCH_TRACE`."""
+def _report(start: Start) -> None:
+    """Record the result of a lookup, for Python, for logs and for `TORCH_TRACE`."""
     _starts.append(start)
     counted(start.outcome)
     log.info("%s %s: %s", start.outcome, start.key, start.reason)

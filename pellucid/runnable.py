@@ -1,6 +1,6 @@
-"""What generated programs call: those of a run folder, and tests of kernels. They are users of the kit, as scripts are.
+"""Functions for generated programs: those of a run folder, and tests of kernels. They use the kit like scripts do.
 
-Their values, comparing and timing, building and calling kernels.
+Loading of values, comparison and timing, building and calling of kernels.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __all__ = [
 ]
 
 
-# How long one program is timed, and how often it is called at least.
+# Seconds for which one program is timed, and the minimum number of calls.
 _SECONDS = 0.1
-_CALLS = 3
+_MIN_CALLS = 3
 _COMMENT = re.compile(r"\s*//.*")
 _OUT = Console(highlight=False)
 
@@ -57,20 +57,20 @@ _OUT = Console(highlight=False)
 
 
 def saved(program: str) -> Mapping[str, Any]:
-    """`constants`, a list of tensors, and `inputs`, the arguments of the first call: None when there was none.
+    """`constants`, a list of tensors, and `inputs`, the arguments of the first call; None if there was none.
 
-    program: the path of a program of the run folder. Raises FileNotFoundError when it has left the folder.
+    program: the path of a program of the run folder. Raises FileNotFoundError if it is not in that folder any more.
     """
     path = Path(program).resolve().with_name(VALUES)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {VALUES} beside {program}: a program runs in its own run folder")
+        raise FileNotFoundError(f"there is no {VALUES} next to {program}: a program runs in its own run folder")
     values, tensors = read_json(path), TensorStore(path.parents[2])
     return {what: tensors.load(values[what]) if values.get(what) else None for what in ("constants", "inputs")}
 
 
 def drawn(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of this layout for a graph that was never called: 0 and 1 where integers are asked for, as these are
-    valid indices; else random numbers between 0 and 1, matrices scaled down such that their products do not grow.
+    """A random tensor of this layout, for a graph that was never called: integers are 0 or 1, which are valid indices;
+    others are between 0 and 1, matrices scaled down such that their products do not grow.
     """
     tensor = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
     if not dtype.is_floating_point and not dtype.is_complex:
@@ -90,9 +90,9 @@ def compare_compiled(
     backend: str = "pellucid",
     options: Mapping[str, Any] | None = None,
 ) -> int:
-    """Compile a graph, judge what it does beside eager, float64 deciding, and print that; returns the exit code.
+    """Compile a graph, judge its results against eager mode and float64, and print the verdict; returns the exit code.
 
-    kind: `inference`, `forward` or `backward`. sizes: which of the inputs' are symbols, see `capture.sizes`.
+    kind: `inference`, `forward` or `backward`. sizes: the sizes of inputs that are symbols, see `capture.sizes`.
     """
     subject = subject_of(backend, options or {})
     graph = graph_of(module, inputs, kind, sizes)
@@ -100,7 +100,7 @@ def compare_compiled(
 
 
 def compare_called(call: Callable[[list[Any]], Sequence[Any]], program: str) -> int:
-    """The same for a compiled graph that is a program of a run folder."""
+    """Like `compare_compiled`, for a compiled graph that is a program of a run folder."""
     folder = Path(program).resolve().parent
     return _compare(open_run(folder.parents[1]).graph(folder.name), call)
 
@@ -110,11 +110,11 @@ def _compare(graph: Graph, compiled: Callable[[list[Any]], Sequence[Any]]) -> in
     outputs = judge_run(graph, lambda inputs: compiled(list(inputs)), expected_of(graph))
     for output in outputs:
         if not output.verdict.good:
-            _tell(f"{_name_of(output)}: {output.dtype} {output.shape}, {output.verdict}: {output.judgement.why}")
-    given = copied(graph.inputs)
-    eager = _time(lambda: graph.module(*given))
-    _tell(f"{_time(lambda: compiled(list(given)))} per call, eager {eager}")
-    _tell(f"verdict: {_verdict(outputs)}")
+            _print(f"{_name_of(output)}: {output.dtype} {output.shape}, {output.verdict}: {output.judgement.why}")
+    inputs = copied(graph.inputs)
+    eager = _time(lambda: graph.module(*inputs))
+    _print(f"{_time(lambda: compiled(list(inputs)))} per call, eager {eager}")
+    _print(f"verdict: {_verdict(outputs)}")
     return int(not all(output.verdict.good for output in outputs))
 
 
@@ -138,10 +138,10 @@ def _name_of(output: Output) -> str:
 
 
 def compare_edited(call: Callable[..., list[Any]], sources: Mapping[str, str], inputs: list[Any], program: str) -> int:
-    """Run the kernels in `sources` beside those in the folder `kernels`, which nobody edited, and print what differs.
+    """Run the kernels in `sources` and the unedited ones in the folder `kernels`, and print how their results differ.
 
-    Returns the exit code: 1 when an edit changed a result, or does not compile. Only comments may differ in a kernel
-    that is not edited.
+    Returns the exit code: 1 if an edit changed a result, or does not compile. A kernel in which only comments differ
+    counts as unedited.
     """
     folder = Path(program).resolve().parents[2] / "kernels"
     written = {name: (folder / f"{name}.cpp").read_text() for name in sources}
@@ -149,36 +149,36 @@ def compare_edited(call: Callable[..., list[Any]], sources: Mapping[str, str], i
     try:
         kernels = load_kernels(sources)
     except KernelCompileError as error:
-        _tell_refused(error, sources, program)
+        _print_refused(error, sources, program)
         return 1
     unedited = load_kernels({name: written[name] if name in edited else text for name, text in sources.items()})
     before = _outcome(call, unedited, inputs)
     if not edited:
         for name, tensor in before.items():
-            _tell(f"{name}: {_described(tensor)}, {_magnitude(tensor)}")
-        _tell(f"{_time_of(call, unedited, inputs)} per call, by Python and on one thread")
-        _tell("verdict: no kernel is edited")
+            _print(f"{name}: {_described(tensor)}, {_magnitude(tensor)}")
+        _print(f"{_time_of(call, unedited, inputs)} per call, by Python and on one thread")
+        _print("verdict: no kernel is edited")
         return 0
     after = _outcome(call, kernels, inputs)
-    changed = [name for name in sorted({*before, *after}) if _told(name, before.get(name), after.get(name))]
+    changed = [name for name in sorted({*before, *after}) if _differs(name, before.get(name), after.get(name))]
     seconds = [_time_of(call, each, inputs) for each in (kernels, unedited)]
-    _tell(f"{seconds[0]} per call, unedited {seconds[1]}, by Python and on one thread")
+    _print(f"{seconds[0]} per call, unedited {seconds[1]}, by Python and on one thread")
     differs = f"differs in {', '.join(changed)}" if changed else "the results are the same, bit for bit"
-    _tell(f"verdict: edited {', '.join(edited)}: {differs}")
+    _print(f"verdict: edited {', '.join(edited)}: {differs}")
     return int(bool(changed))
 
 
-def _tell_refused(error: KernelCompileError, sources: Mapping[str, str], program: str) -> None:
-    """Print the compiler's error, as compilers print it, at the line of the program that holds the kernel."""
+def _print_refused(error: KernelCompileError, sources: Mapping[str, str], program: str) -> None:
+    """Print the compiler's error in the format of compilers, at the line of the program that contains the kernel."""
     name = next(name for name in sources if error.kernel.startswith(name))
     before, here, _ = Path(program).read_text().partition(sources[name])
     lines = sources[name].splitlines()
     known = here and 0 < error.line <= len(lines)
     at = f"{program}:{before.count(chr(10)) + error.line}" if known else name
-    _tell(f"{at}: error: {error.detail}")
+    _print(f"{at}: error: {error.detail}")
     if known:
         show(_OUT, code(lines[error.line - 1].strip(), "    "))
-    _tell(f"verdict: edited {name}: does not compile")
+    _print(f"verdict: edited {name}: does not compile")
 
 
 def _plain(source: str) -> list[str]:
@@ -190,7 +190,7 @@ def _plain(source: str) -> list[str]:
 def _outcome(
     call: Callable[..., list[Any]], kernels: Mapping[str, KernelFunction], inputs: list[Any]
 ) -> dict[str, torch.Tensor]:
-    """The tensors that a call returns, and those inputs that it changes."""
+    """The tensors that a call returns, and the inputs that it changes."""
     given = copied(inputs)
     torch.manual_seed(0)
     results = call(given, kernels)
@@ -201,21 +201,21 @@ def _outcome(
     return copied(found)
 
 
-def _told(name: str, before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
-    """Print one result of both programs; whether they differ."""
+def _differs(name: str, before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
+    """Print the comparison of one result of both programs; returns whether they differ."""
     if before is None or after is None:
-        _tell(f"{name}: only with {'the edited' if before is None else 'the unedited'} kernels")
+        _print(f"{name}: only with {'the edited' if before is None else 'the unedited'} kernels")
         return True
     same = _same(after, before)
     shown = f"{name}: {_described(after)}, {_magnitude(after)}"
     if same.all():
-        _tell(f"{shown}, the same as unedited")
+        _print(f"{shown}, the same as unedited")
         return False
     wide = torch.complex128 if after.is_complex() else torch.float64
-    away = (after.to(wide) - before.to(wide)).abs()
-    finite = away[away.isfinite()]
-    most = f"by at most {finite.max().item():.3g}" if finite.numel() else "in what is not finite"
-    _tell(f"{shown}; unedited {_magnitude(before)}: {int((~same).sum())} of {same.numel()} elements differ, {most}")
+    difference = (after.to(wide) - before.to(wide)).abs()
+    finite = difference[difference.isfinite()]
+    most = f"by at most {finite.max().item():.3g}" if finite.numel() else "where they are not finite"
+    _print(f"{shown}; unedited {_magnitude(before)}: {int((~same).sum())} of {same.numel()} elements differ, {most}")
     return True
 
 
@@ -239,8 +239,8 @@ def _magnitude(tensor: torch.Tensor) -> str:
 def load_kernels(sources: Mapping[str, str]) -> dict[str, KernelFunction]:
     """Build C++ kernels, edited or not; each is called as `kernel([tensors], [symbols], extent)`.
 
-    The function in the text has the name of its key; it is renamed after its content, so that an edit is compiled
-    and never mistaken for the original.
+    The function in the text has the name of its key; it is renamed by a hash of its text, so that an edited kernel is
+    compiled and never confused with the original.
     """
     renamed = {name: f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}" for name, text in sources.items()}
     addresses, _ = build({renamed[name]: text.replace(name, renamed[name]) for name, text in sources.items()})
@@ -258,7 +258,7 @@ def view(base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offse
 
 
 def fit(result: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """What an ATen call returned, in the layout that the graph was compiled for."""
+    """The result of an ATen call, in the layout that the graph was compiled for."""
     if result.stride() == tuple(strides):
         return result
     return torch.empty_strided(tuple(shape), tuple(strides), dtype=result.dtype).copy_(result)
@@ -267,7 +267,7 @@ def fit(result: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> t
 # ------------------------------------------------------------------------------------------------ time, and printing
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     show(_OUT, sentence(text, hang=4))
 
 
@@ -277,11 +277,11 @@ def _time_of(call: Callable[..., Any], kernels: Mapping[str, KernelFunction], in
 
 
 def _time(call: Callable[[], object]) -> str:
-    """The median time of a call, for people. Called once without a clock before."""
+    """The median time of a call, as text; after one call that is not timed."""
     call()
     seconds: list[float] = []
     until = time.perf_counter() + _SECONDS
-    while len(seconds) < _CALLS or time.perf_counter() < until:
+    while len(seconds) < _MIN_CALLS or time.perf_counter() < until:
         start = time.perf_counter()
         with torch.no_grad():
             call()

@@ -1,4 +1,4 @@
-"""A compiled graph that no single program holds: its segments and the calls of Python between them, in order."""
+"""A compiled graph that was split: its segments and the Python calls between them, in order."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Values: TypeAlias = dict[str, Any]
 class Segments:
     """Runs an outline.
 
-    Called with the list of the graph's arguments (the boxed calling convention: the list is emptied). A value is let go
-    as soon as no later step reads it.
+    Called with the list of the graph's arguments (the boxed calling convention: the list is emptied). A value is
+    released as soon as no later step reads it.
     """
 
     _boxed_call = True
@@ -41,7 +41,7 @@ class Segments:
         ]
 
     def __reduce__(self) -> tuple[Callable[..., Segments], tuple[Any, ...]]:
-        """For a later process, without what only the compiler reads."""
+        """Pickle without the parts that only the compiler reads."""
         steps = tuple(replace(step, graph=None) if isinstance(step, Segment) else step for step in self.outline.steps)
         return Segments, (replace(self.outline, steps=steps, decisions=()), self._executables, Name(self._name))
 
@@ -49,9 +49,9 @@ class Segments:
         if not profiling():
             return self._run(args, _called)
         with torch.profiler.record_function(event_name(self._name)):
-            return self._run(args, self._shown)
+            return self._run(args, self._profiled)
 
-    def _shown(self, call: EagerCall, *rest: Any) -> Any:
+    def _profiled(self, call: EagerCall, *rest: Any) -> Any:
         with torch.profiler.record_function(event_name(self._name, call.name)):
             return _called(call, *rest)
 
@@ -69,9 +69,9 @@ class Segments:
                     values[name] = _fitted(name, values[name], layouts, numbers)
                     _drop(values, dead)
                 case Segment(name, _, inputs, outputs):
-                    given = [_filled(each, values, numbers) for each in inputs]
+                    args = [_filled(each, values, numbers) for each in inputs]
                     _drop(values, dead)
-                    values.update(zip(outputs, self._executables[name](given), strict=True))
+                    values.update(zip(outputs, self._executables[name](args), strict=True))
                 case EagerCall():
                     values[step.name] = called(step, values, numbers, dead)
                     _drop(values, dead)
@@ -91,7 +91,7 @@ def _drop(values: Values, names: list[str]) -> None:
 
 
 def _filled(value: Any, values: Values, numbers: Numbers) -> Any:
-    """`value` with what its references and numbers stand for."""
+    """`value` with its references and numbers replaced by their values."""
     match value:
         case Ref(name):
             return values[name]
@@ -111,7 +111,7 @@ def _filled(value: Any, values: Values, numbers: Numbers) -> Any:
 
 
 def _fitted(name: str, value: Any, layouts: tuple[Layout | None, ...], numbers: Numbers) -> Any:
-    """`value` with tensors copied where eager's strides are not those that the graph was captured for."""
+    """`value` with tensors copied where their strides differ from those that the graph was captured with."""
     leaves, structure = tree_flatten(value)
     pairs = zip(leaves, layouts, strict=True)
     fitted = [leaf if layout is None else _fit(name, leaf, layout, numbers) for leaf, layout in pairs]
@@ -124,7 +124,7 @@ def _fit(name: str, tensor: torch.Tensor, layout: Layout, numbers: Numbers) -> t
 
 
 def _last_uses(outline: Outline) -> dict[str, int]:
-    """For each value that is not returned, the last step that reads it, or makes it when none reads it."""
+    """For each value, the last step that reads it, or produces it if none reads it; past the end if it is returned."""
     last: dict[str, int] = {}
     for position, step in enumerate(outline.steps):
         last.update(dict.fromkeys(_touched(step), position))

@@ -1,4 +1,4 @@
-"""Which Python and which PyTorch Pellucid runs with; asked before anything of theirs is imported."""
+"""Checks the versions of Python and PyTorch, before anything that depends on them is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TORCH = (2, 13)
 
 
 def check_versions() -> None:
-    """Raise UnsupportedError for a Python or a PyTorch that is too old or not there; warn of one that is newer.
+    """Raise UnsupportedError for a Python or a PyTorch that is too old or absent; warn of one that is newer.
 
     The adapter to PyTorch's private interfaces follows it one minor release at a time.
     """

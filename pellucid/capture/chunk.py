@@ -116,7 +116,7 @@ class _Region:
             self.sums[user] = _once(user, terms)
             return self._needed(self.sums[user])
         split = {operand: dim for operand, dim in self.dims.items() if operand in user.all_input_nodes}
-        why = f"{user.name} is not made of parts of rows"
+        why = f"{user.name} is not computed from parts of rows"
         for dim in range(len(shape_of(user))):
             try:
                 operands = _operands(user, dim)
@@ -213,7 +213,7 @@ class _Parts:
             raise NotInParts("backward is given more than one number, which forward does not know")
         for node in varying:
             if node is not tangents[0] and not is_linear(node, self.varying):
-                raise NotInParts(f"{node.name} is no multiple of what backward is given, which forward does not know")
+                raise NotInParts(f"{node.name} is not proportional to what backward is given, unknown in forward")
             if node.meta["val"].dtype is torch.float16:
                 raise NotInParts(
                     f"{node.name} has the type float16, whose gradients may need the factor that backward is given"

@@ -83,7 +83,7 @@ def operands_along(node: Node, dim: int) -> list[tuple[Node, int | None]]:
                 return [(each, dim) for each in tensors]
         case _ if name in _ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
             return [(each, _broadcast(each, node, dim)) for each in tensors]
-    raise NotInParts(f"{node.name} ({name or node.target}) is not made of parts of rows")
+    raise NotInParts(f"{node.name} ({name or node.target}) is not computed from parts of rows")
 
 
 def summed(node: Node, dims: dict[Node, int]) -> list[tuple[Node, int | None]] | None:

@@ -25,7 +25,7 @@ from pellucid.lower.registry import NotLowered, rule
 from pellucid.machine.attention import MAX_HEAD_SIZE, Heads
 from pellucid.machine.work import estimate
 
-_OFF = "attention: ATen's fused kernel computes it, as the option `contract` asks"
+_OFF = "attention: ATen's fused kernel computes it, because the option `contract` is off"
 _OTHER = "attention: kernels compute it in f32, bf16 and f16, ATen's fused kernel in other types"
 _MASK = "attention: kernels add masks of the operands' type, or f32; ATen's fused kernel others"
 _DROPOUT = "attention: dropout draws from eager's random number stream, in ATen's fused kernel"

@@ -16,7 +16,7 @@ from pellucid.lower.registry import NotLowered, rule
 _WHAT = "matrix multiplication"
 _OTHER = f"{_WHAT}: kernels compute it in f32, bf16 and f16, ATen's BLAS in other types"
 _SCALED = f"{_WHAT}: the factors `beta` and `alpha` are known only at run time"
-_OFF = f"{_WHAT}: ATen's BLAS computes it, as the option `contract` asks"
+_OFF = f"{_WHAT}: ATen's BLAS computes it, because the option `contract` is off"
 
 
 @rule("mm.default", "bmm.default")

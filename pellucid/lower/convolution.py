@@ -29,7 +29,7 @@ from pellucid.lower.registry import NotLowered, rule
 from pellucid.machine.work import estimate
 
 _ONEDNN = "convolution: oneDNN computes it"
-OFF = "convolution: oneDNN computes it, as the option `contract` asks"
+OFF = "convolution: oneDNN computes it, because the option `contract` is off"
 _OTHER = "convolution: kernels compute it in f32, bf16 and f16, oneDNN in other types"
 _DYNAMIC = "convolution: kernels have weights of known sizes, oneDNN computes others"
 _PLANAR = "convolution: channels are not adjacent in memory, oneDNN computes it"

@@ -39,7 +39,7 @@ def grouped_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 @rule("transformers::grouped_mm_fallback.default")
 def expert_product(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """An operator of the library `transformers`, for any type: `input[rows, terms] @ weight[group][terms, columns]`."""
+    """The operator of the package `transformers`, of any type: `input[rows, terms] @ weight[group][terms, columns]`."""
     given = arguments(node, graph)
     rows, weight, ends = given["input"], given["weight"], given["offs"]
     _check(graph, rows, weight, ends)

@@ -1,4 +1,4 @@
-"""Pointwise operators: one row each, the formula and how its arguments are promoted."""
+"""Lowers pointwise operators: each has a formula, and a rule how its arguments are promoted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pellucid.lower.unsigned import common_type
 
 
 class Promote(Enum):
-    """In which type the formula runs. Narrow floats are computed in f32 and rounded once, when stored.
+    """The type in which the formula is computed. Narrow floats are computed in f32 and rounded once, when stored.
 
-    What is promoted to a narrow float is rounded to it, as any conversion is.
+    Arguments that are promoted to a narrow float are rounded to it, as in any conversion.
     """
 
     RESULT = "the type of the result"
@@ -33,7 +33,7 @@ Formula = Callable[..., Value]
 
 
 def pointwise(*names: str, promote: Promote = Promote.RESULT) -> Callable[[Formula], Formula]:
-    """Register a formula: it gets tensor and number arguments as `Value`s, everything else as it is."""
+    """Register a formula: it is passed tensor and number arguments as `Value`s, all others unchanged."""
 
     def register(formula: Formula) -> Formula:
         floats = promote is not Promote.NONE
@@ -64,7 +64,7 @@ def lower_pointwise(graph: ProgramBuilder, node: torch.fx.Node, formula: Formula
 
 def _is_exact(op: str, name: str, value: Any) -> bool:
     """Whether an argument that is promoted to a narrow float is not rounded to it: a parameter that is no operand (a
-    slope), and a scalar that is multiplied with or divided by."""
+    slope), and a scalar factor or divisor."""
     if isinstance(value, TensorRef) and value.shape:
         return False
     parameter = not isinstance(value, TensorRef) and name not in ("self", "other", "alpha", "exponent", "min", "max")
@@ -88,7 +88,7 @@ def _promoted(node: torch.fx.Node, promote: Promote, result: TensorRef) -> DType
 
 
 def _example(arg: Any) -> Any:
-    """An argument as `torch.result_type` takes it; of a number that depends on sizes, only the kind counts."""
+    """An argument for `torch.result_type`; for a number that depends on sizes, only its kind matters."""
     value = arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg
     return 1 if isinstance(value, torch.SymInt) else 1.0 if isinstance(value, torch.SymFloat) else value
 
@@ -97,7 +97,7 @@ def _operand(kernel: KernelBuilder, value: Any, kind: str, dtype: DType | None, 
     """A tensor or number argument as a `Value` for `dtype`, rounded to it unless `exact`; other arguments unchanged."""
     if isinstance(value, TensorRef):
         if not _is_numeric(kind):
-            raise NotLowered("its formula takes no floats that depend on sizes")
+            raise NotLowered("its formula does not support floats that depend on sizes")
         if value.dtype.is_opaque:
             raise NotLowered(f"{value.dtype} is left to ATen")
         loaded = load_broadcast(kernel, value)
@@ -118,7 +118,7 @@ def _is_numeric(kind: str) -> bool:
 
 
 def check_fits(value: bool | int | float | Expr, dtype: DType | None) -> None:
-    """Refuse a number that the type cannot hold: eager raises an error for it, where IR constants wrap around."""
+    """Refuse a number that the type cannot represent: eager raises an error, IR constants would wrap around."""
     if dtype is not None and dtype.is_int and not isinstance(value, Expr) and wrap(value, dtype) != int(value):
         raise NotLowered(f"the number {value} does not fit into {dtype}: ATen reports the error")
 
@@ -127,8 +127,8 @@ def _natural(value: bool | int | float) -> DType:
     return DType.BOOL if isinstance(value, bool) else DType.I64 if isinstance(value, int) else DType.F32
 
 
-def _same(name: str, *overloads: str, promote: Promote = Promote.RESULT) -> None:
-    """Operators that are one scalar operator of the IR."""
+def _register(name: str, *overloads: str, promote: Promote = Promote.RESULT) -> None:
+    """Register operators that are a single scalar operator of the IR."""
     pointwise(*overloads, promote=promote)(lambda x, *rest: x.op(name, *rest))
 
 
@@ -136,26 +136,26 @@ for _name in (
     "neg sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
     "sigmoid erf erfc reciprocal lgamma bitwise_not atan2 hypot maximum minimum"
 ).split():
-    _same(_name, f"{_name}.default")
+    _register(_name, f"{_name}.default")
 for _name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
-    _same(_name, f"{_name}.Tensor", f"{_name}.Scalar", f"{_name}.Scalar_Tensor")
+    _register(_name, f"{_name}.Tensor", f"{_name}.Scalar", f"{_name}.Scalar_Tensor")
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _same(_name, f"{_name}.Tensor", f"{_name}.Scalar", promote=Promote.ARGUMENTS)
+    _register(_name, f"{_name}.Tensor", f"{_name}.Scalar", promote=Promote.ARGUMENTS)
 for _name, _word, _operator in (("shl", "left", "__lshift__"), ("shr", "right", "__rshift__")):
     _shift = f"bitwise_{_word}_shift"
-    _same(_name, *(f"{_shift}.{each}" for each in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")))
-    _same(_name, f"{_operator}.Tensor", f"{_operator}.Scalar")
+    _register(_name, *(f"{_shift}.{each}" for each in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")))
+    _register(_name, f"{_operator}.Tensor", f"{_operator}.Scalar")
 
 
-def _where_it_changes(name: str, changes: Callable[[DType], bool]) -> None:
-    """Operators that leave values of some types as they are: an integer is its own ceiling."""
+def _unless_identity(name: str, changes: Callable[[DType], bool]) -> None:
+    """Register operators that leave values of some types unchanged: an integer is its own ceiling."""
     pointwise(f"{name}.default")(lambda x: x.op(name) if changes(x.dtype) else x)
 
 
 for _name in ("ceil", "floor", "trunc", "round"):
-    _where_it_changes(_name, lambda dtype: dtype.is_float)
+    _unless_identity(_name, lambda dtype: dtype.is_float)
 for _name in ("abs", "sign"):
-    _where_it_changes(_name, lambda dtype: dtype is not DType.BOOL)
+    _unless_identity(_name, lambda dtype: dtype is not DType.BOOL)
 
 
 def _is_one(value: Value) -> bool:
@@ -194,14 +194,14 @@ def div(x: Value, y: Value) -> Value:
 
 
 def _division(*names: str) -> Callable[[Formula], Formula]:
-    """Register the formula of a division. Integers are divided by numbers only: a tensor may hold a 0, for which eager
-    raises an error that kernels cannot raise."""
+    """Register the formula of a division. Integers are divided by numbers only: a tensor may contain a 0, for which
+    eager raises an error that kernels cannot raise."""
 
     def register(formula: Formula) -> Formula:
         def lowered(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
             meta, divisor = node.meta["val"], graph.value(node.args[1])
             if not meta.dtype.is_floating_point and (isinstance(divisor, TensorRef) or divisor == 0):
-                raise NotLowered("an integer divided by what may be 0: ATen reports the error")
+                raise NotLowered("an integer division whose divisor may be 0: ATen reports the error")
             return lower_pointwise(graph, node, formula, Promote.RESULT)
 
         rule(*names, floats=True)(lowered)
@@ -243,7 +243,7 @@ def div_mode(x: Value, y: Value, rounding_mode: str | None) -> Value:
 
 @rule("pow.Tensor_Scalar", floats=True)
 def pow_scalar(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """In f16 eager has no square root for the exponents 0.5 and -0.5: they differ at -inf and -0.0."""
+    """In f16 eager uses no square root for the exponents 0.5 and -0.5: the results differ at -inf and -0.0."""
     formula = _power if node.meta["val"].dtype is torch.float16 else _power_or_root
     return lower_pointwise(graph, node, formula, Promote.RESULT)
 
@@ -255,7 +255,7 @@ def _power_or_root(x: Value, exponent: Value) -> Value:
 
 
 def _power(x: Value, exponent: Value) -> Value:
-    """The exponents that eager treats apart, by the same formulas."""
+    """Eager's special cases of exponents, with the same formulas."""
     if not x.dtype.is_float:
         if exponent.const is not None and exponent.const < 0:
             raise NotLowered("an integer to a negative power: ATen reports the error")
@@ -348,7 +348,7 @@ def silu(x: Value) -> Value:
 
 @pointwise("soft_margin_loss_backward.default")
 def soft_margin_loss_backward(grad: Value, x: Value, target: Value, reduction: int) -> Value:
-    """Not by a sigmoid less 1, as PyTorch's decomposition has it: that cancels to nothing where the loss is small."""
+    """Without the sigmoid minus 1 of PyTorch's decomposition, which cancels to zero where the loss is small."""
     z = (-target * x).op("exp")
     slope = -(target * z) / (z + 1) * grad
     kernel = x.builder
@@ -374,7 +374,7 @@ def clone(x: Value, *_: object) -> Value:
 
 @rule("_to_copy.default", "convert_element_type.default")
 def to_copy(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """A conversion that the user asked for: unlike a result that happens to be narrow, it rounds at once."""
+    """A conversion in the user's program: unlike a narrow result, it is rounded immediately."""
     device = node.kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":  # type: ignore[arg-type]
         raise NotLowered(f"conversion to the device {device}")

@@ -1,7 +1,7 @@
-"""Pooling: one kernel over the results, with the elements of a window written out one after the other.
+"""Lowers pooling: one kernel over the results, with the elements of a window unrolled.
 
-Backward, one kernel over the inputs: each collects from the few windows that it lies in, so nothing is scattered and
-threads share the work freely.
+Backward, one kernel over the inputs: each element gathers from the few windows that contain it, so nothing is scattered
+and threads can divide the work freely.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pellucid.lower.registry import NotLowered, rule
 
 Coordinates: TypeAlias = tuple[Expr, ...]
 
-# Windows of more elements than this would make a kernel too long to write out.
+# Windows of more elements than this would make an unrolled kernel too long.
 _WINDOW = 32
 
 
@@ -48,18 +48,18 @@ class _Windows:
         return len(self.size)
 
     def position(self, dim: int, window: Expr, element: int) -> Expr:
-        """Where the element of a window lies in the input; outside of it when it is padding."""
+        """The position in the input of a window's element; outside of the input if it is padding."""
         return window * self.stride[dim] + (element * self.dilation[dim] - self.padding[dim])
 
     def elements(self, kernel: KernelBuilder) -> Iterator[tuple[tuple[int, ...], tuple[Expr, ...], Value | None]]:
-        """(number in each dimension, coordinates, whether it is inside) of each element of a kernel point's window."""
+        """(index in each dimension, coordinates, whether it is inside) of each element of a kernel point's window."""
         windows = kernel.index[-self.rank :]
         for element in itertools.product(*map(range, self.size)):
             place = tuple(self.position(d, windows[d], element[d]) for d in range(self.rank))
             yield element, (*kernel.index[: -self.rank], *place), kernel.within(place, self.shape)
 
     def containing(self, kernel: KernelBuilder, at: Sequence[Expr]) -> Iterator[tuple[tuple[Expr, ...], Value | None]]:
-        """(window, whether there is such a one) for all that the input element `at` can lie in."""
+        """(window, the condition that it exists) for all windows that can contain the input element `at`."""
         reach = [self.dilation[d] * (self.size[d] - 1) for d in range(self.rank)]
         counts = [reach[d] // self.stride[d] + 1 for d in range(self.rank)]
         for back in itertools.product(*map(range, counts)):
@@ -78,7 +78,7 @@ class _Windows:
                 yield tuple(windows), both(masks)
 
     def blocks(self) -> tuple[int, ...]:
-        """Neighbours that one point of a backward kernel computes: then they share the windows that they lie in."""
+        """The block of neighbours that one point of a backward kernel computes: they share the windows around them."""
         divides = (exact_div(n, const(s)) is not None for n, s in zip(self.shape, self.stride, strict=True))
         return tuple(s if whole else 1 for s, whole in zip(self.stride, divides, strict=True))
 
@@ -93,7 +93,7 @@ def _windows(given: Any, x: TensorRef, out: Sequence[Expr], rank: int) -> _Windo
 
     size = numbers(given["kernel_size"])
     if math.prod(size) > _WINDOW:
-        raise NotLowered(f"windows of {math.prod(size)} elements are too many to write out")
+        raise NotLowered(f"windows of {math.prod(size)} elements are too large to unroll")
     stride, padding = numbers(given["stride"], size), numbers(given["padding"])
     dilation = numbers(given.get("dilation"), (1,))
     return _Windows(size, stride, padding, dilation, x.shape[-rank:], tuple(out[-rank:]))
@@ -107,7 +107,7 @@ def _lowest(dtype: DType) -> float:
 
 @rule("max_pool2d_with_indices.default", "max_pool3d_with_indices.default")
 def max_pool(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """(greatest element of each window, its position in the flattened spatial dimensions); a NaN is the greatest."""
+    """(maximum of each window, its position in the flattened spatial dimensions); NaN counts as the maximum."""
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     metas = node.meta["val"]
@@ -133,10 +133,10 @@ def max_pool(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 
 def _best(kernel: KernelBuilder, x: TensorRef, windows: _Windows) -> tuple[Value, Value]:
-    """The first of the greatest elements of a window (the last NaN, if there is one), and its flattened position.
+    """The first maximum of a window (the last NaN, if there is one), and its flattened position.
 
-    While the window is walked through, a position counts from the window's first element. A window of -inf alone has
-    its maximum at the first element that is inside the input.
+    Positions are relative to the window's first element until the end. The maximum of a window of -inf alone is its
+    first element inside the input.
     """
     strides = [product(windows.shape[d + 1 :]) for d in range(windows.rank)]
     plane = product(windows.shape).value
@@ -164,7 +164,7 @@ def _best(kernel: KernelBuilder, x: TensorRef, windows: _Windows) -> tuple[Value
 
 @rule("max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default")
 def max_pool_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """Each element of the input adds up the gradients of the windows whose maximum it is."""
+    """Each element of the input sums the gradients of the windows whose maximum it is."""
     given = arguments(node, graph)
     grad, x, positions = given["grad_output"], given["self"], given["indices"]
     windows = _windows(given, x, grad.shape, _rank(node))
@@ -187,7 +187,7 @@ def _collect(
     windows: _Windows,
     share: Callable[[KernelBuilder, Coordinates, Coordinates], Iterator[Value]],
 ) -> Result:
-    """The gradient of `x`: for each element the sum of what `share` gives for its leading and spatial coordinates."""
+    """The gradient of `x`: for each element the sum of `share` for its leading and its spatial coordinates."""
     result = graph.new(node.meta["val"], op_name(node))
     blocks = windows.blocks()
     lead = x.shape[: -windows.rank]
@@ -239,7 +239,7 @@ def average_pool_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 
 def _divisor(kernel: KernelBuilder, given: Any, windows: _Windows, window: Sequence[Expr], dtype: DType) -> Value:
-    """How many elements of a window count: those of the input, and of its padding if that is asked for."""
+    """The number of a window's elements in the input, and in the padding if `count_include_pad`."""
     if given["divisor_override"] is not None:
         return kernel.const(given["divisor_override"], dtype)
     counted = given["count_include_pad"]
@@ -276,20 +276,20 @@ def adaptive_average_pool(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     result = graph.new(node.meta["val"], op_name(node))
     known = [n for n in size if n is not None]
     kernel = graph.kernel(node, (*result.shape, *known))
-    kept = kernel.index[: len(result.shape)]
+    outer = kernel.index[: len(result.shape)]
     inner = kernel.index[len(result.shape) :]
-    place = (i * n + k for i, n, k in zip(kept[-rank:], known, inner, strict=True))
-    value = kernel.load(x.view, x.dtype, (*kept[:-rank], *place))
+    place = (i * n + k for i, n, k in zip(outer[-rank:], known, inner, strict=True))
+    value = kernel.load(x.view, x.dtype, (*outer[:-rank], *place))
     dims = tuple(range(len(result.shape), len(result.shape) + rank))
     answer = kernel.reduce("sum", value, dims) / kernel.size_value(kernel.count(dims), value.dtype)
-    kernel.store(result.view, result.dtype, kept, answer)
+    kernel.store(result.view, result.dtype, outer, answer)
     graph.emit(kernel)
     return result
 
 
 @rule("_adaptive_avg_pool2d_backward.default", "_adaptive_avg_pool3d_backward.default")
 def adaptive_average_pool_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """Where windows do not overlap, each element has a share of the gradient of its own."""
+    """Where windows do not overlap, each element has the gradient of its window divided by the window's size."""
     grad, x = (graph.value(arg) for arg in node.args[:2])
     rank = _rank(node)
     size = [exact_div(x.shape[d], grad.shape[d]) for d in range(-rank, 0)]

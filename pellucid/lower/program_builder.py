@@ -1,4 +1,4 @@
-"""The program under construction: buffers, nodes, and what each FX node stands for."""
+"""The program under construction: buffers, nodes, and the value of each FX node."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A truth value that is known when the graph is called. Programs have no place for one."""
+    """A truth value that is known only at run time. Programs cannot represent one."""
 
 
 Result: TypeAlias = "TensorRef | Expr | Float | Condition | bool | float | tuple[Result, ...] | None"
 
 
 class ProgramBuilder:
-    """Collects the program while the FX graph is walked in order."""
+    """Builds the program while the FX graph is traversed in order."""
 
     def __init__(
         self, derived: Mapping[str, Derived] | None = None, *, contract: bool = True, library: Library = REFERENCE
     ) -> None:
-        """derived: the derived integers that sizes may name, each after those that it is made of.
+        """derived: the derived integers that sizes may name, each after those that it is computed from.
 
-        contract: whether matrix products, convolutions and attention become kernels. library: ATen, next to these.
-        counters: buffers of integers that count, each with its first element and the step.
+        contract: whether matrix products, convolutions and attention become kernels. library: the speed of ATen, to
+        choose between it and kernels. counters: buffers that hold an `arange`, each with its start and step.
         """
         self.contract = contract
         self.library = library
@@ -68,13 +68,13 @@ class ProgramBuilder:
         self._derived: dict[str, Derived] = dict(derived or {})
         self._floats: set[str] = set()  # float arguments
 
-    # What FX nodes stand for.
+    # Values of FX nodes.
 
     def bind(self, node: torch.fx.Node, value: Result) -> None:
         self._values[node] = value
 
     def value(self, arg: Any) -> Any:
-        """`arg` of an FX node with every node in it replaced by what it stands for."""
+        """`arg` of an FX node with every node in it replaced by its value."""
         if isinstance(arg, torch.fx.Node):
             return self._values[arg]
         if isinstance(arg, list | tuple):
@@ -82,12 +82,12 @@ class ProgramBuilder:
         return self.number(arg) if is_symbolic(arg) else arg
 
     def computed(self) -> dict[str, View]:
-        """Where the tensor that each call computes lies, by the name of its FX node."""
+        """The view of the tensor that each call computes, by the name of its FX node."""
         calls = {node.name: value for node, value in self._values.items() if node.op == "call_function"}
         return {name: value.view for name, value in calls.items() if isinstance(value, TensorRef)}
 
     def number(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Expr | Float | float | Condition:
-        """What a symbolic number stands for; a float becomes a derived number of the program, or is an input."""
+        """The value of a symbolic number; a float becomes a derived number of the program, or is an input."""
         if isinstance(value, torch.SymInt):
             return expr_of(value)
         if isinstance(value, torch.SymBool):
@@ -105,13 +105,13 @@ class ProgramBuilder:
     # Buffers.
 
     def add_symbol(self, value: Expr) -> None:
-        """An integer argument: it tells the value of a symbol, unless it is no symbol or was told before."""
+        """Add an integer argument: it determines a symbol, unless it is no symbol or an earlier argument does."""
         names = [name for name in value.syms() if value == sym(name) and name not in self._symbols]
         self._inputs.append(names[0] if names else None)
         self._symbols += names
 
     def add_float(self, name: str) -> None:
-        """A float argument, which arrives as a tensor of one f64."""
+        """Add a float argument, which is passed as a tensor of one f64."""
         del self._derived[name]
         self._floats.add(name)
         self._buffers[name] = Buffer(name, DType.F64, ONE, "input")
@@ -124,14 +124,14 @@ class ProgramBuilder:
         return TensorRef(View(number.name, (), (), ZERO), DType.F64)
 
     def is_derived(self, number: Float) -> bool:
-        """Whether the program computes `number`; otherwise it is an argument, and nothing but kernels can read it."""
+        """Whether the program computes `number`; otherwise it is an argument, which only kernels can read."""
         return number.name in self._derived
 
     def add_unused_input(self) -> None:
         self._inputs.append(None)
 
     def add_input(self, name: str, tensor: torch.Tensor) -> TensorRef:
-        """A tensor that the caller owns; addresses are relative to its data pointer."""
+        """Add a tensor that the caller owns; addresses are relative to its data pointer."""
         view = whole(name, tensor)
         self._buffers[name] = Buffer(name, dtype_of(tensor), storage_extent(view), "input")
         self._offsets[name] = expr_of(tensor.storage_offset())
@@ -139,21 +139,21 @@ class ProgramBuilder:
         return TensorRef(view, dtype_of(tensor))
 
     def add_constant(self, name: str, tensor: torch.Tensor) -> TensorRef:
-        """A tensor that belongs to the graph: an input that the compiled program supplies itself."""
+        """Add a tensor that belongs to the graph: an input that the compiled program supplies itself."""
         self.constants[name] = tensor
         return self.add_input(name, tensor)
 
     def new(self, meta: torch.Tensor, hint: str) -> TensorRef:
-        """A fresh buffer with the layout that eager gives to `meta`."""
+        """A new buffer with eager's layout, that of `meta`."""
         name = f"b{len(self._buffers)}_{hint}"
         view = whole(name, meta)
         self._buffers[name] = Buffer(name, dtype_of(meta), storage_extent(view), "temp")
-        # Some fake results, those of slice_scatter among them, claim an offset: views of them count from it.
+        # Some fake results, such as those of slice_scatter, have an offset: offsets of their views include it.
         self._offsets[name] = expr_of(meta.storage_offset())
         return TensorRef(view, dtype_of(meta))
 
     def temporary(self, shape: Sequence[Expr], dtype: DType, hint: str) -> TensorRef:
-        """A fresh, contiguous buffer that no FX node stands for."""
+        """A new, contiguous buffer that is the value of no FX node."""
         name, extent = f"b{len(self._buffers)}_{hint}", product(shape)
         strides = tuple(product(shape[d + 1 :]) for d in range(len(shape)))
         self._buffers[name] = Buffer(name, dtype, extent, "temp")
@@ -163,18 +163,18 @@ class ProgramBuilder:
     def alias(self, base: TensorRef, meta: torch.Tensor) -> TensorRef:
         """Another view of `base`'s buffer, laid out like `meta`.
 
-        Buffers have eager's layout, so a view operator needs no arithmetic of ours.
+        Buffers have eager's layout, so the view has the sizes, strides and offset of `meta`.
         """
         start = self._offsets[base.view.buffer]
         offset = expr_of(meta.storage_offset()) - start
         if start != ZERO and not nonnegative(offset):
-            raise UnsupportedError("a view that may begin before the memory of the input it is made from")
+            raise UnsupportedError("a view that may begin before the memory of the input it is a view of")
         view = View(base.view.buffer, shape_of(meta), strides_of(meta), offset)
         self._reach(view)
         return TensorRef(view, dtype_of(meta))
 
     def _reach(self, view: View) -> None:
-        """`as_strided` may go beyond the elements of the argument that it is made from, in the same memory."""
+        """Enlarge an input's buffer: `as_strided` may reach past the elements of its argument, in the same memory."""
         buffer, extent = self._buffers[view.buffer], storage_extent(view)
         end = view.offset + extent
         if buffer.role == "input" and extent != ZERO and nonnegative(end - buffer.numel - 1):
@@ -192,20 +192,20 @@ class ProgramBuilder:
         self._nodes.append(replace(finished, name=f"{finished.name}_{len(self._nodes)}"))
 
     def copy(self, node: torch.fx.Node, source: TensorRef, result: TensorRef) -> None:
-        """A kernel that writes the elements of a tensor into another one of its shape, of any type and strides."""
+        """Add a kernel that copies a tensor into another one of its shape, of any type and strides."""
         kernel = self.kernel(node, result.shape)
         kernel.store(result.view, result.dtype, kernel.index, kernel.load(source.view, source.dtype, kernel.index))
         self.emit(kernel)
 
     def emit_extern(self, make: Callable[[str], Node]) -> None:
-        """Add a call; `make` gets the position in the program, to build a unique name from."""
+        """Add a call; `make` is passed the position in the program, as a suffix for a unique name."""
         self._nodes.append(make(str(len(self._nodes))))
 
     def decide(self, decision: Decision) -> Decision:
         return self.decisions.add(decision)
 
     def finish(self, outputs: Iterable[Result]) -> Program:
-        """The program that returns `outputs`. Inputs, symbols and buffers that nothing uses are left out of it."""
+        """The program that returns `outputs`, without unused inputs, symbols and buffers."""
         views = tuple(_output(value) for value in outputs)
         returned = {view.buffer for view in views if isinstance(view, View)}
         used = returned.union(*((*reads(node), *writes(node)) for node in self._nodes))
@@ -222,23 +222,23 @@ class ProgramBuilder:
         return replace(program, symbols=symbols, inputs=inputs, derived=derived)
 
     def _sized(self, kernel: Kernel) -> Kernel:
-        """`kernel` with its buffers as large as they are, now that all views of them are known."""
+        """`kernel` with the sizes of its buffers, now that all views of them are known."""
         params = tuple(replace(param, numel=self._buffers[param.name].numel) for param in kernel.params)
         return replace(kernel, params=params)
 
     def _derived_in(self, program: Program) -> tuple[tuple[Derived, ...], set[str]]:
-        """The derived numbers that `program` names, those that they are made of, and the names of all that it needs."""
+        """The derived numbers that `program` needs, in order, and the names of all numbers and symbols it needs."""
         needed = {name for _, size in program_sizes(program) for name in size.syms()}
         needed |= {buffer.name for buffer in program.buffers}
         for node in program.nodes:
             given = arguments_of(node) if isinstance(node, Extern) else ()
             needed.update(each.name for each in given if isinstance(each, Float))
-        kept: list[Derived] = []
+        found: list[Derived] = []
         for each in reversed(self._derived.values()):
             if each.name in needed and each.name not in self._symbols:
                 needed |= names_in(each.term)
-                kept.append(each)
-        return tuple(reversed(kept)), needed
+                found.append(each)
+        return tuple(reversed(found)), needed
 
 
 def _output(value: Result) -> View | Expr | None:
@@ -254,7 +254,7 @@ def _output(value: Result) -> View | Expr | None:
 
 
 def storage_extent(view: View) -> Expr:
-    """How many elements of its buffer `view` spans, from the data pointer on. Strides are not negative.
+    """The number of elements that `view` spans, from its first one on. Strides are not negative.
 
     With a symbolic extent that turns out to be 0 this is an upper bound.
     """
@@ -283,7 +283,7 @@ def op_name(node: torch.fx.Node) -> str:
 
 
 def arguments(node: torch.fx.Node, graph: ProgramBuilder) -> Mapping[str, Any]:
-    """The arguments of a call by their names in the operator's schema, defaults filled in."""
+    """The arguments of a call by their names in the operator's schema, with defaults."""
     schema = node.target._schema  # type: ignore[union-attr]
     given = {argument.name: graph.value(value) for argument, value in zip(schema.arguments, node.args, strict=False)}
     given.update({name: graph.value(value) for name, value in node.kwargs.items()})

@@ -1,4 +1,4 @@
-"""Reductions, and the operators built around them: softmax, layer norm."""
+"""Lowers reductions, and the operators built on them: softmax, layer norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pellucid.lower.kernel_builder import KernelBuilder, Value
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, numel, op_name
 from pellucid.lower.registry import NotLowered, rule
 
-# Combines the loaded element's reduction: (kernel, value, dims) -> result.
+# Reduces a loaded element: (kernel, value, dims) -> result.
 Body = Callable[[KernelBuilder, Value, tuple[int, ...]], Value]
 
 
@@ -47,7 +47,7 @@ def lower_reduction(
     bodies: Sequence[Body],
     accumulate: DType,
 ) -> Result:
-    """One kernel over the input's shape; `bodies` make the results, in the order of the operator's returns."""
+    """One kernel over the input's shape; `bodies` compute the results, in the order of the operator's returns."""
     x: TensorRef = graph.value(node.args[0])
     if x.dtype.is_opaque:
         raise NotLowered(f"{x.dtype} is left to ATen")
@@ -69,7 +69,7 @@ def _simple(name: str) -> Body:
 
 
 def _position(name: str) -> Body:
-    """argmax or argmin, which have no form for bool."""
+    """argmax or argmin, which do not support bool."""
     return lambda kernel, value, dims: kernel.reduce(
         name, value.to(DType.U8) if value.dtype is DType.BOOL else value, dims
     )
@@ -135,27 +135,27 @@ def any_all(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 
 def _moments(kernel: KernelBuilder, value: Value, dims: tuple[int, ...]) -> tuple[Value, Value]:
-    """(mean, sum of squared distances from it), in two sweeps: the second also sums the distances from the mean of the
-    first, which tells how far that mean is off.
+    """(mean, sum of squared distances from it), in two passes: the second also sums the distances from the mean of the
+    first pass, which is the error of that mean.
 
-    Of equal elements the mean is exact and the sum of squares 0: each distance is the same few units in the last place,
-    and their sums have no rounding errors. The distances themselves are rounded, all of them alike, so a correction
-    of less than a unit in their last place would do harm.
+    For equal elements the mean is exact and the sum of squares 0: each distance is the same few units in the last
+    place, and their sums have no rounding errors. The distances themselves are rounded, all in the same way, so a
+    correction of less than a unit in their last place would increase the error.
     """
     count = kernel.size_value(kernel.count(dims), value.dtype)
-    near = kernel.reduce("sum", value, dims) / count
-    distance = value - near
+    first_mean = kernel.reduce("sum", value, dims) / count
+    distance = value - first_mean
     total = kernel.reduce("sum", distance, dims)
-    off = total / count
-    shift = total * off
+    error = total / count
+    shift = total * error
     squares = (kernel.reduce("sum", distance * distance, dims) - shift).op("maximum", 0)
     unit = torch.finfo(TORCH_DTYPES[value.dtype]).eps
-    return kernel.where(shift >= squares * unit**2, near + off, near), squares
+    return kernel.where(shift >= squares * unit**2, first_mean + error, first_mean), squares
 
 
 @rule("var.correction", "var_mean.correction")
 def var(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """In the type of the input. Eager adds up f32 in f64: its relative error is 6e-8, ours up to 4e-7.
+    """Computed in the type of the input. Eager sums f32 in f64: its relative error is 6e-8, ours up to 4e-7.
 
     In f64 even rows of two elements took longer: 525 us instead of 484 for 200,000 of them (AMD EPYC with AVX2).
     """
@@ -179,7 +179,7 @@ def var(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 def softmax(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     """exp(x - max) / sum, or x - max - log(sum): one kernel with two reductions over the same axis.
 
-    The safe softmax of a row of which every element is -inf (all of it masked) is 0 instead of NaN.
+    The safe softmax of a row of -inf alone (all of it masked out) is 0 instead of NaN.
     """
     given = arguments(node, graph)
     x: TensorRef = given["self"]
@@ -187,15 +187,15 @@ def softmax(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     kernel = graph.kernel(node, x.shape)
     dims = normalized(given["dim"], len(x.shape))
     if kernel.count(dims) == ZERO:
-        return result  # it has no elements, and nothing has a maximum
+        return result  # it has no elements, so there is no maximum
     value = kernel.load(x.view, x.dtype, kernel.index)
-    greatest = kernel.reduce("max", value, dims)
-    shifted = value - greatest
+    maximum = kernel.reduce("max", value, dims)
+    shifted = value - maximum
     exponential = shifted.op("exp")
     denominator = kernel.reduce("sum", exponential, dims)
     answer = shifted - denominator.op("log") if op_name(node) == "log_softmax" else exponential / denominator
     if op_name(node) == "safe_softmax":
-        answer = kernel.where(greatest.op("eq", -math.inf), 0, answer)
+        answer = kernel.where(maximum.op("eq", -math.inf), 0, answer)
     kernel.store(result.view, result.dtype, kernel.index, answer)
     graph.emit(kernel)
     return result
@@ -227,25 +227,25 @@ def layer_norm(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     return results
 
 
-# Elements that lie beside one another in memory, from which on a prefix sum along another dimension adds vectors.
-_BESIDE = 8
-# Elements of a prefix sum that adds one after the other, up to which it is fused; ATen's loop is as fast.
+# Minimum number of adjacent elements for which a prefix sum along another dimension adds vectors.
+_ADJACENT = 8
+# Maximum number of elements of a sequential prefix sum that is fused; for more, ATen's loop is as fast.
 _FEW = 1 << 12
 
 
 @rule("cumsum.default")
 def cumsum(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """result[i] = sum over j of (x[j] if j <= i else 0), which is computed in one loop, see ir/prefix.py."""
+    """result[i] = sum over j of (x[j] if j <= i else 0), computed in one loop, see ir/prefix.py."""
     given = arguments(node, graph)
     x: TensorRef = given["self"]
     if not x.shape:
         raise NotLowered("cumsum of a zero-dimensional tensor")
     dim = given["dim"] % len(x.shape)
     along = enumerate(zip(x.shape, strides_of(node.meta["val"]), strict=True))
-    beside = [size.value for d, (size, stride) in along if d != dim and stride == ONE]
+    adjacent = [size.value for d, (size, stride) in along if d != dim and stride == ONE]
     elements = numel(x.shape).value
-    if all(size is not None and size < _BESIDE for size in beside) and (elements is None or elements > _FEW):
-        raise NotLowered("a prefix sum of elements that lie one after the other in memory: ATen's loop is as fast")
+    if all(size is not None and size < _ADJACENT for size in adjacent) and (elements is None or elements > _FEW):
+        raise NotLowered("a prefix sum along adjacent elements: ATen's loop is as fast")
     result = graph.new(node.meta["val"], "cumsum")
     kernel = graph.kernel(node, (*x.shape, x.shape[dim]))
     at, earlier = kernel.index[:-1], kernel.index[-1]

@@ -1,10 +1,10 @@
-"""Writing to places that tensors name: scatter, index_put, index_add, and the gradients of lookups.
+"""Lowers writes to indices from tensors: scatter, index_put, index_add, and the gradients of lookups.
 
 A general scatter is two kernels: a copy of the tensor that is written to, and a kernel over the written values whose
-store's index depends on the index tensor. Points that meet in one element happen in order, so results are the same on
-every run and for every number of threads; where eager leaves open which of several values stays, the last one does.
-Where a slice holds at most one written element, one kernel over the result chooses between old and new instead, and so
-it does for written slices; but not where an input is changed, which then happens in place (`schedule/in_place.py`).
+store's index depends on the index tensor. Writes to the same element happen in order, so results are the same in
+every run and for every number of threads; where eager does not define which of several values remains, the last one
+does. Where a slice has at most one written element, one kernel over the result selects old or new values instead, also
+for written slices; but not where an input is changed, which is then done in place (`schedule/in_place.py`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, ar
 from pellucid.lower.registry import NotLowered, rule
 from pellucid.lower.shapes import check_ranks, checked_position, inside, is_view
 
-# The join of each reduction that `scatter_reduce` and `scatter` name.
+# The IR's join for each reduction of `scatter_reduce` and `scatter`.
 _JOINS = {"sum": "add", "add": "add", "prod": "mul", "multiply": "mul", "amax": "maximum", "amin": "minimum"}
-# Operators whose result is their first argument but for some elements.
+# Operators whose result is their first argument except for some elements.
 _CHANGES = frozenset(
     "index_add index_copy index_fill scatter scatter_add scatter_reduce index_put unsafe_index_put slice_scatter"
     " select_scatter diagonal_scatter".split()
@@ -38,22 +38,22 @@ _CHANGES = frozenset(
 
 
 def _copied(graph: ProgramBuilder, node: torch.fx.Node, x: TensorRef) -> TensorRef:
-    """A fresh buffer for the result of `node` that holds the elements of `x`."""
+    """A new buffer for the result of `node` with the elements of `x`."""
     result = graph.new(node.meta["val"], op_name(node))
     graph.copy(node, x, result)
     return result
 
 
 def _changes_input(node: torch.fx.Node) -> bool:
-    """Whether what an operator makes of an input, or of part of it, is what that holds in the end."""
-    given: Any = node
-    while given.op == "call_function" and (is_view(given) or op_name(given) in _CHANGES):
-        given = given.args[0]
-    stack = [node] if given.op == "placeholder" else []
+    """Whether the result of an operator on an input, or on part of it, is written back to that input."""
+    source: Any = node
+    while source.op == "call_function" and (is_view(source) or op_name(source) in _CHANGES):
+        source = source.args[0]
+    stack = [node] if source.op == "placeholder" else []
     seen = set(stack)
     while stack:
         for user in stack.pop().users:
-            if user.target is torch.ops.aten.copy_.default and user.args[0] is given:
+            if user.target is torch.ops.aten.copy_.default and user.args[0] is source:
                 return True
             if op_name(user) in _CHANGES and user not in seen:
                 seen.add(user)
@@ -62,7 +62,7 @@ def _changes_input(node: torch.fx.Node) -> bool:
 
 
 def _constant(graph: ProgramBuilder, node: torch.fx.Node, number: float) -> TensorRef:
-    """A fresh buffer for the result of `node` that holds `number` everywhere."""
+    """A new buffer for the result of `node`, filled with `number`."""
     result = graph.new(node.meta["val"], op_name(node))
     kernel = graph.kernel(node, result.shape)
     kernel.store(result.view, result.dtype, kernel.index, kernel.const(number, result.dtype))
@@ -80,11 +80,11 @@ def _check_join(join: str, dtype: DType) -> None:
 
 @rule("embedding_dense_backward.default")
 def embedding_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """The rows of the gradient, added up by the row of the table that they came from."""
+    """The rows of the gradient, summed for each row of the table."""
     given = arguments(node, graph)
     grad, indices = given["grad_output"], given["indices"]
     if given["scale_grad_by_freq"]:
-        raise NotLowered("gradients that are divided by how often a row was looked up")
+        raise NotLowered("gradients that are divided by the number of lookups of a row")
     result = _constant(graph, node, 0)
     kernel = graph.kernel(node, grad.shape)
     row = checked_position(graph, kernel, indices, kernel.index[:-1], result, 0, wrap=False)
@@ -100,7 +100,7 @@ def embedding_backward(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 @rule("index_add.default", "index_copy.default", "index_fill.int_Scalar", "index_fill.int_Tensor")
 def index_along(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """Whole slices along a dimension, one for each element of a vector of positions."""
+    """Write whole slices along a dimension, one for each element of a vector of positions."""
     given = arguments(node, graph)
     x, indices = given["self"], given["index"]
     join = "add" if op_name(node) == "index_add" else ""
@@ -129,7 +129,7 @@ def index_along(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 @rule("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add.default",
       "scatter_reduce.two")  # fmt: skip
 def scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """One element along a dimension for each element of a tensor of positions."""
+    """Write one element along a dimension for each element of a tensor of positions."""
     given = arguments(node, graph)
     x, indices = given["self"], given["index"]
     source = given["src"] if "src" in given else given["value"]
@@ -142,37 +142,37 @@ def scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     if not isinstance(source, TensorRef):
         check_fits(source, x.dtype)
     dim = given["dim"] % len(x.shape)
-    afresh = not given.get("include_self", True)
+    overwrite = not given.get("include_self", True)
     whole = all(d == dim or i == n for d, (i, n) in enumerate(zip(indices.shape, x.shape, strict=True)))
-    if _chosen(graph, node, whole and indices.shape[dim] == ONE and x.shape[dim] != ZERO and not afresh):
+    if _by_selection(graph, node, whole and indices.shape[dim] == ONE and x.shape[dim] != ZERO and not overwrite):
 
         def found(kernel: KernelBuilder) -> tuple[Value, Value]:
             at = tuple(ZERO if d == dim else i for d, i in enumerate(kernel.index))
             wanted = kernel.load(indices.view, indices.dtype, at)
             return kernel.check_index(wanted, x.shape[dim], dim, wrap=False), _source(kernel, source, x.dtype, at)
 
-        return _choose(graph, node, x, dim, join, found)
+        return _select(graph, node, x, dim, join, found)
     result = _copied(graph, node, x)
-    if afresh:
+    if overwrite:
         _scatter_into(graph, node, result, indices, identity_of(join, x.dtype), dim, "")
     _scatter_into(graph, node, result, indices, source, dim, join)
     return result
 
 
-def _chosen(graph: ProgramBuilder, node: torch.fx.Node, single: bool) -> bool:
-    """Whether a scatter is computed element by element: where one index at most names an element.
+def _by_selection(graph: ProgramBuilder, node: torch.fx.Node, single: bool) -> bool:
+    """Whether a scatter is computed by a selection for each element: where each row has exactly one index.
 
-    Then a result is written once, as the copy that a scatter begins with would be, and fuses with what reads it.
+    Then the result is written once, as the copy that a scatter begins with would be, and is fused with its readers.
     """
-    why = "one index per row: each element of the row is the value, where the index names it, or what was there"
+    why = "one index per row: each element is the written value if the index is its own, else the old value"
     if not single:
-        why = "there is not exactly one index for each row: values go to their places in a copy, in order"
+        why = "there is not exactly one index per row: values are written to a copy, in order"
     elif _changes_input(node):
-        single, why = False, "an input changes: values go to their places in it"
+        single, why = False, "an input changes: values are written in place"
     return graph.decide(Decision("lower.scatter", (node.name,), single, why)).ok
 
 
-def _choose(
+def _select(
     graph: ProgramBuilder,
     node: torch.fx.Node,
     x: TensorRef,
@@ -222,7 +222,7 @@ def _source(kernel: KernelBuilder, source: TensorRef | float, dtype: DType, inde
 
 @rule("index_put.default", "_unsafe_index_put.default")
 def index_put(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """`x[i, j, :, k] = values`: the index tensors are broadcast together, and the values to the shape they select."""
+    """`x[i, j, :, k] = values`: index tensors are broadcast together, and values to the shape that they select."""
     given = arguments(node, graph)
     x, values = given["self"], given["values"]
     indices: list[TensorRef | None] = list(given["indices"])
@@ -249,7 +249,7 @@ def index_put(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
             at = broadcast_index(given_index.shape, coordinates)
             index.append(checked_position(graph, kernel, given_index, at, x, d, wrap=True))
     row = _row_of(kernel, index, x)
-    if _chosen(graph, node, row is not None):
+    if _by_selection(graph, node, row is not None):
         assert row is not None
         dim, chosen = row.dim, indices[row.dim]
         assert chosen is not None
@@ -260,7 +260,7 @@ def index_put(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
             wanted = kernel.check_index(kernel.load(chosen.view, chosen.dtype, place), x.shape[dim], dim, wrap=True)
             return wanted, kernel.load(values.view, values.dtype, broadcast_index(values.shape, at)).to(x.dtype)
 
-        return _choose(graph, node, x, dim, join, found)
+        return _select(graph, node, x, dim, join, found)
     result = _copied(graph, node, x)
     value = kernel.load(values.view, values.dtype, broadcast_index(values.shape, kernel.index))
     kernel.store(result.view, result.dtype, index, value, join=join)
@@ -270,21 +270,21 @@ def index_put(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The rows of a tensor along `dim`, of which each has one point among those of a scatter.
+    """The rows of a tensor along `dim`, if a scatter has exactly one point for each.
 
-    counted: for each dimension of the scatter's space, the dimension of the tensor that it counts through, if any.
+    counted: for each dimension of the scatter's space, the dimension of the tensor that it runs over, if any.
     """
 
     dim: int
     counted: tuple[int | None, ...]
 
     def point(self, kernel: KernelBuilder) -> tuple[Expr, ...]:
-        """The scatter's point for the row in which a point of `kernel`, over the tensor, lies."""
+        """The scatter's point for the row that contains the current point of `kernel`, which is over the tensor."""
         return tuple(ZERO if dim is None else kernel.index[dim] for dim in self.counted)
 
 
 def _row_of(kernel: KernelBuilder, index: Sequence[Expr], x: TensorRef) -> _Row | None:
-    """The rows, if a single index depends on values and the others count through their dimensions, each on its own."""
+    """The rows, if a single index depends on values and each other index runs over its whole dimension."""
     dims = [d for d, each in enumerate(index) if each.vals()]
     if len(dims) != 1 or x.shape[dims[0]] == ZERO:
         return None
@@ -296,7 +296,7 @@ def _row_of(kernel: KernelBuilder, index: Sequence[Expr], x: TensorRef) -> _Row 
 
 
 def _broadcast_shape(shapes: Sequence[tuple[Expr, ...]]) -> tuple[Expr, ...]:
-    """The shape that tensors of these shapes have when they are broadcast together."""
+    """The shape of tensors of these shapes broadcast together."""
     rank = max(len(shape) for shape in shapes)
     padded = [(*([ONE] * (rank - len(shape))), *shape) for shape in shapes]
     return tuple(next((extent for extent in extents if extent != ONE), ONE) for extents in zip(*padded, strict=True))
@@ -310,11 +310,11 @@ def _masked_put(
     values: TensorRef,
     join: str,
 ) -> Result:
-    """`x[mask] = number`: a choice per element."""
+    """`x[mask] = number`: a selection for each element."""
     masks = [(d, index) for d, index in enumerate(indices) if index is not None]
     dim, mask = masks[0]
     if len(masks) > 1 or mask.dtype is not DType.BOOL or any(extent != ONE for extent in values.shape):
-        raise NotLowered("indexing by a mask: how many elements it selects depends on the data")
+        raise NotLowered("indexing by a mask: the number of elements that it selects depends on the data")
     if mask.shape != x.shape[dim : dim + len(mask.shape)]:
         raise NotLowered("indexing by a mask of another shape: ATen reports the error")
     result = graph.new(node.meta["val"], op_name(node))
@@ -339,7 +339,7 @@ def _write_part(
     strides: tuple[Expr, ...],
     offset: Expr,
 ) -> TensorRef:
-    """`result`, whose elements from `offset` on and with these strides get the values of `source`."""
+    """Write `source` to the view of `result` with this offset and these strides; return `result`."""
     part = View(result.view.buffer, source.shape, strides, offset)
     kernel = graph.kernel(node, source.shape)
     value = kernel.load(source.view, source.dtype, kernel.index).to(result.dtype)
@@ -350,7 +350,7 @@ def _write_part(
 
 @rule("slice_scatter.default")
 def slice_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """A choice per element: that of the source where the position lies in the slice."""
+    """A selection for each element: the source's inside the slice, else the old one."""
     given = arguments(node, graph)
     x, source = given["self"], given["src"]
     dim, step = given["dim"] % len(x.shape), given["step"]
@@ -381,11 +381,11 @@ def slice_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 
 def _start_of_slice(node: torch.fx.Node, dim: int) -> Expr:
-    """Where a slice begins, as PyTorch decides about bounds that are symbols: from the end, or beyond it."""
+    """The start of a slice, with PyTorch's handling of symbolic bounds that count from the end, or are past it."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    said = (values.get("start"), values.get("end"), values.get("step", 1))
-    numbers = [number.meta["val"] if isinstance(number, torch.fx.Node) else number for number in said]
+    bounds = (values.get("start"), values.get("end"), values.get("step", 1))
+    numbers = [number.meta["val"] if isinstance(number, torch.fx.Node) else number for number in bounds]
     with fake_mode_of(node.graph) or nullcontext():
         line = torch.empty(node.meta["val"].shape[dim], device="meta")
         return expr_of(torch.ops.aten.slice.Tensor(line, 0, *numbers).storage_offset())
@@ -393,7 +393,7 @@ def _start_of_slice(node: torch.fx.Node, dim: int) -> Expr:
 
 @rule("select_scatter.default")
 def select_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """A choice per element: that of the source at one position."""
+    """A selection for each element: the source's at one position, else the old one."""
     given = arguments(node, graph)
     x, source = given["self"], given["src"]
     dim, chosen = given["dim"] % len(x.shape), as_expr(given["index"])
@@ -426,6 +426,6 @@ def diagonal_scatter(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
     first, second = given["dim1"] % len(x.shape), given["dim2"] % len(x.shape)
     result = _copied(graph, node, x)
     steps = result.view.strides
-    kept = tuple(step for d, step in enumerate(steps) if d not in (first, second))
+    others = tuple(step for d, step in enumerate(steps) if d not in (first, second))
     start = steps[second] * offset if offset >= 0 else steps[first] * -offset
-    return _write_part(graph, node, result, source, (*kept, steps[first] + steps[second]), start)
+    return _write_part(graph, node, result, source, (*others, steps[first] + steps[second]), start)

@@ -1,4 +1,4 @@
-"""Operators that move elements: views, concatenation, padding, indexing; and those that make them: full, arange."""
+"""Lowers operators that move elements: views, concatenation, padding, indexing; and that create them: full, arange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pellucid.lower.pointwise import check_fits
 from pellucid.lower.program_builder import ProgramBuilder, Result, TensorRef, arguments, op_name
 from pellucid.lower.registry import NotLowered, rule
 
-# Views that change values: their tensors carry a flag instead of other elements, or have such a flag resolved.
+# Views that change values: their tensors have a flag instead of other elements, or resolve such a flag.
 _LAZY = ("aten._conj.default", "aten._neg_view.default", "aten.resolve_conj.default")
 
 
@@ -48,7 +48,7 @@ def _keeps_dtype(node: torch.fx.Node) -> bool:
 
 
 def lower_view(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """Every view operator at once: the same buffer with the sizes and strides that eager gives the result."""
+    """All view operators: the same buffer with the sizes and strides of eager's result."""
     base: TensorRef = graph.value(node.args[0])
     meta = node.meta["val"]
     if isinstance(meta, list | tuple):
@@ -59,11 +59,11 @@ def lower_view(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 @rule("full.default", "scalar_tensor.default", "full_like.default", "empty.memory_format", "empty_strided.default",
       "empty_like.default", "empty_permuted.default", floats=True)  # fmt: skip
 def full(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """A constant. What eager leaves uninitialised is 0 here, so that runs can be compared."""
+    """A constant. Memory that eager leaves uninitialised is 0 here, so that runs can be compared."""
     deterministic: Any = torch.utils.deterministic
     filled = torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory
     if filled and op_name(node).startswith("empty"):
-        raise NotLowered("eager fills memory that is not initialised while deterministic algorithms are on")
+        raise NotLowered("eager fills uninitialised memory while deterministic algorithms are enabled")
     given = arguments(node, graph)
     result = graph.new(node.meta["val"], op_name(node))
     kernel = graph.kernel(node, result.shape)
@@ -80,7 +80,7 @@ def full(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 @rule("arange.default", "arange.start", "arange.start_step", "iota.default")
 def arange(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """start + i * step; for floats in the type in which eager accumulates."""
+    """start + i * step; floats are computed in eager's accumulation type."""
     given = arguments(node, graph)
     start, step = given.get("start", 0), given.get("step", 1)
     result = graph.new(node.meta["val"], op_name(node))
@@ -111,7 +111,7 @@ def inside(kernel: KernelBuilder, position: Expr, low: Expr, high: Expr, extent:
 def _moved(
     graph: ProgramBuilder, kernel: KernelBuilder, result: TensorRef, source: TensorRef, index: Sequence[Expr]
 ) -> TensorRef:
-    """Finish a kernel whose every element of `result` is the element of `source` at `index`."""
+    """Finish a kernel that stores the element of `source` at `index`."""
     kernel.store(result.view, result.dtype, kernel.index, kernel.load(source.view, source.dtype, index))
     graph.emit(kernel)
     return result
@@ -119,13 +119,13 @@ def _moved(
 
 @rule("cat.default")
 def cat(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """One kernel that loads from the tensor whose part of the dimension the point lies in."""
+    """One kernel that loads each element from the tensor whose part of the dimension contains it."""
     given = arguments(node, graph)
     # A tensor of shape (0,) is skipped by eager whatever the others' rank is.
     tensors = [t for t in given["tensors"] if len(t.shape) != 1 or t.shape[0] != ZERO]
     result = graph.new(node.meta["val"], "cat")
     if len(tensors) > 16:
-        raise NotLowered(f"cat of {len(tensors)} tensors: one masked load each would cost more than it saves")
+        raise NotLowered(f"cat of {len(tensors)} tensors: a masked load of each would cost more than it saves")
     kernel = graph.kernel(node, result.shape)
     dim = given["dim"] % len(result.shape)
     pieces: list[tuple[Value | None, Value]] = []
@@ -205,12 +205,12 @@ def checked_position(
     *,
     wrap: bool,
 ) -> Expr:
-    """The element of an index tensor, checked to name a place in dimension `dim` of `x`; for an index expression.
+    """The element of an index tensor, checked to be inside dimension `dim` of `x`, as an index expression.
 
-    Of `arange` it is known, and need be neither loaded nor checked.
+    An element of an `arange` is known, and is neither loaded nor checked.
     """
     if index.dtype not in (DType.I64, DType.I32):
-        raise NotLowered(f"ATen takes no positions of {index.dtype.value}: it reports the error")
+        raise NotLowered(f"ATen accepts no indices of {index.dtype.value}: it reports the error")
     for i, extent in zip(kernel.index, kernel.shape, strict=True):
         if extent == ZERO:
             return i  # nothing is looked up, so nothing can be out of range
@@ -224,7 +224,7 @@ def checked_position(
 
 
 def check_ranks(what: str, x: TensorRef, *others: object) -> None:
-    """Leave to ATen what goes along a dimension of `x` with tensors of other ranks: zero-dim ones, and empty ones."""
+    """Leave to ATen operators along a dimension of `x` with tensors of other ranks: zero-dim and empty ones."""
     for each in (x, *others):
         if isinstance(each, TensorRef) and (not each.shape or len(each.shape) != len(x.shape)):
             raise NotLowered(f"{what} of tensors of ranks {len(x.shape)} and {len(each.shape)}")
@@ -269,7 +269,7 @@ def gather(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
 
 @rule("index.Tensor")
 def index_tensor(graph: ProgramBuilder, node: torch.fx.Node) -> Result:
-    """`x[i, j, :, k]`: the index tensors are broadcast together; where they stand apart, their dimensions lead."""
+    """`x[i, j, :, k]`: index tensors are broadcast together; if they are not adjacent, their dimensions come first."""
     x: TensorRef = graph.value(node.args[0])
     given: list[TensorRef | None] = list(graph.value(node.args[1]))
     given += [None] * (len(x.shape) - len(given))

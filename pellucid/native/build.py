@@ -23,17 +23,17 @@ from pellucid.native.store import KernelStore, batch_id, default_root, text_hash
 from pellucid.native.toolchain import Toolchain, detect, remember
 
 _SHARD_CHARS = 8_000
-"""Text that justifies a compiler process of its own: starting one costs as much as compiling about this much."""
+"""Characters that justify another compiler process: starting one costs as much as compiling about this many."""
 
 _TEMPLATE_CHARS = 2_000
-"""Text that takes as long to compile as what the prelude makes of one product, convolution or attention."""
+"""Characters that take as long to compile as the templates of one product, convolution or attention."""
 
 
 class KernelCompileError(ToolchainError):
-    """The compiler refused a kernel.
+    """The compiler rejected a kernel.
 
     kernel: its name. line: of the first error, from 1, in its text (0: unknown). detail: the compiler's message.
-    command: what was run.
+    command: the one that failed.
     """
 
     code = "kernel-compile"
@@ -55,9 +55,9 @@ class KernelCompileError(ToolchainError):
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """What one `build` did: names found in the store, names compiled, and seconds of each step.
+    """The result of one `build`: names found in the store, names compiled, and seconds of each step.
 
-    compile_s, link_s: summed over the compiler processes, which run side by side. pch_s: spent waiting for the
+    compile_s, link_s: summed over the compiler processes, which run in parallel. pch_s: spent waiting for the
     precompiled header. total_s: wall time of the whole.
     """
 
@@ -78,9 +78,9 @@ def build(
 ) -> tuple[dict[str, int], BuildReport]:
     """Address of each kernel, by name.
 
-    sources: from the kernel's name, which is its C symbol, to its C++ text: what follows `#include "prelude.h"`.
-    yielding: the compilers leave cores to others.
-    Raises KernelCompileError, or ToolchainError and StoreError when no kernel at all can be built.
+    sources: C++ text by kernel name, which is its C symbol: the text after `#include "prelude.h"`.
+    yielding: the compilers run with low priority.
+    Raises KernelCompileError; ToolchainError or StoreError if no kernel can be built.
     """
     started = time.perf_counter()
     for name in sources:
@@ -96,7 +96,7 @@ def build(
     missing = {name: text for name, text in wanted.items() if name not in addresses}
     times = _Times()
     if missing:
-        with store.lock(batch_id(missing)):  # another process may be building, or may just have built, the same
+        with store.lock(batch_id(missing)):  # another process may be building the same ones
             addresses |= _load(store.find(missing), missing, store)
             missing = {name: text for name, text in missing.items() if name not in addresses}
             addresses |= _build_missing(missing, compiler, times)
@@ -120,12 +120,12 @@ def is_built(sources: Mapping[str, str]) -> bool:
 
 
 def default_toolchain() -> Toolchain:
-    """The toolchain of this process; what it takes to identify the compiler is remembered in the store's root."""
+    """The toolchain of this process; the compiler's version is cached in the store's root."""
     return detect(default_root())
 
 
 def default_store(toolchain: Toolchain | None = None) -> KernelStore:
-    """The store of this process for a toolchain and the present header."""
+    """The store of this process for a toolchain and the current header."""
     toolchain = toolchain or default_toolchain()
     store = _store(f"v1-{toolchain.key}-{prelude_hash()}", default_root())
     remember(toolchain, store.directory)
@@ -189,7 +189,7 @@ def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times
     paths = compiler.children.each(lambda task: task(), tasks)[len(parts) :]
     addresses: dict[str, int] = {}
     for path, shard in zip(paths, shards, strict=True):
-        if not path.exists():  # somebody has trimmed the store meanwhile
+        if not path.exists():  # removed from the store meanwhile
             path = _build_shard(shard, compiler, times)
         for name, text in shard.items():
             try:
@@ -205,15 +205,15 @@ def _build_missing(kernels: Mapping[str, str], compiler: Compiler, times: _Times
 
 
 def _shards(kernels: Mapping[str, str]) -> list[dict[str, str]]:
-    """Split into batches that take about equally long, at most one for each core: longest first, into the emptiest."""
+    """Split into batches of about equal cost, at most one for each core: longest first, each to the smallest batch."""
     costs = {name: len(text) + _TEMPLATE_CHARS * bool(shared_parts(text)) for name, text in kernels.items()}
     count = max(1, min(len(kernels), usable_cores(), -(-sum(costs.values()) // _SHARD_CHARS)))
     shards: list[dict[str, str]] = [{} for _ in range(count)]
     sizes = [0] * count
     for name in sorted(kernels, key=lambda name: (-costs[name], name)):
-        emptiest = sizes.index(min(sizes))
-        shards[emptiest][name] = kernels[name]
-        sizes[emptiest] += costs[name]
+        smallest = sizes.index(min(sizes))
+        shards[smallest][name] = kernels[name]
+        sizes[smallest] += costs[name]
     return shards
 
 
@@ -228,15 +228,15 @@ def _build_shard(kernels: Mapping[str, str], compiler: Compiler, times: _Times) 
 def _try_shard(kernels: Mapping[str, str], compiler: Compiler, times: _Times) -> Path:
     text = source_text(kernels)
     with compiler.store.workspace() as work:
-        source, made, library = work / "kernels.cpp", work / "kernels.o", work / "kernels.so"
+        source, objects, library = work / "kernels.cpp", work / "kernels.o", work / "kernels.so"
         try:
             source.write_text(text)
         except OSError as error:
             raise CompilerFailed(("write", str(source)), str(error.strerror)) from error
         started = time.perf_counter()
-        compiler.compile(source, made)
+        compiler.compile(source, objects)
         compiled = time.perf_counter()
-        compiler.link_kernels(text, made, library)
+        compiler.link_kernels(text, objects, library)
         with times.lock:
             times.compile += compiled - started
             times.link += time.perf_counter() - compiled
@@ -244,7 +244,7 @@ def _try_shard(kernels: Mapping[str, str], compiler: Compiler, times: _Times) ->
 
 
 def _explain(failed: CompilerFailed, kernels: Mapping[str, str], compiler: Compiler) -> ToolchainError:
-    """The error to raise for a failed batch: it names the kernel to blame."""
+    """The error to raise for a failed batch: it names the faulty kernel."""
     if failed.killed:
         return explain(failed, f"it was compiling {', '.join(kernels)}", "")
     fault = blame(failed.output, kernels)
@@ -259,7 +259,7 @@ def _explain(failed: CompilerFailed, kernels: Mapping[str, str], compiler: Compi
 def _try_each(
     failed: CompilerFailed, kernels: Mapping[str, str], compiler: Compiler
 ) -> tuple[Blame | None, CompilerFailed]:
-    """Compile the kernels of a failed batch one by one, when the compiler's messages name none of them."""
+    """Compile the kernels of a failed batch one by one, if the compiler's messages name none of them."""
     for name, text in kernels.items():
         with compiler.store.workspace() as work:
             source = work / "kernel.cpp"

@@ -26,7 +26,7 @@ Trampoline: TypeAlias = "Callable[[list[torch.Tensor]], list[object]]"
 
 
 def trampoline(call: OutCall | FunctionalCall | PythonCall, numbers: Sequence[Any]) -> Trampoline:
-    """The function that executes a call on `tensor_arguments`. numbers: those that the call leaves open."""
+    """The function that executes a call, with the tensors of `tensor_arguments`. numbers: those that are open."""
     function = call.function if isinstance(call, PythonCall) else _with_location(call)
     count = itertools.count()
     args = [_with_holes(arg, count, numbers) for arg in call.args]

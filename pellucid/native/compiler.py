@@ -1,4 +1,4 @@
-"""Running the C++ compiler: what all kernels share, kernels, runtime; and finding out whose an error is."""
+"""Runs the C++ compiler: for shared code, kernels and the runtime; and finds the kernel that caused an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDTH = re.compile(r"\bpv::(?:attend\w*<|contract\w*<\d+, \d+, )(\d+)")
 
 
 def _has_halves(text: str) -> bool:
-    """Whether a kernel may compute one register of a panel's columns: what is left of so many, of 8 or 16 lanes."""
+    """Whether a kernel may have a remainder of columns that fits into one register, of 8 or 16 lanes."""
     return any((width - 1) % 32 < 16 or (width - 1) % 16 < 8 for width in map(int, _WIDTH.findall(text)))
 
 
@@ -41,13 +41,13 @@ _PARTS = {
     "attention": re.compile(r"\bpv::attend\w*<").search,
     "spread": re.compile(r"\bpv::contract_spread<").search,
 }
-"""What kernel/shared.h has in parts, and which kernels use each, by their text."""
+"""The parts of kernel/shared.h, each with a test of whether the text of a kernel uses it."""
 
 _ELEMENTS = ("float", "bf16", "f16")
 
 
 class CompilerFailed(Exception):
-    """The compiler returned an error: what it ran and what it said."""
+    """The compiler returned an error: the command and its output."""
 
     def __init__(self, command: tuple[str, ...], output: str) -> None:
         super().__init__(output)
@@ -60,15 +60,15 @@ class CompilerFailed(Exception):
 
     @property
     def killed(self) -> bool:
-        """Whether a signal ended it, as the system's does when memory runs out; or it could not get any itself."""
+        """Whether a signal ended it, as when the system runs out of memory; or it could not allocate memory."""
         return any(text in self.output for text in (_KILLED, "terminated program", "out of memory", "bad_alloc"))
 
 
 @dataclass(slots=True)
 class Compiler:
-    """A toolchain at work for one store, during one build. Any number of threads may use it.
+    """Runs a toolchain for one store, during one build. Any number of threads may use it.
 
-    children: its processes. pch_s: seconds spent waiting for the precompiled header.
+    children: the compiler processes. pch_s: seconds spent waiting for the precompiled header.
     """
 
     toolchain: Toolchain
@@ -83,21 +83,21 @@ class Compiler:
         self.run((*self.toolchain.flags, "-I", str(headers), "-c", str(source)), output)
 
     def link(self, source: Path, output: Path, *others: str) -> None:
-        """Make a shared library, from an object file or from source. others: object files and flags.
+        """Link a shared library, from an object file or from source. others: object files and flags.
 
         Raises CompilerFailed.
 
-        It is linked against an empty library with the name of libtorch_cpu: the symbols of that (and of what it in
-        turn needs: Sleef's, OpenMP's) are found when the library is loaded into a process that has torch. The real
-        one would cost a third of a second of the linker's time.
+        It is linked against an empty library with the name of libtorch_cpu: its symbols (and those of its dependencies:
+        Sleef, OpenMP) are resolved when the library is loaded into a process with torch. Linking against the real one
+        would take a third of a second more.
         """
         stub = self.prepare_stub()
         self.run(("-shared", *others, str(source), *linked_to(str(stub))), output)
 
     def twice(self, make: Callable[[], Path]) -> Path:
-        """`make()`; once more, elsewhere, if the disk was full; once more, by itself, if the compiler was killed.
+        """`make()`, and a second time if the disk was full, in another directory, or the compiler was killed, alone.
 
-        The system kills one when memory runs out. Raises CompilerFailed.
+        The system kills compilers when memory runs out. Raises CompilerFailed.
         """
         directory = self.store.directory
         alone: AbstractContextManager[None] = nullcontext()
@@ -114,9 +114,9 @@ class Compiler:
             return make()
 
     def provide(self, name: str, make: Callable[[Path], None], what: str, hint: str = _OTHER) -> Path:
-        """The auxiliary file of that name in the store, which `make` writes where it is not there.
+        """The auxiliary file of that name in the store; `make` writes it if it is missing.
 
-        what, hint: of the error if the compiler fails. Raises ToolchainError.
+        what, hint: message and hint of the error if the compiler fails. Raises ToolchainError.
         """
 
         def add() -> Path:
@@ -127,17 +127,17 @@ class Compiler:
         if found := self.store.file(name):
             return found
         try:
-            with self.store.lock(name):  # another process may be making it too
+            with self.store.lock(name):  # another process may be writing it too
                 return self.store.file(name) or self.twice(add)
         except CompilerFailed as failed:
             raise explain(failed, what, hint) from failed
 
     def prepare_stub(self) -> Path:
-        """The empty library that stands for libtorch_cpu. Raises ToolchainError."""
-        return self.provide(STUB, lambda made: self.run(STUB_FLAGS, made), "an empty library cannot be linked")
+        """The empty library that replaces libtorch_cpu. Raises ToolchainError."""
+        return self.provide(STUB, lambda path: self.run(STUB_FLAGS, path), "an empty library cannot be linked")
 
     def prepare_headers(self) -> Path:
-        """The directory to include `prelude.h` from; with GCC a precompiled header lies there."""
+        """The directory of `prelude.h`; with GCC it also has the precompiled header."""
         if self._headers is None:
             started = time.perf_counter()
             self._headers = self._precompile() if self.toolchain.kind == "gcc" else SOURCES
@@ -146,55 +146,55 @@ class Compiler:
 
     def _precompile(self) -> Path:
         with self.store.lock(_PCH):
-            header, made = self.store.file("prelude.h"), self.store.file(_PCH)
-            if header and made:
+            header, precompiled = self.store.file("prelude.h"), self.store.file(_PCH)
+            if header and precompiled:
                 return header.parent
             with self.store.workspace() as work:
                 (work / "prelude.h").write_text(prelude_text(SOURCES), encoding="utf-8")
                 try:
                     self.run((*self.toolchain.flags, "-x", "c++-header", str(work / "prelude.h")), work / _PCH)
                 except CompilerFailed as error:
-                    if error.out_of_space or error.killed:  # it only saves time
+                    if error.out_of_space or error.killed:  # precompiling only saves time
                         return SOURCES
                     raise explain(error, "the header of all kernels does not compile", _OTHER) from error
-                # The precompiled header first: a header without it is only slow, the reverse is an error.
+                # The precompiled header first: a header without it is only slow, the opposite is an error.
                 self.store.add_file(_PCH, work / _PCH)
                 return self.store.add_file("prelude.h", work / "prelude.h").parent
 
     def link_kernels(self, text: str, source: Path, output: Path) -> None:
-        """Make a shared library of the kernels in `text`, compiled to `source`, and of what they share with others.
+        """Link a shared library from the kernels in `text`, compiled to `source`, and the shared code that they use.
 
-        What came with the package is taken, unless it is damaged and does not link. Raises CompilerFailed;
-        ToolchainError when what they share cannot be compiled.
+        Uses the shared code of the package, unless that is damaged and cannot be linked. Raises CompilerFailed;
+        ToolchainError if the shared code cannot be compiled.
         """
-        came = shipped(self.toolchain)
-        if came:
+        packaged = shipped(self.toolchain)
+        if packaged:
             try:
-                return self.link(source, output, "-Wl,--gc-sections", str(came))
+                return self.link(source, output, "-Wl,--gc-sections", str(packaged))
             except CompilerFailed as failed:
                 if failed.out_of_space or failed.killed:
                     raise
         shared = [str(self.prepare_shared(part)) for part in shared_parts(text)]
         self.link(source, output, "-Wl,--gc-sections", *shared)
-        if came:  # and not the kernels are at fault
-            warn(f"{came} cannot be linked, so the store makes its own: install Pellucid again")
+        if packaged:  # it failed, and not the kernels
+            warn(f"{packaged} cannot be linked, so it is compiled again into the store: reinstall Pellucid")
 
     def parts_to_make(self, text: str) -> tuple[str, ...]:
-        """The parts of kernel/shared.h that the kernels in `text` use and that did not come with the package."""
+        """The parts of kernel/shared.h that the kernels in `text` use and that are not in the package."""
         return () if shipped(self.toolchain) else shared_parts(text)
 
     def prepare_shared(self, part: str) -> Path:
         """The object file of a part of kernel/shared.h, such as `dots_float`. Raises ToolchainError."""
         make = partial(self._compile_shared, part)
-        return self.provide(f"shared-{part}.o", make, f"what kernels share, {part}, does not compile")
+        return self.provide(f"shared-{part}.o", make, f"the shared code of kernels, {part}, does not compile")
 
-    def _compile_shared(self, part: str, made: Path) -> None:
-        source = made.with_name("shared.cpp")
+    def _compile_shared(self, part: str, output: Path) -> None:
+        source = output.with_name("shared.cpp")
         source.write_text(shared_source(part))
-        self.compile(source, made)
+        self.compile(source, output)
 
     def run(self, arguments: tuple[str, ...], output: Path) -> None:
-        """Run the compiler to make `output`. Raises CompilerFailed, or ToolchainError when it cannot be run at all."""
+        """Run the compiler to write `output`. Raises CompilerFailed, or ToolchainError if it cannot be run."""
         if self.toolchain.absent:
             raise ToolchainError(
                 f"{self.toolchain.absent}; and the kernel store, made elsewhere, lacks something that is needed",
@@ -204,11 +204,11 @@ class Compiler:
             )
         command = (*self.toolchain.compiler, *arguments, "-o", str(output))
         try:
-            status, said = self.children.run(command, self.store, _TIMEOUT_S)
+            status, text = self.children.run(command, self.store, _TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             raise ToolchainError(
                 f"the C++ compiler did not finish in {_TIMEOUT_S} s and was ended",
-                hint="try another compiler (set CXX), or look what it waits for",
+                hint="try another compiler (set CXX), or find out what it waits for",
                 context={"command": shlex.join(command)},
             ) from error
         except OSError as error:
@@ -216,14 +216,14 @@ class Compiler:
                 f"the C++ compiler cannot be run: {error}", context={"command": shlex.join(command)}
             ) from error
         if status < 0:
-            raise CompilerFailed(command, f"{said}\n{_KILLED} {-status}")
-        # A program that ignores SIGCHLD, or waits for all its children, keeps the exit status from us.
+            raise CompilerFailed(command, f"{text}\n{_KILLED} {-status}")
+        # In a program that ignores SIGCHLD, or waits for all its children, the exit status is lost.
         if status != 0 or not output.exists():
-            raise CompilerFailed(command, said)
+            raise CompilerFailed(command, text)
 
 
 def explain(failed: CompilerFailed, what: str, hint: str) -> ToolchainError:
-    """The error to raise for a failure that is nobody's kernel's. what: could not be done."""
+    """The error to raise for a failure that no kernel caused. what: the message."""
     if failed.killed:
         what = f"the C++ compiler was killed, twice: {what}"
         hint = "most often the machine, or the container, has run out of memory: give it more, or run less beside"
@@ -251,33 +251,33 @@ def source_text(kernels: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Where the first error of a kernel lies: `line` counts from 1 in its text; 0 if the compiler does not say."""
+    """The first error of a kernel: `line` counts from 1 in its text; 0 if unknown."""
 
     kernel: str
     line: int
     message: str
 
 
-_PLACE = re.compile(r"^\s*(?:In file included from |from )?([A-Za-z_]\w*):(\d+)")
+_LOCATION = re.compile(r"^\s*(?:In file included from |from )?([A-Za-z_]\w*):(\d+)")
 _ERROR = re.compile(r"^(\S+?):(\d+)(?::\d+)?: (?:fatal )?error: (.*)")
 _INTERNAL = re.compile(r"internal compiler error: (.*)")
 
 
 def blame(output: str, kernels: Mapping[str, str]) -> Blame | None:
-    """The kernel that the compiler's first error belongs to.
+    """The kernel that caused the compiler's first error.
 
-    An error inside the header is the kernel's whose line, by the compiler's account ("required from"), led there: the
-    innermost one, which stands first.
+    An error inside the header is attributed to the kernel whose line, by the compiler's notes ("required from"), led
+    there: the innermost one, which is listed first.
     """
-    place: tuple[str, int] | None = None
+    location: tuple[str, int] | None = None
     for text in output.splitlines():
         error = _ERROR.match(text) or _INTERNAL.search(text)
-        at = _PLACE.match(text)
-        if at and at[1] in kernels and (error or place is None):
-            place = (at[1], int(at[2]))
+        at = _LOCATION.match(text)
+        if at and at[1] in kernels and (error or location is None):
+            location = (at[1], int(at[2]))
         if error:
             message = error[error.re.groups]
-            return Blame(*place, message) if place else None
-        if " warning: " in text:  # that was its place
-            place = None
+            return Blame(*location, message) if location else None
+        if " warning: " in text:  # the location was that of the warning
+            location = None
     return None

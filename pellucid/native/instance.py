@@ -1,6 +1,6 @@
 """What the runtime executes, as frozen data.
 
-An `Instance` (see `runtime`) is built from `Slot`s (where each buffer is stored), `Call`s in execution order, and
+An `Instance` (see `runtime`) consists of `Slot`s (where each buffer is stored), `Call`s in execution order, and
 `Result`s. Sizes, strides and offsets of views count elements; arena offsets and `nbytes` count bytes. Calls and
 results of a `Template` may leave numbers open, which are then set for each of its instances.
 """
@@ -89,7 +89,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Variants of a kernel with equal results, the cheapest by estimated cost first: calls find the fastest one.
+    """Variants of a kernel with bitwise equal results, the cheapest by estimated cost first: calls find the fastest.
 
     threads: of a call that is measured.
     settled: called once with a list: the number of the fastest variant, the number of pairs of calls that were

@@ -117,7 +117,7 @@ def pool_limit(nbytes: int) -> None:
 
 
 def contended() -> bool:
-    """Whether other processes compete for the cores: waiting threads then sleep instead of spinning."""
+    """Whether other processes compete for the cores: threads that wait for each other then sleep, not spin."""
     return library().pellucid_contended()
 
 

@@ -1,18 +1,18 @@
 """The store of built kernels: on disk, shared by all models and processes of a user.
 
     <root>/<key>/               one toolchain and header; the key is a hash of both
-        kernels/<name>          one line of JSON: which batch holds the kernel, the batch's checksum, the text's hash
+        kernels/<name>          one line of JSON: the batch that has the kernel, the batch's checksum, the text's hash
         batches/<id>.so .cpp    several kernels in one library, and their source for people to read
         files/<name>            precompiled header, runtime and the like, each with <name>.sum, its checksum
-        programs/<key>-<sum>    what a graph was compiled to (see `pellucid.reuse`), after one line of JSON: the
-                                checksum, when and of what it was made
-        trials/<key>            which of several kernels is the fastest here, see `trials.py`
+        programs/<key>-<sum>    a compiled graph (see `pellucid.reuse`), after one line of JSON: the checksum, when and
+                                from what it was compiled
+        trials/<key>            which variant of a kernel is the fastest here, see `trials.py`
         locks/  tmp/            one lock per batch being built; work in progress
 
-Everything appears by `os.replace`, so a reader sees a file whole or not at all; what a crash or a full disk left
-half-written fails its checksum and is built again. The store holds code, so it uses only what this user or root
-owns and nobody else can write: a store that root has baked into a container image is as good as /usr/lib.
-When a kernel, file, program or trial was last used, the mtime of `kernels/<name>`, `<name>.sum` or the entry says.
+Files are written by `os.replace`, so readers see complete files only; a file that a crash or a full disk left partial
+fails its checksum and is built again. The store contains code, so only files are used that this user or root owns and
+that no other user can write: a store that root has put into a container image is as safe as /usr/lib.
+The mtime of `kernels/<name>`, `<name>.sum` or the entry is when a kernel, file, program or trial was last used.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from typing import IO, Any
 from pellucid.errors import StoreError, warn
 
 POLL_S = 0.02
-"""Seconds between two looks at a lock that another holds."""
+"""Seconds between two attempts to take a lock."""
 
 STALE_S = 24 * 3600
-"""Seconds after which work in progress counts as left by a process that died."""
+"""Seconds after which work in progress is assumed to be left by a process that died."""
 
 _PATIENCE_S = 900
 _HEADER = 1 << 16  # bytes of a first line that are read
-_NOTED_S = 60  # how exactly it is noted when something was used
+_USE_INTERVAL_S = 60  # resolution of the time of the last use
 _UNUSED_S = 30 * 24 * 3600
 _SPILL_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT})
 
@@ -67,7 +67,7 @@ def _temporary_root() -> Path:
     root, owner = Path(tempfile.mkdtemp(prefix="pellucid-")), os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # a forked child must not take it from its parent
+        if os.getpid() == owner:  # a forked child must not remove its parent's
             shutil.rmtree(root, ignore_errors=True)
 
     atexit.register(remove)
@@ -75,33 +75,33 @@ def _temporary_root() -> Path:
 
 
 def text_hash(text: str) -> str:
-    """Identity of a kernel's text."""
+    """A hash of a kernel's text."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class KernelStore:
     """The kernels built under one key.
 
-    root: directory of the store, default `default_root()`. When the default cannot be used, a private temporary
-    directory takes its place, with a warning; a `root` that was asked for, here or by `PELLUCID_CACHE_DIR`, and is
-    unsafe raises StoreError. A store that can be read but not written (read-only, full) is read, and what is built
-    goes to the temporary directory, with a warning.
+    root: directory of the store, default `default_root()`. If the default cannot be used, a private temporary
+    directory replaces it, with a warning; an explicit `root`, here or by `PELLUCID_CACHE_DIR`, that is unsafe raises
+    StoreError. A store that can be read but not written (read-only, full) is read, and new kernels go to the temporary
+    directory, with a warning.
     """
 
     def __init__(self, key: str, root: Path | None = None) -> None:
         self.key = key
-        asked = root is not None or "PELLUCID_CACHE_DIR" in os.environ
+        explicit = root is not None or "PELLUCID_CACHE_DIR" in os.environ
         self.root = _resolved(root or default_root())
         self._verified: dict[Path, str] = {}
         self._spilled = False
         try:
             self._open(self.root)
         except StoreError as error:
-            if asked:
+            if explicit:
                 raise
             self._spill(error.message)
         except OSError as error:
-            if not asked or error.errno in _SPILL_ERRORS:
+            if not explicit or error.errno in _SPILL_ERRORS:
                 self._spill(f"{self.root} cannot be used: {error.strerror}")
             else:
                 raise StoreError(
@@ -111,13 +111,13 @@ class KernelStore:
 
     @property
     def directory(self) -> Path:
-        """Where new entries go."""
+        """The directory for new entries."""
         return (_temporary_root() if self._spilled else self.root) / self.key
 
     def find(self, kernels: Mapping[str, str]) -> dict[str, Path]:
-        """The library of each kernel that the store has, whole and built from this very text.
+        """The library of each kernel that the store has, intact and built from exactly this text.
 
-        kernels: from name to text. What is damaged counts as missing.
+        kernels: text by name. Damaged ones count as missing.
         """
         found = {}
         for name, text in kernels.items():
@@ -129,18 +129,18 @@ class KernelStore:
         return found
 
     def holds(self, name: str, digest: str) -> bool:
-        """Whether it has the kernel of that name whose text has the hash `digest`."""
+        """Whether the store has the kernel of that name whose text has the hash `digest`."""
         return any(self._lookup(directory, name, digest) for directory in self._directories())
 
     def add(self, kernels: Mapping[str, str], library: Path, source: str) -> Path:
-        """Take over a library that holds `kernels` (from name to text), built from `source`; returns where it lies.
+        """Move a library of `kernels` (text by name), built from `source`, into the store; returns its new path.
 
-        library: a file in a directory that `workspace` gave; it is moved.
+        library: a file in a directory of `workspace`.
         """
         directory = self.directory
         try:
             checksum = checksum_of(library)
-            # A file once loaded keeps its name and content: the dynamic linker knows libraries by their names.
+            # A loaded file must keep its name and content: the dynamic linker identifies libraries by their names.
             target = directory / "batches" / f"{batch_id(kernels)}-{checksum[:8]}.so"
             write_whole(target.with_suffix(".cpp"), source.encode())
             move_whole(library, target)
@@ -154,33 +154,33 @@ class KernelStore:
         return target
 
     def file(self, name: str) -> Path | None:
-        """The auxiliary file of that name, if it is there and whole."""
+        """The auxiliary file of that name, if it exists and is intact."""
         for directory in self._directories():
             path = directory / "files" / name
             expected = _read(path.with_name(f"{name}.sum")).decode(errors="replace")
-            if expected and self._whole(path, expected):
+            if expected and self._intact(path, expected):
                 _note_use(path.with_name(f"{name}.sum"))
                 return path
         return None
 
-    def add_file(self, name: str, made: Path) -> Path:
-        """Take over an auxiliary file, made in a directory that `workspace` gave."""
+    def add_file(self, name: str, source: Path) -> Path:
+        """Move an auxiliary file from a directory of `workspace` into the store."""
         directory = self.directory
         target = directory / "files" / name
         try:
-            checksum = checksum_of(made)
-            move_whole(made, target)
+            checksum = checksum_of(source)
+            move_whole(source, target)
             write_whole(target.with_name(f"{name}.sum"), checksum.encode())
         except OSError as error:
             self._fail(error, directory)
-            return self.add_file(name, made)
+            return self.add_file(name, source)
         self._verified[target] = checksum
         return target
 
     def programs(self, key: str) -> Iterator[bytes | str]:
-        """What `add_program` was given for `key`, last first; where it cannot be trusted or is not whole: why.
+        """The data of `add_program` for `key`, latest first; for an entry that is not trusted or not intact: why.
 
-        It is unpickled, which runs code: so nothing is read that another user could have written.
+        It will be unpickled, which runs code: so nothing is read that another user could have written.
         """
         for directory in self._directories():
             found = [path for path in (directory / "programs").glob(f"{key}-*") if path.suffix == ""]
@@ -189,19 +189,19 @@ class KernelStore:
                 _note_use(path)
 
     def headers(self) -> Iterator[dict[str, Any]]:
-        """What is said of each program; see `add_program`."""
+        """The header of each program, see `add_program`."""
         for directory in self._directories():
             for path in (directory / "programs").glob("[!.]*"):
                 yield header_of(path)
 
     def add_program(self, key: str, data: bytes, about: Mapping[str, Any]) -> None:
-        """Keep what a graph was compiled to, if there is room; what nobody has used for a month goes.
+        """Store a compiled graph, if there is space; removes programs that were not used for a month.
 
-        about: of what it was made, as JSON's types, for people.
+        about: facts about its origin, as JSON types, for people.
         """
         programs, checksum = self.directory / "programs", hashlib.sha256(data).hexdigest()
         header = json.dumps({"sum": checksum, "bytes": len(data), "made": round(time.time()), **about})
-        with contextlib.suppress(OSError):  # then the next process compiles it again
+        with contextlib.suppress(OSError):  # the next process compiles it again
             programs.mkdir(mode=0o700, exist_ok=True)
             for path in programs.iterdir():
                 if age(path) > _UNUSED_S:
@@ -209,7 +209,7 @@ class KernelStore:
             write_whole(programs / f"{key}-{checksum[:16]}", b"%s\n%s" % (header.encode(), data))
 
     def trials(self, key: str) -> Iterator[bytes]:
-        """What `add_trial` was given for `key`; nothing that another user could have written."""
+        """The data of `add_trial` for `key`; nothing that another user could have written."""
         for directory in self._directories():
             path = directory / "trials" / key
             if is_ours(path):
@@ -217,21 +217,21 @@ class KernelStore:
                 _note_use(path)
 
     def add_trial(self, key: str, data: bytes) -> None:
-        """Keep what came out of a trial, if there is room."""
+        """Store the result of a trial, if there is space."""
         trials = self.directory / "trials"
-        with contextlib.suppress(OSError):  # then the next process tries it again
+        with contextlib.suppress(OSError):  # the next process repeats the trial
             trials.mkdir(mode=0o700, exist_ok=True)
             write_whole(trials / key, data)
 
     def forget(self, path: Path) -> None:
-        """Treat a file as damaged from now on: it is whole but cannot be loaded."""
+        """Remove a file that is intact but cannot be loaded."""
         self._verified.pop(path, None)
         with contextlib.suppress(OSError):
             path.unlink()
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
-        """A temporary directory on the file system of the store, removed at the end with what is left in it."""
+        """A temporary directory on the file system of the store, removed at the end with its contents."""
         path = None
         while path is None:
             directory = self.directory
@@ -246,10 +246,10 @@ class KernelStore:
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """Hold the lock of that name against other threads and processes; nothing where files cannot be locked.
+        """Hold the lock of that name against other threads and processes; no effect if files cannot be locked.
 
-        Without it, two processes that build the same kernels do the work twice and both are right; so whoever has
-        waited for long, perhaps for one that hangs, goes on as well.
+        It only avoids duplicate work: two processes that build the same kernels get correct results. So a process that
+        has waited for long, perhaps for one that hangs, continues without it.
         """
         started = time.monotonic()
         while (held := self.try_lock(name)) is None and time.monotonic() - started < _PATIENCE_S:
@@ -258,7 +258,7 @@ class KernelStore:
             yield
 
     def try_lock(self, name: str) -> contextlib.AbstractContextManager[None] | None:
-        """The lock of that name, to be entered and left; None when another holds it."""
+        """The lock of that name, as a context manager; None if another one holds it."""
         try:
             handle = open(self.directory / "locks" / name, "w")  # noqa: SIM115 (closed by _held)
         except OSError:
@@ -271,25 +271,25 @@ class KernelStore:
         return _held(handle)
 
     def out_of_space(self, directory: Path) -> None:
-        """Say that the disk of `directory` (as given by the property of that name) is full.
+        """Report that the disk of `directory` (a value of the property of that name) is full.
 
-        What follows goes to the temporary directory; raises StoreError when that is the full one.
+        Later entries go to the temporary directory; raises StoreError if that is the full one.
         """
         self._fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), directory)
 
     # ------------------------------------------------------------------------------------------- private
 
     def _open(self, root: Path) -> None:
-        """Make the directories, and refuse what others could have put code into."""
+        """Create the directories, and refuse those to which other users can write."""
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_way(root)
+        check_parents(root)
         check_safe(root)
         if not (root / self.key).exists():
             _remove_unused(root)
         (root / self.key).mkdir(mode=0o700, exist_ok=True)
         check_safe(root / self.key)
         with contextlib.suppress(OSError):
-            os.utime(root / self.key)  # a key that is in use stays
+            os.utime(root / self.key)  # keeps the key from being removed as unused
         for name in ("kernels", "batches", "files", "locks", "tmp"):
             directory = root / self.key / name
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -297,26 +297,26 @@ class KernelStore:
         _remove_stale(root / self.key / "tmp")
 
     def _spill(self, why: str) -> None:
-        """From now on keep what is built in the temporary directory."""
+        """Store later entries in the temporary directory."""
         try:
             root = _temporary_root()
             self._open(root)
         except OSError as error:
             raise StoreError(
-                f"there is no place to keep kernels: {why}; nor a temporary directory: {error.strerror}",
+                f"kernels cannot be stored: {why}; nor in a temporary directory: {error.strerror}",
                 hint="free some space, or set PELLUCID_CACHE_DIR or TMPDIR to a directory that can be written",
             ) from error
         self._spilled = True
         warn(
-            f"Pellucid keeps the kernels it builds in {root}, for this process only: {why}. "
+            f"Pellucid stores the kernels that it builds in {root}, for this process only: {why}. "
             "Set PELLUCID_CACHE_DIR to a directory of yours that can be written."
         )
 
     def _fail(self, error: OSError, directory: Path) -> None:
-        """After a failed write in `directory`: carry on in the temporary one, or raise if this was it."""
-        if directory != self.directory:  # another thread has dealt with it
+        """Handle a failed write in `directory`: use the temporary directory, or raise if it failed there."""
+        if directory != self.directory:  # another thread has handled it
             return
-        if not directory.is_dir():  # somebody cleared the store
+        if not directory.is_dir():  # the store was removed
             try:
                 return self._open(_temporary_root() if self._spilled else self.root)
             except OSError as why:
@@ -333,7 +333,7 @@ class KernelStore:
         return (own, self.root / self.key) if self._spilled and self._readable() else (own,)
 
     def _readable(self) -> bool:
-        """Whether the real root, which could not be written, can be trusted for reading."""
+        """Whether the regular root, which could not be written, can be trusted for reading."""
         try:
             for directory in (self.root, self.root / self.key):
                 check_safe(directory)
@@ -348,12 +348,12 @@ class KernelStore:
         except (ValueError, KeyError, TypeError):
             return None
         path = directory / "batches" / Path(library).name
-        if text != digest or not self._whole(path, checksum):
+        if text != digest or not self._intact(path, checksum):
             return None
         _note_use(directory / "kernels" / name)
         return path
 
-    def _whole(self, path: Path, checksum: str) -> bool:
+    def _intact(self, path: Path, checksum: str) -> bool:
         if self._verified.get(path) == checksum:
             return path.exists()
         try:
@@ -370,19 +370,19 @@ def _held(handle: IO[str]) -> Iterator[None]:
     with handle:
         try:
             yield
-        finally:  # closing is not enough: a child forked meanwhile has the file open too
+        finally:  # closing is not enough: a child that was forked meanwhile has the file open too
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def batch_id(kernels: Mapping[str, str]) -> str:
-    """Name of the batch that holds exactly these kernels (from name to text)."""
+    """Name of the batch of exactly these kernels (text by name)."""
     parts = sorted(f"{name}:{text_hash(text)}" for name, text in kernels.items())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
 def _resolved(root: Path) -> Path:
-    """The place that a path means now: whatever becomes of links and of the current directory, it stays that."""
+    """The absolute path, so that later changes of links and of the current directory do not affect it."""
     try:
         return Path(os.path.realpath(root))
     except OSError as error:
@@ -392,17 +392,17 @@ def _resolved(root: Path) -> Path:
 
 
 def is_owner(status: os.stat_result) -> bool:
-    """Whether it belongs to us, or to root, who could do anything to us anyway."""
+    """Whether the owner is this user or root, who is trusted anyway."""
     return status.st_uid in (os.geteuid(), 0)
 
 
 def is_trusted(status: os.stat_result) -> bool:
-    """Whether nobody could have written it but us and root."""
+    """Whether only this user and root could have written it."""
     return is_owner(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def is_ours(path: Path) -> bool:
-    """Whether it is a file, in a directory, that nobody could have written but us and root."""
+    """Whether it is a regular file that only this user and root could have written, in such a directory."""
     try:
         status = path.lstat()
         return stat.S_ISREG(status.st_mode) and is_trusted(status) and is_trusted(path.parent.stat())
@@ -411,14 +411,14 @@ def is_ours(path: Path) -> bool:
 
 
 def distrust(status: os.stat_result) -> str:
-    """Who else could have written it; empty if nobody."""
+    """Why it is not trusted; empty if only this user and root could have written it."""
     if is_trusted(status):
         return ""
     return "can be written by other users" if is_owner(status) else f"belongs to another user (uid {status.st_uid})"
 
 
 def check_safe(directory: Path) -> None:
-    """Refuse a directory into which others could have put code. Raises StoreError."""
+    """Refuse a directory to which other users can write. Raises StoreError."""
     status = directory.stat()
     why = distrust(status)
     if not why:
@@ -427,8 +427,8 @@ def check_safe(directory: Path) -> None:
     raise StoreError(f"the kernel store {directory} {why}, so code in it cannot be trusted", hint=hint)
 
 
-def check_way(root: Path) -> None:
-    """Refuse a path that another user could lead elsewhere, by renaming a directory in it."""
+def check_parents(root: Path) -> None:
+    """Refuse a path of which another user could replace a directory."""
     for parent in root.parents:
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -439,7 +439,7 @@ def check_way(root: Path) -> None:
 
 
 def key_folders(root: Path) -> list[Path]:
-    """The directories of a store, one for each key; none where there is no store yet. Raises StoreError."""
+    """The directories of a store, one for each key; none if there is no store yet. Raises StoreError."""
     try:
         return [path for path in root.iterdir() if (path / "kernels").is_dir()]
     except FileNotFoundError:
@@ -452,7 +452,7 @@ def key_folders(root: Path) -> list[Path]:
 
 
 def _remove_stale(tmp: Path) -> None:
-    """Remove what builds that died have left."""
+    """Remove the remains of builds that died."""
     with contextlib.suppress(OSError):
         for path in tmp.iterdir():
             if age(path) > STALE_S:
@@ -460,7 +460,7 @@ def _remove_stale(tmp: Path) -> None:
 
 
 def _remove_unused(root: Path) -> None:
-    """Remove keys that nobody has opened for a month: compilers and releases come and go."""
+    """Remove keys that were not opened for a month, of former compilers and releases."""
     with contextlib.suppress(StoreError):
         for path in key_folders(root):
             if age(path) > _UNUSED_S:
@@ -484,7 +484,7 @@ def _read(path: Path) -> bytes:
 
 
 def age(path: Path) -> float:
-    """Seconds since it was written, or read by somebody who may note it; endless where it is gone."""
+    """Seconds since the last recorded use of a file; infinite if it is gone."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
@@ -492,7 +492,7 @@ def age(path: Path) -> float:
 
 
 def read_program(path: Path) -> bytes | str:
-    """What a file of `programs/` keeps, or why it cannot be trusted or is not whole."""
+    """The data of a file of `programs/`, or why it is not trusted or not intact."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             if not (is_trusted(path.parent.stat()) and is_trusted(os.fstat(file.fileno()))):
@@ -509,12 +509,12 @@ def read_program(path: Path) -> bytes | str:
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    """What is said of a program; nothing if it is damaged, or no file."""
+    """The header of a program; empty if it is damaged, or no file."""
     return _as_header(first_line(path))
 
 
 def first_line(path: Path) -> bytes:
-    """Of a file; empty for what is none, such as a link or a pipe."""
+    """The first line of a file; empty for anything but a regular file, such as a link or a pipe."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             return file.readline(_HEADER) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
@@ -532,20 +532,20 @@ def json_object(text: bytes) -> dict[str, Any]:
 
 
 def _as_header(line: bytes) -> dict[str, Any]:
-    """What the first line of a program says; nothing if it is damaged."""
+    """The header in the first line of a program; empty if it is damaged."""
     about = json_object(line)
     return about if isinstance(about.get("bytes"), int) else {}
 
 
 def _note_use(path: Path) -> None:
-    """Let the mtime of a file say that it was used; not each time, as that would write to the disk each time."""
-    if age(path) > _NOTED_S:
+    """Record the time of use as the mtime of a file; not at each use, to save disk writes."""
+    if age(path) > _USE_INTERVAL_S:
         with contextlib.suppress(OSError):
             os.utime(path)
 
 
 def move_whole(source: Path, target: Path) -> None:
-    """Move a file into the store in one step, as its readers see it, with permissions that the store trusts."""
+    """Move a file into the store atomically, with permissions that the store trusts."""
     source.chmod(0o700)
     try:
         os.replace(source, target)
@@ -557,7 +557,7 @@ def move_whole(source: Path, target: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file in one step, as its readers see it."""
+    """Write a file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
         temporary.write_bytes(data)

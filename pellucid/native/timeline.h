@@ -170,8 +170,8 @@ class RunTimes {
   }
 
   // The words that timeline.py reads: plan, thread, begin, begin of the first call, end, number of calls, of shares and
-  // of counts; the end of each call, or 0; the call, thread, begin and end of each share; and the value of each counter at
-  // the begin of the first call and at the end of each. Times are ticks.
+  // of counts; the end of each call, or 0; the call, thread, begin and end of each share; and the value of each counter
+  // at the begin of the first call and at the end of each. Times are ticks.
   const std::vector<int64_t>& finished() {
     words_[4] = ticks();
     words_[5] = calls_;

@@ -144,7 +144,7 @@ def decision_of(nodes: tuple[str, ...], kernels: tuple[str, ...], outcome: Outco
     """The decision about IR kernels with variants. outcome: None while the trial goes on."""
     facts = (("kernels", " ".join(kernels)),)
     if outcome is None:
-        why = f"{len(kernels)} kernels are being compared: the first calls find out which is the fastest"
+        why = f"{len(kernels)} kernels are being tried: the first calls find out which is the fastest"
         return Decision(VARIANT, nodes, False, why, facts)
     times = ", ".join(f"{name} {ns / 1000:.4g} us" for name, ns in zip(outcome.kernels, outcome.ns, strict=True))
     source = "" if outcome.here else ", as an earlier process found out"

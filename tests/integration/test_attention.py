@@ -203,7 +203,7 @@ def test_no_heads_at_all(tmp_path: Path) -> None:
         ("head sizes from 2 to 256", lambda x: x.repeat(1, 1, 1, 33), {}),
         ("of a single key", lambda x: x[:, :, :1], {}),
         ("same queries and keys", lambda x: x[:, :1].expand(1, 3, 5, 8), {}),
-        ("as the option `contract` asks", lambda x: x, {"contract": False}),
+        ("because the option `contract` is off", lambda x: x, {"contract": False}),
     ],
 )
 def test_what_aten_keeps(tmp_path: Path, reason: str, change: Any, options: dict[str, bool]) -> None:

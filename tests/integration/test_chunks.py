@@ -162,12 +162,12 @@ REFUSED = {
     used_elsewhere: "would be computed twice",
     whole: "is a result",
     rows: "more than one number",
-    clipped: "no multiple of what backward is given",
-    truncated: "no multiple of what backward is given",
-    one_more: "no multiple of what backward is given",
-    narrowed: "no multiple of what backward is given",
-    columns: "not made of parts of rows",
-    dropped: "not made of parts of rows",
+    clipped: "not proportional to what backward is given",
+    truncated: "not proportional to what backward is given",
+    one_more: "not proportional to what backward is given",
+    narrowed: "not proportional to what backward is given",
+    columns: "not computed from parts of rows",
+    dropped: "not computed from parts of rows",
     normalised: "a sum over all of them",
 }
 

@@ -105,11 +105,8 @@ def in_double(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (in_double, "costs 74,368 of weights and at the ends"),
-        (
-            lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), groups=8).as_strided((2, 2), (3, 1)),
-            "the strides of its argument",
-        ),
+        (in_double, "adds 74,368 of weights, inputs and results"),
+        (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), groups=8).as_strided((2, 2), (3, 1)), "strides of its argument"),
         (lambda x: F.conv2d(x, torch.ones(8, 1, 3, 3), groups=8).transpose(1, 3) * 2, "must have the strides"),
     ],
 )

@@ -523,7 +523,7 @@ def test_an_old_python_is_refused(monkeypatch) -> None:
 def test_the_warning_of_a_read_only_store_points_at_the_user(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(children_module, "usable_cores", lambda: 1)
     store = KernelStore("key", tmp_path / "store")
-    with pytest.warns(UserWarning, match="keeps the kernels it builds") as caught:
+    with pytest.warns(UserWarning, match="stores the kernels that it builds") as caught:
         store.out_of_space(store.directory)
     assert caught[0].filename == __file__
     assert shutil.which("g++") and build({}, store=store)[0] == {}

@@ -260,7 +260,7 @@ def test_a_store_that_cannot_be_written_is_read_and_the_rest_goes_elsewhere(stor
     fresh = reopened(store, monkeypatch)
     _, report = build({"k1": kernel("k1")}, store=fresh)
     assert report.found == ("k1",)
-    with pytest.warns(UserWarning, match=rf"keeps the kernels it builds in .*{os.strerror(number)}"):
+    with pytest.warns(UserWarning, match=rf"stores the kernels that it builds in .*{os.strerror(number)}"):
         addresses, report = build({"k1": kernel("k1"), "k2": kernel("k2", 9)}, store=fresh)
     assert report.found == ("k1",) and report.built == ("k2",) and call(addresses["k2"]) == 9
     assert not fresh.directory.is_relative_to(store.root)

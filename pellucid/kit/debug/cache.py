@@ -17,7 +17,7 @@ from pellucid.kit.shown import Shown
 from pellucid.native import archive, inventory
 from pellucid.native.build import default_store
 from pellucid.native.inventory import FILE, KERNELS, PROGRAM, STRANGE, TRIAL, WORK, Entry, contents, problems
-from pellucid.native.store import check_safe, check_way, default_root, key_folders
+from pellucid.native.store import check_parents, check_safe, default_root, key_folders
 from pellucid.native.toolchain import misfit, note_of
 from pellucid.printing import Table, code, name, place, sentence
 from pellucid.reuse import stale
@@ -271,7 +271,7 @@ def _unsafe(root: Path) -> Iterator[str]:
     if not root.exists():
         return
     inner = [each for key in key_folders(root) for each in (key, *(path for path in key.iterdir() if path.is_dir()))]
-    for check, directories in ((check_way, [root]), (check_safe, [root, *inner])):
+    for check, directories in ((check_parents, [root]), (check_safe, [root, *inner])):
         for directory in directories:
             try:
                 check(directory)

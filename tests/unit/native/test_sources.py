@@ -117,7 +117,7 @@ def test_a_damaged_object_file_of_the_package_is_told_and_left_aside(
     damaged.write_bytes(content)
     monkeypatch.setattr("pellucid.native.compiler.shipped", lambda _: damaged)
     store = KernelStore("key", tmp_path / "store")
-    with pytest.warns(UserWarning, match=r"shared-here\.o cannot be linked.*install Pellucid again"):
+    with pytest.warns(UserWarning, match=r"shared-here\.o cannot be linked.*reinstall Pellucid"):
         addresses, _ = build({name: product(name, "float", 20)}, store=store)
     assert native_function(addresses[name])(None, None, 0, 0) == 3
     assert store.file("shared-products_float.o")
