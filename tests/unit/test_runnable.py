@@ -21,6 +21,6 @@ def test_in_a_terminal_no_word_is_broken(monkeypatch):
 
 def test_in_a_pipe_a_line_is_whole(capsys):
     assert not runnable._differs("output 0", torch.ones(3), torch.ones(3))
-    runnable._tell("word " * 40)
+    runnable._print("word " * 40)
     same, long = capsys.readouterr().out.splitlines()
     assert same == "output 0: float32 (3,), rms 1, the same as unedited" and len(long) > 80
