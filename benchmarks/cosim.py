@@ -16,7 +16,7 @@ from statistics import median, quantiles
 import click
 import torch
 
-from pellucid.kit.debug.cosim import COMPLETE, LIVE, simulate
+from pellucid.kit.debug.simulation import COMPLETE, LIVE, simulate
 from pellucid.kit.programs.case import copied
 from pellucid.kit.programs.graphs import Graph, interpret
 from pellucid.kit.runs.target import Request, captured
