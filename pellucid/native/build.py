@@ -79,7 +79,7 @@ def build(
     """Address of each kernel, by name.
 
     sources: C++ text by kernel name, which is its C symbol: the text after `#include "prelude.h"`.
-    yielding: the compilers run with low priority.
+    yielding: the compilers run at a lower priority.
     Raises KernelCompileError; ToolchainError or StoreError if no kernel can be built.
     """
     started = time.perf_counter()

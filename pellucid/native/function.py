@@ -1,4 +1,4 @@
-"""A compiled kernel as a Python function, for what calls one by itself; programs call theirs natively."""
+"""A compiled kernel as a Python function, to call it alone; compiled programs call kernels natively."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KernelFunction: TypeAlias = "Callable[[Sequence[torch.Tensor], Sequence[int], in
 """Called with the tensors of a kernel's parameters, its symbols, and the extent of its parallel loop."""
 
 SIGNATURE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-"""Of a kernel's function: its pointers, its sizes, and the iterations from and to which it runs; see `KernelCall`."""
+"""The signature of a kernel: pointers, sizes, and the first and last (exclusive) iteration; see `KernelCall`."""
 
 
 def kernel_function(name: str, address: int) -> KernelFunction:

@@ -15,8 +15,8 @@ _Library = TypeVar("_Library", bound=ctypes.CDLL)
 def open_library(path: Path, kind: type[_Library]) -> _Library:
     """Load a shared library, for the life of the process. kind: ctypes.CDLL, or ctypes.PyDLL to keep the GIL.
 
-    Where the file system forbids to run code from it, a copy in memory is loaded. Raises OSError for a file that is
-    no library, ToolchainError when this machine lets no code be loaded at all.
+    If the file system does not allow to execute files, a copy in memory is loaded. Raises OSError for a file that is
+    no library, ToolchainError if this machine allows no code to be loaded.
     """
     mode = os.RTLD_NOW | os.RTLD_LOCAL
     try:
@@ -36,9 +36,9 @@ def open_library(path: Path, kind: type[_Library]) -> _Library:
 
 
 def _copy_in_memory(path: Path) -> str:
-    """A path of a copy that lies in memory only.
+    """The path of a copy in memory.
 
-    Its descriptor stays open: the dynamic linker knows libraries by their paths, so a number must never come again.
+    Its descriptor stays open: the dynamic linker identifies libraries by path, so no number may be used twice.
     """
     handle = os.memfd_create(path.name)
     with os.fdopen(handle, "wb", closefd=False) as file:

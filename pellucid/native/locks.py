@@ -1,4 +1,4 @@
-"""Locks that a forked child finds free, whoever held them in the parent at that moment."""
+"""Locks that are free in a forked child, even if a thread of the parent held them at the fork."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 class Lock:
-    """A mutual exclusion lock, used by `with`. In a child of `fork` it is free: its holder did not come along."""
+    """A mutual exclusion lock, used by `with`. In a child of `fork` it is free: the child has no other threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -19,11 +19,11 @@ class Lock:
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
-        with suppress(RuntimeError):  # in a forked child, whose parent's thread was in here: it is free already
+        with suppress(RuntimeError):  # in a forked child, where it was renewed while held
             self._lock.release()
 
     def renew(self) -> None:
-        """Forget whoever holds it."""
+        """Make it free."""
         self._lock = threading.Lock()
 
 

@@ -1,4 +1,4 @@
-"""Random numbers of eager's own stream, many at a time (`twister.h`)."""
+"""The random numbers of PyTorch's CPU generator, many at a time (`twister.h`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pellucid.capture.operators import NAMESPACE
 from pellucid.native.loader import library
 
 _BITS = 53
-"""Of a number that ATen draws to compare it with a probability."""
+"""Bits of a number that ATen draws to compare it with a probability."""
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def bernoulli_(mask: torch.Tensor, p: float, generator: torch.Generator = torch.default_generator) -> torch.Tensor:
-    """Draw each element, true with probability `p`: what `mask.bernoulli_(p)` draws, which also raises for a wrong `p`.
+    """Draw each element, true with probability `p`. Like `mask.bernoulli_(p)`, which also raises for a wrong `p`.
 
     Other threads must not draw from the generator meanwhile.
     """
@@ -27,7 +27,7 @@ def bernoulli_(mask: torch.Tensor, p: float, generator: torch.Generator = torch.
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements, which do not overlap, are all that lies between the first and the last of them."""
+    """Whether its elements, which do not overlap, are contiguous in memory in some order."""
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last == tensor.numel() - 1
 
@@ -41,7 +41,7 @@ def _drawn(mask: torch.Tensor, p: float, generator: torch.Generator) -> torch.Te
 
 @lru_cache(maxsize=1)
 def _draws_as_aten() -> bool:
-    """Whether ATen has the same numbers: with MKL, on processors of Intel, it draws others, on all threads."""
+    """Whether ATen draws the same numbers: with MKL, on Intel processors, it draws others, on all threads."""
     ours, theirs = (torch.Generator().manual_seed(1) for _ in range(2))
     mask, expected = (torch.empty(1000, dtype=torch.bool) for _ in range(2))
     expected.bernoulli_(0.5, generator=theirs)

@@ -1,4 +1,4 @@
-"""The native code that this process has loaded. It stays until the process ends: what was compiled may call it."""
+"""The native code that this process has loaded, until its end, because compiled programs may call it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What native code is made of: with the package, and in a store what did not come with it.
+"""Sources and flags of native code, built with the package, or later into a store.
 
-This file imports nothing of Pellucid, because the package is built where PyTorch may not be.
+This file imports nothing of Pellucid, because the package is built where PyTorch may be absent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FLAGS = ("-std=c++20", "-O3", "-fPIC", "-w")
 
 STUB = "libtorch_cpu.so"
 STUB_FLAGS = ("-shared", "-nostdlib", f"-Wl,-soname,{STUB}", "-x", "c++", os.devnull)
-"""What makes an empty library of that name: it stands for PyTorch's, see `Compiler.link`."""
+"""Flags to build an empty library of that name, which replaces PyTorch's at link time, see `Compiler.link`."""
 
 
 def linked_to(stub: str) -> tuple[str, ...]:
@@ -52,13 +52,13 @@ def linked_to(stub: str) -> tuple[str, ...]:
 
 
 def library_name(stem: str, files: tuple[str, ...]) -> str:
-    """The file name of the library `stem`, which tells of what `files` in this directory it was made."""
+    """The file name of the library `stem`, with a hash of its sources, `files` in this directory."""
     return f"{stem}-{_digest(*((SOURCES / name).read_bytes() for name in files))}.so"
 
 
 # --------------------------------------------------------------------------------------------------- kernels
 
-# Rounding is eager's: no -ffast-math, no contraction of a * b + c. Eager has neither errno nor floating-point traps.
+# Rounding equals eager mode's: no -ffast-math, no contraction of a * b + c. Eager mode has no errno and no traps.
 KERNEL_FLAGS = (
     *("-std=c++20", "-fPIC", "-fvisibility-inlines-hidden", "-fno-semantic-interposition", "-w"),
     *("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
@@ -69,13 +69,13 @@ LEVELS: Mapping[str, tuple[str, ...]] = {
     "avx512": ("-march=x86-64-v4",),
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
 }
-"""The instruction sets that what kernels share (kernel/shared.h) is written for, and the flags of each."""
+"""The instruction sets that the shared code of kernels (kernel/shared.h) is built for, and the flags of each."""
 
 
 def prelude_text(directory: Path) -> str:
-    """The header of all kernels, `prelude.h`, with the headers that it includes in their places.
+    """The header of all kernels, `prelude.h`, with the headers that it includes inserted.
 
-    It is one text because a single header is precompiled and kept with the kernels.
+    It is one text because a single header is precompiled and stored with the kernels.
     """
     return re.sub(
         r'^#include "([\w/]+\.h)"$',
@@ -87,18 +87,18 @@ def prelude_text(directory: Path) -> str:
 
 @lru_cache(maxsize=1)
 def prelude_hash() -> str:
-    """Identity of the header that every kernel includes."""
+    """A hash of the header that every kernel includes."""
     return _digest(prelude_text(SOURCES).encode())[:12]
 
 
 def shared_source(part: str) -> str:
-    """The C++ file of a part of kernel/shared.h; `all` is one."""
+    """The C++ file of a part of kernel/shared.h; the part `all` is all of it."""
     return f'#include "prelude.h"\nnamespace pv {{\nPV_SHARED_{part}(template)\n}}\n'
 
 
 @lru_cache(maxsize=len(LEVELS))
 def shared_name(level: str) -> str:
-    """The file name of the object file of all parts for an instruction set, which tells of what it was made."""
+    """The file name of the object file of all parts for an instruction set, with a hash of its source and flags."""
     flags = " ".join((*KERNEL_FLAGS, *LEVELS[level]))
     return f"shared-{level}-{_digest(prelude_text(SOURCES).encode(), flags.encode())}.o"
 
