@@ -85,6 +85,30 @@ def test_gradients_that_are_sums_of_products_are_kernels(
     assert_kernels(function, tensors, layout, ours, tmp_path)
 
 
+def assert_loops(
+    x: torch.Tensor, weight: torch.Tensor, options: dict[str, Any], wanted: torch.Tensor, dynamic: tuple[int, ...]
+) -> None:
+    """The gradient of `wanted`, the image or the weight, is a kernel's and right. dynamic: dimensions of the image."""
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, weight, **options).square().sum()
+
+    def gradient(call: Callable[..., torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        leaf = wanted.to(dtype, copy=True).requires_grad_()
+        image = leaf if wanted is x else x.to(dtype)
+        if dynamic:
+            torch._dynamo.mark_dynamic(image, dynamic)
+        return torch.autograd.grad(call(image, leaf if wanted is weight else weight.to(dtype)), leaf)[0]
+
+    torch._dynamo.reset()
+    run = torch.compile(function, backend="pellucid", options={"verify": True})
+    with recorded_fallbacks() as found:
+        ours = gradient(run, torch.float32)
+    eagers, exact = gradient(function, torch.float32), gradient(function, torch.float64)
+    assert_matches([ours], [eagers], [exact])
+    assert ours.stride() == eagers.stride() and "aten::convolution_backward.default" not in found
+
+
 @pytest.mark.parametrize(
     ("image", "kernel", "options"),
     [
@@ -101,22 +125,7 @@ def test_gradients_of_images_are_loops_where_image_or_result_has_one_channel(
     image: tuple[int, ...], kernel: tuple[int, ...], options: dict[str, Any], layout: torch.memory_format, dynamic: bool
 ) -> None:
     x, weight = torch.randn(image).contiguous(memory_format=layout), torch.randn(kernel)
-
-    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, weight, **options).square().sum()
-
-    torch._dynamo.reset()
-    run = torch.compile(function, backend="pellucid", options={"verify": True})
-    leaves = [x.clone().requires_grad_(), x.clone().requires_grad_(), x.double().requires_grad_()]
-    if dynamic:
-        torch._dynamo.mark_dynamic(leaves[0], (2, 3))
-    with recorded_fallbacks() as found:
-        ours, eagers, exact = (
-            torch.autograd.grad(call(leaf, weight.to(leaf.dtype)), leaf)[0]
-            for call, leaf in zip((run, function, function), leaves, strict=True)
-        )
-    assert_matches([ours], [eagers], [exact])
-    assert ours.stride() == eagers.stride() and "aten::convolution_backward.default" not in found
+    assert_loops(x, weight, options, x, (2, 3) if dynamic else ())
 
 
 @pytest.mark.parametrize(
@@ -135,22 +144,7 @@ def test_gradients_of_weights_of_one_output_are_kernels(
     image: tuple[int, ...], kernel: tuple[int, ...], options: dict[str, Any], layout: torch.memory_format, dynamic: bool
 ) -> None:
     x, weight = torch.randn(image).contiguous(memory_format=layout), torch.randn(kernel)
-
-    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, weight, **options).square().sum()
-
-    torch._dynamo.reset()
-    run = torch.compile(function, backend="pellucid", options={"verify": True})
-    leaves = [weight.clone().requires_grad_(), weight.clone().requires_grad_(), weight.double().requires_grad_()]
-    if dynamic:
-        torch._dynamo.mark_dynamic(x, 3)
-    with recorded_fallbacks() as found:
-        ours, eagers, exact = (
-            torch.autograd.grad(call(x.to(leaf.dtype), leaf), leaf)[0]
-            for call, leaf in zip((run, function, function), leaves, strict=True)
-        )
-    assert_matches([ours], [eagers], [exact])
-    assert "aten::convolution_backward.default" not in found
+    assert_loops(x, weight, options, weight, (3,) if dynamic else ())
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,11 @@ template <int S, class T, int W> PV_FN Vec<Value<T>, W> load_every(const T* p, c
     }));
   }
 }
+
+// W elements from p on, `step` apart, a distance that is known at run time.
+template <int W, class T, class Lanes> PV_FN auto load_strided(const T* p, int64_t step, const Lanes& n) {
+  return step == 1 ? load(p, n) : gather<W>(p, n, [&](int k) PV_INLINE { return k * step; });
+}
 // Store lane k to element k * S of p, for the first n lanes.
 template <int S, class T, int W, class N> PV_FN void store_every(T* p, const Vec<Value<T>, W>& a, const N& n) {
   using V = Vec<Raw<T>, W>;

@@ -70,11 +70,6 @@ PV_SHARED bool every_row_has_visible(const Added* mask, int64_t row, int64_t row
   return true;
 }
 
-// W elements from `at` on, `step` apart.
-template <int W, class E, class Lanes> PV_FN auto load_strided(const E* at, int64_t step, Lanes lanes) {
-  return step == 1 ? load(at, lanes) : gather<W>(at, lanes, [&](int k) PV_INLINE { return k * step; });
-}
-
 // The Frobenius norm; infinite or NaN if an element is.
 template <class E>
 PV_SHARED float norm(const Matrix<E>& a, int64_t rows, int64_t columns) {
